@@ -1,0 +1,12 @@
+"""What ships in the package: small trained models, and the way to the text of the running Python."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+MODELS = ("teacher", "student")
+
+
+def model_path(name: str) -> Path:
+    """The folder of a builtin model, e.g. `teacher`."""
+    return Path(__file__).resolve().parent / "models" / name

@@ -1,0 +1,213 @@
+"""From a file, a preset and `a.b=c` words to one checked configuration.
+
+Order: the schema's defaults, the preset, the file, the overrides; the later one wins, field by field.
+Every failure names the key as the user wrote it and where it came from.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any, cast
+
+from pydantic import BaseModel, ValidationError
+
+from stillroom.config import seeds
+from stillroom.config.schema import Config
+from stillroom.errors import ConfigError
+
+Table = dict[str, Any]
+
+
+class Loaded:
+    """A configuration and what was said while reading it."""
+
+    def __init__(self, config: Config, notes: tuple[str, ...] = ()) -> None:
+        self.config = config
+        self.notes = notes
+
+
+def load_config(
+    path: str | Path | None = None,
+    *,
+    preset: str | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> Config:
+    """The configuration of a run. `overrides` maps dotted keys to values and wins over the file."""
+    return load(path, preset=preset, overrides=overrides).config
+
+
+def load(
+    path: str | Path | None = None,
+    *,
+    preset: str | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> Loaded:
+    notes: list[str] = []
+    from_file: Table = {}
+    where = "command line"
+    if path is not None:
+        from_file, where = read_file(Path(path)), str(path)
+        if seeds.looks_like_seed(from_file):
+            from_file, seed_notes = seeds.translate(from_file)
+            notes += seed_notes
+    preset = preset or from_file.pop("preset", None)
+    table = read_preset(preset) if preset else {}
+    table = merge(table, from_file)
+    for key, value in (overrides or {}).items():
+        put(table, key, value)
+    return Loaded(build(table, where), tuple(notes))
+
+
+def build(table: Table, where: str) -> Config:
+    try:
+        return Config.model_validate(table)
+    except ValidationError as error:
+        raise explain(error, where) from None
+
+
+def read_file(path: Path) -> Table:
+    if not path.exists():
+        near = difflib.get_close_matches(path.name, _names(path.parent), n=1)
+        raise ConfigError(
+            f"there is no configuration file {path}",
+            advice=[
+                f"did you mean {path.parent / near[0]}?" if near else "check the path, or leave it out for the demo"
+            ],
+        )
+    text = path.read_text(encoding="utf-8-sig")
+    try:
+        table = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except (json.JSONDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(
+            f"{path} is not valid {'JSON' if path.suffix == '.json' else 'TOML'}: {error}",
+            advice=["`stillroom presets base` prints a complete file to start from"],
+        ) from None
+    if not isinstance(table, dict):
+        raise ConfigError(f"{path} holds a {type(table).__name__}, not a table of settings")
+    return table
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+
+
+# -- presets ---------------------------------------------------------------------------------------------
+
+
+def preset_names() -> list[str]:
+    folder = resources.files("stillroom.config") / "presets"
+    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+
+
+def preset_text(name: str) -> str:
+    if name not in preset_names():
+        near = difflib.get_close_matches(name, preset_names(), n=1)
+        raise ConfigError(
+            f"there is no preset {name!r}",
+            advice=[f"did you mean {near[0]!r}?"] * bool(near) + [f"presets: {', '.join(preset_names())}"],
+        )
+    return (resources.files("stillroom.config") / "presets" / f"{name}.toml").read_text(encoding="utf-8")
+
+
+def read_preset(name: str) -> Table:
+    return tomllib.loads(preset_text(name))
+
+
+# -- tables ----------------------------------------------------------------------------------------------
+
+
+def merge(base: Table, over: Table) -> Table:
+    """`over` on top of `base`, field by field; neither is changed."""
+    merged = dict(base)
+    for key, value in over.items():
+        below = merged.get(key)
+        merged[key] = merge(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def put(table: Table, key: str, value: Any) -> None:
+    """Set a dotted key, making tables on the way."""
+    *folders, last = key.split(".")
+    for folder in folders:
+        below = table.setdefault(folder, {})
+        if not isinstance(below, dict):
+            raise ConfigError(f"{key}: {folder} is a value, not a section")
+        # A preset's table may be shared with other loads: write on a copy.
+        table[folder] = dict(below)
+        table = table[folder]
+    table[last] = value
+
+
+def parse_assignments(words: Sequence[str]) -> Table:
+    """`["train.max_steps=10"]` -> {"train.max_steps": 10}. Values are TOML, with bare words as strings."""
+    parsed: Table = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals or not key.strip():
+            raise ConfigError(f"--set {word}: expected key=value", advice=["for example --set train.max_steps=100"])
+        parsed[key.strip().replace("-", "_")] = _value(text.strip())
+    return parsed
+
+
+def _value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return {"none": None, "True": True, "False": False}.get(text, text)
+
+
+# -- messages --------------------------------------------------------------------------------------------
+
+
+def explain(error: ValidationError, where: str) -> ConfigError:
+    """The validation error in the words of the configuration file."""
+    lines: list[str] = []
+    advice: list[str] = []
+    for problem in error.errors():
+        # Unions put the tried type into the location; it means nothing to the user.
+        path = [str(part) for part in problem["loc"] if str(part) not in ("float", "Ramp", "int")]
+        key = ".".join(path) or "configuration"
+        if problem["type"] == "extra_forbidden":
+            lines.append(f"unknown key {key}")
+            near = nearest_key(key)
+            advice.append(
+                f"did you mean {near}?" if near else f"keys of {path[0]}: {', '.join(_section_keys(path[0]))}"
+            )
+        else:
+            said = problem["msg"].removeprefix("Value error, ")
+            given = problem["input"]
+            shown = "" if isinstance(given, dict | BaseModel) else f", got {given!r}"
+            lines.append(f"{key}: {said}{shown}" if path else said)
+    unique = list(dict.fromkeys(lines))
+    return ConfigError("; ".join(unique), where=where, advice=list(dict.fromkeys(advice)))
+
+
+def all_keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
+    for name, info in model.model_fields.items():
+        kind = info.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from all_keys(cast(type[BaseModel], kind), f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def nearest_key(key: str) -> str | None:
+    """The real key that a mistyped one most likely meant, by its whole path or by its last word alone."""
+    keys = list(all_keys())
+    whole = difflib.get_close_matches(key, keys, n=1, cutoff=0.75)
+    if whole:
+        return whole[0]
+    last = key.rsplit(".", 1)[-1]
+    by_last = {candidate.rsplit(".", 1)[-1]: candidate for candidate in reversed(keys)}
+    near = difflib.get_close_matches(last, list(by_last), n=1, cutoff=0.7)
+    return by_last[near[0]] if near else None
+
+
+def _section_keys(section: str) -> list[str]:
+    found = [key for key in all_keys() if key.startswith(f"{section}.")]
+    return found or list(Config.model_fields)

@@ -1,0 +1,248 @@
+"""What a run can be told. Pydantic only: `stillroom --help` and the doctor must not pay for torch.
+
+Each field carries the sentence a user needs to set it. Numbers that may change during a run are `Scalar`:
+a constant, or a ramp over the run's progress.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+PrecisionMode = Literal["auto", "fp32", "bf16-mixed", "fp16-mixed", "fp16-master", "fp16-split", "fp16-sr"]
+Divergence = Literal["forward_kl", "reverse_kl", "jsd"]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class Ramp(Section):
+    """A value that moves from `start` to `end` while progress goes from `begin` to `until`."""
+
+    start: float = Field(description="value before and at `begin`")
+    end: float = Field(description="value at and after `until`")
+    begin: Annotated[float, Field(ge=0, le=1)] = 0.0
+    until: Annotated[float, Field(ge=0, le=1)] = 1.0
+    shape: Literal["linear", "cosine", "step"] = Field(
+        "linear", description="step: `start` until `until` is reached, then `end`"
+    )
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Ramp:
+        if self.begin > self.until:
+            raise ValueError(f"begin {self.begin} lies after until {self.until}")
+        return self
+
+
+Scalar = float | Ramp
+
+
+class ModelSection(Section):
+    revision: str | None = Field(None, description="commit of a hub model; required with trust_remote_code")
+    trust_remote_code: bool = Field(False, description="run code that comes with this model; needs a pinned revision")
+
+    @model_validator(mode="after")
+    def _pinned(self) -> ModelSection:
+        if self.trust_remote_code and not (self.revision and len(self.revision) == 40):
+            raise ValueError("trust_remote_code needs `revision` set to a 40-digit commit, so that the code is pinned")
+        return self
+
+
+class TeacherConfig(ModelSection):
+    model: str = Field("builtin:teacher", description="folder, hub id, LoRA adapter folder, or builtin:teacher")
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
+        "auto", description="storage of the teacher's weights; auto: float32 on CPU, float16 on a GPU"
+    )
+    placement: Literal["device", "offload"] = Field(
+        "device", description="offload: weights live in main memory and visit the device while they answer"
+    )
+    cache: str | None = Field(None, description="folder written by `stillroom cache`; the teacher is then not loaded")
+
+
+class StudentConfig(ModelSection):
+    model: str = Field("builtin:student", description="folder, hub id, or builtin:student")
+    init: Literal["auto", "pretrained", "random"] = Field(
+        "auto", description="random: take only the configuration; auto: random where the folder has no weights"
+    )
+    gradient_checkpointing: bool = Field(False, description="trade a third more compute for activation memory")
+
+
+class DataConfig(Section):
+    train: str = Field("builtin:stdlib", description="file, glob, hf:NAME[:CONFIG], builtin:stdlib or builtin:qa")
+    eval: str | None = Field(None, description="held-out data; without it a share of `train` is held out")
+    eval_share: Annotated[float, Field(gt=0, lt=1)] = Field(
+        0.05, description="share held out by content hash when `eval` is not given"
+    )
+    train_share: Annotated[float, Field(gt=0, le=1)] = Field(
+        1.0, description="share of the training documents that is used, chosen by content hash"
+    )
+    max_length: Annotated[int, Field(ge=8)] = Field(256, description="tokens in a row")
+    packing: Literal["blocks", "rows"] = Field(
+        "blocks", description="blocks: documents end to end in full rows; rows: one record a row, padded"
+    )
+    train_on_prompt: bool = Field(False, description="score the prompt's tokens too")
+    max_bad_share: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.01, description="stop when more than this share of the records cannot be used"
+    )
+
+
+class KdConfig(Section):
+    weight: Scalar = Field(1.0, description="weight of the distillation term")
+    divergence: Divergence = Field("forward_kl", description="forward_kl for base models; reverse_kl seeks modes")
+    temperature: Scalar = Field(1.0, description="softens both sides; the term is multiplied by its square")
+    beta: Scalar = Field(0.5, description="place of the mixture in jsd: 0 is forward, 1 is reverse KL")
+    top_k: Annotated[int, Field(ge=0)] = Field(
+        0, description="use the teacher's k likeliest tokens and the exact mass of the rest; 0: all tokens"
+    )
+
+
+class CeConfig(Section):
+    weight: Scalar = Field(0.0, description="weight of cross-entropy on the data's own tokens")
+
+
+class ObjectivesConfig(Section):
+    kd: KdConfig = Field(default_factory=KdConfig)
+    ce: CeConfig = Field(default_factory=CeConfig)
+    chunk_tokens: Annotated[int, Field(ge=0)] = Field(
+        0, description="positions the head handles at once; 0: chosen from the vocabulary"
+    )
+
+
+class PhaseConfig(Section):
+    name: str
+    until: Annotated[float, Field(gt=0, le=1)] = Field(description="progress at which the phase ends")
+
+
+class CurriculumConfig(Section):
+    phases: tuple[PhaseConfig, ...] = Field((), description="names for stretches of the run, for log and report")
+
+    @model_validator(mode="after")
+    def _in_order(self) -> CurriculumConfig:
+        ends = [phase.until for phase in self.phases]
+        if ends != sorted(ends):
+            raise ValueError("phases must be listed in the order in which they end")
+        return self
+
+
+class TrainConfig(Section):
+    max_steps: Annotated[int, Field(ge=0)] = Field(0, description="optimizer steps; 0: as many as `epochs` give")
+    epochs: Annotated[float, Field(gt=0)] = Field(1.0, description="passes over the training data")
+    batch_size: Annotated[int, Field(ge=1)] = Field(8, description="rows in a micro-batch")
+    gradient_accumulation_steps: Annotated[int, Field(ge=1)] = Field(1, description="micro-batches in a step")
+    learning_rate: Annotated[float, Field(gt=0)] = Field(1e-3, description="peak learning rate of the student")
+    router_learning_rate: Annotated[float, Field(ge=0)] = Field(0.0, description="0: the student's")
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    min_learning_rate_ratio: Annotated[float, Field(ge=0, le=1)] = Field(0.1, description="end of the schedule")
+    warmup_steps: Annotated[int, Field(ge=0)] = Field(0, description="optimizer steps; overrides warmup_ratio")
+    warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = Field(0.1, description="share of the optimizer steps")
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    epsilon: Annotated[float, Field(gt=0)] = Field(1e-8, description="of AdamW; always used in FP32")
+    max_grad_norm: Annotated[float, Field(gt=0)] = Field(1.0, description="gradients are clipped to this norm")
+    eval_steps: Annotated[int, Field(ge=0)] = Field(0, description="0: ten evaluations over the run")
+    save_steps: Annotated[int, Field(ge=0)] = Field(0, description="0: as often as evaluation")
+    seed: Annotated[int, Field(ge=0)] = 0
+    early_stopping: Annotated[int, Field(ge=0)] = Field(
+        0, description="stop after this many evaluations without a better student; 0: never"
+    )
+    max_minutes: Annotated[float, Field(ge=0)] = Field(0.0, description="save and stop with exit code 75; 0: no limit")
+
+
+class PrecisionConfig(Section):
+    mode: PrecisionMode = Field("auto", description="chosen from what the device can natively do")
+    moments: Literal["float32", "bfloat16"] = Field(
+        "float32", description="storage of AdamW's moments; bfloat16 is rounded stochastically and needs no bf16 unit"
+    )
+    initial_loss_scale: Annotated[float, Field(ge=1)] = 65536.0
+    loss_scale_growth_steps: Annotated[int, Field(ge=1)] = Field(2000, description="good steps before it doubles")
+    min_loss_scale: Annotated[float, Field(gt=0)] = Field(1.0, description="below this the run stops, exit code 23")
+
+
+class GuardConfig(Section):
+    on_nonfinite: Literal["recover", "halt"] = Field(
+        "recover", description="halt: stop at the first value that is not finite"
+    )
+    max_consecutive: Annotated[int, Field(ge=1)] = Field(20, description="refused steps in a row before the run stops")
+    max_retries: Annotated[int, Field(ge=0)] = Field(3, description="smaller loss scales tried on one batch")
+    max_skip_share: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.05, description="share of the last 200 attempts that may be refused before the run stops, exit code 21"
+    )
+    spike_z: Annotated[float, Field(gt=0)] = Field(
+        6.0, description="robust standard deviations above the median at which a loss or norm is examined"
+    )
+    spike_window: Annotated[int, Field(ge=4)] = Field(50, description="accepted steps the median is taken over")
+    spike_warmup: Annotated[int, Field(ge=1)] = Field(10, description="accepted steps before spikes are looked for")
+    max_rollbacks: Annotated[int, Field(ge=0)] = Field(5, description="returns to a good state before the run stops")
+    on_exhausted: Literal["halt", "reset"] = Field(
+        "halt", description="reset: begin again from the initial weights once when the rollbacks are spent"
+    )
+    snapshot_steps: Annotated[int, Field(ge=1)] = Field(50, description="applied steps between snapshots")
+    snapshot_ring: Annotated[int, Field(ge=1)] = Field(2, description="snapshots kept in memory")
+    learning_rate_backoff: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.5, description="factor on the learning rate after a divergence, recovering over 50 steps"
+    )
+    fallback_after: Annotated[int, Field(ge=1)] = Field(
+        5, description="refused steps in a row, the teacher at fault, before a stretch of cross-entropy alone"
+    )
+    fallback_steps: Annotated[int, Field(ge=1)] = Field(50, description="length of that stretch")
+    logit_clamp: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="0: off. Harmful: puts a floor under the perplexity, which is printed"
+    )
+    loss_clamp: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="0: off. Harmful: the gradient of a clamped loss is zero"
+    )
+
+
+class EvalConfig(Section):
+    max_batches: Annotated[int, Field(ge=0)] = Field(0, description="batches in an evaluation; 0: all held-out data")
+    batch_size: Annotated[int, Field(ge=0)] = Field(0, description="rows; 0: as in training")
+    samples: Annotated[int, Field(ge=0)] = Field(3, description="texts continued by teacher and student in the report")
+    sample_tokens: Annotated[int, Field(ge=1)] = 48
+
+
+class CheckpointConfig(Section):
+    keep: Annotated[int, Field(ge=1)] = Field(2, description="checkpoints kept on disk")
+
+
+class TelemetryConfig(Section):
+    first_steps: Annotated[int, Field(ge=0)] = Field(5, description="steps whose components are printed in full")
+    log_steps: Annotated[int, Field(ge=1)] = Field(10, description="steps between plain log lines")
+
+
+class Config(Section):
+    """A whole run."""
+
+    teacher: TeacherConfig = Field(default_factory=TeacherConfig)
+    student: StudentConfig = Field(default_factory=StudentConfig)
+    data: DataConfig = Field(default_factory=DataConfig)
+    objectives: ObjectivesConfig = Field(default_factory=ObjectivesConfig)
+    curriculum: CurriculumConfig = Field(default_factory=CurriculumConfig)
+    train: TrainConfig = Field(default_factory=TrainConfig)
+    precision: PrecisionConfig = Field(default_factory=PrecisionConfig)
+    guard: GuardConfig = Field(default_factory=GuardConfig)
+    eval: EvalConfig = Field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig)
+
+    @model_validator(mode="after")
+    def _possible(self) -> Config:
+        kd, ce = self.objectives.kd.weight, self.objectives.ce.weight
+        if kd == 0.0 and ce == 0.0:
+            raise ValueError("objectives.kd.weight and objectives.ce.weight are both 0: there is nothing to learn")
+        if self.train.warmup_steps and self.train.max_steps and self.train.warmup_steps >= self.train.max_steps:
+            raise ValueError(
+                f"train.warmup_steps {self.train.warmup_steps} leaves nothing of train.max_steps {self.train.max_steps}"
+            )
+        if isinstance(kd, float) and kd > 0 and _first(self.objectives.kd.temperature) <= 0:
+            raise ValueError("objectives.kd.temperature must be above 0")
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        return self.model_dump(mode="json")
+
+
+def _first(value: Scalar) -> float:
+    return value.start if isinstance(value, Ramp) else value

@@ -1,0 +1,105 @@
+"""Flat JSON configurations of the student-aware distillation project, accepted as they stand.
+
+Its keys are flat and named after its own trainer. Each one is mapped onto ours, and every mapping is said
+aloud, because some of them change meaning on the way: what was a micro-step is an optimizer step here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+Table = dict[str, Any]
+
+_DIRECT = {
+    "teacher_model": "teacher.model",
+    "student_model": "student.model",
+    "teacher_model_name": "teacher.model",
+    "student_model_name": "student.model",
+    "train_data": "data.train",
+    "eval_data": "data.eval",
+    "max_length": "data.max_length",
+    "batch_size": "train.batch_size",
+    "gradient_accumulation_steps": "train.gradient_accumulation_steps",
+    "learning_rate": "train.learning_rate",
+    "router_lr": "train.router_learning_rate",
+    "warmup_steps": "train.warmup_steps",
+    "warmup_ratio": "train.warmup_ratio",
+    "weight_decay": "train.weight_decay",
+    "max_grad_norm": "train.max_grad_norm",
+    "num_epochs": "train.epochs",
+    "epochs": "train.epochs",
+    "max_steps": "train.max_steps",
+    "eval_steps": "train.eval_steps",
+    "save_steps": "train.save_steps",
+    "seed": "train.seed",
+    "temperature": "objectives.kd.temperature",
+    "alpha_kd": "objectives.kd.weight",
+    "alpha_ce": "objectives.ce.weight",
+    "use_gradient_checkpointing": "student.gradient_checkpointing",
+}
+
+# Keys with a meaning of their own: (our key, our value, what to say).
+_TRANSLATED: dict[str, Callable[[Any], tuple[str, Any, str]]] = {
+    "kd_top_k": lambda value: (
+        "objectives.kd.top_k",
+        int(value),
+        "the teacher's k likeliest tokens with the exact mass of the rest; the original renormalised both sides",
+    ),
+}
+
+_IGNORED = {
+    "attention_layers": "no attention term is configured",
+    "num_workers": "batches are made in the training process",
+    "fp16": "use precision.mode",
+}
+
+
+def looks_like_seed(table: Table) -> bool:
+    """True when the table is flat and at least two of its keys are the seed's own."""
+    known = set(_DIRECT) | set(_TRANSLATED) | {"use_curriculum"}
+    return not any(isinstance(value, dict) for value in table.values()) and len(known & set(table)) >= 2
+
+
+def translate(table: Table) -> tuple[Table, list[str]]:
+    """Our nested table, and one sentence for each key that was mapped."""
+    nested: Table = {}
+    notes: list[str] = []
+    for key, value in table.items():
+        if key in _DIRECT:
+            _put(nested, _DIRECT[key], value)
+            notes.append(f"{key} = {value!r} -> {_DIRECT[key]}")
+        elif key in _TRANSLATED:
+            target, mapped, why = _TRANSLATED[key](value)
+            _put(nested, target, mapped)
+            notes.append(f"{key} = {value!r} -> {target} ({why})")
+        elif key == "use_curriculum":
+            notes += _curriculum(nested, bool(value))
+        elif key in _IGNORED:
+            notes.append(f"{key} = {value!r} is not used: {_IGNORED[key]}")
+        else:
+            nested[key] = value  # validation names it as unknown, with a suggestion
+    return nested, notes
+
+
+def _curriculum(nested: Table, is_on: bool) -> list[str]:
+    if not is_on:
+        return ["use_curriculum = False -> constant weights"]
+    nested["curriculum"] = {
+        "phases": [
+            {"name": "logits", "until": 0.3},
+            {"name": "features", "until": 0.6},
+            {"name": "all", "until": 1.0},
+        ]
+    }
+    if "weight" not in nested.get("objectives", {}).get("kd", {}):
+        _put(nested, "objectives.kd.weight", 0.7)
+        _put(nested, "objectives.ce.weight", 0.3)
+    return ["use_curriculum = True -> curriculum.phases 0-30-60-100 %, kd 0.7 and ce 0.3 from the start"]
+
+
+def _put(table: Table, key: str, value: Any) -> None:
+    *folders, last = key.split(".")
+    for folder in folders:
+        table = table.setdefault(folder, {})
+    table[last] = value

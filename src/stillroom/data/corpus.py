@@ -1,0 +1,259 @@
+"""A run's data: what is trained on, what is held out, and what was met on the way.
+
+What falls on which side depends on content alone, or for the embedded text on the name of the package: the
+same on every machine, in any order of files, and for any share of the training data.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from stillroom.builtin import corpus as stdlib
+from stillroom.config.schema import DataConfig
+from stillroom.data.chat import PlainChat, TemplateChat
+from stillroom.data.encode import Encoder, Tokenizer
+from stillroom.data.packing import Rows, pack
+from stillroom.data.records import Record, Segments, Shaper, Tally, Unusable, content_key
+from stillroom.data.sources import HUB_PREFIX, pieces_of, read_files, read_hub
+from stillroom.errors import DataError
+
+BUILTIN_PREFIX = "builtin:"
+COUNTERS = (
+    "records",
+    "bad_records",
+    "invalid_utf8",
+    "truncated_tokens",
+    "rows_without_targets",
+    "overlapping_records",
+    "train_tokens",
+    "eval_tokens",
+    "train_targets",
+    "eval_targets",
+    "train_documents",
+    "eval_documents",
+)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Rows to train on, rows held out, sentences for the log, and what was counted."""
+
+    train: Rows
+    evaluation: Rows
+    notes: tuple[str, ...]
+    counters: dict[str, int]
+
+
+def open_data(config: DataConfig, tokenizer: Tokenizer) -> Corpus:
+    """Read, split and encode what a run trains on and is judged by."""
+    tally = Tally()
+    reader = _Reader(config, tokenizer, tally)
+    is_builtin = config.train.startswith(BUILTIN_PREFIX)
+    if config.eval is None or (is_builtin and config.eval == config.train):
+        train, evaluation = reader.both_sides(config.train)
+    else:
+        train, evaluation = reader.training(config.train), reader.evaluation(config.eval)
+        _tell_overlap(train, evaluation, tally)
+    if config.train_share < 1:
+        train = _share_of(train, config.train_share)
+    return _packed(train, evaluation, config, tokenizer, tally)
+
+
+def open_eval(spec: str, tokenizer: Tokenizer, config: DataConfig) -> Corpus:
+    """Read a spec whole as evaluation data (of an embedded corpus: its held-out side). `train` is empty."""
+    tally = Tally()
+    return _packed([], _Reader(config, tokenizer, tally).evaluation(spec), config, tokenizer, tally)
+
+
+def _packed(
+    train: Sequence[Record], evaluation: Sequence[Record], config: DataConfig, tokenizer: Tokenizer, tally: Tally
+) -> Corpus:
+    encode = Encoder(tokenizer, tally)
+    pad_id = next((known for known in (tokenizer.pad_token_id, tokenizer.eos_token_id) if known is not None), 0)
+    sides: dict[str, Rows] = {}
+    for side, records in (("train", train), ("eval", evaluation)):
+        rows = pack(encode(records), config.packing, config.max_length, tally, pad_id=pad_id)
+        if records and not len(rows):
+            raise DataError(
+                f"the {side} data has {rows.num_tokens:,} tokens and no row with a target to score",
+                advice=[f"raise data.max_length above {config.max_length}: prompts fill the rows", "give more text"],
+            )
+        tally.counters[f"{side}_tokens"] = rows.num_tokens
+        tally.counters[f"{side}_targets"] = rows.num_targets
+        tally.counters[f"{side}_documents"] = rows.num_documents
+        sides[side] = rows
+    _tell_counts(tally)
+    counters = {name: tally.counters[name] for name in sorted({*COUNTERS, *tally.counters})}
+    return Corpus(sides["train"], sides["eval"], tuple(tally.notes), counters)
+
+
+def _tell_counts(tally: Tally) -> None:
+    sentences = {
+        "invalid_utf8": "{:,} texts held bytes that are not UTF-8; they were replaced",
+        "unscored_turns": "{:,} answers are not scored: the chat template does not print them as they stand",
+        "truncated_tokens": "{:,} tokens lie beyond data.max_length and are not used",
+        "rows_without_targets": "{:,} rows are left out: no target in them is scored",
+    }
+    for name, sentence in sentences.items():
+        if count := tally.counters[name]:
+            tally.note(sentence.format(count))
+
+
+# -- reading a spec --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Reads specs into records, judging each for its share of bad ones."""
+
+    config: DataConfig
+    tokenizer: Tokenizer
+    tally: Tally
+
+    def both_sides(self, spec: str) -> tuple[list[Record], list[Record]]:
+        """Training and held-out records of one spec."""
+        if spec.startswith(BUILTIN_PREFIX):
+            return self._builtin(spec)
+        records = self._outside(spec, splits_text=True)
+        train, evaluation = hold_out(records, self.config.eval_share, spec)
+        self.tally.note(f"{len(evaluation):,} of {len(records):,} records of {spec} are held out by content hash")
+        return train, evaluation
+
+    def training(self, spec: str) -> list[Record]:
+        """What may be trained on: all of a spec, but of an embedded corpus never the held-out side."""
+        return self._builtin(spec)[0] if spec.startswith(BUILTIN_PREFIX) else self._outside(spec)
+
+    def evaluation(self, spec: str) -> list[Record]:
+        is_builtin = spec.startswith(BUILTIN_PREFIX)
+        return self._builtin(spec)[1] if is_builtin else self._outside(spec, is_evaluation=True)
+
+    def _outside(self, spec: str, *, is_evaluation: bool = False, splits_text: bool = False) -> list[Record]:
+        tally = Tally()
+        is_hub = spec.startswith(HUB_PREFIX)
+        items = read_hub(spec, is_evaluation=is_evaluation) if is_hub else read_files(spec, tally)
+        write_chat = TemplateChat(self.tokenizer, tally) if self.tokenizer.chat_template else PlainChat(tally)
+        shape = Shaper(write_chat, tally, train_on_prompt=self.config.train_on_prompt)
+        records: list[Record] = []
+        for where, value in items:
+            try:
+                records.append(shape(where, value))
+            except Unusable as error:
+                tally.refuse(where, str(error))
+        if splits_text and len(records) == 1 and records[0].id.rpartition(":")[0].lower().endswith(".txt"):
+            records = _cut_up(records[0], tally)
+        tally.counters["records"] += len(records)
+        tally.judge(spec, self.config.max_bad_share)
+        if not records:
+            raise DataError(f"{spec} holds no record", advice=["check how it was written or downloaded"])
+        self.tally.absorb(tally)
+        return records
+
+    def _builtin(self, spec: str) -> tuple[list[Record], list[Record]]:
+        records, is_whole = _builtin_records(spec, train_on_prompt=self.config.train_on_prompt)
+        self.tally.counters["records"] += len(records)
+        if not is_whole:
+            self.tally.note(
+                "this Python carries no text of its standard library: stillroom's own source is used instead, "
+                "enough to try things with and too little to learn from"
+            )
+            return hold_out(records, stdlib.HELD_OUT_SHARE, spec)
+        sides: dict[stdlib.Split, list[Record]] = {"train": [], "eval": []}
+        for record in records:
+            sides[stdlib.split_of(record.group)].append(record)
+        return sides["train"], sides["eval"]
+
+
+def _cut_up(record: Record, tally: Tally) -> list[Record]:
+    """One text as several records, so that part of it can be held out."""
+    name = record.id.rpartition(":")[0]
+    pieces = [(line, text) for line, text in pieces_of(record.text) if text.strip()]
+    if len(pieces) > 1:
+        tally.note(f"{name} is one document: it is cut between paragraphs into {len(pieces):,} to hold some out")
+    return [Record(f"{name}:{line}", ((text, True),), content_key(text)) for line, text in pieces]
+
+
+# -- the embedded text -----------------------------------------------------------------------------------
+
+Documents = Iterator[tuple[stdlib.Document, Segments]]
+
+
+def _whole(documents: Iterator[stdlib.Document]) -> Documents:
+    return ((document, ((document.text, True),)) for document in documents)
+
+
+def _questions(root: Path | None, train_on_prompt: bool) -> Documents:
+    for document, prompt, answer in stdlib.question_answers(root):
+        yield document, ((prompt, train_on_prompt), (answer, True))
+
+
+_BUILTINS: dict[str, Callable[[bool], Documents]] = {
+    "stdlib": lambda _: _whole(stdlib.modules()),
+    "stdlib-source": lambda _: _whole(stdlib.modules()),
+    "stdlib-docs": lambda _: _whole(stdlib.docstrings()),
+    "qa": lambda train_on_prompt: _questions(None, train_on_prompt),
+}
+_WITH_TOPICS = ("stdlib", "stdlib-docs")
+_OWN_ROOT = Path(stdlib.__file__).resolve().parent.parent
+
+
+def _builtin_records(spec: str, *, train_on_prompt: bool) -> tuple[list[Record], bool]:
+    """All records of an embedded corpus, and whether the standard library gave them."""
+    name = spec.removeprefix(BUILTIN_PREFIX)
+    if name not in _BUILTINS:
+        near = difflib.get_close_matches(name, _BUILTINS, n=1)
+        advice = [f"did you mean {BUILTIN_PREFIX}{near[0]}"] if near else []
+        known = ", ".join(f"{BUILTIN_PREFIX}{known}" for known in _BUILTINS)
+        raise DataError(f"there is no embedded corpus {spec!r}", advice=[*advice, f"the embedded ones are {known}"])
+    found = list(_BUILTINS[name](train_on_prompt))
+    is_whole = bool(found)
+    if not is_whole:
+        found = list(_questions(_OWN_ROOT, train_on_prompt) if name == "qa" else _whole(stdlib.own_text()))
+    elif name in _WITH_TOPICS:
+        found = [*_whole(stdlib.topics()), *found]
+    return [_embedded(document, segments) for document, segments in found], is_whole
+
+
+def _embedded(document: stdlib.Document, segments: Segments) -> Record:
+    return Record(document.name, segments, content_key("".join(text for text, _ in segments)), document.group)
+
+
+# -- splitting -------------------------------------------------------------------------------------------
+
+
+def hold_out(records: Sequence[Record], share: float, spec: str) -> tuple[list[Record], list[Record]]:
+    """(training, held out) by the hash of each record's group or content, neither side empty.
+
+    Equal contents share a hash, so they never stand on both sides. Where chance leaves a side empty, the
+    content nearest to it in hash moves over.
+    """
+    places = {record.group or record.key: stdlib.hash_share(record.group or record.key) for record in records}
+    if len(places) < 2:
+        raise DataError(
+            f"{spec} holds one document only, so nothing of it can be held out",
+            advice=["give held-out data of its own as data.eval", "give more text"],
+        )
+    in_order = sorted(places, key=lambda key: (places[key], key))
+    num_held_out = sum(place < share for place in places.values())
+    held_out = set(in_order[: min(max(num_held_out, 1), len(in_order) - 1)])
+    train = [record for record in records if (record.group or record.key) not in held_out]
+    return train, [record for record in records if (record.group or record.key) in held_out]
+
+
+def _share_of(records: Sequence[Record], share: float) -> list[Record]:
+    """The records whose hash lies below `share`: a smaller share is always part of a larger one.
+
+    Embedded documents are drawn by name, others by content. At least the lowest hash is kept.
+    """
+    places = [stdlib.hash_share(f"share:{record.id if record.group else record.key}") for record in records]
+    bound = max(share, min(places))
+    return [record for record, place in zip(records, places, strict=True) if place <= bound]
+
+
+def _tell_overlap(train: Sequence[Record], evaluation: Sequence[Record], tally: Tally) -> None:
+    trained = {record.key for record in train}
+    if count := sum(record.key in trained for record in evaluation):
+        tally.counters["overlapping_records"] += count
+        tally.note(f"{count:,} of {len(evaluation):,} evaluation records also stand in the training data")

@@ -1,0 +1,199 @@
+"""From records to tokens, with the bytes of text that each token stands for.
+
+Two laws. The bytes of a document's tokens sum to the length of its text in UTF-8, so bits per byte can be
+compared between tokenizers. And no token holds both scored and unscored text: a segment is tokenized in
+its surroundings, and on its own only where a token would straddle its border.
+
+# T tokens of all documents end to end, D documents
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from stillroom.data.records import Record, Tally
+
+Ints = npt.NDArray[np.int64]
+
+_BATCH_CHARACTERS = 1 << 20  # bounds the memory of offsets, which are Python tuples
+
+
+class Tokenizer(Protocol):
+    """What we ask of a tokenizer; those of `transformers` have it."""
+
+    @property
+    def is_fast(self) -> bool: ...
+    @property
+    def eos_token(self) -> Any: ...
+    @property
+    def eos_token_id(self) -> Any: ...
+    @property
+    def pad_token_id(self) -> Any: ...
+    @property
+    def chat_template(self) -> Any: ...
+    def __call__(self, text: Any, **options: Any) -> Any: ...
+    def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Documents as flat arrays. Document d is the tokens bounds[d] to bounds[d + 1]."""
+
+    ids: npt.NDArray[np.int32]  # [T]
+    num_bytes: npt.NDArray[np.int32]  # [T], bytes of text the token stands for
+    is_scored: npt.NDArray[np.bool_]  # [T]
+    bounds: Ints  # [D + 1]
+    names: tuple[str, ...]  # D
+    groups: tuple[str, ...]  # D, what each document was held out with
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.names)
+
+
+def token_ends(text: str, offsets: Sequence[tuple[int, int]]) -> Ints:
+    """The character at which each token ends: never falling, and the last one is the end of the text.
+
+    A token begins where the one before it ended, so characters that the tokenizer skipped belong to the
+    next token, and of several tokens inside one character the first holds it and the others are empty.
+    """
+    ends: Ints = np.fromiter((end for _, end in offsets), dtype=np.int64, count=len(offsets))
+    if len(ends):
+        ends[-1] = len(text)
+        ends = np.maximum.accumulate(ends)
+    return ends
+
+
+def even_ends(text: str, num_tokens: int) -> Ints:
+    """Ends for a tokenizer that gives no offsets: the characters shared out evenly."""
+    return np.arange(1, num_tokens + 1, dtype=np.int64) * len(text) // max(num_tokens, 1)
+
+
+def bytes_between(text: str, ends: Ints) -> npt.NDArray[np.int32]:
+    """UTF-8 bytes from each end to the next; they sum to the length of the text."""
+    points = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
+    widths = 1 + (points >= 0x80).astype(np.int64) + (points >= 0x800) + (points >= 0x10000)
+    positions = np.concatenate([[0], np.cumsum(widths)])
+    return np.diff(positions[ends], prepend=0).astype(np.int32)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Tokens of one text and the character at which each ends."""
+
+    ids: list[int]
+    ends: Ints
+
+
+@dataclass(frozen=True)
+class _Document:
+    record: Record
+    ids: list[int]
+    num_bytes: npt.NDArray[np.int32]
+    is_scored: npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Tokenizes records; what it cannot do exactly it tells the tally."""
+
+    tokenizer: Tokenizer
+    tally: Tally
+
+    def __call__(self, records: Sequence[Record]) -> Encoded:
+        self._admit()
+        documents = [document for batch in _batches(records) for document in self._documents(batch)]
+        if num_lost := len(records) - len(documents):
+            self.tally.counters["documents_without_tokens"] += num_lost
+            self.tally.note(f"{num_lost:,} documents are left out: the tokenizer sees nothing in them")
+        nothing = np.empty(0, np.int32)
+        return Encoded(
+            ids=np.concatenate([nothing, *(np.array(document.ids, np.int32) for document in documents)]),
+            num_bytes=np.concatenate([nothing, *(document.num_bytes for document in documents)]),
+            is_scored=np.concatenate([nothing.astype(np.bool_), *(document.is_scored for document in documents)]),
+            bounds=np.cumsum([0, *(len(document.ids) for document in documents)], dtype=np.int64),
+            names=tuple(document.record.id for document in documents),
+            groups=tuple(document.record.group or document.record.id for document in documents),
+        )
+
+    def _admit(self) -> None:
+        """Say at once what this tokenizer cannot do."""
+        if not self.tokenizer.is_fast:
+            self.tally.note("the tokenizer gives no offsets: bytes are shared evenly over the tokens of a text")
+        if self.tokenizer.eos_token_id is None:
+            self.tally.note("the tokenizer has no end-of-text token: documents follow each other without a mark")
+        elif self._pieces([str(self.tokenizer.eos_token)])[0].ids == [self.tokenizer.eos_token_id]:
+            self.tally.note("the tokenizer reads special tokens in plain text: a document may spell one")
+
+    def _documents(self, batch: Sequence[Record]) -> Iterator[_Document]:
+        pieces = self._pieces([record.text for record in batch], keeps_special=batch[0].has_template)
+        for record, piece in zip(batch, pieces, strict=True):
+            piece, is_scored = self._bordered(record, piece)
+            if piece.ids:
+                yield self._finished(record, piece, is_scored)
+
+    def _bordered(self, record: Record, piece: _Piece) -> tuple[_Piece, npt.NDArray[np.bool_]]:
+        """Tokens whose borders include the segments' borders, and which of them are scored."""
+        borders = np.cumsum([len(text) for text, _ in record.segments])
+        flags = np.array([is_scored for _, is_scored in record.segments], dtype=np.bool_)
+        if len(flags) > 1 and not (self.tokenizer.is_fast and np.isin(borders[:-1], piece.ends).all()):
+            return self._segment_wise(record)
+        return piece, flags[np.searchsorted(borders, piece.ends, side="left")]
+
+    def _segment_wise(self, record: Record) -> tuple[_Piece, npt.NDArray[np.bool_]]:
+        texts = [text for text, _ in record.segments]
+        pieces = self._pieces(texts, keeps_special=record.has_template)
+        starts = np.cumsum([0, *(len(text) for text in texts[:-1])])
+        ends = [piece.ends + start for piece, start in zip(pieces, starts, strict=True)]
+        flags = [np.full(len(piece.ids), flag) for piece, (_, flag) in zip(pieces, record.segments, strict=True)]
+        return _Piece([token for piece in pieces for token in piece.ids], np.concatenate(ends)), np.concatenate(flags)
+
+    def _finished(self, record: Record, piece: _Piece, is_scored: npt.NDArray[np.bool_]) -> _Document:
+        """The document with its end mark, scored and of no bytes, unless a template wrote one already."""
+        ends = piece.ends.copy()
+        ends[-1] = len(record.text)
+        num_bytes = bytes_between(record.text, ends)
+        end_mark = self.tokenizer.eos_token_id
+        if end_mark is None or (record.has_template and end_mark in piece.ids):
+            return _Document(record, piece.ids, num_bytes, is_scored)
+        return _Document(
+            record,
+            [*piece.ids, int(end_mark)],
+            np.append(num_bytes, np.int32(0)),
+            np.append(is_scored, np.True_),
+        )
+
+    def _pieces(self, texts: list[str], *, keeps_special: bool = False) -> list[_Piece]:
+        answer = self.tokenizer(
+            texts,
+            add_special_tokens=False,
+            verbose=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            split_special_tokens=not keeps_special,
+            **({"return_offsets_mapping": True} if self.tokenizer.is_fast else {}),
+        )
+        rows = [list(ids) for ids in answer["input_ids"]]
+        if not self.tokenizer.is_fast:
+            return [_Piece(ids, even_ends(text, len(ids))) for text, ids in zip(texts, rows, strict=True)]
+        offsets = answer["offset_mapping"]
+        return [_Piece(ids, token_ends(text, where)) for text, ids, where in zip(texts, rows, offsets, strict=True)]
+
+
+def _batches(records: Sequence[Record]) -> Iterator[list[Record]]:
+    """Batches of bounded text, each of one kind: special tokens are read in all of its records or in none."""
+    batch: list[Record] = []
+    num_characters = 0
+    for record in records:
+        if batch and (num_characters >= _BATCH_CHARACTERS or record.has_template != batch[0].has_template):
+            yield batch
+            batch, num_characters = [], 0
+        batch.append(record)
+        num_characters += len(record.text)
+    if batch:
+        yield batch

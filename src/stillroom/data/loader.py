@@ -1,0 +1,76 @@
+"""The order in which rows are seen: seeded, and resumable from one integer.
+
+An epoch is a permutation of the rows, cut into micro-batches and these into windows, one for each optimizer
+step. Windows never cross epochs: the last window of an epoch may hold fewer micro-batches, and the last
+micro-batch fewer rows, but no row is left out. Rows 9,353 with batch size 1 and accumulation 8 are 1,170
+steps an epoch, the last of them with one micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from stillroom.data.encode import Ints
+from stillroom.data.packing import Rows
+from stillroom.errors import ConfigError, DataError
+from stillroom.types import Batch
+
+
+class Loader:
+    """`window(index)` is a pure function of the rows, the sizes, the seed and the index.
+
+    The permutation of one epoch is kept to save time, never as state: a resumed run asks for its next index.
+    """
+
+    def __init__(self, rows: Rows, *, batch_size: int, accumulation: int = 1, seed: int = 0) -> None:
+        if batch_size < 1 or accumulation < 1 or seed < 0:
+            raise ConfigError(
+                f"batch_size {batch_size}, accumulation {accumulation} and seed {seed} do not make a loader",
+                advice=["batch size and accumulation start at 1, the seed at 0"],
+            )
+        if not len(rows):
+            raise DataError("there is no row to train on", advice=["give data.train a spec with more text"])
+        self._rows = rows
+        self._batch_size = batch_size
+        self._accumulation = accumulation
+        self._seed = seed
+        self._kept: tuple[int, Ints] | None = None
+
+    @property
+    def num_batches(self) -> int:
+        """Micro-batches in one epoch."""
+        return -(-len(self._rows) // self._batch_size)
+
+    @property
+    def num_windows(self) -> int:
+        """Optimizer steps in one epoch."""
+        return -(-self.num_batches // self._accumulation)
+
+    def window(self, index: int) -> list[Batch]:
+        """The micro-batches of optimizer step `index`, counted from 0 over all epochs."""
+        if index < 0:
+            raise IndexError(f"window {index}: windows are counted from 0")
+        epoch, place = divmod(index, self.num_windows)
+        first = place * self._accumulation
+        last = min(first + self._accumulation, self.num_batches)
+        return [self._batch(epoch, number) for number in range(first, last)]
+
+    def _batch(self, epoch: int, number: int) -> Batch:
+        start = number * self._batch_size
+        chosen = self._order(epoch)[start : start + self._batch_size]
+        return self._rows.batch(chosen, index=epoch * self.num_batches + number)
+
+    def _order(self, epoch: int) -> Ints:
+        if self._kept is None or self._kept[0] != epoch:
+            self._kept = (epoch, np.random.default_rng([self._seed, epoch]).permutation(len(self._rows)))
+        return self._kept[1]
+
+
+def fixed_batches(rows: Rows, batch_size: int, max_batches: int = 0) -> Iterator[Batch]:
+    """The rows in order, for evaluation: the same batches every time. `max_batches` 0 means all."""
+    num_batches = -(-len(rows) // batch_size)
+    for number in range(min(num_batches, max_batches) if max_batches else num_batches):
+        start = number * batch_size
+        yield rows.batch(range(start, min(start + batch_size, len(rows))), index=number)

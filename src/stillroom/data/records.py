@@ -1,0 +1,211 @@
+"""What a record is, and the shapes an object of a data file may have.
+
+A record is one document: pieces of text, each with the word whether its tokens are scored. A record that
+cannot be used is never fatal alone. It is kept as a `BadRecord` that says where and why, and only a share
+of them above `data.max_bad_share` stops a run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from stillroom.errors import DataError
+
+Segments = tuple[tuple[str, bool], ...]  # (text, is scored), in reading order
+
+SHAPES = (
+    '{"text"}',
+    '{"prompt", "completion"}',
+    '{"question", "answer"}',
+    '{"instruction", "input", "output"}',
+    '{"messages": [{"role", "content"}, ...]}',
+)
+FIELDS = ("messages", "prompt", "completion", "question", "answer", "instruction", "input", "output", "text")
+
+_NUM_BAD_KEPT = 20  # a file of the wrong kind has millions of bad records; the first few tell the story
+_NUM_BAD_NAMED = 3
+
+
+class Unusable(ValueError):
+    """Raised by whoever meets a record that cannot be used; the message says why in a few words."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One document.
+
+    `key` is a digest of the content as the file gave it, before any chat template: records with equal
+    content fall on the same side of a split, whatever tokenizer reads them. `group` names what is held
+    out as a whole; without it each content stands alone.
+    """
+
+    id: str  # "train.jsonl:17", or the name of a module
+    segments: Segments
+    key: str
+    group: str = ""
+    has_template: bool = False  # a chat template wrote it: special-token strings in it are meant
+
+    @property
+    def text(self) -> str:
+        return "".join(text for text, _ in self.segments)
+
+
+@dataclass(frozen=True)
+class BadRecord:
+    """A record that was left out: "train.jsonl:17" and why."""
+
+    where: str
+    why: str
+
+
+@dataclass
+class Tally:
+    """What reading met: counts for the log, short sentences for people, and the first bad records."""
+
+    counters: Counter[str] = field(default_factory=Counter)
+    notes: list[str] = field(default_factory=list)
+    bad: list[BadRecord] = field(default_factory=list)
+
+    def note(self, sentence: str) -> None:
+        if sentence not in self.notes:
+            self.notes.append(sentence)
+
+    def refuse(self, where: str, why: str) -> None:
+        self.counters["bad_records"] += 1
+        if len(self.bad) < _NUM_BAD_KEPT:
+            self.bad.append(BadRecord(where, why))
+
+    def absorb(self, other: Tally) -> None:
+        self.counters.update(other.counters)
+        self.bad.extend(other.bad)
+        for sentence in other.notes:
+            self.note(sentence)
+
+    def judge(self, spec: str, max_bad_share: float) -> None:
+        """Stop when more than `max_bad_share` of what was read cannot be used; otherwise say how many."""
+        num_bad = self.counters["bad_records"]
+        num_read = num_bad + self.counters["records"]
+        if not num_bad:
+            return
+        named = "; ".join(f"{bad.where}: {bad.why}" for bad in self.bad[:_NUM_BAD_NAMED])
+        told = f"{num_bad:,} of {num_read:,} records of {spec} cannot be used"
+        if num_bad <= max_bad_share * num_read:
+            self.note(f"{told} and are left out: {named}")
+            return
+        share = min(1.0, -(-100 * num_bad // num_read) / 100)
+        advice = [f"mend or remove these records; the shapes read are {', '.join(SHAPES)}"]
+        if self.counters["records"]:
+            advice.append(f"set data.max_bad_share={share:g} to go on without them")
+        raise DataError(f"{told}, more than data.max_bad_share={max_bad_share:g} allows: {named}", advice=advice)
+
+
+def content_key(content: str) -> str:
+    return hashlib.sha256(content.encode("utf-8")).hexdigest()
+
+
+def clean(text: str, tally: Tally) -> str:
+    """Text that UTF-8 can hold: a lone surrogate, which JSON can spell, becomes U+FFFD and is counted."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        tally.counters["invalid_utf8"] += 1
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def is_blank(text: str) -> bool:
+    """Whether nothing but white space, byte order marks and NULs is in the text."""
+    return not text.strip("\0\ufeff \t\r\n\f\v")
+
+
+# -- shapes ----------------------------------------------------------------------------------------------
+
+Turn = tuple[str, str]  # (role, content)
+ChatWriter = Callable[[tuple[Turn, ...]], tuple[Segments, bool]]  # -> segments, whether a template wrote them
+
+
+@dataclass(frozen=True)
+class Shaper:
+    """Turns one object of a data file into a record, or raises `Unusable` with the reason."""
+
+    write_chat: ChatWriter
+    tally: Tally
+    train_on_prompt: bool = False
+
+    def __call__(self, where: str, value: object) -> Record:
+        if not isinstance(value, Mapping):
+            raise Unusable(f"is {_kind(value)}, not an object with fields")
+        if "messages" in value:
+            return self._chat(where, value["messages"])
+        if "prompt" in value and "completion" in value:
+            return self._plain(where, self._text(value, "prompt"), self._full(value, "completion"))
+        if "question" in value and "answer" in value:
+            return self._plain(where, self._full(value, "question") + "\n", self._full(value, "answer"))
+        if "instruction" in value and "output" in value:
+            context = self._text(value, "input") if value.get("input") is not None else ""
+            prompt = self._full(value, "instruction") + (f"\n\n{context}" if context else "") + "\n\n"
+            return self._plain(where, prompt, self._full(value, "output"))
+        if "text" in value:
+            return self._plain(where, "", self._full(value, "text"))
+        raise Unusable(f"has no known fields, only {_listed(value)}")
+
+    def _plain(self, where: str, prompt: str, answer: str) -> Record:
+        segments = tuple(
+            (text, is_scored) for text, is_scored in ((prompt, self.train_on_prompt), (answer, True)) if text
+        )
+        return Record(where, segments, content_key(prompt + answer))
+
+    def _chat(self, where: str, messages: object) -> Record:
+        if not isinstance(messages, list | tuple) or not messages:
+            raise Unusable(f"messages is {_kind(messages)}, not a list of turns")
+        turns = tuple(self._turn(number, message) for number, message in enumerate(messages, 1))
+        if not self.train_on_prompt and not any(role == "assistant" for role, _ in turns):
+            raise Unusable("messages has no assistant turn to learn from")
+        segments, has_template = self.write_chat(turns)
+        if self.train_on_prompt:
+            segments = tuple((text, True) for text, _ in segments)
+        if not any(text for text, is_scored in segments if is_scored):
+            raise Unusable("the chat has nothing to score")
+        return Record(where, segments, content_key(json.dumps(turns)), has_template=has_template)
+
+    def _turn(self, number: int, message: object) -> Turn:
+        if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
+            raise Unusable(f"messages, turn {number}: needs role and content")
+        role, content = message["role"], message["content"]
+        if not isinstance(role, str) or not isinstance(content, str):
+            raise Unusable(f"messages, turn {number}: role is {_kind(role)} and content is {_kind(content)}, not text")
+        if role == "assistant":
+            content = self._filled(f"messages, turn {number}", content)
+        return clean(role, self.tally), clean(content, self.tally)
+
+    def _text(self, value: Mapping[str, Any], name: str) -> str:
+        found = value[name]
+        if found is None:
+            raise Unusable(f"{name} is missing")
+        if not isinstance(found, str):
+            raise Unusable(f"{name} is {_kind(found)}, not text")
+        return clean(found, self.tally)
+
+    def _full(self, value: Mapping[str, Any], name: str) -> str:
+        return self._filled(name, self._text(value, name))
+
+    def _filled(self, name: str, text: str) -> str:
+        if is_blank(text):
+            raise Unusable(f"{name} is empty")
+        return clean(text, self.tally)
+
+
+def _kind(value: object) -> str:
+    names = {"NoneType": "null", "dict": "an object", "list": "a list", "str": "text", "int": "a number"}
+    names |= {"float": "a number", "bool": "true or false", "tuple": "a list"}
+    return names.get(type(value).__name__, type(value).__name__)
+
+
+def _listed(value: Mapping[Any, Any]) -> str:
+    names = [str(name) for name in value]
+    return ", ".join(names[:6]) + (", ..." if len(names) > 6 else "") if names else "none"

@@ -1,0 +1,1 @@
+"""The run itself: building it, stepping it, keeping it alive."""

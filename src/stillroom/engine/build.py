@@ -1,0 +1,172 @@
+"""From a configuration to a run: every part is made here and nowhere else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from stillroom.checkpoint import CheckpointStore, SnapshotRing
+from stillroom.config import Config
+from stillroom.curriculum import Curriculum
+from stillroom.data import Loader, open_data
+from stillroom.engine.inject import Injector
+from stillroom.engine.run import Run
+from stillroom.errors import BrokenAtStart, ConfigError
+from stillroom.guard import Guard
+from stillroom.models import (
+    Student,
+    agree_on_vocabulary,
+    anatomy,
+    has_tokenizer,
+    head_error,
+    load_student,
+    load_teacher,
+    load_tokenizer,
+)
+from stillroom.objectives.mix import Mix
+from stillroom.precision import AdamW, ParameterGroup, Precision, resolve
+from stillroom.schedule import Schedule, steps_of_run, warmup_of_run
+from stillroom.teachers import LiveTeacher
+from stillroom.telemetry import EventLog
+
+# Described and real logits may differ by the order of summation, not by more.
+_HEAD_TOLERANCE = 1e-2
+
+
+@dataclass(frozen=True)
+class Models:
+    """Both models with the tokenizer they share."""
+
+    tokenizer: Any
+    teacher: Any  # None when nothing asks for it
+    student: Any
+    vocab_size: int
+    is_student_described: bool
+    is_teacher_described: bool
+    notes: tuple[str, ...]
+
+
+def find_device(wanted: str) -> torch.device:
+    """The device by name; `auto` takes a GPU where there is one. Accelerate places, and does nothing else."""
+    if wanted.startswith("cuda") and not torch.cuda.is_available():
+        raise BrokenAtStart(
+            "a CUDA device was asked for and torch sees none",
+            where="--device",
+            advice=["--device cpu", "check the driver with nvidia-smi, and that torch is a CUDA build"],
+        )
+    accelerator = Accelerator(cpu=wanted == "cpu", mixed_precision="no")
+    device: torch.device = accelerator.device if wanted in ("auto", "cpu") else torch.device(wanted)
+    return device
+
+
+def load_models(config: Config, device: torch.device) -> Models:
+    """Load what the configuration names and check that the two understand each other."""
+    uses_teacher = Curriculum.of(config).uses_teacher
+    notes: list[str] = []
+    teacher_tokenizer = load_tokenizer(config.teacher, config.teacher.model) if uses_teacher else None
+    if has_tokenizer(config.student.model):
+        tokenizer = load_tokenizer(config.student, config.student.model)
+    elif teacher_tokenizer is not None:
+        tokenizer = teacher_tokenizer
+        notes.append("the student brings no tokenizer: it takes the teacher's")
+    else:
+        raise ConfigError(f"{config.student.model} brings no tokenizer", where="student.model")
+    student, why = load_student(config.student, seed=config.train.seed)
+    notes.append(why)
+    teacher = load_teacher(config.teacher, teacher_dtype(config, device)) if uses_teacher else None
+    rows = anatomy(student).vocab_rows
+    size = rows
+    if teacher is not None:
+        size = agree_on_vocabulary(teacher_tokenizer, tokenizer, anatomy(teacher).vocab_rows, rows)
+    described = {"student": _is_described(student, notes, "student")}
+    described["teacher"] = teacher is None or _is_described(teacher, notes, "teacher")
+    return Models(tokenizer, teacher, student, size, described["student"], described["teacher"], tuple(notes))
+
+
+def teacher_dtype(config: Config, device: torch.device) -> torch.dtype:
+    if config.teacher.dtype != "auto":
+        dtype: torch.dtype = getattr(torch, config.teacher.dtype)
+        return dtype
+    return torch.float32 if device.type == "cpu" else torch.float16
+
+
+def _is_described(model: Any, notes: list[str], role: str) -> bool:
+    """Whether our description of the head gives the model's own logits, tried on a few tokens."""
+    ids = torch.arange(8).remainder(anatomy(model).vocab_rows).unsqueeze(0)
+    error = head_error(model, ids)
+    if error <= _HEAD_TOLERANCE:
+        return True
+    notes.append(
+        f"the {role}'s head is not one we can describe (logits differ by {error:.2g} of their spread): "
+        "its own logits are used, which keeps a [tokens, vocabulary] tensor"
+    )
+    return False
+
+
+def build_run(
+    config: Config, folder: Path, log: EventLog, *, device: torch.device, models: Models, inject: str = ""
+) -> Run:
+    """Assemble a run. Nothing is trained here, and nothing is written but the log."""
+    torch.manual_seed(config.train.seed)
+    corpus = open_data(config.data, models.tokenizer)
+    loader = Loader(
+        corpus.train,
+        batch_size=config.train.batch_size,
+        accumulation=config.train.gradient_accumulation_steps,
+        seed=config.train.seed,
+    )
+    num_parameters = anatomy(models.student).num_parameters
+    precision = resolve(config.precision.mode, device, config=config.precision, num_parameters=num_parameters)
+    models.student.to(device)
+    optimizer = make_optimizer(models.student, precision, config)
+    injector = Injector(inject, tell=lambda text: log.write("note", text=text) and None)
+    teacher = None
+    if models.teacher is not None:
+        teacher = LiveTeacher(
+            models.teacher,
+            vocab_size=models.vocab_size,
+            device=device,
+            offload=config.teacher.placement == "offload",
+            is_described=models.is_teacher_described,
+        )
+    return Run(
+        config=config,
+        folder=folder,
+        device=device,
+        tokenizer=models.tokenizer,
+        student=Student(models.student, vocab_size=models.vocab_size, is_described=models.is_student_described),
+        teacher=teacher,
+        teacher_model=models.teacher,
+        corpus=corpus,
+        loader=loader,
+        mix=Mix(config.objectives),
+        curriculum=Curriculum.of(config),
+        schedule=make_schedule(config, loader.num_batches),
+        precision=precision,
+        optimizer=optimizer,
+        guard=Guard(config.guard),
+        log=log,
+        checkpoints=CheckpointStore(folder / "checkpoints", config.checkpoint.keep, injector.checkpoint_point),
+        ring=SnapshotRing(config.guard.snapshot_ring),
+        injector=injector,
+    )
+
+
+def make_optimizer(student: Any, precision: Precision, config: Config) -> AdamW:
+    trained = tuple((name, parameter) for name, parameter in student.named_parameters() if parameter.requires_grad)
+    return precision.optimizer([ParameterGroup("student", config.train.learning_rate, trained)], config.train)
+
+
+def make_schedule(config: Config, num_batches: int) -> Schedule:
+    train = config.train
+    num_steps = steps_of_run(num_batches, train.gradient_accumulation_steps, train.epochs, train.max_steps)
+    return Schedule(
+        num_steps=num_steps,
+        num_warmup=warmup_of_run(num_steps, train.warmup_steps, train.warmup_ratio),
+        shape=train.schedule,
+        floor=train.min_learning_rate_ratio,
+    )

@@ -1,0 +1,260 @@
+"""The main job: build or resume a run, train it, and leave everything a person needs in its folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stillroom.checkpoint import CheckpointStore, Saved, write_atomically
+from stillroom.config import Config
+from stillroom.engine import folder as run_folder
+from stillroom.engine.build import Models, build_run, find_device, load_models
+from stillroom.engine.loop import Stop, load_best, run_evaluation, save_student, training
+from stillroom.engine.run import Run
+from stillroom.engine.state import RunState, capture, restore
+from stillroom.errors import BrokenAtStart, StillroomError
+from stillroom.evaluate import Evaluation, evaluate
+from stillroom.models import Student, anatomy, scored_rows, scored_targets
+from stillroom.models.generate import generate
+from stillroom.telemetry import EventLog
+from stillroom.telemetry.events import strict
+from stillroom.types import Batch
+
+_PROMPT_TOKENS = 32
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a finished run leaves: its folder and its summary."""
+
+    folder: Path
+    summary: dict[str, Any] = field(default_factory=dict)
+
+
+def distill(
+    config: Config,
+    out: str | Path,
+    *,
+    device: str = "auto",
+    inject: str = "",
+    listeners: tuple[Callable[[dict[str, Any]], None], ...] = (),
+    notes: tuple[str, ...] = (),
+) -> Result:
+    """Distil as configured into a folder. A folder with an unfinished run of the same configuration is resumed."""
+    folder = Path(out)
+    where = find_device(device)
+    is_resumed = run_folder.claim(folder, config)
+    summary_path = folder / "summary.json"
+    if is_resumed and summary_path.exists():
+        finished = json.loads(summary_path.read_text(encoding="utf-8"))
+        if finished.get("status") == "done":
+            return Result(folder, finished)
+    saved = _newest_checkpoint(folder, config) if is_resumed else None
+    models = load_models(config, where)
+    log = EventLog(folder / "events.jsonl", keep_until_step=saved.step if saved else -1)
+    for listener in listeners:
+        log.listen(listener)
+    try:
+        run = build_run(config, folder, log, device=where, models=models, inject=inject)
+        state = RunState()
+        _announce(run, models, notes, saved)
+        if saved is not None:
+            restore(run, state, saved)
+        return _carry(run, state, saved)
+    except StillroomError as error:
+        log.write("run_end", status="stopped", exit_code=error.exit_code, reason=str(error.what))
+        raise
+    finally:
+        log.close()
+
+
+def resume(
+    folder: str | Path,
+    *,
+    device: str = "auto",
+    max_minutes: float | None = None,
+    listeners: tuple[Callable[[dict[str, Any]], None], ...] = (),
+) -> Result:
+    """Continue the run in a folder, bit for bit; a finished run is simply returned."""
+    config = run_folder.read_config(Path(folder))
+    if max_minutes is not None:
+        config = config.model_copy(update={"train": config.train.model_copy(update={"max_minutes": max_minutes})})
+    return distill(config, folder, device=device, listeners=listeners)
+
+
+def _newest_checkpoint(folder: Path, config: Config) -> Saved | None:
+    """The newest checkpoint that verifies, after sweeping away what an interrupted save left behind."""
+    store = CheckpointStore(folder / "checkpoints", config.checkpoint.keep)
+    store.sweep()
+    return store.load_newest()
+
+
+def _carry(run: Run, state: RunState, saved: Saved | None) -> Result:
+    """Train from where the state stands to the end, then write what is left to write."""
+    run.before = _before(run, state) if saved is None else dict(saved.scalars["before"])
+    if run.config.guard.on_exhausted == "reset" and state.applied == 0:
+        run.initial = capture(run, state).copied()
+    if saved is None:
+        _first_forward(run, state)
+    stop = Stop(run.config.train.max_minutes)
+    with stop.on_signals():
+        for _outcome in training(run, state, stop):
+            pass
+    return _finish(run, state)
+
+
+def _before(run: Run, state: RunState) -> dict[str, Any]:
+    """Teacher and untrained student on the held-out text, before anything is changed."""
+    found: dict[str, Any] = {}
+    if run.teacher_model is not None:
+        found["teacher"] = _row(_evaluate_teacher(run), run.teacher_model)
+        if not _is_number(found["teacher"]["perplexity"]):
+            raise BrokenAtStart(
+                "the teacher's held-out loss is not finite",
+                where=run.config.teacher.model,
+                advice=["load it in float32: --set teacher.dtype=float32", "check the model folder"],
+            )
+    student = run_evaluation(run, state)
+    if not _is_number(student.perplexity) or student.unscored_tokens:
+        raise BrokenAtStart(
+            "the student's held-out loss is not finite before training",
+            where=run.config.student.model,
+            advice=["check the model folder", "or start from random weights: --set student.init=random"],
+        )
+    found["student_before"] = _row(student, run.student.model)
+    return found
+
+
+def _evaluate_teacher(run: Run) -> Evaluation:
+    model = Student(run.teacher_model, vocab_size=run.student.vocab_size)
+    run.teacher_model.to(run.device)
+    result = evaluate(model, run.eval_batches(), precision=run.precision.plain(), teacher=run.teacher)
+    if run.config.teacher.placement == "offload":
+        run.teacher_model.to("cpu")
+    return result
+
+
+def _is_number(value: float) -> bool:
+    return value == value and value not in (float("inf"), float("-inf"))
+
+
+def _row(result: Evaluation, model: Any) -> dict[str, Any]:
+    return {**result.yardsticks(), "parameters": anatomy(model).num_parameters}
+
+
+def _announce(run: Run, models: Models, notes: tuple[str, ...], saved: Saved | None) -> None:
+    config = run.config
+    run.log.write(
+        "run_start",
+        run=run.folder.name,
+        config=config.to_dict(),
+        versions=run_folder.versions(),
+        machine=run_folder.machine(),
+        precision={"mode": run.precision.mode, "reason": run.precision.reason},
+        schedule={
+            "total_batches": run.loader.num_batches,
+            "gradient_accumulation": config.train.gradient_accumulation_steps,
+            "optimizer_steps": run.schedule.num_steps,
+            "warmup_steps": run.schedule.num_warmup,
+            "learning_rate": config.train.learning_rate,
+        },
+        teacher={"name": config.teacher.model, **anatomy(models.teacher).to_dict()} if models.teacher else None,
+        student={"name": config.student.model, **anatomy(models.student).to_dict()},
+        data={**run.corpus.counters, "notes": list(run.corpus.notes)},
+    )
+    for text in (*notes, *models.notes):
+        run.log.write("note", text=text)
+    if saved is not None:
+        for reason in saved.rejected:
+            run.log.write("note", text=f"a checkpoint was not used: {reason}")
+        run.log.write("resume", step=saved.step)
+
+
+@torch.no_grad()
+def _first_forward(run: Run, state: RunState) -> None:
+    """Shapes, vocabulary and weights of the first batch, for a person to check before hours are spent."""
+    batch: Batch = run.loader.window(0)[0]
+    rows = scored_rows(batch).to(run.device)
+    batch = batch.to(run.device)
+    lesson = run.lesson(state)
+    needs = run.mix.needs(lesson)
+    run.student.eval()
+    with run.precision.autocast():
+        view = run.student.observe(batch, rows, needs)
+    run.student.train()
+    signal = run.teacher.observe(batch, rows, needs) if run.teacher else None
+    run.log.write(
+        "first_forward",
+        rows=batch.input_ids.shape[0],
+        positions=batch.input_ids.shape[1],
+        scored=int(scored_targets(batch, rows).numel()),
+        student_hidden=list(view.hidden.shape),
+        teacher_hidden=list(signal.hidden.shape) if signal is not None and hasattr(signal, "hidden") else None,
+        vocabulary=run.student.vocab_size,
+        temperature=lesson.settings.get("kd.temperature", 1.0),
+        weights=dict(lesson.weights),
+    )
+
+
+# -- the end ---------------------------------------------------------------------------------------------
+
+
+def _finish(run: Run, state: RunState) -> Result:
+    if state.best_step != state.applied:
+        load_best(run)
+        run.log.write("note", text=f"the best student is that of step {state.best_step}, and it is the one kept")
+    final = evaluate(run.student, run.eval_batches(), precision=run.precision, teacher=run.teacher)
+    save_student(run)
+    for sample in make_samples(run):
+        run.log.write("sample", **sample)
+    summary = {
+        "status": "done",
+        "steps": state.applied,
+        "tokens": state.tokens,
+        "seconds": round(state.seconds, 3),
+        "success_rate": state.success_rate,
+        "skipped": state.skipped,
+        "retried": state.retried,
+        "rollbacks": state.rollbacks,
+        "best_step": state.best_step,
+        "precision": run.precision.mode,
+        "transfer_tokens": run.corpus.counters.get("train_tokens"),
+        "learning_rate": run.config.train.learning_rate,
+        **run.before,
+        "student": {**_row(final, run.student.model), "steps": state.applied, "tokens": state.tokens},
+    }
+    write_summary(run.folder, summary)
+    run.log.write("run_end", status="done", steps=state.applied, seconds=state.seconds, exit_code=0)
+    return Result(run.folder, summary)
+
+
+def write_summary(folder: Path, summary: dict[str, Any]) -> None:
+    write_atomically(folder / "summary.json", json.dumps(strict(summary), indent=1, allow_nan=False).encode("utf-8"))
+
+
+def make_samples(run: Run) -> list[dict[str, str]]:
+    """The same beginnings continued by teacher and student, greedily."""
+    samples = []
+    rows = run.corpus.evaluation
+    wanted = min(run.config.eval.samples, len(rows))
+    for number in range(wanted):
+        ids = rows.row(number * len(rows) // wanted).tolist()
+        prompt, rest = ids[:_PROMPT_TOKENS], ids[_PROMPT_TOKENS : _PROMPT_TOKENS + run.config.eval.sample_tokens]
+        options = {"max_new_tokens": run.config.eval.sample_tokens}
+        with run.precision.half_products():
+            student = generate(run.student.model, run.tokenizer, prompt, **options)
+        sample = {
+            "prompt": run.tokenizer.decode(prompt),
+            "student": student,
+            "reference": run.tokenizer.decode(rest),
+        }
+        if run.teacher_model is not None:
+            run.teacher_model.to(run.device)
+            sample["teacher"] = generate(run.teacher_model, run.tokenizer, prompt, **options)
+        samples.append(sample)
+    return samples

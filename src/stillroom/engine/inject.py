@@ -1,0 +1,178 @@
+"""Faults on purpose, so that survival can be seen and not only claimed.
+
+    --inject nan_weight@40,teacher_nan@60x5
+
+Each fault strikes at an optimizer step (the one that would be applied next), once or for the next N attempts,
+and never again after a rollback to before it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from stillroom.errors import ConfigError
+from stillroom.types import IGNORED, Batch, DenseSignal, Signal
+
+if TYPE_CHECKING:
+    from stillroom.engine.run import Run
+
+FAULTS = {
+    "nan_weight": "one weight of the student becomes NaN",
+    "huge_weight": "eight weights of the student become 30,000",
+    "inf_logit": "one hidden value of the student becomes infinite",
+    "teacher_nan": "the teacher answers NaN",
+    "teacher_garbage": "the teacher answers finite nonsense",
+    "all_masked": "no token of the batch is scored",
+    "bad_batch": "the batch is random tokens",
+    "inf_grad": "one gradient becomes infinite",
+    "nan_grad": "one gradient becomes NaN",
+    "nan_moment": "one moment of the optimizer becomes NaN",
+    "lr_spike": "the learning rate is a thousand times too high",
+    "disk_full": "the next checkpoint cannot be written",
+    "kill": "the process is killed before the step",
+    "kill_mid_update": "the process is killed while weights are written",
+    "kill_while_writing": "the process is killed while a checkpoint's tensors are written",
+    "kill_before_rename": "the process is killed before a checkpoint is renamed into place",
+    "kill_after_rename": "the process is killed after a checkpoint was renamed into place",
+    "kill_in_eval": "the process is killed during an evaluation",
+}
+
+_WORD = re.compile(r"^(?P<name>[a-z_]+)@(?P<step>\d+)(?:x(?P<times>\d+))?$")
+
+
+@dataclass
+class Fault:
+    name: str
+    step: int
+    left: int
+
+
+def parse(spec: str) -> list[Fault]:
+    """`"nan_weight@40,teacher_nan@60x5"` as faults."""
+    faults = []
+    for word in filter(None, (part.strip() for part in spec.split(","))):
+        match = _WORD.match(word)
+        if not match:
+            raise ConfigError(f"--inject {word}: expected fault@step or fault@stepxN", advice=["nan_weight@40"])
+        name = match["name"]
+        if name not in FAULTS:
+            near = difflib.get_close_matches(name, FAULTS, n=1)
+            raise ConfigError(
+                f"--inject {word}: there is no fault {name!r}",
+                advice=[f"did you mean {near[0]}?"] * bool(near) + [f"faults: {', '.join(FAULTS)}"],
+            )
+        faults.append(Fault(name, int(match["step"]), int(match["times"] or 1)))
+    return faults
+
+
+class Injector:
+    """Strikes when asked at each place where a fault can occur. With no faults it does nothing."""
+
+    def __init__(self, spec: str = "", *, tell: Callable[[str], None] | None = None) -> None:
+        self.faults = parse(spec)
+        self.tell = tell or (lambda _text: None)
+        self.step = 0  # the optimizer step being attempted, set by the engine
+        self._first_step: int | None = None
+
+    def _strikes(self, name: str) -> bool:
+        for fault in self.faults:
+            # A run resumed beyond a fault's step has had it already.
+            is_due = (self._first_step or 0) <= fault.step <= self.step
+            if fault.name == name and fault.left > 0 and is_due:
+                fault.left -= 1
+                self.tell(f"injected {name} at step {self.step}: {FAULTS[name]}")
+                return True
+        return False
+
+    # -- places ------------------------------------------------------------------------------------------
+
+    def before_step(self, run: Run, step: int) -> None:
+        self.step = step
+        self._first_step = step if self._first_step is None else self._first_step
+        if not self.faults:
+            return
+        if self._strikes("kill"):
+            _die()
+        first = next(p for p in run.student.model.parameters() if p.ndim >= 2)
+        with torch.no_grad():
+            if self._strikes("nan_weight"):
+                first.view(-1)[first.numel() // 2] = float("nan")
+            if self._strikes("huge_weight"):
+                first.view(-1)[:8] = 3e4
+            if self._strikes("nan_moment"):
+                tensors = run.optimizer.tensors()
+                next(t for name, t in tensors.items() if name.endswith(".first")).view(-1)[0] = float("nan")
+
+    def window(self, batches: list[Batch], vocab_size: int) -> list[Batch]:
+        if self._strikes("all_masked"):
+            batches = [
+                replace(b, targets=torch.full_like(b.targets, IGNORED), target_bytes=torch.zeros_like(b.target_bytes))
+                for b in batches
+            ]
+        if self._strikes("bad_batch"):
+            generator = torch.Generator().manual_seed(self.step)
+            noisy = []
+            for batch in batches:
+                ids = torch.randint(0, vocab_size, batch.input_ids.shape, generator=generator)
+                targets = torch.where(batch.targets == IGNORED, IGNORED, ids.roll(-1, dims=1))
+                noisy.append(replace(batch, input_ids=ids, targets=targets))
+            batches = noisy
+        return batches
+
+    def hidden(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.faults and self._strikes("inf_logit"):
+            hidden = hidden.clone()
+            hidden[0, 0] = float("inf")
+        return hidden
+
+    def signal(self, signal: Signal) -> Signal:
+        if not self.faults or not isinstance(signal, DenseSignal):
+            return signal
+        if self._strikes("teacher_nan"):
+            signal = replace(signal, hidden=torch.full_like(signal.hidden, float("nan")))
+        if self._strikes("teacher_garbage"):
+            generator = torch.Generator(device=signal.hidden.device).manual_seed(self.step)
+            noise = torch.randn(signal.hidden.shape, generator=generator, device=signal.hidden.device)
+            signal = replace(signal, hidden=(noise * 10 * signal.hidden.float().std()).to(signal.hidden.dtype))
+        return signal
+
+    def gradients(self, run: Run) -> None:
+        if not self.faults:
+            return
+        for name, value in (("inf_grad", float("inf")), ("nan_grad", float("nan"))):
+            if self._strikes(name):
+                gradient = next(p.grad for p in run.student.model.parameters() if p.grad is not None)
+                gradient.view(-1)[0] = value
+
+    def rate_factor(self, factor: float) -> float:
+        return factor * 1000.0 if self.faults and self._strikes("lr_spike") else factor
+
+    def mid_update(self) -> None:
+        if self.faults and self._strikes("kill_mid_update"):
+            _die()
+
+    def in_eval(self) -> None:
+        if self.faults and self._strikes("kill_in_eval"):
+            _die()
+
+    def checkpoint_point(self, point: str) -> None:
+        """Called by the checkpoint store between the stages of a save."""
+        if not self.faults:
+            return
+        if point == "while_writing" and self._strikes("disk_full"):
+            raise OSError(28, os.strerror(28))
+        if self._strikes(f"kill_{point}"):
+            _die()
+
+
+def _die() -> Any:
+    """The hardest end there is: no handler runs, nothing is flushed."""
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,243 @@
+"""Who owns time: the order of steps, evaluations, checkpoints and interruptions.
+
+`training` is a generator: the caller drives it and may stop between any two steps.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import psutil
+import torch
+
+from stillroom.checkpoint import replaced_folder
+from stillroom.engine.recover import take_snapshot
+from stillroom.engine.run import Run
+from stillroom.engine.state import RunState, capture, weights_of
+from stillroom.engine.step import StepOutcome, train_step
+from stillroom.errors import CannotSave, Interrupted
+from stillroom.evaluate import Evaluation, evaluate
+
+
+class Stop:
+    """A wish to end, from a signal or a clock, that is granted between two steps."""
+
+    def __init__(self, max_minutes: float = 0.0) -> None:
+        self.reason = ""
+        self._deadline = time.monotonic() + 60 * max_minutes if max_minutes else None
+
+    def is_wanted(self) -> bool:
+        if not self.reason and self._deadline is not None and time.monotonic() >= self._deadline:
+            self.reason = "the time limit is reached"
+        return bool(self.reason)
+
+    @contextmanager
+    def on_signals(self) -> Iterator[None]:
+        """SIGTERM and Ctrl-C ask politely; a second Ctrl-C does not wait."""
+
+        def ask(number: int, _frame: FrameType | None) -> None:
+            if self.reason and number == signal.SIGINT:
+                raise KeyboardInterrupt
+            self.reason = f"received {signal.Signals(number).name}"
+
+        try:
+            before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
+        except ValueError:  # not in the main thread: the embedding program owns the signals
+            yield
+            return
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def training(run: Run, state: RunState, stop: Stop) -> Iterator[StepOutcome]:
+    """Train until the schedule ends. Yields after each attempted step, refused ones included."""
+    run.student.train()
+    start, already = time.monotonic(), state.seconds
+    if not take_snapshot(run, state):
+        run.log.write("note", text="the student is not finite before the first step")
+    if state.applied == 0:
+        save_checkpoint(run, state)
+    while state.applied < run.schedule.num_steps and not state.is_finished:
+        if state.cursor in state.quarantined:
+            state.cursor += 1
+            continue
+        began = time.monotonic()
+        outcome = train_step(run, state, run.loader.window(state.cursor))
+        state.seconds = already + time.monotonic() - start
+        run.log.write("step", **step_record(run, state, outcome, time.monotonic() - began))
+        yield outcome
+        if outcome.verdict.action == "keep":
+            after_applied_step(run, state, outcome)
+        if stop.is_wanted() and state.applied < run.schedule.num_steps:
+            save_checkpoint(run, state)
+            raise Interrupted(
+                f"stopped at step {state.applied} of {run.schedule.num_steps}: {stop.reason}",
+                where=str(run.folder),
+                advice=[f"stillroom resume {run.folder}"],
+            )
+
+
+def after_applied_step(run: Run, state: RunState, outcome: StepOutcome) -> None:
+    """What is due at this step: a phase event, a snapshot, an evaluation, a checkpoint."""
+    if outcome.lesson.phase != state.phase:
+        if state.phase:
+            run.log.write("phase", step=state.applied, **{"from": state.phase, "to": outcome.lesson.phase})
+        state.phase = outcome.lesson.phase
+    is_last = state.applied >= run.schedule.num_steps
+    is_eval = is_last or state.applied % eval_interval(run) == 0
+    if is_eval:
+        judge_student(run, state, run_evaluation(run, state, outcome))
+        is_last = is_last or state.is_finished
+    if state.applied % run.config.guard.snapshot_steps == 0:
+        take_snapshot(run, state)
+    interval = run.config.train.save_steps or eval_interval(run)
+    if is_last or state.applied % interval == 0:
+        save_checkpoint(run, state)
+
+
+def eval_interval(run: Run) -> int:
+    return run.config.train.eval_steps or max(1, run.schedule.num_steps // 10)
+
+
+# -- evaluation ------------------------------------------------------------------------------------------
+
+
+def run_evaluation(run: Run, state: RunState, outcome: StepOutcome | None = None) -> Evaluation:
+    """Evaluate with the lesson of the step just taken, so that train and eval objectives compare."""
+    lesson = outcome.lesson if outcome else run.lesson(state)
+    run.injector.in_eval()
+    result = evaluate(
+        run.student,
+        run.eval_batches(),
+        precision=run.precision,
+        teacher=run.teacher,
+        mix=run.mix,
+        lesson=lesson,
+    )
+    is_best = state.best_perplexity is None or result.perplexity < state.best_perplexity
+    run.log.write(
+        "eval",
+        step=state.applied,
+        **result.yardsticks(),
+        objective=result.objective,
+        terms={name: vars(term) for name, term in result.terms.items()},
+        unscored_tokens=result.unscored_tokens,
+        tokens=result.tokens,
+        seconds=result.seconds,
+        best=is_best,
+    )
+    return result
+
+
+def judge_student(run: Run, state: RunState, result: Evaluation) -> None:
+    """Keep the student if it is the best so far; end the run if it has not been for long enough."""
+    if state.best_perplexity is None or result.perplexity < state.best_perplexity:
+        state.best_perplexity, state.best_step = result.perplexity, state.applied
+        state.evaluations_since_best = 0
+        run.best_weights = {
+            name: tensor.detach().to("cpu", copy=True) for name, tensor in weights_of(run.student.model).items()
+        }
+        return
+    state.evaluations_since_best += 1
+    patience = run.config.train.early_stopping
+    if patience and state.evaluations_since_best >= patience:
+        run.log.write("note", text=f"stopped early: no better student in {patience} evaluations")
+        state.is_finished = True
+
+
+# -- saving ----------------------------------------------------------------------------------------------
+
+
+def save_checkpoint(run: Run, state: RunState, *, is_final: bool = False) -> None:
+    """Write a checkpoint. A full disk in the middle of a run is reported and the run goes on."""
+    began = time.monotonic()
+    saved = capture(run, state)
+    try:
+        path = run.checkpoints.save(saved.step, saved.tensors, saved.scalars)
+    except CannotSave as error:
+        run.log.write("note", text=f"{error.what}; the run goes on, the last good checkpoint stays")
+        return
+    size = sum(file.stat().st_size for file in path.iterdir())
+    run.log.write(
+        "checkpoint",
+        step=saved.step,
+        path=str(path.relative_to(run.folder)),
+        bytes=size,
+        seconds=time.monotonic() - began,
+    )
+
+
+def save_student(run: Run) -> None:
+    """Write the best student as a Hugging Face folder, whole or not at all; prune checkpoints if the disk is full."""
+    for is_last_try in (False, True):
+        try:
+            with replaced_folder(run.folder / "student") as folder:
+                run.student.model.save_pretrained(folder)
+                run.tokenizer.save_pretrained(folder)
+            return
+        except OSError as error:
+            if is_last_try:
+                raise CannotSave(
+                    f"cannot write the student: {error.strerror or error}",
+                    where=str(run.folder / "student"),
+                    advice=["free some space on that disk, then `stillroom resume` the run"],
+                ) from error
+            run.log.write("note", text="the disk is full: older checkpoints are removed to save the student")
+            run.checkpoints.prune(keep=1)
+
+
+@torch.no_grad()
+def load_best(run: Run) -> None:
+    """Put the best weights into the student."""
+    living = weights_of(run.student.model)
+    for name, tensor in run.best_weights.items():
+        living[name].copy_(tensor)
+
+
+# -- records ---------------------------------------------------------------------------------------------
+
+
+def step_record(run: Run, state: RunState, outcome: StepOutcome, seconds: float) -> dict[str, Any]:
+    gpu, resident, percent = memory(run.device)
+    remaining = run.schedule.num_steps - state.applied
+    return {
+        "step": outcome.evidence.step,
+        "train_loss": outcome.evidence.loss,
+        "lr": outcome.learning_rate,
+        "grad_norm": outcome.evidence.grad_norm,
+        "verdict": outcome.verdict.action,
+        "success_rate": state.success_rate,
+        "consecutive_nans": run.guard.consecutive,
+        "loss_scale": outcome.evidence.loss_scale,
+        "skipped": state.skipped,
+        "rollbacks": state.rollbacks,
+        "tokens": outcome.num_targets,
+        "tokens_per_second": outcome.num_targets / max(seconds, 1e-9),
+        "seconds": seconds,
+        "eta_seconds": remaining * state.seconds / max(state.attempted, 1),
+        "phase": outcome.lesson.phase,
+        "temperature": outcome.lesson.settings.get("kd.temperature", 1.0),
+        "terms": {name: vars(term) for name, term in outcome.terms.items()},
+        "bad_teacher_rows": outcome.evidence.bad_teacher_rows,
+        "gpu_memory_gb": gpu,
+        "memory_gb": resident,
+        "memory_percent": percent,
+    }
+
+
+def memory(device: torch.device) -> tuple[float, float, float]:
+    """(GPU gigabytes in use, resident gigabytes of the process, percent of the training device's memory)."""
+    resident = psutil.Process().memory_info().rss
+    if device.type == "cuda":
+        used = torch.cuda.memory_allocated(device)
+        total = torch.cuda.get_device_properties(device).total_memory
+        return used / 1e9, resident / 1e9, 100.0 * used / total
+    return 0.0, resident / 1e9, 100.0 * resident / psutil.virtual_memory().total

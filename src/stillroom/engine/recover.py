@@ -1,0 +1,142 @@
+"""What is done about a step that was refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from stillroom.checkpoint import Saved
+from stillroom.engine.quarantine import keep_window
+from stillroom.engine.run import Run
+from stillroom.engine.state import RunState, capture, restore
+from stillroom.errors import BrokenAtStart, Diverged, LossScaleAtFloor, StillroomError, TooManySkips
+from stillroom.evaluate import evaluate
+from stillroom.types import Batch, Evidence, Examination, Verdict
+
+
+@torch.no_grad()
+def examine(run: Run) -> Examination:
+    """A slow, careful look at the state: used only when a step is suspicious."""
+    # A damaged FP16 copy beside a sound master is mended here, for the cost of a copy.
+    run.optimizer.refresh()
+    weights = all(bool(torch.isfinite(p).all()) for p in run.student.model.parameters())
+    moments = all(bool(torch.isfinite(t).all()) for t in run.optimizer.tensors().values())
+    loss = canary_loss(run) if weights else float("nan")
+    return Examination(weights, moments, loss, run.canary_reference)
+
+
+def canary_loss(run: Run) -> float:
+    """Plain cross-entropy on the canary batch; positions that cannot be scored count as infinite."""
+    # Dropout is off in evaluation, so looking does not move the random state.
+    result = evaluate(run.student, [run.canary()], precision=run.precision)
+    return result.nll if result.unscored_tokens == 0 else float("inf")
+
+
+def take_snapshot(run: Run, state: RunState) -> bool:
+    """Keep the present state for a rollback, if it is sound. Returns whether it was kept."""
+    exam = examine(run)
+    if not (exam.weights_finite and exam.moments_finite and math.isfinite(exam.canary_loss)):
+        return False
+    run.canary_reference = exam.canary_loss
+    saved = capture(run, state)
+    scalars = {**saved.scalars, "canary": exam.canary_loss}
+    without_best = {name: group for name, group in saved.tensors.items() if name != "best"}
+    run.ring.keep(Saved(saved.step, without_best, scalars))
+    return True
+
+
+def carry_out(run: Run, state: RunState, window: Sequence[Batch], evidence: Evidence, verdict: Verdict) -> None:
+    """Act on any verdict but keep, and write it into the log."""
+    run.log.write(
+        "guard",
+        step=evidence.step,
+        action=verdict.action,
+        reason=verdict.reason,
+        sample_ids=[name for batch in window for name in batch.sample_ids],
+        evidence={
+            "loss": evidence.loss,
+            "grad_norm": evidence.grad_norm,
+            "terms": dict(evidence.terms),
+            "loss_scale": evidence.loss_scale,
+            "bad_teacher_rows": evidence.bad_teacher_rows,
+        },
+    )
+    match verdict.action:
+        case "retry":
+            run.precision.back_off()
+            state.retried += 1
+            state.attempt += 1
+        case "skip":
+            _leave_out(run, state, window, evidence, verdict)
+        case "fallback":
+            _leave_out(run, state, window, evidence, verdict)
+            state.fallback_until = state.applied + run.config.guard.fallback_steps
+        case "rollback":
+            state.rollbacks += 1
+            roll_back(run, state, verdict)
+        case "reset":
+            state.rollbacks += 1
+            _reset(run, state)
+        case _:
+            keep_window(run, window, evidence, verdict)
+            raise _halted(verdict, evidence)
+
+
+def _leave_out(run: Run, state: RunState, window: Sequence[Batch], evidence: Evidence, verdict: Verdict) -> None:
+    keep_window(run, window, evidence, verdict)
+    state.skipped += 1
+    state.quarantined.append(state.cursor)
+    state.cursor += 1
+    state.attempt = 0
+
+
+def roll_back(run: Run, state: RunState, verdict: Verdict) -> None:
+    """Return to the last good state, data cursor included; quarantined windows are passed over on the way back."""
+    newest = run.ring.newest()
+    if newest is None:
+        raise Diverged(
+            f"step {state.applied + 1}: {verdict.reason}, and there is no good state to return to",
+            where=f"optimizer step {state.applied + 1}",
+            advice=_advice(),
+        )
+    failed_at = state.applied
+    if newest.step == state.rolled_back_to and len(run.ring) > 1:
+        run.ring.drop_newest()  # it led here before: try the one before it
+        newest = run.ring.newest() or newest
+    restore(run, state, newest, keeps_history=True)
+    run.canary_reference = float(newest.scalars["canary"])
+    state.rolled_back_to = newest.step
+    if verdict.backs_off:
+        state.backoff_at = state.applied
+    run.log.write("note", text=f"rolled back from step {failed_at} to step {state.applied}")
+
+
+def _reset(run: Run, state: RunState) -> None:
+    if run.initial is None:
+        raise Diverged("the initial state was not kept, so the run cannot begin again", advice=_advice())
+    restore(run, state, run.initial, keeps_history=True)
+    run.log.write("note", text="began again from the initial weights: all training so far is lost")
+
+
+def _halted(verdict: Verdict, evidence: Evidence) -> StillroomError:
+    kinds: dict[int, type[StillroomError]] = {20: BrokenAtStart, 21: TooManySkips, 22: Diverged, 23: LossScaleAtFloor}
+    kind = kinds.get(verdict.exit_code, Diverged)
+    return kind(verdict.reason, where=f"optimizer step {evidence.step}", advice=_advice(evidence))
+
+
+def _advice(evidence: Evidence | None = None) -> list[str]:
+    """What fits the cause that was found, most promising first."""
+    advice = []
+    if evidence is not None and evidence.bad_teacher_rows:
+        advice.append("the teacher's answers are not finite: load it in float32, --set teacher.dtype=float32")
+    if evidence is not None and evidence.is_scale_at_floor:
+        advice.append("FP16 overflows in the student itself: --precision fp32, or bf16-mixed where the card has it")
+    if evidence is not None and not math.isfinite(evidence.terms.get("ce", 0.0)):
+        advice.append("the student's own logits are not finite: lower train.learning_rate by a factor of ten")
+    return [
+        *advice,
+        "lower the learning rate: --set train.learning_rate=...",
+        "look at the batches that were set aside, in quarantine/",
+    ]

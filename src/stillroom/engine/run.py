@@ -1,0 +1,80 @@
+"""The parts of a run, built once and handed to whoever needs them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stillroom.checkpoint import CheckpointStore, Saved, SnapshotRing
+from stillroom.config import Config
+from stillroom.curriculum import Curriculum
+from stillroom.data import Corpus, Loader, fixed_batches
+from stillroom.engine.inject import Injector
+from stillroom.engine.state import RunState
+from stillroom.guard import Guard
+from stillroom.models import Student
+from stillroom.objectives.mix import Mix
+from stillroom.precision import AdamW, Precision
+from stillroom.schedule import Schedule
+from stillroom.teachers import TeacherSource
+from stillroom.telemetry import EventLog
+from stillroom.types import Batch, Lesson
+
+_RECOVERY_STEPS = 50
+
+
+@dataclass
+class Run:
+    """Everything a step touches. What changes lives in RunState, the optimizer, the guard and the policy."""
+
+    config: Config
+    folder: Path
+    device: torch.device
+    tokenizer: Any
+    student: Student
+    teacher: TeacherSource | None
+    teacher_model: Any
+    corpus: Corpus
+    loader: Loader
+    mix: Mix
+    curriculum: Curriculum
+    schedule: Schedule
+    precision: Precision
+    optimizer: AdamW
+    guard: Guard
+    log: EventLog
+    checkpoints: CheckpointStore
+    ring: SnapshotRing
+    injector: Injector
+    initial: Saved | None = None  # kept only where the guard may begin again
+    before: dict[str, Any] = field(default_factory=dict)  # teacher and student before training, for the summary
+    best_weights: dict[str, Tensor] = field(default_factory=dict)
+    canary_reference: float = float("inf")
+
+    def lesson(self, state: RunState) -> Lesson:
+        """What the curriculum says now, or labels alone while the teacher is suspended."""
+        curriculum = self.curriculum
+        if state.applied < state.fallback_until:
+            curriculum = curriculum.without_teacher()
+        return curriculum.at(state.applied / max(self.schedule.num_steps, 1))
+
+    def rate_factor(self, state: RunState) -> float:
+        """The schedule's share of the peak learning rate, held back for a while after a divergence."""
+        factor = self.schedule.factor(state.applied)
+        since = state.applied - state.backoff_at
+        if 0 <= state.backoff_at and since < _RECOVERY_STEPS:
+            backoff = self.config.guard.learning_rate_backoff
+            factor *= backoff + (1.0 - backoff) * since / _RECOVERY_STEPS
+        return factor
+
+    def eval_batches(self) -> list[Batch]:
+        size = self.config.eval.batch_size or self.config.train.batch_size
+        return list(fixed_batches(self.corpus.evaluation, size, self.config.eval.max_batches))
+
+    def canary(self) -> Batch:
+        """A fixed held-out batch that tells whether the student is sound."""
+        return next(iter(fixed_batches(self.corpus.evaluation, self.config.train.batch_size, 1)))

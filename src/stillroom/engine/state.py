@@ -1,0 +1,125 @@
+"""Everything that changes during a run, and how it leaves and re-enters the process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from stillroom.checkpoint import Saved
+
+if TYPE_CHECKING:
+    from stillroom.engine.run import Run
+
+
+@dataclass
+class RunState:
+    """Where a run stands. Only the engine writes here."""
+
+    applied: int = 0  # optimizer steps applied: the clock of schedule and curriculum
+    attempted: int = 0
+    cursor: int = 0  # the next window of the data order
+    attempt: int = 0  # how often that window was tried already
+    tokens: int = 0
+    skipped: int = 0
+    retried: int = 0
+    rollbacks: int = 0
+    seconds: float = 0.0
+    best_step: int = -1
+    best_perplexity: float | None = None
+    evaluations_since_best: int = 0
+    quarantined: list[int] = field(default_factory=list)
+    backoff_at: int = -1  # applied step of the last learning-rate backoff
+    fallback_until: int = -1  # applied step until which the teacher is not used
+    rolled_back_to: int = -1  # step of the snapshot the last rollback returned to
+    phase: str = ""
+    is_finished: bool = False
+
+    @property
+    def success_rate(self) -> float:
+        return self.applied_attempts / self.attempted if self.attempted else 1.0
+
+    @property
+    def applied_attempts(self) -> int:
+        """Attempts that ended in an update, rolled-back ones included."""
+        return self.attempted - self.skipped - self.retried - self.rollbacks
+
+
+# What a rollback must not undo: the record of what happened, and what is known to be bad.
+_HISTORY = (
+    "attempted",
+    "skipped",
+    "retried",
+    "rollbacks",
+    "seconds",
+    "quarantined",
+    "backoff_at",
+    "fallback_until",
+    "rolled_back_to",
+    "best_step",
+    "best_perplexity",
+    "evaluations_since_best",
+)
+
+
+def weights_of(model: Any) -> dict[str, Tensor]:
+    """Parameters and persistent buffers under their names, each tensor once however often it is tied."""
+    found = {name: parameter.data for name, parameter in model.named_parameters()}
+    known = {tensor.data_ptr() for tensor in found.values()}
+    for name, tensor in model.state_dict().items():
+        if name not in found and tensor.data_ptr() not in known:
+            found[name] = tensor
+    return found
+
+
+def capture(run: Run, state: RunState) -> Saved:
+    """The whole state as named tensors and JSON values. Tensors are the living ones: copy before changing them."""
+    random = {"cpu": torch.get_rng_state()}
+    if run.device.type == "cuda":
+        random["cuda"] = torch.cuda.get_rng_state(run.device)
+    tensors: dict[str, Mapping[str, Tensor]] = {
+        "student": weights_of(run.student.model),
+        "optimizer": run.optimizer.tensors(),
+        "random": random,
+    }
+    if run.best_weights:
+        tensors["best"] = run.best_weights
+    scalars = {
+        "state": asdict(state),
+        "precision": run.precision.state_dict(),
+        "guard": run.guard.state_dict(),
+        "num_updates": run.optimizer.num_updates,
+        "before": run.before,
+    }
+    return Saved(state.applied, tensors, scalars)
+
+
+@torch.no_grad()
+def restore(run: Run, state: RunState, saved: Saved, *, keeps_history: bool = False) -> None:
+    """Put a saved state back. A rollback keeps its history: budgets spent stay spent."""
+    _copy_into(weights_of(run.student.model), saved.tensors["student"])
+    run.optimizer.load_tensors(saved.tensors["optimizer"])
+    run.optimizer.num_updates = int(saved.scalars["num_updates"])
+    torch.set_rng_state(saved.tensors["random"]["cpu"])
+    if "cuda" in saved.tensors["random"] and run.device.type == "cuda":
+        torch.cuda.set_rng_state(saved.tensors["random"]["cuda"], run.device)
+    run.precision.load_state_dict(saved.scalars["precision"])
+    for name, value in saved.scalars["state"].items():
+        if not (keeps_history and name in _HISTORY):
+            setattr(state, name, list(value) if isinstance(value, list) else value)
+    if keeps_history:
+        run.guard.restore_windows(saved.scalars["guard"]["windows"])
+    else:
+        run.guard.load_state_dict(saved.scalars["guard"])
+        run.best_weights = {name: tensor.clone() for name, tensor in saved.tensors.get("best", {}).items()}
+
+
+def _copy_into(living: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+    if set(living) != set(saved):
+        odd = sorted(set(living) ^ set(saved))[:3]
+        raise ValueError(f"the saved student has other tensors: {', '.join(odd)}")
+    for name, tensor in living.items():
+        tensor.copy_(saved[name])

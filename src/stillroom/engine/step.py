@@ -1,0 +1,132 @@
+"""One optimizer step: the page that explains the project.
+
+A window of micro-batches is scored in FP32, its gradients are gathered, one small record of evidence is read
+from the device, and the guard's verdict on it is carried out. A skipped step never touches the optimizer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from stillroom.engine.recover import carry_out, examine
+from stillroom.engine.run import Run
+from stillroom.engine.state import RunState
+from stillroom.models import scored_rows, scored_targets
+from stillroom.types import Batch, Evidence, Lesson, Score, TermRecord, Verdict
+
+
+@dataclass
+class Tally:
+    """Sums over the micro-batches of a window, kept on the device."""
+
+    totals: dict[str, Tensor] = field(default_factory=dict)
+    counters: dict[str, Tensor] = field(default_factory=dict)
+
+    def add(self, score: Score) -> None:
+        for name, term in score.terms.items():
+            self.totals[name] = self.totals[name] + term.total if name in self.totals else term.total
+        for name, count in score.counters.items():
+            self.counters[name] = self.counters[name] + count if name in self.counters else count
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What one attempt looked like and what was done about it."""
+
+    verdict: Verdict
+    evidence: Evidence
+    lesson: Lesson
+    terms: dict[str, TermRecord]
+    learning_rate: float
+    num_targets: int
+
+
+def train_step(run: Run, state: RunState, window: Sequence[Batch]) -> StepOutcome:
+    """Attempt one optimizer step over a window of micro-batches."""
+    run.injector.before_step(run, state.applied + 1)
+    window = run.injector.window(list(window), run.student.vocab_size)
+    lesson = run.lesson(state)
+    counts = run.mix.counts(window)
+    tally = Tally()
+    for batch in window:
+        if batch.num_scored:
+            tally.add(_learn(run, batch, lesson, counts))
+    run.injector.gradients(run)
+
+    evidence = _read_evidence(run, state, tally, lesson, counts)
+    rate = run.injector.rate_factor(run.rate_factor(state))
+    verdict = run.guard.judge(evidence)
+    if verdict.action == "examine":
+        verdict = run.guard.diagnose(evidence, verdict.reason, examine(run))
+    state.attempted += 1
+    if verdict.action == "keep":
+        _apply(run, evidence, rate)
+        run.guard.accept(evidence)
+        state.applied += 1
+        state.cursor += 1
+        state.attempt = 0
+        state.tokens += evidence.num_targets
+    else:
+        carry_out(run, state, window, evidence, verdict)
+    run.optimizer.zero_grad()
+
+    terms = TermRecord.table(dict(evidence.terms), lesson.weights)
+    peak = run.config.train.learning_rate
+    return StepOutcome(verdict, evidence, lesson, terms, peak * rate, evidence.num_targets)
+
+
+def _learn(run: Run, batch: Batch, lesson: Lesson, counts: dict[str, int]) -> Score:
+    """Forward and backward of one micro-batch."""
+    rows = scored_rows(batch).to(run.device)
+    batch = batch.to(run.device)
+    needs = run.mix.needs(lesson)
+    signal = None
+    if run.teacher is not None and lesson.weight("kd") > 0:
+        signal = run.injector.signal(run.teacher.observe(batch, rows, needs))
+    with run.precision.autocast():
+        view = run.student.observe(batch, rows, needs)
+    if run.injector.faults:
+        view = type(view)(run.injector.hidden(view.hidden), view.head, view.taps)
+    score = run.mix.score(view, signal, scored_targets(batch, rows), lesson, counts)
+    run.precision.backward(score.loss)
+    return score
+
+
+def _read_evidence(run: Run, state: RunState, tally: Tally, lesson: Lesson, counts: dict[str, int]) -> Evidence:
+    """Pack what the guard needs into one tensor and read it once: the only host read of a step."""
+    norms = run.precision.squared_norms(run.optimizer)
+    bad = tally.counters.get("bad_teacher_rows")
+    packed = [*tally.totals.values(), *norms.values(), *([bad] if bad is not None else [])]
+    values = torch.stack([value.detach().reshape(()).to(run.device, torch.float32) for value in packed]).tolist()
+    num_terms, num_norms = len(tally.totals), len(norms)
+    means = {name: value / max(counts[name], 1) for name, value in zip(tally.totals, values[:num_terms], strict=True)}
+    scale = run.precision.loss_scale
+    squares = values[num_terms : num_terms + num_norms]
+    group_norms = {name: math.sqrt(value) / scale for name, value in zip(norms, squares, strict=True)}
+    return Evidence(
+        step=state.applied + 1,
+        loss=sum(mean * lesson.weight(name) for name, mean in means.items()),
+        grad_norm=math.sqrt(sum(norm * norm for norm in group_norms.values())),
+        num_targets=max(counts.values(), default=0),
+        loss_scale=scale,
+        terms=means,
+        group_norms=group_norms,
+        is_scaled=run.precision.scales_loss,
+        is_scale_at_floor=run.precision.scales_loss and run.precision.scaler.is_at_floor,
+        bad_teacher_rows=int(values[-1]) if bad is not None else 0,
+        phase=lesson.phase,
+        attempt=state.attempt,
+    )
+
+
+def _apply(run: Run, evidence: Evidence, rate: float) -> None:
+    """Clip each group to the bound and update."""
+    bound = run.config.train.max_grad_norm
+    factors = {name: min(1.0, bound / (norm + 1e-12)) for name, norm in evidence.group_norms.items()}
+    run.precision.step(run.optimizer, rate, factors)
+    run.injector.mid_update()

@@ -1,0 +1,202 @@
+"""Evidence in, verdict out. Plain numbers: no tensors, no clock, no randomness.
+
+The ladder, mildest first: keep; retry with a smaller loss scale; skip the batch; roll back to the last good
+state; train on labels alone for a while; begin again; halt with advice. What tells a bad batch from a bad
+state is a closer look at a fixed canary batch: a student that still does well there was handed bad data.
+
+Statistics are medians over *accepted* steps, so nothing that was refused can poison them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from statistics import median
+from typing import Any
+
+from stillroom.config.schema import GuardConfig
+from stillroom.types import Evidence, Examination, Verdict
+
+_BUDGET_WINDOW = 200
+_MAD_TO_SIGMA = 1.4826
+# A spike must also be large in itself: a very steady run has a spread so small that any wobble is many sigmas.
+_LEAST_LOSS_RISE = 0.25
+_LEAST_NORM_RISE = math.log(4.0)
+_CANARY_RISE = 0.10
+
+
+class Window:
+    """Recent accepted values and how far a new one stands above them."""
+
+    def __init__(self, size: int) -> None:
+        self.values: deque[float] = deque(maxlen=size)
+
+    def add(self, value: float) -> None:
+        self.values.append(value)
+
+    def threshold(self, z: float, least_rise: float) -> float:
+        middle = median(self.values)
+        spread = median(abs(value - middle) for value in self.values) * _MAD_TO_SIGMA
+        return middle + max(z * spread, least_rise)
+
+    def middle(self) -> float:
+        return median(self.values)
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+
+class Guard:
+    """Judges attempted steps. `judge` looks at the numbers; `diagnose` decides after a closer look."""
+
+    def __init__(self, config: GuardConfig) -> None:
+        self.config = config
+        self._losses = Window(config.spike_window)
+        self._norms = Window(config.spike_window)
+        self._phase = ""
+        self._recent: deque[bool] = deque(maxlen=_BUDGET_WINDOW)  # True: refused
+        self.consecutive = 0
+        self.consecutive_teacher = 0
+        self.num_kept = 0
+        self.num_rollbacks = 0
+        self.has_reset = False
+
+    # -- verdicts ----------------------------------------------------------------------------------------
+
+    def judge(self, evidence: Evidence) -> Verdict:
+        """keep, retry, skip, examine or halt."""
+        self._enter(evidence.phase)
+        if evidence.num_targets == 0:
+            return self._refuse("no scored target in the batch", evidence)
+        finite = math.isfinite(evidence.loss) and math.isfinite(evidence.grad_norm)
+        if finite:
+            spike = self._spike(evidence)
+            return Verdict("examine", spike) if spike else Verdict("keep")
+        what = _name_nonfinite(evidence)
+        if math.isfinite(evidence.loss) and evidence.is_scaled and self._may_retry(evidence):
+            if evidence.is_scale_at_floor:
+                return Verdict("halt", f"{what} at the smallest loss scale {evidence.loss_scale:g}", exit_code=23)
+            return Verdict("retry", f"{what} at loss scale {evidence.loss_scale:g}")
+        if self.config.on_nonfinite == "halt":
+            return Verdict("halt", what, exit_code=22)
+        return Verdict("examine", what)
+
+    def diagnose(self, evidence: Evidence, reason: str, exam: Examination) -> Verdict:
+        """What an examined step deserves: the state is to blame, or the data is."""
+        if not (exam.weights_finite and exam.moments_finite):
+            part = "weights" if not exam.weights_finite else "optimizer moments"
+            return self._roll_back(f"{reason}; {part} not finite", backs_off=False)
+        bound = exam.canary_reference + _CANARY_RISE * max(abs(exam.canary_reference), 1.0)
+        if not exam.canary_loss <= bound:
+            return self._roll_back(
+                f"{reason}; canary loss {exam.canary_loss:.4g} against {exam.canary_reference:.4g}", backs_off=True
+            )
+        return self._refuse(f"{reason}; the student is sound, so the batch is at fault", evidence)
+
+    def accept(self, evidence: Evidence) -> None:
+        """The step was applied: its numbers enter the statistics."""
+        self._losses.add(evidence.loss)
+        self._norms.add(math.log(max(evidence.grad_norm, 1e-30)))
+        self._recent.append(False)
+        self.consecutive = 0
+        self.consecutive_teacher = 0
+        self.num_kept += 1
+
+    # -- parts of a verdict ------------------------------------------------------------------------------
+
+    def _spike(self, evidence: Evidence) -> str:
+        if len(self._losses) < self.config.spike_warmup:
+            return ""
+        rise = _LEAST_LOSS_RISE * max(abs(self._losses.middle()), 0.1)
+        bound = self._losses.threshold(self.config.spike_z, rise)
+        if evidence.loss > bound:
+            return f"loss {evidence.loss:.4g} stands above {bound:.4g}, far outside the last {len(self._losses)} steps"
+        bound = self._norms.threshold(self.config.spike_z, _LEAST_NORM_RISE)
+        if math.log(max(evidence.grad_norm, 1e-30)) > bound:
+            return f"gradient norm {evidence.grad_norm:.4g} stands above {math.exp(bound):.4g}"
+        return ""
+
+    def _may_retry(self, evidence: Evidence) -> bool:
+        # Before the first accepted step the scale is still being found; later, a batch that overflows at
+        # several scales has another fault.
+        return self.num_kept == 0 or evidence.attempt < self.config.max_retries
+
+    def _refuse(self, reason: str, evidence: Evidence) -> Verdict:
+        self._recent.append(True)
+        self.consecutive += 1
+        kd = evidence.terms.get("kd", 0.0)
+        is_teachers = evidence.bad_teacher_rows > 0 or not math.isfinite(kd)
+        self.consecutive_teacher = self.consecutive_teacher + 1 if is_teachers else 0
+        if self.consecutive >= self.config.max_consecutive:
+            return Verdict("halt", f"{self.consecutive} refused steps in a row, the last: {reason}", exit_code=21)
+        refused = sum(self._recent)
+        if len(self._recent) == _BUDGET_WINDOW and refused > self.config.max_skip_share * _BUDGET_WINDOW:
+            return Verdict("halt", f"{refused} of the last {_BUDGET_WINDOW} steps refused: {reason}", exit_code=21)
+        if self.consecutive_teacher >= self.config.fallback_after:
+            self.consecutive_teacher = 0
+            return Verdict("fallback", f"the teacher is at fault: {reason}")
+        return Verdict("skip", reason)
+
+    def _roll_back(self, reason: str, *, backs_off: bool) -> Verdict:
+        self._recent.append(True)
+        self.consecutive += 1
+        if self.num_rollbacks < self.config.max_rollbacks:
+            self.num_rollbacks += 1
+            return Verdict("rollback", reason, backs_off=backs_off)
+        if self.config.on_exhausted == "reset" and not self.has_reset:
+            self.has_reset = True
+            self.num_rollbacks = 0
+            return Verdict("reset", f"{reason}; rollbacks spent")
+        return Verdict("halt", f"{reason}; {self.num_rollbacks} rollbacks spent", exit_code=22)
+
+    def _enter(self, phase: str) -> None:
+        """Another phase weighs the terms differently: its losses are not comparable with the last one's."""
+        if phase != self._phase:
+            self._phase = phase
+            self._losses.values.clear()
+            self._norms.values.clear()
+
+    # -- state -------------------------------------------------------------------------------------------
+
+    def windows(self) -> dict[str, Any]:
+        """What goes back in time with a rollback: the statistics, not the budgets."""
+        return {"losses": list(self._losses.values), "norms": list(self._norms.values), "phase": self._phase}
+
+    def restore_windows(self, state: Mapping[str, Any]) -> None:
+        self._losses.values = deque(state["losses"], maxlen=self.config.spike_window)
+        self._norms.values = deque(state["norms"], maxlen=self.config.spike_window)
+        self._phase = str(state["phase"])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "windows": self.windows(),
+            "recent": list(self._recent),
+            "consecutive": self.consecutive,
+            "consecutive_teacher": self.consecutive_teacher,
+            "num_kept": self.num_kept,
+            "num_rollbacks": self.num_rollbacks,
+            "has_reset": self.has_reset,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.restore_windows(state["windows"])
+        self._recent = deque((bool(value) for value in state["recent"]), maxlen=_BUDGET_WINDOW)
+        self.consecutive = int(state["consecutive"])
+        self.consecutive_teacher = int(state["consecutive_teacher"])
+        self.num_kept = int(state["num_kept"])
+        self.num_rollbacks = int(state["num_rollbacks"])
+        self.has_reset = bool(state["has_reset"])
+
+
+def _name_nonfinite(evidence: Evidence) -> str:
+    """The first thing that is not finite, in the order in which it is computed."""
+    for name, value in evidence.terms.items():
+        if not math.isfinite(value):
+            return f"the {name} term is {value}"
+    if not math.isfinite(evidence.loss):
+        return f"the loss is {evidence.loss}"
+    for name, value in evidence.group_norms.items():
+        if not math.isfinite(value):
+            return f"the {name} gradient norm is {value}"
+    return f"the gradient norm is {evidence.grad_norm}"

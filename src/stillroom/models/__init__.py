@@ -1,0 +1,22 @@
+"""Models: loading them, describing them, and asking them."""
+
+from stillroom.models.load import find, has_tokenizer, load_student, load_teacher, load_tokenizer
+from stillroom.models.probe import Anatomy, anatomy, head_error
+from stillroom.models.student import Student, scored_rows, scored_targets
+from stillroom.models.vocabulary import agree_on_vocabulary, vocabulary_hash
+
+__all__ = [
+    "Anatomy",
+    "Student",
+    "agree_on_vocabulary",
+    "anatomy",
+    "find",
+    "has_tokenizer",
+    "head_error",
+    "load_student",
+    "load_teacher",
+    "load_tokenizer",
+    "scored_rows",
+    "scored_targets",
+    "vocabulary_hash",
+]

@@ -1,0 +1,58 @@
+"""The student as the engine sees it: batches in, views out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stillroom.models import probe
+from stillroom.models.taps import tapped
+from stillroom.types import IGNORED, Batch, HeadWeights, Needs, StudentView
+
+
+def scored_rows(batch: Batch) -> Tensor:
+    """Flat indices of the scored positions of a batch, in row order. [N]"""
+    return (batch.targets.reshape(-1) != IGNORED).nonzero().squeeze(-1)
+
+
+def scored_targets(batch: Batch, rows: Tensor) -> Tensor:
+    return batch.targets.reshape(-1).index_select(0, rows)
+
+
+class Student:
+    """A language model that answers with hidden states at the scored positions."""
+
+    def __init__(self, model: Any, *, vocab_size: int, is_described: bool = True) -> None:
+        self.model = model
+        self.vocab_size = vocab_size
+        self.is_described = is_described
+        self._blocks = probe.layers(model)
+
+    def observe(self, batch: Batch, rows: Tensor, needs: Needs) -> StudentView:
+        with tapped(self._blocks, needs) as taps:
+            hidden, head = last_hidden(self.model, batch, self.vocab_size, self.is_described)
+        return StudentView(hidden.reshape(-1, hidden.shape[-1]).index_select(0, rows), head, taps)
+
+    def train(self) -> None:
+        self.model.train()
+
+    def eval(self) -> None:
+        self.model.eval()
+
+
+def last_hidden(model: Any, batch: Batch, vocab_size: int, is_described: bool) -> tuple[Tensor, HeadWeights]:
+    """What the head works on, and the head.
+
+    A model whose head we cannot describe answers with its logits and an identity head: correct, but it
+    keeps a [tokens, vocabulary] tensor.
+    """
+    if is_described:
+        body = probe.backbone(model)
+        output = body(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False)
+        return output.last_hidden_state, probe.head_of(model, vocab_size)
+    output = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False)
+    logits = output.logits
+    identity = torch.empty(0, device=logits.device, dtype=logits.dtype)
+    return logits, HeadWeights(identity, vocab_size=vocab_size)

@@ -1,0 +1,50 @@
+"""Whether two models mean the same by token 1,234.
+
+Equal sizes prove nothing and different sizes may be mere padding, so tokenizers are compared by content.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from stillroom.errors import ConfigError
+
+
+def vocabulary_hash(tokenizer: Any) -> str:
+    """A name for the mapping from tokens to ids; equal hashes mean equal vocabularies."""
+    digest = hashlib.sha256()
+    for token, index in sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0])):
+        digest.update(f"{index}\t{token}\n".encode("utf-8", errors="surrogatepass"))
+    return digest.hexdigest()[:16]
+
+
+def agree_on_vocabulary(teacher: Any, student: Any, teacher_rows: int, student_rows: int) -> int:
+    """The number of ids that both models share, or an error that says how the vocabularies differ.
+
+    `teacher` and `student` are tokenizers, the row counts are those of the heads. Heads padded to different
+    multiples agree on the smaller one as long as every real token fits.
+    """
+    mine, theirs = student.get_vocab(), teacher.get_vocab()
+    if mine != theirs:
+        shared = len(mine.keys() & theirs.keys())
+        moved = sum(1 for token in mine.keys() & theirs.keys() if mine[token] != theirs[token])
+        raise ConfigError(
+            f"teacher and student have different vocabularies: {len(theirs):,} and {len(mine):,} tokens, "
+            f"{shared:,} in common, {moved:,} of them under another id",
+            where="teacher.model, student.model",
+            advice=[
+                "choose a student of the teacher's family",
+                "or train a student from scratch on the teacher's tokenizer: --set student.init=random with a "
+                "configuration whose vocab_size is the teacher's",
+            ],
+        )
+    size = min(teacher_rows, student_rows)
+    highest = max(mine.values())
+    if highest >= size:
+        raise ConfigError(
+            f"token id {highest:,} has no row in a head of {size:,} rows",
+            where="teacher.model, student.model",
+            advice=["resize the smaller model's embeddings to the tokenizer"],
+        )
+    return size

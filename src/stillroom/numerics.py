@@ -1,0 +1,99 @@
+"""Arithmetic that stays finite where the textbook formula does not.
+
+Everything works in log space and in FP32 or better, masks by `where` (a product with a mask turns `0 * inf`
+into NaN), and never reads a value back to the host.
+
+Legend: ... any leading shape, V vocabulary, K kept ids. `log_probs` may hold -inf: a token that cannot come.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+LOG_PROB_FLOOR = -50.0  # exp(-50) = 2e-22: far below anything FP32 can tell from 0 beside 1
+_LOG_HALF = -math.log(2.0)
+
+
+def work_dtype(*tensors: Tensor | None) -> torch.dtype:
+    """FP32, or FP64 where an input has it: FP16 sums overflow and FP16 probabilities vanish."""
+    is_double = any(tensor is not None and tensor.dtype == torch.float64 for tensor in tensors)
+    return torch.float64 if is_double else torch.float32
+
+
+def log_softmax(logits: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
+    """log softmax(logits / temperature) over the last axis, in FP32 or better."""
+    logits = logits.to(work_dtype(logits))
+    scaled = logits if isinstance(temperature, float) and temperature == 1.0 else logits / temperature
+    return torch.log_softmax(scaled, dim=-1)
+
+
+def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
+    """Sum of the values where the mask is true; what the mask hides may be NaN or infinite."""
+    return torch.where(mask, values, torch.zeros_like(values)).sum()
+
+
+def log1mexp(log_mass: Tensor) -> Tensor:
+    """log(1 - exp(x)) for x <= 0, accurate at both ends (Maechler 2012)."""
+    return torch.where(
+        log_mass > _LOG_HALF,
+        torch.log(-torch.expm1(log_mass)),
+        torch.log1p(-torch.exp(log_mass)),
+    )
+
+
+def tail_log_mass(kept_log_probs: Tensor) -> Tensor:
+    """Log of the mass that the kept log-probs [..., K] leave over; -inf where they already sum to 1.
+
+    The difference 1 - sum is only as good as the rounding of the kept values. Whoever still has the whole
+    row should sum what was not kept instead: see `head_and_tail`.
+    """
+    kept = torch.logsumexp(kept_log_probs, dim=-1)
+    return log1mexp(kept.clamp_max(0.0))
+
+
+def head_and_tail(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Split rows [..., V] into kept log-probs [..., K], the log mass of the rest [...], and the rest's own
+    log distribution [..., V] (-inf at the kept ids).
+
+    The rest is summed directly, so a tail of 1e-12 is exact to rounding where 1 - sum(kept) would be noise.
+    """
+    kept_logits = logits.gather(-1, ids)
+    rest = logits.scatter(-1, ids, -math.inf)
+    rest_log_mass = torch.logsumexp(rest, dim=-1)
+    log_norm = torch.logaddexp(torch.logsumexp(kept_logits, dim=-1), rest_log_mass)
+    anchor = torch.where(rest_log_mass == -math.inf, torch.zeros_like(rest_log_mass), rest_log_mass)
+    return kept_logits - log_norm[..., None], rest_log_mass - log_norm, rest.sub_(anchor[..., None])
+
+
+def log_mixture(first_log_probs: Tensor, second_log_probs: Tensor, first_share: float) -> Tensor:
+    """log(share * first + (1 - share) * second) without leaving log space."""
+    if first_share == 0.0:
+        return second_log_probs
+    if first_share == 1.0:
+        return first_log_probs
+    return torch.logaddexp(first_log_probs + math.log(first_share), second_log_probs + math.log1p(-first_share))
+
+
+def weighted_log_ratio(log_probs: Tensor, other_log_probs: Tensor) -> Tensor:
+    """p * (log p - log other), elementwise, and 0 where p is 0 whatever the other says."""
+    product = log_probs.exp() * (log_probs - other_log_probs)
+    return torch.where(log_probs == -math.inf, torch.zeros_like(product), product)
+
+
+def softcap(logits: Tensor, cap: float) -> Tensor:
+    """cap * tanh(logits / cap): smooth, bounded, slope 1 at the origin (Gemma 2, 2024)."""
+    return torch.tanh(logits / cap) * cap
+
+
+def softcap_slope(capped: Tensor, cap: float) -> Tensor:
+    """Slope of `softcap` at the point whose capped value is given."""
+    ratio = capped / cap
+    return (1.0 - ratio) * (1.0 + ratio)
+
+
+def is_distribution(log_norm: Tensor) -> Tensor:
+    """True where a row's log-sum-exp is finite: no NaN, no +inf, and not every entry -inf."""
+    return torch.isfinite(log_norm)

@@ -1,0 +1,102 @@
+"""What the parts of an objective promise each other.
+
+A `Divergence` is maths on rows of log-probs. A `RowKernel` turns a chunk's logits into row values and, in the
+same memory, into gradients. The mix speaks to both only through the records below.
+
+Legend: C rows of a chunk, V vocabulary, K kept ids.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from torch import Tensor
+
+from stillroom.types import SampledSignal, TopKSignal
+
+
+@dataclass(frozen=True)
+class Slopes:
+    """A divergence at some rows: its value, dD/dlog q and, where asked for, dD/dlog p.
+
+    A multiple of q in the student's slope (of p in the teacher's) may be left out: the softmax removes it.
+    """
+
+    value: Tensor  # [...]
+    student: Tensor  # [..., V]
+    teacher: Tensor | None  # [..., V]
+
+
+class Divergence(Protocol):
+    """A distance between teacher and student rows of log-probs, which may hold -inf."""
+
+    @property
+    def name(self) -> str: ...
+
+    def evaluate(self, student_log_probs: Tensor, teacher_log_probs: Tensor, *, wants_teacher: bool) -> Slopes: ...
+
+
+@dataclass(frozen=True)
+class Logits:
+    """A chunk's bare products hidden @ weight.T and what the head still does to them."""
+
+    raw: Tensor  # [C, V], scratch: a kernel may leave the gradient with respect to `raw` here
+    bias: Tensor | None = None  # [V]
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def rows(self, part: slice) -> Logits:
+        return replace(self, raw=self.raw[part])
+
+
+TeacherRows = Logits | TopKSignal | SampledSignal
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What the objectives know of each row, and where its values go. All of length C.
+
+    `kd_weights` and `ce_weights` are what a row's value is multiplied with in the loss. A row whose teacher
+    is not a distribution is marked in `is_bad`, has a kd of 0, and its kd weight goes to cross-entropy.
+    """
+
+    targets: Tensor
+    temperatures: Tensor
+    kd_weights: Tensor
+    ce_weights: Tensor
+    kd: Tensor  # out
+    ce: Tensor  # out
+    is_bad: Tensor  # out, bool
+
+    def rows(self, part: slice) -> Rows:
+        return Rows(
+            self.targets[part],
+            self.temperatures[part],
+            self.kd_weights[part],
+            self.ce_weights[part],
+            self.kd[part],
+            self.ce[part],
+            self.is_bad[part],
+        )
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """What a pass over rows computes."""
+
+    divergence: Divergence | None  # None: no kd term
+    has_ce: bool
+    is_unit_temperature: bool  # every row has T = 1, known without reading the device
+    wants_student: bool  # gradients with respect to the student's logits
+    wants_teacher: bool
+    top_k: int = 0  # keep only so many of a dense teacher's tokens, and the mass of the rest
+
+
+class RowKernel(Protocol):
+    """Fills `rows.kd`, `rows.ce`, `rows.is_bad`; leaves gradients in `raw` of student (and teacher) if wanted."""
+
+    @property
+    def name(self) -> str: ...
+
+    def run(self, student: Logits, teacher: TeacherRows | None, rows: Rows, plan: RowPlan) -> None: ...

@@ -1,0 +1,270 @@
+"""One family of divergences between a teacher p and a student q, with closed-form slopes.
+
+A member answers three questions about rows of log-probs: its value summed over the vocabulary, and the
+slopes dD/dlog q and dD/dlog p. The slopes treat log q (log p) as free; `softmax_pullback` brings them to
+logits, where d/dz = (slope - q * sum(slope)) / T.
+
+| member              | D                                      | remarks                                          |
+|---------------------|----------------------------------------|--------------------------------------------------|
+| forward_kl          | KL(p, q)                               | covers the teacher's mass; default for base models |
+| reverse_kl          | KL(q, p)                               | seeks modes; log p is floored at -50             |
+| jsd(beta)           | [b KL(p, m) + (1-b) KL(q, m)] / b(1-b) | m = b p + (1-b) q; beta 0 forward, 1 reverse KL   |
+| skew_forward_kl(a)  | KL(p, a p + (1-a) q)                   | slope bounded by 1 / a                           |
+| skew_reverse_kl(a)  | KL(q, (1-a) p + a q)                   | log-ratio bounded by -log a                      |
+| total_variation     | sum |p - q| / 2                        | between 0 and 1; not smooth at p = q             |
+
+The usual Jensen-Shannon of Agarwal et al. (2024) vanishes like beta(1 - beta) at its ends; ours is divided by
+that, so it runs into forward and reverse KL continuously (at beta = 0.5 it is 4 times theirs).
+
+Floor of reverse KL: where the teacher says less than exp(-50) (or exactly 0) it is read as exp(-50). The value
+is then too small by at most q * (-50 - log p) for such a token, and finite; the teacher's slope is 0 there.
+
+Legend: ... rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from stillroom.errors import ConfigError
+from stillroom.numerics import LOG_PROB_FLOOR, log_mixture, log_softmax, weighted_log_ratio
+from stillroom.objectives.base import Divergence, Slopes
+
+
+def _no_probs(log_probs: Tensor) -> Tensor:
+    return log_probs == -math.inf
+
+
+@dataclass(frozen=True)
+class ForwardKL:
+    """KL(p, q) = sum p (log p - log q)."""
+
+    name: ClassVar[str] = "forward_kl"
+
+    def evaluate(self, student_log_probs: Tensor, teacher_log_probs: Tensor, *, wants_teacher: bool) -> Slopes:
+        pointwise = weighted_log_ratio(teacher_log_probs, student_log_probs)
+        teacher_probs = teacher_log_probs.exp()
+        teacher_slope = pointwise + teacher_probs if wants_teacher else None
+        return Slopes(pointwise.sum(-1), teacher_probs.neg_(), teacher_slope)
+
+
+@dataclass(frozen=True)
+class ReverseKL:
+    """KL(q, p) = sum q (log q - log p), with log p floored so that an impossible token costs 50 nats."""
+
+    name: ClassVar[str] = "reverse_kl"
+
+    def evaluate(self, student_log_probs: Tensor, teacher_log_probs: Tensor, *, wants_teacher: bool) -> Slopes:
+        floored = teacher_log_probs.clamp_min(LOG_PROB_FLOOR)
+        pointwise = weighted_log_ratio(student_log_probs, floored)
+        student_probs = student_log_probs.exp()
+        teacher_slope = None
+        if wants_teacher:
+            is_floored = teacher_log_probs < LOG_PROB_FLOOR
+            teacher_slope = torch.where(is_floored, torch.zeros_like(student_probs), -student_probs)
+        # The +q that belongs to the slope is left out: the softmax pull-back removes it exactly.
+        return Slopes(pointwise.sum(-1), pointwise, teacher_slope)
+
+
+@dataclass(frozen=True)
+class JensenShannon:
+    """Normalised Jensen-Shannon with mixture m = beta p + (1 - beta) q, 0 < beta < 1.
+
+    Its slopes are q (log q - log m) / beta and p (log p - log m) / (1 - beta), and, D being homogeneous in
+    (p, q), their sum is D itself (Euler).
+    """
+
+    beta: float
+    name: ClassVar[str] = "jsd"
+
+    def evaluate(self, student_log_probs: Tensor, teacher_log_probs: Tensor, *, wants_teacher: bool) -> Slopes:
+        mixture = log_mixture(teacher_log_probs, student_log_probs, self.beta)
+        student_slope = weighted_log_ratio(student_log_probs, mixture).div_(self.beta)
+        teacher_slope = weighted_log_ratio(teacher_log_probs, mixture).div_(1.0 - self.beta)
+        value = student_slope.sum(-1) + teacher_slope.sum(-1)
+        return Slopes(value, student_slope, teacher_slope if wants_teacher else None)
+
+
+@dataclass(frozen=True)
+class SkewForwardKL:
+    """KL(p, m) with m = alpha p + (1 - alpha) q, 0 < alpha < 1 (Ko et al. 2024)."""
+
+    alpha: float
+    name: ClassVar[str] = "skew_forward_kl"
+
+    def evaluate(self, student_log_probs: Tensor, teacher_log_probs: Tensor, *, wants_teacher: bool) -> Slopes:
+        mixture = log_mixture(teacher_log_probs, student_log_probs, self.alpha)
+        pointwise = weighted_log_ratio(teacher_log_probs, mixture)
+        student_share = _share(student_log_probs, mixture, 1.0 - self.alpha)
+        teacher_probs = teacher_log_probs.exp()
+        # p (1 - alpha) q / m and, for the teacher, p - p alpha p / m: the same number.
+        moved = teacher_probs.mul_(student_share)
+        teacher_slope = pointwise + moved if wants_teacher else None
+        return Slopes(pointwise.sum(-1), moved.neg(), teacher_slope)
+
+
+@dataclass(frozen=True)
+class SkewReverseKL:
+    """KL(q, m) with m = (1 - alpha) p + alpha q, 0 < alpha < 1 (Ko et al. 2024)."""
+
+    alpha: float
+    name: ClassVar[str] = "skew_reverse_kl"
+
+    def evaluate(self, student_log_probs: Tensor, teacher_log_probs: Tensor, *, wants_teacher: bool) -> Slopes:
+        mixture = log_mixture(student_log_probs, teacher_log_probs, self.alpha)
+        pointwise = weighted_log_ratio(student_log_probs, mixture)
+        moved = student_log_probs.exp().mul_(_share(teacher_log_probs, mixture, 1.0 - self.alpha))
+        return Slopes(pointwise.sum(-1), pointwise + moved, -moved if wants_teacher else None)
+
+
+@dataclass(frozen=True)
+class TotalVariation:
+    """Half the L1 distance: the chance that the best coupling of p and q disagrees."""
+
+    name: ClassVar[str] = "total_variation"
+
+    def evaluate(self, student_log_probs: Tensor, teacher_log_probs: Tensor, *, wants_teacher: bool) -> Slopes:
+        student_probs, teacher_probs = student_log_probs.exp(), teacher_log_probs.exp()
+        gap = student_probs - teacher_probs
+        sign = gap.sign()
+        teacher_slope = teacher_probs.mul_(sign).mul_(-0.5) if wants_teacher else None
+        return Slopes(gap.abs_().sum(-1) * 0.5, student_probs.mul_(sign).mul_(0.5), teacher_slope)
+
+
+def _share(log_probs: Tensor, mixture: Tensor, weight: float) -> Tensor:
+    """weight * exp(log_probs) / exp(mixture), the part of the mixture that comes from one side; 0 where none."""
+    share = (log_probs - mixture).exp_().mul_(weight)
+    return torch.where(_no_probs(log_probs), torch.zeros_like(share), share)
+
+
+# -- by name ---------------------------------------------------------------------------------------------
+
+Factory = Callable[[Mapping[str, float]], Divergence]
+_REGISTRY: dict[str, Factory] = {}
+
+
+def register(name: str, factory: Factory) -> None:
+    """Make a divergence available by name; the factory gets the settings of the lesson (beta, alpha ...)."""
+    _REGISTRY[name] = factory
+
+
+def names() -> tuple[str, ...]:
+    return tuple(sorted(_REGISTRY))
+
+
+def make(name: str, settings: Mapping[str, float] | None = None) -> Divergence:
+    """The divergence of that name; settings that are missing take the family's defaults."""
+    if name not in _REGISTRY:
+        raise ConfigError(f"no divergence is called {name!r}", advice=[f"one of {', '.join(names())}"])
+    return _REGISTRY[name](settings or {})
+
+
+def _unit(settings: Mapping[str, float], key: str, default: float) -> float:
+    value = settings.get(key, default)
+    if not 0.0 <= value <= 1.0:
+        raise ConfigError(f"{key} is {value:g}", advice=[f"set {key} between 0 and 1"])
+    return value
+
+
+def _make_jsd(settings: Mapping[str, float]) -> Divergence:
+    beta = _unit(settings, "beta", 0.5)
+    if beta == 0.0:
+        return ForwardKL()
+    return ReverseKL() if beta == 1.0 else JensenShannon(beta)
+
+
+def _make_skew(settings: Mapping[str, float], skewed: Callable[[float], Divergence], plain: Divergence) -> Divergence:
+    alpha = _unit(settings, "alpha", 0.1)
+    if alpha == 1.0:
+        raise ConfigError("a skew of alpha = 1 compares a distribution with itself", advice=["set alpha to 0.1"])
+    return plain if alpha == 0.0 else skewed(alpha)
+
+
+register("forward_kl", lambda settings: ForwardKL())
+register("reverse_kl", lambda settings: ReverseKL())
+register("jsd", _make_jsd)
+register("skew_forward_kl", lambda settings: _make_skew(settings, SkewForwardKL, ForwardKL()))
+register("skew_reverse_kl", lambda settings: _make_skew(settings, SkewReverseKL, ReverseKL()))
+register("total_variation", lambda settings: TotalVariation())
+
+
+# -- on logits -------------------------------------------------------------------------------------------
+
+
+def softmax_pullback(slope: Tensor, log_probs: Tensor) -> Tensor:
+    """dD/dz = slope - softmax(z) * sum(slope). Overwrites nothing."""
+    return slope - log_probs.exp().mul_(slope.sum(-1, keepdim=True))
+
+
+class _OnLogits(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, student_logits: Tensor, teacher_logits: Tensor, temperature: float, divergence: Divergence
+    ) -> Tensor:
+        student_log_probs = log_softmax(student_logits, temperature)
+        teacher_log_probs = log_softmax(teacher_logits, temperature)
+        wants_teacher = ctx.needs_input_grad[1]
+        slopes = divergence.evaluate(student_log_probs, teacher_log_probs, wants_teacher=wants_teacher)
+        student = softmax_pullback(slopes.student, student_log_probs)
+        teacher = None if slopes.teacher is None else softmax_pullback(slopes.teacher, teacher_log_probs)
+        ctx.save_for_backward(student, teacher)
+        ctx.temperature, ctx.dtypes = temperature, (student_logits.dtype, teacher_logits.dtype)
+        return slopes.value * temperature**2
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        student, teacher = ctx.saved_tensors
+        scale = (upstream[0] * ctx.temperature)[..., None]  # T^2 of the term times 1/T of the softmax
+        student_gradient = (student * scale).to(ctx.dtypes[0])
+        return student_gradient, None if teacher is None else (teacher * scale).to(ctx.dtypes[1]), None, None
+
+
+def on_logits(
+    divergence: Divergence, student_logits: Tensor, teacher_logits: Tensor, temperature: float = 1.0
+) -> Tensor:
+    """T^2 * D(softmax(teacher / T), softmax(student / T)) for each row of [..., V]; differentiable in both.
+
+    Hinton et al. (2015) give the T^2: the gradient then keeps its size when T changes.
+    """
+    result: Tensor = _OnLogits.apply(student_logits, teacher_logits, float(temperature), divergence)  # type: ignore[no-untyped-call]
+    return result
+
+
+def forward_kl(student_logits: Tensor, teacher_logits: Tensor, temperature: float = 1.0) -> Tensor:
+    """T^2 KL(teacher, student) for each row."""
+    return on_logits(ForwardKL(), student_logits, teacher_logits, temperature)
+
+
+def reverse_kl(student_logits: Tensor, teacher_logits: Tensor, temperature: float = 1.0) -> Tensor:
+    """T^2 KL(student, teacher) for each row; the teacher's log-probs are floored at -50."""
+    return on_logits(ReverseKL(), student_logits, teacher_logits, temperature)
+
+
+def jsd(student_logits: Tensor, teacher_logits: Tensor, temperature: float = 1.0, *, beta: float = 0.5) -> Tensor:
+    """T^2 times the normalised Jensen-Shannon of each row: beta 0 is forward KL, beta 1 reverse KL."""
+    return on_logits(make("jsd", {"beta": beta}), student_logits, teacher_logits, temperature)
+
+
+def skew_forward_kl(
+    student_logits: Tensor, teacher_logits: Tensor, temperature: float = 1.0, *, alpha: float = 0.1
+) -> Tensor:
+    """T^2 KL(p, alpha p + (1 - alpha) q) for each row."""
+    return on_logits(make("skew_forward_kl", {"alpha": alpha}), student_logits, teacher_logits, temperature)
+
+
+def skew_reverse_kl(
+    student_logits: Tensor, teacher_logits: Tensor, temperature: float = 1.0, *, alpha: float = 0.1
+) -> Tensor:
+    """T^2 KL(q, (1 - alpha) p + alpha q) for each row."""
+    return on_logits(make("skew_reverse_kl", {"alpha": alpha}), student_logits, teacher_logits, temperature)
+
+
+def total_variation(student_logits: Tensor, teacher_logits: Tensor, temperature: float = 1.0) -> Tensor:
+    """T^2 times half the L1 distance of each row."""
+    return on_logits(TotalVariation(), student_logits, teacher_logits, temperature)

@@ -1,0 +1,115 @@
+"""The row kernel in plain PyTorch: runs wherever torch runs, and is what other kernels must agree with.
+
+Rows are taken in blocks small enough for the cache, so temporaries cost neither memory nor bandwidth.
+
+Legend: C rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from stillroom.numerics import log_softmax, softcap, softcap_slope
+from stillroom.objectives.base import Logits, RowPlan, Rows, TeacherRows
+from stillroom.objectives.divergence import softmax_pullback
+from stillroom.objectives.sparse import KdRows, keep_top_k, sampled_rows, select_rows, topk_rows
+from stillroom.types import SampledSignal, TopKSignal
+
+_BLOCK_ELEMENTS = 1 << 18
+
+
+class PlainKernel:
+    """See the module's docstring."""
+
+    name = "plain"
+
+    def run(self, student: Logits, teacher: TeacherRows | None, rows: Rows, plan: RowPlan) -> None:
+        num_rows, num_tokens = student.raw.shape
+        # A GPU has no such cache and pays for each launch: one block.
+        step = max(1, _BLOCK_ELEMENTS // num_tokens) if student.raw.device.type == "cpu" else max(1, num_rows)
+        for start in range(0, num_rows, step):
+            part = slice(start, start + step)
+            _run_block(student.rows(part), _teacher_rows(teacher, part), rows.rows(part), plan)
+
+
+def _teacher_rows(teacher: TeacherRows | None, part: slice) -> TeacherRows | None:
+    if teacher is None:
+        return None
+    return teacher.rows(part) if isinstance(teacher, Logits) else select_rows(teacher, part)
+
+
+def _run_block(student: Logits, teacher: TeacherRows | None, rows: Rows, plan: RowPlan) -> None:
+    logits = _finish(student)
+    gradient: Tensor | None = None
+    ce_weights = rows.ce_weights
+    if teacher is not None and plan.divergence is not None:
+        kd, kd_gradient, is_bad = _kd_rows(logits, teacher, rows, plan)
+        zeros = torch.zeros_like(kd)
+        rows.kd.copy_(torch.where(is_bad, zeros, kd))
+        rows.is_bad.copy_(is_bad)
+        ce_weights = ce_weights + torch.where(is_bad, rows.kd_weights, zeros)
+        if kd_gradient is not None:
+            gradient = kd_gradient.mul_(torch.where(is_bad, zeros, rows.kd_weights)[:, None])
+    log_probs = log_softmax(logits)
+    targets = rows.targets[:, None]
+    rows.ce.copy_(log_probs.gather(-1, targets).squeeze(-1).neg_())
+    if plan.wants_student:
+        ce_gradient = log_probs.exp_().mul_(ce_weights[:, None])
+        ce_gradient.scatter_add_(-1, targets, -ce_weights[:, None])
+        gradient = ce_gradient if gradient is None else gradient.add_(ce_gradient)
+        _leave_gradient(student, logits, gradient)
+
+
+def _kd_rows(logits: Tensor, teacher: TeacherRows, rows: Rows, plan: RowPlan) -> KdRows:
+    assert plan.divergence is not None
+    if isinstance(teacher, Logits):
+        if not plan.top_k:
+            return _dense_rows(logits, teacher, rows, plan)
+        teacher = keep_top_k(_finish(teacher), plan.top_k, rows.temperatures)
+    if isinstance(teacher, TopKSignal):
+        return topk_rows(logits, teacher, rows.temperatures, plan.divergence, wants_gradient=plan.wants_student)
+    assert isinstance(teacher, SampledSignal)
+    return sampled_rows(logits, teacher, rows.temperatures, wants_gradient=plan.wants_student)
+
+
+def _dense_rows(logits: Tensor, teacher: Logits, rows: Rows, plan: RowPlan) -> KdRows:
+    assert plan.divergence is not None
+    temperatures = 1.0 if plan.is_unit_temperature else rows.temperatures[:, None]
+    student_log_probs = log_softmax(logits, temperatures)
+    teacher_logits = _finish(teacher)
+    teacher_log_probs = log_softmax(teacher_logits, temperatures)
+    # log_softmax of a row with NaN, with +inf, or with -inf only, holds a NaN; `amax` carries it.
+    is_bad = teacher_log_probs.amax(-1).isnan()
+    teacher_log_probs.masked_fill_(is_bad[:, None], -math.log(logits.shape[-1]))
+    slopes = plan.divergence.evaluate(student_log_probs, teacher_log_probs, wants_teacher=plan.wants_teacher)
+    gradient = None
+    if plan.wants_student:
+        gradient = softmax_pullback(slopes.student, student_log_probs).mul_(temperatures)
+    if slopes.teacher is not None:
+        teacher_gradient = softmax_pullback(slopes.teacher, teacher_log_probs).mul_(temperatures)
+        kd_weights = torch.where(is_bad, torch.zeros_like(rows.kd_weights), rows.kd_weights)
+        _leave_gradient(teacher, teacher_logits, teacher_gradient.mul_(kd_weights[:, None]))
+    return slopes.value * rows.temperatures**2, gradient, is_bad
+
+
+def _finish(logits: Logits) -> Tensor:
+    """Bias, scale and cap of the head on a block of bare products."""
+    finished = logits.raw
+    if logits.bias is not None:
+        finished = finished + logits.bias
+    if logits.scale != 1.0:
+        finished = finished * logits.scale
+    return finished if logits.softcap is None else softcap(finished, logits.softcap)
+
+
+def _leave_gradient(logits: Logits, finished: Tensor, gradient: Tensor) -> None:
+    """Overwrite the bare products with the gradient with respect to them. A bad row's slope may be NaN: `where`."""
+    if logits.softcap is not None:
+        slope = softcap_slope(finished, logits.softcap)
+        gradient = torch.where(gradient == 0, gradient, gradient * slope)
+    if logits.scale != 1.0:
+        gradient = gradient * logits.scale
+    logits.raw.copy_(gradient)

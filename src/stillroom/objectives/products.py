@@ -1,0 +1,102 @@
+"""The matrix products of a head, a chunk of positions at a time, into scratch that is used again.
+
+Everything is multiplied and accumulated in the work dtype (FP32, or FP64 for FP64 inputs). On a CPU, FP16 is
+emulated and 3 to 28 times slower than casting the weight once and multiplying in FP32; on a GPU the logits of
+half-precision inputs come from the native product, which accumulates in FP32, and are then upcast.
+
+Legend: N positions, C positions of a chunk, V real vocabulary (the weight may have padding rows after it), D width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from stillroom.objectives.base import Logits
+from stillroom.types import HeadWeights
+
+_STRIDE = 64  # an odd row length makes the logits product a third slower: rows start at multiples of this
+_SCRATCH_BYTES = 128 * 2**20  # of student and teacher scratch together, when the chunk is chosen here
+_LEAST_CHUNK, _MOST_CHUNK = 64, 1024
+
+
+def chunk_size(asked: int, num_rows: int, num_tokens: int) -> int:
+    """Positions in a chunk: as asked, or as many as keep both scratch buffers within a budget."""
+    chosen = asked or _SCRATCH_BYTES // (2 * 4 * num_tokens) // _LEAST_CHUNK * _LEAST_CHUNK
+    if not asked:
+        chosen = min(max(chosen, _LEAST_CHUNK), _MOST_CHUNK)
+    return max(1, min(chosen, num_rows))
+
+
+class Products:
+    """Logits of one head and, where wanted, the gradients of its inputs, accumulated over chunks."""
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        head: HeadWeights,
+        dtype: torch.dtype,
+        chunk_tokens: int,
+        *,
+        wants_hidden: bool = False,
+        wants_weight: bool = False,
+        wants_bias: bool = False,
+    ) -> None:
+        self._hidden, self._head, self._dtype = hidden, head, dtype
+        self._num_real = head.num_real
+        self._is_native = hidden.is_cuda and hidden.dtype == head.weight.dtype and dtype == torch.float32
+        needs_cast_weight = not self._is_native or wants_hidden
+        self._weight = head.weight[: self._num_real]  # [V, D]
+        self._work_weight = self._weight.to(dtype) if needs_cast_weight else self._weight
+        self._bias = None if head.bias is None else head.bias[: self._num_real].to(dtype)
+        width = -(-self._num_real // _STRIDE) * _STRIDE
+        self._scratch = torch.empty((chunk_tokens, width), dtype=dtype, device=hidden.device)
+        self.hidden_gradient = torch.empty_like(hidden, dtype=dtype) if wants_hidden else None
+        self.weight_gradient = _rows_like(head.weight, self._num_real, dtype) if wants_weight else None
+        self.bias_gradient = None
+        if wants_bias and head.bias is not None:
+            self.bias_gradient = torch.zeros_like(head.bias, dtype=dtype)
+        self._is_first = True
+
+    def logits(self, part: slice) -> Logits:
+        """Bare products of a chunk, in scratch that the next chunk overwrites."""
+        raw = self._rows(part)
+        if self._is_native:
+            raw.copy_(torch.mm(self._hidden[part], self._weight.t()))
+        else:
+            torch.mm(self._hidden[part].to(self._dtype), self._work_weight.t(), out=raw)
+        return Logits(raw, self._bias, self._head.scale, self._head.softcap)
+
+    def pull_back(self, part: slice) -> None:
+        """Take the gradient that a kernel left in the scratch to hidden states, weight and bias."""
+        gradient = self._rows(part)
+        if self.hidden_gradient is not None:
+            torch.mm(gradient, self._work_weight, out=self.hidden_gradient[part])
+        if self.weight_gradient is not None:
+            real = self.weight_gradient[: self._num_real]
+            hidden = self._hidden[part].to(self._dtype)
+            if self._is_first:
+                torch.mm(gradient.t(), hidden, out=real)
+            else:
+                real.addmm_(gradient.t(), hidden)
+        if self.bias_gradient is not None:
+            self.bias_gradient[: self._num_real] += gradient.sum(0)
+        self._is_first = False
+
+    def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Of hidden states, weight and bias; zero where no chunk came by."""
+        if self._is_first:
+            for gradient in (self.hidden_gradient, self.weight_gradient):
+                if gradient is not None:
+                    gradient.zero_()
+        return self.hidden_gradient, self.weight_gradient, self.bias_gradient
+
+    def _rows(self, part: slice) -> Tensor:
+        return self._scratch[: part.stop - part.start, : self._num_real]
+
+
+def _rows_like(weight: Tensor, num_real: int, dtype: torch.dtype) -> Tensor:
+    """Room for a gradient: padding rows are 0, the others are written by the first chunk."""
+    gradient = torch.empty_like(weight, dtype=dtype, memory_format=torch.contiguous_format)
+    gradient[num_real:].zero_()
+    return gradient

@@ -1,0 +1,189 @@
+"""AdamW with the arithmetic in FP32 whatever the weights are stored in.
+
+Loshchilov and Hutter 2019. On FP16 weights the usual implementation divides by an epsilon that FP16 rounds
+to zero and is NaN at the first step; here weights, gradients and moments are FP32 while they are worked on
+and return to their storage afterwards. Buckets bound the FP32 scratch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.adamw import adamw as adamw_update
+
+from stillroom.precision.storage import Moment, Storage
+
+_BUCKET_ELEMENTS = 1 << 22
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """Parameters that share a learning rate. The peak rate is fixed; the schedule multiplies it."""
+
+    name: str
+    learning_rate: float
+    parameters: tuple[tuple[str, nn.Parameter], ...]
+
+
+@dataclass
+class _Cell:
+    """One parameter with what the optimizer keeps for it."""
+
+    name: str
+    storage: Storage
+    first: Moment
+    second: Moment
+    decay: float
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        return self.storage.parameter
+
+
+class AdamW:
+    """Groups of cells, and one update over all of them."""
+
+    def __init__(
+        self,
+        groups: Sequence[ParameterGroup],
+        *,
+        store: Any,  # (name, parameter) -> Storage
+        moment_dtype: torch.dtype = torch.float32,
+        betas: tuple[float, float] = (0.9, 0.95),
+        epsilon: float = 1e-8,
+        weight_decay: float = 0.01,
+        seed: int = 0,
+    ) -> None:
+        self.betas = betas
+        self.epsilon = epsilon
+        self.seed = seed
+        self.num_updates = 0
+        self.rates = {group.name: group.learning_rate for group in groups}
+        self.cells: dict[str, list[_Cell]] = {}
+        for group in groups:
+            self.cells[group.name] = []
+            for name, parameter in group.parameters:
+                storage = store(name, parameter)
+                # Biases and norm weights are not decayed: pulling a gain towards zero is not regularisation.
+                decay = weight_decay if parameter.ndim >= 2 else 0.0
+                self.cells[group.name].append(
+                    _Cell(name, storage, Moment(parameter, moment_dtype), Moment(parameter, moment_dtype), decay)
+                )
+        first = next(cell for cells in self.cells.values() for cell in cells)
+        self._generator = torch.Generator(device=first.parameter.device)
+
+    # -- gradients ---------------------------------------------------------------------------------------
+
+    def gradients(self, group: str) -> list[Tensor]:
+        return [cell.parameter.grad for cell in self.cells[group] if cell.parameter.grad is not None]
+
+    def squared_norms(self) -> dict[str, Tensor]:
+        """The squared gradient norm of each group in FP32, on the device: nothing is read back here."""
+        found = {}
+        for name in self.cells:
+            gradients = self.gradients(name)
+            if gradients:
+                norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
+                found[name] = torch.stack(norms).square().sum()
+            else:
+                found[name] = torch.zeros((), device=self._generator.device)
+        return found
+
+    def zero_grad(self) -> None:
+        for cell in self._all_cells():
+            cell.parameter.grad = None
+
+    # -- the update --------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, rate_factor: float, gradient_factors: Mapping[str, float]) -> None:
+        """One update. Gradients are multiplied by their group's factor (unscaling and clipping in one) in FP32."""
+        # The random bits of a step depend on the seed and the step alone, so a resumed run draws them again.
+        self._generator.manual_seed((self.seed * 1_000_003 + self.num_updates) & 0x7FFF_FFFF_FFFF_FFFF)
+        for name, cells in self.cells.items():
+            rate = self.rates[name] * rate_factor
+            for bucket in _buckets([cell for cell in cells if cell.parameter.grad is not None]):
+                self._update(bucket, rate, gradient_factors[name])
+        self.num_updates += 1
+
+    def _update(self, bucket: list[_Cell], rate: float, factor: float) -> None:
+        weights = [cell.storage.read() for cell in bucket]
+        gradients = [_in_fp32(cell.parameter.grad) for cell in bucket]
+        torch._foreach_mul_(gradients, factor)
+        first = [cell.first.read() for cell in bucket]
+        second = [cell.second.read() for cell in bucket]
+        steps = list(torch.full((len(bucket),), float(self.num_updates), device=weights[0].device).unbind())
+        adamw_update(
+            weights,
+            gradients,
+            first,
+            second,
+            [],
+            steps,
+            fused=True,
+            amsgrad=False,
+            beta1=self.betas[0],
+            beta2=self.betas[1],
+            lr=rate,
+            weight_decay=bucket[0].decay,
+            eps=self.epsilon,
+            maximize=False,
+        )
+        for cell, weight, m, v in zip(bucket, weights, first, second, strict=True):
+            cell.storage.write(weight, self._generator)
+            cell.first.write(m, self._generator)
+            cell.second.write(v, self._generator)
+
+    # -- state -------------------------------------------------------------------------------------------
+
+    def refresh(self) -> None:
+        """Copy masters over FP16 weights, where there are masters."""
+        with torch.no_grad():
+            for cell in self._all_cells():
+                cell.storage.refresh()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything a checkpoint needs beside the weights, under stable names."""
+        found: dict[str, Tensor] = {}
+        for cell in self._all_cells():
+            found[f"{cell.name}.first"] = cell.first.values
+            found[f"{cell.name}.second"] = cell.second.values
+            for name, tensor in cell.storage.extra().items():
+                found[f"{cell.name}.{name}"] = tensor
+        return found
+
+    @torch.no_grad()
+    def load_tensors(self, saved: Mapping[str, Tensor]) -> None:
+        mine = self.tensors()
+        if set(mine) != set(saved):
+            odd = sorted(set(mine) ^ set(saved))[:3]
+            raise ValueError(f"optimizer state of other parameters or another precision: {', '.join(odd)}")
+        for name, tensor in mine.items():
+            tensor.copy_(saved[name])
+
+    def _all_cells(self) -> Iterator[_Cell]:
+        for cells in self.cells.values():
+            yield from cells
+
+
+def _in_fp32(gradient: Tensor | None) -> Tensor:
+    assert gradient is not None  # buckets hold only parameters with a gradient
+    return gradient if gradient.dtype == torch.float32 else gradient.float()
+
+
+def _buckets(cells: list[_Cell]) -> Iterator[list[_Cell]]:
+    """Runs of cells with equal decay and bounded size."""
+    bucket: list[_Cell] = []
+    size = 0
+    for cell in sorted(cells, key=lambda cell: cell.decay):
+        if bucket and (cell.decay != bucket[0].decay or size + cell.parameter.numel() > _BUCKET_ELEMENTS):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(cell)
+        size += cell.parameter.numel()
+    if bucket:
+        yield bucket

@@ -1,0 +1,169 @@
+"""Precision policies: the only code that knows about dtypes, loss scaling and master weights.
+
+The base class is FP32 and does nothing; each mode overrides what it changes. The training step calls the
+same five methods whatever the mode, so it never mentions a scaler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stillroom.config.schema import PrecisionConfig, TrainConfig
+from stillroom.precision.adamw import AdamW, ParameterGroup
+from stillroom.precision.products import HalfProducts
+from stillroom.precision.scaler import LossScale
+from stillroom.precision.storage import Direct, Master, Split, Stochastic, Storage
+
+
+class Precision:
+    """FP32 throughout."""
+
+    mode = "fp32"
+    compute_dtype: torch.dtype | None = None
+    scales_loss = False
+    keeps_half_weights = False
+    matrix_storage: type[Any] = Direct
+
+    def __init__(self, device: torch.device, reason: str, config: PrecisionConfig | None = None) -> None:
+        config = config or PrecisionConfig()
+        self.device = device
+        self.reason = reason
+        self.moment_dtype = torch.bfloat16 if config.moments == "bfloat16" else torch.float32
+        self.scaler = LossScale(
+            scale=config.initial_loss_scale, growth_steps=config.loss_scale_growth_steps, floor=config.min_loss_scale
+        )
+
+    # -- what the step calls -----------------------------------------------------------------------------
+
+    @contextmanager
+    def autocast(self) -> Iterator[None]:
+        """Around the forward pass."""
+        with ExitStack() as stack:
+            if self.compute_dtype is not None:
+                stack.enter_context(torch.autocast(self.device.type, dtype=self.compute_dtype))
+            stack.enter_context(self.half_products())
+            yield
+
+    @contextmanager
+    def half_products(self) -> Iterator[None]:
+        """FP16 products by way of FP32 where the device has no fast ones."""
+        uses_half = self.compute_dtype == torch.float16 or self.keeps_half_weights
+        if uses_half and self.device.type == "cpu":
+            with HalfProducts():
+                yield
+        else:
+            yield
+
+    def backward(self, loss: Tensor) -> None:
+        with self.half_products():
+            (loss * self.loss_scale).backward()
+
+    def squared_norms(self, optimizer: AdamW) -> dict[str, Tensor]:
+        """Squared norms of the *scaled* gradients, on the device."""
+        return optimizer.squared_norms()
+
+    def step(self, optimizer: AdamW, rate_factor: float, clip_factors: Mapping[str, float]) -> None:
+        """Unscale, clip and apply. The caller has seen that the gradients are finite."""
+        inverse = 1.0 / self.loss_scale
+        optimizer.step(rate_factor, {name: inverse * factor for name, factor in clip_factors.items()})
+        if self.scales_loss:
+            self.scaler = self.scaler.after_good_step()
+
+    def back_off(self) -> None:
+        """Something overflowed: try again with a smaller scale."""
+        if self.scales_loss:
+            self.scaler = self.scaler.after_overflow()
+
+    @property
+    def loss_scale(self) -> float:
+        return self.scaler.scale if self.scales_loss else 1.0
+
+    # -- what the builder calls --------------------------------------------------------------------------
+
+    def optimizer(self, groups: Sequence[ParameterGroup], train: TrainConfig) -> AdamW:
+        return AdamW(
+            groups,
+            store=self._storage,
+            moment_dtype=self.moment_dtype,
+            betas=(train.beta1, train.beta2),
+            epsilon=train.epsilon,
+            weight_decay=train.weight_decay,
+            seed=train.seed,
+        )
+
+    def _storage(self, name: str, parameter: nn.Parameter) -> Storage:
+        """Vectors (norm gains, biases) and routers keep FP32 masters in every FP16 mode: they are tiny, and
+        a gain of 1.0 in FP16 does not notice an update below 0.0005."""
+        if not self.keeps_half_weights:
+            return Direct(parameter)
+        if parameter.ndim < 2 or name.startswith("router."):
+            return Master(parameter)
+        storage: Storage = self.matrix_storage(parameter)
+        return storage
+
+    def plain(self) -> Precision:
+        """FP32 on the same device: for models that this policy does not train."""
+        return Precision(self.device, "not trained")
+
+    # -- state -------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"mode": self.mode, "scale": self.scaler.scale, "good_steps": self.scaler.good_steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state["mode"] != self.mode:
+            raise ValueError(f"the checkpoint was written in {state['mode']}, this run uses {self.mode}")
+        self.scaler = LossScale(
+            scale=float(state["scale"]),
+            good_steps=int(state["good_steps"]),
+            growth_steps=self.scaler.growth_steps,
+            floor=self.scaler.floor,
+        )
+
+
+class Bf16Mixed(Precision):
+    """FP32 weights, BF16 products. BF16 has FP32's range, so nothing needs scaling."""
+
+    mode = "bf16-mixed"
+    compute_dtype = torch.bfloat16
+
+
+class Fp16Mixed(Precision):
+    """FP32 weights, FP16 products, scaled loss."""
+
+    mode = "fp16-mixed"
+    compute_dtype = torch.float16
+    scales_loss = True
+
+
+class Fp16Master(Precision):
+    """FP16 weights with FP32 masters, scaled loss."""
+
+    mode = "fp16-master"
+    scales_loss = True
+    keeps_half_weights = True
+    matrix_storage = Master
+
+
+class Fp16Split(Fp16Master):
+    """FP16 weights with FP16 residuals instead of masters: two bytes less a parameter."""
+
+    mode = "fp16-split"
+    matrix_storage = Split
+
+
+class Fp16Stochastic(Fp16Master):
+    """FP16 weights alone, stochastically rounded: four bytes less a parameter."""
+
+    mode = "fp16-sr"
+    matrix_storage = Stochastic
+
+
+POLICIES: dict[str, type[Precision]] = {
+    policy.mode: policy for policy in (Precision, Bf16Mixed, Fp16Mixed, Fp16Master, Fp16Split, Fp16Stochastic)
+}

@@ -1,0 +1,72 @@
+"""Which precision to train in, and the reason in a sentence."""
+
+from __future__ import annotations
+
+import torch
+
+from stillroom.config.schema import PrecisionConfig
+from stillroom.errors import ConfigError
+from stillroom.precision.device import DeviceFacts, check_device, facts_of
+from stillroom.precision.policy import POLICIES, Precision
+
+# Student state alone; the rest of the card belongs to the teacher, activations and the head.
+_STATE_SHARE = 0.5
+_MIXED_BYTES = 16
+
+_WHY_ASKED = {
+    "fp32": "FP32 throughout, no loss scaling",
+    "bf16-mixed": "FP32 weights, BF16 products, no loss scaling needed",
+    "fp16-mixed": "FP32 weights, FP16 products, scaled loss",
+    "fp16-master": "FP16 weights with FP32 masters, scaled loss",
+    "fp16-split": "FP16 weights with FP16 residuals, scaled loss",
+    "fp16-sr": "FP16 weights rounded stochastically, scaled loss",
+}
+
+
+def choose(mode: str, facts: DeviceFacts, num_parameters: int = 0) -> tuple[str, str]:
+    """(mode, reason) for what was asked on a device: a pure decision.
+
+    `num_parameters` counts everything that is trained, routers included.
+    """
+    if mode != "auto":
+        if mode == "bf16-mixed" and facts.kind == "cuda" and not facts.has_native_bf16:
+            raise ConfigError(
+                f"{facts.name} has no native bf16",
+                where="precision.mode",
+                advice=["--precision fp16-mixed", "--precision auto"],
+            )
+        said = f"asked for: {_WHY_ASKED[mode]}"
+        if facts.kind == "cpu" and mode.startswith("fp16"):
+            said += "; on a CPU FP16 products are computed in FP32 and rounded"
+        return mode, said
+    if facts.kind == "cpu":
+        return "fp32", "no GPU: FP32 is the fastest exact choice on a CPU"
+    if facts.kind != "cuda":
+        return "fp32", f"{facts.name}: FP16 training was never tried on it"
+    if facts.has_native_bf16:
+        return "bf16-mixed", f"{facts.name} has native bf16: FP32 weights, BF16 products, no loss scaling needed"
+    needed, room = num_parameters * _MIXED_BYTES, int(facts.memory_bytes * _STATE_SHARE)
+    if needed <= room:
+        return "fp16-mixed", f"{facts.name} has no native bf16: FP32 weights, FP16 products, scaled loss"
+    return (
+        "fp16-split",
+        f"{facts.name} has no native bf16, and {needed / 1e9:.1f} GB of FP32 training state would not leave room "
+        f"on {facts.memory_bytes / 1e9:.0f} GB: FP16 weights with FP16 residuals, scaled loss",
+    )
+
+
+def resolve(
+    mode: str = "auto",
+    device: str | torch.device = "cpu",
+    *,
+    config: PrecisionConfig | None = None,
+    num_parameters: int = 0,
+) -> Precision:
+    """The policy for a mode on a device; `.mode` and `.reason` say what was chosen and why."""
+    device = torch.device(device)
+    facts = facts_of(device)
+    check_device(facts)
+    if mode != "auto" and mode not in POLICIES:
+        raise ConfigError(f"there is no precision {mode!r}", advice=[f"modes: auto, {', '.join(POLICIES)}"])
+    chosen, reason = choose(mode, facts, num_parameters)
+    return POLICIES[chosen](device, reason, config)

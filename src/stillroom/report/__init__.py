@@ -1,0 +1,31 @@
+"""A run as one page: what came of it, in words, numbers and curves. Offline, in one file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from stillroom.errors import CannotSave
+from stillroom.report.page import render
+from stillroom.report.record import RunRecord
+
+__all__ = ["RunRecord", "render", "write_report"]
+
+
+def write_report(run_dir: Path | str) -> Path:
+    """Write `report.html` into a run's folder and answer with its path.
+
+    Whatever the folder lacks (a crashed run has no summary) the page says so and shows the rest.
+    """
+    path = Path(run_dir) / "report.html"
+    temporary = path.with_name(path.name + ".tmp")
+    page = render(RunRecord.load(Path(run_dir)))
+    try:
+        temporary.write_text(page, encoding="utf-8", newline="\n")
+        temporary.replace(path)
+    except OSError as error:
+        raise CannotSave(
+            f"the report cannot be written: {error.strerror or error}",
+            where=str(path),
+            advice=("free space on the disk, then: stillroom report RUN",),
+        ) from error
+    return path

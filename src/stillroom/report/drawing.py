@@ -1,0 +1,252 @@
+"""The parts figures are drawn with: colours by role, axes, curves thinned to what a screen can show.
+
+Figures are plain plotly dictionaries. Colours are the light ones; the page replaces each by its dark partner
+when the reader's screen is dark. Plotly reads tags in labels, so text from outside goes through `label`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from stillroom.report.markup import text
+from stillroom.telemetry.wording import clip, format_result
+
+Trace = dict[str, Any]
+Layout = dict[str, Any]
+Curve = tuple[list[float], list[float]]
+
+MAX_POINTS = 2000
+SMOOTHED_SHARE = 0.02  # of the run, that the smoothed curve looks back over
+
+# role: (on a light page, on a dark page). The same role has the same colour in every figure and table.
+ROLES: Mapping[str, tuple[str, str]] = {
+    "student": ("#1d6f79", "#62bcc6"),
+    "teacher": ("#b0671a", "#e0a55f"),
+    "baseline": ("#74798a", "#a0a6b5"),
+    "baseline_equal_compute": ("#97689a", "#c99ccb"),
+    "training": ("#a8cbce", "#2d5c62"),
+    "refused": ("#b5382f", "#f08a80"),
+    "ink": ("#23262b", "#e8e5de"),
+    "muted": ("#686d75", "#9ea3ab"),
+    "grid": ("#e4e1da", "#33373d"),
+    "surface": ("#ffffff", "#1d2024"),
+    "page": ("#faf8f4", "#15171a"),
+    "good": ("#2f7a48", "#7cc794"),
+}
+# kd listens to the teacher and ce to the data, as plain training does; the others take what is left.
+TERM_COLOURS = {"kd": ROLES["teacher"][0], "ce": ROLES["baseline"][0]}
+OTHER_COLOURS = ("#3f6fb0", "#97689a", "#5d8a3c", "#b0567a", "#8a7a2e", "#4d8f8a")
+DARK_OTHER_COLOURS = ("#86aee6", "#c99ccb", "#9cc97c", "#e295b4", "#cbbb6c", "#8fd0cb")
+
+
+def colour(role: str) -> str:
+    return ROLES[role][0]
+
+
+def dark_partners() -> dict[str, str]:
+    return dict(ROLES.values()) | dict(zip(OTHER_COLOURS, DARK_OTHER_COLOURS, strict=True))
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One drawing with the sentence that says what to see in it."""
+
+    key: str
+    title: str
+    caption: str
+    traces: list[Trace]
+    layout: Layout
+    is_wide: bool = False
+
+
+def label(name: object) -> str:
+    return str(text(clip(name, 40)))
+
+
+# -- curves ----------------------------------------------------------------------------------------------
+
+
+def short(value: float) -> float:
+    """Five digits are more than a screen can show."""
+    return float(f"{value:.5g}")
+
+
+def thin(curve: Curve, limit: int = MAX_POINTS) -> Curve:
+    """At most `limit` points, keeping the lowest and highest of each stretch so that no spike is lost."""
+    xs, ys = curve
+    if len(xs) <= limit:
+        return xs, ys
+    size = math.ceil(len(xs) / (limit // 2))
+    chosen: list[int] = []
+    for begin in range(0, len(xs), size):
+        stretch = range(begin, min(begin + size, len(xs)))
+        chosen += sorted({min(stretch, key=ys.__getitem__), max(stretch, key=ys.__getitem__)})
+    return [xs[index] for index in chosen], [ys[index] for index in chosen]
+
+
+def even(items: Sequence[Any], limit: int = MAX_POINTS) -> list[Any]:
+    """Every n-th item and the last, for curves that must share their places."""
+    stride = math.ceil(len(items) / limit) or 1
+    return [item for index, item in enumerate(items) if index % stride == 0 or index == len(items) - 1]
+
+
+def smooth(curve: Curve) -> Curve:
+    """A running mean that looks back over a fixed share of the run."""
+    xs, ys = curve
+    pull = 1.0 / max(1.0, SMOOTHED_SHARE * len(ys))
+    level, out = ys[0] if ys else 0.0, []
+    for index, value in enumerate(ys):
+        # The first points are averaged evenly: the first value alone would drag on for long.
+        level += max(pull, 1.0 / (index + 1)) * (value - level)
+        out.append(level)
+    return xs, out
+
+
+def line(curve: Curve, name: str, stroke: str, **options: Any) -> Trace:
+    xs, ys = curve
+    style = {"color": stroke, "width": options.pop("width", 2), "dash": options.pop("dash", "solid")}
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "name": name,
+        "x": xs,
+        "y": [short(value) for value in ys],
+        "line": style,
+    } | options
+
+
+def level(value: float, until: float, name: str, stroke: str, **options: Any) -> Trace:
+    """A horizontal line over the whole run."""
+    return line(([0.0, until], [value, value]), name, stroke, dash="dash", width=1.5, **options)
+
+
+def marks(curve: Curve, name: str, stroke: str, symbol: str = "circle", **options: Any) -> Trace:
+    xs, ys = curve
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "name": name,
+        "x": xs,
+        "y": [short(value) for value in ys],
+        "marker": {"color": stroke, "symbol": symbol, "size": options.pop("size", 8)},
+    } | options
+
+
+# -- axes ------------------------------------------------------------------------------------------------
+
+
+def layout(y_axis: Layout, **options: Any) -> Layout:
+    font = {"family": "system-ui, sans-serif", "size": 12, "color": colour("muted")}
+    return {
+        "font": font,
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "margin": {"l": 58, "r": 12, "t": 8, "b": 42},
+        "height": 330,
+        "hovermode": "x unified",
+        "hoverlabel": {
+            "bgcolor": colour("surface"),
+            "bordercolor": colour("grid"),
+            "font": {"color": colour("ink"), "size": 12},
+        },
+        "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "font": {"color": colour("ink")}},
+        "xaxis": x_axis(),
+        "yaxis": y_axis,
+        "dragmode": False,  # a page is scrolled with the finger that would otherwise zoom
+    } | options
+
+
+def x_axis(title: str = "optimizer step", **options: Any) -> Layout:
+    return {
+        "title": {"text": title, "standoff": 8},
+        "gridcolor": "rgba(0,0,0,0)",
+        "linecolor": colour("grid"),
+        "zeroline": False,
+        "tickformat": ",d",
+        "fixedrange": True,
+    } | options
+
+
+def y_axis(title: str, **options: Any) -> Layout:
+    return {
+        "title": {"text": title, "standoff": 8},
+        "gridcolor": colour("grid"),
+        "zeroline": False,
+        "fixedrange": True,
+        "nticks": 6,
+    } | options
+
+
+def y_axis_for(title: str, values: Sequence[float]) -> Layout:
+    """Logarithmic where the values span more than a decade, with ticks people can read."""
+    positive = [value for value in values if value > 0]
+    if not positive or len(positive) < len(values) or max(positive) / min(positive) < 10:
+        return y_axis(title)
+    low, high = math.log10(min(positive)), math.log10(max(positive))
+    margin = 0.05 * (high - low)
+    ticks = _log_ticks(low - margin, high + margin)
+    return y_axis(
+        title,
+        type="log",
+        range=[low - margin, high + margin],
+        tickmode="array",
+        tickvals=ticks,
+        ticktext=[format_result(tick) for tick in ticks],
+    )
+
+
+def _log_ticks(low: float, high: float) -> list[float]:
+    decades = high - low
+    digits = (1, 2, 5) if decades <= 2.5 else (1,)
+    stride = max(1, math.ceil(decades / 7))
+    powers = [power for power in range(math.floor(low), math.ceil(high) + 1) if power % stride == 0]
+    ticks = [digit * 10.0**power for power in powers for digit in digits]
+    return [tick for tick in ticks if low <= math.log10(tick) <= high]
+
+
+def two_panels(upper: Layout, lower: Layout) -> Layout:
+    """Two drawings over the same steps, one above the other: two scales in one would invite false crossings."""
+    return layout(
+        upper | {"domain": [0.56, 1.0]},
+        xaxis=x_axis(anchor="y2"),
+        yaxis2=lower | {"domain": [0.0, 0.44], "anchor": "x"},
+        height=380,
+    )
+
+
+def phase_lines(events: Sequence[Mapping[str, Any]]) -> Layout:
+    """Where the curriculum changed: a thin line with the new phase's name at the top."""
+    steps = [event["step"] for event in events if isinstance(event.get("step"), int)]
+    names = [label(event.get("to")) for event in events if isinstance(event.get("step"), int)]
+    shapes = [
+        {
+            "type": "line",
+            "xref": "x",
+            "yref": "paper",
+            "x0": step,
+            "x1": step,
+            "y0": 0,
+            "y1": 1,
+            "line": {"color": colour("muted"), "width": 1, "dash": "dot"},
+        }
+        for step in steps
+    ]
+    notes = [
+        {
+            "x": step,
+            "y": 1,
+            "xref": "x",
+            "yref": "paper",
+            "text": name,
+            "showarrow": False,
+            "xanchor": "left",
+            "yanchor": "top",
+            "xshift": 4,
+            "font": {"size": 11, "color": colour("muted")},
+        }
+        for step, name in zip(steps, names, strict=True)
+    ]
+    return {"shapes": shapes, "annotations": notes}

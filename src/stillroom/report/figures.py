@@ -1,0 +1,198 @@
+"""The figures of the report, each a function of the run: a drawing, or None when the run has nothing to draw.
+
+Titles say what to see, with the run's own numbers.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from stillroom.report.drawing import (
+    OTHER_COLOURS,
+    TERM_COLOURS,
+    Curve,
+    Figure,
+    Trace,
+    colour,
+    even,
+    label,
+    layout,
+    level,
+    line,
+    marks,
+    phase_lines,
+    short,
+    smooth,
+    thin,
+    two_panels,
+    y_axis,
+    y_axis_for,
+)
+from stillroom.report.record import RunRecord, mapping
+from stillroom.telemetry.events import Event
+from stillroom.telemetry.wording import (
+    as_number,
+    clean,
+    format_count,
+    format_loss,
+    format_lr,
+    format_norm,
+    format_percent,
+    format_result,
+)
+
+LEVELS = (
+    ("teacher", "teacher"),
+    ("baseline", "plain training, equal tokens"),
+    ("baseline_equal_compute", "plain training, equal compute"),
+)
+
+
+def all_figures(run: RunRecord) -> list[Figure]:
+    drawn = [perplexity(run), objective(run), shares(run), gradients(run), rates(run), pace(run)]
+    return [figure for figure in drawn if figure is not None]
+
+
+def curve(events: Sequence[Event], key: str, *, above: float | None = None) -> Curve:
+    """The finite values of a key over the steps."""
+    found = [(float(event["step"]), as_number(event.get(key))) for event in events]
+    kept = [(step, value) for step, value in found if value is not None and (above is None or value > above)]
+    return [step for step, _ in kept], [value for _, value in kept]
+
+
+def last_step(run: RunRecord) -> float:
+    steps = [*run.kept_steps[-1:], *run.evals[-1:]]
+    return max((float(event["step"]) for event in steps), default=0.0)
+
+
+def perplexity(run: RunRecord) -> Figure | None:
+    xs, ys = curve(run.evals, "perplexity", above=0)
+    before = as_number(mapping(run.summary, "student_before").get("perplexity"))
+    if xs and xs[0] > 0 and before:
+        xs, ys = [0.0, *xs], [before, *ys]
+    if not xs:
+        return None
+    traces = [line((xs, ys), "student", colour("student"), mode="lines+markers", width=2.5, marker={"size": 6})]
+    best = min(range(len(ys)), key=ys.__getitem__)
+    ring = {"symbol": "circle-open", "size": 14, "color": colour("student"), "line": {"width": 2}}
+    traces.append(marks(([xs[best]], [ys[best]]), "best student", colour("student"), marker=ring))
+    shown = list(ys)
+    for row, name in LEVELS:
+        value = as_number(run.result(row).get("perplexity"))
+        if value is not None and value > 0:
+            traces.append(level(value, last_step(run), name, colour(row)))
+            shown.append(value)
+    teacher = as_number(run.result("teacher").get("perplexity"))
+    told = "rose" if ys[-1] > ys[0] else "fell"
+    title = f"Held-out perplexity {told} from {format_result(ys[0])} to {format_result(ys[-1])}"
+    title = title if len(ys) > 1 else f"Held-out perplexity is {format_result(ys[0])}"
+    title += f"; the teacher has {format_result(teacher)}" if teacher is not None else ""
+    caption = "Lower is better. Dashed: the teacher, and the same student trained on the data alone."
+    picture = layout(y_axis_for("perplexity", shown), height=380)
+    return Figure("perplexity", title, caption, traces, picture, is_wide=True)
+
+
+def objective(run: RunRecord) -> Figure | None:
+    train, held_out = curve(run.kept_steps, "train_loss"), curve(run.evals, "objective")
+    if not train[0] and not held_out[0]:
+        return None
+    traces, told = [], []
+    if train[0]:
+        smoothed = smooth(train)
+        traces.append(line(thin(train), "training, each step", colour("training"), width=1, hoverinfo="skip"))
+        traces.append(line(thin(smoothed), "training, smoothed", colour("student")))
+        told.append(f"{format_loss(smoothed[1][-1])} in training")
+    if held_out[0]:
+        traces.append(
+            line(held_out, "held out", colour("ink"), mode="lines+markers", width=1.5, dash="dot", marker={"size": 7})
+        )
+        told.append(f"{format_loss(held_out[1][-1])} held out")
+    title = f"The objective ends at {' and '.join(told)}"
+    caption = "The same objective at the same weights for both, so the distance between the curves is real."
+    axis = y_axis_for("objective", [*train[1], *held_out[1]])
+    return Figure("objective", title, caption, traces, layout(axis) | phase_lines(run.of("phase")))
+
+
+def shares(run: RunRecord) -> Figure | None:
+    steps = [event for event in even(run.kept_steps) if mapping(event, "terms")]
+    names = list(dict.fromkeys(name for event in steps for name in mapping(event, "terms")))
+    if not steps or len(names) < 2:
+        return None
+    traces: list[Trace] = []
+    last: dict[str, float] = {}
+    spare = 0
+    for name in names:
+        values = [as_number(mapping(mapping(event, "terms"), name).get("share")) or 0.0 for event in steps]
+        last[name] = statistics.fmean(values[-max(1, len(values) // 20) :])
+        stroke = TERM_COLOURS.get(name)
+        if stroke is None:
+            stroke, spare = OTHER_COLOURS[spare % len(OTHER_COLOURS)], spare + 1
+        xs, ys = [float(event["step"]) for event in steps], [short(100 * value) for value in values]
+        traces.append(line((xs, ys), label(name), stroke, width=0.5, stackgroup="terms", hovertemplate="%{y:.1f}%"))
+    largest = max(last, key=last.__getitem__)
+    title = f"{clean(largest)} makes {format_percent(last[largest], 0)} of the objective at the end"
+    caption = "Each term's share of the objective: raw value times weight, over the sum of all."
+    axis = y_axis("share of the objective", range=[0, 100], ticksuffix="%")
+    return Figure("shares", title, caption, traces, layout(axis) | phase_lines(run.of("phase")))
+
+
+def gradients(run: RunRecord) -> Figure | None:
+    norms = curve(run.kept_steps, "grad_norm", above=0)
+    refused = run.refused_steps
+    if not norms[0] and not refused:
+        return None
+    clip = as_number(mapping(run.config, "train").get("max_grad_norm"))
+    seen = [*norms[1], *curve(refused, "grad_norm", above=0)[1], *([clip] if clip else [])]
+    roof = 1.3 * max(seen, default=1.0)
+    traces = [line(thin(norms), "gradient norm", colour("student"), width=1.2)] if norms[0] else []
+    if clip:
+        traces.append(level(clip, last_step(run), f"clipped at {clip:g}", colour("muted")))
+    if refused:
+        places = [(float(event["step"]), as_number(event.get("grad_norm"))) for event in refused]
+        # A norm that is not finite has no place on the axis: it is marked at the top.
+        heights = [value if value is not None and value > 0 else roof for _, value in places]
+        spots = ([step for step, _ in places], heights)
+        traces.append(marks(spots, "refused", colour("refused"), "x", size=9))
+    told = [f"median {format_norm(statistics.median(norms[1]))}"] if norms[0] else []
+    if clip and norms[0]:
+        told.append(f"{format_percent(statistics.fmean(value > clip for value in norms[1]), 0)} of the steps clipped")
+    told.append(f"{len(refused)} refused" if refused else "none refused")
+    title = f"Gradient norm: {', '.join(told)}"
+    caption = "Before clipping. A refused step changed no weight; crosses at the top had no finite norm."
+    return Figure("gradients", title, caption, traces, layout(y_axis_for("gradient norm", [*seen, roof])))
+
+
+def rates(run: RunRecord) -> Figure | None:
+    rate, scale = curve(run.kept_steps, "lr", above=0), curve(run.kept_steps, "loss_scale", above=0)
+    if not rate[0]:
+        return None
+    upper = line(thin(rate), "learning rate", colour("student"))
+    title = f"The learning rate peaks at {format_lr(max(rate[1]))} and ends at {format_lr(rate[1][-1])}"
+    axis = y_axis("learning rate", tickformat=".1e", rangemode="tozero")
+    caption = "Counted in optimizer steps; a refused step does not move it."
+    if len(set(scale[1])) < 2 and scale[1][:1] in ([], [1.0]):
+        return Figure("rates", title, f"{caption} No loss scale is in use.", [upper], layout(axis, height=380))
+    lower = line(thin(scale), "loss scale", colour("ink"), width=1.5) | {"yaxis": "y2"}
+    lower["line"]["shape"] = "hv"
+    title += f"; the loss scale at {format_count(scale[1][-1])}"
+    picture = two_panels(axis, y_axis_for("loss scale", scale[1]))
+    return Figure("rates", title, caption, [upper, lower], picture)
+
+
+def pace(run: RunRecord) -> Figure | None:
+    speed = curve(run.kept_steps, "tokens_per_second", above=0)
+    on_gpu = curve(run.kept_steps, "gpu_memory_gb", above=0)
+    memory = on_gpu if on_gpu[0] else curve(run.kept_steps, "memory_gb", above=0)
+    if not speed[0]:
+        return None
+    upper = line(thin(speed), "tokens a second", colour("student"), width=1.2)
+    title = f"{format_count(statistics.median(speed[1]))} tokens a second"
+    axis = y_axis("tokens / s", rangemode="tozero", tickformat=",d")
+    if not memory[0]:
+        return Figure("pace", title, "Memory was not recorded.", [upper], layout(axis, height=380))
+    where = "on the GPU" if on_gpu[0] else "of the process"
+    lower = line(thin(memory), f"memory {where}", colour("ink"), width=1.5) | {"yaxis": "y2"}
+    title += f"; memory {where} peaks at {format_result(max(memory[1]))} GB"
+    picture = two_panels(axis, y_axis("memory, GB", rangemode="tozero"))
+    return Figure("pace", title, "The median over the steps, and the memory after each.", [upper, lower], picture)

@@ -1,0 +1,143 @@
+"""What a run's folder says, read with care for what a crash may have left out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from stillroom.errors import DataError
+from stillroom.telemetry.events import Event, scan_events
+from stillroom.telemetry.wording import as_number, clean, reading
+
+FINISHED = frozenset({"done", "finished", "completed"})
+BASELINES = ("baseline", "baseline_equal_compute")
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One run, as its folder tells it. `missing` are sentences about what is not there."""
+
+    name: str
+    config: Mapping[str, Any] = field(default_factory=dict)
+    events: tuple[Event, ...] = ()
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    missing: tuple[str, ...] = ()
+
+    @staticmethod
+    def load(run_dir: Path) -> RunRecord:
+        missing: list[str] = []
+        events = _read_log(run_dir / "events.jsonl", missing)
+        summary = _read_object(run_dir / "summary.json", missing)
+        config = _read_object(run_dir / "config.json", missing)
+        run = RunRecord(run_dir.resolve().name, config, events, summary, tuple(missing))
+        name = run.start.get("run")
+        settings = mapping(config, "config") or config or mapping(run.start, "config")
+        return RunRecord(clean(name or run.name), settings, events, summary, tuple(missing))
+
+    def of(self, kind: str) -> list[Event]:
+        return [event for event in self.events if event.get("event") == kind]
+
+    @property
+    def start(self) -> Mapping[str, Any]:
+        """The last start: a resumed run may have moved to another machine."""
+        starts = self.of("run_start")
+        return starts[-1] if starts else {}
+
+    @property
+    def end(self) -> Mapping[str, Any]:
+        """How the run ended, unless it was taken up again after that."""
+        for event in reversed(self.events):
+            if event.get("event") == "run_end":
+                return event
+            if event.get("event") in ("resume", "step"):
+                return {}
+        return {}
+
+    @property
+    def is_finished(self) -> bool:
+        return clean(self.summary.get("status") or self.end.get("status")) in FINISHED
+
+    @property
+    def kept_steps(self) -> list[Event]:
+        """The steps that made the student, in order; after a rollback the later attempt counts."""
+        kept = {event["step"]: event for event in self.of("step") if _is_kept(event)}
+        return [kept[step] for step in sorted(kept)]
+
+    @property
+    def refused_steps(self) -> list[Event]:
+        """Attempts that changed nothing: refused step records, and guard events that have none."""
+        steps = [event for event in self.of("step") if _has_step(event) and not _is_kept(event)]
+        told = {event["step"] for event in steps}
+        guards = [event for event in self.of("guard") if _has_step(event) and event["step"] not in told]
+        guarded = [{**mapping(event, "evidence"), **event} for event in guards]
+        return sorted(steps + guarded, key=lambda event: int(event["step"]))
+
+    @property
+    def evals(self) -> list[Event]:
+        """One evaluation a step, in order, of those that gave a number."""
+        found = {event["step"]: event for event in self.of("eval") if _has_step(event)}
+        return [found[step] for step in sorted(found) if as_number(found[step].get("perplexity")) is not None]
+
+    @property
+    def num_steps_planned(self) -> int:
+        return int(as_number(mapping(self.start, "schedule").get("optimizer_steps")) or 0)
+
+    def result(self, row: str) -> Mapping[str, Any]:
+        """A row of the summary. Without a summary the evaluations tell what they can about the student."""
+        told = mapping(self.summary, row)
+        if told or self.summary:
+            return told
+        evals = self.evals
+        if row == "student" and evals:
+            return evals[-1]
+        if row == "student_before" and len(evals) > 1 and evals[0]["step"] == 0:
+            return evals[0]
+        return {}
+
+    def perplexity(self, row: str) -> float | None:
+        return reading(self.result(row), "perplexity")
+
+
+def mapping(record: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = record.get(key)
+    return value if isinstance(value, Mapping) else {}
+
+
+def _has_step(event: Event) -> bool:
+    return isinstance(event.get("step"), int)
+
+
+def _is_kept(event: Event) -> bool:
+    return _has_step(event) and event.get("verdict", "keep") == "keep"
+
+
+def _read_log(path: Path, missing: list[str]) -> tuple[Event, ...]:
+    try:
+        found = scan_events(path)
+    except DataError:
+        missing.append(f"{path.name} is not there, so there are no curves.")
+        return ()
+    if found.is_torn:
+        missing.append(f"The last line of {path.name} is torn, as a crash in the middle of a write leaves it.")
+    if found.broken_lines:
+        lines = ", ".join(map(str, found.broken_lines[:5])) + (", ..." if len(found.broken_lines) > 5 else "")
+        missing.append(f"{path.name} has {len(found.broken_lines)} broken lines that are left out: {lines}.")
+    return found.records
+
+
+def _read_object(path: Path, missing: list[str]) -> Mapping[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except OSError:
+        missing.append(f"{path.name} is not there.")
+        return {}
+    except (ValueError, RecursionError):
+        missing.append(f"{path.name} cannot be read: it is not JSON.")
+        return {}
+    if not isinstance(value, dict):
+        missing.append(f"{path.name} does not hold an object.")
+        return {}
+    return value

@@ -1,0 +1,216 @@
+"""The parts of the page that are words and tables."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from stillroom.report.markup import Html, element, join, text
+from stillroom.report.record import RunRecord, mapping
+from stillroom.telemetry.events import Event
+from stillroom.telemetry.lines import items, show
+from stillroom.telemetry.wording import (
+    as_number,
+    clean,
+    clip,
+    format_count,
+    format_duration,
+    format_percent,
+    format_result,
+)
+
+MAX_GUARD_ROWS = 60
+MAX_SAMPLES = 12
+MAX_SAMPLE_CHARACTERS = 1600
+
+ROWS = (
+    ("teacher", "teacher"),
+    ("student_before", "student before training"),
+    ("student", "student, distilled"),
+    ("baseline", "plain training, equal tokens"),
+    ("baseline_equal_compute", "plain training, equal compute"),
+)
+COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("perplexity", "perplexity", format_result),
+    ("bits_per_byte", "bits per byte", format_result),
+    ("kl", "KL to teacher", format_result),
+    ("agreement", "agreement", format_percent),
+    ("parameters", "parameters", format_count),
+    ("steps", "steps", format_count),
+    ("seconds", "time", format_duration),
+    ("tokens", "tokens seen", format_count),
+)
+
+
+def results_table(run: RunRecord) -> Html | None:
+    rows = [(key, name, dict(run.result(key))) for key, name in ROWS if run.result(key)]
+    if not rows:
+        return None
+    for key, _, row in rows:
+        if key == "student":  # the run's own totals are the student's
+            row |= {name: run.summary.get(name) for name in ("steps", "seconds", "tokens") if row.get(name) is None}
+    columns = [column for column in COLUMNS if any(show(row, column[0], column[2]) != "-" for _, _, row in rows)]
+    head = element("tr", element("th", ""), *(element("th", name, scope="col") for _, name, _ in columns))
+    body = [
+        element(
+            "tr",
+            element("th", element("span", "", class_=f"dot role-{key}"), name, scope="row"),
+            *(_number_cell(name, show(row, field, form)) for field, name, form in columns),
+            class_="leading" if key == "student" else None,
+        )
+        for key, name, row in rows
+    ]
+    table = element("table", element("thead", head), element("tbody", *body), class_="results")
+    return join([table, *_data_note(run)])
+
+
+def _number_cell(column: str, value: str) -> Html:
+    return element("td", value if value != "-" else Html("&ndash;"), data_label=column)
+
+
+def _data_note(run: RunRecord) -> list[Html]:
+    data = mapping(run.start, "data")
+    if not data:
+        return []
+    parts = []
+    for split, name in (("train", "Transfer set"), ("eval", "Held out")):
+        tokens, documents = (as_number(data.get(f"{split}_{unit}")) for unit in ("tokens", "documents"))
+        if tokens is not None:
+            inside = f" in {format_count(documents)} documents" if documents is not None else ""
+            parts.append(f"{name}: {format_count(tokens)} tokens{inside}.")
+    return [element("p", " ".join(parts), class_="note")] if parts else []
+
+
+def checks_list(run: RunRecord) -> Html | None:
+    checks = [check for check in items(run.summary, "checks") if isinstance(check, Mapping)]
+    if not checks:
+        return None
+    rows = []
+    for check in checks:
+        word = "passed" if check.get("passed") is True else "failed"
+        detail = element("span", check["detail"], class_="detail") if check.get("detail") else None
+        name = element("span", check.get("name"), class_="name")
+        rows.append(element("li", element("span", word, class_=f"verdict {word}"), name, detail))
+    return element("ul", *rows, class_="checks")
+
+
+# -- guard -----------------------------------------------------------------------------------------------
+
+
+def guard_table(run: RunRecord) -> Html:
+    guards = run.of("guard")
+    if not guards:
+        return element("p", "Every step was kept. The guard had nothing to do.", class_="note")
+    counts = Counter(clean(event.get("action")) for event in guards)
+    told = ", ".join(f"{action} {count}" for action, count in counts.most_common())
+    shown = guards if len(guards) <= MAX_GUARD_ROWS else guards[: MAX_GUARD_ROWS // 2] + guards[-MAX_GUARD_ROWS // 2 :]
+    left_out = len(guards) - len(shown)
+    summary = f"{len(guards)} events: {told}."
+    summary += f" {left_out} from the middle are left out here and stand in events.jsonl." if left_out else ""
+    names = ("step", "action", "reason", "samples", "evidence")
+    head = element("tr", *(element("th", name, scope="col") for name in names))
+    table = element("table", element("thead", head), element("tbody", *map(_guard_row, shown)), class_="guard")
+    return join([element("p", summary, class_="note"), table])
+
+
+def _guard_row(event: Event) -> Html:
+    action = clean(event.get("action"))
+    samples = ", ".join(clip(name, 32) for name in items(event, "sample_ids")[:4])
+    evidence = "  ".join(f"{name} {value}" for name, value in _flat(mapping(event, "evidence")))
+    return element(
+        "tr",
+        element("td", show(event, "step", format_count), data_label="step", class_="number"),
+        element("td", element("span", action, class_="action"), data_label="action"),
+        element("td", event.get("reason") or "", data_label="reason", class_="prose"),
+        element("td", samples, data_label="samples"),
+        element("td", clip(evidence, 160), data_label="evidence", class_="evidence"),
+    )
+
+
+# -- samples ---------------------------------------------------------------------------------------------
+
+
+def samples_part(run: RunRecord) -> Html | None:
+    # A resumed run writes its samples again: the last answer to a prompt stands.
+    samples = list({clean(event.get("prompt")): event for event in run.of("sample")}.values())[-MAX_SAMPLES:]
+    return join(map(_sample, samples)) if samples else None
+
+
+def _sample(event: Event) -> Html:
+    voices = [voice for voice in ("teacher", "student", "reference") if isinstance(event.get(voice), str)]
+    columns = [
+        element("div", element("h4", voice, class_=f"voice-{voice}"), _quote(event[voice]), class_="voice")
+        for voice in voices
+    ]
+    prompt = element("div", element("h4", "prompt"), _quote(event.get("prompt") or ""), class_="prompt")
+    return element("article", prompt, element("div", *columns, class_="voices"), class_="sample")
+
+
+def _quote(value: str) -> Html:
+    more = len(value) - MAX_SAMPLE_CHARACTERS
+    shown = text(value[:MAX_SAMPLE_CHARACTERS], keep_lines=True)
+    rest = element("span", f" ... {format_count(more)} more characters", class_="note") if more > 0 else None
+    return element("pre", shown, rest, dir="auto")
+
+
+# -- settings --------------------------------------------------------------------------------------------
+
+
+def settings_part(run: RunRecord) -> Html | None:
+    """Configuration, versions and machine, folded away: looked up, not read."""
+    groups = [
+        ("Configuration", run.config),
+        ("Versions", mapping(run.start, "versions")),
+        ("Machine", mapping(run.start, "machine")),
+        ("Models", {name: run.start[name] for name in ("teacher", "student") if mapping(run.start, name)}),
+    ]
+    folds = [
+        element("details", element("summary", title), element("div", *_groups(values), class_="settings"))
+        for title, values in groups
+        if values
+    ]
+    return join(folds) if folds else None
+
+
+def _groups(values: Mapping[str, Any]) -> Iterator[Html]:
+    """One small list for each section, and one before them for what stands outside any."""
+    loose = {key: value for key, value in values.items() if not isinstance(value, Mapping)}
+    if loose:
+        yield _definitions(loose)
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield element("section", element("h4", key), _definitions(value))
+
+
+def _definitions(values: Mapping[str, Any]) -> Html:
+    pairs = [element("div", element("dt", name), element("dd", value)) for name, value in _flat(values)]
+    return element("dl", *pairs)
+
+
+def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in values.items():
+        name = f"{before}{clean(key)}"
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{name}.")
+        else:
+            yield name, _told(value)
+
+
+def _told(value: Any) -> str:
+    if isinstance(value, str):
+        return clean(value)
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def notes_list(run: RunRecord) -> Html | None:
+    told = [*items(mapping(run.start, "data"), "notes"), *(event.get("text") for event in run.of("note"))]
+    precision = mapping(run.start, "precision")
+    if precision.get("reason"):
+        told.insert(0, f"precision {clean(precision.get('mode'))}: {clean(precision['reason'])}")
+    if not told:
+        return None
+    return element("ul", *(element("li", note) for note in dict.fromkeys(map(clean, told))), class_="notes")

@@ -1,0 +1,104 @@
+"""The result in words: what a person would say about the run after looking at every number."""
+
+from __future__ import annotations
+
+import math
+
+from stillroom.report.record import BASELINES, RunRecord
+from stillroom.telemetry.wording import (
+    as_number,
+    clean,
+    format_count,
+    format_duration,
+    format_percent,
+    format_result,
+    reading,
+)
+
+
+def headline(run: RunRecord) -> list[str]:
+    """One to four sentences, the most important first; the bad news first of all."""
+    return [*_how_it_ended(run), *_what_was_reached(run), *_against_plain_training(run)]
+
+
+def _how_it_ended(run: RunRecord) -> list[str]:
+    if run.is_finished:
+        return []
+    steps = run.kept_steps
+    if not steps and not run.evals:
+        return ["Nothing of this run's training was recorded."]
+    planned = f" of {format_count(run.num_steps_planned)}" if run.num_steps_planned else ""
+    place = f"step {format_count(steps[-1]['step'] if steps else 0)}{planned}"
+    status = clean(run.summary.get("status") or run.end.get("status") or "")
+    code = as_number(run.end.get("exit_code"))
+    if not status:
+        return [f"The run did not finish: its record breaks off at {place}."]
+    reason = f" (exit code {code:.0f})" if code else ""
+    return [f"The run did not finish: it ended as \u201c{status}\u201d at {place}{reason}."]
+
+
+def _what_was_reached(run: RunRecord) -> list[str]:
+    student, before, teacher = (run.perplexity(row) for row in ("student", "student_before", "teacher"))
+    if student is None:
+        return []
+    teacher_part = f"; the teacher has {format_result(teacher)}" if teacher is not None else ""
+    if not math.isfinite(student):
+        return [f"The student is broken: its held-out perplexity is {student}{teacher_part}."]
+    bits = reading(run.result("student"), "bits_per_byte")
+    bits_part = f" ({format_result(bits)} bits per byte)" if bits is not None else ""
+    reached = f"held-out perplexity of {format_result(student)}{bits_part}"
+    if before is None:
+        return [f"The student has a {reached}{teacher_part}."]
+    if student > before:
+        return [f"The student got worse: it ended at a {reached}, up from {format_result(before)}{teacher_part}."]
+    return [f"The student reached a {reached}, from {format_result(before)} before training{teacher_part}."]
+
+
+def _against_plain_training(run: RunRecord) -> list[str]:
+    student, teacher = run.perplexity("student"), run.perplexity("teacher")
+    plain = [value for value in map(run.perplexity, BASELINES) if value is not None and math.isfinite(value)]
+    if student is None or not math.isfinite(student) or not plain:
+        return []
+    baseline = min(plain)
+    which = "the better plain-training baseline" if len(plain) > 1 else "the plain-training baseline"
+    told = f"{which} ({format_result(baseline)})"
+    if student >= baseline:
+        return [f"That is no better than {told}: distillation did not pay in this run."]
+    if teacher is None or not math.isfinite(teacher):
+        return [f"That is {format_percent(1 - student / baseline, 0)} below {told}."]
+    if baseline <= teacher:
+        return [f"There is no gap to close: {told} is already as good as the teacher."]
+    if student <= teacher:
+        return [f"On this data it is as good as the teacher, and ahead of {told}."]
+    closed = (baseline - student) / (baseline - teacher)
+    return [f"It closes {format_percent(closed, 0)} of the gap between {told} and the teacher."]
+
+
+def facts(run: RunRecord) -> list[tuple[str, str]]:
+    """The run in a row of small numbers: label and value."""
+    summary = run.summary
+    found: list[tuple[str, str]] = []
+    steps = as_number(summary.get("steps"))
+    if steps is None and run.kept_steps:
+        steps = float(run.kept_steps[-1]["step"])
+    numbers = (
+        ("steps", steps, format_count),
+        ("time", as_number(summary.get("seconds")), format_duration),
+        ("tokens seen", as_number(summary.get("tokens")), format_count),
+        ("steps kept", as_number(summary.get("success_rate")), format_percent),
+        ("skipped", as_number(summary.get("skipped")), format_count),
+        ("rollbacks", as_number(summary.get("rollbacks")), format_count),
+    )
+    found += [(label, form(value)) for label, value, form in numbers if value is not None]
+    precision = run.start.get("precision")
+    if isinstance(precision, dict) and precision.get("mode"):
+        found.append(("precision", clean(precision["mode"])))
+    return found
+
+
+def smaller(run: RunRecord) -> str | None:
+    """How the two models compare in size."""
+    teacher, student = (as_number(run.result(row).get("parameters")) for row in ("teacher", "student"))
+    if not teacher or not student or student >= teacher:
+        return None
+    return f"The student has {format_percent(student / teacher, 0)} of the teacher's parameters."

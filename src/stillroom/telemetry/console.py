@@ -1,0 +1,296 @@
+"""What a person sees while a run goes on, drawn from events and from nothing else.
+
+Three screens behind one protocol: a live line on a terminal, plain lines in a pipe, and silence. Besides
+the command line this is the only file that knows rich.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import textwrap
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal, Protocol, TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from stillroom.errors import StillroomError
+from stillroom.telemetry import lines as say
+from stillroom.telemetry.wording import as_number, clean, format_count, format_lr
+
+__all__ = ["ConsoleMode", "ConsoleView", "clean", "format_lr", "render_error"]
+
+ConsoleMode = Literal["auto", "plain", "quiet"]
+
+LINE_WIDTH = 100  # plain lines of prose are wrapped here; a line of numbers is shorter by itself
+ERROR_WIDTH = 80
+REDRAW_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A step as a screen needs it: the record, its place in the run, and how much of it to say."""
+
+    event: Mapping[str, Any]
+    num_steps: int  # in the whole run; 0 when nobody knows
+    num_skipped: int  # so far
+    components: list[str]  # the table of terms, in the first steps only
+    is_due: bool  # for a log line
+
+    @property
+    def line(self) -> str:
+        return say.step_line(self.event, self.num_skipped)
+
+
+class Screen(Protocol):
+    def lines(self, lines: list[str]) -> None:
+        """Say something that stays."""
+
+    def step(self, moment: Moment) -> None:
+        """Show where the run is."""
+
+    def close(self) -> None:
+        """Leave the terminal as it was found."""
+
+
+class SilentScreen:
+    def lines(self, lines: list[str]) -> None:
+        return
+
+    def step(self, moment: Moment) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+
+class PlainScreen:
+    """Lines for a file or a pipe, without control characters."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def lines(self, lines: list[str]) -> None:
+        self._write([part for line in lines for part in _wrapped(line, LINE_WIDTH)])
+
+    def step(self, moment: Moment) -> None:
+        if moment.is_due or moment.components:
+            self._write([moment.line, *moment.components])
+
+    def close(self) -> None:
+        return
+
+    def _write(self, lines: list[str]) -> None:
+        self._stream.write("".join(_encodable(line, self._stream) + "\n" for line in lines))
+        self._stream.flush()
+
+
+class EnduringConsole(Console):
+    """Rich ends the program when nobody reads any more; a run of hours goes on without a reader."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError("nobody reads this terminal any more")
+
+
+class LiveScreen:
+    """A bar and the step's numbers at the bottom of a terminal; all that stays scrolls above them."""
+
+    def __init__(self, stream: TextIO, width: int | None = None) -> None:
+        self._console = EnduringConsole(
+            file=stream, width=width, force_terminal=True, highlight=False, markup=False, emoji=False
+        )
+        # No refreshing thread: nothing changes between two steps, and a hung run should look hung.
+        self._live = Live(console=self._console, auto_refresh=False, transient=True)
+        self._drawn_at = -math.inf
+
+    def lines(self, lines: list[str]) -> None:
+        for line in lines:
+            for part in _wrapped(line, self._console.width):
+                self._console.print(Text(_encodable(part, self._console.file)))
+
+    def step(self, moment: Moment) -> None:
+        if moment.components:
+            self.lines([moment.line, *moment.components])
+        now = time.monotonic()
+        if now - self._drawn_at < REDRAW_SECONDS and moment.event.get("step") != moment.num_steps:
+            return
+        self._drawn_at = now
+        self._live.start()
+        self._live.update(self._picture(moment), refresh=True)
+
+    def close(self) -> None:
+        self._live.stop()
+
+    def _picture(self, moment: Moment) -> RenderableType:
+        done, total = as_number(moment.event.get("step")) or 0.0, moment.num_steps
+        place = f"{format_count(done)}/{format_count(total)}" if total else f"step {format_count(done)}"
+        bar = Table.grid(expand=True, padding=(0, 2, 0, 0))
+        bar.add_column(ratio=1)
+        bar.add_column(no_wrap=True)
+        pace = "  ".join([place, *say.pace_counters(moment.event)])
+        strip = ProgressBar(total=max(total, 1), completed=done, complete_style="cyan", finished_style="cyan")
+        bar.add_row(strip, Text(pace))
+        counters = _filled(say.step_counters(moment.event, moment.num_skipped), self._console.width)
+        return Group(
+            bar, *(Text(_encodable(row, self._console.file), no_wrap=True, overflow="crop") for row in counters)
+        )
+
+
+class ConsoleView:
+    """Listens to an event log and shows it: `log.listen(view.handle)`.
+
+    A reader who goes away (`| head`, a closed terminal) silences the view; the run itself goes on.
+    """
+
+    def __init__(self, mode: ConsoleMode = "auto", stream: TextIO | None = None, *, width: int | None = None) -> None:
+        self._stream = stream or sys.stdout
+        self._screen = _screen_for(mode, self._stream, width)
+        self._num_steps = 0
+        self._num_skipped = 0
+        self._first_steps = 5
+        self._log_steps = 10
+        self._temperature: float | None = None
+
+    def handle(self, event: Mapping[str, Any]) -> None:
+        """Show one event. Names it does not know are passed over."""
+        with self._while_someone_reads():
+            if event.get("event") == "step":
+                self._screen.step(self._moment(event))
+            else:
+                self._screen.lines(self._lines(event))
+
+    def finish(self, summary: Mapping[str, Any], report: object = None) -> None:
+        """The last block: what came out of the run and where the report lies."""
+        with self._while_someone_reads():
+            self._screen.close()
+            self._screen.lines(["", *say.summary_lines(summary, report)])
+
+    def close(self) -> None:
+        with self._while_someone_reads():
+            self._screen.close()
+
+    def __enter__(self) -> ConsoleView:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    @contextmanager
+    def _while_someone_reads(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            if isinstance(error, ValueError) and not self._stream.closed:
+                raise
+            gone, self._screen = self._screen, SilentScreen()
+            with suppress(OSError, ValueError):  # gives sys.stdout back; what it says on leaving nobody reads
+                gone.close()
+
+    def _moment(self, event: Mapping[str, Any]) -> Moment:
+        self._num_skipped += event.get("verdict") == "skip"
+        step = event.get("step")
+        place = step if isinstance(step, int) else 0
+        temperature = as_number(event.get("temperature"))
+        told = self._temperature if temperature is None else temperature
+        return Moment(
+            event,
+            num_steps=self._num_steps,
+            num_skipped=self._num_skipped,
+            components=say.component_lines(event, told) if place <= self._first_steps else [],
+            is_due=place % self._log_steps == 0 or place == self._num_steps,
+        )
+
+    def _lines(self, event: Mapping[str, Any]) -> list[str]:
+        match event.get("event"):
+            case "run_start":
+                self._begin(event)
+                return say.start_lines(event)
+            case "first_forward":
+                self._temperature = as_number(event.get("temperature"))
+                return say.first_forward_lines(event)
+            case "note":
+                return [say.note_line(event)]
+            case "eval":
+                return [say.eval_line(event)]
+            case "phase":
+                return [say.phase_line(event)]
+            case "checkpoint":
+                return [say.checkpoint_line(event)]
+            case "guard":
+                return [say.guard_line(event)]
+            case "sample":
+                return say.sample_lines(event)
+            case "resume":
+                return [say.resume_line(event)]
+            case "run_end":
+                self._screen.close()
+                return [say.end_line(event)]
+        return []
+
+    def _begin(self, event: Mapping[str, Any]) -> None:
+        telemetry = say.section(say.section(event, "config"), "telemetry")
+        self._num_steps = int(as_number(say.section(event, "schedule").get("optimizer_steps")) or 0)
+        self._first_steps = int(as_number(telemetry.get("first_steps", self._first_steps)) or 0)
+        self._log_steps = max(1, int(as_number(telemetry.get("log_steps", self._log_steps)) or 1))
+
+
+def _screen_for(mode: ConsoleMode, stream: TextIO, width: int | None) -> Screen:
+    if mode == "quiet":
+        return SilentScreen()
+    # Asked of the stream itself: rich would also say yes to a pipe when FORCE_COLOR is set.
+    is_terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
+    return LiveScreen(stream, width) if mode == "auto" and is_terminal else PlainScreen(stream)
+
+
+def render_error(error: StillroomError, stream: TextIO | None = None) -> None:
+    """One screen about how a run ended: what happened, where, what to try, and the exit code."""
+    out = stream or sys.stderr
+    parts = [error.title, "", *_labelled("what", error.what)]
+    if error.where:
+        parts += _labelled("where", error.where)
+    for index, advice in enumerate(error.advice):
+        parts += _labelled("try" if index == 0 else "or", advice)
+    parts += ["", f"exit code {error.exit_code}"]
+    out.write("\n".join(_encodable(part, out) for part in parts) + "\n")
+    out.flush()
+
+
+def _labelled(label: str, text: str) -> list[str]:
+    paragraphs = clean(text, keep_lines=True).splitlines() or [""]
+    rows = [row for paragraph in paragraphs for row in textwrap.wrap(paragraph, ERROR_WIDTH - 9) or [""]]
+    return [f"  {label if index == 0 else '':<5}  {row}" for index, row in enumerate(rows)]
+
+
+def _wrapped(line: str, width: int) -> list[str]:
+    """Prose broken at spaces with a hanging indent; words longer than a line (paths) stay whole."""
+    if len(line) <= width:
+        return [line]
+    return textwrap.wrap(
+        line, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False, drop_whitespace=True
+    )
+
+
+def _filled(counters: list[str], width: int) -> list[str]:
+    """Counters in as few rows as the width allows; none is cut in two."""
+    rows: list[str] = []
+    for counter in counters:
+        if rows and len(rows[-1]) + 2 + len(counter) <= width:
+            rows[-1] += "  " + counter
+        else:
+            rows.append(counter)
+    return rows
+
+
+def _encodable(text: str, stream: Any) -> str:
+    """`text` with escapes for what the stream's encoding lacks: a name must not be able to stop a run."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)

@@ -1,0 +1,287 @@
+"""The event log: one strict JSON object a line.
+
+Strict means that every JSON reader accepts it: NaN and infinity are no JSON, so a value that is not finite
+is written as null and named beside it, `"loss": null, "loss_nonfinite": "nan"`. It is never written as a
+number that it is not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import numbers
+import os
+from collections.abc import Callable, Iterable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+from stillroom.errors import CannotSave, DataError
+
+SCHEMA = 1
+
+Event = dict[str, Any]
+Listener = Callable[[Event], None]
+
+HEADER_KEYS = ("event", "schema", "time")
+STEP_KEYS = (
+    "step",
+    "train_loss",
+    "lr",
+    "grad_norm",
+    "verdict",
+    "success_rate",
+    "consecutive_nans",
+    "gpu_memory_gb",
+    "loss_scale",
+    "tokens_per_second",
+    "phase",
+    "terms",
+)
+EVAL_KEYS = (
+    "step",
+    "perplexity",
+    "bits_per_byte",
+    "kl",
+    "agreement",
+    "objective",
+    "terms",
+    "unscored_tokens",
+)
+TERM_KEYS = ("raw", "weight", "scaled", "share")
+
+# What a run writes again when it goes over the same steps a second time after a resume.
+_WRITTEN_AGAIN = frozenset({"step", "eval", "checkpoint", "guard", "phase"})
+_NONFINITE = "_nonfinite"
+_NONFINITE_WORDS = ("nan", "inf", "-inf")
+
+
+# -- strict values ---------------------------------------------------------------------------------------
+
+
+def strict(fields: Mapping[Any, Any]) -> dict[str, Any]:
+    """The same mapping as plain JSON values, with a sibling for each value that is not finite.
+
+    Inside a list the sibling of the list says which places: `"norms": [0.5, null], "norms_nonfinite":
+    {"1": "nan"}`; places in nested lists are joined by dots.
+    """
+    plain: dict[str, Any] = {}
+    siblings: dict[str, Any] = {}
+    for key, value in fields.items():
+        lost: dict[str, str] = {}
+        plain[str(key)] = _plain(value, "", lost)
+        if lost:
+            siblings[f"{key}{_NONFINITE}"] = lost.get("", lost)
+    return plain | siblings
+
+
+def _plain(value: Any, place: str, lost: dict[str, str]) -> Any:
+    """`value` as JSON; what is not finite becomes None and is noted in `lost` under its place in the list."""
+    match value:
+        case None | bool() | str():
+            return value
+        case numbers.Integral():
+            return int(value)
+        case numbers.Real():  # numpy's scalars register here too
+            number = float(value)
+            if math.isfinite(number):
+                return number
+            lost[place] = _word(number)
+            return None
+        case Mapping():
+            return strict(value)
+        case list() | tuple():
+            below = f"{place}." if place else ""
+            return [_plain(item, f"{below}{index}", lost) for index, item in enumerate(value)]
+        case os.PathLike():
+            return os.fspath(value)
+        case _ if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return strict({field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
+    raise TypeError(f"{type(value).__name__} has no place in an event: give numbers, text, lists or mappings")
+
+
+def _word(number: float) -> str:
+    if math.isnan(number):
+        return "nan"
+    return "inf" if number > 0 else "-inf"
+
+
+# -- writing ---------------------------------------------------------------------------------------------
+
+
+class EventLog:
+    """Appends events to a file and tells listeners about each, after it is on its way to the disk.
+
+    Opening a file that exists continues it: a last line torn by a crash goes, and with `keep_until_step`
+    so does every record of a later step that the continued run will write again. `dropped` counts both.
+    """
+
+    def __init__(self, path: Path | str, *, keep_until_step: int | None = None) -> None:
+        self.path = Path(path)
+        self._listeners: list[Listener] = []
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.dropped = _mend(self.path, keep_until_step) if self.path.exists() else 0
+            self._file: TextIO = self.path.open("a", encoding="ascii", newline="\n")
+        except OSError as error:
+            raise _cannot_write(self.path, error) from error
+
+    def write(self, event: str, /, **fields: Any) -> Event:
+        """Write one event; answers with the record as it stands in the file."""
+        taken = [key for key in HEADER_KEYS if key in fields]
+        if taken:
+            raise ValueError(f"an event's own fields cannot be called {', '.join(taken)}")
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        record = {"event": event, "schema": SCHEMA, "time": now, **strict(fields)}
+        try:
+            self._file.write(_line(record))
+            self._file.flush()
+        except OSError as error:
+            raise _cannot_write(self.path, error) from error
+        for listener in self._listeners:
+            listener(record)
+        return record
+
+    def listen(self, listener: Listener) -> None:
+        """Call `listener` with every record written from now on."""
+        self._listeners.append(listener)
+
+    def close(self) -> None:
+        try:
+            self._file.close()
+        except OSError as error:  # a line that a full disk refused is still in the buffer
+            raise _cannot_write(self.path, error) from error
+
+    def __enter__(self) -> EventLog:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+def _line(record: Event) -> str:
+    # Escaping beyond ASCII keeps one record on one line in every editor and terminal.
+    return json.dumps(record, ensure_ascii=True, allow_nan=False) + "\n"
+
+
+def _mend(path: Path, keep_until_step: int | None) -> int:
+    """Rewrite the file without what a resumed run must not keep; answers with how many records went."""
+    found = scan_events(path)
+    _refuse_broken(path, found)
+    kept = [record for record in found.records if not _comes_again(record, keep_until_step)]
+    dropped = len(found.records) - len(kept) + found.is_torn
+    if dropped or not path.read_bytes().endswith(b"\n"):
+        _replace(path, kept)
+    return dropped
+
+
+def _comes_again(record: Event, keep_until_step: int | None) -> bool:
+    step = record.get("step")
+    return (
+        keep_until_step is not None
+        and record.get("event") in _WRITTEN_AGAIN
+        and isinstance(step, int)
+        and step > keep_until_step
+    )
+
+
+def _replace(path: Path, records: Iterable[Event]) -> None:
+    """Atomic: a crash leaves the old file or the new one, never half of either."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w", encoding="ascii", newline="\n") as file:
+        file.writelines(_line(record) for record in records)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def _cannot_write(path: Path, error: OSError) -> CannotSave:
+    return CannotSave(
+        f"the event log cannot be written: {error.strerror or error}",
+        where=str(path),
+        advice=("free space on the disk, or choose another folder with --out", "then continue: stillroom resume RUN"),
+    )
+
+
+# -- reading ---------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class EventScan:
+    """All that can be read of a log: its records, and the numbers of the lines that cannot."""
+
+    records: tuple[Event, ...]
+    broken_lines: tuple[int, ...]  # without the torn one
+    is_torn: bool  # a crash in the middle of a write leaves part of a last line
+
+
+def scan_events(path: Path | str) -> EventScan:
+    """Read what can be read; a caller that needs the whole truth uses `read_events`."""
+    try:
+        lines = Path(path).read_bytes().split(b"\n")
+    except OSError as error:
+        raise DataError(f"the event log cannot be read: {error.strerror or error}", where=str(path)) from error
+    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    records: list[Event] = []
+    broken: list[int] = []
+    for number, line in numbered:
+        record = _parse(line)
+        if record is None:
+            broken.append(number)
+        else:
+            records.append(record)
+    is_torn = bool(broken) and broken[-1] == numbered[-1][0]
+    return EventScan(tuple(records), tuple(broken[:-1] if is_torn else broken), is_torn)
+
+
+def read_events(path: Path | str) -> list[Event]:
+    """Every record of a log. A torn last line is passed over; any other broken line is an error."""
+    found = scan_events(path)
+    _refuse_broken(Path(path), found)
+    return list(found.records)
+
+
+def _refuse_broken(path: Path, found: EventScan) -> None:
+    if found.broken_lines:
+        raise DataError(
+            f"line {found.broken_lines[0]} of the event log is not a JSON object",
+            where=f"{path}:{found.broken_lines[0]}",
+            advice=("remove that line if you edited the file by hand", "restore the file from a copy"),
+        )
+
+
+def _parse(line: bytes) -> Event | None:
+    try:
+        record = json.loads(line, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
+
+
+def problems(record: Mapping[str, Any]) -> list[str]:
+    """What a record lacks of the contract with users; empty when nothing does."""
+    name = record.get("event")
+    required = HEADER_KEYS + {"step": STEP_KEYS, "eval": EVAL_KEYS}.get(str(name), ())
+    found = [f"{name}: {key} is missing" for key in required if key not in record]
+    terms = record.get("terms") if name in ("step", "eval") else None
+    for term, parts in (terms or {}).items():
+        found += [f"{name}: terms.{term}.{key} is missing" for key in TERM_KEYS if key not in parts]
+    for scope in (record, *(terms or {}).values()):
+        found += _false_siblings(str(name), scope)
+    return found
+
+
+def _false_siblings(name: str, scope: Mapping[str, Any]) -> list[str]:
+    found = []
+    for key, word in scope.items():
+        if key.endswith(_NONFINITE) and isinstance(word, str):
+            value = scope.get(key.removesuffix(_NONFINITE))
+            if word not in _NONFINITE_WORDS or value is not None:
+                found.append(f"{name}: {key} says {word!r} beside {value!r}")
+    return found

@@ -1,0 +1,236 @@
+"""The values that pass between rooms.
+
+Frozen records with no behaviour beyond their own arithmetic. Nothing here imports torch at run time, so
+the pure rooms (curriculum, schedule, guard) can be used and tested with plain numbers.
+
+Legend for shapes: B rows, L positions, N scored positions of a batch, V vocabulary, K kept ids, D width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+IGNORED = -100  # a target that is not scored, as in transformers
+
+_EMPTY: Mapping[str, Any] = MappingProxyType({})
+
+
+# -- data ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of tokens. `targets[b, l]` is the token that follows position l, or IGNORED."""
+
+    input_ids: Tensor  # [B, L]
+    attention_mask: Tensor  # [B, L], 1 where there is a token
+    targets: Tensor  # [B, L]
+    target_bytes: Tensor  # [B, L], bytes of text each target stands for; 0 where it is not scored
+    sample_ids: tuple[str, ...]  # B names, for reports and quarantine
+    index: int = 0  # which micro-batch of the run this is
+
+    @property
+    def num_scored(self) -> int:
+        return int((self.targets != IGNORED).sum())
+
+    def to(self, device: Any) -> Batch:
+        return Batch(
+            self.input_ids.to(device, non_blocking=True),
+            self.attention_mask.to(device, non_blocking=True),
+            self.targets.to(device, non_blocking=True),
+            self.target_bytes.to(device, non_blocking=True),
+            self.sample_ids,
+            self.index,
+        )
+
+
+# -- what models answer ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What the objectives of a lesson ask a model to produce beside its last hidden states."""
+
+    hidden_layers: frozenset[int] = frozenset()
+    attention_layers: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class HeadWeights:
+    """The last layer of a language model: logits = softcap(scale * (hidden @ weight.T + bias))."""
+
+    weight: Tensor  # [V, D]
+    bias: Tensor | None = None  # [V]
+    scale: float = 1.0
+    softcap: float | None = None
+    vocab_size: int | None = None  # real vocabulary where the weight has padding rows
+
+    @property
+    def num_real(self) -> int:
+        return self.vocab_size or int(self.weight.shape[0])
+
+
+@dataclass(frozen=True)
+class StudentView:
+    """The student's answer to a batch, at the scored positions only."""
+
+    hidden: Tensor  # [N, D]
+    head: HeadWeights
+    taps: Mapping[str, Tensor] = field(default_factory=lambda: _EMPTY)
+
+
+@dataclass(frozen=True)
+class DenseSignal:
+    """The teacher's full answer, as hidden states and the head that turns them into logits."""
+
+    hidden: Tensor  # [N, D]
+    weight: Tensor  # [V, D]
+    bias: Tensor | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+    vocab_size: int | None = None
+    taps: Mapping[str, Tensor] = field(default_factory=lambda: _EMPTY)
+
+    @property
+    def head(self) -> HeadWeights:
+        return HeadWeights(self.weight, self.bias, self.scale, self.softcap, self.vocab_size)
+
+
+@dataclass(frozen=True)
+class TopKSignal:
+    """The teacher's K likeliest tokens and the exact mass of all others, at one temperature."""
+
+    ids: Tensor  # [N, K]
+    log_probs: Tensor  # [N, K]
+    tail_log_mass: Tensor  # [N]
+    temperature: float = 1.0
+    taps: Mapping[str, Tensor] = field(default_factory=lambda: _EMPTY)
+
+
+@dataclass(frozen=True)
+class SampledSignal:
+    """An unbiased sample of the teacher's distribution: sum over weights is 1 for each position."""
+
+    ids: Tensor  # [N, K]
+    weights: Tensor  # [N, K]
+    entropy: Tensor  # [N], of the full distribution, so that the logged value is a KL
+    temperature: float = 1.0
+    taps: Mapping[str, Tensor] = field(default_factory=lambda: _EMPTY)
+
+
+Signal = DenseSignal | TopKSignal | SampledSignal
+
+
+# -- objectives ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What the curriculum says now: a weight for each term and the settings of the objectives."""
+
+    phase: str
+    weights: Mapping[str, float]
+    settings: Mapping[str, float] = field(default_factory=lambda: _EMPTY)
+
+    def weight(self, term: str) -> float:
+        return self.weights.get(term, 0.0)
+
+
+@dataclass(frozen=True)
+class Term:
+    """One objective over some positions: an unweighted FP32 sum and how many positions are in it."""
+
+    total: Tensor  # scalar
+    count: Tensor  # scalar
+
+    @property
+    def mean(self) -> Tensor:
+        return self.total / self.count.clamp_min(1)
+
+
+@dataclass(frozen=True)
+class Score:
+    """The weighted objective of a micro-batch, ready for backward, and the terms it is made of."""
+
+    loss: Tensor  # scalar, already divided by the counts of the whole window
+    terms: Mapping[str, Term]
+    counters: Mapping[str, Tensor] = field(default_factory=lambda: _EMPTY)
+
+
+@dataclass(frozen=True)
+class TermRecord:
+    """One term as people read it: raw mean, weight, raw times weight, and share of the sum."""
+
+    raw: float
+    weight: float
+    scaled: float
+    share: float
+
+    @staticmethod
+    def table(means: Mapping[str, float], weights: Mapping[str, float]) -> dict[str, TermRecord]:
+        scaled = {name: mean * weights.get(name, 0.0) for name, mean in means.items()}
+        whole = sum(abs(value) for value in scaled.values())
+        return {
+            name: TermRecord(
+                raw=mean,
+                weight=weights.get(name, 0.0),
+                scaled=scaled[name],
+                share=abs(scaled[name]) / whole if whole > 0 and math.isfinite(whole) else 0.0,
+            )
+            for name, mean in means.items()
+        }
+
+
+# -- the guard's words -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What one attempted optimizer step looked like, read from the device once.
+
+    `grad_norm` is the norm of the true gradient (unscaled, before clipping). `group_norms` has one entry
+    for each parameter group. Values may be NaN or infinite: that is what the guard is for.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    num_targets: int
+    loss_scale: float = 1.0
+    terms: Mapping[str, float] = field(default_factory=lambda: _EMPTY)
+    group_norms: Mapping[str, float] = field(default_factory=lambda: _EMPTY)
+    is_scaled: bool = False  # whether a smaller loss scale can be tried
+    is_scale_at_floor: bool = False
+    bad_teacher_rows: int = 0
+    phase: str = ""
+    attempt: int = 0  # how often this very window was tried before
+
+
+@dataclass(frozen=True)
+class Examination:
+    """A closer look at a suspicious step, from a path that is allowed to be slow."""
+
+    weights_finite: bool
+    moments_finite: bool
+    canary_loss: float  # plain cross-entropy on a fixed batch, now
+    canary_reference: float  # the same at the last good snapshot
+
+
+Action = Literal["keep", "retry", "examine", "skip", "rollback", "fallback", "reset", "halt"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What to do with an attempted step, and why."""
+
+    action: Action
+    reason: str = ""
+    exit_code: int = 0  # with halt
+    backs_off: bool = False  # with rollback: whether the learning rate should give way for a while

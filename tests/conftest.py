@@ -1,0 +1,27 @@
+"""Fixtures that many tests share. Models are built once a session and never changed by a test."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # a test that reaches for the network is a bug
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).parent))
+
+import pytest
+import tiny
+import torch
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny teacher, a tinier student and a text, as a user would have them."""
+    folder = tmp_path_factory.mktemp("world")
+    tiny.save_model(folder / "teacher", "llama", width=48, num_layers=2, seed=1)
+    tiny.save_model(folder / "student", "llama", width=32, num_layers=1, seed=2)
+    tiny.save_text(folder / "train.jsonl")
+    return folder

@@ -1,0 +1,358 @@
+"""Laws of the console: everything from events, readable in a pipe and on a narrow terminal, safe to look at."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+import sys
+import unicodedata
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.cells import cell_len
+
+from stillroom.errors import ConfigError, DataError
+from stillroom.telemetry.console import ConsoleView, clean, format_lr, render_error
+from stillroom.telemetry.lines import step_line, summary_lines
+from stillroom.telemetry.wording import as_number, format_duration, format_loss, format_result
+
+HOSTILE = "\x1b[31mred\x1b]0;title\x07\x9b2J\u202eevil\u2066\x08\r\nname\u2028next\x00"
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+def run_start(**changes: Any) -> dict[str, Any]:
+    return {
+        "event": "run_start",
+        "run": "demo",
+        "config": {"telemetry": {"first_steps": 2, "log_steps": 10}},
+        "precision": {"mode": "fp32", "reason": "the device is a CPU"},
+        "schedule": {
+            "total_batches": 74823,
+            "gradient_accumulation": 16,
+            "optimizer_steps": 4677,
+            "warmup_steps": 467,
+            "learning_rate": 3e-5,
+        },
+        "teacher": {"name": "builtin:teacher", "parameters": 3214112, "vocabulary": 4096, "layers": 8, "width": 256},
+        "student": {"name": "builtin:student", "parameters": 401220, "vocabulary": 4096, "layers": 2, "width": 128},
+        "data": {
+            "train_tokens": 1204331,
+            "eval_tokens": 60221,
+            "train_documents": 1020,
+            "eval_documents": 55,
+            "notes": ["3 of 1,023 records were empty and are not used"],
+        },
+    } | changes
+
+
+def step(number: int, **changes: Any) -> dict[str, Any]:
+    terms = {
+        "kd": {"raw": 0.824, "weight": 0.5, "scaled": 0.412, "share": 0.178},
+        "ce": {"raw": 3.804, "weight": 0.5, "scaled": 1.902, "share": 0.822},
+    }
+    return {
+        "event": "step",
+        "step": number,
+        "train_loss": 2.314,
+        "lr": 3e-5,
+        "grad_norm": 0.83,
+        "verdict": "keep",
+        "tokens_per_second": 1204.2,
+        "eta_seconds": 130.0,
+        "terms": terms,
+    } | changes
+
+
+def other_events() -> list[dict[str, Any]]:
+    return [
+        {
+            "event": "first_forward",
+            "rows": 8,
+            "positions": 256,
+            "scored": 2040,
+            "student_hidden": [2040, 128],
+            "teacher_hidden": [2040, 256],
+            "vocabulary": 4096,
+            "temperature": 2.0,
+            "weights": {"kd": 0.5, "ce": 0.5},
+        },
+        {"event": "note", "text": "the head takes the fused path"},
+        {
+            "event": "eval",
+            "step": 20,
+            "perplexity": 57.12,
+            "bits_per_byte": 1.62,
+            "kl": 0.412,
+            "agreement": 0.613,
+            "objective": 2.31,
+            "terms": {},
+            "unscored_tokens": 12,
+            "best": True,
+        },
+        {"event": "phase", "step": 20, "from": "warm", "to": "full"},
+        {"event": "checkpoint", "step": 20, "path": "checkpoints/step-000020", "bytes": 12_400_000, "seconds": 0.8},
+        {"event": "guard", "step": 21, "action": "skip", "reason": "the loss is nan", "sample_ids": list("abcde")},
+        {"event": "sample", "prompt": "def f(", "teacher": "self):", "student": "x):\n    return " + 40 * "y "},
+        {"event": "resume", "step": 20},
+        {"event": "something new"},
+        {"event": "run_end", "status": "done", "steps": 4677, "seconds": 29520.0, "exit_code": 0},
+    ]
+
+
+def summary() -> dict[str, Any]:
+    row = {"perplexity": 57.12, "bits_per_byte": 1.62, "kl": 0.412, "agreement": 0.613, "parameters": 401220}
+    return {
+        "status": "done",
+        "teacher": row | {"perplexity": 20.3, "kl": None, "agreement": None, "parameters": 3214112},
+        "student_before": row | {"perplexity": 2031.4},
+        "student": row,
+        "baseline": row | {"perplexity": 134.2},
+        "baseline_equal_compute": row | {"perplexity": None, "perplexity_nonfinite": "inf"},
+        "checks": [{"name": "perplexity fell", "passed": True, "detail": "2,031 to 57.1"}],
+    }
+
+
+def shown(events: list[dict[str, Any]], stream: io.StringIO, **options: Any) -> str:
+    with ConsoleView("auto", stream, **options) as view:
+        for event in events:
+            view.handle(event)
+        view.finish(summary(), "runs/demo/report.html")
+    return stream.getvalue()
+
+
+def whole_run() -> list[dict[str, Any]]:
+    return [run_start(), *(step(number) for number in range(1, 25)), *other_events()]
+
+
+def control_characters(text: str) -> set[str]:
+    return {character for character in text if unicodedata.category(character) in ("Cc", "Cf")} - {"\n"}
+
+
+# -- numbers ---------------------------------------------------------------------------------------------
+
+
+@given(st.floats(min_value=0, exclude_min=True, allow_infinity=False))
+def test_a_positive_rate_is_never_shown_as_zero(value: float) -> None:
+    told = format_lr(value)
+    assert re.fullmatch(r"\d\.\d\de[+-]\d\d+", told)
+    assert told != "0.00e+00"
+    assert not 1e-300 < value < 1e300 or math.isclose(float(told), value, rel_tol=0.0051)
+
+
+def test_rates_have_three_significant_digits() -> None:
+    assert [format_lr(value) for value in (7.96e-6, 3e-5, 1e-3, 5e-324)] == [
+        "7.96e-06",
+        "3.00e-05",
+        "1.00e-03",
+        "4.94e-324",
+    ]
+
+
+def test_numbers_read_as_people_write_them() -> None:
+    assert [format_result(value) for value in (57.12, 2031.4, 1.6199, 134.2, 99.96, 0.0, 3e-5)] == [
+        "57.1",
+        "2,031",
+        "1.62",
+        "134",
+        "100",
+        "0",
+        "3.00e-05",
+    ]
+    assert [format_loss(value) for value in (2.314, 0.412, 1204.5, 1e-5)] == ["2.314", "0.412", "1,204.5", "1.00e-05"]
+    assert [format_duration(value) for value in (0.42, 12, 130, 11100, 187200, 59.7)] == [
+        "0.4s",
+        "12s",
+        "2m10s",
+        "3h05m",
+        "2d04h",
+        "1m00s",
+    ]
+    assert as_number(10**400) is None
+    assert as_number(True) is None
+
+
+# -- text from outside -----------------------------------------------------------------------------------
+
+
+@given(st.text())
+def test_clean_text_is_one_visible_line_and_stays_so(text: str) -> None:
+    told = clean(text)
+    assert not control_characters(told) - {"\u200c", "\u200d"}
+    assert "\n" not in told
+    assert clean(told) == told
+    told.encode("utf-8")
+
+
+def test_clean_leaves_what_people_write_alone() -> None:
+    for text in ("meta-llama/Llama-3.2-1B", "na\u00efve \u4e2d\u6587 \U0001f33f", "\u0645\u06cc\u200c\u062e\u0648"):
+        assert clean(text) == text
+
+
+def test_clean_takes_escape_sequences_whole() -> None:
+    assert clean(HOSTILE) == "redevil name next"
+    assert clean("a\n\tb", keep_lines=True) == "a\n    b"
+
+
+def test_hostile_names_reach_no_screen() -> None:
+    names = {"name": HOSTILE, "parameters": 1}
+    events = [
+        run_start(run=HOSTILE, teacher=names, student=names, precision={"mode": HOSTILE, "reason": HOSTILE}),
+        step(1, terms={HOSTILE: {"raw": 1.0, "weight": 1.0, "scaled": 1.0, "share": 1.0}}),
+        {"event": "note", "text": HOSTILE},
+        {"event": "guard", "step": 1, "action": HOSTILE, "reason": HOSTILE, "sample_ids": [HOSTILE]},
+        {"event": "sample", "prompt": HOSTILE, "teacher": HOSTILE, "student": HOSTILE},
+        {"event": "run_end", "status": HOSTILE},
+    ]
+    assert not control_characters(shown(events, io.StringIO()))
+
+
+# -- screens ---------------------------------------------------------------------------------------------
+
+
+def test_a_step_line_reads_as_documented() -> None:
+    assert step_line(step(120), skipped=0) == (
+        "step 120  loss 2.314  kd 0.412  ce 1.902  lr 3.00e-05  grad 0.83  skipped 0  1,204 tok/s  eta 2m10s"
+    )
+
+
+def test_a_value_that_is_not_finite_is_said_so() -> None:
+    line = step_line(step(7, train_loss=None, train_loss_nonfinite="nan", grad_norm=None, grad_norm_nonfinite="inf"), 1)
+    assert "loss nan" in line
+    assert "grad inf" in line
+
+
+def test_plain_output_fits_and_has_no_control_characters() -> None:
+    told = shown(whole_run(), io.StringIO())
+    assert not control_characters(told)
+    assert told.isascii()
+    assert "!" not in told
+    assert max(len(line) for line in told.splitlines()) <= 110
+    assert (
+        "total batches 74,823 | gradient accumulation 16 | optimizer steps 4,677 | warmup steps 467 (10.0%)\n" in told
+    )
+    assert "precision fp32: the device is a CPU" in told
+
+
+def test_plain_steps_appear_every_log_steps_and_first_steps_in_full() -> None:
+    told = shown(whole_run(), io.StringIO())
+    assert re.findall(r"^step (\d+)", told, flags=re.MULTILINE) == ["1", "2", "10", "20"]
+    assert told.count("  term ") == 2
+    assert re.search(r"^  kd +0\.824 +0\.5 +0\.412 +17\.8%$", told, flags=re.MULTILINE)
+
+
+def test_skipped_steps_are_counted() -> None:
+    told = shown([run_start(), step(8, verdict="skip"), step(9, verdict="skip"), step(10)], io.StringIO())
+    assert "skipped 2" in told
+
+
+def visible_rows(written: str) -> list[str]:
+    """What a terminal would show in each row that was ever drawn."""
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written).replace("\r", "\n").split("\n")
+
+
+@pytest.mark.parametrize("width", [80, 60, 120])
+def test_the_live_line_survives_the_width(width: int) -> None:
+    many = {name: {"raw": 1.0, "weight": 1.0, "scaled": 1.0, "share": 0.2} for name in ("kd", "ce", "hidden", "rout")}
+    rows = visible_rows(shown([*whole_run(), step(4677, terms=many)], Terminal(), width=width))
+    assert max(cell_len(row) for row in rows) <= width
+    told = "\n".join(rows)
+    for part in ("4,677/4,677", "1,204 tok/s", "eta 2m10s", "loss 2.314", "lr 3.00e-05", "grad 0.83", "skipped 0"):
+        assert part in told
+
+
+def test_the_live_screen_leaves_the_terminal_as_it_was() -> None:
+    before = sys.stdout
+    told = shown(whole_run(), Terminal(), width=80)
+    assert sys.stdout is before
+    assert told.count("\x1b[?25l") == told.count("\x1b[?25h") > 0
+
+
+def test_quiet_is_quiet() -> None:
+    stream = Terminal()
+    with ConsoleView("quiet", stream) as view:
+        for event in whole_run():
+            view.handle(event)
+        view.finish(summary(), "report.html")
+    assert stream.getvalue() == ""
+
+
+class Gone(io.StringIO):
+    """A pipe whose reader left."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError(32, "Broken pipe")
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_reader_who_left_does_not_end_the_run(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Gone()
+    monkeypatch.setattr(stream, "isatty", lambda: terminal)
+    before = sys.stdout
+    assert shown(whole_run(), stream) == ""
+    assert sys.stdout is before
+
+
+def test_a_closed_stream_does_not_end_the_run() -> None:
+    stream = io.StringIO()
+    view = ConsoleView("plain", stream)
+    stream.close()
+    view.handle(run_start())
+    view.finish(summary())
+
+
+def test_a_narrow_encoding_gets_escapes() -> None:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    ConsoleView("plain", stream).handle({"event": "note", "text": "na\u00efve"})
+    stream.seek(0)
+    assert stream.read() == "note  na\\xefve\n"
+
+
+def test_events_with_nothing_in_them_are_survived() -> None:
+    names = ("run_start", "step", "first_forward", "note", "eval", "phase", "checkpoint", "guard", "sample", "run_end")
+    shown([{"event": name} for name in names], io.StringIO())
+    shown([{"event": name} for name in names], Terminal(), width=80)
+
+
+# -- the end ---------------------------------------------------------------------------------------------
+
+
+def test_the_last_table_is_aligned_and_fits_eighty_columns() -> None:
+    lines = summary_lines(summary(), "runs/demo/report.html")
+    table = lines[:6]
+    assert len({len(line) for line in table}) == 1
+    assert len(table[0]) <= 80
+    assert [line[:20].strip() for line in table[1:]] == [
+        "teacher",
+        "student before",
+        "student",
+        "plain, equal tokens",
+        "plain, equal compute",
+    ]
+    assert "inf" in table[5]
+    assert lines[6:] == ["check passed  perplexity fell: 2,031 to 57.1", "report  runs/demo/report.html"]
+
+
+def test_an_error_fills_one_screen_with_what_where_and_what_to_try() -> None:
+    stream = io.StringIO()
+    what = "teacher has 32,000 tokens, student 50,257 " + "and more words " * 20 + HOSTILE
+    render_error(ConfigError(what, where="run.toml: data", advice=("set data.tokenizers = 'dual'", "or")), stream)
+    told = stream.getvalue()
+    assert not control_characters(told)
+    assert max(len(line) for line in told.splitlines()) <= 80
+    assert told.startswith("the configuration cannot be used\n\n  what   teacher has 32,000 tokens")
+    assert "\n  where  run.toml: data\n  try    set data.tokenizers = 'dual'\n  or     or\n\nexit code 2\n" in told
+
+
+def test_an_error_without_place_or_advice_says_neither() -> None:
+    stream = io.StringIO()
+    render_error(DataError("no record can be used"), stream)
+    assert stream.getvalue() == "the data cannot be used\n\n  what   no record can be used\n\nexit code 2\n"

@@ -1,0 +1,107 @@
+"""Laws of the mix: one place divides, and train and eval are scored alike."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from head_cases import Case, grads_of, make_case
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stillroom.config.schema import KdConfig, ObjectivesConfig, Ramp
+from stillroom.errors import ConfigError
+from stillroom.objectives import Mix
+from stillroom.types import Batch, Lesson, StudentView
+
+MIX = Mix(ObjectivesConfig(chunk_tokens=3))
+LESSON = Lesson("train", {"kd": 0.9, "ce": 0.1}, {"kd.temperature": 2.0, "kd.beta": 0.5})
+
+
+def part_of(case: Case, part: slice) -> tuple[StudentView, object, torch.Tensor]:
+    teacher = type(case.teacher)(case.teacher.hidden[part], case.teacher.weight)
+    return StudentView(case.hidden[part], case.head), teacher, case.targets[part]
+
+
+@given(seed=st.integers(0, 999), cuts=st.sets(st.integers(1, 15), max_size=7))
+def test_eight_micro_batches_equal_one(seed: int, cuts: set[int]) -> None:
+    whole, split = make_case(seed, 16).copy(), make_case(seed, 16).copy()
+    counts = {"kd": 16, "ce": 16}
+    one = MIX.score(whole.view, whole.teacher, whole.targets, LESSON, counts)
+    one.loss.backward()
+    edges = [0, *sorted(cuts), 16]
+    losses, totals = [], []
+    for start, stop in itertools.pairwise(edges):
+        score = MIX.score(*part_of(split, slice(start, stop)), LESSON, counts)  # type: ignore[arg-type]
+        score.loss.backward()
+        losses.append(score.loss.detach())
+        totals.append(score.terms["kd"].total)
+    torch.testing.assert_close(torch.stack(losses).sum(), one.loss.detach())
+    torch.testing.assert_close(torch.stack(totals).sum(), one.terms["kd"].total)
+    torch.testing.assert_close(grads_of(split), grads_of(whole))
+
+
+def test_loss_is_weights_times_means() -> None:
+    case = make_case(1, 16)
+    score = MIX.score(case.view, case.teacher, case.targets, LESSON, {"kd": 16, "ce": 16})
+    torch.testing.assert_close(score.loss, 0.9 * score.terms["kd"].mean + 0.1 * score.terms["ce"].mean)
+
+
+def test_eval_equals_train_on_the_same_batch() -> None:
+    case = make_case(1, 16).copy(torch.float32)
+    counts = {"kd": 16, "ce": 16}
+    trained = MIX.score(case.view, case.teacher, case.targets, LESSON, counts)
+    with torch.no_grad():
+        evaluated = MIX.score(case.view, case.teacher, case.targets, LESSON, counts)
+    assert torch.equal(trained.loss.detach(), evaluated.loss)
+    assert not trained.terms["kd"].total.requires_grad
+    assert trained.terms["kd"].total.dtype == torch.float32
+
+
+def test_without_a_teacher_the_weight_moves_to_cross_entropy() -> None:
+    case = make_case(1, 16)
+    score = MIX.score(case.view, None, case.targets, LESSON, {"kd": 16, "ce": 16})
+    assert set(score.terms) == {"ce"}
+    torch.testing.assert_close(score.loss, score.terms["ce"].mean)
+
+
+def test_counts_are_the_scored_targets_of_the_window() -> None:
+    targets = torch.tensor([[1, -100, 3], [-100, -100, 2]])
+    batch = Batch(targets, torch.ones_like(targets), targets, torch.ones_like(targets), ("a", "b"))
+    assert MIX.counts([batch, batch]) == {"kd": 6, "ce": 6}
+
+
+def test_an_empty_window_scores_zero() -> None:
+    case = make_case(0, 1)
+    score = MIX.score(*part_of(case, slice(0, 0)), LESSON, {"kd": 0, "ce": 0})  # type: ignore[arg-type]
+    assert score.loss == 0
+
+
+def test_nothing_is_read_back_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case(1, 16).copy(torch.float32)
+    for name in ("item", "__bool__", "tolist", "__float__", "__int__"):
+        monkeypatch.setattr(torch.Tensor, name, lambda *_, name=name: pytest.fail(f"read back by {name}"))
+    MIX.score(case.view, case.teacher, case.targets, LESSON, {"kd": 16, "ce": 16}).loss.backward()
+
+
+def test_settings_of_the_lesson_rule() -> None:
+    case = make_case(1, 16)
+    counts = {"kd": 16, "ce": 16}
+    jsd = Mix(ObjectivesConfig(kd=KdConfig(divergence="jsd")))
+    forward = Mix(ObjectivesConfig(kd=KdConfig(divergence="forward_kl")))
+    at_end = Lesson("train", {"kd": 1.0}, {"kd.temperature": 3.0, "kd.beta": 0.0})
+    one = jsd.score(case.view, case.teacher, case.targets, at_end, counts)
+    assert torch.equal(one.loss, forward.score(case.view, case.teacher, case.targets, at_end, counts).loss)
+    few = Lesson("train", {"kd": 1.0}, {"kd.temperature": 3.0, "kd.top_k": 2})
+    assert forward.score(case.view, case.teacher, case.targets, few, counts).loss < one.loss
+
+
+def test_a_cache_that_cannot_serve_the_config_is_refused_when_the_run_is_built() -> None:
+    with pytest.raises(ConfigError, match="not linear"):
+        Mix(ObjectivesConfig(kd=KdConfig(divergence="reverse_kl"))).check_signal("sampled", 1.0)
+    with pytest.raises(ConfigError, match="moves"):
+        Mix(ObjectivesConfig(kd=KdConfig(temperature=Ramp(start=1, end=2)))).check_signal("topk", 1.0)
+    with pytest.raises(ConfigError, match="stored at temperature 2"):
+        Mix(ObjectivesConfig()).check_signal("topk", 2.0)
+    Mix(ObjectivesConfig()).check_signal("sampled", 1.0)

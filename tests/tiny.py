@@ -1,0 +1,131 @@
+"""Tiny real models, tokenizers and texts for tests: built from configurations, saved, loaded like any other."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    Gemma2Config,
+    GPT2Config,
+    GPTNeoXConfig,
+    GraniteConfig,
+    LlamaConfig,
+    MixtralConfig,
+    OlmoeConfig,
+    OPTConfig,
+    PhiConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+WORDS = (
+    "the still room keeps spirits and waters, and the maid who keeps the room knows how long a thing must be "
+    "heated, how slowly it must drip, and what is left behind when the best of it has gone over the bridge"
+).split()
+VOCAB = 320
+
+
+def sentences(count: int, seed: int) -> list[str]:
+    """Text with enough structure to be learned: every sentence walks along the same ring of words."""
+    rng = random.Random(seed)
+    lines = []
+    for _ in range(count):
+        start, length = rng.randrange(len(WORDS)), rng.randrange(8, 24)
+        lines.append(" ".join(WORDS[(start + i) % len(WORDS)] for i in range(length)) + ".")
+    return lines
+
+
+def tokenizer(vocab_size: int = VOCAB, seed: int = 0) -> PreTrainedTokenizerFast:
+    raw = Tokenizer(models.BPE())
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<|end|>", "<|pad|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    raw.train_from_iterator(sentences(200, seed), trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<|end|>", pad_token="<|pad|>")
+
+
+def config(family: str, *, width: int = 32, num_layers: int = 2, vocab_size: int = VOCAB) -> Any:
+    common = {
+        "vocab_size": vocab_size,
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "pad_token_id": 1,
+    }
+    experts = {"num_experts_per_tok": 2, "moe_intermediate_size": width}
+    without_kv = {key: value for key, value in common.items() if key != "num_key_value_heads"}
+    match family:
+        case "llama":
+            return LlamaConfig(**common)
+        case "gpt2":
+            return GPT2Config(
+                vocab_size=vocab_size, n_embd=width, n_layer=num_layers, n_head=2, n_positions=128,
+                bos_token_id=0, eos_token_id=0, pad_token_id=1,
+            )  # fmt: skip
+        case "qwen3":
+            return Qwen3Config(**common, head_dim=width // 2)
+        case "qwen3_moe":
+            return Qwen3MoeConfig(**common, head_dim=width // 2, num_experts=4, **experts)
+        case "mixtral":
+            return MixtralConfig(**common, num_local_experts=4, num_experts_per_tok=2)
+        case "olmoe":
+            return OlmoeConfig(**common, num_experts=4, num_experts_per_tok=2)
+        case "gemma2":
+            return Gemma2Config(**common, head_dim=width // 2, final_logit_softcapping=30.0)
+        case "granite":
+            return GraniteConfig(**common, logits_scaling=8.0)
+        case "phi":
+            return PhiConfig(**common)
+        case "opt":
+            return OPTConfig(**without_kv, ffn_dim=2 * width, word_embed_proj_dim=width)
+        case "gpt_neox":
+            return GPTNeoXConfig(**without_kv)
+    raise ValueError(family)
+
+
+def save_model(path: Path, family: str = "llama", *, seed: int = 0, with_tokenizer: bool = True, **size: Any) -> Path:
+    torch.manual_seed(seed)
+    AutoModelForCausalLM.from_config(config(family, **size)).save_pretrained(path)
+    if with_tokenizer:
+        tokenizer(size.get("vocab_size", VOCAB)).save_pretrained(path)
+    return path
+
+
+def save_text(path: Path, count: int = 300, seed: int = 0) -> Path:
+    path.write_text("\n".join(json.dumps({"text": line}) for line in sentences(count, seed)) + "\n", encoding="utf-8")
+    return path
+
+
+def settings(folder: Path, **over: Any) -> dict[str, Any]:
+    """Dotted overrides of a run that takes a second or two."""
+    base: dict[str, Any] = {
+        "teacher.model": str(folder / "teacher"),
+        "student.model": str(folder / "student"),
+        "data.train": str(folder / "train.jsonl"),
+        "data.max_length": 32,
+        "data.eval_share": 0.1,
+        "train.max_steps": 8,
+        "train.batch_size": 4,
+        "train.learning_rate": 3e-3,
+        "train.eval_steps": 4,
+        "eval.max_batches": 4,
+        "eval.samples": 1,
+        "eval.sample_tokens": 8,
+    }
+    return {**base, **{key.replace("__", "."): value for key, value in over.items()}}
