@@ -11,8 +11,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest
-import tiny
 import torch
+
+import tiny
 
 torch.set_num_threads(1)
 

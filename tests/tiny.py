@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers import (
+    AutoModelForCausalLM,
     Gemma2Config,
     GPT2Config,
     GPTNeoXConfig,
@@ -20,14 +20,16 @@ from transformers import (
     OlmoeConfig,
     OPTConfig,
     PhiConfig,
+    PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3MoeConfig,
 )
 
-WORDS = (
+_SAYING = (
     "the still room keeps spirits and waters, and the maid who keeps the room knows how long a thing must be "
     "heated, how slowly it must drip, and what is left behind when the best of it has gone over the bridge"
-).split()
+)
+WORDS = _SAYING.split()
 VOCAB = 320
 
 

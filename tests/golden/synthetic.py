@@ -107,9 +107,9 @@ def guard(log: EventLog, number: int, action: str, reason: str) -> None:
     log.write("guard", step=number, action=action, reason=reason, sample_ids=["stdlib:ast:14"], evidence=evidence)
 
 
-def write_events(log: EventLog, num_steps: int, run: str, until: int, prompt: str) -> None:
+def write_events(log: EventLog, num_steps: int, until: int, name: str | None) -> None:
     noise = random.Random(7)
-    log.write("run_start", **start(num_steps, run))
+    log.write("run_start", **start(num_steps, name or "stdlib-demo"))
     log.write("note", text="the head takes the fused path: it agrees with the model's own logits to 2e-6")
     log.write("eval", **evaluation(0, num_steps))
     for number in range(1, until + 1):
@@ -119,14 +119,16 @@ def write_events(log: EventLog, num_steps: int, run: str, until: int, prompt: st
         if number == int(0.62 * num_steps):
             guard(log, number, "retry", "overflow at loss scale 32,768: trying 16,384 on the same batch")
         if number == int(0.3 * num_steps):
-            log.write("phase", step=number, **{"from": "both", "to": "inner"})
-        log.write("step", **step(number, num_steps, noise))
+            log.write("phase", step=number, **{"from": "both", "to": name or "inner"})
+        record = step(number, num_steps, noise)
+        record["terms"][name or "hidden"] = record["terms"].pop("hidden")
+        log.write("step", **record)
         if number % (num_steps // 10) == 0:
             log.write("eval", **evaluation(number, num_steps))
             log.write("checkpoint", step=number, path=f"checkpoints/step-{number:06d}", bytes=5_200_000, seconds=0.2)
     teacher = "self, name, value):\n        if name not in self._fields:\n            raise AttributeError(name)\n"
     student = "self, name, value):\n        self.name = name\n        return self.value(name)\n"
-    log.write("sample", prompt=prompt, teacher=teacher, student=student, reference="self, key, item): ...")
+    log.write("sample", prompt=name or "def set(", teacher=teacher, student=student, reference="self, key, item): ...")
     prose = "Return the number of items in the "
     log.write("sample", prompt=prose, teacher="container, or zero if it is empty.", student="list of the given name.")
 
@@ -156,13 +158,14 @@ def summary(num_steps: int) -> dict[str, Any]:
     }
 
 
-def write_run(
-    folder: Path, *, num_steps: int = 1500, run: str = "stdlib-demo", until: int | None = None, prompt: str = "def set("
-) -> Path:
-    """Write a finished run, or one that crashed after step `until`."""
+def write_run(folder: Path, *, num_steps: int = 1500, until: int | None = None, name: str | None = None) -> Path:
+    """Write a finished run, or one that crashed after step `until`.
+
+    `name` is used wherever a name comes from outside: the run, a term, a phase, a prompt.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with EventLog(folder / "events.jsonl") as log:
-        write_events(log, num_steps, run, num_steps if until is None else until, prompt)
+        write_events(log, num_steps, num_steps if until is None else until, name)
         if until is None:
             log.write("run_end", status="done", steps=num_steps, seconds=1512.0, exit_code=0)
     (folder / "config.json").write_text(json.dumps(config()))

@@ -16,8 +16,8 @@ from rich.cells import cell_len
 
 from stillroom.errors import ConfigError, DataError
 from stillroom.telemetry.console import ConsoleView, clean, format_lr, render_error
-from stillroom.telemetry.lines import step_line, summary_lines
-from stillroom.telemetry.wording import as_number, format_duration, format_loss, format_result
+from stillroom.telemetry.lines import assessment_lines, end_line, step_line, summary_lines
+from stillroom.telemetry.wording import as_number, format_duration, format_loss, format_norm, format_result
 
 HOSTILE = "\x1b[31mred\x1b]0;title\x07\x9b2J\u202eevil\u2066\x08\r\nname\u2028next\x00"
 
@@ -167,7 +167,13 @@ def test_numbers_read_as_people_write_them() -> None:
         "0",
         "3.00e-05",
     ]
-    assert [format_loss(value) for value in (2.314, 0.412, 1204.5, 1e-5)] == ["2.314", "0.412", "1,204.5", "1.00e-05"]
+    assert [format_loss(value) for value in (2.314, 0.00812, 1204.5, 1e-5)] == [
+        "2.314",
+        "0.00812",
+        "1,204.5",
+        "1.00e-05",
+    ]
+    assert [format_norm(value) for value in (0.83, 0.0123, 25000.0, 0.0)] == ["0.83", "0.0123", "2.50e+04", "0.00"]
     assert [format_duration(value) for value in (0.42, 12, 130, 11100, 187200, 59.7)] == [
         "0.4s",
         "12s",
@@ -252,6 +258,8 @@ def test_plain_steps_appear_every_log_steps_and_first_steps_in_full() -> None:
 def test_skipped_steps_are_counted() -> None:
     told = shown([run_start(), step(8, verdict="skip"), step(9, verdict="skip"), step(10)], io.StringIO())
     assert "skipped 2" in told
+    resumed = shown([run_start(), step(10, skipped=7)], io.StringIO())
+    assert "skipped 7" in resumed
 
 
 def visible_rows(written: str) -> list[str]:
@@ -339,6 +347,27 @@ def test_the_last_table_is_aligned_and_fits_eighty_columns() -> None:
     ]
     assert "inf" in table[5]
     assert lines[6:] == ["check passed  perplexity fell: 2,031 to 57.1", "report  runs/demo/report.html"]
+
+
+def test_a_run_that_stopped_says_why() -> None:
+    stopped = {"event": "run_end", "status": "stopped", "exit_code": 22, "reason": "the loss is nan"}
+    assert end_line(stopped) == "stopped  exit code 22  the loss is nan"
+
+
+def test_an_assessment_sets_the_models_side_by_side() -> None:
+    row = {"perplexity": 57.12, "bits_per_byte": 1.62, "parameters": 401220, "tokens_per_second": 8200.4}
+    result = {"model": "a", "data": "b", "student": row, "teacher": row, "retention": 0.5, "memory_gb": 1.9}
+    assert assessment_lines(result) == [
+        "model   a",
+        "data    b",
+        "                         student       teacher",
+        "perplexity                  57.1          57.1",
+        "bits/byte                   1.62          1.62",
+        "parameters               401,220       401,220",
+        "tokens/s                   8,200         8,200",
+        "retention  50.0% (teacher's perplexity over the student's)",
+        "memory  1.90 GB of the process",
+    ]
 
 
 def test_an_error_fills_one_screen_with_what_where_and_what_to_try() -> None:

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from stillroom.builtin import corpus as stdlib
 from stillroom.config.schema import DataConfig
 from stillroom.data import Encoder, Loader, Record, Rows, Tally, fixed_batches, open_data, open_eval, pack
-from stillroom.data.encode import bytes_between, even_ends
+from stillroom.data.encode import bytes_between, even_ends, token_ends
 from stillroom.data.records import content_key
 from stillroom.data.sources import pieces_of
 from stillroom.types import IGNORED, Batch
@@ -139,6 +139,11 @@ def test_a_token_inside_a_character_has_no_bytes_of_its_own(tokenizer: PreTraine
 
 def test_characters_a_tokenizer_skips_belong_to_the_next_token() -> None:
     assert bytes_between("ab \u00e9", np.array([2, 4])).tolist() == [2, 3]
+    assert token_ends("ab c  ", [(0, 2), (3, 4)]).tolist() == [2, 6]  # after the last token: to the last
+
+
+def test_ends_of_tokens_never_fall() -> None:
+    assert token_ends("abcde", [(0, 3), (1, 2), (3, 4), (4, 5)]).tolist() == [3, 3, 4, 5]
 
 
 def test_tokens_without_offsets_share_the_bytes_evenly_and_say_so() -> None:
@@ -175,7 +180,7 @@ def test_blocks_score_each_token_but_the_first_exactly_once(lengths: list[int], 
 
 def test_bytes_of_all_targets_are_the_corpus_less_its_first_token(tokenizer: PreTrainedTokenizerFast) -> None:
     rows = rows_of(tokenizer, LINES[:20])
-    first = len(tokenizer.decode(rows.row(0)[:1].tolist()).encode())
+    first = len(str(tokenizer.decode(rows.row(0)[:1].tolist())))
     total = sum(int(batch.target_bytes.sum()) for batch in fixed_batches(rows, 4))
     assert total == sum(len(line) for line in LINES[:20]) - first
 
@@ -274,7 +279,8 @@ def test_fixed_batches_keep_the_order_and_stop_when_told(tokenizer: PreTrainedTo
     rows = rows_of(tokenizer, LINES[:20])
     names = [name for batch in fixed_batches(rows, 3) for name in batch.sample_ids]
     assert names == [rows.sample_id(i) for i in range(len(rows))]
-    assert len(list(fixed_batches(rows, 3, max_batches=2))) == 2
+    limited = [name for batch in fixed_batches(rows, 3, max_batches=2) for name in batch.sample_ids]
+    assert len(limited) == 6 and limited[0] == names[0] and names.index(limited[-1]) >= len(names) * 5 // 6 - 1
 
 
 # -- shapes ----------------------------------------------------------------------------------------------
@@ -344,9 +350,7 @@ def test_a_chat_without_template_is_written_in_lines_with_a_note(tmp_path: Path)
 def test_csv_parquet_json_and_jsonl_give_the_same_rows(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     import csv
 
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     long = "\u00e9" * 200_000  # above the csv module's own limit
     values = [{"prompt": f'say "{n}",\n', "completion": f"{n} is caf\u00e9 {long * (n == 3)}"} for n in range(9)]
     write_jsonl(tmp_path / "d.jsonl", values)

@@ -185,5 +185,5 @@ def test_total_variation_is_between_zero_and_one(seed: int, spread: float) -> No
 def test_unknown_names_and_places_outside_the_unit_interval_are_refused() -> None:
     with pytest.raises(ConfigError, match="no divergence is called"):
         family.make("cosine")
-    with pytest.raises(ConfigError, match="beta is 1.5"):
+    with pytest.raises(ConfigError, match=r"beta is 1\.5"):
         family.make("jsd", {"beta": 1.5})

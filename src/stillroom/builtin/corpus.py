@@ -108,8 +108,10 @@ def _documented(source: str) -> Iterator[tuple[str, str, str]]:
             text = ast.get_docstring(node)
             if text:
                 name = getattr(node, "name", "module")
-                is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-                yield name, f"({ast.unparse(node.args)})" if is_function else "", text
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                    yield name, f"({ast.unparse(node.args)})", text
+                else:
+                    yield name, "", text
 
 
 def own_text() -> Iterator[Document]:

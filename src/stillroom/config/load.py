@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
@@ -191,7 +191,7 @@ def all_keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]
     for name, info in model.model_fields.items():
         kind = info.annotation
         if isinstance(kind, type) and issubclass(kind, BaseModel):
-            yield from all_keys(cast(type[BaseModel], kind), f"{prefix}{name}.")
+            yield from all_keys(kind, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}"
 

@@ -69,8 +69,12 @@ class Loader:
 
 
 def fixed_batches(rows: Rows, batch_size: int, max_batches: int = 0) -> Iterator[Batch]:
-    """The rows in order, for evaluation: the same batches every time. `max_batches` 0 means all."""
-    num_batches = -(-len(rows) // batch_size)
-    for number in range(min(num_batches, max_batches) if max_batches else num_batches):
-        start = number * batch_size
-        yield rows.batch(range(start, min(start + batch_size, len(rows))), index=number)
+    """The rows in order, for evaluation: the same batches every time.
+
+    `max_batches` 0 means all. A limit takes rows evenly spread over the whole, because the first ones may all
+    come from one document.
+    """
+    num_rows = min(len(rows), max_batches * batch_size) if max_batches else len(rows)
+    chosen = [number * len(rows) // num_rows for number in range(num_rows)]
+    for number in range(-(-num_rows // batch_size)):
+        yield rows.batch(chosen[number * batch_size : (number + 1) * batch_size], index=number)

@@ -67,7 +67,8 @@ def locate(spec: str) -> list[Path]:
     if path.exists():
         paths = [path]
     elif glob.has_magic(spec):
-        paths = sorted(found for found in map(Path, glob.glob(str(path), recursive=True)) if found.is_file())
+        found_names = glob.glob(str(path), recursive=True)  # noqa: PTH207 - Path.glob refuses absolute patterns
+        paths = sorted(found for found in map(Path, found_names) if found.is_file())
         if not paths:
             raise DataError(f"no file matches {spec}", advice=[f"list what is there: ls {path.parent}"])
     else:

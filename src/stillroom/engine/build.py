@@ -15,7 +15,7 @@ from stillroom.curriculum import Curriculum
 from stillroom.data import Loader, open_data
 from stillroom.engine.inject import Injector
 from stillroom.engine.run import Run
-from stillroom.errors import BrokenAtStart, ConfigError
+from stillroom.errors import BrokenAtStart
 from stillroom.guard import Guard
 from stillroom.models import (
     Student,
@@ -67,14 +67,13 @@ def load_models(config: Config, device: torch.device) -> Models:
     """Load what the configuration names and check that the two understand each other."""
     uses_teacher = Curriculum.of(config).uses_teacher
     notes: list[str] = []
-    teacher_tokenizer = load_tokenizer(config.teacher, config.teacher.model) if uses_teacher else None
-    if has_tokenizer(config.student.model):
-        tokenizer = load_tokenizer(config.student, config.student.model)
-    elif teacher_tokenizer is not None:
-        tokenizer = teacher_tokenizer
+    brings_own = has_tokenizer(config.student.model)
+    teacher_tokenizer = None
+    if uses_teacher or not brings_own:
+        teacher_tokenizer = load_tokenizer(config.teacher, config.teacher.model)
+    tokenizer = load_tokenizer(config.student, config.student.model) if brings_own else teacher_tokenizer
+    if not brings_own:
         notes.append("the student brings no tokenizer: it takes the teacher's")
-    else:
-        raise ConfigError(f"{config.student.model} brings no tokenizer", where="student.model")
     student, why = load_student(config.student, seed=config.train.seed)
     notes.append(why)
     teacher = load_teacher(config.teacher, teacher_dtype(config, device)) if uses_teacher else None
@@ -123,7 +122,7 @@ def build_run(
     precision = resolve(config.precision.mode, device, config=config.precision, num_parameters=num_parameters)
     models.student.to(device)
     optimizer = make_optimizer(models.student, precision, config)
-    injector = Injector(inject, tell=lambda text: log.write("note", text=text) and None)
+    injector = Injector(inject, tell=lambda text: log.write("note", text=text))
     teacher = None
     if models.teacher is not None:
         teacher = LiveTeacher(

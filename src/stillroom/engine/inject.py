@@ -76,7 +76,7 @@ def parse(spec: str) -> list[Fault]:
 class Injector:
     """Strikes when asked at each place where a fault can occur. With no faults it does nothing."""
 
-    def __init__(self, spec: str = "", *, tell: Callable[[str], None] | None = None) -> None:
+    def __init__(self, spec: str = "", *, tell: Callable[[str], object] | None = None) -> None:
         self.faults = parse(spec)
         self.tell = tell or (lambda _text: None)
         self.step = 0  # the optimizer step being attempted, set by the engine

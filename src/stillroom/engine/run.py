@@ -66,7 +66,7 @@ class Run:
         """The schedule's share of the peak learning rate, held back for a while after a divergence."""
         factor = self.schedule.factor(state.applied)
         since = state.applied - state.backoff_at
-        if 0 <= state.backoff_at and since < _RECOVERY_STEPS:
+        if state.backoff_at >= 0 and since < _RECOVERY_STEPS:
             backoff = self.config.guard.learning_rate_backoff
             factor *= backoff + (1.0 - backoff) * since / _RECOVERY_STEPS
         return factor

@@ -1,11 +1,23 @@
-"""Which row kernel runs, and why."""
+"""Which row kernel runs, and why.
+
+`compiled` is C++ built on this machine, `plain` is PyTorch. `auto` takes the compiled one wherever a compiler is found
+and its numbers agree with the plain one. The environment variable STILLROOM_KERNEL overrules `auto`.
+"""
 
 from __future__ import annotations
 
+import functools
+import os
 from dataclasses import dataclass
 from typing import Literal
 
-from stillroom.objectives.base import RowKernel
+import torch
+
+from stillroom.errors import ConfigError
+from stillroom.objectives import divergence as family
+from stillroom.objectives.base import Logits, RowKernel, RowPlan, Rows
+from stillroom.objectives.kernel_build import build
+from stillroom.objectives.kernel_compiled import CompiledKernel
 from stillroom.objectives.kernel_plain import PlainKernel
 
 KernelName = Literal["auto", "plain", "compiled"]
@@ -13,10 +25,64 @@ KernelName = Literal["auto", "plain", "compiled"]
 
 @dataclass(frozen=True)
 class KernelChoice:
+    """A row kernel and the reason it was chosen, as a sentence for log and doctor."""
+
     kernel: RowKernel
     reason: str
 
+    @property
+    def name(self) -> str:
+        return self.kernel.name
 
-def choose_kernel(name: KernelName = "auto") -> KernelChoice:
-    """The row kernel for a pass, with the reason as a sentence for the log."""
-    return KernelChoice(PlainKernel(), "plain PyTorch")
+
+def choose_kernel(name: str = "auto") -> KernelChoice:
+    """The row kernel of a pass. The same on every call of a process, and after a resume on the same machine."""
+    asked = os.environ.get("STILLROOM_KERNEL", name) if name == "auto" else name
+    if asked == "plain":
+        return KernelChoice(PlainKernel(), "asked for")
+    if asked not in ("auto", "compiled"):
+        raise ConfigError(f"no kernel is called {asked!r}", advice=["one of auto, plain, compiled"])
+    choice = _compiled()
+    if asked == "compiled" and choice.name != "compiled":
+        raise ConfigError(
+            f"the compiled kernel cannot be had: {choice.reason}", advice=["install g++", "set the kernel to plain"]
+        )
+    return choice
+
+
+@functools.cache
+def _compiled() -> KernelChoice:
+    built = build()
+    if built.path is None:
+        return KernelChoice(PlainKernel(), built.reason)
+    try:
+        kernel = CompiledKernel(built.path)
+    except (OSError, AttributeError) as error:
+        return KernelChoice(PlainKernel(), f"the compiled kernel does not load: {error}")
+    if not _agree(kernel, PlainKernel()):
+        return KernelChoice(PlainKernel(), "the compiled kernel's numbers differ from the plain one's")
+    return KernelChoice(kernel, built.reason)
+
+
+def _agree(one: RowKernel, other: RowKernel) -> bool:
+    """Whether two kernels give the same values and gradients on a small problem: a miscompiled one is not used."""
+    answers = []
+    for kernel in (one, other):
+        generator = torch.Generator().manual_seed(0)
+        student, teacher = (torch.randn(3, 97, generator=generator) * 4 for _ in range(2))
+        third = torch.full((3,), 1 / 3)
+        rows = Rows(
+            targets=torch.tensor([0, 50, 96]),
+            temperatures=torch.tensor([1.0, 2.0, 0.7]),
+            kd_weights=third,
+            ce_weights=third,
+            kd=torch.zeros(3),
+            ce=torch.zeros(3),
+            is_bad=torch.zeros(3, dtype=torch.bool),
+        )
+        plan = RowPlan(
+            family.make("jsd"), has_ce=True, is_unit_temperature=False, wants_student=True, wants_teacher=False
+        )
+        kernel.run(Logits(student, softcap=20.0), Logits(teacher), rows, plan)
+        answers.append(torch.cat((rows.kd, rows.ce, student.flatten())))
+    return torch.allclose(answers[0], answers[1], rtol=1e-4, atol=1e-6)

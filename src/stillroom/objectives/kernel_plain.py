@@ -42,7 +42,7 @@ def _teacher_rows(teacher: TeacherRows | None, part: slice) -> TeacherRows | Non
 
 
 def _run_block(student: Logits, teacher: TeacherRows | None, rows: Rows, plan: RowPlan) -> None:
-    logits = _finish(student)
+    logits = finish(student)
     gradient: Tensor | None = None
     ce_weights = rows.ce_weights
     if teacher is not None and plan.divergence is not None:
@@ -68,7 +68,7 @@ def _kd_rows(logits: Tensor, teacher: TeacherRows, rows: Rows, plan: RowPlan) ->
     if isinstance(teacher, Logits):
         if not plan.top_k:
             return _dense_rows(logits, teacher, rows, plan)
-        teacher = keep_top_k(_finish(teacher), plan.top_k, rows.temperatures)
+        teacher = keep_top_k(finish(teacher), plan.top_k, rows.temperatures)
     if isinstance(teacher, TopKSignal):
         return topk_rows(logits, teacher, rows.temperatures, plan.divergence, wants_gradient=plan.wants_student)
     assert isinstance(teacher, SampledSignal)
@@ -79,7 +79,7 @@ def _dense_rows(logits: Tensor, teacher: Logits, rows: Rows, plan: RowPlan) -> K
     assert plan.divergence is not None
     temperatures = 1.0 if plan.is_unit_temperature else rows.temperatures[:, None]
     student_log_probs = log_softmax(logits, temperatures)
-    teacher_logits = _finish(teacher)
+    teacher_logits = finish(teacher)
     teacher_log_probs = log_softmax(teacher_logits, temperatures)
     # log_softmax of a row with NaN, with +inf, or with -inf only, holds a NaN; `amax` carries it.
     is_bad = teacher_log_probs.amax(-1).isnan()
@@ -95,7 +95,7 @@ def _dense_rows(logits: Tensor, teacher: Logits, rows: Rows, plan: RowPlan) -> K
     return slopes.value * rows.temperatures**2, gradient, is_bad
 
 
-def _finish(logits: Logits) -> Tensor:
+def finish(logits: Logits) -> Tensor:
     """Bias, scale and cap of the head on a block of bare products."""
     finished = logits.raw
     if logits.bias is not None:

@@ -1,8 +1,9 @@
 """Dtypes, loss scaling and master weights. `resolve` picks a policy and says why."""
 
+from stillroom.precision import rounding
 from stillroom.precision.adamw import AdamW, ParameterGroup
 from stillroom.precision.policy import Precision
 from stillroom.precision.resolve import choose, resolve
 from stillroom.precision.scaler import LossScale
 
-__all__ = ["AdamW", "LossScale", "ParameterGroup", "Precision", "choose", "resolve"]
+__all__ = ["AdamW", "LossScale", "ParameterGroup", "Precision", "choose", "resolve", "rounding"]

@@ -6,7 +6,7 @@ same five methods whatever the mode, so it never mentions a scaler.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -27,7 +27,7 @@ class Precision:
     compute_dtype: torch.dtype | None = None
     scales_loss = False
     keeps_half_weights = False
-    matrix_storage: type[Any] = Direct
+    matrix_storage: Callable[[nn.Parameter], Storage] = Direct
 
     def __init__(self, device: torch.device, reason: str, config: PrecisionConfig | None = None) -> None:
         config = config or PrecisionConfig()
@@ -54,14 +54,14 @@ class Precision:
         """FP16 products by way of FP32 where the device has no fast ones."""
         uses_half = self.compute_dtype == torch.float16 or self.keeps_half_weights
         if uses_half and self.device.type == "cpu":
-            with HalfProducts():
+            with HalfProducts():  # type: ignore[no-untyped-call]
                 yield
         else:
             yield
 
     def backward(self, loss: Tensor) -> None:
         with self.half_products():
-            (loss * self.loss_scale).backward()
+            (loss * self.loss_scale).backward()  # type: ignore[no-untyped-call]
 
     def squared_norms(self, optimizer: AdamW) -> dict[str, Tensor]:
         """Squared norms of the *scaled* gradients, on the device."""
@@ -103,8 +103,7 @@ class Precision:
             return Direct(parameter)
         if parameter.ndim < 2 or name.startswith("router."):
             return Master(parameter)
-        storage: Storage = self.matrix_storage(parameter)
-        return storage
+        return type(self).matrix_storage(parameter)
 
     def plain(self) -> Precision:
         """FP32 on the same device: for models that this policy does not train."""
@@ -147,7 +146,7 @@ class Fp16Master(Precision):
     mode = "fp16-master"
     scales_loss = True
     keeps_half_weights = True
-    matrix_storage = Master
+    matrix_storage: Callable[[nn.Parameter], Storage] = Master
 
 
 class Fp16Split(Fp16Master):

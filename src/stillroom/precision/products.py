@@ -23,7 +23,7 @@ _PRODUCTS = frozenset(
 )
 
 
-class HalfProducts(TorchDispatchMode):
+class HalfProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
     """While active, products of FP16 tensors are computed in FP32 and rounded once."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -12,14 +12,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from stillroom.report.markup import text
-from stillroom.telemetry.wording import clip, format_result
+from stillroom.telemetry.wording import clip
 
 Trace = dict[str, Any]
 Layout = dict[str, Any]
 Curve = tuple[list[float], list[float]]
 
 MAX_POINTS = 2000
+MAX_AREAS = 300  # points of a stacked area; more only fray its edges
+MAX_NAMED_TICKS = 6
 SMOOTHED_SHARE = 0.02  # of the run, that the smoothed curve looks back over
+MIN_SMOOTHED = 8.0  # steps it looks back over in a short run
 
 # role: (on a light page, on a dark page). The same role has the same colour in every figure and table.
 ROLES: Mapping[str, tuple[str, str]] = {
@@ -87,16 +90,16 @@ def thin(curve: Curve, limit: int = MAX_POINTS) -> Curve:
     return [xs[index] for index in chosen], [ys[index] for index in chosen]
 
 
-def even(items: Sequence[Any], limit: int = MAX_POINTS) -> list[Any]:
-    """Every n-th item and the last, for curves that must share their places."""
-    stride = math.ceil(len(items) / limit) or 1
-    return [item for index, item in enumerate(items) if index % stride == 0 or index == len(items) - 1]
+def stretches(items: Sequence[Any], limit: int = MAX_AREAS) -> list[Sequence[Any]]:
+    """The items in at most `limit` stretches of equal length, for curves that must share their places."""
+    size = math.ceil(len(items) / limit) or 1
+    return [items[begin : begin + size] for begin in range(0, len(items), size)]
 
 
 def smooth(curve: Curve) -> Curve:
-    """A running mean that looks back over a fixed share of the run."""
+    """A running mean that looks back over a share of the run."""
     xs, ys = curve
-    pull = 1.0 / max(1.0, SMOOTHED_SHARE * len(ys))
+    pull = 1.0 / max(MIN_SMOOTHED, SMOOTHED_SHARE * len(ys))
     level, out = ys[0] if ys else 0.0, []
     for index, value in enumerate(ys):
         # The first points are averaged evenly: the first value alone would drag on for long.
@@ -115,12 +118,13 @@ def line(curve: Curve, name: str, stroke: str, **options: Any) -> Trace:
         "x": xs,
         "y": [short(value) for value in ys],
         "line": style,
+        "cliponaxis": False,  # markers on the frame stay whole
     } | options
 
 
 def level(value: float, until: float, name: str, stroke: str, **options: Any) -> Trace:
     """A horizontal line over the whole run."""
-    return line(([0.0, until], [value, value]), name, stroke, dash="dash", width=1.5, **options)
+    return line(([0.0, until], [value, value]), name, stroke, **({"dash": "dash", "width": 1.5} | options))
 
 
 def marks(curve: Curve, name: str, stroke: str, symbol: str = "circle", **options: Any) -> Trace:
@@ -132,19 +136,28 @@ def marks(curve: Curve, name: str, stroke: str, symbol: str = "circle", **option
         "x": xs,
         "y": [short(value) for value in ys],
         "marker": {"color": stroke, "symbol": symbol, "size": options.pop("size", 8)},
+        "cliponaxis": False,
     } | options
+
+
+def noisy(curve: Curve, name: str, smoothed_name: str, **options: Any) -> list[Trace]:
+    """A curve that jumps from step to step: each value pale, and the running mean to follow."""
+    return [
+        line(thin(curve), name, colour("training"), width=1, hoverinfo="skip", **options),
+        line(thin(smooth(curve)), smoothed_name, colour("student"), **options),
+    ]
 
 
 # -- axes ------------------------------------------------------------------------------------------------
 
 
-def layout(y_axis: Layout, **options: Any) -> Layout:
+def layout(last_step: float, y_axis: Layout, **options: Any) -> Layout:
     font = {"family": "system-ui, sans-serif", "size": 12, "color": colour("muted")}
     return {
         "font": font,
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
-        "margin": {"l": 58, "r": 12, "t": 8, "b": 42},
+        "margin": {"l": 60, "r": 16, "t": 8, "b": 42},
         "height": 330,
         "hovermode": "x unified",
         "hoverlabel": {
@@ -153,15 +166,16 @@ def layout(y_axis: Layout, **options: Any) -> Layout:
             "font": {"color": colour("ink"), "size": 12},
         },
         "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "font": {"color": colour("ink")}},
-        "xaxis": x_axis(),
+        "xaxis": x_axis(last_step),
         "yaxis": y_axis,
         "dragmode": False,  # a page is scrolled with the finger that would otherwise zoom
     } | options
 
 
-def x_axis(title: str = "optimizer step", **options: Any) -> Layout:
+def x_axis(last_step: float, **options: Any) -> Layout:
     return {
-        "title": {"text": title, "standoff": 8},
+        "title": {"text": "optimizer step", "standoff": 8},
+        "range": [0, max(last_step, 1)],
         "gridcolor": "rgba(0,0,0,0)",
         "linecolor": colour("grid"),
         "zeroline": False,
@@ -176,6 +190,10 @@ def y_axis(title: str, **options: Any) -> Layout:
         "gridcolor": colour("grid"),
         "zeroline": False,
         "fixedrange": True,
+        "automargin": True,
+        "ticks": "outside",  # unseen ticks keep the labels clear of markers on the axis
+        "ticklen": 6,
+        "tickcolor": "rgba(0,0,0,0)",
         "nticks": 6,
     } | options
 
@@ -194,8 +212,18 @@ def y_axis_for(title: str, values: Sequence[float]) -> Layout:
         range=[low - margin, high + margin],
         tickmode="array",
         tickvals=ticks,
-        ticktext=[format_result(tick) for tick in ticks],
+        ticktext=[f"{tick:,g}" for tick in ticks],
     )
+
+
+def y_axis_at(title: str, values: Sequence[float]) -> Layout:
+    """Ticks at the very values where they are few, as powers of two are; else as `y_axis_for`."""
+    few = sorted(set(values))
+    if len(few) > MAX_NAMED_TICKS:
+        return y_axis_for(title, values)
+    low, high = math.log10(few[0]) - 0.15, math.log10(few[-1]) + 0.15
+    ticks = {"tickmode": "array", "tickvals": few, "ticktext": [f"{value:,g}" for value in few]}
+    return y_axis(title, type="log", range=[low, high], **ticks)
 
 
 def _log_ticks(low: float, high: float) -> list[float]:
@@ -207,11 +235,12 @@ def _log_ticks(low: float, high: float) -> list[float]:
     return [tick for tick in ticks if low <= math.log10(tick) <= high]
 
 
-def two_panels(upper: Layout, lower: Layout) -> Layout:
+def two_panels(last_step: float, upper: Layout, lower: Layout) -> Layout:
     """Two drawings over the same steps, one above the other: two scales in one would invite false crossings."""
     return layout(
+        last_step,
         upper | {"domain": [0.56, 1.0]},
-        xaxis=x_axis(anchor="y2"),
+        xaxis=x_axis(last_step, anchor="y2"),
         yaxis2=lower | {"domain": [0.0, 0.44], "anchor": "x"},
         height=380,
     )
@@ -245,7 +274,7 @@ def phase_lines(events: Sequence[Mapping[str, Any]]) -> Layout:
             "xanchor": "left",
             "yanchor": "top",
             "xshift": 4,
-            "font": {"size": 11, "color": colour("muted")},
+            "font": {"size": 11, "color": colour("ink")},
         }
         for step, name in zip(steps, names, strict=True)
     ]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 
 from stillroom.report.drawing import (
     OTHER_COLOURS,
@@ -15,18 +16,19 @@ from stillroom.report.drawing import (
     Figure,
     Trace,
     colour,
-    even,
     label,
     layout,
     level,
     line,
     marks,
+    noisy,
     phase_lines,
-    short,
     smooth,
+    stretches,
     thin,
     two_panels,
     y_axis,
+    y_axis_at,
     y_axis_for,
 )
 from stillroom.report.record import RunRecord, mapping
@@ -43,15 +45,18 @@ from stillroom.telemetry.wording import (
 )
 
 LEVELS = (
-    ("teacher", "teacher"),
-    ("baseline", "plain training, equal tokens"),
-    ("baseline_equal_compute", "plain training, equal compute"),
+    ("teacher", "teacher", "dash"),
+    ("baseline", "plain training, equal tokens", "dashdot"),
+    ("baseline_equal_compute", "plain training, equal compute", "dot"),
 )
 
 
 def all_figures(run: RunRecord) -> list[Figure]:
-    drawn = [perplexity(run), objective(run), shares(run), gradients(run), rates(run), pace(run)]
-    return [figure for figure in drawn if figure is not None]
+    tried = [perplexity(run), objective(run), shares(run), gradients(run), rates(run), pace(run)]
+    drawn = [figure for figure in tried if figure is not None]
+    if sum(not figure.is_wide for figure in drawn) % 2:  # the last one would stand beside an empty place
+        drawn[-1] = replace(drawn[-1], is_wide=True)
+    return drawn
 
 
 def curve(events: Sequence[Event], key: str, *, above: float | None = None) -> Curve:
@@ -78,31 +83,42 @@ def perplexity(run: RunRecord) -> Figure | None:
     ring = {"symbol": "circle-open", "size": 14, "color": colour("student"), "line": {"width": 2}}
     traces.append(marks(([xs[best]], [ys[best]]), "best student", colour("student"), marker=ring))
     shown = list(ys)
-    for row, name in LEVELS:
+    for row, name, dash in LEVELS:
         value = as_number(run.result(row).get("perplexity"))
         if value is not None and value > 0:
-            traces.append(level(value, last_step(run), name, colour(row)))
+            traces.append(level(value, last_step(run), name, colour(row), dash=dash))
             shown.append(value)
-    teacher = as_number(run.result("teacher").get("perplexity"))
-    told = "rose" if ys[-1] > ys[0] else "fell"
-    title = f"Held-out perplexity {told} from {format_result(ys[0])} to {format_result(ys[-1])}"
-    title = title if len(ys) > 1 else f"Held-out perplexity is {format_result(ys[0])}"
-    title += f"; the teacher has {format_result(teacher)}" if teacher is not None else ""
-    caption = "Lower is better. Dashed: the teacher, and the same student trained on the data alone."
-    picture = layout(y_axis_for("perplexity", shown), height=380)
+    title = _perplexity_title(ys, as_number(run.result("teacher").get("perplexity")))
+    caption = "Lower is better."
+    if len(shown) > len(ys):
+        caption += (
+            " Broken lines: the teacher, and the same student trained on the data alone, where they were measured."
+        )
+    picture = layout(last_step(run), y_axis_for("perplexity", shown), height=380)
     return Figure("perplexity", title, caption, traces, picture, is_wide=True)
+
+
+def _perplexity_title(values: Sequence[float], teacher: float | None) -> str:
+    first, best, last = format_result(values[0]), format_result(min(values)), format_result(values[-1])
+    if len(values) == 1:
+        title = f"Held-out perplexity is {first}"
+    elif min(values) == values[0]:
+        title = f"Held-out perplexity rose from {first} to {last}"
+    else:
+        title = f"Held-out perplexity fell from {first} to {best}"
+        title += f" and ended at {last}" if last != best else ""
+    return title + (f"; the teacher has {format_result(teacher)}" if teacher is not None else "")
 
 
 def objective(run: RunRecord) -> Figure | None:
     train, held_out = curve(run.kept_steps, "train_loss"), curve(run.evals, "objective")
     if not train[0] and not held_out[0]:
         return None
-    traces, told = [], []
+    traces: list[Trace] = []
+    told: list[str] = []
     if train[0]:
-        smoothed = smooth(train)
-        traces.append(line(thin(train), "training, each step", colour("training"), width=1, hoverinfo="skip"))
-        traces.append(line(thin(smoothed), "training, smoothed", colour("student")))
-        told.append(f"{format_loss(smoothed[1][-1])} in training")
+        traces += noisy(train, "training, each step", "training, smoothed")
+        told.append(f"{format_loss(smooth(train)[1][-1])} in training")
     if held_out[0]:
         traces.append(
             line(held_out, "held out", colour("ink"), mode="lines+markers", width=1.5, dash="dot", marker={"size": 7})
@@ -111,30 +127,34 @@ def objective(run: RunRecord) -> Figure | None:
     title = f"The objective ends at {' and '.join(told)}"
     caption = "The same objective at the same weights for both, so the distance between the curves is real."
     axis = y_axis_for("objective", [*train[1], *held_out[1]])
-    return Figure("objective", title, caption, traces, layout(axis) | phase_lines(run.of("phase")))
+    return Figure("objective", title, caption, traces, layout(last_step(run), axis) | phase_lines(run.of("phase")))
 
 
 def shares(run: RunRecord) -> Figure | None:
-    steps = [event for event in even(run.kept_steps) if mapping(event, "terms")]
+    steps = [event for event in run.kept_steps if mapping(event, "terms")]
     names = list(dict.fromkeys(name for event in steps for name in mapping(event, "terms")))
     if not steps or len(names) < 2:
         return None
+    parts = stretches(steps)
+    places = [float(part[-1]["step"]) for part in parts]
+    places[0] = float(steps[0]["step"])
+    strokes = iter(OTHER_COLOURS * len(names))
     traces: list[Trace] = []
-    last: dict[str, float] = {}
-    spare = 0
     for name in names:
-        values = [as_number(mapping(mapping(event, "terms"), name).get("share")) or 0.0 for event in steps]
-        last[name] = statistics.fmean(values[-max(1, len(values) // 20) :])
-        stroke = TERM_COLOURS.get(name)
-        if stroke is None:
-            stroke, spare = OTHER_COLOURS[spare % len(OTHER_COLOURS)], spare + 1
-        xs, ys = [float(event["step"]) for event in steps], [short(100 * value) for value in values]
-        traces.append(line((xs, ys), label(name), stroke, width=0.5, stackgroup="terms", hovertemplate="%{y:.1f}%"))
+        heights = [100 * statistics.fmean(_share(event, name) for event in part) for part in parts]
+        stroke = TERM_COLOURS.get(name) or next(strokes)
+        traces.append(line((places, heights), label(name), stroke, width=0.5, stackgroup="terms"))
+        traces[-1]["hovertemplate"] = "%{y:.1f}%"
+    last = {name: statistics.fmean(_share(event, name) for event in steps[-len(steps) // 20 :]) for name in names}
     largest = max(last, key=last.__getitem__)
     title = f"{clean(largest)} makes {format_percent(last[largest], 0)} of the objective at the end"
     caption = "Each term's share of the objective: raw value times weight, over the sum of all."
     axis = y_axis("share of the objective", range=[0, 100], ticksuffix="%")
-    return Figure("shares", title, caption, traces, layout(axis) | phase_lines(run.of("phase")))
+    return Figure("shares", title, caption, traces, layout(last_step(run), axis) | phase_lines(run.of("phase")))
+
+
+def _share(event: Event, name: str) -> float:
+    return as_number(mapping(mapping(event, "terms"), name).get("share")) or 0.0
 
 
 def gradients(run: RunRecord) -> Figure | None:
@@ -145,7 +165,7 @@ def gradients(run: RunRecord) -> Figure | None:
     clip = as_number(mapping(run.config, "train").get("max_grad_norm"))
     seen = [*norms[1], *curve(refused, "grad_norm", above=0)[1], *([clip] if clip else [])]
     roof = 1.3 * max(seen, default=1.0)
-    traces = [line(thin(norms), "gradient norm", colour("student"), width=1.2)] if norms[0] else []
+    traces = noisy(norms, "each step", "smoothed") if norms[0] else []
     if clip:
         traces.append(level(clip, last_step(run), f"clipped at {clip:g}", colour("muted")))
     if refused:
@@ -157,10 +177,11 @@ def gradients(run: RunRecord) -> Figure | None:
     told = [f"median {format_norm(statistics.median(norms[1]))}"] if norms[0] else []
     if clip and norms[0]:
         told.append(f"{format_percent(statistics.fmean(value > clip for value in norms[1]), 0)} of the steps clipped")
-    told.append(f"{len(refused)} refused" if refused else "none refused")
+    told.append(f"{len(refused)} attempts refused" if refused else "none refused")
     title = f"Gradient norm: {', '.join(told)}"
-    caption = "Before clipping. A refused step changed no weight; crosses at the top had no finite norm."
-    return Figure("gradients", title, caption, traces, layout(y_axis_for("gradient norm", [*seen, roof])))
+    caption = "Before clipping. A refused attempt changed no weight; crosses at the top had no finite norm."
+    picture = layout(last_step(run), y_axis_for("gradient norm", [*seen, roof]), height=380)
+    return Figure("gradients", title, caption, traces, picture)
 
 
 def rates(run: RunRecord) -> Figure | None:
@@ -168,16 +189,22 @@ def rates(run: RunRecord) -> Figure | None:
     if not rate[0]:
         return None
     upper = line(thin(rate), "learning rate", colour("student"))
-    title = f"The learning rate peaks at {format_lr(max(rate[1]))} and ends at {format_lr(rate[1][-1])}"
+    title = f"The learning rate peaks at {_unbroken(max(rate[1]))} and ends at {_unbroken(rate[1][-1])}"
     axis = y_axis("learning rate", tickformat=".1e", rangemode="tozero")
     caption = "Counted in optimizer steps; a refused step does not move it."
     if len(set(scale[1])) < 2 and scale[1][:1] in ([], [1.0]):
-        return Figure("rates", title, f"{caption} No loss scale is in use.", [upper], layout(axis, height=380))
+        picture = layout(last_step(run), axis, height=380)
+        return Figure("rates", title, f"{caption} No loss scale is in use.", [upper], picture)
     lower = line(thin(scale), "loss scale", colour("ink"), width=1.5) | {"yaxis": "y2"}
     lower["line"]["shape"] = "hv"
     title += f"; the loss scale at {format_count(scale[1][-1])}"
-    picture = two_panels(axis, y_axis_for("loss scale", scale[1]))
+    picture = two_panels(last_step(run), axis, y_axis_at("loss scale", scale[1]))
     return Figure("rates", title, caption, [upper, lower], picture)
+
+
+def _unbroken(rate: float) -> str:
+    """A rate that no line break can cut at its hyphen."""
+    return format_lr(rate).replace("-", "\u2011")
 
 
 def pace(run: RunRecord) -> Figure | None:
@@ -186,13 +213,13 @@ def pace(run: RunRecord) -> Figure | None:
     memory = on_gpu if on_gpu[0] else curve(run.kept_steps, "memory_gb", above=0)
     if not speed[0]:
         return None
-    upper = line(thin(speed), "tokens a second", colour("student"), width=1.2)
+    upper = noisy(speed, "each step", "tokens a second, smoothed")
     title = f"{format_count(statistics.median(speed[1]))} tokens a second"
     axis = y_axis("tokens / s", rangemode="tozero", tickformat=",d")
     if not memory[0]:
-        return Figure("pace", title, "Memory was not recorded.", [upper], layout(axis, height=380))
+        return Figure("pace", title, "Memory was not recorded.", upper, layout(last_step(run), axis, height=380))
     where = "on the GPU" if on_gpu[0] else "of the process"
     lower = line(thin(memory), f"memory {where}", colour("ink"), width=1.5) | {"yaxis": "y2"}
     title += f"; memory {where} peaks at {format_result(max(memory[1]))} GB"
-    picture = two_panels(axis, y_axis("memory, GB", rangemode="tozero"))
-    return Figure("pace", title, "The median over the steps, and the memory after each.", [upper, lower], picture)
+    picture = two_panels(last_step(run), axis, y_axis("memory, GB", rangemode="tozero"))
+    return Figure("pace", title, "The median over the steps, and the memory after each.", [*upper, lower], picture)

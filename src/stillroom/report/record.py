@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ class RunRecord:
     def of(self, kind: str) -> list[Event]:
         return [event for event in self.events if event.get("event") == kind]
 
-    @property
+    @cached_property
     def start(self) -> Mapping[str, Any]:
         """The last start: a resumed run may have moved to another machine."""
         starts = self.of("run_start")
@@ -58,15 +59,16 @@ class RunRecord:
 
     @property
     def is_finished(self) -> bool:
-        return clean(self.summary.get("status") or self.end.get("status")) in FINISHED
+        status = clean(self.summary.get("status") or self.end.get("status"))
+        return status in FINISHED or self.end.get("exit_code") == 0
 
-    @property
+    @cached_property
     def kept_steps(self) -> list[Event]:
         """The steps that made the student, in order; after a rollback the later attempt counts."""
         kept = {event["step"]: event for event in self.of("step") if _is_kept(event)}
         return [kept[step] for step in sorted(kept)]
 
-    @property
+    @cached_property
     def refused_steps(self) -> list[Event]:
         """Attempts that changed nothing: refused step records, and guard events that have none."""
         steps = [event for event in self.of("step") if _has_step(event) and not _is_kept(event)]
@@ -75,7 +77,7 @@ class RunRecord:
         guarded = [{**mapping(event, "evidence"), **event} for event in guards]
         return sorted(steps + guarded, key=lambda event: int(event["step"]))
 
-    @property
+    @cached_property
     def evals(self) -> list[Event]:
         """One evaluation a step, in order, of those that gave a number."""
         found = {event["step"]: event for event in self.of("eval") if _has_step(event)}

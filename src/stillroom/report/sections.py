@@ -24,6 +24,7 @@ from stillroom.telemetry.wording import (
 MAX_GUARD_ROWS = 60
 MAX_SAMPLES = 12
 MAX_SAMPLE_CHARACTERS = 1600
+MAX_SETTING_CHARACTERS = 300
 
 ROWS = (
     ("teacher", "teacher"),
@@ -67,7 +68,9 @@ def results_table(run: RunRecord) -> Html | None:
 
 
 def _number_cell(column: str, value: str) -> Html:
-    return element("td", value if value != "-" else Html("&ndash;"), data_label=column)
+    if value == "-":
+        return element("td", Html("&ndash;"), data_label=column, class_="absent")
+    return element("td", value, data_label=column)
 
 
 def _data_note(run: RunRecord) -> list[Html]:
@@ -118,15 +121,21 @@ def guard_table(run: RunRecord) -> Html:
 def _guard_row(event: Event) -> Html:
     action = clean(event.get("action"))
     samples = ", ".join(clip(name, 32) for name in items(event, "sample_ids")[:4])
-    evidence = "  ".join(f"{name} {value}" for name, value in _flat(mapping(event, "evidence")))
+    evidence = ", ".join(f"{name} {value}" for name, value in _flat(_with_words(mapping(event, "evidence"))))
     return element(
         "tr",
         element("td", show(event, "step", format_count), data_label="step", class_="number"),
         element("td", element("span", action, class_="action"), data_label="action"),
-        element("td", event.get("reason") or "", data_label="reason", class_="prose"),
-        element("td", samples, data_label="samples"),
+        element("td", event.get("reason") or "", data_label="reason"),
+        element("td", samples, data_label="samples", class_="names"),
         element("td", clip(evidence, 160), data_label="evidence", class_="evidence"),
     )
+
+
+def _with_words(evidence: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The record as it was measured: `nan` where null and a sibling stand for it."""
+    siblings = {key for key in evidence if key.endswith("_nonfinite")}
+    return {key: evidence.get(f"{key}_nonfinite", value) for key, value in evidence.items() if key not in siblings}
 
 
 # -- samples ---------------------------------------------------------------------------------------------
@@ -199,11 +208,10 @@ def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, st
 
 
 def _told(value: Any) -> str:
-    if isinstance(value, str):
-        return clean(value)
     if isinstance(value, float):
         return f"{value:.6g}"
-    return json.dumps(value, ensure_ascii=False)
+    told = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return clip(told, MAX_SETTING_CHARACTERS)
 
 
 def notes_list(run: RunRecord) -> Html | None:

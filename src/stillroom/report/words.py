@@ -17,7 +17,7 @@ from stillroom.telemetry.wording import (
 
 
 def headline(run: RunRecord) -> list[str]:
-    """One to four sentences, the most important first; the bad news first of all."""
+    """A few sentences, the most important first; the bad news first of all."""
     return [*_how_it_ended(run), *_what_was_reached(run), *_against_plain_training(run)]
 
 
@@ -25,7 +25,7 @@ def _how_it_ended(run: RunRecord) -> list[str]:
     if run.is_finished:
         return []
     steps = run.kept_steps
-    if not steps and not run.evals:
+    if not steps and not run.evals and not run.end:
         return ["Nothing of this run's training was recorded."]
     planned = f" of {format_count(run.num_steps_planned)}" if run.num_steps_planned else ""
     place = f"step {format_count(steps[-1]['step'] if steps else 0)}{planned}"
@@ -33,8 +33,11 @@ def _how_it_ended(run: RunRecord) -> list[str]:
     code = as_number(run.end.get("exit_code"))
     if not status:
         return [f"The run did not finish: its record breaks off at {place}."]
-    reason = f" (exit code {code:.0f})" if code else ""
-    return [f"The run did not finish: it ended as \u201c{status}\u201d at {place}{reason}."]
+    code_part = f" (exit code {code:.0f})" if code else ""
+    reason = clean(run.end.get("reason") or "").rstrip(".")
+    if reason:
+        return [f"The run did not finish: it ended at {place}{code_part}.", f"The reason given: {reason}."]
+    return [f"The run did not finish: it ended as \u201c{status}\u201d at {place}{code_part}."]
 
 
 def _what_was_reached(run: RunRecord) -> list[str]:

@@ -196,16 +196,16 @@ class ConsoleView:
                 gone.close()
 
     def _moment(self, event: Mapping[str, Any]) -> Moment:
-        self._num_skipped += event.get("verdict") == "skip"
+        told = as_number(event.get("skipped"))  # of the whole run, which may have begun in another process
+        self._num_skipped = self._num_skipped + (event.get("verdict") == "skip") if told is None else int(told)
         step = event.get("step")
         place = step if isinstance(step, int) else 0
-        temperature = as_number(event.get("temperature"))
-        told = self._temperature if temperature is None else temperature
+        temperature = as_number(event.get("temperature", self._temperature))
         return Moment(
             event,
             num_steps=self._num_steps,
             num_skipped=self._num_skipped,
-            components=say.component_lines(event, told) if place <= self._first_steps else [],
+            components=say.component_lines(event, temperature) if place <= self._first_steps else [],
             is_due=place % self._log_steps == 0 or place == self._num_steps,
         )
 

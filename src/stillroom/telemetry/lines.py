@@ -28,7 +28,7 @@ Fields = Mapping[str, Any]
 Format = Callable[[float], str]
 
 NUM_SAMPLES_NAMED = 3
-SAMPLE_WIDTH = 68
+SAMPLE_WIDTH = 66
 
 # The rows of the last table, as they are called in summary.json and on the screen.
 RESULT_ROWS = (
@@ -215,9 +215,9 @@ def guard_line(event: Fields) -> str:
 
 
 def sample_lines(event: Fields) -> list[str]:
-    lines = [f"sample   {clip(event.get('prompt'), SAMPLE_WIDTH)}"]
+    lines = [f"sample       {clip(event.get('prompt'), SAMPLE_WIDTH)}"]
     voices = ("teacher", "student", "reference")
-    return lines + [f"  {voice:<9}{clip(event[voice], SAMPLE_WIDTH)}" for voice in voices if event.get(voice)]
+    return lines + [f"  {voice:<9}  {clip(event[voice], SAMPLE_WIDTH)}" for voice in voices if event.get(voice)]
 
 
 def resume_line(event: Fields) -> str:
@@ -225,9 +225,15 @@ def resume_line(event: Fields) -> str:
 
 
 def end_line(event: Fields) -> str:
-    steps, seconds = show(event, "steps", format_count), show(event, "seconds", format_duration)
-    code = event.get("exit_code")
-    return f"{clean(event.get('status'))}  {steps} steps in {seconds}" + (f"  exit code {code}" if code else "")
+    parts = [clean(event.get("status") or "ended")]
+    if as_number(event.get("steps")) is not None:
+        steps, seconds = show(event, "steps", format_count), show(event, "seconds", format_duration)
+        parts.append(f"{steps} steps in {seconds}")
+    if event.get("exit_code"):
+        parts.append(f"exit code {clean(event['exit_code'])}")
+    if event.get("reason"):
+        parts.append(clean(event["reason"]))
+    return "  ".join(parts)
 
 
 # -- the end ---------------------------------------------------------------------------------------------
@@ -251,3 +257,41 @@ def summary_lines(summary: Fields, report: object = None) -> list[str]:
     if report is not None:
         lines.append(f"report  {clean(report)}")
     return lines
+
+
+# -- a model on its own ----------------------------------------------------------------------------------
+
+ASSESSMENT_ROWS: tuple[tuple[str, str, Format], ...] = (
+    ("perplexity", "perplexity", format_result),
+    ("bits_per_byte", "bits/byte", format_result),
+    ("kl", "KL to teacher", format_result),
+    ("agreement", "agreement", format_percent),
+    ("acceptance", "acceptance", format_percent),
+    ("parameters", "parameters", format_count),
+    ("weight_megabytes", "weights, MB", format_result),
+    ("tokens_per_second", "tokens/s", format_count),
+    ("tokens", "tokens scored", format_count),
+    ("unscored_tokens", "tokens not scored", format_count),
+)
+
+
+def assessment_lines(result: Fields) -> list[str]:
+    """The yardsticks of a model, one a line, and of its teacher beside it."""
+    voices = [(name, section(result, name)) for name in ("student", "teacher") if section(result, name)]
+    lines = [f"{key:<6}  {clean(result[key])}" for key in ("model", "data", "device") if result.get(key)]
+    if len(voices) > 1:
+        lines.append(f"{'':<18}" + "".join(f"  {name:>12}" for name, _ in voices))
+    for key, label, form in ASSESSMENT_ROWS:
+        values = [show(row, key, form) for _, row in voices]
+        if any(value != "-" for value in values):
+            lines.append(f"{label:<18}" + "".join(f"  {value:>12}" for value in values))
+    if reading(result, "retention") is not None:
+        lines.append(
+            f"retention  {show(result, 'retention', format_percent)} (teacher's perplexity over the student's)"
+        )
+    memory = " and ".join(
+        f"{show(result, key, format_result)} GB {where}"
+        for key, where in (("memory_gb", "of the process"), ("gpu_memory_gb", "on the GPU"))
+        if as_number(result.get(key))
+    )
+    return [*lines, f"memory  {memory}"] if memory else lines

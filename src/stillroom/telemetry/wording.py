@@ -73,17 +73,21 @@ def format_lr(value: float) -> str:
 
 
 def format_loss(value: float) -> str:
-    """Three decimals where they mean something: 2.314, 0.412, 95.873, 1,204.5, 3.10e-05."""
-    size = abs(value)
-    if size != 0 and (size < 1e-3 or size >= 1e6):
-        return f"{value:.2e}"
-    return f"{value:,.1f}" if size >= 1000 else f"{value:.3f}"
+    """Three decimals where they mean something: 2.314, 0.412, 95.873, 1,204.5, 0.00812, 3.10e-05."""
+    if abs(value) < 1e6:
+        return f"{value:,.1f}" if abs(value) >= 1000 else _small(value, 3)
+    return f"{value:.2e}"
 
 
 def format_norm(value: float) -> str:
-    """Two decimals, or three significant digits where two decimals would say nothing."""
-    size = abs(value)
-    return f"{value:.2f}" if size == 0 or 0.01 <= size < 1000 else f"{value:.2e}"
+    """Two decimals, or three significant digits where two decimals would say little: 0.83, 0.0123, 2.50e+04."""
+    return _small(value, 2) if abs(value) < 1000 else f"{value:.2e}"
+
+
+def _small(value: float, decimals: int) -> str:
+    if value == 0 or abs(value) >= 0.1:
+        return f"{value:.{decimals}f}"
+    return f"{value:#.3g}" if abs(value) >= 1e-3 else f"{value:.2e}"
 
 
 def format_result(value: float) -> str:

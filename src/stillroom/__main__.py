@@ -1,0 +1,5 @@
+"""`python -m stillroom` is `stillroom`."""
+
+from stillroom.cli import main
+
+main()

@@ -1,0 +1,239 @@
+"""The command line. Nothing heavy is imported before a command needs it: `--help` loads no torch."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from stillroom.config import load, parse_assignments, preset_names, preset_text
+from stillroom.errors import ConfigError, StillroomError
+
+if TYPE_CHECKING:
+    from stillroom.engine.distill import Result
+
+app = typer.Typer(
+    name="stillroom",
+    help="Distil a large language model into a small one, and do not fall over.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+# Settings that make a run something else than the embedded demo with its baselines.
+_NOT_THE_DEMO = ("teacher.", "student.", "data.", "objectives.")
+_DRY_RUN = {"train.max_steps": 5, "train.eval_steps": 5, "train.save_steps": 5}
+
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1; auto takes a GPU where there is one")]
+AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object instead of text")]
+
+
+@app.command()
+def distill(
+    config: Annotated[Path | None, typer.Argument(help="TOML or JSON file; without it the embedded demo runs")] = None,
+    preset: Annotated[str | None, typer.Option(help="named settings to start from, see `stillroom presets`")] = None,
+    teacher: Annotated[str | None, typer.Option(help="folder, hub id, or builtin:teacher")] = None,
+    student: Annotated[str | None, typer.Option(help="folder, hub id, or builtin:student")] = None,
+    data: Annotated[str | None, typer.Option(help="file, glob, hf:NAME, or builtin:stdlib")] = None,
+    eval_data: Annotated[str | None, typer.Option(help="held-out data; else a share of --data is held out")] = None,
+    out: Annotated[Path | None, typer.Option(help="folder of the run; one with an unfinished run is resumed")] = None,
+    max_steps: Annotated[int | None, typer.Option(help="optimizer steps")] = None,
+    precision: Annotated[str | None, typer.Option(help="auto, fp32, fp16-mixed, fp16-master, fp16-split ...")] = None,
+    device: Device = "auto",
+    seed: Annotated[int | None, typer.Option(help="of weights, order and rounding")] = None,
+    dry_run: Annotated[bool, typer.Option(help="five real steps with evaluation, save and report")] = False,
+    max_minutes: Annotated[float | None, typer.Option(help="save and stop after so long, exit code 75")] = None,
+    strict: Annotated[bool, typer.Option(help="halt at the first value that is not finite")] = False,
+    inject: Annotated[str, typer.Option(help="faults on purpose, e.g. nan_weight@40,teacher_nan@60x5")] = "",
+    set_: Annotated[list[str] | None, typer.Option("--set", help="any setting, e.g. train.learning_rate=1e-4")] = None,
+    progress: Annotated[bool, typer.Option(help="live progress on a terminal")] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Distil a teacher into a student. With no argument: the embedded demo."""
+    named = {
+        "teacher.model": teacher,
+        "student.model": student,
+        "data.train": data,
+        "data.eval": eval_data,
+        "train.max_steps": max_steps,
+        "train.seed": seed,
+        "train.max_minutes": max_minutes,
+        "precision.mode": precision,
+    }
+    overrides: dict[str, Any] = {key: value for key, value in named.items() if value is not None}
+    if strict:
+        overrides["guard.on_nonfinite"] = "halt"
+    overrides.update(parse_assignments(set_ or []))
+    if dry_run:
+        overrides.update(_DRY_RUN)
+    is_demo = config is None and preset is None and not any(key.startswith(_NOT_THE_DEMO) for key in overrides)
+    loaded = load(config, preset=preset or ("demo" if is_demo else None), overrides=overrides)
+    folder = out or Path("runs") / f"{config.stem if config else preset or 'demo'}-{datetime.now():%Y%m%d-%H%M%S}"
+
+    def job(view: Any) -> Result:
+        if is_demo and not dry_run and not inject:
+            from stillroom.demo import run_demo
+
+            return run_demo(loaded.config, folder, device=device, listeners=(view.handle,))
+        from stillroom.engine.distill import distill as run
+
+        return run(
+            loaded.config, folder, device=device, inject=inject, listeners=(view.handle,), notes=loaded.notes
+        )
+
+    _run_and_report(job, as_json=as_json, progress=progress)
+
+
+@app.command()
+def resume(
+    run: Annotated[Path, typer.Argument(help="folder of a run")],
+    device: Device = "auto",
+    max_minutes: Annotated[float | None, typer.Option(help="save and stop after so long, exit code 75")] = None,
+    progress: Annotated[bool, typer.Option(help="live progress on a terminal")] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Continue a run, bit for bit."""
+
+    def job(view: Any) -> Result:
+        from stillroom.demo import is_demo_run, resume_demo
+        from stillroom.engine.distill import resume as go_on
+
+        listeners = (view.handle,)
+        if is_demo_run(run):
+            return resume_demo(run, device=device, max_minutes=max_minutes, listeners=listeners)
+        return go_on(run, device=device, max_minutes=max_minutes, listeners=listeners)
+
+    _run_and_report(job, as_json=as_json, progress=progress)
+
+
+@app.command("eval")
+def eval_(
+    model: Annotated[str, typer.Option(help="folder, hub id, or builtin:teacher")],
+    data: Annotated[str, typer.Option(help="file, glob, hf:NAME, or builtin:stdlib")],
+    teacher: Annotated[str | None, typer.Option(help="compare with this model")] = None,
+    max_length: Annotated[int, typer.Option(help="tokens in a row")] = 256,
+    batch_size: Annotated[int, typer.Option(help="rows at once")] = 8,
+    max_batches: Annotated[int, typer.Option(help="0: all")] = 0,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Perplexity and bits per byte of a model; against a teacher also KL, agreement and acceptance rate."""
+    from stillroom.assess import assess
+
+    result = assess(
+        model,
+        data,
+        teacher=teacher,
+        max_length=max_length,
+        batch_size=batch_size,
+        max_batches=max_batches,
+        device=device,
+    )
+    if as_json:
+        _print_json(result)
+        return
+    from stillroom.telemetry.lines import assessment_lines
+
+    for line in assessment_lines(result):
+        typer.echo(line)
+
+
+@app.command()
+def generate(
+    model: Annotated[str, typer.Argument(help="folder, hub id, or builtin:teacher")],
+    prompt: Annotated[str, typer.Option(help="text to continue")],
+    max_new_tokens: Annotated[int, typer.Option(help="length of the continuation")] = 64,
+    temperature: Annotated[float, typer.Option(help="0: the likeliest token each time")] = 0.0,
+    seed: Annotated[int, typer.Option(help="of the sampling")] = 0,
+    device: Device = "auto",
+) -> None:
+    """Continue a prompt."""
+    from stillroom.assess import continue_text
+    from stillroom.telemetry.wording import clean
+
+    text = continue_text(
+        model, prompt, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, device=device
+    )
+    typer.echo(clean(prompt + text, keep_lines=True))
+
+
+@app.command()
+def presets(name: Annotated[str | None, typer.Argument(help="print this one with its reasons")] = None) -> None:
+    """List the presets, or print one with its reasons."""
+    if name is not None:
+        typer.echo(preset_text(name).rstrip())
+        return
+    width = max(len(known) for known in preset_names())
+    for known in preset_names():
+        first = preset_text(known).splitlines()[0].lstrip("# ")
+        typer.echo(f"{known:<{width}}  {first}")
+
+
+@app.command()
+def report(run: Annotated[Path, typer.Argument(help="folder of a run")]) -> None:
+    """Write (or rewrite) report.html of a run."""
+    from stillroom.report import write_report
+
+    if not (run / "events.jsonl").exists():
+        raise ConfigError(f"{run} holds no run: there is no events.jsonl", advice=["give the folder of a run"])
+    typer.echo(str(write_report(run)))
+
+
+# -- shared ----------------------------------------------------------------------------------------------
+
+
+def _run_and_report(job: Callable[[Any], Result], *, as_json: bool, progress: bool) -> None:
+    """Run a job with a view on its events, write the report, and end with the result."""
+    from stillroom.telemetry.console import ConsoleView
+
+    with ConsoleView("quiet" if as_json else "auto" if progress else "plain") as view:
+        result = job(view)
+        from stillroom.report import write_report
+
+        path = write_report(result.folder)
+        if as_json:
+            _print_json({"folder": str(result.folder), **result.summary})
+        else:
+            view.finish(result.summary, path)
+
+
+def _print_json(value: dict[str, Any]) -> None:
+    from stillroom.telemetry.events import strict
+
+    typer.echo(json.dumps(strict(value), indent=1, allow_nan=False))
+
+
+def _with_dashes(arguments: list[str]) -> list[str]:
+    """`--max_steps` means `--max-steps`; values and `--set a_b=c` stay as they are."""
+    out = []
+    for argument in arguments:
+        if argument.startswith("--") and "_" in argument:
+            name, equals, value = argument.partition("=")
+            argument = name.replace("_", "-") + equals + value
+        out.append(argument)
+    return out
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run a command; every end has an exit code, and every bad end one screen of explanation."""
+    words = _with_dashes(list(sys.argv[1:] if arguments is None else arguments))
+    try:
+        app(args=words)
+    except StillroomError as error:
+        if "--json" in words:
+            shown = {"error": error.what, "where": error.where, "advice": list(error.advice)}
+            typer.echo(json.dumps({**shown, "exit_code": error.exit_code}))
+        from stillroom.telemetry.console import render_error
+
+        render_error(error)
+        raise SystemExit(error.exit_code) from None
+    except KeyboardInterrupt:
+        typer.echo("stopped by a second Ctrl-C; what was saved before can be resumed", err=True)
+        raise SystemExit(130) from None

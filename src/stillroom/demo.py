@@ -1,0 +1,166 @@
+"""The embedded default as a story: a distilled student beside honest baselines.
+
+The teacher saw much text, you have little. The same student is trained three times on the same small transfer
+set: by the teacher, on the labels with as many tokens, and on the labels with as much compute (the teacher's
+forward passes paid back as further steps). Each keeps its best student by held-out perplexity, and the
+baselines have learning rates and decay of their own, found by the search in benchmarks/demo.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stillroom.config import Config
+from stillroom.data import fixed_batches, open_eval
+from stillroom.engine.build import find_device
+from stillroom.engine.distill import Result, distill, write_summary
+from stillroom.engine.folder import read_config
+from stillroom.errors import BrokenAtStart
+from stillroom.evaluate import evaluate
+from stillroom.models import Student, anatomy, load_student, load_teacher, load_tokenizer
+from stillroom.precision import resolve
+from stillroom.teachers import LiveTeacher
+
+Listeners = tuple[Callable[[dict[str, Any]], None], ...]
+
+# The best of the committed search (benchmarks/demo/results) for plain cross-entropy on the same transfer set.
+_BASELINES = {
+    "baseline": {"learning_rate": 4e-3, "weight_decay": 0.1},
+    "baseline_equal_compute": {"learning_rate": 4e-3, "weight_decay": 0.1},
+}
+_FOLDERS = {"baseline": "equal-tokens", "baseline_equal_compute": "equal-compute"}
+
+
+def run_demo(config: Config, folder: Path, *, device: str = "auto", listeners: Listeners = ()) -> Result:
+    """Distil, train both baselines, compare. Each part can be interrupted and goes on where it stood."""
+    tell = _teller(listeners)
+    result = distill(config, folder, device=device, listeners=listeners)
+    summary = dict(result.summary)
+    if "baseline_equal_compute" in summary:
+        return result
+    ratio = compute_ratio(summary["teacher"]["parameters"], summary["student"]["parameters"])
+    steps = {"baseline": summary["steps"], "baseline_equal_compute": round(summary["steps"] * ratio)}
+    for name, chosen in _BASELINES.items():
+        kind = _FOLDERS[name].replace("-", " ")
+        tell(f"now the same student on plain cross-entropy, at {kind}: {steps[name]:,} steps")
+        plain = baseline_config(config, steps[name], **chosen)
+        done = distill(plain, folder / "baselines" / _FOLDERS[name], device=device, listeners=listeners)
+        summary[name] = _compared(done, config, device, chosen)
+    summary["compute_ratio"] = ratio
+    summary["story"] = tell_story(summary)
+    write_summary(folder, summary)
+    if summary["teacher"]["perplexity"] >= summary["baseline"]["perplexity"]:
+        raise BrokenAtStart(
+            "the teacher is not better than the plain student: there is nothing to distil",
+            where="builtin:teacher",
+            advice=["rebuild it with scripts/make_builtin_teacher.py", "or use a stronger teacher with --teacher"],
+        )
+    return Result(folder, summary)
+
+
+def compute_ratio(teacher_parameters: int, student_parameters: int) -> float:
+    """Compute of a distillation step over that of a plain step.
+
+    A teacher's forward pass costs 2 operations a parameter and token, a student's training step 6.
+    """
+    return 1.0 + teacher_parameters / (3.0 * student_parameters)
+
+
+def baseline_config(config: Config, steps: int, *, learning_rate: float, weight_decay: float) -> Config:
+    """The same run on labels alone. Evaluations are spread over the longer run; the best one counts."""
+    table = config.to_dict()
+    table["objectives"]["kd"]["weight"] = 0.0
+    table["objectives"]["ce"]["weight"] = 1.0
+    interval = max(1, steps * config.train.eval_steps // max(config.train.max_steps, 1))
+    table["train"] |= {
+        "max_steps": steps,
+        "learning_rate": learning_rate,
+        "weight_decay": weight_decay,
+        "eval_steps": interval,
+        "save_steps": interval,
+    }
+    table["eval"]["samples"] = 0
+    return Config.model_validate(table)
+
+
+def _compared(done: Result, config: Config, device: str, chosen: dict[str, float]) -> dict[str, Any]:
+    """A baseline's student beside the teacher, on the same held-out batches."""
+    where = find_device(device)
+    section = config.student.model_copy(update={"model": str(done.folder / "student"), "init": "pretrained"})
+    student, _why = load_student(section, seed=config.train.seed)
+    tokenizer = load_tokenizer(section, section.model)
+    teacher = load_teacher(config.teacher, torch.float32)
+    size = anatomy(student).vocab_rows
+    corpus = open_eval(config.data.eval or config.data.train, tokenizer, config.data)
+    batches = fixed_batches(
+        corpus.evaluation, config.eval.batch_size or config.train.batch_size, config.eval.max_batches
+    )
+    found = evaluate(
+        Student(student.to(where), vocab_size=size),
+        batches,
+        precision=resolve("fp32", where),
+        teacher=LiveTeacher(teacher, vocab_size=size, device=where, offload=False, is_described=True),
+    )
+    summary = done.summary
+    return {
+        **found.yardsticks(),
+        "parameters": anatomy(student).num_parameters,
+        "steps": summary["steps"],
+        "best_step": summary["best_step"],
+        "tokens": summary["tokens"],
+        "seconds": summary["seconds"],
+        **chosen,
+    }
+
+
+def tell_story(summary: dict[str, Any]) -> str:
+    """Where the gain comes from, in words that the numbers support."""
+    student = summary["student"]["perplexity"]
+    teacher = summary["teacher"]["perplexity"]
+    tokens, compute = summary["baseline"]["perplexity"], summary["baseline_equal_compute"]["perplexity"]
+    better = min(tokens, compute)
+    said = (
+        f"The transfer set has {summary['transfer_tokens']:,} tokens; the teacher saw about ten times as many. "
+        f"Distilled, the student reaches perplexity {student:.1f}; on the labels alone {tokens:.1f} with as many "
+        f"tokens and {compute:.1f} with as much compute. "
+    )
+    if student < better:
+        closed = (better - student) / (better - teacher)
+        return said + (
+            f"That closes {closed:.0%} of the gap between the better baseline and the teacher ({teacher:.1f}). "
+            "The gain is the teacher's knowledge of text the student never saw; with all of that text at hand, "
+            "plain training at equal compute would win."
+        )
+    return said + "Distillation did not pay here."
+
+
+# -- resuming --------------------------------------------------------------------------------------------
+
+
+def is_demo_run(folder: Path) -> bool:
+    return (folder / "baselines").is_dir()
+
+
+def resume_demo(folder: Path, *, device: str, max_minutes: float | None, listeners: Listeners) -> Result:
+    config = read_config(folder)
+    if max_minutes is not None:
+        config = config.model_copy(update={"train": config.train.model_copy(update={"max_minutes": max_minutes})})
+    return run_demo(config, folder, device=device, listeners=listeners)
+
+
+def _teller(listeners: Listeners) -> Callable[[str], None]:
+    def tell(text: str) -> None:
+        for listener in listeners:
+            listener({"event": "note", "text": text})
+
+    return tell
+
+
+def load_summary(folder: Path) -> dict[str, Any]:
+    summary: dict[str, Any] = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    return summary

@@ -1,0 +1,144 @@
+"""The row kernel in C++ (native/rows.cpp), called through ctypes: no torch headers, no build tools beyond a compiler.
+
+It serves FP32 rows on a CPU. What it does not know (FP64, a GPU, a teacher that is being trained, a divergence that
+somebody registered) goes to the plain kernel, which computes the same.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from stillroom.objectives import divergence as family
+from stillroom.objectives.base import Divergence, Logits, RowPlan, Rows, TeacherRows
+from stillroom.objectives.kernel_plain import PlainKernel, finish
+from stillroom.objectives.sparse import keep_top_k
+from stillroom.types import SampledSignal, TopKSignal
+
+
+class _Head(ctypes.Structure):
+    _fields_ = (
+        ("raw", ctypes.c_void_p),
+        ("stride", ctypes.c_int64),
+        ("bias", ctypes.c_void_p),
+        ("scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+    )
+
+
+class _Job(ctypes.Structure):
+    _fields_ = (
+        ("num_rows", ctypes.c_int64),
+        ("num_columns", ctypes.c_int64),
+        ("num_threads", ctypes.c_int64),
+        ("student", _Head),
+        ("teacher", _Head),
+        ("ids", ctypes.c_void_p),
+        ("values", ctypes.c_void_p),
+        ("side", ctypes.c_void_p),
+        ("num_kept", ctypes.c_int64),
+        ("targets", ctypes.c_void_p),
+        ("temperatures", ctypes.c_void_p),
+        ("kd_weights", ctypes.c_void_p),
+        ("ce_weights", ctypes.c_void_p),
+        ("kd", ctypes.c_void_p),
+        ("ce", ctypes.c_void_p),
+        ("is_bad", ctypes.c_void_p),
+        ("kind", ctypes.c_int32),
+        ("divergence", ctypes.c_int32),
+        ("place", ctypes.c_float),
+        ("has_ce", ctypes.c_int32),
+        ("wants_gradient", ctypes.c_int32),
+    )
+
+
+_DENSE, _TOP_K, _SAMPLED = 1, 2, 3
+
+
+class CompiledKernel:
+    """See the module's docstring. `library` is what kernel_build made."""
+
+    name = "compiled"
+
+    def __init__(self, library: Path) -> None:
+        self._run = ctypes.CDLL(str(library)).stillroom_rows
+        self._run.argtypes, self._run.restype = (ctypes.POINTER(_Job),), ctypes.c_int32
+        self._plain = PlainKernel()
+
+    def run(self, student: Logits, teacher: TeacherRows | None, rows: Rows, plan: RowPlan) -> None:
+        code = _code_of(plan.divergence)
+        raw = student.raw
+        if code is None or plan.wants_teacher or raw.dtype != torch.float32 or raw.device.type != "cpu":
+            self._plain.run(student, teacher, rows, plan)
+            return
+        if isinstance(teacher, Logits) and plan.top_k:
+            teacher = keep_top_k(finish(teacher), plan.top_k, rows.temperatures)
+        job, kept_alive = _job(student, teacher, rows, plan, code)
+        status = self._run(ctypes.byref(job))
+        del kept_alive  # the job holds bare addresses: the tensors behind them had to outlive the call
+        if status != 0:
+            raise IndexError(f"a target or a teacher's id lies outside the vocabulary of {raw.shape[1]:,} tokens")
+
+
+def _job(
+    student: Logits, teacher: TeacherRows | None, rows: Rows, plan: RowPlan, code: tuple[int, float]
+) -> tuple[_Job, list[Tensor]]:
+    """The call's arguments, and the tensors they point into."""
+    kept_alive: list[Tensor] = []
+
+    def address(tensor: Tensor, dtype: torch.dtype = torch.float32) -> int:
+        tensor = tensor.to(dtype).contiguous()
+        kept_alive.append(tensor)
+        return tensor.data_ptr()
+
+    def head(logits: Logits) -> _Head:
+        bias = None if logits.bias is None else address(logits.bias)
+        return _Head(logits.raw.data_ptr(), logits.raw.stride(0), bias, logits.scale, logits.softcap or 0.0)
+
+    job = _Job(
+        num_rows=student.raw.shape[0],
+        num_columns=student.raw.shape[1],
+        num_threads=torch.get_num_threads(),
+        student=head(student),
+        targets=address(rows.targets, torch.int64),
+        temperatures=address(rows.temperatures),
+        kd_weights=address(rows.kd_weights),
+        ce_weights=address(rows.ce_weights),
+        kd=rows.kd.data_ptr(),
+        ce=rows.ce.data_ptr(),
+        is_bad=rows.is_bad.data_ptr(),
+        divergence=code[0],
+        place=code[1],
+        has_ce=plan.has_ce,
+        wants_gradient=plan.wants_student,
+    )
+    if isinstance(teacher, Logits):
+        job.kind, job.teacher = _DENSE, head(teacher)
+    elif teacher is not None:
+        job.kind = _TOP_K if isinstance(teacher, TopKSignal) else _SAMPLED
+        job.num_kept, job.ids = teacher.ids.shape[1], address(teacher.ids, torch.int64)
+        job.values = address(teacher.weights if isinstance(teacher, SampledSignal) else teacher.log_probs)
+        job.side = address(teacher.entropy if isinstance(teacher, SampledSignal) else teacher.tail_log_mass)
+    return job, kept_alive
+
+
+def _code_of(divergence: Divergence | None) -> tuple[int, float] | None:
+    """The number of a divergence in rows.cpp and its beta or alpha; None where rows.cpp does not have it."""
+    match divergence:
+        case None | family.ForwardKL():
+            return 0, 0.0
+        case family.ReverseKL():
+            return 1, 0.0
+        case family.JensenShannon(beta):
+            return 2, beta
+        case family.SkewForwardKL(alpha):
+            return 3, alpha
+        case family.SkewReverseKL(alpha):
+            return 4, alpha
+        case family.TotalVariation():
+            return 5, 0.0
+        case _:
+            return None

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from stillroom.config import load, load_config, parse_assignments, preset_names
+from stillroom.config.schema import Config
+from stillroom.errors import ConfigError
+
+SEED_004 = {
+    "batch_size": 2,
+    "gradient_accumulation_steps": 16,
+    "learning_rate": 3e-5,
+    "warmup_steps": 500,
+    "max_length": 256,
+    "temperature": 2.0,
+    "kd_top_k": 256,
+    "use_curriculum": True,
+    "use_gradient_checkpointing": True,
+    "eval_steps": 2000,
+}
+
+
+def test_the_json_of_seed_004_is_accepted_as_it_stands(tmp_path: Path) -> None:
+    path = tmp_path / "emergency_fix_config.json"
+    path.write_text(json.dumps(SEED_004))
+    loaded = load(path)
+    config = loaded.config
+    assert (config.train.batch_size, config.train.gradient_accumulation_steps) == (2, 16)
+    assert config.train.learning_rate == 3e-5 and config.train.warmup_steps == 500
+    assert config.data.max_length == 256 and config.train.eval_steps == 2000
+    assert config.objectives.kd.temperature == 2.0 and config.objectives.kd.top_k == 256
+    assert config.student.gradient_checkpointing
+    assert len(loaded.notes) == len(SEED_004), "each mapping is said aloud"
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("train.lerning_rate", "train.learning_rate"),
+        ("train.max_step", "train.max_steps"),
+        ("objectives.kd.temprature", "objectives.kd.temperature"),
+        ("seeds", "train.seed"),
+    ],
+)
+def test_an_unknown_key_is_met_with_the_one_that_was_meant(key: str, meant: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(overrides={key: 1})
+    assert "unknown key" in caught.value.what and meant in " ".join(caught.value.advice)
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_preset_loads_and_explains_itself(name: str) -> None:
+    load_config(preset=name)
+    from stillroom.config import preset_text
+
+    text = preset_text(name)
+    assert text.startswith("# "), "the first line says what the preset is for"
+    for line in text.splitlines():
+        if "=" in line and not line.startswith("#"):
+            assert "#" in line, f"{name}: {line} has no reason"
+
+
+def test_later_sources_win_field_by_field(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('preset = "base"\n[train]\nlearning_rate = 0.5\nseed = 3\n')
+    config = load_config(path, overrides={"train.seed": 4})
+    assert config.train.learning_rate == 0.5 and config.train.seed == 4
+    assert config.train.schedule == "cosine"
+
+
+def test_assignments_are_toml_with_bare_words() -> None:
+    words = ["train.max_steps=10", "data.train=my file.jsonl", "train.learning_rate=1e-4", "student.init=random"]
+    assert parse_assignments(words) == {
+        "train.max_steps": 10,
+        "data.train": "my file.jsonl",
+        "train.learning_rate": 1e-4,
+        "student.init": "random",
+    }
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ({"objectives.kd.weight": 0.0}, "nothing to learn"),
+        ({"train.warmup_steps": 10, "train.max_steps": 10}, "leaves nothing"),
+        ({"train.learning_rate": -1}, "train.learning_rate"),
+        ({"precision.mode": "fp8"}, "precision.mode"),
+        ({"teacher.trust_remote_code": True}, "revision"),
+        ({"objectives.kd.temperature": 0.0}, "above 0"),
+    ],
+)
+def test_impossible_settings_are_refused_in_words(overrides: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_config(overrides=overrides)
+
+
+def test_a_resolved_configuration_reads_back_the_same() -> None:
+    config = load_config(preset="demo", overrides={"objectives.kd.weight": {"start": 1, "end": 0}})
+    assert Config.model_validate(json.loads(json.dumps(config.to_dict()))) == config

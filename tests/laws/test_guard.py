@@ -1,0 +1,141 @@
+"""The guard is pure: every law here is checked with plain numbers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stillroom.config.schema import GuardConfig
+from stillroom.guard import Guard
+from stillroom.types import Evidence, Examination
+
+SOUND = Examination(True, True, 2.0, 2.0)
+
+
+def evidence(loss: float = 2.0, norm: float = 1.0, **over: object) -> Evidence:
+    fields: dict[str, object] = {"step": 1, "loss": loss, "grad_norm": norm, "num_targets": 10}
+    return Evidence(**{**fields, **over})  # type: ignore[arg-type]
+
+
+def settled(steps: int = 60, **config: object) -> Guard:
+    """A guard that has accepted a while of ordinary training."""
+    guard = Guard(GuardConfig(**config))  # type: ignore[arg-type]
+    for index in range(steps):
+        seen = evidence(2.0 + 0.05 * math.sin(index), 1.0 + 0.1 * math.cos(index))
+        assert guard.judge(seen).action == "keep"
+        guard.accept(seen)
+    return guard
+
+
+@given(st.floats(allow_nan=True), st.floats(allow_nan=True), st.integers(0, 5))
+def test_nothing_that_is_not_finite_is_ever_kept(loss: float, norm: float, targets: int) -> None:
+    verdict = Guard(GuardConfig()).judge(evidence(loss, norm, num_targets=targets))
+    if verdict.action == "keep":
+        assert math.isfinite(loss) and math.isfinite(norm) and targets > 0
+
+
+@given(st.lists(st.floats(min_value=-1e30, max_value=1e30), min_size=1, max_size=80))
+def test_refused_evidence_never_enters_the_statistics(losses: list[float]) -> None:
+    guard = settled(20)
+    before = guard.windows()
+    for loss in losses:
+        if guard.judge(evidence(loss)).action != "keep":
+            assert guard.windows() == before
+
+
+def test_an_empty_batch_is_skipped() -> None:
+    assert Guard(GuardConfig()).judge(evidence(num_targets=0)).action == "skip"
+
+
+def test_overflow_is_retried_with_a_smaller_scale_then_examined() -> None:
+    guard = settled(max_retries=3)
+    overflow = {"norm": math.inf, "is_scaled": True, "loss_scale": 1024.0}
+    assert [guard.judge(evidence(**overflow, attempt=n)).action for n in range(4)] == ["retry"] * 3 + ["examine"]
+
+
+def test_overflow_at_the_floor_ends_with_23() -> None:
+    verdict = Guard(GuardConfig()).judge(evidence(norm=math.inf, is_scaled=True, is_scale_at_floor=True))
+    assert (verdict.action, verdict.exit_code) == ("halt", 23)
+
+
+def test_an_unscaled_overflow_is_not_retried() -> None:
+    assert settled().judge(evidence(norm=math.inf)).action == "examine"
+
+
+def test_strict_halts_at_the_first_nan_and_names_the_term() -> None:
+    guard = Guard(GuardConfig(on_nonfinite="halt"))
+    verdict = guard.judge(evidence(math.nan, terms={"ce": 2.0, "kd": math.nan}))
+    assert verdict.action == "halt" and "kd" in verdict.reason
+
+
+def test_a_spike_with_a_sound_canary_is_the_batch_s_fault() -> None:
+    guard = settled()
+    verdict = guard.judge(evidence(9.0))
+    assert verdict.action == "examine"
+    assert guard.diagnose(evidence(9.0), verdict.reason, SOUND).action == "skip"
+
+
+def test_a_spike_with_a_bad_canary_is_the_state_s_fault() -> None:
+    verdict = settled().diagnose(evidence(9.0), "loss", Examination(True, True, 8.0, 2.0))
+    assert verdict.action == "rollback" and verdict.backs_off
+
+
+def test_weights_that_are_not_finite_roll_back_at_full_learning_rate() -> None:
+    verdict = settled().diagnose(evidence(math.nan), "loss", Examination(False, True, math.nan, 2.0))
+    assert verdict.action == "rollback" and not verdict.backs_off
+
+
+def test_a_nan_canary_is_not_within_bounds() -> None:
+    assert settled().diagnose(evidence(9.0), "x", Examination(True, True, math.nan, 2.0)).action == "rollback"
+
+
+def test_spent_rollbacks_end_with_22() -> None:
+    guard = settled(max_rollbacks=2)
+    bad = Examination(False, True, math.nan, 2.0)
+    actions = [guard.diagnose(evidence(math.nan), "x", bad) for _ in range(3)]
+    assert [v.action for v in actions] == ["rollback", "rollback", "halt"]
+    assert actions[-1].exit_code == 22
+
+
+def test_a_reset_comes_once_when_asked_for() -> None:
+    guard = settled(max_rollbacks=0, on_exhausted="reset")
+    bad = Examination(False, True, math.nan, 2.0)
+    assert [guard.diagnose(evidence(math.nan), "x", bad).action for _ in range(2)] == ["reset", "halt"]
+
+
+def test_too_many_refusals_in_a_row_end_with_21() -> None:
+    guard = settled(max_consecutive=3)
+    verdicts = [guard.diagnose(evidence(9.0), "x", SOUND) for _ in range(3)]
+    assert [v.action for v in verdicts] == ["skip", "skip", "halt"]
+    assert verdicts[-1].exit_code == 21
+
+
+def test_a_teacher_at_fault_again_and_again_is_suspended() -> None:
+    guard = settled(fallback_after=2)
+    broken = evidence(9.0, terms={"kd": math.nan})
+    assert [guard.diagnose(broken, "x", SOUND).action for _ in range(2)] == ["skip", "fallback"]
+
+
+def test_another_phase_starts_new_statistics() -> None:
+    guard = settled()
+    assert guard.judge(evidence(20.0, phase="next")).action == "keep"
+
+
+def test_state_survives_a_round_trip() -> None:
+    guard = settled()
+    guard.diagnose(evidence(9.0), "x", SOUND)
+    twin = Guard(guard.config)
+    twin.load_state_dict(guard.state_dict())
+    assert twin.state_dict() == guard.state_dict()
+    assert twin.judge(evidence(9.0)) == guard.judge(evidence(9.0))
+
+
+@pytest.mark.parametrize("wobble", [0.0, 1e-6])
+def test_a_very_steady_run_tolerates_a_small_wobble(wobble: float) -> None:
+    guard = Guard(GuardConfig())
+    for index in range(60):
+        guard.accept(evidence(2.0 + wobble * (index % 2)))
+    assert guard.judge(evidence(2.1, 1.5)).action == "keep"

@@ -1,0 +1,180 @@
+"""Precision policies: what they keep, what they promise, and that the famous error cannot be reached."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from stillroom.config.schema import PrecisionConfig, TrainConfig
+from stillroom.errors import ConfigError
+from stillroom.precision import LossScale, ParameterGroup, choose, resolve, rounding
+from stillroom.precision.device import DeviceFacts
+from stillroom.precision.policy import POLICIES
+
+HALF_MODES = ["fp16-master", "fp16-split", "fp16-sr"]
+
+
+def parameters(seed: int = 0) -> list[tuple[str, nn.Parameter]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        ("matrix", nn.Parameter(0.02 * torch.randn(64, 64, generator=generator))),
+        ("gain", nn.Parameter(torch.ones(64))),
+    ]
+
+
+def train(mode: str, rate: float, steps: int = 100, moments: str = "float32") -> dict[str, torch.Tensor]:
+    """A small regression in a given precision: what moves, and how far."""
+    named = parameters()
+    precision = resolve(mode, config=PrecisionConfig(moments=moments))  # type: ignore[arg-type]
+    group = ParameterGroup("student", rate, tuple(named))
+    optimizer = precision.optimizer([group], TrainConfig(weight_decay=0.0))
+    generator = torch.Generator().manual_seed(1)
+    target = 0.02 * torch.randn(64, 64, generator=generator)
+    for _ in range(steps):
+        x = torch.randn(16, 64, generator=generator)
+        weight, gain = (p for _, p in named)
+        with precision.half_products():
+            y = (x.to(weight.dtype) @ weight.T * gain).float()
+        loss = (y - x @ target.T).square().mean()
+        precision.backward(loss)
+        precision.step(optimizer, 1.0, {"student": 1.0})
+        optimizer.zero_grad()
+    return {name: cell.storage.read() for name, cell in zip(("matrix", "gain"), optimizer.cells["student"], strict=True)}
+
+
+@pytest.mark.parametrize("mode", HALF_MODES)
+@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rate", [2e-3, 5e-6])
+def test_half_weights_move_as_far_as_full_ones(mode: str, moments: str, rate: float) -> None:
+    start = {name: p.data.clone() for name, p in parameters()}
+    exact, half = train("fp32", rate), train(mode, rate, moments=moments)
+    for name in start:
+        true, got = exact[name] - start[name], half[name] - start[name]
+        # Along the true direction: stochastic rounding adds noise across it, which averages out over weights.
+        progress = float((true * got).sum() / (true * true).sum())
+        assert progress == pytest.approx(1.0, abs=0.05)
+
+
+def test_plain_half_weights_do_not_move_at_a_small_rate() -> None:
+    """Why masters, residuals or stochastic rounding are needed at all."""
+    exact = train("fp32", 5e-6)["matrix"]
+    start = parameters()[0][1].data.half()
+    assert (start.float() == start.float().add(exact - parameters()[0][1].data).half().float()).float().mean() < 1.0
+    stuck = start.clone()
+    for _ in range(100):
+        stuck = (stuck.float() + 5e-6 * 0.1).half()
+    assert (stuck == start).float().mean() > 0.5
+
+
+@pytest.mark.parametrize("mode", HALF_MODES)
+def test_gains_have_fp32_masters_in_every_half_mode(mode: str) -> None:
+    moved = train(mode, 5e-6, steps=50)["gain"]
+    assert moved.dtype == torch.float32 and (moved != 1.0).float().mean() > 0.95
+
+
+def test_unscaling_half_gradients_fails_in_plain_torch_and_cannot_be_reached_here() -> None:
+    weight = nn.Parameter(torch.ones(4, dtype=torch.float16))
+    weight.grad = torch.ones_like(weight)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
+        scaler.unscale_(optimizer)
+    for mode in POLICIES:
+        train(mode, 1e-3, steps=2)
+
+
+@given(st.floats(-60000, 60000, width=32))
+@settings(max_examples=200)
+def test_split_and_join_keep_twenty_bits(value: float) -> None:
+    tensor = torch.tensor([value], dtype=torch.float32)
+    joined = rounding.join(*rounding.split(tensor))
+    assert torch.allclose(joined, tensor, rtol=2**-20, atol=2**-36)
+
+
+@given(st.floats(-6e4, 6e4, width=32))
+@settings(max_examples=50)
+def test_stochastic_rounding_gives_a_neighbour_and_the_right_mean(value: float) -> None:
+    tensor = torch.full((4096,), value, dtype=torch.float32)
+    rounded = rounding.stochastic_fp16(tensor, torch.Generator().manual_seed(0)).float()
+    spacing = max(abs(value) * 2**-10, 2**-24)
+    assert (rounded - value).abs().max() <= spacing * 1.001
+    assert abs(float(rounded.mean()) - value) <= spacing * 0.05
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_rounding_hides_nothing(value: float) -> None:
+    tensor = torch.tensor([value])
+    for round_ in (rounding.stochastic_fp16, rounding.stochastic_bf16):
+        assert not torch.isfinite(round_(tensor, torch.Generator().manual_seed(0))).any()
+
+
+def test_bf16_moments_decay() -> None:
+    """To nearest, 0.999 times a BF16 number is the same number for ever."""
+    values, generator = torch.ones(1000, dtype=torch.bfloat16), torch.Generator().manual_seed(0)
+    for _ in range(1000):
+        values = rounding.stochastic_bf16(values.float() * 0.999, generator)
+    assert float(values.float().mean()) == pytest.approx(0.999**1000, rel=0.05)
+
+
+# -- the loss scale --------------------------------------------------------------------------------------
+
+
+def test_the_scale_follows_a_hand_written_table() -> None:
+    scale = LossScale(scale=16.0, growth_steps=3, floor=2.0)
+    seen = []
+    for overflowed in [False, False, False, True, True, True, True, False, False, False]:
+        scale = scale.after_overflow() if overflowed else scale.after_good_step()
+        seen.append(scale.scale)
+    assert seen == [16, 16, 32, 16, 8, 4, 2, 2, 2, 4]
+    assert LossScale(scale=2.0, floor=2.0).is_at_floor
+
+
+# -- the choice ------------------------------------------------------------------------------------------
+
+T4 = DeviceFacts("cuda", "Tesla T4", False, 16 * 10**9, "sm_75", ("sm_70", "sm_75"))
+A100 = DeviceFacts("cuda", "A100", True, 40 * 10**9, "sm_80", ("sm_80",))
+CPU = DeviceFacts("cpu")
+
+
+@pytest.mark.parametrize(
+    ("facts", "parameters_", "mode"),
+    [
+        (CPU, 10**6, "fp32"),
+        (A100, 10**9, "bf16-mixed"),
+        (T4, 4 * 10**8, "fp16-mixed"),
+        (T4, 7 * 10**8, "fp16-split"),
+    ],
+)
+def test_auto_chooses_by_what_the_device_can_do(facts: DeviceFacts, parameters_: int, mode: str) -> None:
+    chosen, reason = choose("auto", facts, parameters_)
+    assert chosen == mode and reason
+
+
+def test_bf16_is_refused_where_it_would_be_emulated() -> None:
+    with pytest.raises(ConfigError, match="no native bf16"):
+        choose("bf16-mixed", T4)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "built_for", "supported"),
+    [
+        ("sm_60", ("sm_70", "sm_75", "sm_80"), False),
+        ("sm_60", ("sm_50", "sm_60", "sm_70"), True),
+        ("sm_75", ("sm_70", "sm_75"), True),
+        ("sm_89", ("sm_80", "sm_86", "sm_90"), True),
+        ("sm_120", ("sm_80", "compute_90"), True),
+        ("sm_60", ("compute_70",), False),
+    ],
+)
+def test_a_card_without_kernels_is_seen_before_it_is_used(
+    architecture: str, built_for: tuple[str, ...], supported: bool
+) -> None:
+    assert DeviceFacts("cuda", "card", architecture=architecture, built_for=built_for).is_supported is supported
+
+
+def test_fp16_on_a_cpu_must_be_asked_for_and_says_how_it_computes() -> None:
+    assert "computed in FP32 and rounded" in resolve("fp16-split").reason

@@ -1,0 +1,105 @@
+"""The house rules that a machine can check: imports go down, files stay small, help stays light."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src" / "stillroom"
+
+LAYERS = [
+    {"errors"},
+    {"types", "config"},
+    {"numerics", "curriculum", "schedule", "guard", "builtin"},
+    {"objectives", "precision", "data", "models"},
+    {"teachers", "telemetry"},
+    {"evaluate", "checkpoint"},
+    {"engine"},
+    {"report", "assess", "demo"},
+    {"cli", "__main__", "__init__"},
+]
+LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
+
+# Who may import what: the library on the left only in the rooms on the right.
+ONLY_IN = {
+    "accelerate": {"engine"},
+    "transformers": {"models", "data", "teachers"},
+    "rich": {"telemetry", "cli"},
+    "typer": {"cli"},
+    "plotly": {"report"},
+}
+
+
+def files() -> list[Path]:
+    return sorted(SOURCE.rglob("*.py"))
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+def imported(path: Path) -> list[str]:
+    """Modules a file imports at run time; those under TYPE_CHECKING are for the reader."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = [ast.Pass()]
+    names = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.append(node.module)
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return names
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(SOURCE)))
+def test_imports_go_down_only(path: Path) -> None:
+    room = room_of(path)
+    assert room in LEVEL, f"{room} has no layer: add it to the plan"
+    for name in imported(path):
+        parts = name.split(".")
+        if parts[0] == "stillroom" and len(parts) > 1 and parts[1] in LEVEL and parts[1] != room:
+            is_below = LEVEL[parts[1]] < LEVEL[room] or room in LAYERS[-1]
+            assert is_below, f"{room} imports {parts[1]}, which is not below it"
+        if parts[0] in ONLY_IN:
+            assert room in ONLY_IN[parts[0]], f"{parts[0]} is imported in {room}"
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(SOURCE)))
+def test_a_file_has_one_subject(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert text.count("\n") <= 400, "past about 400 lines a file has two subjects"
+    assert text.isascii(), "source is ASCII"
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno is not None
+            # Signatures of commands list their options: only the body counts.
+            length = node.end_lineno - node.body[0].lineno + 1
+            assert length <= 60, f"{node.name} has {length} lines"
+
+
+def test_maths_files_contain_maths() -> None:
+    for path in (SOURCE / "objectives").rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        found = re.search(r"\.item\(\)|\bprint\(|^import logging", text, re.MULTILINE)
+        assert not found, f"{path.name} contains {found and found[0]}"
+
+
+def test_no_pickle_and_no_foreign_code() -> None:
+    for path in files():
+        text = path.read_text(encoding="utf-8")
+        for word in ("import pickle", "torch.load(", "trust_remote_code=True", "shell=True"):
+            assert word not in text, f"{path.name} contains {word}"
+
+
+@pytest.mark.parametrize("module", ["stillroom.cli", "stillroom.config", "stillroom.guard", "stillroom"])
+def test_help_and_decisions_load_no_torch(module: str) -> None:
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
