@@ -84,9 +84,7 @@ def distill(
             return run_demo(loaded.config, folder, device=device, listeners=(view.handle,))
         from stillroom.engine.distill import distill as run
 
-        return run(
-            loaded.config, folder, device=device, inject=inject, listeners=(view.handle,), notes=loaded.notes
-        )
+        return run(loaded.config, folder, device=device, inject=inject, listeners=(view.handle,), notes=loaded.notes)
 
     _run_and_report(job, as_json=as_json, progress=progress)
 

@@ -109,9 +109,7 @@ def test_vocabularies_that_differ(stillroom: Command, world: Path, tmp_path: Pat
     assert code == 2 and "different vocabularies" in err and "320" in err and "378" in err
 
 
-def test_a_folder_of_another_run_is_refused_with_what_differs(
-    stillroom: Command, world: Path, tmp_path: Path
-) -> None:
+def test_a_folder_of_another_run_is_refused_with_what_differs(stillroom: Command, world: Path, tmp_path: Path) -> None:
     assert stillroom(*arguments(world, tmp_path / "run"))[0] == 0
     before = (tmp_path / "run" / "events.jsonl").read_bytes()
     code, _out, err = stillroom(*arguments(world, tmp_path / "run", train__learning_rate=1e-5))
@@ -147,9 +145,7 @@ def test_a_dry_run_walks_the_whole_path(stillroom: Command, world: Path, tmp_pat
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_saves_and_ends_with_75_and_the_run_goes_on(
-    world: Path, tmp_path: Path, number: signal.Signals
-) -> None:
+def test_ctrl_c_saves_and_ends_with_75_and_the_run_goes_on(world: Path, tmp_path: Path, number: signal.Signals) -> None:
     words = arguments(world, tmp_path / "run", train__max_steps=400, train__eval_steps=400)
     process = subprocess.Popen(
         [sys.executable, "-m", "stillroom", *words],

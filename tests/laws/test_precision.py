@@ -42,7 +42,9 @@ def train(mode: str, rate: float, steps: int = 100, moments: str = "float32") ->
         precision.backward(loss)
         precision.step(optimizer, 1.0, {"student": 1.0})
         optimizer.zero_grad()
-    return {name: cell.storage.read() for name, cell in zip(("matrix", "gain"), optimizer.cells["student"], strict=True)}
+    return {
+        name: cell.storage.read() for name, cell in zip(("matrix", "gain"), optimizer.cells["student"], strict=True)
+    }
 
 
 @pytest.mark.parametrize("mode", HALF_MODES)

@@ -66,10 +66,21 @@ class _HeadPass(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         results = (
-            None if gradient is None else (gradient * upstream[0]).to(dtype)
+            None if gradient is None else _multiplied(gradient, upstream[0]).to(dtype)
             for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )
         return (*results, None)
+
+
+def _multiplied(gradient: Tensor, upstream: Tensor) -> Tensor:
+    """gradient * upstream, without a second weight gradient in memory when the graph is not kept for another time."""
+    keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    if keeps_graph is None or keeps_graph():
+        return gradient * upstream
+    # Main memory is read for nothing; on a GPU the question would wait for the device, and the product is cheap.
+    if upstream.device.type == "cpu" and upstream.detach().numpy() == 1.0:
+        return gradient
+    return gradient.mul_(upstream)
 
 
 class _Walk:

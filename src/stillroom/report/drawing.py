@@ -22,7 +22,6 @@ MAX_POINTS = 2000
 MAX_AREAS = 300  # points of a stacked area; more only fray its edges
 MAX_NAMED_TICKS = 6
 SMOOTHED_SHARE = 0.02  # of the run, that the smoothed curve looks back over
-MIN_SMOOTHED = 8.0  # steps it looks back over in a short run
 
 # role: (on a light page, on a dark page). The same role has the same colour in every figure and table.
 ROLES: Mapping[str, tuple[str, str]] = {
@@ -99,7 +98,8 @@ def stretches(items: Sequence[Any], limit: int = MAX_AREAS) -> list[Sequence[Any
 def smooth(curve: Curve) -> Curve:
     """A running mean that looks back over a share of the run."""
     xs, ys = curve
-    pull = 1.0 / max(MIN_SMOOTHED, SMOOTHED_SHARE * len(ys))
+    # A short run is noisy too: there it looks back over a tenth, up to eight steps.
+    pull = 1.0 / max(1.0, SMOOTHED_SHARE * len(ys), min(8.0, len(ys) / 10))
     level, out = ys[0] if ys else 0.0, []
     for index, value in enumerate(ys):
         # The first points are averaged evenly: the first value alone would drag on for long.

@@ -179,7 +179,9 @@ def gradients(run: RunRecord) -> Figure | None:
         told.append(f"{format_percent(statistics.fmean(value > clip for value in norms[1]), 0)} of the steps clipped")
     told.append(f"{len(refused)} attempts refused" if refused else "none refused")
     title = f"Gradient norm: {', '.join(told)}"
-    caption = "Before clipping. A refused attempt changed no weight; crosses at the top had no finite norm."
+    caption = "Before clipping."
+    if refused:
+        caption += " A refused attempt changed no weight; crosses at the top had no finite norm."
     picture = layout(last_step(run), y_axis_for("gradient norm", [*seen, roof]), height=380)
     return Figure("gradients", title, caption, traces, picture)
 
