@@ -163,6 +163,26 @@ def generate(
 
 
 @app.command()
+def replay(
+    run: Annotated[Path, typer.Argument(help="folder of a run")],
+    step: Annotated[int, typer.Argument(help="step of a quarantined batch")],
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Run a quarantined batch again and say where it goes wrong."""
+    from stillroom.engine.replay import replay as again
+
+    result = again(run, step, device=device)
+    if as_json:
+        _print_json(result)
+        return
+    from stillroom.telemetry.lines import replay_lines
+
+    for line in replay_lines(result):
+        typer.echo(line)
+
+
+@app.command()
 def presets(name: Annotated[str | None, typer.Argument(help="print this one with its reasons")] = None) -> None:
     """List the presets, or print one with its reasons."""
     if name is not None:

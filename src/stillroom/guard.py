@@ -70,6 +70,8 @@ class Guard:
         if evidence.num_targets == 0:
             return self._refuse("no scored target in the batch", evidence)
         finite = math.isfinite(evidence.loss) and math.isfinite(evidence.grad_norm)
+        if finite and evidence.bad_teacher_rows:
+            return self._without_teacher(evidence)
         if finite:
             spike = self._spike(evidence)
             return Verdict("examine", spike) if spike else Verdict("keep")
@@ -96,11 +98,12 @@ class Guard:
 
     def accept(self, evidence: Evidence) -> None:
         """The step was applied: its numbers enter the statistics."""
-        self._losses.add(evidence.loss)
-        self._norms.add(math.log(max(evidence.grad_norm, 1e-30)))
+        if not evidence.bad_teacher_rows:
+            self._losses.add(evidence.loss)
+            self._norms.add(math.log(max(evidence.grad_norm, 1e-30)))
+            self.consecutive_teacher = 0
         self._recent.append(False)
         self.consecutive = 0
-        self.consecutive_teacher = 0
         self.num_kept += 1
 
     # -- parts of a verdict ------------------------------------------------------------------------------
@@ -116,6 +119,14 @@ class Guard:
         if math.log(max(evidence.grad_norm, 1e-30)) > bound:
             return f"gradient norm {evidence.grad_norm:.4g} stands above {math.exp(bound):.4g}"
         return ""
+
+    def _without_teacher(self, evidence: Evidence) -> Verdict:
+        """Rows the teacher spoiled were scored on their labels: sound, but not comparable with other steps."""
+        self.consecutive_teacher += 1
+        if self.consecutive_teacher < self.config.fallback_after:
+            return Verdict("keep", f"{evidence.bad_teacher_rows} rows without a usable teacher")
+        self.consecutive_teacher = 0
+        return Verdict("fallback", f"{self.config.fallback_after} steps in a row without a usable teacher")
 
     def _may_retry(self, evidence: Evidence) -> bool:
         # Before the first accepted step the scale is still being found; later, a batch that overflows at

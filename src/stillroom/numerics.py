@@ -79,8 +79,12 @@ def log_mixture(first_log_probs: Tensor, second_log_probs: Tensor, first_share: 
 
 def weighted_log_ratio(log_probs: Tensor, other_log_probs: Tensor) -> Tensor:
     """p * (log p - log other), elementwise, and 0 where p is 0 whatever the other says."""
-    product = log_probs.exp() * (log_probs - other_log_probs)
-    return torch.where(log_probs == -math.inf, torch.zeros_like(product), product)
+    return times_where_possible(log_probs.exp(), log_probs - other_log_probs)
+
+
+def times_where_possible(probs: Tensor, factor: Tensor) -> Tensor:
+    """probs * factor, and 0 where the probability is 0: 0 * inf never happens. Overwrites `factor`."""
+    return factor.masked_fill_(probs == 0, 0.0).mul_(probs)
 
 
 def softcap(logits: Tensor, cap: float) -> Tensor:

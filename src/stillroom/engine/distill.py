@@ -54,7 +54,7 @@ def distill(
         finished = json.loads(summary_path.read_text(encoding="utf-8"))
         if finished.get("status") == "done":
             return Result(folder, finished)
-    saved = _newest_checkpoint(folder, config) if is_resumed else None
+    saved = newest_checkpoint(folder, config) if is_resumed else None
     models = load_models(config, where)
     log = EventLog(folder / "events.jsonl", keep_until_step=saved.step if saved else -1)
     for listener in listeners:
@@ -87,7 +87,7 @@ def resume(
     return distill(config, folder, device=device, listeners=listeners)
 
 
-def _newest_checkpoint(folder: Path, config: Config) -> Saved | None:
+def newest_checkpoint(folder: Path, config: Config) -> Saved | None:
     """The newest checkpoint that verifies, after sweeping away what an interrupted save left behind."""
     store = CheckpointStore(folder / "checkpoints", config.checkpoint.keep)
     store.sweep()

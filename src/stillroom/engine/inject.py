@@ -149,7 +149,7 @@ class Injector:
             return
         for name, value in (("inf_grad", float("inf")), ("nan_grad", float("nan"))):
             if self._strikes(name):
-                gradient = next(p.grad for p in run.student.model.parameters() if p.grad is not None)
+                _name, gradient = next(run.optimizer.named_gradients())
                 gradient.view(-1)[0] = value
 
     def rate_factor(self, factor: float) -> float:

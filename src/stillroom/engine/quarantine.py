@@ -18,7 +18,7 @@ MAX_FILES = 50
 _TEXT_CHARACTERS = 2000
 
 
-def keep_window(run: Run, window: Sequence[Batch], evidence: Evidence, verdict: Verdict) -> Path | None:
+def keep_window(run: Run, window: Sequence[Batch], evidence: Evidence, verdict: Verdict, located: str) -> Path | None:
     """Write a window's tensors and what is known about it; nothing once the folder holds MAX_FILES."""
     folder = run.folder / "quarantine"
     folder.mkdir(parents=True, exist_ok=True)
@@ -35,6 +35,7 @@ def keep_window(run: Run, window: Sequence[Batch], evidence: Evidence, verdict: 
     facts = {
         "step": evidence.step,
         "verdict": asdict(verdict),
+        "located": located,
         "evidence": {**asdict(evidence), "terms": dict(evidence.terms), "group_norms": dict(evidence.group_norms)},
         "batches": [
             {

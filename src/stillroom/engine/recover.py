@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from stillroom.checkpoint import Saved
+from stillroom.engine.locate import locate
 from stillroom.engine.quarantine import keep_window
 from stillroom.engine.run import Run
 from stillroom.engine.state import RunState, capture, restore
@@ -49,11 +50,15 @@ def take_snapshot(run: Run, state: RunState) -> bool:
 
 def carry_out(run: Run, state: RunState, window: Sequence[Batch], evidence: Evidence, verdict: Verdict) -> None:
     """Act on any verdict but keep, and write it into the log."""
+    is_finite = math.isfinite(evidence.loss) and math.isfinite(evidence.grad_norm)
+    # A retry is routine in FP16: the overflow is known to be in the scaled gradients.
+    located = "" if is_finite or verdict.action == "retry" else locate(run, window, run.lesson(state))
     run.log.write(
         "guard",
         step=evidence.step,
         action=verdict.action,
         reason=verdict.reason,
+        located=located,
         sample_ids=[name for batch in window for name in batch.sample_ids],
         evidence={
             "loss": evidence.loss,
@@ -69,9 +74,9 @@ def carry_out(run: Run, state: RunState, window: Sequence[Batch], evidence: Evid
             state.retried += 1
             state.attempt += 1
         case "skip":
-            _leave_out(run, state, window, evidence, verdict)
+            _leave_out(run, state, window, evidence, verdict, located)
         case "fallback":
-            _leave_out(run, state, window, evidence, verdict)
+            _leave_out(run, state, window, evidence, verdict, located)
             state.fallback_until = state.applied + run.config.guard.fallback_steps
         case "rollback":
             state.rollbacks += 1
@@ -80,12 +85,14 @@ def carry_out(run: Run, state: RunState, window: Sequence[Batch], evidence: Evid
             state.rollbacks += 1
             _reset(run, state)
         case _:
-            keep_window(run, window, evidence, verdict)
-            raise _halted(verdict, evidence)
+            keep_window(run, window, evidence, verdict, located)
+            raise _halted(verdict, evidence, located)
 
 
-def _leave_out(run: Run, state: RunState, window: Sequence[Batch], evidence: Evidence, verdict: Verdict) -> None:
-    keep_window(run, window, evidence, verdict)
+def _leave_out(
+    run: Run, state: RunState, window: Sequence[Batch], evidence: Evidence, verdict: Verdict, located: str
+) -> None:
+    keep_window(run, window, evidence, verdict, located)
     state.skipped += 1
     state.quarantined.append(state.cursor)
     state.cursor += 1
@@ -120,10 +127,11 @@ def _reset(run: Run, state: RunState) -> None:
     run.log.write("note", text="began again from the initial weights: all training so far is lost")
 
 
-def _halted(verdict: Verdict, evidence: Evidence) -> StillroomError:
+def _halted(verdict: Verdict, evidence: Evidence, located: str) -> StillroomError:
     kinds: dict[int, type[StillroomError]] = {20: BrokenAtStart, 21: TooManySkips, 22: Diverged, 23: LossScaleAtFloor}
     kind = kinds.get(verdict.exit_code, Diverged)
-    return kind(verdict.reason, where=f"optimizer step {evidence.step}", advice=_advice(evidence))
+    what = f"{verdict.reason}: {located}" if located else verdict.reason
+    return kind(what, where=f"optimizer step {evidence.step}", advice=_advice(evidence))
 
 
 def _advice(evidence: Evidence | None = None) -> list[str]:

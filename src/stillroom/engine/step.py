@@ -24,10 +24,13 @@ from stillroom.types import Batch, Evidence, Lesson, Score, TermRecord, Verdict
 class Tally:
     """Sums over the micro-batches of a window, kept on the device."""
 
+    loss: Tensor | None = None
     totals: dict[str, Tensor] = field(default_factory=dict)
     counters: dict[str, Tensor] = field(default_factory=dict)
 
     def add(self, score: Score) -> None:
+        loss = score.loss.detach()
+        self.loss = loss if self.loss is None else self.loss + loss
         for name, term in score.terms.items():
             self.totals[name] = self.totals[name] + term.total if name in self.totals else term.total
         for name, count in score.counters.items():
@@ -50,15 +53,7 @@ def train_step(run: Run, state: RunState, window: Sequence[Batch]) -> StepOutcom
     """Attempt one optimizer step over a window of micro-batches."""
     run.injector.before_step(run, state.applied + 1)
     window = run.injector.window(list(window), run.student.vocab_size)
-    lesson = run.lesson(state)
-    counts = run.mix.counts(window)
-    tally = Tally()
-    for batch in window:
-        if batch.num_scored:
-            tally.add(_learn(run, batch, lesson, counts))
-    run.injector.gradients(run)
-
-    evidence = _read_evidence(run, state, tally, lesson, counts)
+    evidence, lesson = attempt(run, state, window)
     rate = run.injector.rate_factor(run.rate_factor(state))
     verdict = run.guard.judge(evidence)
     if verdict.action == "examine":
@@ -78,6 +73,18 @@ def train_step(run: Run, state: RunState, window: Sequence[Batch]) -> StepOutcom
     terms = TermRecord.table(dict(evidence.terms), lesson.weights)
     peak = run.config.train.learning_rate
     return StepOutcome(verdict, evidence, lesson, terms, peak * rate, evidence.num_targets)
+
+
+def attempt(run: Run, state: RunState, window: Sequence[Batch]) -> tuple[Evidence, Lesson]:
+    """Forward and backward of a window: gradients are left in place, nothing is applied."""
+    lesson = run.lesson(state)
+    counts = run.mix.counts(window)  # of the whole window, before any forward: the one divisor
+    tally = Tally()
+    for batch in window:
+        if batch.num_scored:
+            tally.add(_learn(run, batch, lesson, counts))
+    run.injector.gradients(run)
+    return _read_evidence(run, state, tally, lesson, counts), lesson
 
 
 def _learn(run: Run, batch: Batch, lesson: Lesson, counts: dict[str, int]) -> Score:
@@ -101,16 +108,18 @@ def _read_evidence(run: Run, state: RunState, tally: Tally, lesson: Lesson, coun
     """Pack what the guard needs into one tensor and read it once: the only host read of a step."""
     norms = run.precision.squared_norms(run.optimizer)
     bad = tally.counters.get("bad_teacher_rows")
-    packed = [*tally.totals.values(), *norms.values(), *([bad] if bad is not None else [])]
-    values = torch.stack([value.detach().reshape(()).to(run.device, torch.float32) for value in packed]).tolist()
-    num_terms, num_norms = len(tally.totals), len(norms)
-    means = {name: value / max(counts[name], 1) for name, value in zip(tally.totals, values[:num_terms], strict=True)}
+    zero = torch.zeros((), device=run.device)
+    packed = {"loss": tally.loss if tally.loss is not None else zero, "bad": bad if bad is not None else zero}
+    packed |= {f"term.{name}": total for name, total in tally.totals.items()}
+    packed |= {f"norm.{name}": square for name, square in norms.items()}
+    stacked = torch.stack([value.detach().reshape(()).to(run.device, torch.float32) for value in packed.values()])
+    values = dict(zip(packed, stacked.tolist(), strict=True))
+    means = {name: values[f"term.{name}"] / max(counts[name], 1) for name in tally.totals}
     scale = run.precision.loss_scale
-    squares = values[num_terms : num_terms + num_norms]
-    group_norms = {name: math.sqrt(value) / scale for name, value in zip(norms, squares, strict=True)}
+    group_norms = {name: math.sqrt(values[f"norm.{name}"]) / scale for name in norms}
     return Evidence(
         step=state.applied + 1,
-        loss=sum(mean * lesson.weight(name) for name, mean in means.items()),
+        loss=values["loss"],
         grad_norm=math.sqrt(sum(norm * norm for norm in group_norms.values())),
         num_targets=max(counts.values(), default=0),
         loss_scale=scale,
@@ -118,7 +127,7 @@ def _read_evidence(run: Run, state: RunState, tally: Tally, lesson: Lesson, coun
         group_norms=group_norms,
         is_scaled=run.precision.scales_loss,
         is_scale_at_floor=run.precision.scales_loss and run.precision.scaler.is_at_floor,
-        bad_teacher_rows=int(values[-1]) if bad is not None else 0,
+        bad_teacher_rows=int(values["bad"]),
         phase=lesson.phase,
         attempt=state.attempt,
     )

@@ -33,12 +33,8 @@ import torch
 from torch import Tensor
 
 from stillroom.errors import ConfigError
-from stillroom.numerics import LOG_PROB_FLOOR, log_mixture, log_softmax, weighted_log_ratio
+from stillroom.numerics import LOG_PROB_FLOOR, log_mixture, log_softmax, times_where_possible, weighted_log_ratio
 from stillroom.objectives.base import Divergence, Slopes
-
-
-def _no_probs(log_probs: Tensor) -> Tensor:
-    return log_probs == -math.inf
 
 
 @dataclass(frozen=True)
@@ -48,10 +44,10 @@ class ForwardKL:
     name: ClassVar[str] = "forward_kl"
 
     def evaluate(self, student_log_probs: Tensor, teacher_log_probs: Tensor, *, wants_teacher: bool) -> Slopes:
-        pointwise = weighted_log_ratio(teacher_log_probs, student_log_probs)
         teacher_probs = teacher_log_probs.exp()
-        teacher_slope = pointwise + teacher_probs if wants_teacher else None
-        return Slopes(pointwise.sum(-1), teacher_probs.neg_(), teacher_slope)
+        pointwise = times_where_possible(teacher_probs, teacher_log_probs - student_log_probs)
+        # The +p that belongs to the teacher's slope is left out: the softmax pull-back removes it exactly.
+        return Slopes(pointwise.sum(-1), teacher_probs.neg_(), pointwise if wants_teacher else None)
 
 
 @dataclass(frozen=True)
@@ -62,12 +58,11 @@ class ReverseKL:
 
     def evaluate(self, student_log_probs: Tensor, teacher_log_probs: Tensor, *, wants_teacher: bool) -> Slopes:
         floored = teacher_log_probs.clamp_min(LOG_PROB_FLOOR)
-        pointwise = weighted_log_ratio(student_log_probs, floored)
         student_probs = student_log_probs.exp()
+        pointwise = times_where_possible(student_probs, torch.sub(student_log_probs, floored, out=floored))
         teacher_slope = None
         if wants_teacher:
-            is_floored = teacher_log_probs < LOG_PROB_FLOOR
-            teacher_slope = torch.where(is_floored, torch.zeros_like(student_probs), -student_probs)
+            teacher_slope = student_probs.neg_().masked_fill_(teacher_log_probs < LOG_PROB_FLOOR, 0.0)
         # The +q that belongs to the slope is left out: the softmax pull-back removes it exactly.
         return Slopes(pointwise.sum(-1), pointwise, teacher_slope)
 
@@ -140,7 +135,7 @@ class TotalVariation:
 def _share(log_probs: Tensor, mixture: Tensor, weight: float) -> Tensor:
     """weight * exp(log_probs) / exp(mixture), the part of the mixture that comes from one side; 0 where none."""
     share = (log_probs - mixture).exp_().mul_(weight)
-    return torch.where(_no_probs(log_probs), torch.zeros_like(share), share)
+    return share.masked_fill_(log_probs == -math.inf, 0.0)
 
 
 # -- by name ---------------------------------------------------------------------------------------------
@@ -198,8 +193,8 @@ register("total_variation", lambda settings: TotalVariation())
 
 
 def softmax_pullback(slope: Tensor, log_probs: Tensor) -> Tensor:
-    """dD/dz = slope - softmax(z) * sum(slope). Overwrites nothing."""
-    return slope - log_probs.exp().mul_(slope.sum(-1, keepdim=True))
+    """dD/dz = slope - softmax(z) * sum(slope). Overwrites `slope`."""
+    return slope.addcmul_(log_probs.exp(), slope.sum(-1, keepdim=True), value=-1.0)
 
 
 class _OnLogits(torch.autograd.Function):

@@ -46,20 +46,20 @@ def _run_block(student: Logits, teacher: TeacherRows | None, rows: Rows, plan: R
     gradient: Tensor | None = None
     ce_weights = rows.ce_weights
     if teacher is not None and plan.divergence is not None:
-        kd, kd_gradient, is_bad = _kd_rows(logits, teacher, rows, plan)
+        kd, gradient, is_bad = _kd_rows(logits, teacher, rows, plan)
         zeros = torch.zeros_like(kd)
         rows.kd.copy_(torch.where(is_bad, zeros, kd))
         rows.is_bad.copy_(is_bad)
         ce_weights = ce_weights + torch.where(is_bad, rows.kd_weights, zeros)
-        if kd_gradient is not None:
-            gradient = kd_gradient.mul_(torch.where(is_bad, zeros, rows.kd_weights)[:, None])
+        if gradient is not None:
+            gradient.mul_(torch.where(is_bad, zeros, rows.kd_weights)[:, None])
     log_probs = log_softmax(logits)
     targets = rows.targets[:, None]
     rows.ce.copy_(log_probs.gather(-1, targets).squeeze(-1).neg_())
     if plan.wants_student:
-        ce_gradient = log_probs.exp_().mul_(ce_weights[:, None])
-        ce_gradient.scatter_add_(-1, targets, -ce_weights[:, None])
-        gradient = ce_gradient if gradient is None else gradient.add_(ce_gradient)
+        probs, column = log_probs.exp_(), ce_weights[:, None]
+        gradient = probs.mul_(column) if gradient is None else gradient.addcmul_(probs, column)
+        gradient.scatter_add_(-1, targets, -column)
         _leave_gradient(student, logits, gradient)
 
 
@@ -83,16 +83,25 @@ def _dense_rows(logits: Tensor, teacher: Logits, rows: Rows, plan: RowPlan) -> K
     teacher_log_probs = log_softmax(teacher_logits, temperatures)
     # log_softmax of a row with NaN, with +inf, or with -inf only, holds a NaN; `amax` carries it.
     is_bad = teacher_log_probs.amax(-1).isnan()
-    teacher_log_probs.masked_fill_(is_bad[:, None], -math.log(logits.shape[-1]))
+    _fill_rows(teacher_log_probs, is_bad, -math.log(logits.shape[-1]))
     slopes = plan.divergence.evaluate(student_log_probs, teacher_log_probs, wants_teacher=plan.wants_teacher)
     gradient = None
     if plan.wants_student:
-        gradient = softmax_pullback(slopes.student, student_log_probs).mul_(temperatures)
+        gradient = softmax_pullback(slopes.student, student_log_probs)
+        gradient = gradient if plan.is_unit_temperature else gradient.mul_(temperatures)
     if slopes.teacher is not None:
         teacher_gradient = softmax_pullback(slopes.teacher, teacher_log_probs).mul_(temperatures)
         kd_weights = torch.where(is_bad, torch.zeros_like(rows.kd_weights), rows.kd_weights)
         _leave_gradient(teacher, teacher_logits, teacher_gradient.mul_(kd_weights[:, None]))
     return slopes.value * rows.temperatures**2, gradient, is_bad
+
+
+def _fill_rows(values: Tensor, mask: Tensor, filling: float) -> None:
+    """Overwrite the rows that a mask names: by index where looking at the mask is free, else wholesale."""
+    if values.device.type == "cpu":
+        values[mask] = filling
+    else:
+        values.masked_fill_(mask[:, None], filling)
 
 
 def finish(logits: Logits) -> Tensor:

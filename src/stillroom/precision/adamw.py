@@ -38,10 +38,24 @@ class _Cell:
     first: Moment
     second: Moment
     decay: float
+    accumulated: Tensor | None = None  # FP32 sum over micro-batches, where the parameter's own would be FP16
 
     @property
     def parameter(self) -> nn.Parameter:
         return self.storage.parameter
+
+    @property
+    def gradient(self) -> Tensor | None:
+        return self.accumulated if self.accumulated is not None else self.parameter.grad
+
+    def accumulate(self, parameter: Tensor) -> None:
+        """Move a fresh gradient into the FP32 sum: an FP16 sum would drop what is small beside it."""
+        assert parameter.grad is not None
+        if self.accumulated is None:
+            self.accumulated = parameter.grad.float()
+        else:
+            self.accumulated.add_(parameter.grad)
+        parameter.grad = None
 
 
 class AdamW:
@@ -78,8 +92,19 @@ class AdamW:
 
     # -- gradients ---------------------------------------------------------------------------------------
 
+    def accumulate_in_fp32(self) -> None:
+        """From now on, sum the gradients of FP16 parameters over micro-batches in FP32."""
+        for cell in self._all_cells():
+            if cell.parameter.dtype == torch.float16:
+                cell.parameter.register_post_accumulate_grad_hook(cell.accumulate)  # type: ignore[no-untyped-call]
+
     def gradients(self, group: str) -> list[Tensor]:
-        return [cell.parameter.grad for cell in self.cells[group] if cell.parameter.grad is not None]
+        return [cell.gradient for cell in self.cells[group] if cell.gradient is not None]
+
+    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        for cell in self._all_cells():
+            if cell.gradient is not None:
+                yield cell.name, cell.gradient
 
     def squared_norms(self) -> dict[str, Tensor]:
         """The squared gradient norm of each group in FP32, on the device: nothing is read back here."""
@@ -96,6 +121,7 @@ class AdamW:
     def zero_grad(self) -> None:
         for cell in self._all_cells():
             cell.parameter.grad = None
+            cell.accumulated = None
 
     # -- the update --------------------------------------------------------------------------------------
 
@@ -106,13 +132,13 @@ class AdamW:
         self._generator.manual_seed((self.seed * 1_000_003 + self.num_updates) & 0x7FFF_FFFF_FFFF_FFFF)
         for name, cells in self.cells.items():
             rate = self.rates[name] * rate_factor
-            for bucket in _buckets([cell for cell in cells if cell.parameter.grad is not None]):
+            for bucket in _buckets([cell for cell in cells if cell.gradient is not None]):
                 self._update(bucket, rate, gradient_factors[name])
         self.num_updates += 1
 
     def _update(self, bucket: list[_Cell], rate: float, factor: float) -> None:
         weights = [cell.storage.read() for cell in bucket]
-        gradients = [_in_fp32(cell.parameter.grad) for cell in bucket]
+        gradients = [_in_fp32(cell.gradient) for cell in bucket]
         torch._foreach_mul_(gradients, factor)
         first = [cell.first.read() for cell in bucket]
         second = [cell.second.read() for cell in bucket]

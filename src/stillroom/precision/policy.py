@@ -86,7 +86,7 @@ class Precision:
     # -- what the builder calls --------------------------------------------------------------------------
 
     def optimizer(self, groups: Sequence[ParameterGroup], train: TrainConfig) -> AdamW:
-        return AdamW(
+        optimizer = AdamW(
             groups,
             store=self._storage,
             moment_dtype=self.moment_dtype,
@@ -95,6 +95,9 @@ class Precision:
             weight_decay=train.weight_decay,
             seed=train.seed,
         )
+        if self.keeps_half_weights and train.gradient_accumulation_steps > 1:
+            optimizer.accumulate_in_fp32()
+        return optimizer
 
     def _storage(self, name: str, parameter: nn.Parameter) -> Storage:
         """Vectors (norm gains, biases) and routers keep FP32 masters in every FP16 mode: they are tiny, and

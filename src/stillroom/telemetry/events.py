@@ -7,7 +7,9 @@ number that it is not.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
 import json
 import math
 import numbers
@@ -121,6 +123,7 @@ class EventLog:
     def __init__(self, path: Path | str, *, keep_until_step: int | None = None) -> None:
         self.path = Path(path)
         self._listeners: list[Listener] = []
+        self._waiting: list[str] = []  # lines that a full disk refused, kept for when there is room
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.dropped = _mend(self.path, keep_until_step) if self.path.exists() else 0
@@ -135,24 +138,41 @@ class EventLog:
             raise ValueError(f"an event's own fields cannot be called {', '.join(taken)}")
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         record = {"event": event, "schema": SCHEMA, "time": now, **strict(fields)}
-        try:
-            self._file.write(_line(record))
-            self._file.flush()
-        except OSError as error:
-            raise _cannot_write(self.path, error) from error
+        self._waiting.append(_line(record))
+        self._flush()
         for listener in self._listeners:
             listener(record)
         return record
+
+    def _flush(self) -> None:
+        """Write what is waiting. A full disk costs no step: the lines wait, and a half-written one is taken back."""
+        try:
+            good = self._file.tell()
+            self._file.write("".join(self._waiting))
+            self._file.flush()
+            self._waiting.clear()
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise _cannot_write(self.path, error) from error
+            self._reopen(good)
+
+    def _reopen(self, good: int) -> None:
+        """Drop the buffer that cannot be written, and with it what was half written."""
+        with contextlib.suppress(OSError):
+            self._file.close()
+        os.truncate(self.path, good)
+        self._file = self.path.open("a", encoding="ascii", newline="\n")
 
     def listen(self, listener: Listener) -> None:
         """Call `listener` with every record written from now on."""
         self._listeners.append(listener)
 
     def close(self) -> None:
-        try:
-            self._file.close()
-        except OSError as error:  # a line that a full disk refused is still in the buffer
-            raise _cannot_write(self.path, error) from error
+        self._flush()
+        self._file.close()
+        if self._waiting:
+            waiting = len(self._waiting)
+            raise _cannot_write(self.path, OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}, {waiting} events lost"))
 
     def __enter__(self) -> EventLog:
         return self

@@ -295,3 +295,26 @@ def assessment_lines(result: Fields) -> list[str]:
         if as_number(result.get(key))
     )
     return [*lines, f"memory  {memory}"] if memory else lines
+
+
+# -- a quarantined batch ---------------------------------------------------------------------------------
+
+_SHOWN_TEXTS = 4
+_SHOWN_CHARACTERS = 160
+
+
+def replay_lines(result: Fields) -> list[str]:
+    """What a quarantined batch did then and does now."""
+    then, now = section(result, "then"), section(result, "now")
+    lines = [
+        f"step {result.get('step')}, scored again with the checkpoint of step {result.get('checkpoint')}",
+        f"then  {clean(then.get('verdict'))}: {clean(then.get('reason'))}",
+        f"      loss {show(then, 'loss', format_loss)}  grad {show(then, 'grad_norm', format_norm)}",
+    ]
+    if then.get("located"):
+        lines.append(f"      {clean(then['located'])}")
+    lines.append(f"now   loss {show(now, 'loss', format_loss)}  grad {show(now, 'grad_norm', format_norm)}")
+    lines.append(f"      {clean(now['located'])}" if now.get("located") else "      finite throughout")
+    for name, text in list(zip(items(result, "samples"), items(result, "text"), strict=False))[:_SHOWN_TEXTS]:
+        lines.append(f"sample {clean(name)}: {clip(text, _SHOWN_CHARACTERS)}")
+    return lines
