@@ -22,7 +22,7 @@ torch.set_num_threads(1)
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tiny teacher, a tinier student and a text, as a user would have them."""
     folder = tmp_path_factory.mktemp("world")
-    tiny.save_model(folder / "teacher", "llama", width=48, num_layers=2, seed=1)
+    tiny.save_trained(folder / "teacher", width=48, num_layers=2)
     tiny.save_model(folder / "student", "llama", width=32, num_layers=1, seed=2)
     tiny.save_text(folder / "train.jsonl")
     return folder

@@ -109,6 +109,24 @@ def save_model(path: Path, family: str = "llama", *, seed: int = 0, with_tokeniz
     return path
 
 
+def save_trained(path: Path, *, steps: int = 120, **size: Any) -> Path:
+    """A teacher that knows the text: trained for a moment, then saved."""
+    torch.manual_seed(1)
+    words = tokenizer()
+    model = AutoModelForCausalLM.from_config(config("llama", **size))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    ids = [i for line in sentences(400, 3) for i in [*words(line)["input_ids"], 0]]
+    for step in range(steps):
+        starts = [(step * 977 + row * 131) % (len(ids) - 33) for row in range(16)]
+        batch = torch.tensor([ids[start : start + 32] for start in starts])
+        model(batch, labels=batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(path)
+    words.save_pretrained(path)
+    return path
+
+
 def save_text(path: Path, count: int = 300, seed: int = 0) -> Path:
     path.write_text("\n".join(json.dumps({"text": line}) for line in sentences(count, seed)) + "\n", encoding="utf-8")
     return path

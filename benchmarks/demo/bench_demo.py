@@ -38,9 +38,7 @@ def one_run(job: dict[str, Any]) -> dict[str, Any]:
     else:
         ratio = compute_ratio(job["teacher_parameters"], job["student_parameters"])
         steps = round(config.train.max_steps * (ratio if job["arm"] == "compute" else 1.0))
-        config = baseline_config(
-            config, steps, learning_rate=job["learning_rate"], weight_decay=job["weight_decay"]
-        )
+        config = baseline_config(config, steps, learning_rate=job["learning_rate"], weight_decay=job["weight_decay"])
     folder = Path(tempfile.mkdtemp())
     try:
         summary = distill(config, folder / "run", device="cpu").summary

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -19,7 +20,8 @@ from stillroom.config.schema import GuardConfig
 from stillroom.types import Evidence, Examination, Verdict
 
 _BUDGET_WINDOW = 200
-_MAD_TO_SIGMA = 1.4826
+_LEVEL_STEPS = 15
+_JUMP_TO_SIGMA = 1.0 / 0.9539  # median |x - y| of two normal draws, in standard deviations
 # A spike must also be large in itself: a very steady run has a spread so small that any wobble is many sigmas.
 _LEAST_LOSS_RISE = 0.25
 _LEAST_NORM_RISE = math.log(4.0)
@@ -36,12 +38,17 @@ class Window:
         self.values.append(value)
 
     def threshold(self, z: float, least_rise: float) -> float:
-        middle = median(self.values)
-        spread = median(abs(value - middle) for value in self.values) * _MAD_TO_SIGMA
-        return middle + max(z * spread, least_rise)
+        """The level of late plus z standard deviations.
 
-    def middle(self) -> float:
-        return median(self.values)
+        The spread is taken from differences of neighbours: while a loss falls quickly, its distance from any
+        median is mostly progress, but what one batch differs from the next is noise.
+        """
+        jumps = [abs(after - before) for before, after in pairwise(self.values)]
+        spread = median(jumps) * _JUMP_TO_SIGMA if jumps else 0.0
+        return self.level() + max(z * spread, least_rise)
+
+    def level(self) -> float:
+        return median(list(self.values)[-_LEVEL_STEPS:])
 
     def __len__(self) -> int:
         return len(self.values)
@@ -89,8 +96,7 @@ class Guard:
         if not (exam.weights_finite and exam.moments_finite):
             part = "weights" if not exam.weights_finite else "optimizer moments"
             return self._roll_back(f"{reason}; {part} not finite", backs_off=False)
-        bound = exam.canary_reference + _CANARY_RISE * max(abs(exam.canary_reference), 1.0)
-        if not exam.canary_loss <= bound:
+        if not is_within_band(exam):
             return self._roll_back(
                 f"{reason}; canary loss {exam.canary_loss:.4g} against {exam.canary_reference:.4g}", backs_off=True
             )
@@ -111,7 +117,7 @@ class Guard:
     def _spike(self, evidence: Evidence) -> str:
         if len(self._losses) < self.config.spike_warmup:
             return ""
-        rise = _LEAST_LOSS_RISE * max(abs(self._losses.middle()), 0.1)
+        rise = _LEAST_LOSS_RISE * max(abs(self._losses.level()), 0.1)
         bound = self._losses.threshold(self.config.spike_z, rise)
         if evidence.loss > bound:
             return f"loss {evidence.loss:.4g} stands above {bound:.4g}, far outside the last {len(self._losses)} steps"
@@ -198,6 +204,11 @@ class Guard:
         self.num_kept = int(state["num_kept"])
         self.num_rollbacks = int(state["num_rollbacks"])
         self.has_reset = bool(state["has_reset"])
+
+
+def is_within_band(exam: Examination) -> bool:
+    """Whether the canary still does about as well as at the last good snapshot. NaN does not."""
+    return exam.canary_loss <= exam.canary_reference + _CANARY_RISE * max(abs(exam.canary_reference), 1.0)
 
 
 def _name_nonfinite(evidence: Evidence) -> str:

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import tiny
 
+import tiny
 from stillroom.cli import main
 
 Command = Callable[..., tuple[int, str, str]]

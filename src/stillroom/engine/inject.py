@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 FAULTS = {
     "nan_weight": "one weight of the student becomes NaN",
+    "nan_embedding": "one weight becomes NaN in the row of a token that is hardly ever used",
     "huge_weight": "eight weights of the student become 30,000",
     "inf_logit": "one hidden value of the student becomes infinite",
     "teacher_nan": "the teacher answers NaN",
@@ -101,12 +102,17 @@ class Injector:
             return
         if self._strikes("kill"):
             _die()
-        first = next(p for p in run.student.model.parameters() if p.ndim >= 2)
+        embedding = run.student.model.get_input_embeddings().weight
+        head = run.student.model.get_output_embeddings().weight
+        matrices = [p for p in run.student.model.parameters() if p.ndim >= 2]
+        inner = [p for p in matrices if p is not embedding and p is not head][-1]
         with torch.no_grad():
             if self._strikes("nan_weight"):
-                first.view(-1)[first.numel() // 2] = float("nan")
+                inner.view(-1)[inner.numel() // 2] = float("nan")
+            if self._strikes("nan_embedding"):
+                embedding.view(-1)[-1] = float("nan")
             if self._strikes("huge_weight"):
-                first.view(-1)[:8] = 3e4
+                inner.view(-1)[:8] = 3e4
             if self._strikes("nan_moment"):
                 tensors = run.optimizer.tensors()
                 next(t for name, t in tensors.items() if name.endswith(".first")).view(-1)[0] = float("nan")

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ import psutil
 import torch
 
 from stillroom.checkpoint import replaced_folder
-from stillroom.engine.recover import take_snapshot
+from stillroom.engine.recover import is_sound, roll_back_unsound, take_snapshot
 from stillroom.engine.run import Run
 from stillroom.engine.state import RunState, capture, weights_of
 from stillroom.engine.step import StepOutcome, train_step
@@ -93,13 +94,17 @@ def after_applied_step(run: Run, state: RunState, outcome: StepOutcome) -> None:
         state.phase = outcome.lesson.phase
     is_last = state.applied >= run.schedule.num_steps
     is_eval = is_last or state.applied % eval_interval(run) == 0
+    is_save = is_last or state.applied % (run.config.train.save_steps or eval_interval(run)) == 0
+    # A NaN in the row of a token that no batch contained shows in no loss: before anything is kept, look.
+    is_snapshot = state.applied % run.config.guard.snapshot_steps == 0
+    if (is_eval or is_save or is_snapshot) and not is_sound(run):
+        roll_back_unsound(run, state, outcome.evidence)
+        return
+    if is_snapshot:
+        take_snapshot(run, state)
     if is_eval:
         judge_student(run, state, run_evaluation(run, state, outcome))
-        is_last = is_last or state.is_finished
-    if state.applied % run.config.guard.snapshot_steps == 0:
-        take_snapshot(run, state)
-    interval = run.config.train.save_steps or eval_interval(run)
-    if is_last or state.applied % interval == 0:
+    if is_save or state.is_finished:
         save_checkpoint(run, state)
 
 
@@ -122,7 +127,7 @@ def run_evaluation(run: Run, state: RunState, outcome: StepOutcome | None = None
         mix=run.mix,
         lesson=lesson,
     )
-    is_best = state.best_perplexity is None or result.perplexity < state.best_perplexity
+    is_best = is_better(result, state)
     run.log.write(
         "eval",
         step=state.applied,
@@ -137,9 +142,16 @@ def run_evaluation(run: Run, state: RunState, outcome: StepOutcome | None = None
     return result
 
 
+def is_better(result: Evaluation, state: RunState) -> bool:
+    """A student that could not be scored everywhere is never the best."""
+    if not math.isfinite(result.perplexity) or result.unscored_tokens:
+        return False
+    return state.best_perplexity is None or result.perplexity < state.best_perplexity
+
+
 def judge_student(run: Run, state: RunState, result: Evaluation) -> None:
     """Keep the student if it is the best so far; end the run if it has not been for long enough."""
-    if state.best_perplexity is None or result.perplexity < state.best_perplexity:
+    if is_better(result, state):
         state.best_perplexity, state.best_step = result.perplexity, state.applied
         state.evaluations_since_best = 0
         run.best_weights = {
@@ -156,8 +168,11 @@ def judge_student(run: Run, state: RunState, result: Evaluation) -> None:
 # -- saving ----------------------------------------------------------------------------------------------
 
 
-def save_checkpoint(run: Run, state: RunState, *, is_final: bool = False) -> None:
+def save_checkpoint(run: Run, state: RunState) -> None:
     """Write a checkpoint. A full disk in the middle of a run is reported and the run goes on."""
+    if not is_sound(run):
+        run.log.write("note", text="weights are not finite: nothing is saved, the last good checkpoint stays")
+        return
     began = time.monotonic()
     saved = capture(run, state)
     try:

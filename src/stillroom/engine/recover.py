@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from stillroom.checkpoint import Saved
 from stillroom.engine.locate import locate
@@ -14,7 +15,10 @@ from stillroom.engine.run import Run
 from stillroom.engine.state import RunState, capture, restore
 from stillroom.errors import BrokenAtStart, Diverged, LossScaleAtFloor, StillroomError, TooManySkips
 from stillroom.evaluate import evaluate
+from stillroom.guard import is_within_band
 from stillroom.types import Batch, Evidence, Examination, Verdict
+
+_PATIENCE = 2
 
 
 @torch.no_grad()
@@ -22,10 +26,31 @@ def examine(run: Run) -> Examination:
     """A slow, careful look at the state: used only when a step is suspicious."""
     # A damaged FP16 copy beside a sound master is mended here, for the cost of a copy.
     run.optimizer.refresh()
-    weights = all(bool(torch.isfinite(p).all()) for p in run.student.model.parameters())
-    moments = all(bool(torch.isfinite(t).all()) for t in run.optimizer.tensors().values())
+    weights = all(_is_finite(p) for p in run.student.model.parameters())
+    moments = all(_is_finite(t) for t in run.optimizer.tensors().values())
     loss = canary_loss(run) if weights else float("nan")
     return Examination(weights, moments, loss, run.canary_reference)
+
+
+@torch.no_grad()
+def is_sound(run: Run) -> bool:
+    """Whether every weight and moment is finite: asked before anything is kept or saved."""
+    return all(_is_finite(p) for p in run.student.model.parameters()) and all(
+        _is_finite(t) for t in run.optimizer.tensors().values()
+    )
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return bool(torch.isfinite(tensor).all())
+
+
+def roll_back_unsound(run: Run, state: RunState, evidence: Evidence) -> None:
+    """Return to the last good state from one whose steps looked well but whose weights are not finite."""
+    exam = examine(run)
+    if exam.weights_finite and exam.moments_finite:
+        return  # a master mended its copy
+    verdict = run.guard.diagnose(evidence, f"checked before saving step {state.applied}", exam)
+    carry_out(run, state, [], evidence, verdict)
 
 
 def canary_loss(run: Run) -> float:
@@ -36,10 +61,18 @@ def canary_loss(run: Run) -> float:
 
 
 def take_snapshot(run: Run, state: RunState) -> bool:
-    """Keep the present state for a rollback, if it is sound. Returns whether it was kept."""
+    """Keep the present state for a rollback, if it is sound. Returns whether it was kept.
+
+    A canary that does worse than at the last snapshot may be the first sign of a divergence, so such a state is
+    not kept; one that stays worse without any step being refused is the new normal.
+    """
     exam = examine(run)
     if not (exam.weights_finite and exam.moments_finite and math.isfinite(exam.canary_loss)):
         return False
+    if not is_within_band(exam) and state.snapshots_refused < _PATIENCE:
+        state.snapshots_refused += 1
+        return False
+    state.snapshots_refused = 0
     run.canary_reference = exam.canary_loss
     saved = capture(run, state)
     scalars = {**saved.scalars, "canary": exam.canary_loss}

@@ -35,6 +35,7 @@ class RunState:
     backoff_at: int = -1  # applied step of the last learning-rate backoff
     fallback_until: int = -1  # applied step until which the teacher is not used
     rolled_back_to: int = -1  # step of the snapshot the last rollback returned to
+    snapshots_refused: int = 0  # in a row, because the canary did worse
     phase: str = ""
     is_finished: bool = False
 

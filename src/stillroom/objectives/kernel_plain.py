@@ -18,7 +18,7 @@ from stillroom.objectives.divergence import softmax_pullback
 from stillroom.objectives.sparse import KdRows, keep_top_k, sampled_rows, select_rows, topk_rows
 from stillroom.types import SampledSignal, TopKSignal
 
-_BLOCK_ELEMENTS = 1 << 18
+_BLOCK_ELEMENTS = 1 << 19
 
 
 class PlainKernel:

@@ -1,0 +1,115 @@
+"""Time and memory of a step, and what the machine was doing meanwhile."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from contenders import CONTENDERS, Data, Problem, Step
+
+
+def interleaved(steps: Mapping[str, tuple[Data, Step]], repetitions: int) -> dict[str, dict[str, float]]:
+    """Least wall and CPU seconds of each step, the contenders taking turns so that a slow minute hits them all."""
+    best: dict[str, dict[str, float]] = {}
+    for repetition in range(repetitions + 1):
+        for name, (data, step) in steps.items():
+            data.forget()
+            wall, cpu = time.perf_counter(), time.process_time()
+            step()
+            spent = {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
+            if repetition == 0:  # warm-up: page faults, caches, compilation
+                best[name] = {"wall": float("inf"), "cpu": float("inf")}
+            else:
+                best[name] = {clock: min(best[name][clock], spent[clock]) for clock in spent}
+    return best
+
+
+def peak_extra_bytes(contender: str, problem: Problem) -> int:
+    """Peak resident bytes of a step above its inputs and gradients, in a process of its own."""
+    command = [sys.executable, str(Path(__file__)), contender, json.dumps(asdict(problem))]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return int(done.stdout.strip().splitlines()[-1])
+
+
+def _peak_here(contender: str, problem: Problem) -> int:
+    chosen = next(c for c in CONTENDERS if c.name == contender)
+    small = Problem(problem.kind, 8, 1000, problem.dtype)
+    chosen.prepare(small, Data(small))()  # imports, thread pools and kernels are not the step's
+    data = Data(problem)
+    step = chosen.prepare(problem, data)
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    before = _status("VmRSS")
+    step()
+    kept = sum(t.grad.numel() * t.grad.element_size() for t in (data.hidden, data.weight) if t.grad is not None)
+    return _status("VmHWM") - before - kept
+
+
+def _status(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+
+def machine() -> dict[str, Any]:
+    """Where and with what this was measured."""
+    information = Path("/proc/cpuinfo").read_text()
+    model = next((line.split(":")[1].strip() for line in information.splitlines() if "model name" in line), "unknown")
+    isa = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if f" {flag}" in information]
+    packages = ("torch", "transformers", "trl", "liger-kernel", "torchtune", "numpy")
+    return {
+        "processor": model,
+        "instructions": isa,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in packages},
+        "load_average_at_start": [round(load, 2) for load in os.getloadavg()],
+        "other_busy_processes": busy_processes(),
+    }
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "absent"
+
+
+def busy_processes() -> list[str]:
+    """Commands of other processes that use more than a tenth of a core over half a second."""
+
+    def ticks() -> dict[str, int]:
+        found = {}
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                text = stat.read_text()
+            except OSError:
+                continue  # it ended meanwhile
+            fields = text.rpartition(")")[2].split()
+            found[stat.parent.name] = int(fields[11]) + int(fields[12])
+        return found
+
+    first = ticks()
+    time.sleep(0.5)
+    busy = [pid for pid, spent in ticks().items() if spent - first.get(pid, spent) > 5 and pid != str(os.getpid())]
+    names = []
+    for pid in busy:
+        try:
+            names.append(Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()[:80])
+        except OSError:
+            continue
+    return names
+
+
+if __name__ == "__main__":
+    print(_peak_here(sys.argv[1], Problem(**json.loads(sys.argv[2]))))
