@@ -15,10 +15,10 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
@@ -123,10 +123,12 @@ class CheckpointStore:
         """Steps that have a checkpoint folder, newest first; verified or not."""
         return [int(path.name.removeprefix("step-")) for path in self._paths()]
 
-    def load_newest(self) -> Saved | None:
+    def load_newest(self, without: Collection[int] = ()) -> Saved | None:
         """The newest checkpoint that verifies; None when there is none at all; an error when all are bad."""
         rejected: list[str] = []
         for path in self._paths():
+            if int(path.name.removeprefix("step-")) in without:
+                continue
             try:
                 step, tensors, scalars = _read(path)
             except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
@@ -215,6 +217,15 @@ def replaced_folder(final: Path) -> Iterator[Path]:
     shutil.rmtree(retired, ignore_errors=True)
 
 
+class Snapshots(Protocol):
+    """Good states to return to."""
+
+    def keep(self, saved: Saved) -> None: ...
+    def newest(self) -> Saved | None: ...
+    def drop_newest(self) -> None: ...
+    def __len__(self) -> int: ...
+
+
 class SnapshotRing:
     """The last few good states, in memory."""
 
@@ -236,3 +247,23 @@ class SnapshotRing:
 
     def __len__(self) -> int:
         return len(self._states)
+
+
+class CheckpointSnapshots:
+    """The newest verified checkpoints instead of copies in memory, where memory is short."""
+
+    def __init__(self, store: CheckpointStore) -> None:
+        self.store = store
+        self._dropped: set[int] = set()
+
+    def keep(self, saved: Saved) -> None:
+        """Nothing to do: what is on disk is what there is."""
+
+    def newest(self) -> Saved | None:
+        return self.store.load_newest(without=self._dropped)
+
+    def drop_newest(self) -> None:
+        self._dropped.update([step for step in self.store.steps() if step not in self._dropped][:1])
+
+    def __len__(self) -> int:
+        return len([step for step in self.store.steps() if step not in self._dropped])

@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 
+from stillroom import builtin
 from stillroom.config import Config
 from stillroom.data import fixed_batches, open_eval
 from stillroom.engine.build import find_device
 from stillroom.engine.distill import Result, distill, write_summary
-from stillroom.engine.folder import read_config
+from stillroom.engine.folder import claim, read_config
 from stillroom.errors import BrokenAtStart
 from stillroom.evaluate import evaluate
 from stillroom.models import Student, anatomy, load_student, load_teacher, load_tokenizer
@@ -39,6 +40,8 @@ _FOLDERS = {"baseline": "equal-tokens", "baseline_equal_compute": "equal-compute
 def run_demo(config: Config, folder: Path, *, device: str = "auto", listeners: Listeners = ()) -> Result:
     """Distil, train both baselines, compare. Each part can be interrupted and goes on where it stood."""
     tell = _teller(listeners)
+    claim(folder, config)
+    (folder / "baselines").mkdir(exist_ok=True)  # marks the run as a demo from its first moment
     result = distill(config, folder, device=device, listeners=listeners)
     summary = dict(result.summary)
     if "baseline_equal_compute" in summary:
@@ -118,14 +121,31 @@ def _compared(done: Result, config: Config, device: str, chosen: dict[str, float
     }
 
 
-def tell_story(summary: dict[str, Any]) -> str:
-    """Where the gain comes from, in words that the numbers support."""
+def tell_story(summary: dict[str, Any]) -> list[str]:
+    """What each arm cost and where the gain comes from, in words that the numbers support."""
+    arms = [("distilled", {**summary, **summary["student"]})]
+    arms += [(f"plain, {_FOLDERS[name].replace('-', ' ')}", summary[name]) for name in _BASELINES]
+    told = [
+        f"{name}: {arm['steps']:,} steps in {arm['seconds']:.0f} s, best at step {arm['best_step']:,}, "
+        f"learning rate {arm['learning_rate']:g}, weight decay {arm['weight_decay']:g}"
+        for name, arm in arms
+    ]
+    return [*told, _moral(summary)]
+
+
+def _teacher_tokens() -> int:
+    """How much different text the builtin teacher was trained on, as its own log says."""
+    log = builtin.model_path("teacher") / "training_log.jsonl"
+    return int(json.loads(log.read_text(encoding="utf-8").splitlines()[0])["train_tokens"])
+
+
+def _moral(summary: dict[str, Any]) -> str:
     student = summary["student"]["perplexity"]
     teacher = summary["teacher"]["perplexity"]
     tokens, compute = summary["baseline"]["perplexity"], summary["baseline_equal_compute"]["perplexity"]
     better = min(tokens, compute)
     said = (
-        f"The transfer set has {summary['transfer_tokens']:,} tokens; the teacher saw about ten times as many. "
+        f"The transfer set has {summary['transfer_tokens']:,} tokens; the teacher saw {_teacher_tokens():,}. "
         f"Distilled, the student reaches perplexity {student:.1f}; on the labels alone {tokens:.1f} with as many "
         f"tokens and {compute:.1f} with as much compute. "
     )
@@ -159,8 +179,3 @@ def _teller(listeners: Listeners) -> Callable[[str], None]:
             listener({"event": "note", "text": text})
 
     return tell
-
-
-def load_summary(folder: Path) -> dict[str, Any]:
-    summary: dict[str, Any] = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    return summary

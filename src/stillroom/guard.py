@@ -24,7 +24,10 @@ _LEVEL_STEPS = 15
 _JUMP_TO_SIGMA = 1.0 / 0.9539  # median |x - y| of two normal draws, in standard deviations
 # A spike must also be large in itself: a very steady run has a spread so small that any wobble is many sigmas.
 _LEAST_LOSS_RISE = 0.25
-_LEAST_NORM_RISE = math.log(4.0)
+_LEAST_NORM_RISE = math.log(10.0)  # clipping makes a norm harmless; only a wild one says something about the batch
+# So many finite steps in a row that look like spikes to a sound student are not bad batches: the statistics are
+# those of another stretch of the run, and are learned anew.
+_RELEARN_AFTER = 8
 _CANARY_RISE = 0.10
 
 
@@ -100,6 +103,10 @@ class Guard:
             return self._roll_back(
                 f"{reason}; canary loss {exam.canary_loss:.4g} against {exam.canary_reference:.4g}", backs_off=True
             )
+        is_finite = math.isfinite(evidence.loss) and math.isfinite(evidence.grad_norm)
+        if is_finite and self.consecutive >= _RELEARN_AFTER:
+            self._forget()
+            return Verdict("keep", f"{reason}; {self.consecutive} in a row and the student is sound: a new normal")
         return self._refuse(f"{reason}; the student is sound, so the batch is at fault", evidence)
 
     def accept(self, evidence: Evidence) -> None:
@@ -171,8 +178,11 @@ class Guard:
         """Another phase weighs the terms differently: its losses are not comparable with the last one's."""
         if phase != self._phase:
             self._phase = phase
-            self._losses.values.clear()
-            self._norms.values.clear()
+            self._forget()
+
+    def _forget(self) -> None:
+        self._losses.values.clear()
+        self._norms.values.clear()
 
     # -- state -------------------------------------------------------------------------------------------
 

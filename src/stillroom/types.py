@@ -38,7 +38,8 @@ class Batch:
 
     @property
     def num_scored(self) -> int:
-        return int((self.targets != IGNORED).sum())
+        """Counted where the data is made, in main memory: asking costs the device nothing."""
+        return int((self.targets.cpu().numpy() != IGNORED).sum())
 
     def to(self, device: Any) -> Batch:
         return Batch(
@@ -211,6 +212,7 @@ class Evidence:
     bad_teacher_rows: int = 0
     phase: str = ""
     attempt: int = 0  # how often this very window was tried before
+    samples: Mapping[str, float] = field(default_factory=lambda: _EMPTY)  # how much of the last update arrived
 
 
 @dataclass(frozen=True)

@@ -108,9 +108,29 @@ def test_a_reset_comes_once_when_asked_for() -> None:
 
 def test_too_many_refusals_in_a_row_end_with_21() -> None:
     guard = settled(max_consecutive=3)
-    verdicts = [guard.diagnose(evidence(9.0), "x", SOUND) for _ in range(3)]
+    verdicts = [guard.diagnose(evidence(math.nan), "x", SOUND) for _ in range(3)]
     assert [v.action for v in verdicts] == ["skip", "skip", "halt"]
     assert verdicts[-1].exit_code == 21
+
+
+def test_a_new_normal_is_learned_instead_of_refused_for_ever() -> None:
+    """A level shift that lasts is the run, not the data: the statistics must follow it."""
+    guard = settled()
+    actions = []
+    for _ in range(12):
+        seen = evidence(4.0, 2.0)
+        verdict = guard.judge(seen)
+        if verdict.action == "examine":
+            verdict = guard.diagnose(seen, verdict.reason, SOUND)
+        if verdict.action == "keep":
+            guard.accept(seen)
+        actions.append(verdict.action)
+    assert actions == ["skip"] * 8 + ["keep"] * 4
+
+
+def test_a_norm_that_only_grows_is_clipped_not_refused() -> None:
+    assert settled().judge(evidence(2.0, 5.0)).action == "keep"
+    assert settled().judge(evidence(2.0, 50.0)).action == "examine"
 
 
 def test_a_teacher_at_fault_again_and_again_is_suspended() -> None:

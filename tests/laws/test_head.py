@@ -17,7 +17,8 @@ from stillroom.errors import ConfigError
 from stillroom.objectives import DenseTeacher, fused_head_loss, score_head
 from stillroom.objectives import divergence as family
 from stillroom.objectives.base import Divergence
-from stillroom.types import HeadWeights, StudentView
+from stillroom.objectives.products import chunk_size
+from stillroom.types import HeadWeights
 
 FORWARD_KL = family.make("forward_kl")
 HEADS: dict[str, dict[str, Any]] = {
@@ -276,6 +277,16 @@ def test_each_token_may_have_its_own_weight_and_temperature(seed: int) -> None:
     torch.testing.assert_close(grads_of(ours), grads_of(exact))
 
 
+def test_a_teacher_may_be_trained_against_a_frozen_student() -> None:
+    case = make_case(3, dtype=torch.float32).copy(trains_teacher=True)
+    frozen = replace(case, hidden=case.hidden.detach(), head=replace(case.head, weight=case.head.weight.detach()))
+    run(case).loss.backward()
+    expected = grads_of(case)["teacher"]
+    case.teacher.hidden.grad = None
+    run(frozen).loss.backward()
+    assert torch.equal(grads_of(case)["teacher"], expected)
+
+
 def test_weights_may_live_on_the_device() -> None:
     case = make_case()
     on_device = run(case, kd_weight=torch.tensor(0.7), ce_weight=torch.tensor(0.3))
@@ -311,6 +322,16 @@ def test_vocabularies_of_different_size_are_refused_with_advice() -> None:
     assert error.value.advice
 
 
-def test_view_is_what_the_mix_hands_over() -> None:
-    case = make_case()
-    assert isinstance(case.view, StudentView)
+@given(num_rows=st.integers(0, 5000), num_tokens=st.integers(1, 300_000), width=st.integers(1, 8192))
+def test_a_chosen_chunk_keeps_to_its_budget(num_rows: int, num_tokens: int, width: int) -> None:
+    chunk = chunk_size(0, num_rows, num_tokens, width)
+    assert 1 <= chunk <= 1024
+    assert chunk <= max(1, num_rows)
+    budget = max(128 * 2**20, 4 * num_tokens * width)
+    assert chunk <= 64 or 2 * 4 * chunk * num_tokens <= budget
+
+
+def test_an_asked_chunk_is_taken() -> None:
+    assert chunk_size(512, 2000, 32_000, 576) == 512
+    assert chunk_size(512, 100, 32_000, 576) == 100
+    assert chunk_size(0, 600, 32_000, 576) == 300  # two equal ones, not 512 and a rest

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from stillroom.config.schema import KdConfig, ObjectivesConfig, Ramp
 from stillroom.errors import ConfigError
 from stillroom.objectives import Mix
+from stillroom.objectives.kernel import KernelName
 from stillroom.types import Batch, Lesson, StudentView
 
 MIX = Mix(ObjectivesConfig(chunk_tokens=3))
@@ -78,11 +79,13 @@ def test_an_empty_window_scores_zero() -> None:
     assert score.loss == 0
 
 
-def test_nothing_is_read_back_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kernel", ["plain", "auto"])
+def test_nothing_is_read_back_to_the_host(monkeypatch: pytest.MonkeyPatch, kernel: KernelName) -> None:
     case = make_case(1, 16).copy(torch.float32)
+    mix = Mix(ObjectivesConfig(), kernel=kernel)
     for name in ("item", "__bool__", "tolist", "__float__", "__int__"):
         monkeypatch.setattr(torch.Tensor, name, lambda *_, name=name: pytest.fail(f"read back by {name}"))
-    MIX.score(case.view, case.teacher, case.targets, LESSON, {"kd": 16, "ce": 16}).loss.backward()
+    mix.score(case.view, case.teacher, case.targets, LESSON, {"kd": 16, "ce": 16}).loss.backward()
 
 
 def test_settings_of_the_lesson_rule() -> None:

@@ -146,12 +146,13 @@ def test_bad_teacher_rows_are_the_same_rows(kind: str) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("member", MEMBERS, ids=repr)
-def test_extremes_are_the_same(member: Divergence) -> None:
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_extremes_are_the_same(member: Divergence, temperature: float) -> None:
     student = torch.tensor([[1e4, 0.0, -1e4, 5.0], [0.0, 0.0, 0.0, 0.0], [-3e4, 3e4, 0.0, 1.0], [300.0, 0.0, 0.0, 1.0]])
     teacher = torch.tensor(
         [[-1e4, 1e4, 0.0, 2.0], [0.0, -math.inf, -math.inf, -math.inf], [1.0, 2.0, 3e4, -math.inf], [0.0, 300, 1, 2]]
     )
-    temperatures = torch.ones(4)
+    temperatures = torch.full((4,), temperature)
     ids = torch.tensor([[0], [1], [1], [0]])
     sparse = TopKSignal(ids, torch.full((4, 1), -0.5), torch.full((4,), math.log1p(-math.exp(-0.5))))
     for answer in (Logits(teacher), sparse):
@@ -210,6 +211,26 @@ def test_large_vocabularies_match_float64(kernel: str, num_tokens: int, spread: 
     torch.testing.assert_close(answers[0][0], answers[1][0], rtol=1e-5, atol=0)
     error = (answers[0][1] - answers[1][1]).abs().max() / answers[1][1].abs().max()
     assert error < 2e-5  # the plain kernel adds 151,936 terms in FP32
+
+
+@pytest.mark.parametrize("kernel", ["plain", "auto"])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_evaluation_modes_give_the_training_value(kernel: str, mode: Any) -> None:
+    num_tokens = 20_000  # several blocks, hence several threads
+    hidden, weight = draw(0, 40, 8), draw(1, num_tokens, 8).requires_grad_()
+    teacher = DenseTeacher(draw(2, 40, 8), draw(3, num_tokens, 8))
+    trained = fused_head_loss(hidden, weight, teacher, torch.arange(40), kernel=kernel)  # type: ignore[arg-type]
+    with mode():
+        inner = DenseTeacher(teacher.hidden.clone(), teacher.weight)
+        scored = fused_head_loss(hidden.clone(), weight, inner, torch.arange(40), kernel=kernel)  # type: ignore[arg-type]
+        assert torch.equal(scored.loss, trained.loss.detach())
+
+
+def test_the_number_of_threads_is_left_alone() -> None:
+    before = torch.get_num_threads()
+    hidden, weight = draw(0, 40, 8), draw(1, 20_000, 8)
+    fused_head_loss(hidden, weight, None, torch.arange(40), kd_weight=0.0, kernel="plain")
+    assert torch.get_num_threads() == before
 
 
 def test_the_choice_can_be_made_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,7 +109,7 @@ def preset_text(name: str) -> str:
         near = difflib.get_close_matches(name, preset_names(), n=1)
         raise ConfigError(
             f"there is no preset {name!r}",
-            advice=[f"did you mean {near[0]!r}?"] * bool(near) + [f"presets: {', '.join(preset_names())}"],
+            advice=[f"did you mean {known!r}?" for known in near] + [f"presets: {', '.join(preset_names())}"],
         )
     return (resources.files("stillroom.config") / "presets" / f"{name}.toml").read_text(encoding="utf-8")
 

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from accelerate import Accelerator
 
-from stillroom.checkpoint import CheckpointStore, SnapshotRing
+from stillroom.checkpoint import CheckpointSnapshots, CheckpointStore, SnapshotRing, Snapshots
 from stillroom.config import Config
 from stillroom.curriculum import Curriculum
 from stillroom.data import Loader, open_data
@@ -35,6 +36,7 @@ from stillroom.telemetry import EventLog
 
 # Described and real logits may differ by the order of summation, not by more.
 _HEAD_TOLERANCE = 1e-2
+_SNAPSHOT_SHARE = 0.4
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,7 @@ def build_run(
             offload=config.teacher.placement == "offload",
             is_described=models.is_teacher_described,
         )
+    checkpoints = CheckpointStore(folder / "checkpoints", config.checkpoint.keep, injector.checkpoint_point)
     return Run(
         config=config,
         folder=folder,
@@ -149,10 +152,27 @@ def build_run(
         optimizer=optimizer,
         guard=Guard(config.guard),
         log=log,
-        checkpoints=CheckpointStore(folder / "checkpoints", config.checkpoint.keep, injector.checkpoint_point),
-        ring=SnapshotRing(config.guard.snapshot_ring),
+        checkpoints=checkpoints,
+        ring=make_snapshots(config, optimizer, models.student, checkpoints, log),
         injector=injector,
     )
+
+
+def make_snapshots(
+    config: Config, optimizer: AdamW, student: Any, checkpoints: CheckpointStore, log: EventLog
+) -> Snapshots:
+    """Snapshots in memory while they take a modest share of what is free, else the checkpoints on disk."""
+    tensors = [*student.parameters(), *optimizer.tensors().values()]
+    needed = config.guard.snapshot_ring * sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    free = psutil.virtual_memory().available
+    if needed <= _SNAPSHOT_SHARE * free:
+        return SnapshotRing(config.guard.snapshot_ring)
+    log.write(
+        "note",
+        text=f"{config.guard.snapshot_ring} snapshots would take {needed / 1e9:.1f} GB of {free / 1e9:.1f} GB free: "
+        "a rollback returns to the newest checkpoint on disk instead",
+    )
+    return CheckpointSnapshots(checkpoints)
 
 
 def make_optimizer(student: Any, precision: Precision, config: Config) -> AdamW:

@@ -225,6 +225,7 @@ def _finish(run: Run, state: RunState) -> Result:
         "precision": run.precision.mode,
         "transfer_tokens": run.corpus.counters.get("train_tokens"),
         "learning_rate": run.config.train.learning_rate,
+        "weight_decay": run.config.train.weight_decay,
         **run.before,
         "student": {**_row(final, run.student.model), "steps": state.applied, "tokens": state.tokens},
     }

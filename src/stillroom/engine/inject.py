@@ -68,7 +68,7 @@ def parse(spec: str) -> list[Fault]:
             near = difflib.get_close_matches(name, FAULTS, n=1)
             raise ConfigError(
                 f"--inject {word}: there is no fault {name!r}",
-                advice=[f"did you mean {near[0]}?"] * bool(near) + [f"faults: {', '.join(FAULTS)}"],
+                advice=[f"did you mean {known}?" for known in near] + [f"faults: {', '.join(FAULTS)}"],
             )
         faults.append(Fault(name, int(match["step"]), int(match["times"] or 1)))
     return faults

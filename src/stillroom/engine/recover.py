@@ -75,9 +75,8 @@ def take_snapshot(run: Run, state: RunState) -> bool:
     state.snapshots_refused = 0
     run.canary_reference = exam.canary_loss
     saved = capture(run, state)
-    scalars = {**saved.scalars, "canary": exam.canary_loss}
     without_best = {name: group for name, group in saved.tensors.items() if name != "best"}
-    run.ring.keep(Saved(saved.step, without_best, scalars))
+    run.ring.keep(Saved(saved.step, without_best, saved.scalars))
     return True
 
 
@@ -146,7 +145,8 @@ def roll_back(run: Run, state: RunState, verdict: Verdict) -> None:
         run.ring.drop_newest()  # it led here before: try the one before it
         newest = run.ring.newest() or newest
     restore(run, state, newest, keeps_history=True)
-    run.canary_reference = float(newest.scalars["canary"])
+    canary = newest.scalars["canary"]
+    run.canary_reference = float("inf") if canary is None else float(canary)
     state.rolled_back_to = newest.step
     if verdict.backs_off:
         state.backoff_at = state.applied

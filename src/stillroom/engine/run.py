@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stillroom.checkpoint import CheckpointStore, Saved, SnapshotRing
+from stillroom.checkpoint import CheckpointStore, Saved, Snapshots
 from stillroom.config import Config
 from stillroom.curriculum import Curriculum
 from stillroom.data import Corpus, Loader, fixed_batches
@@ -48,10 +48,11 @@ class Run:
     guard: Guard
     log: EventLog
     checkpoints: CheckpointStore
-    ring: SnapshotRing
+    ring: Snapshots
     injector: Injector
     initial: Saved | None = None  # kept only where the guard may begin again
     before: dict[str, Any] = field(default_factory=dict)  # teacher and student before training, for the summary
+    sampled: dict[str, Tensor] = field(default_factory=dict)  # of the last update, read with the next evidence
     best_weights: dict[str, Tensor] = field(default_factory=dict)
     canary_reference: float = float("inf")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -94,6 +95,7 @@ def capture(run: Run, state: RunState) -> Saved:
         "guard": run.guard.state_dict(),
         "num_updates": run.optimizer.num_updates,
         "before": run.before,
+        "canary": run.canary_reference if math.isfinite(run.canary_reference) else None,
     }
     return Saved(state.applied, tensors, scalars)
 

@@ -60,7 +60,7 @@ def train_step(run: Run, state: RunState, window: Sequence[Batch]) -> StepOutcom
         verdict = run.guard.diagnose(evidence, verdict.reason, examine(run))
     state.attempted += 1
     if verdict.action == "keep":
-        _apply(run, evidence, rate)
+        _apply(run, state, evidence, rate)
         run.guard.accept(evidence)
         state.applied += 1
         state.cursor += 1
@@ -112,6 +112,7 @@ def _read_evidence(run: Run, state: RunState, tally: Tally, lesson: Lesson, coun
     packed = {"loss": tally.loss if tally.loss is not None else zero, "bad": bad if bad is not None else zero}
     packed |= {f"term.{name}": total for name, total in tally.totals.items()}
     packed |= {f"norm.{name}": square for name, square in norms.items()}
+    packed |= {f"sample.{name}": share for name, share in run.sampled.items()}
     stacked = torch.stack([value.detach().reshape(()).to(run.device, torch.float32) for value in packed.values()])
     values = dict(zip(packed, stacked.tolist(), strict=True))
     means = {name: values[f"term.{name}"] / max(counts[name], 1) for name in tally.totals}
@@ -130,12 +131,14 @@ def _read_evidence(run: Run, state: RunState, tally: Tally, lesson: Lesson, coun
         bad_teacher_rows=int(values["bad"]),
         phase=lesson.phase,
         attempt=state.attempt,
+        samples={name: values[f"sample.{name}"] for name in run.sampled},
     )
 
 
-def _apply(run: Run, evidence: Evidence, rate: float) -> None:
-    """Clip each group to the bound and update."""
+def _apply(run: Run, state: RunState, evidence: Evidence, rate: float) -> None:
+    """Clip each group to the bound and update. Now and then, look at how much of the update arrived."""
     bound = run.config.train.max_grad_norm
     factors = {name: min(1.0, bound / (norm + 1e-12)) for name, norm in evidence.group_norms.items()}
-    run.precision.step(run.optimizer, rate, factors)
+    is_sampled = state.applied % run.config.telemetry.log_steps == 0
+    run.sampled = run.precision.step(run.optimizer, rate, factors, is_sampled=is_sampled)
     run.injector.mid_update()

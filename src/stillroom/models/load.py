@@ -20,6 +20,7 @@ from transformers.utils import logging as transformers_logging
 from stillroom import builtin
 from stillroom.config.schema import ModelSection, StudentConfig, TeacherConfig
 from stillroom.errors import BrokenAtStart, ConfigError
+from stillroom.models.attention import attend_causally
 
 # Progress bars and advice of the loader would interleave with our own log.
 transformers_logging.set_verbosity_error()
@@ -52,7 +53,7 @@ def find(name: str) -> Source:
             near = difflib.get_close_matches(short, builtin.MODELS, n=1)
             raise ConfigError(
                 f"there is no builtin model {short!r}",
-                advice=[f"did you mean builtin:{near[0]}?"] * bool(near)
+                advice=[f"did you mean builtin:{known}?" for known in near]
                 + ["builtin models: " + ", ".join(f"builtin:{known}" for known in builtin.MODELS)],
             )
         return Source(name, str(builtin.model_path(short)), is_local=True)
@@ -108,6 +109,7 @@ def load_teacher(section: TeacherConfig, dtype: torch.dtype) -> Any:
         model = _load_adapter(source, dtype) if source.is_adapter else _load_weights(section, source, dtype)
     model.requires_grad_(False)
     model.eval()
+    attend_causally(model)
     return model
 
 
@@ -134,6 +136,7 @@ def load_student(section: StudentConfig, *, seed: int) -> tuple[Any, str]:
     if section.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.config.use_cache = False
+    attend_causally(model)
     return model, why
 
 

@@ -47,12 +47,15 @@ def last_hidden(model: Any, batch: Batch, vocab_size: int, is_described: bool) -
 
     A model whose head we cannot describe answers with its logits and an identity head: correct, but it
     keeps a [tokens, vocabulary] tensor.
+
+    No attention mask is passed: rows are padded on the right and attention is causal, so no scored position can see
+    padding.
     """
     if is_described:
         body = probe.backbone(model)
-        output = body(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False)
+        output = body(input_ids=batch.input_ids, use_cache=False)
         return output.last_hidden_state, probe.head_of(model, vocab_size)
-    output = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False)
+    output = model(input_ids=batch.input_ids, use_cache=False)
     logits = output.logits
     identity = torch.empty(0, device=logits.device, dtype=logits.dtype)
     return logits, HeadWeights(identity, vocab_size=vocab_size)

@@ -162,7 +162,7 @@ def score_head(
         temperatures=ones * (temperature if token_temperature is None else token_temperature),
         plan=plan,
         kernel=choose_kernel(kernel).kernel,
-        chunk_tokens=chunk_size(chunk_tokens, targets.numel(), view.head.num_real),
+        chunk_tokens=chunk_size(chunk_tokens, targets.numel(), view.head.num_real, view.hidden.shape[-1]),
     )
     loss, kd, ce, is_bad = run_pass(view.hidden, view.head.weight, view.head.bias, teacher_hidden, task)
     terms = {}

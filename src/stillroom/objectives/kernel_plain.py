@@ -16,9 +16,10 @@ from stillroom.numerics import log_softmax, softcap, softcap_slope
 from stillroom.objectives.base import Logits, RowPlan, Rows, TeacherRows
 from stillroom.objectives.divergence import softmax_pullback
 from stillroom.objectives.sparse import KdRows, keep_top_k, sampled_rows, select_rows, topk_rows
+from stillroom.objectives.threads import run_blocks
 from stillroom.types import SampledSignal, TopKSignal
 
-_BLOCK_ELEMENTS = 1 << 19
+_BLOCK_ELEMENTS = 3 << 15  # 400 kB of FP32 for each temporary
 
 
 class PlainKernel:
@@ -28,11 +29,15 @@ class PlainKernel:
 
     def run(self, student: Logits, teacher: TeacherRows | None, rows: Rows, plan: RowPlan) -> None:
         num_rows, num_tokens = student.raw.shape
-        # A GPU has no such cache and pays for each launch: one block.
-        step = max(1, _BLOCK_ELEMENTS // num_tokens) if student.raw.device.type == "cpu" else max(1, num_rows)
-        for start in range(0, num_rows, step):
-            part = slice(start, start + step)
+
+        def work(part: slice) -> None:
             _run_block(student.rows(part), _teacher_rows(teacher, part), rows.rows(part), plan)
+
+        if student.raw.device.type == "cpu":
+            step = max(1, _BLOCK_ELEMENTS // num_tokens)
+            run_blocks(work, (slice(start, start + step) for start in range(0, num_rows, step)))
+        else:
+            work(slice(0, num_rows))  # a GPU has no such cache, and each launch costs
 
 
 def _teacher_rows(teacher: TeacherRows | None, part: slice) -> TeacherRows | None:

@@ -9,6 +9,8 @@ Legend: N positions, C positions of a chunk, V real vocabulary (the weight may h
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -16,16 +18,33 @@ from stillroom.objectives.base import Logits
 from stillroom.types import HeadWeights
 
 _STRIDE = 64  # an odd row length makes the logits product a third slower: rows start at multiples of this
-_SCRATCH_BYTES = 128 * 2**20  # of student and teacher scratch together, when the chunk is chosen here
-_LEAST_CHUNK, _MOST_CHUNK = 64, 1024
+_SCRATCH_BYTES = 128 * 2**20  # for student and teacher together, when the chunk is chosen here
+_LEAST_CHUNK, _MOST_CHUNK = 64, 1024  # products of fewer rows waste half the machine; of more gain nothing
+_HALVES = (torch.float16, torch.bfloat16)
 
 
-def chunk_size(asked: int, num_rows: int, num_tokens: int) -> int:
-    """Positions in a chunk: as asked, or as many as keep both scratch buffers within a budget."""
-    chosen = asked or _SCRATCH_BYTES // (2 * 4 * num_tokens) // _LEAST_CHUNK * _LEAST_CHUNK
-    if not asked:
-        chosen = min(max(chosen, _LEAST_CHUNK), _MOST_CHUNK)
-    return max(1, min(chosen, num_rows))
+def chunk_size(asked: int, num_rows: int, num_tokens: int, width: int) -> int:
+    """Positions in a chunk: as asked, or chosen (0) from the vocabulary.
+
+    The scratch may take 128 MB, or as much as the weight's FP32 gradient where that is more: it lies there anyway.
+    Chosen chunks are of equal size, so that no small one is left over.
+    """
+    if asked:
+        return max(1, min(asked, num_rows))
+    budget = max(_SCRATCH_BYTES, 4 * num_tokens * width)
+    most = budget // (2 * 4 * num_tokens) // _LEAST_CHUNK * _LEAST_CHUNK
+    most = min(max(most, _LEAST_CHUNK), _MOST_CHUNK)
+    num_chunks = max(1, math.ceil(num_rows / most))
+    return max(1, math.ceil(num_rows / num_chunks))
+
+
+def scratch_bytes(chunk_tokens: int, num_tokens: int, *, has_dense_teacher: bool) -> int:
+    """What a pass holds beside inputs and gradients, for whoever plans memory."""
+    return (2 if has_dense_teacher else 1) * 4 * chunk_tokens * _padded(num_tokens)
+
+
+def _padded(num_tokens: int) -> int:
+    return math.ceil(num_tokens / _STRIDE) * _STRIDE
 
 
 class Products:
@@ -44,13 +63,12 @@ class Products:
     ) -> None:
         self._hidden, self._head, self._dtype = hidden, head, dtype
         self._num_real = head.num_real
-        self._is_native = hidden.is_cuda and hidden.dtype == head.weight.dtype and dtype == torch.float32
+        self._is_native = hidden.is_cuda and hidden.dtype == head.weight.dtype and hidden.dtype in _HALVES
         needs_cast_weight = not self._is_native or wants_hidden
         self._weight = head.weight[: self._num_real]  # [V, D]
         self._work_weight = self._weight.to(dtype) if needs_cast_weight else self._weight
         self._bias = None if head.bias is None else head.bias[: self._num_real].to(dtype)
-        width = -(-self._num_real // _STRIDE) * _STRIDE
-        self._scratch = torch.empty((chunk_tokens, width), dtype=dtype, device=hidden.device)
+        self._scratch = torch.empty((chunk_tokens, _padded(self._num_real)), dtype=dtype, device=hidden.device)
         self.hidden_gradient = torch.empty_like(hidden, dtype=dtype) if wants_hidden else None
         self.weight_gradient = _rows_like(head.weight, self._num_real, dtype) if wants_weight else None
         self.bias_gradient = None

@@ -126,6 +126,26 @@ class AdamW:
     # -- the update --------------------------------------------------------------------------------------
 
     @torch.no_grad()
+    def sampled_step(self, rate_factor: float, gradient_factors: Mapping[str, float]) -> dict[str, Tensor]:
+        """`step`, and what it did to one matrix: the share of weights that did not move and of gradients that are 0.
+
+        Both stay on the device; whoever wants them reads them with the next step's evidence.
+        """
+        cells = [cell for cell in self._all_cells() if cell.gradient is not None and cell.parameter.ndim >= 2]
+        if not cells:
+            self.step(rate_factor, gradient_factors)
+            return {}
+        cell = cells[len(cells) // 2]
+        before = cell.storage.read().clone()
+        assert cell.gradient is not None
+        zeros = (cell.gradient == 0).float().mean()
+        self.step(rate_factor, gradient_factors)
+        return {
+            "noop_update_fraction": (cell.storage.read() == before).float().mean(),
+            "zero_gradient_fraction": zeros,
+        }
+
+    @torch.no_grad()
     def step(self, rate_factor: float, gradient_factors: Mapping[str, float]) -> None:
         """One update. Gradients are multiplied by their group's factor (unscaling and clipping in one) in FP32."""
         # The random bits of a step depend on the seed and the step alone, so a resumed run draws them again.

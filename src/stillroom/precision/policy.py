@@ -67,12 +67,23 @@ class Precision:
         """Squared norms of the *scaled* gradients, on the device."""
         return optimizer.squared_norms()
 
-    def step(self, optimizer: AdamW, rate_factor: float, clip_factors: Mapping[str, float]) -> None:
-        """Unscale, clip and apply. The caller has seen that the gradients are finite."""
+    def step(
+        self, optimizer: AdamW, rate_factor: float, clip_factors: Mapping[str, float], *, is_sampled: bool = False
+    ) -> dict[str, Tensor]:
+        """Unscale, clip and apply. The caller has seen that the gradients are finite.
+
+        A sampled step also says, on the device, how much of the update arrived.
+        """
         inverse = 1.0 / self.loss_scale
-        optimizer.step(rate_factor, {name: inverse * factor for name, factor in clip_factors.items()})
+        factors = {name: inverse * factor for name, factor in clip_factors.items()}
+        sampled: dict[str, Tensor] = {}
+        if is_sampled:
+            sampled = optimizer.sampled_step(rate_factor, factors)
+        else:
+            optimizer.step(rate_factor, factors)
         if self.scales_loss:
             self.scaler = self.scaler.after_good_step()
+        return sampled
 
     def back_off(self) -> None:
         """Something overflowed: try again with a smaller scale."""

@@ -16,7 +16,7 @@ from stillroom.report.drawing import ROLES, Figure, dark_partners
 from stillroom.report.figures import all_figures
 from stillroom.report.markup import Html, element, join, json_block
 from stillroom.report.record import RunRecord
-from stillroom.report.words import facts, headline, smaller
+from stillroom.report.words import facts, headline, smaller, story
 
 
 def render(run: RunRecord) -> str:
@@ -65,12 +65,13 @@ def _top(run: RunRecord) -> Html:
     first, *rest = headline(run) or ["Nothing is known about this run's result."]
     numbers = [element("div", element("dt", name), element("dd", value)) for name, value in facts(run)]
     missing = [element("li", sentence) for sentence in run.missing]
-    size = smaller(run)
+    size, told = smaller(run), story(run)
     return element(
         "header",
         element("p", "stillroom", Html(" &middot; "), run.name, class_="eyebrow"),
         element("h1", first),
         element("p", " ".join([*rest, *([size] if size else [])]), class_="lead") if rest or size else None,
+        element("ul", *[element("li", sentence) for sentence in told], class_="note") if told else None,
         element("aside", element("p", "Parts of this run are missing."), element("ul", *missing)) if missing else None,
         element("dl", *numbers, class_="facts") if numbers else None,
     )

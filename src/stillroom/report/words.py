@@ -21,6 +21,12 @@ def headline(run: RunRecord) -> list[str]:
     return [*_how_it_ended(run), *_what_was_reached(run), *_against_plain_training(run)]
 
 
+def story(run: RunRecord) -> list[str]:
+    """What the run itself has to say about its result, beyond the figures: the demo explains its comparison."""
+    told = run.summary.get("story")
+    return [clean(sentence) for sentence in told] if isinstance(told, list) else []
+
+
 def _how_it_ended(run: RunRecord) -> list[str]:
     if run.is_finished:
         return []

@@ -249,6 +249,7 @@ def summary_lines(summary: Fields, report: object = None) -> list[str]:
             f"{label:<20}" + "".join(f"  {show(row, key, form):>10}" for key, _, form in RESULT_COLUMNS)
             for label, row in rows
         ]
+    lines += [clean(sentence) for sentence in items(summary, "story")]
     for check in items(summary, "checks"):
         if isinstance(check, Mapping):
             word = "passed" if check.get("passed") else "failed"

@@ -8,7 +8,7 @@
 //
 // Legend: z logits, V columns, K kept ids, T temperature, q student, p teacher.
 
-#include "maths.h"
+#include "loops.h"
 
 #include <type_traits>
 #include <vector>
@@ -18,15 +18,6 @@ namespace {
 using namespace stillroom;
 
 constexpr float kLeast = -1e30f;  // stands for -inf where 0 * inf would be NaN
-constexpr int64_t kBlock = 2048;  // FP32 sums are short; the long sum is FP64
-
-struct Head {
-    float* raw;         // [rows, stride]: bare products in, gradient with respect to them out
-    int64_t stride;
-    const float* bias;  // [V] or null
-    float scale;
-    float softcap;      // 0: none
-};
 
 // Mirrored field by field in kernel_compiled.py.
 struct Job {
@@ -46,63 +37,12 @@ struct Job {
     int32_t has_ce, wants_gradient;
 };
 
-// -- loops over a vocabulary -------------------------------------------------------------------------------------
-
-// Bias, scale and cap of a head in place; `slope` (or null) takes the derivative of scale and cap.
-void finish(const Head& head, float* z, int64_t size, float* slope) {
-    if (head.bias != nullptr) {
-#pragma omp simd
-        for (int64_t j = 0; j < size; ++j) z[j] += head.bias[j];
-    }
-    if (head.softcap > 0.0f) {
-        const float inner = head.scale / head.softcap, cap = head.softcap, scale = head.scale;
-        if (slope != nullptr) {
-#pragma omp simd
-            for (int64_t j = 0; j < size; ++j) {
-                const float bent = tanh_of(z[j] * inner);
-                slope[j] = (1.0f - bent) * (1.0f + bent) * scale;
-                z[j] = bent * cap;
-            }
-        } else {
-#pragma omp simd
-            for (int64_t j = 0; j < size; ++j) z[j] = tanh_of(z[j] * inner) * cap;
-        }
-    } else if (head.scale != 1.0f) {
-        const float scale = head.scale;
-#pragma omp simd
-        for (int64_t j = 0; j < size; ++j) z[j] *= scale;
-    }
-}
-
-float maximum(const float* z, int64_t size) {
-    float top = -kInfinity;
-#pragma omp simd reduction(max : top)
-    for (int64_t j = 0; j < size; ++j) top = z[j] > top ? z[j] : top;
-    return top;
-}
-
-// out = exp((z - top) / T); returns the sum.
-double exponentials(const float* z, float top, float inverse, float* out, int64_t size) {
-    double total = 0.0;
-    for (int64_t start = 0; start < size; start += kBlock) {
-        const int64_t stop = start + kBlock < size ? start + kBlock : size;
-        float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-        for (int64_t j = start; j < stop; ++j) {
-            const float e = exp_below_zero((z[j] - top) * inverse);
-            out[j] = e;
-            sum += e;
-        }
-        total += sum;
-    }
-    return total;
-}
-
-// exp((z - top) / T) of a row, and the factor that makes them probabilities.
+// A row's softmax as numbers up to a factor: exps[j] * scale, or exps[j]^2 * scale.
 struct Softmax {
     float* exps = nullptr;
     float scale = 0.0f;
     double log_norm = 0.0;  // of all outcomes, relative to the row's top
+    bool is_squared = false;
 };
 
 // d value / d (z / T) = slope_scale * slope[j] + exps_scale * tempered.exps[j]
@@ -161,9 +101,19 @@ class Worker {
     bool distil_with(double& value) {
         if (job_.kind == 2) return top_k<D>(value);
         top_ = maximum(z_, size_);
-        const double norm = exponentials(z_, top_, inverse_, tempered_exps_.data(), size_);
-        tempered_ = {tempered_exps_.data(), (float)(1.0 / norm), std::log(norm)};
+        const Sums sums = exponentials(z_, top_, inverse_, tempered_exps_.data(), size_);
+        set_softmax(0.0, 0.0, 1.0, sums);
         return job_.kind == 1 ? dense<D>(value) : sampled(value);
+    }
+
+    // From the kept outcomes' share of each norm, and the sums of the others around a top `shift` below the row's own.
+    void set_softmax(double head, double plain_head, double shift, const Sums& sums) {
+        float* exps = tempered_exps_.data();
+        const double norm = head + shift * sums.exps, plain_norm = plain_head + shift * shift * sums.squares;
+        tempered_ = {exps, (float)(shift / norm), std::log(norm), false};
+        // At T = 1 the row's softmax is the tempered one, at T = 2 its square.
+        plain_ = temperature_ == 2.0f ? Softmax{exps, (float)(shift * shift / plain_norm), std::log(plain_norm), true}
+                                      : tempered_;
     }
 
     template <typename D>
@@ -172,7 +122,7 @@ class Worker {
         finish(job_.teacher, t, size_, nullptr);
         const float top = maximum(t, size_);
         if constexpr (std::is_same_v<D, ForwardKL>) return forward_kl(t, top, value);
-        const double norm = exponentials(t, top, inverse_, slope_.data(), size_);
+        const double norm = exponentials(t, top, inverse_, slope_.data(), size_).exps;
         if (!std::isfinite(norm)) return false;
         const float p_scale = (float)(1.0 / norm), p_log_norm = (float)std::log(norm), place = job_.place;
         const float q_scale = tempered_.scale, q_log_norm = (float)tempered_.log_norm, q_top = top_, inverse = inverse_;
@@ -235,7 +185,6 @@ class Worker {
         double mass = std::exp((double)tail_log_p);
         for (int64_t k = 0; k < count; ++k) mass += std::exp((double)log_p[k]);
         if (!std::isfinite(mass) || mass == 0.0) return false;
-        double head = 0.0;
         top_ = -kInfinity;
         for (int64_t k = 0; k < count; ++k) {
             kept_logits_[k] = z_[ids[k]];
@@ -246,14 +195,16 @@ class Worker {
         top_ = tail_top > top_ ? tail_top : top_;
         const bool has_tail = tail_top > -kInfinity;
         // Without a tail every exponential is exp(-inf - 0) = 0.
-        const double tail = exponentials(z_, has_tail ? tail_top : 0.0f, inverse_, tempered_exps_.data(), size_);
+        const Sums sums = exponentials(z_, has_tail ? tail_top : 0.0f, inverse_, tempered_exps_.data(), size_);
+        double head = 0.0, plain_head = 0.0;
         for (int64_t k = 0; k < count; ++k) {
             z_[ids[k]] = kept_logits_[k];
             head += std::exp((double)(kept_logits_[k] - top_) * inverse_);
+            plain_head += std::exp((double)(kept_logits_[k] - top_));
         }
-        const double shift = has_tail ? std::exp((double)(tail_top - top_) * inverse_) : 0.0;
-        const double log_norm = std::log(head + shift * tail);
-        tempered_ = {tempered_exps_.data(), (float)(shift / (head + shift * tail)), log_norm};
+        const double tail = sums.exps, shift = has_tail ? std::exp((double)(tail_top - top_) * inverse_) : 0.0;
+        set_softmax(head, plain_head, shift, sums);
+        const double log_norm = tempered_.log_norm;
         const double tail_log_q = has_tail ? (double)(tail_top - top_) * inverse_ + std::log(tail) - log_norm : -kInfinity;
         double slopes = 0.0;
         for (int64_t k = 0; k <= count; ++k) {
@@ -289,25 +240,24 @@ class Worker {
     }
 
     void cross_entropy() {
-        if (tempered_.exps != nullptr && temperature_ == 1.0f) {
-            plain_ = tempered_;
-        } else {
+        if (tempered_.exps == nullptr || (temperature_ != 1.0f && temperature_ != 2.0f)) {
             if (tempered_.exps == nullptr) top_ = maximum(z_, size_);
-            const double norm = exponentials(z_, top_, 1.0f, plain_exps_.data(), size_);
-            plain_ = {plain_exps_.data(), (float)(1.0 / norm), std::log(norm)};
+            const double norm = exponentials(z_, top_, 1.0f, plain_exps_.data(), size_).exps;
+            plain_ = {plain_exps_.data(), (float)(1.0 / norm), std::log(norm), false};
         }
         job_.ce[row_] = (float)(plain_.log_norm + ((double)top_ - z_[target_]));
     }
 
     // z <- d loss / d bare product.
     void leave_gradient(float kd_weight, float ce_weight, bool is_taught) {
-        float from_slope = kd_weight * pull_.slope_scale, from_tempered = kd_weight * pull_.exps_scale;
-        float from_plain = ce_weight != 0.0f ? ce_weight * plain_.scale : 0.0f;
-        if (ce_weight != 0.0f && plain_.exps == tempered_.exps) {
-            from_tempered += from_plain;
-            from_plain = 0.0f;
+        const float from_plain = ce_weight != 0.0f ? ce_weight * plain_.scale : 0.0f;
+        if (is_taught) {
+            combine(kd_weight * pull_.slope_scale, kd_weight * pull_.exps_scale, from_plain);
+        } else if (from_plain == 0.0f) {
+            std::memset(z_, 0, size_ * sizeof(float));
+        } else {
+            only_plain(from_plain);
         }
-        combine(is_taught ? pull_.slope : nullptr, from_slope, from_tempered, from_plain, is_taught);
         z_[target_] -= ce_weight;
         if (is_taught && job_.kind == 2) place_kept(kd_weight, ce_weight);
         if (is_taught && job_.kind == 3) place_samples(kd_weight);
@@ -323,32 +273,46 @@ class Worker {
         }
     }
 
-    void combine(const float* slope, float from_slope, float from_tempered, float from_plain, bool is_taught) {
+    void only_plain(float factor) {
         float* z = z_;
-        const float *tempered = tempered_exps_.data(), *plain = plain_exps_.data();
-        if (!is_taught) {
-            // The row's own softmax may stand in either buffer; `plain_` knows.
-            const float factor = from_plain + from_tempered, *exps = plain_.exps;
-            if (factor == 0.0f) {
-                std::memset(z, 0, size_ * sizeof(float));
-                return;
-            }
+        const float* exps = plain_.exps;
+        if (plain_.is_squared) {
 #pragma omp simd
-            for (int64_t j = 0; j < size_; ++j) z[j] = factor * exps[j];
-        } else if (slope != nullptr && from_plain != 0.0f) {
-#pragma omp simd
-            for (int64_t j = 0; j < size_; ++j) {
-                z[j] = from_slope * slope[j] + from_tempered * tempered[j] + from_plain * plain[j];
-            }
-        } else if (slope != nullptr) {
-#pragma omp simd
-            for (int64_t j = 0; j < size_; ++j) z[j] = from_slope * slope[j] + from_tempered * tempered[j];
-        } else if (from_plain != 0.0f) {
-#pragma omp simd
-            for (int64_t j = 0; j < size_; ++j) z[j] = from_tempered * tempered[j] + from_plain * plain[j];
+            for (int64_t j = 0; j < size_; ++j) z[j] = factor * exps[j] * exps[j];
         } else {
 #pragma omp simd
-            for (int64_t j = 0; j < size_; ++j) z[j] = from_tempered * tempered[j];
+            for (int64_t j = 0; j < size_; ++j) z[j] = factor * exps[j];
+        }
+    }
+
+    void combine(float from_slope, float from_tempered, float from_plain) {
+        const bool has_slope = pull_.slope != nullptr;
+        if (from_plain == 0.0f || (plain_.exps == tempered_.exps && !plain_.is_squared)) {
+            from_tempered += from_plain;
+            has_slope ? combine_as<true, kNone>(from_slope, from_tempered, 0.0f)
+                      : combine_as<false, kNone>(from_slope, from_tempered, 0.0f);
+        } else if (plain_.is_squared) {
+            has_slope ? combine_as<true, kSquared>(from_slope, from_tempered, from_plain)
+                      : combine_as<false, kSquared>(from_slope, from_tempered, from_plain);
+        } else {
+            has_slope ? combine_as<true, kOwn>(from_slope, from_tempered, from_plain)
+                      : combine_as<false, kOwn>(from_slope, from_tempered, from_plain);
+        }
+    }
+
+    enum Plain { kNone, kSquared, kOwn };
+
+    template <bool has_slope, Plain plain_kind>
+    void combine_as(float from_slope, float from_tempered, float from_plain) {
+        float* z = z_;
+        const float *slope = pull_.slope, *tempered = tempered_.exps, *plain = plain_.exps;
+#pragma omp simd
+        for (int64_t j = 0; j < size_; ++j) {
+            float gradient = from_tempered * tempered[j];
+            if constexpr (has_slope) gradient += from_slope * slope[j];
+            if constexpr (plain_kind == kSquared) gradient += from_plain * tempered[j] * tempered[j];
+            if constexpr (plain_kind == kOwn) gradient += from_plain * plain[j];
+            z[j] = gradient;
         }
     }
 

@@ -1,0 +1,114 @@
+"""Laws of the one step, on a run built but not started."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiny
+from stillroom.config import load_config
+from stillroom.engine.build import build_run, find_device, load_models
+from stillroom.engine.inject import parse
+from stillroom.engine.run import Run
+from stillroom.engine.state import RunState, weights_of
+from stillroom.engine.step import attempt, train_step
+from stillroom.telemetry import EventLog
+
+READS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__")
+
+
+@pytest.fixture
+def make(world: Path, tmp_path: Path) -> Iterator[Any]:
+    logs = []
+
+    def build(**over: Any) -> Run:
+        config = load_config(overrides=tiny.settings(world, **over))
+        device = find_device("cpu")
+        log = EventLog(tmp_path / f"{len(logs)}.jsonl")
+        logs.append(log)
+        run = build_run(config, tmp_path, log, device=device, models=load_models(config, device))
+        run.student.train()
+        return run
+
+    yield build
+    for log in logs:
+        log.close()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16-mixed", "fp16-split"])
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_a_step_reads_from_the_device_once(
+    make: Any, monkeypatch: pytest.MonkeyPatch, precision: str, accumulation: int
+) -> None:
+    run = make(precision__mode=precision, train__gradient_accumulation_steps=accumulation)
+    state = RunState()
+    train_step(run, state, run.loader.window(0))
+    reads: list[str] = []
+    for name in READS:
+        original = getattr(torch.Tensor, name)
+
+        def counted(self: torch.Tensor, *args: Any, _name: str = name, _original: Any = original) -> Any:
+            reads.append(_name)
+            return _original(self, *args)
+
+        monkeypatch.setattr(torch.Tensor, name, counted)
+    outcome = train_step(run, state, run.loader.window(1))
+    assert outcome.verdict.action == "keep"
+    assert reads == ["tolist"]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16-mixed", "fp16-master", "fp16-split", "fp16-sr"])
+def test_a_skipped_step_changes_neither_weights_nor_moments(make: Any, precision: str) -> None:
+    run = make(precision__mode=precision, guard__max_retries=0)
+    state = RunState()
+    for index in range(3):
+        train_step(run, state, run.loader.window(index))
+    before = {
+        name: tensor.clone() for name, tensor in {**weights_of(run.student.model), **run.optimizer.tensors()}.items()
+    }
+    run.injector.faults = parse("nan_grad@4")
+    outcome = train_step(run, state, run.loader.window(3))
+    assert outcome.verdict.action == "skip"
+    after = {**weights_of(run.student.model), **run.optimizer.tensors()}
+    for name, tensor in before.items():
+        assert torch.equal(tensor, after[name]), name
+    assert state.applied == 3 and state.cursor == 4
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16-master", "fp16-split"])
+def test_accumulated_gradients_equal_those_of_one_batch(make: Any, precision: str) -> None:
+    """Eight micro-batches of one and one of eight give the same gradient, in FP16 to FP16's rounding."""
+    one = make(precision__mode=precision, train__batch_size=8)
+    many = make(precision__mode=precision, train__batch_size=1, train__gradient_accumulation_steps=8)
+    attempt(one, RunState(), one.loader.window(0))
+    attempt(many, RunState(), many.loader.window(0))
+    tolerance = 1e-5 if precision == "fp32" else 2e-3
+    for (name, a), (_same, b) in zip(one.optimizer.named_gradients(), many.optimizer.named_gradients(), strict=True):
+        scale = float(a.float().abs().max())
+        assert torch.allclose(a.float(), b.float(), atol=tolerance * scale, rtol=0), name
+
+
+def test_half_gradients_are_summed_in_fp32(make: Any) -> None:
+    run = make(precision__mode="fp16-split", train__gradient_accumulation_steps=2)
+    attempt(run, RunState(), run.loader.window(0))
+    assert all(gradient.dtype == torch.float32 for _name, gradient in run.optimizer.named_gradients())
+
+
+def test_updates_that_do_not_arrive_are_seen(make: Any) -> None:
+    run = make(telemetry__log_steps=1, train__learning_rate=1e-12)
+    state = RunState()
+    train_step(run, state, run.loader.window(0))
+    outcome = train_step(run, state, run.loader.window(1))
+    assert outcome.evidence.samples["noop_update_fraction"] > 0.9
+
+
+def test_the_best_case_loses_no_update(make: Any) -> None:
+    run = make(telemetry__log_steps=1, precision__mode="fp16-split", train__learning_rate=1e-3)
+    state = RunState()
+    train_step(run, state, run.loader.window(0))
+    outcome = train_step(run, state, run.loader.window(1))
+    assert outcome.evidence.samples["noop_update_fraction"] < 0.05

@@ -1,0 +1,69 @@
+"""The README is true: its commands exist, and its figures are those of the committed results."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import typer
+
+from stillroom.cli import app
+from stillroom.config.load import build
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def commands() -> set[str]:
+    group = typer.main.get_command(app)
+    return set(group.commands)  # type: ignore[attr-defined]
+
+
+def test_every_command_is_in_the_table_and_every_row_is_a_command() -> None:
+    named = set(re.findall(r"^\| `stillroom (\w[\w-]*)", README, re.MULTILINE))
+    assert named == commands()
+
+
+def test_the_example_configuration_is_valid() -> None:
+    example = re.search(r"```toml\n(.*?)```", README, re.DOTALL)
+    assert example
+    table = tomllib.loads(example[1])
+    table.pop("preset")
+    build(table, "README")
+
+
+def test_make_targets_named_here_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in re.findall(r"^make (\w+)", README, re.MULTILINE):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_the_demo_s_figures_are_those_of_the_result_file() -> None:
+    results = ROOT / "benchmarks" / "demo" / "results" / "seeds.json"
+    runs = json.loads(results.read_text(encoding="utf-8"))["runs"]
+    rows = dict(re.findall(r"^\| ([a-z ,]+?) \| ([\d.]+) \|", README, re.MULTILINE))
+    keys = {
+        "teacher": "teacher",
+        "distilled student": "student",
+        "plain training, equal compute": "baseline_equal_compute",
+        "plain training, equal tokens": "baseline",
+        "untrained student": "student_before",
+    }
+    assert set(rows) == set(keys)
+    for label, key in keys.items():
+        mean = sum(run[key]["perplexity"] for run in runs) / len(runs)
+        assert float(rows[label]) == pytest.approx(mean, abs=0.05), label
+
+
+def test_the_demo_s_order_holds_for_every_seed_in_the_result_file() -> None:
+    runs = json.loads((ROOT / "benchmarks/demo/results/seeds.json").read_text(encoding="utf-8"))["runs"]
+    assert len(runs) >= 3
+    for run in runs:
+        better = min(run["baseline"]["perplexity"], run["baseline_equal_compute"]["perplexity"])
+        worse = max(run["baseline"]["perplexity"], run["baseline_equal_compute"]["perplexity"])
+        teacher, student = run["teacher"]["perplexity"], run["student"]["perplexity"]
+        assert teacher < student < better <= worse < run["student_before"]["perplexity"]
+        assert (better - student) / (better - teacher) >= 0.5, "at least half of the gap is closed"
