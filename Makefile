@@ -3,8 +3,10 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.stamp
+BENCH  := .venv-bench
+BENCH_STAMP := $(BENCH)/.stamp
 
-.PHONY: demo test test-slow check format bench bench-reliability docs clean
+.PHONY: demo test test-slow check format bench bench-demo bench-reliability docs clean
 
 # Core and development tools in one step: the second resolution would cost more than it saves.
 $(STAMP): pyproject.toml constraints.txt
@@ -30,6 +32,34 @@ check: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The peers live in an environment of their own: nothing of theirs is ever a dependency of ours.
+$(BENCH_STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(BENCH)
+	$(BENCH)/bin/python -m pip install --quiet -c constraints.txt torch
+	$(BENCH)/bin/python -m pip install --quiet -c constraints.txt -e '.[bench]'
+	touch $(BENCH_STAMP)
+
+bench: $(BENCH_STAMP)
+	$(BENCH)/bin/python benchmarks/head/bench_head.py
+
+bench-demo: $(BENCH_STAMP)
+	$(BENCH)/bin/python benchmarks/demo/bench_demo.py search
+	$(BENCH)/bin/python benchmarks/demo/bench_demo.py seeds
+	$(BENCH)/bin/python benchmarks/demo/bench_demo.py draw
+
+bench-reliability: $(BENCH_STAMP)
+	$(BENCH)/bin/python benchmarks/reliability/bench_bytes.py
+	$(BENCH)/bin/python benchmarks/reliability/bench_faults.py faults
+	$(BENCH)/bin/python benchmarks/reliability/bench_faults.py parity
+	$(BENCH)/bin/python benchmarks/reliability/bench_faults.py clean
+	$(BENCH)/bin/python benchmarks/reliability/bench_kill.py
+	$(BENCH)/bin/python benchmarks/reliability/bench_overhead.py
+	$(BENCH)/bin/python benchmarks/reliability/bench_peers.py
+
+docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
+	$(BIN)/python scripts/build_docs.py build/docs
 
 clean:
 	rm -rf $(VENV) .venv-bench build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -63,12 +63,12 @@ def run_forked(folder: Path, precision: str, inject: str = "") -> int:
     """The exit code of a run in a child: 0, or minus the signal that killed it."""
     child = os.fork()
     if child == 0:
+        code = 1
         try:
             run_here(folder, precision, inject)
-        except BaseException as error:  # the child must never return into the parent's code
-            print(f"child ended with {error!r}", flush=True)
-            os._exit(1)
-        os._exit(0)
+            code = 0
+        finally:
+            os._exit(code)  # the child must never return into the parent's code
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 

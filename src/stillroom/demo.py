@@ -31,8 +31,8 @@ Listeners = tuple[Callable[[dict[str, Any]], None], ...]
 
 # The best of the committed search (benchmarks/demo/results) for plain cross-entropy on the same transfer set.
 _BASELINES = {
-    "baseline": {"learning_rate": 4e-3, "weight_decay": 0.1},
-    "baseline_equal_compute": {"learning_rate": 4e-3, "weight_decay": 0.1},
+    "baseline": {"learning_rate": 8e-3, "weight_decay": 1.0},
+    "baseline_equal_compute": {"learning_rate": 8e-3, "weight_decay": 2.0},
 }
 _FOLDERS = {"baseline": "equal-tokens", "baseline_equal_compute": "equal-compute"}
 

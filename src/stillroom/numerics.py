@@ -9,6 +9,7 @@ Legend: ... any leading shape, V vocabulary, K kept ids. `log_probs` may hold -i
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -28,6 +29,33 @@ def log_softmax(logits: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
     logits = logits.to(work_dtype(logits))
     scaled = logits if isinstance(temperature, float) and temperature == 1.0 else logits / temperature
     return torch.log_softmax(scaled, dim=-1)
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """A row's probabilities and their logarithms: both are needed, and one exponential gives both."""
+
+    log_probs: Tensor  # [..., V]
+    probs: Tensor  # [..., V]
+    log_norm: Tensor  # [...], log-sum-exp of the logits; NaN where the row is no distribution
+
+    @staticmethod
+    def of_logits(logits: Tensor, temperature: float | Tensor = 1.0) -> Softmax:
+        """softmax(logits / temperature) over the last axis, in FP32 or better.
+
+        log p = x - log_norm, and log_norm = max x - log max p: the largest probability is at least 1 / V, so its
+        logarithm is exact to rounding and costs no second exponential. A row with NaN, with +inf, or with -inf only
+        has a log_norm of NaN.
+        """
+        logits = logits.to(work_dtype(logits))
+        scaled = logits if isinstance(temperature, float) and temperature == 1.0 else logits / temperature
+        probs = torch.softmax(scaled, dim=-1)
+        log_norm = scaled.amax(-1) - probs.amax(-1).log()
+        return Softmax(torch.sub(scaled, log_norm[..., None]), probs, log_norm)
+
+    @staticmethod
+    def of_log_probs(log_probs: Tensor) -> Softmax:
+        return Softmax(log_probs, log_probs.exp(), torch.zeros_like(log_probs[..., 0]))
 
 
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
@@ -68,18 +96,14 @@ def head_and_tail(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return kept_logits - log_norm[..., None], rest_log_mass - log_norm, rest.sub_(anchor[..., None])
 
 
-def log_mixture(first_log_probs: Tensor, second_log_probs: Tensor, first_share: float) -> Tensor:
-    """log(share * first + (1 - share) * second) without leaving log space."""
-    if first_share == 0.0:
-        return second_log_probs
-    if first_share == 1.0:
-        return first_log_probs
-    return torch.logaddexp(first_log_probs + math.log(first_share), second_log_probs + math.log1p(-first_share))
+def log_mixture(probs: Tensor, other_probs: Tensor, share: float) -> Tensor:
+    """log(share * probs + (1 - share) * other_probs).
 
-
-def weighted_log_ratio(log_probs: Tensor, other_log_probs: Tensor) -> Tensor:
-    """p * (log p - log other), elementwise, and 0 where p is 0 whatever the other says."""
-    return times_where_possible(log_probs.exp(), log_probs - other_log_probs)
+    Taken of the mixture itself and not by logaddexp: it rounds a tenth as much and costs less. Where both sides
+    underflow the answer is a floor, which `times_where_possible` meets with a probability of 0.
+    """
+    mixture = torch.lerp(other_probs, probs, share)
+    return mixture.clamp_min_(torch.finfo(mixture.dtype).tiny).log_()
 
 
 def times_where_possible(probs: Tensor, factor: Tensor) -> Tensor:

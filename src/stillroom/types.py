@@ -72,6 +72,12 @@ class HeadWeights:
     scale: float = 1.0
     softcap: float | None = None
     vocab_size: int | None = None  # real vocabulary where the weight has padding rows
+    clamp: float | None = None  # logits beyond +-clamp are cut, and their gradient with them: only when asked for
+
+    @property
+    def is_identity(self) -> bool:
+        """An empty weight: the model gave its own logits instead of hidden states."""
+        return int(self.weight.numel()) == 0
 
     @property
     def num_real(self) -> int:
@@ -98,10 +104,11 @@ class DenseSignal:
     softcap: float | None = None
     vocab_size: int | None = None
     taps: Mapping[str, Tensor] = field(default_factory=lambda: _EMPTY)
+    clamp: float | None = None
 
     @property
     def head(self) -> HeadWeights:
-        return HeadWeights(self.weight, self.bias, self.scale, self.softcap, self.vocab_size)
+        return HeadWeights(self.weight, self.bias, self.scale, self.softcap, self.vocab_size, self.clamp)
 
 
 @dataclass(frozen=True)
@@ -212,6 +219,7 @@ class Evidence:
     bad_teacher_rows: int = 0
     phase: str = ""
     attempt: int = 0  # how often this very window was tried before
+    counters: Mapping[str, float] = field(default_factory=lambda: _EMPTY)  # what was clamped, where clamps are on
     samples: Mapping[str, float] = field(default_factory=lambda: _EMPTY)  # how much of the last update arrived
 
 

@@ -28,6 +28,7 @@ from stillroom.models import (
     load_teacher,
     load_tokenizer,
 )
+from stillroom.objectives.clamps import Clamps
 from stillroom.objectives.mix import Mix
 from stillroom.precision import AdamW, ParameterGroup, Precision, resolve
 from stillroom.schedule import Schedule, steps_of_run, warmup_of_run
@@ -134,6 +135,9 @@ def build_run(
             offload=config.teacher.placement == "offload",
             is_described=models.is_teacher_described,
         )
+    clamps = Clamps(config.guard.logit_clamp, config.guard.loss_clamp)
+    for text in clamps.check(models.vocab_size):
+        log.write("note", text=text)
     checkpoints = CheckpointStore(folder / "checkpoints", config.checkpoint.keep, injector.checkpoint_point)
     return Run(
         config=config,
@@ -145,7 +149,7 @@ def build_run(
         teacher_model=models.teacher,
         corpus=corpus,
         loader=loader,
-        mix=Mix(config.objectives),
+        mix=Mix(config.objectives, clamps=clamps),
         curriculum=Curriculum.of(config),
         schedule=make_schedule(config, loader.num_batches),
         precision=precision,

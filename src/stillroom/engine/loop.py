@@ -243,10 +243,21 @@ def step_record(run: Run, state: RunState, outcome: StepOutcome, seconds: float)
         "terms": {name: vars(term) for name, term in outcome.terms.items()},
         "bad_teacher_rows": outcome.evidence.bad_teacher_rows,
         **outcome.evidence.samples,
+        **_clamped(outcome),
         "gpu_memory_gb": gpu,
         "memory_gb": resident,
         "memory_percent": percent,
     }
+
+
+def _clamped(outcome: StepOutcome) -> dict[str, float]:
+    """What clamps did to the step, where the user asked for clamps."""
+    counters, found = outcome.evidence.counters, {}
+    if "clamped_fraction_sum" in counters:
+        found["clamped_fraction"] = counters["clamped_fraction_sum"] / max(outcome.num_targets, 1)
+    if "clamped_losses" in counters:
+        found["clamped_losses"] = counters["clamped_losses"]
+    return found
 
 
 def memory(device: torch.device) -> tuple[float, float, float]:

@@ -107,9 +107,9 @@ def _learn(run: Run, batch: Batch, lesson: Lesson, counts: dict[str, int]) -> Sc
 def _read_evidence(run: Run, state: RunState, tally: Tally, lesson: Lesson, counts: dict[str, int]) -> Evidence:
     """Pack what the guard needs into one tensor and read it once: the only host read of a step."""
     norms = run.precision.squared_norms(run.optimizer)
-    bad = tally.counters.get("bad_teacher_rows")
     zero = torch.zeros((), device=run.device)
-    packed = {"loss": tally.loss if tally.loss is not None else zero, "bad": bad if bad is not None else zero}
+    packed = {"loss": tally.loss if tally.loss is not None else zero, "bad_teacher_rows": zero}
+    packed |= tally.counters
     packed |= {f"term.{name}": total for name, total in tally.totals.items()}
     packed |= {f"norm.{name}": square for name, square in norms.items()}
     packed |= {f"sample.{name}": share for name, share in run.sampled.items()}
@@ -128,7 +128,8 @@ def _read_evidence(run: Run, state: RunState, tally: Tally, lesson: Lesson, coun
         group_norms=group_norms,
         is_scaled=run.precision.scales_loss,
         is_scale_at_floor=run.precision.scales_loss and run.precision.scaler.is_at_floor,
-        bad_teacher_rows=int(values["bad"]),
+        bad_teacher_rows=int(values["bad_teacher_rows"]),
+        counters={name: values[name] for name in tally.counters if name != "bad_teacher_rows"},
         phase=lesson.phase,
         attempt=state.attempt,
         samples={name: values[f"sample.{name}"] for name in run.sampled},

@@ -89,7 +89,7 @@ def head_of(model: Any, vocab_size: int | None = None) -> HeadWeights:
 
 def head_logits(head: HeadWeights, hidden: Tensor) -> Tensor:
     """Logits by the description, in the widest dtype at hand. For checks and small batches only."""
-    if head.weight.numel() == 0:  # an identity head: the model gave its own logits
+    if head.is_identity:
         return hidden.float()[..., : head.vocab_size]
     weight = head.weight[: head.num_real]
     logits = hidden.float() @ weight.float().T

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from stillroom.numerics import Softmax
 from stillroom.types import SampledSignal, TopKSignal
 
 
@@ -29,12 +30,15 @@ class Slopes:
 
 
 class Divergence(Protocol):
-    """A distance between teacher and student rows of log-probs, which may hold -inf."""
+    """A distance between teacher and student rows; log-probs may be -inf.
+
+    `evaluate` may overwrite the `log_probs` it is given (each temporary of a vocabulary counts), never the `probs`.
+    """
 
     @property
     def name(self) -> str: ...
 
-    def evaluate(self, student_log_probs: Tensor, teacher_log_probs: Tensor, *, wants_teacher: bool) -> Slopes: ...
+    def evaluate(self, student: Softmax, teacher: Softmax, *, wants_teacher: bool) -> Slopes: ...
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,7 @@ class Logits:
     bias: Tensor | None = None  # [V]
     scale: float = 1.0
     softcap: float | None = None
+    clamp: float | None = None
 
     def rows(self, part: slice) -> Logits:
         return replace(self, raw=self.raw[part])
@@ -68,6 +73,7 @@ class Rows:
     kd: Tensor  # out
     ce: Tensor  # out
     is_bad: Tensor  # out, bool
+    clamped: Tensor | None = None  # out, how many of the student's logits were cut; only with a clamp
 
     def rows(self, part: slice) -> Rows:
         return Rows(
@@ -78,6 +84,7 @@ class Rows:
             self.kd[part],
             self.ce[part],
             self.is_bad[part],
+            None if self.clamped is None else self.clamped[part],
         )
 
 

@@ -1,7 +1,7 @@
 """One family of divergences between a teacher p and a student q, with closed-form slopes.
 
-A member answers three questions about rows of log-probs: its value summed over the vocabulary, and the
-slopes dD/dlog q and dD/dlog p. The slopes treat log q (log p) as free; `softmax_pullback` brings them to
+A member answers three questions about two rows: its value summed over the vocabulary, and the slopes dD/dlog q
+and dD/dlog p. The slopes treat log q (log p) as free; `softmax_pullback` brings them to
 logits, where d/dz = (slope - q * sum(slope)) / T.
 
 | member              | D                                      | remarks                                          |
@@ -24,7 +24,6 @@ Legend: ... rows, V vocabulary.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -33,7 +32,7 @@ import torch
 from torch import Tensor
 
 from stillroom.errors import ConfigError
-from stillroom.numerics import LOG_PROB_FLOOR, log_mixture, log_softmax, times_where_possible, weighted_log_ratio
+from stillroom.numerics import LOG_PROB_FLOOR, Softmax, log_mixture, times_where_possible
 from stillroom.objectives.base import Divergence, Slopes
 
 
@@ -43,11 +42,10 @@ class ForwardKL:
 
     name: ClassVar[str] = "forward_kl"
 
-    def evaluate(self, student_log_probs: Tensor, teacher_log_probs: Tensor, *, wants_teacher: bool) -> Slopes:
-        teacher_probs = teacher_log_probs.exp()
-        pointwise = times_where_possible(teacher_probs, teacher_log_probs - student_log_probs)
+    def evaluate(self, student: Softmax, teacher: Softmax, *, wants_teacher: bool) -> Slopes:
+        pointwise = times_where_possible(teacher.probs, teacher.log_probs.sub_(student.log_probs))
         # The +p that belongs to the teacher's slope is left out: the softmax pull-back removes it exactly.
-        return Slopes(pointwise.sum(-1), teacher_probs.neg_(), pointwise if wants_teacher else None)
+        return Slopes(pointwise.sum(-1), -teacher.probs, pointwise if wants_teacher else None)
 
 
 @dataclass(frozen=True)
@@ -56,13 +54,12 @@ class ReverseKL:
 
     name: ClassVar[str] = "reverse_kl"
 
-    def evaluate(self, student_log_probs: Tensor, teacher_log_probs: Tensor, *, wants_teacher: bool) -> Slopes:
-        floored = teacher_log_probs.clamp_min(LOG_PROB_FLOOR)
-        student_probs = student_log_probs.exp()
-        pointwise = times_where_possible(student_probs, torch.sub(student_log_probs, floored, out=floored))
+    def evaluate(self, student: Softmax, teacher: Softmax, *, wants_teacher: bool) -> Slopes:
         teacher_slope = None
         if wants_teacher:
-            teacher_slope = student_probs.neg_().masked_fill_(teacher_log_probs < LOG_PROB_FLOOR, 0.0)
+            teacher_slope = (-student.probs).masked_fill_(teacher.log_probs < LOG_PROB_FLOOR, 0.0)
+        floored = teacher.log_probs.clamp_min_(LOG_PROB_FLOOR)
+        pointwise = times_where_possible(student.probs, student.log_probs.sub_(floored))
         # The +q that belongs to the slope is left out: the softmax pull-back removes it exactly.
         return Slopes(pointwise.sum(-1), pointwise, teacher_slope)
 
@@ -78,10 +75,10 @@ class JensenShannon:
     beta: float
     name: ClassVar[str] = "jsd"
 
-    def evaluate(self, student_log_probs: Tensor, teacher_log_probs: Tensor, *, wants_teacher: bool) -> Slopes:
-        mixture = log_mixture(teacher_log_probs, student_log_probs, self.beta)
-        student_slope = weighted_log_ratio(student_log_probs, mixture).div_(self.beta)
-        teacher_slope = weighted_log_ratio(teacher_log_probs, mixture).div_(1.0 - self.beta)
+    def evaluate(self, student: Softmax, teacher: Softmax, *, wants_teacher: bool) -> Slopes:
+        mixture = log_mixture(teacher.probs, student.probs, self.beta)
+        student_slope = times_where_possible(student.probs, student.log_probs.sub_(mixture)).div_(self.beta)
+        teacher_slope = times_where_possible(teacher.probs, teacher.log_probs.sub_(mixture)).div_(1.0 - self.beta)
         value = student_slope.sum(-1) + teacher_slope.sum(-1)
         return Slopes(value, student_slope, teacher_slope if wants_teacher else None)
 
@@ -93,15 +90,13 @@ class SkewForwardKL:
     alpha: float
     name: ClassVar[str] = "skew_forward_kl"
 
-    def evaluate(self, student_log_probs: Tensor, teacher_log_probs: Tensor, *, wants_teacher: bool) -> Slopes:
-        mixture = log_mixture(teacher_log_probs, student_log_probs, self.alpha)
-        pointwise = weighted_log_ratio(teacher_log_probs, mixture)
-        student_share = _share(student_log_probs, mixture, 1.0 - self.alpha)
-        teacher_probs = teacher_log_probs.exp()
+    def evaluate(self, student: Softmax, teacher: Softmax, *, wants_teacher: bool) -> Slopes:
+        mixture = log_mixture(teacher.probs, student.probs, self.alpha)
+        pointwise = times_where_possible(teacher.probs, teacher.log_probs.sub_(mixture))
         # p (1 - alpha) q / m and, for the teacher, p - p alpha p / m: the same number.
-        moved = teacher_probs.mul_(student_share)
+        moved = torch.div(student.probs, mixture.exp_(), out=mixture).mul_(teacher.probs).mul_(1.0 - self.alpha)
         teacher_slope = pointwise + moved if wants_teacher else None
-        return Slopes(pointwise.sum(-1), moved.neg(), teacher_slope)
+        return Slopes(pointwise.sum(-1), moved.neg_(), teacher_slope)
 
 
 @dataclass(frozen=True)
@@ -111,11 +106,11 @@ class SkewReverseKL:
     alpha: float
     name: ClassVar[str] = "skew_reverse_kl"
 
-    def evaluate(self, student_log_probs: Tensor, teacher_log_probs: Tensor, *, wants_teacher: bool) -> Slopes:
-        mixture = log_mixture(student_log_probs, teacher_log_probs, self.alpha)
-        pointwise = weighted_log_ratio(student_log_probs, mixture)
-        moved = student_log_probs.exp().mul_(_share(teacher_log_probs, mixture, 1.0 - self.alpha))
-        return Slopes(pointwise.sum(-1), pointwise + moved, -moved if wants_teacher else None)
+    def evaluate(self, student: Softmax, teacher: Softmax, *, wants_teacher: bool) -> Slopes:
+        mixture = log_mixture(student.probs, teacher.probs, self.alpha)
+        pointwise = times_where_possible(student.probs, student.log_probs.sub_(mixture))
+        moved = torch.div(teacher.probs, mixture.exp_(), out=mixture).mul_(student.probs).mul_(1.0 - self.alpha)
+        return Slopes(pointwise.sum(-1), pointwise + moved, moved.neg_() if wants_teacher else None)
 
 
 @dataclass(frozen=True)
@@ -124,18 +119,11 @@ class TotalVariation:
 
     name: ClassVar[str] = "total_variation"
 
-    def evaluate(self, student_log_probs: Tensor, teacher_log_probs: Tensor, *, wants_teacher: bool) -> Slopes:
-        student_probs, teacher_probs = student_log_probs.exp(), teacher_log_probs.exp()
-        gap = student_probs - teacher_probs
-        sign = gap.sign()
-        teacher_slope = teacher_probs.mul_(sign).mul_(-0.5) if wants_teacher else None
-        return Slopes(gap.abs_().sum(-1) * 0.5, student_probs.mul_(sign).mul_(0.5), teacher_slope)
-
-
-def _share(log_probs: Tensor, mixture: Tensor, weight: float) -> Tensor:
-    """weight * exp(log_probs) / exp(mixture), the part of the mixture that comes from one side; 0 where none."""
-    share = (log_probs - mixture).exp_().mul_(weight)
-    return share.masked_fill_(log_probs == -math.inf, 0.0)
+    def evaluate(self, student: Softmax, teacher: Softmax, *, wants_teacher: bool) -> Slopes:
+        gap = torch.sub(student.probs, teacher.probs, out=student.log_probs)
+        sign = torch.sign(gap, out=teacher.log_probs)
+        teacher_slope = (teacher.probs * sign).mul_(-0.5) if wants_teacher else None
+        return Slopes(gap.abs_().sum(-1) * 0.5, sign.mul_(student.probs).mul_(0.5), teacher_slope)
 
 
 # -- by name ---------------------------------------------------------------------------------------------
@@ -192,9 +180,9 @@ register("total_variation", lambda settings: TotalVariation())
 # -- on logits -------------------------------------------------------------------------------------------
 
 
-def softmax_pullback(slope: Tensor, log_probs: Tensor) -> Tensor:
+def softmax_pullback(slope: Tensor, probs: Tensor) -> Tensor:
     """dD/dz = slope - softmax(z) * sum(slope). Overwrites `slope`."""
-    return slope.addcmul_(log_probs.exp(), slope.sum(-1, keepdim=True), value=-1.0)
+    return slope.addcmul_(probs, slope.sum(-1, keepdim=True), value=-1.0)
 
 
 class _OnLogits(torch.autograd.Function):
@@ -202,13 +190,12 @@ class _OnLogits(torch.autograd.Function):
     def forward(
         ctx: Any, student_logits: Tensor, teacher_logits: Tensor, temperature: float, divergence: Divergence
     ) -> Tensor:
-        student_log_probs = log_softmax(student_logits, temperature)
-        teacher_log_probs = log_softmax(teacher_logits, temperature)
-        wants_teacher = ctx.needs_input_grad[1]
-        slopes = divergence.evaluate(student_log_probs, teacher_log_probs, wants_teacher=wants_teacher)
-        student = softmax_pullback(slopes.student, student_log_probs)
-        teacher = None if slopes.teacher is None else softmax_pullback(slopes.teacher, teacher_log_probs)
-        ctx.save_for_backward(student, teacher)
+        student = Softmax.of_logits(student_logits, temperature)
+        teacher = Softmax.of_logits(teacher_logits, temperature)
+        slopes = divergence.evaluate(student, teacher, wants_teacher=ctx.needs_input_grad[1])
+        student_gradient = softmax_pullback(slopes.student, student.probs)
+        teacher_gradient = None if slopes.teacher is None else softmax_pullback(slopes.teacher, teacher.probs)
+        ctx.save_for_backward(student_gradient, teacher_gradient)
         ctx.temperature, ctx.dtypes = temperature, (student_logits.dtype, teacher_logits.dtype)
         return slopes.value * temperature**2
 

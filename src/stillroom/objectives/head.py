@@ -163,6 +163,7 @@ def score_head(
         plan=plan,
         kernel=choose_kernel(kernel).kernel,
         chunk_tokens=chunk_size(chunk_tokens, targets.numel(), view.head.num_real, view.hidden.shape[-1]),
+        clamped=None if view.head.clamp is None else torch.zeros_like(ones),
     )
     loss, kd, ce, is_bad = run_pass(view.hidden, view.head.weight, view.head.bias, teacher_hidden, task)
     terms = {}
@@ -170,7 +171,10 @@ def score_head(
         terms["kd"] = Term(masked_sum(kd * weigh, weigh != 0), (~is_bad).sum().to(ones.dtype))
     if has_ce:
         terms["ce"] = Term(masked_sum(ce * weigh, weigh != 0), ones.sum())
-    return HeadLoss(loss, terms, {"bad_teacher_rows": is_bad.sum()})
+    counters = {"bad_teacher_rows": is_bad.sum()}
+    if task.clamped is not None:
+        counters["clamped_fraction_sum"] = task.clamped.sum() / view.head.num_real
+    return HeadLoss(loss, terms, counters)
 
 
 def _is_zero(weight: Weight) -> bool:

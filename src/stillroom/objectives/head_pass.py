@@ -18,7 +18,7 @@ from torch import Tensor
 
 from stillroom.numerics import masked_sum, work_dtype
 from stillroom.objectives.base import RowKernel, RowPlan, Rows, TeacherRows
-from stillroom.objectives.products import Products
+from stillroom.objectives.products import GivenLogits, Products
 from stillroom.objectives.sparse import select_rows
 from stillroom.types import DenseSignal, HeadWeights, SampledSignal, Signal, TopKSignal
 
@@ -36,6 +36,7 @@ class HeadTask:
     plan: RowPlan
     kernel: RowKernel
     chunk_tokens: int
+    clamped: Tensor | None = None  # [N], filled by the pass where the head has a clamp
 
 
 def run_pass(
@@ -83,6 +84,22 @@ def _multiplied(gradient: Tensor, upstream: Tensor) -> Tensor:
     return gradient.mul_(upstream)
 
 
+def _products(
+    hidden: Tensor,
+    head: HeadWeights,
+    dtype: torch.dtype,
+    chunk_tokens: int,
+    wants_hidden: bool = False,
+    wants_weight: bool = False,
+    wants_bias: bool = False,
+) -> Products | GivenLogits:
+    if head.is_identity:
+        return GivenLogits(hidden, head, dtype, chunk_tokens, wants_hidden=wants_hidden)
+    return Products(
+        hidden, head, dtype, chunk_tokens, wants_hidden=wants_hidden, wants_weight=wants_weight, wants_bias=wants_bias
+    )
+
+
 class _Walk:
     """One pass over the chunks: owns the scratch and the gradients while it lasts."""
 
@@ -104,21 +121,13 @@ class _Walk:
             kd=torch.zeros_like(task.kd_weights),
             ce=torch.zeros_like(task.ce_weights),
             is_bad=torch.zeros_like(task.kd_weights, dtype=torch.bool),
+            clamped=task.clamped,
         )
-        self.student = Products(
-            hidden,
-            head,
-            dtype,
-            task.chunk_tokens,
-            wants_hidden=plan.wants_student and needs_grad[0],
-            wants_weight=plan.wants_student and needs_grad[1],
-            wants_bias=plan.wants_student and needs_grad[2],
-        )
-        self.teacher: Products | None = None
+        wants = tuple(plan.wants_student and needed for needed in needs_grad)
+        self.student = _products(hidden, head, dtype, task.chunk_tokens, *wants[:3])
+        self.teacher: Products | GivenLogits | None = None
         if isinstance(task.signal, DenseSignal) and teacher_hidden is not None:
-            self.teacher = Products(
-                teacher_hidden, task.signal.head, dtype, task.chunk_tokens, wants_hidden=plan.wants_teacher
-            )
+            self.teacher = _products(teacher_hidden, task.signal.head, dtype, task.chunk_tokens, plan.wants_teacher)
 
     def run(self) -> None:
         plan = self.task.plan

@@ -71,7 +71,8 @@ class CompiledKernel:
     def run(self, student: Logits, teacher: TeacherRows | None, rows: Rows, plan: RowPlan) -> None:
         code = _code_of(plan.divergence)
         raw = student.raw
-        if code is None or plan.wants_teacher or raw.dtype != torch.float32 or raw.device.type != "cpu":
+        is_odd = code is None or plan.wants_teacher or student.clamp is not None
+        if is_odd or code is None or raw.dtype != torch.float32 or raw.device.type != "cpu":
             self._plain.run(student, teacher, rows, plan)
             return
         if isinstance(teacher, Logits) and plan.top_k:

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from stillroom.numerics import log_softmax, softcap, softcap_slope
+from stillroom.numerics import Softmax, softcap, softcap_slope
 from stillroom.objectives.base import Logits, RowPlan, Rows, TeacherRows
 from stillroom.objectives.divergence import softmax_pullback
 from stillroom.objectives.sparse import KdRows, keep_top_k, sampled_rows, select_rows, topk_rows
@@ -48,6 +48,8 @@ def _teacher_rows(teacher: TeacherRows | None, part: slice) -> TeacherRows | Non
 
 def _run_block(student: Logits, teacher: TeacherRows | None, rows: Rows, plan: RowPlan) -> None:
     logits = finish(student)
+    if rows.clamped is not None and student.clamp is not None:
+        rows.clamped.copy_((logits.abs() >= student.clamp).sum(-1))
     gradient: Tensor | None = None
     ce_weights = rows.ce_weights
     if teacher is not None and plan.divergence is not None:
@@ -58,11 +60,13 @@ def _run_block(student: Logits, teacher: TeacherRows | None, rows: Rows, plan: R
         ce_weights = ce_weights + torch.where(is_bad, rows.kd_weights, zeros)
         if gradient is not None:
             gradient.mul_(torch.where(is_bad, zeros, rows.kd_weights)[:, None])
-    log_probs = log_softmax(logits)
+    probs = torch.softmax(logits, dim=-1)
     targets = rows.targets[:, None]
-    rows.ce.copy_(log_probs.gather(-1, targets).squeeze(-1).neg_())
+    # As in `Softmax`: the log-sum-exp without a second exponential.
+    log_norm = logits.amax(-1) - probs.amax(-1).log()
+    rows.ce.copy_(log_norm - logits.gather(-1, targets).squeeze(-1))
     if plan.wants_student:
-        probs, column = log_probs.exp_(), ce_weights[:, None]
+        column = ce_weights[:, None]
         gradient = probs.mul_(column) if gradient is None else gradient.addcmul_(probs, column)
         gradient.scatter_add_(-1, targets, -column)
         _leave_gradient(student, logits, gradient)
@@ -80,24 +84,24 @@ def _kd_rows(logits: Tensor, teacher: TeacherRows, rows: Rows, plan: RowPlan) ->
     return sampled_rows(logits, teacher, rows.temperatures, wants_gradient=plan.wants_student)
 
 
-def _dense_rows(logits: Tensor, teacher: Logits, rows: Rows, plan: RowPlan) -> KdRows:
+def _dense_rows(logits: Tensor, teacher_logits: Logits, rows: Rows, plan: RowPlan) -> KdRows:
     assert plan.divergence is not None
     temperatures = 1.0 if plan.is_unit_temperature else rows.temperatures[:, None]
-    student_log_probs = log_softmax(logits, temperatures)
-    teacher_logits = finish(teacher)
-    teacher_log_probs = log_softmax(teacher_logits, temperatures)
-    # log_softmax of a row with NaN, with +inf, or with -inf only, holds a NaN; `amax` carries it.
-    is_bad = teacher_log_probs.amax(-1).isnan()
-    _fill_rows(teacher_log_probs, is_bad, -math.log(logits.shape[-1]))
-    slopes = plan.divergence.evaluate(student_log_probs, teacher_log_probs, wants_teacher=plan.wants_teacher)
+    finished = finish(teacher_logits)
+    teacher = Softmax.of_logits(finished, temperatures)
+    is_bad = teacher.log_norm.isnan()
+    _fill_rows(teacher.log_probs, is_bad, -math.log(logits.shape[-1]))
+    _fill_rows(teacher.probs, is_bad, 1.0 / logits.shape[-1])
+    student = Softmax.of_logits(logits, temperatures)
+    slopes = plan.divergence.evaluate(student, teacher, wants_teacher=plan.wants_teacher)
     gradient = None
     if plan.wants_student:
-        gradient = softmax_pullback(slopes.student, student_log_probs)
+        gradient = softmax_pullback(slopes.student, student.probs)
         gradient = gradient if plan.is_unit_temperature else gradient.mul_(temperatures)
     if slopes.teacher is not None:
-        teacher_gradient = softmax_pullback(slopes.teacher, teacher_log_probs).mul_(temperatures)
+        teacher_gradient = softmax_pullback(slopes.teacher, teacher.probs).mul_(temperatures)
         kd_weights = torch.where(is_bad, torch.zeros_like(rows.kd_weights), rows.kd_weights)
-        _leave_gradient(teacher, teacher_logits, teacher_gradient.mul_(kd_weights[:, None]))
+        _leave_gradient(teacher_logits, finished, teacher_gradient.mul_(kd_weights[:, None]))
     return slopes.value * rows.temperatures**2, gradient, is_bad
 
 
@@ -116,11 +120,15 @@ def finish(logits: Logits) -> Tensor:
         finished = finished + logits.bias
     if logits.scale != 1.0:
         finished = finished * logits.scale
-    return finished if logits.softcap is None else softcap(finished, logits.softcap)
+    if logits.softcap is not None:
+        finished = softcap(finished, logits.softcap)
+    return finished if logits.clamp is None else finished.clamp(-logits.clamp, logits.clamp)
 
 
 def _leave_gradient(logits: Logits, finished: Tensor, gradient: Tensor) -> None:
     """Overwrite the bare products with the gradient with respect to them. A bad row's slope may be NaN: `where`."""
+    if logits.clamp is not None:
+        gradient = torch.where(finished.abs() < logits.clamp, gradient, torch.zeros_like(gradient))
     if logits.softcap is not None:
         slope = softcap_slope(finished, logits.softcap)
         gradient = torch.where(gradient == 0, gradient, gradient * slope)

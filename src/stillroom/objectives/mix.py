@@ -13,6 +13,7 @@ from torch import Tensor
 from stillroom.config.schema import ObjectivesConfig, Ramp
 from stillroom.errors import ConfigError
 from stillroom.objectives import divergence as family
+from stillroom.objectives.clamps import Clamps
 from stillroom.objectives.head import score_head
 from stillroom.objectives.kernel import KernelName
 from stillroom.objectives.sparse import SignalKind, check_pair
@@ -22,8 +23,9 @@ from stillroom.types import Batch, Lesson, Needs, Score, Signal, StudentView
 class Mix:
     """Distillation ("kd") and cross-entropy ("ce") on the scored targets of a batch."""
 
-    def __init__(self, config: ObjectivesConfig, *, kernel: KernelName = "auto") -> None:
+    def __init__(self, config: ObjectivesConfig, *, kernel: KernelName = "auto", clamps: Clamps | None = None) -> None:
         self._config = config
+        self._clamps = clamps or Clamps()
         self._kernel = kernel
         family.make(config.kd.divergence)  # an unknown name is refused when the run is built
 
@@ -61,8 +63,8 @@ class Mix:
         kd = self._config.kd
         beta = _setting(lesson, "kd.beta", kd.beta)
         scored = score_head(
-            view,
-            signal,
+            self._clamps.on_view(view),
+            self._clamps.on_signal(signal),
             targets,
             kd_weight=kd_weight,
             ce_weight=ce_weight,
@@ -72,7 +74,12 @@ class Mix:
             chunk_tokens=self._config.chunk_tokens,
             kernel=self._kernel,
         )
-        return Score(scored.loss, scored.terms, scored.counters)
+        share = targets.numel() / max(1.0, max(counts.values()))
+        loss, was_cut = self._clamps.on_loss(scored.loss, share)
+        counters = dict(scored.counters)
+        if was_cut is not None:
+            counters["clamped_losses"] = was_cut
+        return Score(loss, scored.terms, counters)
 
 
 def _share(lesson: Lesson, counts: Mapping[str, float], term: str) -> float:

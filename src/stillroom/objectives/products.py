@@ -83,7 +83,7 @@ class Products:
             raw.copy_(torch.mm(self._hidden[part], self._weight.t()))
         else:
             torch.mm(self._hidden[part].to(self._dtype), self._work_weight.t(), out=raw)
-        return Logits(raw, self._bias, self._head.scale, self._head.softcap)
+        return Logits(raw, self._bias, self._head.scale, self._head.softcap, self._head.clamp)
 
     def pull_back(self, part: slice) -> None:
         """Take the gradient that a kernel left in the scratch to hidden states, weight and bias."""
@@ -111,6 +111,31 @@ class Products:
 
     def _rows(self, part: slice) -> Tensor:
         return self._scratch[: part.stop - part.start, : self._num_real]
+
+
+class GivenLogits:
+    """The same for a model that answers with its own logits: nothing to multiply, but the scratch is still a copy,
+    because kernels leave gradients in it."""
+
+    def __init__(
+        self, logits: Tensor, head: HeadWeights, dtype: torch.dtype, chunk_tokens: int, *, wants_hidden: bool = False
+    ) -> None:
+        self._logits, self._head = logits, head
+        self._num_real = head.num_real
+        self._scratch = torch.empty((chunk_tokens, self._num_real), dtype=dtype, device=logits.device)
+        self.hidden_gradient = torch.zeros_like(logits, dtype=dtype) if wants_hidden else None
+
+    def logits(self, part: slice) -> Logits:
+        raw = self._scratch[: part.stop - part.start]
+        raw.copy_(self._logits[part, : self._num_real])
+        return Logits(raw, clamp=self._head.clamp)
+
+    def pull_back(self, part: slice) -> None:
+        if self.hidden_gradient is not None:
+            self.hidden_gradient[part, : self._num_real] = self._scratch[: part.stop - part.start]
+
+    def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        return self.hidden_gradient, None, None
 
 
 def _rows_like(weight: Tensor, num_real: int, dtype: torch.dtype) -> Tensor:

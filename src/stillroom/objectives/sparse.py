@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from stillroom.errors import ConfigError
-from stillroom.numerics import head_and_tail, is_distribution, log_softmax
+from stillroom.numerics import Softmax, head_and_tail, is_distribution
 from stillroom.objectives.base import Divergence
 from stillroom.objectives.divergence import softmax_pullback
 from stillroom.types import SampledSignal, Signal, TopKSignal
@@ -40,32 +40,31 @@ def topk_rows(
     """T^2 D over kept tokens and tail bucket for each row of student logits [C, V]."""
     scaled = logits / temperatures[:, None]
     kept, tail, rest_log_probs = head_and_tail(scaled, signal.ids)
-    student = torch.cat((kept, tail[:, None]), dim=-1)
-    teacher = torch.cat((signal.log_probs, signal.tail_log_mass[:, None]), dim=-1).to(student.dtype)
-    is_bad = ~is_distribution(torch.logsumexp(teacher, dim=-1))
-    teacher = torch.where(is_bad[:, None], torch.full_like(teacher, -math.log(teacher.shape[-1])), teacher)
-    slopes = divergence.evaluate(student, teacher, wants_teacher=False)
+    student = Softmax.of_log_probs(torch.cat((kept, tail[:, None]), dim=-1))
+    stored = torch.cat((signal.log_probs, signal.tail_log_mass[:, None]), dim=-1).to(logits.dtype)
+    is_bad = ~is_distribution(torch.logsumexp(stored, dim=-1))
+    stored = torch.where(is_bad[:, None], torch.full_like(stored, -math.log(stored.shape[-1])), stored)
+    slopes = divergence.evaluate(student, Softmax.of_log_probs(stored), wants_teacher=False)
     gradient = None
     if wants_gradient:
-        slope = softmax_pullback(slopes.student, student) * temperatures[:, None]
+        slope = softmax_pullback(slopes.student, student.probs) * temperatures[:, None]
         gradient = rest_log_probs.exp_().mul_(slope[:, -1:]).scatter_(-1, signal.ids, slope[:, :-1])
     return slopes.value * temperatures**2, gradient, is_bad
 
 
 def sampled_rows(logits: Tensor, signal: SampledSignal, temperatures: Tensor, *, wants_gradient: bool) -> KdRows:
     """T^2 times the estimate of KL(p, q) = -entropy(p) - sum w log q for each row of student logits [C, V]."""
-    log_probs = log_softmax(logits, temperatures[:, None])
-    weights = signal.weights.to(log_probs.dtype)
-    entropy = signal.entropy.to(log_probs.dtype)
+    student = Softmax.of_logits(logits, temperatures[:, None])
+    weights, entropy = signal.weights.to(logits.dtype), signal.entropy.to(logits.dtype)
     is_bad = ~torch.isfinite(weights.sum(-1) + entropy)
     weights = torch.where(is_bad[:, None], torch.zeros_like(weights), weights)
-    taken = log_probs.gather(-1, signal.ids)
+    taken = student.log_probs.gather(-1, signal.ids)
     # A weight of 0 is padding: it must not meet a log-prob of -inf.
     cross_entropy = -torch.where(weights == 0, torch.zeros_like(taken), weights * taken).sum(-1)
     value = (cross_entropy - torch.where(is_bad, torch.zeros_like(entropy), entropy)) * temperatures**2
     gradient = None
     if wants_gradient:
-        gradient = log_probs.exp_().mul_(weights.sum(-1, keepdim=True)).scatter_add_(-1, signal.ids, -weights)
+        gradient = student.probs.mul_(weights.sum(-1, keepdim=True)).scatter_add_(-1, signal.ids, -weights)
         gradient.mul_(temperatures[:, None])
     return value, gradient, is_bad
 
