@@ -1,6 +1,6 @@
 """Turn README and docs/*.md into plain HTML pages.
 
-    python scripts/build_docs.py build/docs
+python scripts/build_docs.py build/docs
 """
 
 from __future__ import annotations

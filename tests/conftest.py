@@ -10,12 +10,16 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # a test that reaches for the network is a b
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parent))
 
+import hypothesis
 import pytest
 import torch
 
 import tiny
 
 torch.set_num_threads(1)
+# No test asserts a duration, and neither does hypothesis: a busy machine is not a broken law.
+hypothesis.settings.register_profile("laws", deadline=None)
+hypothesis.settings.load_profile("laws")
 
 
 @pytest.fixture(scope="session")

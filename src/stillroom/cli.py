@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stillroom.config import load, parse_assignments, preset_names, preset_text
+from stillroom.config.faults import FAULTS
 from stillroom.errors import ConfigError, StillroomError
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ app = typer.Typer(
 # Settings that make a run something else than the embedded demo with its baselines.
 _NOT_THE_DEMO = ("teacher.", "student.", "data.", "objectives.")
 _DRY_RUN = {"train.max_steps": 5, "train.eval_steps": 5, "train.save_steps": 5}
+
+_INJECT_HELP = f"faults on purpose, e.g. nan_weight@40,teacher_nan@60x5 (xN: N attempts). Known: {', '.join(FAULTS)}"
 
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1; auto takes a GPU where there is one")]
 AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object instead of text")]
@@ -51,7 +54,7 @@ def distill(
     dry_run: Annotated[bool, typer.Option(help="five real steps with evaluation, save and report")] = False,
     max_minutes: Annotated[float | None, typer.Option(help="save and stop after so long, exit code 75")] = None,
     strict: Annotated[bool, typer.Option(help="halt at the first value that is not finite")] = False,
-    inject: Annotated[str, typer.Option(help="faults on purpose, e.g. nan_weight@40,teacher_nan@60x5")] = "",
+    inject: Annotated[str, typer.Option(help=_INJECT_HELP)] = "",
     set_: Annotated[list[str] | None, typer.Option("--set", help="any setting, e.g. train.learning_rate=1e-4")] = None,
     progress: Annotated[bool, typer.Option(help="live progress on a terminal")] = True,
     as_json: AsJson = False,

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 import tiny
 from stillroom.config import load_config
+from stillroom.config.faults import FAULTS, parse
 from stillroom.engine.distill import Result, distill, resume
-from stillroom.engine.inject import FAULTS, parse
 from stillroom.errors import CheckpointUnusable, ConfigError, Diverged, LossScaleAtFloor, TooManySkips
 from stillroom.telemetry import read_events
 

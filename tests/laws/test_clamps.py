@@ -48,7 +48,12 @@ def test_clamped_logits_have_no_gradient_and_are_counted() -> None:
     weight = torch.randn(7, 4)
     targets = torch.tensor([0, 1, 2, 3, 4])
     scored = score_head(
-        StudentView(hidden, HeadWeights(weight, clamp=1.0)), None, targets, kd_weight=0.0, ce_weight=1.0, divergence=None
+        StudentView(hidden, HeadWeights(weight, clamp=1.0)),
+        None,
+        targets,
+        kd_weight=0.0,
+        ce_weight=1.0,
+        divergence=None,
     )
     scored.loss.backward()
     twin = hidden.detach().clone().requires_grad_()

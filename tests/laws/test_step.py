@@ -11,8 +11,8 @@ import torch
 
 import tiny
 from stillroom.config import load_config
+from stillroom.config.faults import parse
 from stillroom.engine.build import build_run, find_device, load_models
-from stillroom.engine.inject import parse
 from stillroom.engine.run import Run
 from stillroom.engine.state import RunState, weights_of
 from stillroom.engine.step import attempt, train_step
