@@ -51,7 +51,8 @@ class Softmax:
         scaled = logits if isinstance(temperature, float) and temperature == 1.0 else logits / temperature
         probs = torch.softmax(scaled, dim=-1)
         log_norm = scaled.amax(-1) - probs.amax(-1).log()
-        return Softmax(torch.sub(scaled, log_norm[..., None]), probs, log_norm)
+        out = None if scaled is logits else scaled  # the caller's logits stay as they are
+        return Softmax(torch.sub(scaled, log_norm[..., None], out=out), probs, log_norm)
 
     @staticmethod
     def of_log_probs(log_probs: Tensor) -> Softmax:
