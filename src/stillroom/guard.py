@@ -62,7 +62,7 @@ class Guard:
 
     def __init__(self, config: GuardConfig) -> None:
         self.config = config
-        self._losses = Window(config.spike_window)
+        self._losses: dict[str, Window] = {}  # the weighted sum and each term by itself
         self._norms = Window(config.spike_window)
         self._phase = ""
         self._recent: deque[bool] = deque(maxlen=_BUDGET_WINDOW)  # True: refused
@@ -112,7 +112,8 @@ class Guard:
     def accept(self, evidence: Evidence) -> None:
         """The step was applied: its numbers enter the statistics."""
         if not evidence.bad_teacher_rows:
-            self._losses.add(evidence.loss)
+            for name, value in _values(evidence).items():
+                self._losses.setdefault(name, Window(self.config.spike_window)).add(value)
             self._norms.add(math.log(max(evidence.grad_norm, 1e-30)))
             self.consecutive_teacher = 0
         self._recent.append(False)
@@ -122,12 +123,15 @@ class Guard:
     # -- parts of a verdict ------------------------------------------------------------------------------
 
     def _spike(self, evidence: Evidence) -> str:
-        if len(self._losses) < self.config.spike_warmup:
+        if len(self._norms) < self.config.spike_warmup:
             return ""
-        rise = _LEAST_LOSS_RISE * max(abs(self._losses.level()), 0.1)
-        bound = self._losses.threshold(self.config.spike_z, rise)
-        if evidence.loss > bound:
-            return f"loss {evidence.loss:.4g} stands above {bound:.4g}, far outside the last {len(self._losses)} steps"
+        for name, value in _values(evidence).items():
+            window = self._losses.get(name)
+            if window is None or len(window) < self.config.spike_warmup:
+                continue
+            bound = window.threshold(self.config.spike_z, _LEAST_LOSS_RISE * max(abs(window.level()), 0.1))
+            if value > bound:
+                return f"{name} {value:.4g} stands above {bound:.4g}, far outside the last {len(window)} steps"
         bound = self._norms.threshold(self.config.spike_z, _LEAST_NORM_RISE)
         if math.log(max(evidence.grad_norm, 1e-30)) > bound:
             return f"gradient norm {evidence.grad_norm:.4g} stands above {math.exp(bound):.4g}"
@@ -163,8 +167,7 @@ class Guard:
         return Verdict("skip", reason)
 
     def _roll_back(self, reason: str, *, backs_off: bool) -> Verdict:
-        self._recent.append(True)
-        self.consecutive += 1
+        self.consecutive += 1  # its own budget is the number of rollbacks
         if self.num_rollbacks < self.config.max_rollbacks:
             self.num_rollbacks += 1
             return Verdict("rollback", reason, backs_off=backs_off)
@@ -181,17 +184,20 @@ class Guard:
             self._forget()
 
     def _forget(self) -> None:
-        self._losses.values.clear()
+        self._losses.clear()
         self._norms.values.clear()
 
     # -- state -------------------------------------------------------------------------------------------
 
     def windows(self) -> dict[str, Any]:
         """What goes back in time with a rollback: the statistics, not the budgets."""
-        return {"losses": list(self._losses.values), "norms": list(self._norms.values), "phase": self._phase}
+        losses = {name: list(window.values) for name, window in self._losses.items()}
+        return {"losses": losses, "norms": list(self._norms.values), "phase": self._phase}
 
     def restore_windows(self, state: Mapping[str, Any]) -> None:
-        self._losses.values = deque(state["losses"], maxlen=self.config.spike_window)
+        self._losses = {name: Window(self.config.spike_window) for name in state["losses"]}
+        for name, values in state["losses"].items():
+            self._losses[name].values.extend(values)
         self._norms.values = deque(state["norms"], maxlen=self.config.spike_window)
         self._phase = str(state["phase"])
 
@@ -214,6 +220,11 @@ class Guard:
         self.num_kept = int(state["num_kept"])
         self.num_rollbacks = int(state["num_rollbacks"])
         self.has_reset = bool(state["has_reset"])
+
+
+def _values(evidence: Evidence) -> dict[str, float]:
+    """What is watched for spikes. A bad batch may move one term far and the weighted sum hardly at all."""
+    return {"loss": evidence.loss, **evidence.terms}
 
 
 def is_within_band(exam: Examination) -> bool:

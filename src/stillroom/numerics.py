@@ -3,7 +3,7 @@
 Everything works in log space and in FP32 or better, masks by `where` (a product with a mask turns `0 * inf`
 into NaN), and never reads a value back to the host.
 
-Legend: ... any leading shape, V vocabulary, K kept ids. `log_probs` may hold -inf: a token that cannot come.
+Legend: ... any leading shape, V vocabulary, K kept ids. Logits may hold -inf: a token that cannot come.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 LOG_PROB_FLOOR = -50.0  # exp(-50) = 2e-22: far below anything FP32 can tell from 0 beside 1
+LOG_ZERO = -1e30  # log of an impossible token's probability: its product with that probability is 0, not NaN
 _LOG_HALF = -math.log(2.0)
 
 
@@ -33,7 +34,11 @@ def log_softmax(logits: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
 
 @dataclass(frozen=True)
 class Softmax:
-    """A row's probabilities and their logarithms: both are needed, and one exponential gives both."""
+    """A row's probabilities and their logarithms: both are needed, and one exponential gives both.
+
+    The logarithm of 0 is LOG_ZERO. So p (log p - log q) needs no mask, which would cost more than the exponential; a
+    student that rules out what the teacher says pays 1e30 nats for it instead of infinity.
+    """
 
     log_probs: Tensor  # [..., V]
     probs: Tensor  # [..., V]
@@ -52,11 +57,12 @@ class Softmax:
         probs = torch.softmax(scaled, dim=-1)
         log_norm = scaled.amax(-1) - probs.amax(-1).log()
         out = None if scaled is logits else scaled  # the caller's logits stay as they are
-        return Softmax(torch.sub(scaled, log_norm[..., None], out=out), probs, log_norm)
+        log_probs = torch.sub(scaled, log_norm[..., None], out=out)
+        return Softmax(log_probs.clamp_min_(LOG_ZERO), probs, log_norm)
 
     @staticmethod
     def of_log_probs(log_probs: Tensor) -> Softmax:
-        return Softmax(log_probs, log_probs.exp(), torch.zeros_like(log_probs[..., 0]))
+        return Softmax(log_probs.clamp_min(LOG_ZERO), log_probs.exp(), torch.zeros_like(log_probs[..., 0]))
 
 
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
@@ -101,15 +107,10 @@ def log_mixture(probs: Tensor, other_probs: Tensor, share: float) -> Tensor:
     """log(share * probs + (1 - share) * other_probs).
 
     Taken of the mixture itself and not by logaddexp: it rounds a tenth as much and costs less. Where both sides
-    underflow the answer is a floor, which `times_where_possible` meets with a probability of 0.
+    underflow the answer is a floor, and whatever it is subtracted from is multiplied by a probability of 0.
     """
-    mixture = torch.lerp(other_probs, probs, share)
+    mixture = (probs * share).add_(other_probs, alpha=1.0 - share)
     return mixture.clamp_min_(torch.finfo(mixture.dtype).tiny).log_()
-
-
-def times_where_possible(probs: Tensor, factor: Tensor) -> Tensor:
-    """probs * factor, and 0 where the probability is 0: 0 * inf never happens. Overwrites `factor`."""
-    return factor.masked_fill_(probs == 0, 0.0).mul_(probs)
 
 
 def softcap(logits: Tensor, cap: float) -> Tensor:

@@ -168,7 +168,7 @@ class GuardConfig(Section):
     max_consecutive: Annotated[int, Field(ge=1)] = Field(20, description="refused steps in a row before the run stops")
     max_retries: Annotated[int, Field(ge=0)] = Field(3, description="smaller loss scales tried on one batch")
     max_skip_share: Annotated[float, Field(gt=0, le=1)] = Field(
-        0.05, description="share of the last 200 attempts that may be refused before the run stops, exit code 21"
+        0.10, description="share of the last 200 attempts that may be refused before the run stops, exit code 21"
     )
     spike_z: Annotated[float, Field(gt=0)] = Field(
         6.0, description="robust standard deviations above the median at which a loss or norm is examined"
@@ -182,10 +182,10 @@ class GuardConfig(Section):
     snapshot_steps: Annotated[int, Field(ge=1)] = Field(50, description="applied steps between snapshots")
     snapshot_ring: Annotated[int, Field(ge=1)] = Field(2, description="snapshots kept in memory")
     learning_rate_backoff: Annotated[float, Field(gt=0, le=1)] = Field(
-        0.5, description="factor on the learning rate after a divergence, recovering over 50 steps"
+        0.5, description="factor on the learning rate when a stretch diverges twice, recovering over 50 steps"
     )
     fallback_after: Annotated[int, Field(ge=1)] = Field(
-        5, description="refused steps in a row, the teacher at fault, before a stretch of cross-entropy alone"
+        20, description="steps in a row with the teacher at fault before a stretch of cross-entropy alone"
     )
     fallback_steps: Annotated[int, Field(ge=1)] = Field(50, description="length of that stretch")
     logit_clamp: Annotated[float, Field(ge=0)] = Field(

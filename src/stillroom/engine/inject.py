@@ -42,6 +42,12 @@ class Injector:
                 return True
         return False
 
+    def disarm(self, step: int) -> None:
+        """A rollback goes back to before what struck up to this step: it does not strike again."""
+        for fault in self.faults:
+            if fault.step <= step:
+                fault.left = 0
+
     # -- places ------------------------------------------------------------------------------------------
 
     def before_step(self, run: Run, step: int) -> None:

@@ -141,15 +141,19 @@ def roll_back(run: Run, state: RunState, verdict: Verdict) -> None:
             advice=_advice(),
         )
     failed_at = state.applied
-    if newest.step == state.rolled_back_to and len(run.ring) > 1:
-        run.ring.drop_newest()  # it led here before: try the one before it
+    # What happened once may have come from outside: the stretch is replayed as it was. What happens twice from
+    # the same snapshot is in the run: begin further back, and after a divergence more slowly.
+    is_second = newest.step == state.rolled_back_to
+    if is_second and len(run.ring) > 1:
+        run.ring.drop_newest()
         newest = run.ring.newest() or newest
     restore(run, state, newest, keeps_history=True)
     canary = newest.scalars["canary"]
     run.canary_reference = float("inf") if canary is None else float(canary)
     state.rolled_back_to = newest.step
-    if verdict.backs_off:
+    if verdict.backs_off and is_second:
         state.backoff_at = state.applied
+    run.injector.disarm(failed_at + 1)
     run.log.write("note", text=f"rolled back from step {failed_at} to step {state.applied}")
 
 

@@ -30,7 +30,7 @@ class Slopes:
 
 
 class Divergence(Protocol):
-    """A distance between teacher and student rows; log-probs may be -inf.
+    """A distance between teacher and student rows.
 
     `evaluate` may overwrite the `log_probs` it is given (each temporary of a vocabulary counts), never the `probs`.
     """

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from stillroom.errors import ConfigError
-from stillroom.numerics import LOG_PROB_FLOOR, Softmax, log_mixture, times_where_possible
+from stillroom.numerics import LOG_PROB_FLOOR, Softmax, log_mixture
 from stillroom.objectives.base import Divergence, Slopes
 
 
@@ -43,7 +43,7 @@ class ForwardKL:
     name: ClassVar[str] = "forward_kl"
 
     def evaluate(self, student: Softmax, teacher: Softmax, *, wants_teacher: bool) -> Slopes:
-        pointwise = times_where_possible(teacher.probs, teacher.log_probs.sub_(student.log_probs))
+        pointwise = teacher.log_probs.sub_(student.log_probs).mul_(teacher.probs)
         # The +p that belongs to the teacher's slope is left out: the softmax pull-back removes it exactly.
         return Slopes(pointwise.sum(-1), -teacher.probs, pointwise if wants_teacher else None)
 
@@ -59,7 +59,7 @@ class ReverseKL:
         if wants_teacher:
             teacher_slope = (-student.probs).masked_fill_(teacher.log_probs < LOG_PROB_FLOOR, 0.0)
         floored = teacher.log_probs.clamp_min_(LOG_PROB_FLOOR)
-        pointwise = times_where_possible(student.probs, student.log_probs.sub_(floored))
+        pointwise = student.log_probs.sub_(floored).mul_(student.probs)
         # The +q that belongs to the slope is left out: the softmax pull-back removes it exactly.
         return Slopes(pointwise.sum(-1), pointwise, teacher_slope)
 
@@ -77,8 +77,8 @@ class JensenShannon:
 
     def evaluate(self, student: Softmax, teacher: Softmax, *, wants_teacher: bool) -> Slopes:
         mixture = log_mixture(teacher.probs, student.probs, self.beta)
-        student_slope = times_where_possible(student.probs, student.log_probs.sub_(mixture)).div_(self.beta)
-        teacher_slope = times_where_possible(teacher.probs, teacher.log_probs.sub_(mixture)).div_(1.0 - self.beta)
+        student_slope = student.log_probs.sub_(mixture).mul_(student.probs).div_(self.beta)
+        teacher_slope = teacher.log_probs.sub_(mixture).mul_(teacher.probs).div_(1.0 - self.beta)
         value = student_slope.sum(-1) + teacher_slope.sum(-1)
         return Slopes(value, student_slope, teacher_slope if wants_teacher else None)
 
@@ -92,7 +92,7 @@ class SkewForwardKL:
 
     def evaluate(self, student: Softmax, teacher: Softmax, *, wants_teacher: bool) -> Slopes:
         mixture = log_mixture(teacher.probs, student.probs, self.alpha)
-        pointwise = times_where_possible(teacher.probs, teacher.log_probs.sub_(mixture))
+        pointwise = teacher.log_probs.sub_(mixture).mul_(teacher.probs)
         # p (1 - alpha) q / m and, for the teacher, p - p alpha p / m: the same number.
         moved = torch.div(student.probs, mixture.exp_(), out=mixture).mul_(teacher.probs).mul_(1.0 - self.alpha)
         teacher_slope = pointwise + moved if wants_teacher else None
@@ -108,7 +108,7 @@ class SkewReverseKL:
 
     def evaluate(self, student: Softmax, teacher: Softmax, *, wants_teacher: bool) -> Slopes:
         mixture = log_mixture(student.probs, teacher.probs, self.alpha)
-        pointwise = times_where_possible(student.probs, student.log_probs.sub_(mixture))
+        pointwise = student.log_probs.sub_(mixture).mul_(student.probs)
         moved = torch.div(teacher.probs, mixture.exp_(), out=mixture).mul_(student.probs).mul_(1.0 - self.alpha)
         return Slopes(pointwise.sum(-1), pointwise + moved, moved.neg_() if wants_teacher else None)
 

@@ -59,7 +59,7 @@ def _run_block(student: Logits, teacher: TeacherRows | None, rows: Rows, plan: R
         rows.is_bad.copy_(is_bad)
         ce_weights = ce_weights + torch.where(is_bad, rows.kd_weights, zeros)
         if gradient is not None:
-            gradient.mul_(torch.where(is_bad, zeros, rows.kd_weights)[:, None])
+            gradient.mul_((torch.where(is_bad, zeros, rows.kd_weights) * rows.temperatures)[:, None])
     probs = torch.softmax(logits, dim=-1)
     targets = rows.targets[:, None]
     # As in `Softmax`: the log-sum-exp without a second exponential.
@@ -97,10 +97,9 @@ def _dense_rows(logits: Tensor, teacher_logits: Logits, rows: Rows, plan: RowPla
     gradient = None
     if plan.wants_student:
         gradient = softmax_pullback(slopes.student, student.probs)
-        gradient = gradient if plan.is_unit_temperature else gradient.mul_(temperatures)
     if slopes.teacher is not None:
-        teacher_gradient = softmax_pullback(slopes.teacher, teacher.probs).mul_(temperatures)
-        kd_weights = torch.where(is_bad, torch.zeros_like(rows.kd_weights), rows.kd_weights)
+        teacher_gradient = softmax_pullback(slopes.teacher, teacher.probs)
+        kd_weights = torch.where(is_bad, torch.zeros_like(rows.kd_weights), rows.kd_weights) * rows.temperatures
         _leave_gradient(teacher_logits, finished, teacher_gradient.mul_(kd_weights[:, None]))
     return slopes.value * rows.temperatures**2, gradient, is_bad
 

@@ -31,7 +31,7 @@ from stillroom.types import SampledSignal, Signal, TopKSignal
 
 SignalKind = Literal["dense", "topk", "sampled"]
 
-KdRows = tuple[Tensor, Tensor | None, Tensor]  # value [C], d value / d logits [C, V] or None, is_bad [C]
+KdRows = tuple[Tensor, Tensor | None, Tensor]  # T^2 D [C], d D / d (logits / T) [C, V] or None, is_bad [C]
 
 
 def topk_rows(
@@ -47,7 +47,7 @@ def topk_rows(
     slopes = divergence.evaluate(student, Softmax.of_log_probs(stored), wants_teacher=False)
     gradient = None
     if wants_gradient:
-        slope = softmax_pullback(slopes.student, student.probs) * temperatures[:, None]
+        slope = softmax_pullback(slopes.student, student.probs)
         gradient = rest_log_probs.exp_().mul_(slope[:, -1:]).scatter_(-1, signal.ids, slope[:, :-1])
     return slopes.value * temperatures**2, gradient, is_bad
 
@@ -59,13 +59,10 @@ def sampled_rows(logits: Tensor, signal: SampledSignal, temperatures: Tensor, *,
     is_bad = ~torch.isfinite(weights.sum(-1) + entropy)
     weights = torch.where(is_bad[:, None], torch.zeros_like(weights), weights)
     taken = student.log_probs.gather(-1, signal.ids)
-    # A weight of 0 is padding: it must not meet a log-prob of -inf.
-    cross_entropy = -torch.where(weights == 0, torch.zeros_like(taken), weights * taken).sum(-1)
-    value = (cross_entropy - torch.where(is_bad, torch.zeros_like(entropy), entropy)) * temperatures**2
+    value = (-(weights * taken).sum(-1) - torch.where(is_bad, torch.zeros_like(entropy), entropy)) * temperatures**2
     gradient = None
     if wants_gradient:
         gradient = student.probs.mul_(weights.sum(-1, keepdim=True)).scatter_add_(-1, signal.ids, -weights)
-        gradient.mul_(temperatures[:, None])
     return value, gradient, is_bad
 
 

@@ -17,7 +17,7 @@ namespace {
 
 using namespace stillroom;
 
-constexpr float kLeast = -1e30f;  // stands for -inf where 0 * inf would be NaN
+constexpr float kLeast = -1e30f;  // numerics.LOG_ZERO
 
 // Mirrored field by field in kernel_compiled.py.
 struct Job {
@@ -170,7 +170,6 @@ class Worker {
         }
         if (!std::isfinite(norm)) return false;
         value = cross / norm - std::log(norm) + tempered_.log_norm;
-        if (value > 1e20) value = kInfinity;  // the student excludes what the teacher says
         pull_ = {exps, (float)(-1.0 / norm), tempered_.scale};
         return true;
     }
@@ -208,7 +207,8 @@ class Worker {
         const double tail_log_q = has_tail ? (double)(tail_top - top_) * inverse_ + std::log(tail) - log_norm : -kInfinity;
         double slopes = 0.0;
         for (int64_t k = 0; k <= count; ++k) {
-            const double log_q = k < count ? (double)(kept_logits_[k] - top_) * inverse_ - log_norm : tail_log_q;
+            double log_q = k < count ? (double)(kept_logits_[k] - top_) * inverse_ - log_norm : tail_log_q;
+            log_q = log_q < kLeast ? (double)kLeast : log_q;
             const float lp = k < count ? log_p[k] : tail_log_p;
             float v, g;
             D::at((float)std::exp(log_q), (float)log_q, std::exp(lp), lp, job_.place, v, g);
