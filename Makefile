@@ -52,6 +52,8 @@ bench-reliability: $(BENCH_STAMP)
 	$(BENCH)/bin/python benchmarks/reliability/bench_bytes.py
 	$(BENCH)/bin/python benchmarks/reliability/bench_faults.py faults
 	$(BENCH)/bin/python benchmarks/reliability/bench_faults.py parity
+	$(BENCH)/bin/python benchmarks/reliability/bench_faults.py unmoved
+	$(BENCH)/bin/python benchmarks/reliability/bench_faults.py ultra
 	$(BENCH)/bin/python benchmarks/reliability/bench_faults.py clean
 	$(BENCH)/bin/python benchmarks/reliability/bench_kill.py
 	$(BENCH)/bin/python benchmarks/reliability/bench_overhead.py

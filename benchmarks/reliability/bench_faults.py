@@ -3,6 +3,8 @@
     python benchmarks/reliability/bench_faults.py faults    # ten single faults and all of them in one run
     python benchmarks/reliability/bench_faults.py clean     # false positives: 2,000 clean steps, three seeds
     python benchmarks/reliability/bench_faults.py parity    # every FP16 policy against FP32 at three learning rates
+    python benchmarks/reliability/bench_faults.py unmoved   # weights that small updates do not reach
+    python benchmarks/reliability/bench_faults.py ultra     # the ultra-stable preset learns in FP16 as in FP32
 
 Bars: single faults within 0.3 % of the clean held-out loss, the gauntlet within 1 %, no refusal in clean runs, FP16
 policies within 0.2 % of FP32. A bar that is missed stays in the result file as missed.
@@ -79,10 +81,39 @@ def parity() -> None:
     write("parity", {"runs": lines})
 
 
+def unmoved() -> None:
+    """Weights that 100 steps at learning rate 5e-6 did not move: in plain FP16 three quarters of them."""
+    over = {"train.learning_rate": 5e-6, "train.max_steps": 100, "train.eval_steps": 100}
+    jobs = [
+        {"name": mode, "counts_unmoved": True, "set": {**over, "precision.mode": mode}} for mode in ("fp32", *POLICIES)
+    ]
+    lines = run_all(jobs)
+    for line in lines:
+        line["passed"] = line["unmoved_fraction"] < 0.05
+    write("unmoved", {"runs": lines})
+
+
+def ultra() -> None:
+    """The ultra-stable preset on the embedded default: FP16 weights against FP32 at the same rate and steps."""
+    jobs = [
+        {
+            "name": mode,
+            "preset": "ultra-stable",
+            "set": {"precision.mode": mode, "train.max_steps": 120, "train.eval_steps": 60, "data.train_share": 0.05,
+                    "eval.max_batches": 48, "eval.samples": 0},
+        }
+        for mode in ("fp32", "fp16-split")
+    ]  # fmt: skip
+    exact, half = run_all(jobs)
+    share = (half["before"] - half["loss"]) / (exact["before"] - exact["loss"])
+    write("ultra", {"runs": [exact, half], "share_of_improvement": share, "bar": 0.95, "passed": share >= 0.95})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("job", choices=["faults", "clean", "parity"])
-    {"faults": faults, "clean": clean, "parity": parity}[parser.parse_args().job]()
+    parser.add_argument("job", choices=["faults", "clean", "parity", "unmoved", "ultra"])
+    jobs = {"faults": faults, "clean": clean, "parity": parity, "unmoved": unmoved, "ultra": ultra}
+    jobs[parser.parse_args().job]()
 
 
 if __name__ == "__main__":

@@ -42,7 +42,10 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     folder = Path(tempfile.mkdtemp())
     line: dict[str, Any] = {key: value for key, value in job.items() if key != "set"}
     try:
-        config = load_config(preset="demo", overrides={**SETTING, "train.seed": job.get("seed", 0), **job["set"]})
+        base = SETTING if "preset" not in job else {}
+        config = load_config(
+            preset=job.get("preset", "demo"), overrides={**base, "train.seed": job.get("seed", 0), **job["set"]}
+        )
         try:
             summary = distill(config, folder / "run", device="cpu", inject=job.get("inject", "")).summary
         except StillroomError as error:
@@ -61,10 +64,38 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
             "verdicts": {action: guard.count(action) for action in sorted(set(guard))},
             "seconds": summary["seconds"],
         }
+        if job.get("counts_unmoved"):
+            line["unmoved_fraction"] = unmoved_fraction(folder / "run")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     print(json.dumps(line), flush=True)
     return line
+
+
+def unmoved_fraction(folder: Path) -> float:
+    """The share of weights that are the same in the first and the last checkpoint, residuals and masters included."""
+    from safetensors.torch import load_file
+
+    from stillroom.precision import rounding
+
+    first, *_rest, last = sorted((folder / "checkpoints").glob("step-*"))
+    same = total = 0
+    values = []
+    for path in (first, last):
+        weights, state = load_file(path / "student.safetensors"), load_file(path / "optimizer.safetensors")
+        whole = {}
+        for name, weight in weights.items():
+            if f"{name}.master" in state:
+                whole[name] = state[f"{name}.master"]
+            elif f"{name}.residual" in state:
+                whole[name] = rounding.join(weight, state[f"{name}.residual"])
+            else:
+                whole[name] = weight
+        values.append(whole)
+    for name, before in values[0].items():
+        same += int((before == values[1][name]).sum())
+        total += before.numel()
+    return same / total
 
 
 def run_all(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -125,6 +125,11 @@ def test_a_folder_of_something_else_is_refused(stillroom: Command, world: Path, 
     assert [path.name for path in (tmp_path / "thesis").iterdir()] == ["chapter1.tex"]
 
 
+def test_a_setting_that_would_do_nothing_is_refused(stillroom: Command, world: Path, tmp_path: Path) -> None:
+    code, _out, err = stillroom(*arguments(world, tmp_path / "run"), "--set", "teacher.cache=somewhere")
+    assert code == 2 and "teacher.cache" in err
+
+
 def test_resuming_what_is_no_run(stillroom: Command, tmp_path: Path) -> None:
     code, _out, err = stillroom("resume", str(tmp_path))
     assert code == 2 and "no run" in err

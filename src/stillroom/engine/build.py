@@ -16,7 +16,7 @@ from stillroom.curriculum import Curriculum
 from stillroom.data import Loader, open_data
 from stillroom.engine.inject import Injector
 from stillroom.engine.run import Run
-from stillroom.errors import BrokenAtStart
+from stillroom.errors import BrokenAtStart, ConfigError
 from stillroom.guard import Guard
 from stillroom.models import (
     Student,
@@ -69,7 +69,7 @@ def find_device(wanted: str) -> torch.device:
 def load_models(config: Config, device: torch.device) -> Models:
     """Load what the configuration names and check that the two understand each other."""
     uses_teacher = Curriculum.of(config).uses_teacher
-    notes: list[str] = []
+    notes = _unused_settings(config)
     brings_own = has_tokenizer(config.student.model)
     teacher_tokenizer = None
     if uses_teacher or not brings_own:
@@ -87,6 +87,19 @@ def load_models(config: Config, device: torch.device) -> Models:
     described = {"student": _is_described(student, notes, "student")}
     described["teacher"] = teacher is None or _is_described(teacher, notes, "teacher")
     return Models(tokenizer, teacher, student, size, described["student"], described["teacher"], tuple(notes))
+
+
+def _unused_settings(config: Config) -> list[str]:
+    """Settings that would do nothing are refused or said aloud, never passed over."""
+    if config.teacher.cache:
+        raise ConfigError(
+            "training from a stored teacher is not part of this version",
+            where="teacher.cache",
+            advice=["leave teacher.cache out: the teacher then answers live"],
+        )
+    if config.train.router_learning_rate:
+        return ["train.router_learning_rate has no effect: no router is trained"]
+    return []
 
 
 def teacher_dtype(config: Config, device: torch.device) -> torch.dtype:

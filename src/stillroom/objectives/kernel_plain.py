@@ -107,7 +107,7 @@ def _dense_rows(logits: Tensor, teacher_logits: Logits, rows: Rows, plan: RowPla
 def _fill_rows(values: Tensor, mask: Tensor, filling: float) -> None:
     """Overwrite the rows that a mask names: by index where looking at the mask is free, else wholesale."""
     if values.device.type == "cpu":
-        values[mask] = filling
+        values.index_fill_(0, mask.nonzero().squeeze(-1), filling)
     else:
         values.masked_fill_(mask[:, None], filling)
 
