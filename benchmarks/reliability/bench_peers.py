@@ -101,7 +101,7 @@ def run_trl(name: str) -> dict[str, Any]:
     folder = Path(tempfile.mkdtemp())
     args = GKDConfig(
         output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=8, learning_rate=2e-3, lmbda=0.0, beta=0.0,
-        lr_scheduler_type="cosine", warmup_ratio=0.1, max_grad_norm=1.0, weight_decay=0.1, adam_beta2=0.95,
+        lr_scheduler_type="cosine", warmup_steps=STEPS // 10, max_grad_norm=1.0, weight_decay=0.1, adam_beta2=0.95,
         report_to=[], logging_steps=1, save_strategy="no", use_cpu=True, gradient_checkpointing=False, bf16=False,
         fp16=False, disable_tqdm=True, dataloader_num_workers=0, seed=0,
     )  # fmt: skip

@@ -5,17 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from hypothesis import settings
 from torch import Tensor
 from torch.nn import functional
 
 from stillroom.objectives import divergence as family
 from stillroom.objectives.base import Divergence
 from stillroom.types import DenseSignal, HeadWeights, StudentView
-
-# The first call into torch may take seconds on a busy machine: time is no law.
-settings.register_profile("laws", deadline=None, max_examples=30)
-settings.load_profile("laws")
 
 
 @dataclass(frozen=True)

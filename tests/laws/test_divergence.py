@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import head_cases  # noqa: F401  (loads the hypothesis profile)
 import pytest
 import torch
 from hypothesis import given

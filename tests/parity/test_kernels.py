@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +214,15 @@ def test_large_vocabularies_match_float64(kernel: str, num_tokens: int, spread: 
     assert error < 2e-5  # the plain kernel adds 151,936 terms in FP32
 
 
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("kernel", ["plain", "auto"])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_evaluation_modes_give_the_training_value(kernel: str, mode: Any) -> None:
@@ -226,11 +236,14 @@ def test_evaluation_modes_give_the_training_value(kernel: str, mode: Any) -> Non
         assert torch.equal(scored.loss, trained.loss.detach())
 
 
-def test_the_number_of_threads_is_left_alone() -> None:
-    before = torch.get_num_threads()
+@pytest.mark.usefixtures("two_threads")
+def test_threads_are_left_as_they_were_and_change_nothing() -> None:
     hidden, weight = draw(0, 40, 8), draw(1, 20_000, 8)
-    fused_head_loss(hidden, weight, None, torch.arange(40), kd_weight=0.0, kernel="plain")
-    assert torch.get_num_threads() == before
+    shared = fused_head_loss(hidden, weight, None, torch.arange(40), kd_weight=0.0, kernel="plain")
+    assert torch.get_num_threads() == 2
+    torch.set_num_threads(1)
+    alone = fused_head_loss(hidden, weight, None, torch.arange(40), kd_weight=0.0, kernel="plain")
+    torch.testing.assert_close(shared.loss, alone.loss)
 
 
 def test_the_choice_can_be_made_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
