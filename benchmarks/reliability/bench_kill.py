@@ -1,6 +1,6 @@
 """SIGKILL at six points of a run, many times: does the resumed run end with the same bits?
 
-    python benchmarks/reliability/bench_kill.py --trials 20
+    python benchmarks/reliability/bench_kill.py --trials 4
 
 For each point and precision, every trial starts a run in a process of its own, kills it up to three times at random
 steps, starts it again with the same call until it is done, and compares the final student with that of an undisturbed
@@ -117,7 +117,7 @@ def reference_of(precision: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trials", type=int, default=20, help="for each point and precision")
+    parser.add_argument("--trials", type=int, default=4, help="for each of six points and two precisions")
     args = parser.parse_args()
     # A small file instead of the standard library: opening the text would be most of a start.
     lines_of_text = [f"line {n}: the square of {n} is {n * n}, its cube {n**3}, its half {n / 2}" for n in range(400)]

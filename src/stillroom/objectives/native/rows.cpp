@@ -363,5 +363,3 @@ extern "C" int32_t stillroom_rows(const Job* job) {
     }
     return status;
 }
-
-extern "C" int32_t stillroom_rows_version() { return 1; }
