@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 
+from stillroom import __version__
 from stillroom.checkpoint import write_atomically
 from stillroom.config import Config
 from stillroom.config.load import build
@@ -19,11 +20,11 @@ from stillroom.errors import ConfigError
 
 # May change between a run and its resumption without making it another run.
 _NOT_THE_RUN = ("train.max_minutes", "telemetry", "checkpoint")
-_PACKAGES = ("stillroom", "torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", "numpy")
+_PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", "numpy")
 
 
 def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
+    found = {"python": platform.python_version(), "stillroom": __version__}
     for package in _PACKAGES:
         try:
             found[package] = metadata.version(package)
