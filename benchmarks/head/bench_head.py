@@ -16,7 +16,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from contenders import CONTENDERS, LIMIT, Data, Problem, loss_gap
 from measure import busy_processes, interleaved, machine, peak_extra_bytes
 
@@ -43,18 +42,26 @@ WEIGHED = (
 
 
 def time_problem(problem: Problem, repetitions: int) -> dict[str, Any]:
-    torch.manual_seed(0)
+    busy = busy_processes()
     data = Data(problem)
     absent = {c.name: c.absence() for c in CONTENDERS if problem.kind in c.kinds and c.absence()}
     present = [c for c in CONTENDERS if problem.kind in c.kinds and c.name not in absent]
     seconds = interleaved({c.name: (data, c.prepare(problem, data)) for c in present}, repetitions)
+    busy = sorted({*busy, *busy_processes()})
     limit = seconds[LIMIT]
     rows = {
         name: {**spent, "ratio_wall": spent["wall"] / limit["wall"], "ratio_cpu": spent["cpu"] / limit["cpu"]}
         for name, spent in seconds.items()
     }
     gap = None if problem.kind == "jsd" else loss_gap(problem, data)
-    return {"problem": asdict(problem), "name": problem.name, "rows": rows, "absent": absent, "gradient_gap": gap}
+    return {
+        "problem": asdict(problem),
+        "name": problem.name,
+        "rows": rows,
+        "absent": absent,
+        "gradient_gap": gap,
+        "busy_around": busy,
+    }
 
 
 def weigh_problem(problem: Problem) -> dict[str, Any]:

@@ -8,10 +8,14 @@ Legend: N tokens, V vocabulary, D width.
 
 from __future__ import annotations
 
+import functools
 import importlib
+import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import metadata
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -195,7 +199,7 @@ def liger(compiled: bool) -> Callable[[Problem, Data], Step]:
 
 def torchtune(problem: Problem, data: Data) -> Step:
     """torchtune's ForwardKLLoss (T = 1 only) with cross-entropy added."""
-    loss = importlib.import_module("torchtune.modules.loss").ForwardKLLoss()
+    loss = _torchtune_losses().ForwardKLLoss()
 
     def step() -> None:
         student, teacher = _logits(data)
@@ -204,22 +208,37 @@ def torchtune(problem: Problem, data: Data) -> Step:
     return step
 
 
+def _torchtune_losses() -> ModuleType:
+    """The losses' own file: importing the package needs a torchao older than those for this torch."""
+    path = metadata.distribution("torchtune").locate_file("torchtune/modules/loss/kd_losses.py")
+    spec = importlib.util.spec_from_file_location("torchtune_kd_losses", str(path))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 @dataclass(frozen=True)
 class Contender:
     name: str
     prepare: Callable[[Problem, Data], Step]
     kinds: tuple[str, ...]
-    package: str | None = None  # must be installed
+    needs: Callable[[], object] | None = None  # fails where the contender is not installed
 
     def absence(self) -> str | None:
         """Why it cannot take part, or None."""
-        if self.package is None:
+        if self.needs is None:
             return None
         try:
-            importlib.import_module(self.package)
+            self.needs()
         except Exception as error:  # noqa: BLE001  (a peer may fail to import in its own way; the table must say so)
             return f"{type(error).__name__}: {error}"
         return None
+
+
+def _package(name: str) -> Callable[[], object]:
+    return functools.partial(importlib.import_module, name)
 
 
 _DENSE, _ALL = ("forward_kl", "jsd"), ("forward_kl", "jsd", "top_k", "sampled")
@@ -232,11 +251,11 @@ CONTENDERS = (
     Contender("stillroom plain, chunk 512", ours("plain", 512), _ALL),
     Contender("stillroom plain, chunk 256", ours("plain", 256), _ALL),
     Contender("naive (seed 002)", naive, ("forward_kl", "top_k", "sampled")),
-    Contender("trl GKD loss + ce", trl_gkd, _DENSE, "trl.experimental.gkd"),
-    Contender("trl chunked divergence, no ce", trl_chunked, _DENSE, "trl.kernels.chunked_divergence"),
-    Contender("liger eager, chunk 256", liger(False), _DENSE, "liger_kernel.chunked_loss.jsd_loss"),
-    Contender("liger compiled, chunk 256", liger(True), _DENSE, "liger_kernel.chunked_loss.jsd_loss"),
-    Contender("torchtune forward KL (T = 1) + ce", torchtune, ("forward_kl",), "torchtune.modules.loss"),
+    Contender("trl GKD loss + ce", trl_gkd, _DENSE, _package("trl.experimental.gkd")),
+    Contender("trl chunked divergence, no ce", trl_chunked, _DENSE, _package("trl.kernels.chunked_divergence")),
+    Contender("liger eager, chunk 256", liger(False), _DENSE, _package("liger_kernel.chunked_loss.jsd_loss")),
+    Contender("liger compiled, chunk 256", liger(True), _DENSE, _package("liger_kernel.chunked_loss.jsd_loss")),
+    Contender("torchtune forward KL (T = 1) + ce", torchtune, ("forward_kl",), _torchtune_losses),
 )
 
 

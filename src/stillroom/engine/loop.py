@@ -62,7 +62,7 @@ def training(run: Run, state: RunState, stop: Stop) -> Iterator[StepOutcome]:
     """Train until the schedule ends. Yields after each attempted step, refused ones included."""
     run.student.train()
     start, already = time.monotonic(), state.seconds
-    if not take_snapshot(run, state):
+    if not (is_sound(run) and take_snapshot(run, state)):
         run.log.write("note", text="the student is not finite before the first step")
     if state.applied == 0:
         save_checkpoint(run, state)

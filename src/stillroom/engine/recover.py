@@ -61,13 +61,14 @@ def canary_loss(run: Run) -> float:
 
 
 def take_snapshot(run: Run, state: RunState) -> bool:
-    """Keep the present state for a rollback, if it is sound. Returns whether it was kept.
+    """Keep the present state for a rollback, unless the canary speaks against it. Returns whether it was kept.
 
-    A canary that does worse than at the last snapshot may be the first sign of a divergence, so such a state is
-    not kept; one that stays worse without any step being refused is the new normal.
+    The caller has seen that weights and moments are finite. A canary that does worse than at the last snapshot may
+    be the first sign of a divergence, so such a state is not kept; one that stays worse without any step being
+    refused is the new normal.
     """
-    exam = examine(run)
-    if not (exam.weights_finite and exam.moments_finite and math.isfinite(exam.canary_loss)):
+    exam = Examination(True, True, canary_loss(run), run.canary_reference)
+    if not math.isfinite(exam.canary_loss):
         return False
     if not is_within_band(exam) and state.snapshots_refused < _PATIENCE:
         state.snapshots_refused += 1
