@@ -8,7 +8,7 @@ Legend: C rows of a chunk, V vocabulary, K kept ids.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -52,7 +52,7 @@ class Logits:
     clamp: float | None = None
 
     def rows(self, part: slice) -> Logits:
-        return replace(self, raw=self.raw[part])
+        return Logits(self.raw[part], self.bias, self.scale, self.softcap, self.clamp)
 
 
 TeacherRows = Logits | TopKSignal | SampledSignal

@@ -34,8 +34,7 @@ class PlainKernel:
             _run_block(student.rows(part), _teacher_rows(teacher, part), rows.rows(part), plan)
 
         if student.raw.device.type == "cpu":
-            step = max(1, _BLOCK_ELEMENTS // num_tokens)
-            run_blocks(work, (slice(start, start + step) for start in range(0, num_rows, step)))
+            run_blocks(work, num_rows, max(1, _BLOCK_ELEMENTS // num_tokens))
         else:
             work(slice(0, num_rows))  # a GPU has no such cache, and each launch costs
 
@@ -90,8 +89,7 @@ def _dense_rows(logits: Tensor, teacher_logits: Logits, rows: Rows, plan: RowPla
     finished = finish(teacher_logits)
     teacher = Softmax.of_logits(finished, temperatures)
     is_bad = teacher.log_norm.isnan()
-    _fill_rows(teacher.log_probs, is_bad, -math.log(logits.shape[-1]))
-    _fill_rows(teacher.probs, is_bad, 1.0 / logits.shape[-1])
+    _make_uniform(teacher, is_bad)
     student = Softmax.of_logits(logits, temperatures)
     slopes = plan.divergence.evaluate(student, teacher, wants_teacher=plan.wants_teacher)
     gradient = None
@@ -101,15 +99,21 @@ def _dense_rows(logits: Tensor, teacher_logits: Logits, rows: Rows, plan: RowPla
         teacher_gradient = softmax_pullback(slopes.teacher, teacher.probs)
         kd_weights = torch.where(is_bad, torch.zeros_like(rows.kd_weights), rows.kd_weights) * rows.temperatures
         _leave_gradient(teacher_logits, finished, teacher_gradient.mul_(kd_weights[:, None]))
-    return slopes.value * rows.temperatures**2, gradient, is_bad
+    return slopes.value * rows.temperatures * rows.temperatures, gradient, is_bad
 
 
-def _fill_rows(values: Tensor, mask: Tensor, filling: float) -> None:
+def _make_uniform(softmax: Softmax, mask: Tensor) -> None:
     """Overwrite the rows that a mask names: by index where looking at the mask is free, else wholesale."""
-    if values.device.type == "cpu":
-        values.index_fill_(0, mask.nonzero().squeeze(-1), filling)
+    num_tokens = softmax.probs.shape[-1]
+    fillings = ((softmax.log_probs, -math.log(num_tokens)), (softmax.probs, 1.0 / num_tokens))
+    if mask.device.type == "cpu":
+        rows = mask.nonzero().squeeze(-1)
+        if rows.numel():
+            for values, filling in fillings:
+                values.index_fill_(0, rows, filling)
     else:
-        values.masked_fill_(mask[:, None], filling)
+        for values, filling in fillings:
+            values.masked_fill_(mask[:, None], filling)
 
 
 def finish(logits: Logits) -> Tensor:

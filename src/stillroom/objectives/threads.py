@@ -11,28 +11,30 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 
-def run_blocks(work: Callable[[slice], None], blocks: Iterable[slice]) -> None:
-    """Call `work` on each block, over as many threads as torch uses. Blocks must not share what they write."""
-    num_threads = torch.get_num_threads()
-    blocks = list(blocks)
-    if num_threads == 1 or len(blocks) == 1:
+def run_blocks(work: Callable[[slice], None], num_rows: int, block_rows: int) -> None:
+    """Call `work` on each block of rows, over as many threads as torch uses. Blocks must not share what they write."""
+    blocks = [slice(start, min(start + block_rows, num_rows)) for start in range(0, num_rows, block_rows)]
+    num_threads = min(torch.get_num_threads(), len(blocks))
+    if num_threads <= 1:
         for block in blocks:
             work(block)
         return
     is_inference = torch.is_inference_mode_enabled()
+    left = iter(blocks)  # drawing from a list's iterator is atomic: whoever is free takes the next
 
-    def work_alone(block: slice) -> None:
+    def work_alone() -> None:
         # Both are modes of a thread, not of the process.
         with torch.inference_mode(is_inference), torch.no_grad():
-            work(block)
+            for block in left:
+                work(block)
 
-    for done in [_pool(num_threads).submit(work_alone, block) for block in blocks]:
+    for done in [_pool(torch.get_num_threads()).submit(work_alone) for _ in range(num_threads)]:
         done.result()
 
 
