@@ -32,7 +32,7 @@ class Slopes:
 class Divergence(Protocol):
     """A distance between teacher and student rows.
 
-    `evaluate` may overwrite the `log_probs` it is given (each temporary of a vocabulary counts), never the `probs`.
+    `evaluate` may overwrite the `scores` it is given (each temporary of a vocabulary counts), never the `probs`.
     """
 
     @property

@@ -43,9 +43,13 @@ class ForwardKL:
     name: ClassVar[str] = "forward_kl"
 
     def evaluate(self, student: Softmax, teacher: Softmax, *, wants_teacher: bool) -> Slopes:
-        pointwise = teacher.log_probs.sub_(student.log_probs).mul_(teacher.probs)
-        # The +p that belongs to the teacher's slope is left out: the softmax pull-back removes it exactly.
-        return Slopes(pointwise.sum(-1), -teacher.probs, pointwise if wants_teacher else None)
+        pointwise = teacher.scores.sub_(student.scores).mul_(teacher.probs)
+        # The constants of the two rows come after the sum, and change a slope by a multiple of p only: like the +p that
+        # belongs to the teacher's slope, the softmax pull-back removes it.
+        value = pointwise.sum(-1) + (student.log_norm - teacher.log_norm)
+        if wants_teacher:
+            return Slopes(value, -teacher.probs, pointwise)
+        return Slopes(value, torch.neg(teacher.probs, out=pointwise), None)
 
 
 @dataclass(frozen=True)
@@ -57,9 +61,10 @@ class ReverseKL:
     def evaluate(self, student: Softmax, teacher: Softmax, *, wants_teacher: bool) -> Slopes:
         teacher_slope = None
         if wants_teacher:
-            teacher_slope = (-student.probs).masked_fill_(teacher.log_probs < LOG_PROB_FLOOR, 0.0)
-        floored = teacher.log_probs.clamp_min_(LOG_PROB_FLOOR)
-        pointwise = student.log_probs.sub_(floored).mul_(student.probs)
+            is_floored = teacher.scores < LOG_PROB_FLOOR + teacher.log_norm[..., None]
+            teacher_slope = (-student.probs).masked_fill_(is_floored, 0.0)
+        floored = teacher.take_log_probs().clamp_min_(LOG_PROB_FLOOR)
+        pointwise = student.take_log_probs().sub_(floored).mul_(student.probs)
         # The +q that belongs to the slope is left out: the softmax pull-back removes it exactly.
         return Slopes(pointwise.sum(-1), pointwise, teacher_slope)
 
@@ -77,8 +82,8 @@ class JensenShannon:
 
     def evaluate(self, student: Softmax, teacher: Softmax, *, wants_teacher: bool) -> Slopes:
         mixture = log_mixture(teacher.probs, student.probs, self.beta)
-        student_slope = student.log_probs.sub_(mixture).mul_(student.probs).div_(self.beta)
-        teacher_slope = teacher.log_probs.sub_(mixture).mul_(teacher.probs).div_(1.0 - self.beta)
+        student_slope = student.take_log_probs().sub_(mixture).mul_(student.probs).div_(self.beta)
+        teacher_slope = teacher.take_log_probs().sub_(mixture).mul_(teacher.probs).div_(1.0 - self.beta)
         value = student_slope.sum(-1) + teacher_slope.sum(-1)
         return Slopes(value, student_slope, teacher_slope if wants_teacher else None)
 
@@ -92,7 +97,7 @@ class SkewForwardKL:
 
     def evaluate(self, student: Softmax, teacher: Softmax, *, wants_teacher: bool) -> Slopes:
         mixture = log_mixture(teacher.probs, student.probs, self.alpha)
-        pointwise = teacher.log_probs.sub_(mixture).mul_(teacher.probs)
+        pointwise = teacher.take_log_probs().sub_(mixture).mul_(teacher.probs)
         # p (1 - alpha) q / m and, for the teacher, p - p alpha p / m: the same number.
         moved = torch.div(student.probs, mixture.exp_(), out=mixture).mul_(teacher.probs).mul_(1.0 - self.alpha)
         teacher_slope = pointwise + moved if wants_teacher else None
@@ -108,7 +113,7 @@ class SkewReverseKL:
 
     def evaluate(self, student: Softmax, teacher: Softmax, *, wants_teacher: bool) -> Slopes:
         mixture = log_mixture(student.probs, teacher.probs, self.alpha)
-        pointwise = student.log_probs.sub_(mixture).mul_(student.probs)
+        pointwise = student.take_log_probs().sub_(mixture).mul_(student.probs)
         moved = torch.div(teacher.probs, mixture.exp_(), out=mixture).mul_(student.probs).mul_(1.0 - self.alpha)
         return Slopes(pointwise.sum(-1), pointwise + moved, moved.neg_() if wants_teacher else None)
 
@@ -120,8 +125,8 @@ class TotalVariation:
     name: ClassVar[str] = "total_variation"
 
     def evaluate(self, student: Softmax, teacher: Softmax, *, wants_teacher: bool) -> Slopes:
-        gap = torch.sub(student.probs, teacher.probs, out=student.log_probs)
-        sign = torch.sign(gap, out=teacher.log_probs)
+        gap = torch.sub(student.probs, teacher.probs, out=student.scores)
+        sign = torch.sign(gap, out=teacher.scores)
         teacher_slope = (teacher.probs * sign).mul_(-0.5) if wants_teacher else None
         return Slopes(gap.abs_().sum(-1) * 0.5, sign.mul_(student.probs).mul_(0.5), teacher_slope)
 

@@ -58,7 +58,7 @@ def sampled_rows(logits: Tensor, signal: SampledSignal, temperatures: Tensor, *,
     weights, entropy = signal.weights.to(logits.dtype), signal.entropy.to(logits.dtype)
     is_bad = ~torch.isfinite(weights.sum(-1) + entropy)
     weights = torch.where(is_bad[:, None], torch.zeros_like(weights), weights)
-    taken = student.log_probs.gather(-1, signal.ids)
+    taken = student.scores.gather(-1, signal.ids) - student.log_norm[:, None]
     value = (-(weights * taken).sum(-1) - torch.where(is_bad, torch.zeros_like(entropy), entropy)) * temperatures**2
     gradient = None
     if wants_gradient:
