@@ -43,7 +43,15 @@ class Curriculum:
         kd, ce = config.objectives.kd, config.objectives.ce
         return Curriculum(
             weights={"kd": kd.weight, "ce": ce.weight},
-            settings={"kd.temperature": kd.temperature, "kd.beta": kd.beta, "kd.top_k": float(kd.top_k)},
+            settings={
+                "kd.temperature": kd.temperature,
+                "kd.beta": kd.beta,
+                "kd.alpha": kd.alpha,
+                "kd.interpolation": kd.interpolation,
+                "kd.top_k": kd.top_k if isinstance(kd.top_k, Ramp) else float(kd.top_k),
+                "kd.token_fraction": kd.token_fraction,
+                "kd.token_temperature": kd.token_temperature,
+            },
             phases=config.curriculum.phases,
         )
 

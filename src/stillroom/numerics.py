@@ -76,6 +76,14 @@ class Softmax:
         """log p, in the memory of the scores: each temporary of a vocabulary counts."""
         return self.scores.sub_(self.log_norm[..., None])
 
+    def take_log_of_probs(self) -> Tensor:
+        """log p of the rounded p, floored, in the memory of the scores.
+
+        For whoever subtracts the logarithm of a mixture of such p: where the two are close, both must carry the same
+        rounding.
+        """
+        return torch.clamp_min(self.probs, torch.finfo(self.probs.dtype).tiny, out=self.scores).log_()
+
 
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
     """Sum of the values where the mask is true; what the mask hides may be NaN or infinite."""

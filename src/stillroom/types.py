@@ -91,6 +91,8 @@ class StudentView:
     hidden: Tensor  # [N, D]
     head: HeadWeights
     taps: Mapping[str, Tensor] = field(default_factory=lambda: _EMPTY)
+    sequences: Tensor | None = None  # [N], which row of the batch each position belongs to; None: all to one
+    num_sequences: int = 1
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,18 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 PrecisionMode = Literal["auto", "fp32", "bf16-mixed", "fp16-mixed", "fp16-master", "fp16-split", "fp16-sr"]
-Divergence = Literal["forward_kl", "reverse_kl", "jsd"]
+Divergence = Literal[
+    "forward_kl",
+    "reverse_kl",
+    "jsd",
+    "skew_forward_kl",
+    "skew_reverse_kl",
+    "total_variation",
+    "alpha_beta",
+    "taid",
+    "todi",
+    "akl",
+]
 
 
 class Section(BaseModel):
@@ -92,10 +103,49 @@ class KdConfig(Section):
     weight: Scalar = Field(1.0, description="weight of the distillation term")
     divergence: Divergence = Field("forward_kl", description="forward_kl for base models; reverse_kl seeks modes")
     temperature: Scalar = Field(1.0, description="softens both sides; the term is multiplied by its square")
-    beta: Scalar = Field(0.5, description="place of the mixture in jsd: 0 is forward, 1 is reverse KL")
-    top_k: Annotated[int, Field(ge=0)] = Field(
+    beta: Scalar = Field(0.5, description="place of the mixture in jsd: 0 is forward, 1 is reverse KL; of alpha_beta")
+    alpha: Scalar = Field(0.1, description="share of its own side in a skewed KL; power of the teacher in alpha_beta")
+    interpolation: Scalar = Field(
+        Ramp(start=0.4, end=1.0), description="taid: how far the target is on its way from student (0) to teacher (1)"
+    )
+    top_k: Annotated[int, Field(ge=0)] | Ramp = Field(
         0, description="use the teacher's k likeliest tokens and the exact mass of the rest; 0: all tokens"
     )
+    token_weight: Literal["uniform", "entropy"] = Field(
+        "uniform", description="entropy: positions weigh by the student's entropy over its mean in the sequence"
+    )
+    token_fraction: Scalar = Field(
+        1.0, description="share of each sequence's positions that is distilled: those where token_criterion is largest"
+    )
+    token_criterion: Literal["hellinger", "entropy"] = Field(
+        "hellinger", description="hellinger: distance of teacher and student; entropy: the student's"
+    )
+    token_temperature: Scalar = Field(
+        0.0, description="strength of the temperature by difficulty (AdaKD uses 0.5); 0: one temperature for all"
+    )
+    on_wrong_teacher: Literal["keep", "label_residual", "mft"] = Field(
+        "keep",
+        description="label_residual: the mass a top-k teacher leaves over goes to the label; mft: where the teacher's "
+        "likeliest token is not the label, the label is mixed in until it leads",
+    )
+    label_margin: Annotated[float, Field(gt=0, lt=1)] = Field(0.2, description="by how much it then leads")
+
+    @model_validator(mode="after")
+    def _possible(self) -> KdConfig:
+        if self.on_wrong_teacher == "mft" and self.top_k != 0:
+            raise ValueError("on_wrong_teacher = 'mft' needs the teacher's whole row: set top_k = 0")
+        for name, value in (("token_fraction", self.token_fraction), ("token_temperature", self.token_temperature)):
+            ends = (value.start, value.end) if isinstance(value, Ramp) else (value,)
+            if name == "token_fraction" and not all(0 < end <= 1 for end in ends):
+                raise ValueError("token_fraction must lie above 0 and at most at 1")
+            if name == "token_temperature" and not all(end >= 0 for end in ends):
+                raise ValueError("token_temperature is a strength: 0 or above")
+        return self
+
+    @property
+    def looks_at_rows(self) -> bool:
+        """Whether weights or temperatures depend on both models' rows: the head's logits are then made twice."""
+        return self.token_weight != "uniform" or self.token_fraction != 1.0 or self.token_temperature != 0.0
 
 
 class CeConfig(Section):
@@ -107,6 +157,9 @@ class ObjectivesConfig(Section):
     ce: CeConfig = Field(default_factory=CeConfig)
     chunk_tokens: Annotated[int, Field(ge=0)] = Field(
         0, description="positions the head handles at once; 0: chosen from the vocabulary"
+    )
+    kernel: Literal["auto", "plain", "compiled"] = Field(
+        "auto", description="rows of the head: compiled C++ where a compiler is found and agrees, else plain PyTorch"
     )
 
 

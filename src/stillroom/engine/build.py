@@ -151,6 +151,10 @@ def build_run(
     clamps = Clamps(config.guard.logit_clamp, config.guard.loss_clamp)
     for text in clamps.check(models.vocab_size):
         log.write("note", text=text)
+    mix = Mix(config.objectives, clamps=clamps)
+    log.write("note", text=mix.describe_kernel(device.type))
+    if config.objectives.kd.looks_at_rows:
+        log.write("note", text="token weights look at both models' rows first: the head's logits are made twice")
     checkpoints = CheckpointStore(folder / "checkpoints", config.checkpoint.keep, injector.checkpoint_point)
     return Run(
         config=config,
@@ -162,7 +166,7 @@ def build_run(
         teacher_model=models.teacher,
         corpus=corpus,
         loader=loader,
-        mix=Mix(config.objectives, clamps=clamps),
+        mix=mix,
         curriculum=Curriculum.of(config),
         schedule=make_schedule(config, loader.num_batches),
         precision=precision,

@@ -16,7 +16,7 @@ from torch import Tensor
 from stillroom.numerics import Softmax, softcap, softcap_slope
 from stillroom.objectives.base import Logits, RowPlan, Rows, TeacherRows
 from stillroom.objectives.divergence import softmax_pullback
-from stillroom.objectives.sparse import KdRows, keep_top_k, sampled_rows, select_rows, topk_rows
+from stillroom.objectives.sparse import KdRows, give_rest_to_label, keep_top_k, sampled_rows, select_rows, topk_rows
 from stillroom.types import SampledSignal, TopKSignal
 
 _BLOCK_ELEMENTS = 1 << 19  # 2 MB of FP32 for each temporary
@@ -96,6 +96,8 @@ def _kd_rows(logits: Tensor, own: Softmax, teacher: TeacherRows, rows: Rows, pla
             return _dense_rows(own, teacher, rows, plan)
         teacher = keep_top_k(finish(teacher), plan.top_k, rows.temperatures)
     if isinstance(teacher, TopKSignal):
+        if plan.rest_to_label:
+            teacher = give_rest_to_label(teacher, rows.targets)
         return topk_rows(logits, teacher, rows.temperatures, plan.divergence, wants_gradient=plan.wants_student)
     assert isinstance(teacher, SampledSignal)
     return sampled_rows(logits, teacher, rows.temperatures, wants_gradient=plan.wants_student)
@@ -109,6 +111,8 @@ def _dense_rows(own: Softmax, teacher_logits: Logits, rows: Rows, plan: RowPlan)
     teacher = Softmax.of_logits(finished, 1.0 if plan.is_unit_temperature else temperatures)
     is_bad = teacher.log_norm.isnan()
     _make_uniform(teacher, is_bad)
+    if plan.label_margin is not None:
+        _lead_to_label(teacher, rows, plan.label_margin)
     student = own if plan.is_unit_temperature else own.take_at(temperatures)
     slopes = plan.divergence.evaluate(student, teacher, wants_teacher=plan.wants_teacher)
     gradient = None
@@ -119,6 +123,25 @@ def _dense_rows(own: Softmax, teacher_logits: Logits, rows: Rows, plan: RowPlan)
         kd_weights = torch.where(is_bad, torch.zeros_like(rows.kd_weights), rows.kd_weights) * rows.temperatures
         _leave_gradient(teacher_logits, finished, teacher_gradient.mul_(kd_weights[:, None]))
     return slopes.value * rows.temperatures * rows.temperatures, gradient, is_bad
+
+
+def _lead_to_label(teacher: Softmax, rows: Rows, margin: float) -> None:
+    """Where the likeliest token is not the label, mix in the label until it leads by the margin, in place.
+
+    p' = (1 - a) p + a [label] with a = (margin + max p - p_label) / (1 + max p - p_label): the corrective teacher of
+    minifinetuning (Belcak et al. 2025).
+    """
+    targets = rows.targets[:, None]
+    label, most = teacher.probs.gather(-1, targets), teacher.probs.amax(-1, keepdim=True)
+    is_wrong = label < most
+    share = torch.where(is_wrong, (margin + most - label) / (1.0 + most - label), torch.zeros_like(label))
+    teacher.probs.mul_(1.0 - share).scatter_add_(-1, targets, share)
+    led = teacher.probs.gather(-1, targets).log_() + teacher.log_norm[:, None]
+    # Where nothing is mixed in, the label keeps its score: it may be that of an impossible token.
+    led = torch.where(is_wrong, led, teacher.scores.gather(-1, targets))
+    teacher.scores.add_(torch.log1p(-share)).scatter_(-1, targets, led)
+    if rows.corrected is not None:
+        rows.corrected.copy_(is_wrong.squeeze(-1))
 
 
 def _make_uniform(softmax: Softmax, mask: Tensor) -> None:

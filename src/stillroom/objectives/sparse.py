@@ -74,6 +74,26 @@ def keep_top_k(teacher_logits: Tensor, top_k: int, temperatures: Tensor) -> TopK
     return TopKSignal(ids, kept, tail, temperature=math.nan)  # at the rows' own temperatures
 
 
+def give_rest_to_label(signal: TopKSignal, targets: Tensor) -> TopKSignal:
+    """The tail's mass on the label, and no tail (Anshumann et al. 2025, as the simple repair of top-k).
+
+    Where the label is not among the kept tokens, the least likely of them makes room: its mass goes along.
+    """
+    is_label = signal.ids == targets[:, None]
+    is_missing = ~is_label.any(-1)
+    least = signal.log_probs.argmin(-1, keepdim=True)
+    displaced = signal.log_probs.gather(-1, least).squeeze(-1)
+    rest = torch.where(is_missing, torch.logaddexp(signal.tail_log_mass, displaced), signal.tail_log_mass)
+    place = torch.where(is_missing, least.squeeze(-1), is_label.to(torch.uint8).argmax(-1))[:, None]
+    own = torch.where(is_missing[:, None], -math.inf, signal.log_probs.gather(-1, place))
+    return replace(
+        signal,
+        ids=signal.ids.scatter(-1, place, targets[:, None]),
+        log_probs=signal.log_probs.scatter(-1, place, torch.logaddexp(own, rest[:, None])),
+        tail_log_mass=torch.full_like(signal.tail_log_mass, -math.inf),
+    )
+
+
 def select_rows(signal: TopKSignal | SampledSignal, part: slice | Tensor) -> TopKSignal | SampledSignal:
     """Some rows of a signal."""
     if isinstance(signal, TopKSignal):
