@@ -170,7 +170,7 @@ def explain(error: ValidationError, where: str) -> ConfigError:
     advice: list[str] = []
     for problem in error.errors():
         # Unions put the tried type into the location; it means nothing to the user.
-        path = [str(part) for part in problem["loc"] if str(part) not in ("float", "Ramp", "int")]
+        path = [str(part) for part in problem["loc"] if not _is_type(str(part))]
         key = ".".join(path) or "configuration"
         if problem["type"] == "extra_forbidden":
             lines.append(f"unknown key {key}")
@@ -185,6 +185,10 @@ def explain(error: ValidationError, where: str) -> ConfigError:
             lines.append(f"{key}: {said}{shown}" if path else said)
     unique = list(dict.fromkeys(lines))
     return ConfigError("; ".join(unique), where=where, advice=list(dict.fromkeys(advice)))
+
+
+def _is_type(part: str) -> bool:
+    return part in ("float", "Ramp", "int") or part.startswith(("literal[", "tuple["))
 
 
 def all_keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:

@@ -15,6 +15,7 @@ from stillroom.config import Config
 from stillroom.curriculum import Curriculum
 from stillroom.data import Loader, open_data
 from stillroom.engine.inject import Injector
+from stillroom.engine.inside import make_inner
 from stillroom.engine.run import Run
 from stillroom.errors import BrokenAtStart, ConfigError
 from stillroom.guard import Guard
@@ -29,6 +30,7 @@ from stillroom.models import (
     load_tokenizer,
 )
 from stillroom.objectives.clamps import Clamps
+from stillroom.objectives.inner_terms import Inner
 from stillroom.objectives.mix import Mix
 from stillroom.precision import AdamW, ParameterGroup, Precision, resolve
 from stillroom.schedule import Schedule, steps_of_run, warmup_of_run
@@ -137,7 +139,8 @@ def build_run(
     num_parameters = anatomy(models.student).num_parameters
     precision = resolve(config.precision.mode, device, config=config.precision, num_parameters=num_parameters)
     models.student.to(device)
-    optimizer = make_optimizer(models.student, precision, config)
+    inner = make_inner(config, models.student, models.teacher, device, tell=lambda text: log.write("note", text=text))
+    optimizer = make_optimizer(models.student, precision, config, inner)
     injector = Injector(inject, tell=lambda text: log.write("note", text=text))
     teacher = None
     if models.teacher is not None:
@@ -162,7 +165,7 @@ def build_run(
         teacher_model=models.teacher,
         corpus=corpus,
         loader=loader,
-        mix=Mix(config.objectives, clamps=clamps),
+        mix=Mix(config.objectives, clamps=clamps, inner=inner),
         curriculum=Curriculum.of(config),
         schedule=make_schedule(config, loader.num_batches),
         precision=precision,
@@ -192,9 +195,14 @@ def make_snapshots(
     return CheckpointSnapshots(checkpoints)
 
 
-def make_optimizer(student: Any, precision: Precision, config: Config) -> AdamW:
+def make_optimizer(student: Any, precision: Precision, config: Config, inner: Inner | None = None) -> AdamW:
+    train = config.train
     trained = tuple((name, parameter) for name, parameter in student.named_parameters() if parameter.requires_grad)
-    return precision.optimizer([ParameterGroup("student", config.train.learning_rate, trained)], config.train)
+    groups = [ParameterGroup("student", train.learning_rate, trained)]
+    projectors = tuple(inner.projectors.named_parameters(prefix="projectors")) if inner else ()
+    if projectors:
+        groups.append(ParameterGroup("projectors", train.projector_learning_rate or train.learning_rate, projectors))
+    return precision.optimizer(groups, train)
 
 
 def make_schedule(config: Config, num_batches: int) -> Schedule:

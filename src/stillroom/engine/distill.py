@@ -185,9 +185,9 @@ def _first_forward(run: Run, state: RunState) -> None:
     needs = run.mix.needs(lesson)
     run.student.eval()
     with run.precision.autocast():
-        view = run.student.observe(batch, rows, needs)
+        view = run.student.observe(batch, rows, needs.student)
     run.student.train()
-    signal = run.teacher.observe(batch, rows, needs) if run.teacher else None
+    signal = run.teacher.observe(batch, rows, needs.teacher) if run.teacher else None
     run.log.write(
         "first_forward",
         rows=batch.input_ids.shape[0],

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -93,12 +93,12 @@ def _learn(run: Run, batch: Batch, lesson: Lesson, counts: dict[str, int]) -> Sc
     batch = batch.to(run.device)
     needs = run.mix.needs(lesson)
     signal = None
-    if run.teacher is not None and lesson.weight("kd") > 0:
-        signal = run.injector.signal(run.teacher.observe(batch, rows, needs))
+    if run.teacher is not None and lesson.asks_teacher:
+        signal = run.injector.signal(run.teacher.observe(batch, rows, needs.teacher))
     with run.precision.autocast():
-        view = run.student.observe(batch, rows, needs)
+        view = run.student.observe(batch, rows, needs.student)
     if run.injector.faults:
-        view = type(view)(run.injector.hidden(view.hidden), view.head, view.taps)
+        view = replace(view, hidden=run.injector.hidden(view.hidden))
     score = run.mix.score(view, signal, scored_targets(batch, rows), lesson, counts)
     run.precision.backward(score.loss)
     return score
