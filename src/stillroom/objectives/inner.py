@@ -44,7 +44,7 @@ def relative_error(student: Tensor, teacher: Tensor) -> Distances:
 def cosine_distance(student: Tensor, teacher: Tensor) -> Distances:
     """1 - cos(s, t) of states [..., D]: zero if and only if they point the same way.
 
-    A student's state of zero has no direction: its distance is 1 and its gradient is that of a very short vector.
+    A student's state of zero has no direction: its distance is 1 and its gradient 0.
     """
     teacher, energy, is_bad = _usable(teacher)
     product = (_unit(student) * (teacher * energy.rsqrt()[..., None])).sum(-1)
@@ -120,5 +120,7 @@ def _usable(teacher: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _unit(states: Tensor) -> Tensor:
+    """States of length 1; those of no length stay 0, and without a gradient that would be infinite."""
     energy = states.square().sum(-1, keepdim=True)
-    return states * energy.clamp_min(torch.finfo(states.dtype).tiny).rsqrt()
+    tiny = torch.finfo(states.dtype).tiny
+    return states * torch.where(energy > tiny, energy.clamp_min(tiny).rsqrt(), 0.0)
