@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -226,7 +227,7 @@ def test_the_proportional_map_is_monotone_and_ends_at_the_last_layer(student: in
     if student == teacher:
         assert goals == list(range(teacher))
     if teacher % student == 0:
-        assert len({b - a for a, b in zip(goals, goals[1:], strict=False)}) <= 1, "equal steps"
+        assert len({b - a for a, b in itertools.pairwise(goals)}) <= 1, "equal steps"
 
 
 def test_pairs_may_be_counted_from_the_end() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -174,7 +173,7 @@ def test_the_loss_is_weights_times_means() -> None:
 
 
 @pytest.fixture
-def hooks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def hooks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     placed: list[str] = []
     original = nn.Module.register_forward_hook
 
@@ -183,7 +182,7 @@ def hooks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         return original(self, *args, **options)
 
     monkeypatch.setattr(nn.Module, "register_forward_hook", counted)
-    yield placed
+    return placed
 
 
 def test_a_weight_of_zero_asks_for_nothing_and_captures_nothing(hooks: list[str]) -> None:

@@ -61,12 +61,37 @@ class TeacherConfig(ModelSection):
     cache: str | None = Field(None, description="folder written by `stillroom cache`; the teacher is then not loaded")
 
 
-class StudentConfig(ModelSection):
-    model: str = Field("builtin:student", description="folder, hub id, or builtin:student")
-    init: Literal["auto", "pretrained", "random"] = Field(
-        "auto", description="random: take only the configuration; auto: random where the folder has no weights"
+class ShrinkConfig(Section):
+    layers: Annotated[int, Field(ge=0)] | tuple[int, ...] = Field(
+        0, description="how many of the teacher's layers are kept, or which, counted from 0; 0: all"
     )
+    width: Annotated[int, Field(ge=0)] = Field(0, description="channels kept, by importance; 0: all")
+    mlp_width: Annotated[int, Field(ge=0)] = Field(0, description="neurons kept in each layer, by importance; 0: all")
+    heads: Annotated[int, Field(ge=0)] = Field(0, description="attention heads kept whole in each layer; 0: all")
+    calibration_batches: Annotated[int, Field(ge=1)] = Field(
+        8, description="batches of training data that the importance is measured on"
+    )
+
+    @property
+    def cuts_width(self) -> bool:
+        return bool(self.width or self.mlp_width or self.heads)
+
+
+class StudentConfig(ModelSection):
+    model: str = Field("builtin:student", description="folder, hub id, or builtin:student; not read with init = shrink")
+    init: Literal["auto", "pretrained", "random", "shrink"] = Field(
+        "auto",
+        description="random: take only the configuration; shrink: cut from the teacher as `shrink` says; "
+        "auto: random where the folder has no weights",
+    )
+    shrink: ShrinkConfig = Field(default_factory=ShrinkConfig)
     gradient_checkpointing: bool = Field(False, description="trade a third more compute for activation memory")
+
+    @model_validator(mode="after")
+    def _asked_for(self) -> StudentConfig:
+        if self.shrink != ShrinkConfig() and self.init != "shrink":
+            raise ValueError(f"shrink is set and init is {self.init!r}: set student.init = 'shrink' to cut the student")
+        return self
 
 
 class DataConfig(Section):

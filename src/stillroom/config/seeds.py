@@ -114,13 +114,13 @@ def _curriculum(nested: Table, is_on: bool) -> str:
         _put(nested, "objectives.ce.weight", 0.3)
     told = []
     for name, (weight, begin, until) in _RAMPS.items():
-        end = float(objectives.get(name, {}).get("weight", weight))
-        if end:
+        end = objectives.get(name, {}).get("weight", weight)
+        if isinstance(end, int | float) and end != 0:  # what is no number is left for validation to name
             ramp = {"start": 0.0, "end": end, "begin": begin, "until": until}
             _put(nested, f"objectives.{name}.weight", ramp)
             told.append(f"{name} to {end:g} from {begin:.0%}")
     ramps = ", ".join(told) or "no inner objective"
-    return f"use_curriculum = True -> phases 0-30-60-100 %, kd {objectives['kd']['weight']:g} from the start, {ramps}"
+    return f"use_curriculum = True -> phases 0-30-60-100 %, kd {objectives['kd']['weight']} from the start, {ramps}"
 
 
 def _put(table: Table, key: str, value: Any) -> None:

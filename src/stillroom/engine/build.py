@@ -14,6 +14,7 @@ from stillroom.checkpoint import CheckpointSnapshots, CheckpointStore, SnapshotR
 from stillroom.config import Config
 from stillroom.curriculum import Curriculum
 from stillroom.data import Loader, open_data
+from stillroom.engine.cut import cut_student, unused_name
 from stillroom.engine.inject import Injector
 from stillroom.engine.inside import make_inner
 from stillroom.engine.run import Run
@@ -53,6 +54,7 @@ class Models:
     is_student_described: bool
     is_teacher_described: bool
     notes: tuple[str, ...]
+    kept_layers: tuple[int, ...] | None = None  # of the teacher, where the student was cut from it
 
 
 def find_device(wanted: str) -> torch.device:
@@ -72,23 +74,32 @@ def load_models(config: Config, device: torch.device) -> Models:
     """Load what the configuration names and check that the two understand each other."""
     uses_teacher = Curriculum.of(config).uses_teacher
     notes = _unused_settings(config)
-    brings_own = has_tokenizer(config.student.model)
+    is_cut = config.student.init == "shrink"
+    brings_own = not is_cut and has_tokenizer(config.student.model)
     teacher_tokenizer = None
     if uses_teacher or not brings_own:
         teacher_tokenizer = load_tokenizer(config.teacher, config.teacher.model)
     tokenizer = load_tokenizer(config.student, config.student.model) if brings_own else teacher_tokenizer
     if not brings_own:
         notes.append("the student brings no tokenizer: it takes the teacher's")
-    student, why = load_student(config.student, seed=config.train.seed)
-    notes.append(why)
-    teacher = load_teacher(config.teacher, teacher_dtype(config, device)) if uses_teacher else None
+    kept = None
+    if is_cut:
+        teacher = load_teacher(config.teacher, teacher_dtype(config, device))
+        found = cut_student(config, teacher, tokenizer, device)
+        student, kept = found.model, found.kept_layers
+        teacher = teacher if uses_teacher else None
+        notes += [*unused_name(config.student), found.told]
+    else:
+        student, why = load_student(config.student, seed=config.train.seed)
+        notes.append(why)
+        teacher = load_teacher(config.teacher, teacher_dtype(config, device)) if uses_teacher else None
     rows = anatomy(student).vocab_rows
     size = rows
     if teacher is not None:
         size = agree_on_vocabulary(teacher_tokenizer, tokenizer, anatomy(teacher).vocab_rows, rows)
     described = {"student": _is_described(student, notes, "student")}
     described["teacher"] = teacher is None or _is_described(teacher, notes, "teacher")
-    return Models(tokenizer, teacher, student, size, described["student"], described["teacher"], tuple(notes))
+    return Models(tokenizer, teacher, student, size, described["student"], described["teacher"], tuple(notes), kept)
 
 
 def _unused_settings(config: Config) -> list[str]:
@@ -139,7 +150,14 @@ def build_run(
     num_parameters = anatomy(models.student).num_parameters
     precision = resolve(config.precision.mode, device, config=config.precision, num_parameters=num_parameters)
     models.student.to(device)
-    inner = make_inner(config, models.student, models.teacher, device, tell=lambda text: log.write("note", text=text))
+    inner = make_inner(
+        config,
+        models.student,
+        models.teacher,
+        device,
+        kept=models.kept_layers,
+        tell=lambda text: log.write("note", text=text),
+    )
     optimizer = make_optimizer(models.student, precision, config, inner)
     injector = Injector(inject, tell=lambda text: log.write("note", text=text))
     teacher = None

@@ -14,6 +14,7 @@ from stillroom.checkpoint import CheckpointStore, Saved, write_atomically
 from stillroom.config import Config
 from stillroom.engine import folder as run_folder
 from stillroom.engine.build import Models, build_run, find_device, load_models
+from stillroom.engine.cut import student_name
 from stillroom.engine.loop import Stop, load_best, run_evaluation, save_student, training
 from stillroom.engine.run import Run
 from stillroom.engine.state import RunState, capture, restore
@@ -164,7 +165,7 @@ def _announce(run: Run, models: Models, notes: tuple[str, ...], saved: Saved | N
             "learning_rate": config.train.learning_rate,
         },
         teacher={"name": config.teacher.model, **anatomy(models.teacher).to_dict()} if models.teacher else None,
-        student={"name": config.student.model, **anatomy(models.student).to_dict()},
+        student={"name": student_name(config), **anatomy(models.student).to_dict()},
         data={**run.corpus.counters, "notes": list(run.corpus.notes)},
     )
     for text in (*notes, *models.notes):
