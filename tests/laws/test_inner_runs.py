@@ -235,5 +235,5 @@ def test_a_layer_that_does_not_exist_is_refused_before_training(make: Any) -> No
 
 def test_settings_without_effect_are_said(make: Any) -> None:
     run = make({"objectives.attention.weight": 0.1, "objectives.attention.attention_layers": 0})
-    told = " ".join(event["text"] for event in read_events(run.log.path) if event["event"] == "note")
-    assert "the attention term is off" in told and not run.mix.inner.terms
+    assert "the attention term is off" in run.mix.inner.notes[0] and not run.mix.inner.terms
+    assert "no effect" in make({"train.projector_learning_rate": 0.1}).mix.inner.notes[0]

@@ -150,14 +150,7 @@ def build_run(
     num_parameters = anatomy(models.student).num_parameters
     precision = resolve(config.precision.mode, device, config=config.precision, num_parameters=num_parameters)
     models.student.to(device)
-    inner = make_inner(
-        config,
-        models.student,
-        models.teacher,
-        device,
-        kept=models.kept_layers,
-        tell=lambda text: log.write("note", text=text),
-    )
+    inner = make_inner(config, models.student, models.teacher, device, kept=models.kept_layers)
     optimizer = make_optimizer(models.student, precision, config, inner)
     injector = Injector(inject, tell=lambda text: log.write("note", text=text))
     teacher = None
@@ -213,11 +206,11 @@ def make_snapshots(
     return CheckpointSnapshots(checkpoints)
 
 
-def make_optimizer(student: Any, precision: Precision, config: Config, inner: Inner | None = None) -> AdamW:
+def make_optimizer(student: Any, precision: Precision, config: Config, inner: Inner) -> AdamW:
     train = config.train
     trained = tuple((name, parameter) for name, parameter in student.named_parameters() if parameter.requires_grad)
     groups = [ParameterGroup("student", train.learning_rate, trained)]
-    projectors = tuple(inner.projectors.named_parameters(prefix="projectors")) if inner else ()
+    projectors = tuple(inner.projectors.named_parameters(prefix="projectors"))
     if projectors:
         groups.append(ParameterGroup("projectors", train.projector_learning_rate or train.learning_rate, projectors))
     return precision.optimizer(groups, train)

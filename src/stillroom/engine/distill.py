@@ -168,7 +168,7 @@ def _announce(run: Run, models: Models, notes: tuple[str, ...], saved: Saved | N
         student={"name": student_name(config), **anatomy(models.student).to_dict()},
         data={**run.corpus.counters, "notes": list(run.corpus.notes)},
     )
-    for text in (*notes, *models.notes):
+    for text in (*notes, *models.notes, *run.mix.inner.notes):
         run.log.write("note", text=text)
     if saved is not None:
         for reason in saved.rejected:

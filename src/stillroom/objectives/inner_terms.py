@@ -168,9 +168,10 @@ class Inner:
     Projectors belong to training, not to the student: they are in checkpoints, and no exported model has them.
     """
 
-    def __init__(self, terms: Mapping[str, InnerTerm], projectors: nn.ModuleDict) -> None:
+    def __init__(self, terms: Mapping[str, InnerTerm], projectors: nn.ModuleDict, notes: tuple[str, ...] = ()) -> None:
         self.terms = terms
         self.projectors = projectors
+        self.notes = notes  # what a person should know about these terms, said when the run starts
 
     def active(self, lesson: Lesson) -> dict[str, InnerTerm]:
         return {name: term for name, term in self.terms.items() if lesson.weight(name) != 0.0}
