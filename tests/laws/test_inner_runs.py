@@ -217,9 +217,12 @@ def test_rows_without_contrast_are_counted_and_said(world: Path, tmp_path: Path)
     ("over", "said"),
     [
         ({"objectives.feature.weight": -1.0}, "below 0"),
-        ({"objectives.feature.layers": "first"}, "objectives.feature.layers"),
+        ({"objectives.feature.layers": "first"}, r"^objectives\.feature\.layers: "),
+        ({"objectives.feature.layers": [[1, 2, 3]]}, r"objectives\.feature\.layers\.0"),
+        ({"student.init": "shrink", "student.shrink.layers": "two"}, r"^student\.shrink\.layers: "),
+        ({"student.init": "shrink", "student.shrink.layers": -1}, r"^student\.shrink\.layers: "),
         ({"objectives.contrastive.temperature": 0}, "temperature"),
-        ({"objectives.layerwise.weight": 0.1, "teacher.cache": "somewhere"}, "looks inside the teacher"),
+        ({"objectives.layerwise.weight": 0.1, "teacher.cache": "somewhere"}, "look inside the teacher"),
     ],
 )
 def test_what_cannot_be_is_refused_when_it_is_read(over: dict[str, Any], said: str) -> None:

@@ -188,7 +188,8 @@ def explain(error: ValidationError, where: str) -> ConfigError:
 
 
 def _is_type(part: str) -> bool:
-    return part in ("float", "Ramp", "int") or part.startswith(("literal[", "tuple["))
+    is_plain = part in ("float", "Ramp", "int", "constrained-int")
+    return is_plain or part.startswith(("literal[", "tuple[", "function-after["))
 
 
 def all_keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:

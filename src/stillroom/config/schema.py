@@ -310,14 +310,16 @@ class Config(Section):
         kd, ce = self.objectives.kd.weight, self.objectives.ce.weight
         if kd == 0.0 and ce == 0.0:
             raise ValueError("objectives.kd.weight and objectives.ce.weight are both 0: there is nothing to learn")
-        for name, weight in self.objectives.inner_weights.items():
+        inner = self.objectives.inner_weights
+        for name, weight in inner.items():
             if min(_ends(weight)) < 0:
                 raise ValueError(f"objectives.{name}.weight must not be below 0")
-            if self.teacher.cache:
-                raise ValueError(
-                    f"objectives.{name} looks inside the teacher, and teacher.cache holds only its answers: "
-                    f"set objectives.{name}.weight = 0, or leave teacher.cache out"
-                )
+        if inner and self.teacher.cache:
+            raise ValueError(
+                f"{' and '.join(inner)} look inside the teacher, and teacher.cache holds only its answers: set "
+                + " and ".join(f"objectives.{name}.weight = 0" for name in inner)
+                + ", or leave teacher.cache out"
+            )
         if self.train.warmup_steps and self.train.max_steps and self.train.warmup_steps >= self.train.max_steps:
             raise ValueError(
                 f"train.warmup_steps {self.train.warmup_steps} leaves nothing of train.max_steps {self.train.max_steps}"
