@@ -342,3 +342,15 @@ def test_a_teacher_s_bad_state_counts_as_a_bad_row() -> None:
     assert float(score.counters["bad_teacher_rows"]) == 1 and torch.isfinite(score.loss)
     assert float(score.terms["feature"].count) == rows.numel() - 1
     assert all(torch.isfinite(gradient).all() for gradient in pair.gradients().values())
+
+
+def test_the_teacher_is_the_goal_and_gets_no_gradient() -> None:
+    pair, batch = Pair(), ragged()
+    rows, lesson = scored_rows(batch), PHASES[2]
+    needs = pair.mix.needs(lesson)
+    signal = pair.teacher.observe(batch, rows, needs.teacher)
+    taps = {name: tap.clone().requires_grad_() for name, tap in signal.taps.items()}
+    view = pair.student.observe(batch, rows, needs.student)
+    total = sum(found.total for found in pair.inner.scores(view, replace(signal, taps=taps), lesson).values())
+    total.backward()  # type: ignore[union-attr]
+    assert len(taps) == 4 and all(tap.grad is None for tap in taps.values())
