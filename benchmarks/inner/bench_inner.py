@@ -21,7 +21,7 @@ from statistics import fmean
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results" / "inner.json"
-STEPS = 150
+STEPS = 300
 CUT = {
     "student.init": "shrink",
     "student.shrink.layers": 3,
