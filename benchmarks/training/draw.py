@@ -23,7 +23,8 @@ def _where(result: dict[str, Any]) -> list[str]:
     busy = ", ".join(result["busy_around"]) or "none"
     return [
         f"{result['date']}; {machine['processor']} ({', '.join(machine['instructions'])}), "
-        f"{machine['threads']} threads, {machine['memory_gb']} GB; {versions}. Other busy processes before or after: {busy}.",
+        f"{machine['threads']} threads, {machine['memory_gb']} GB; {versions}. "
+        f"Other busy processes before or after: {busy}.",
         "",
     ]
 

@@ -42,7 +42,7 @@ class Curriculum:
     def of(config: Config) -> Curriculum:
         kd, ce = config.objectives.kd, config.objectives.ce
         return Curriculum(
-            weights={"kd": kd.weight, "ce": ce.weight},
+            weights={"kd": kd.weight, "ce": ce.weight, **config.objectives.inner_weights},
             settings={
                 "kd.temperature": kd.temperature,
                 "kd.beta": kd.beta,
@@ -72,7 +72,7 @@ class Curriculum:
     @property
     def uses_teacher(self) -> bool:
         """Whether any moment of the run asks for the teacher."""
-        return self.weights["kd"] != 0.0
+        return any(weight != 0.0 for name, weight in self.weights.items() if name != "ce")
 
     def without_teacher(self) -> Curriculum:
         """The same run on labels alone: all weight goes to cross-entropy."""

@@ -21,7 +21,7 @@ from stillroom.models.student import Student, scored_rows, scored_targets
 from stillroom.objectives.mix import Mix
 from stillroom.precision import Precision
 from stillroom.teachers import TeacherSource
-from stillroom.types import Batch, DenseSignal, HeadWeights, Lesson, Needs, Signal, TermRecord
+from stillroom.types import Batch, BothNeeds, DenseSignal, HeadWeights, Lesson, Signal, TermRecord
 
 _CHUNK = 512
 _MAX_NLL = math.log(1e30)  # above this a perplexity is no longer a number worth printing
@@ -81,7 +81,7 @@ def evaluate(
     """Score held-out batches. Without a teacher the comparison is left out; without a mix the objective is."""
     start = time.monotonic()
     sums = Sums()
-    needs = mix.needs(lesson) if mix and lesson else Needs()
+    needs = mix.needs(lesson) if mix and lesson else BothNeeds()
     was_training = student.model.training
     student.eval()
     try:
@@ -90,8 +90,8 @@ def evaluate(
             on_device, rows_there = batch.to(precision.device), rows.to(precision.device)
             targets = scored_targets(on_device, rows_there)
             with precision.autocast():
-                view = student.observe(on_device, rows_there, needs)
-            signal = teacher.observe(on_device, rows_there, needs) if teacher else None
+                view = student.observe(on_device, rows_there, needs.student)
+            signal = teacher.observe(on_device, rows_there, needs.teacher) if teacher else None
             sums.num_bytes += int(batch.target_bytes.sum())
             _measure(sums, view.hidden, view.head, signal, targets)
             if mix and lesson:

@@ -64,6 +64,14 @@ class Needs:
 
 
 @dataclass(frozen=True)
+class BothNeeds:
+    """What a lesson asks of each side: layers of the student and of the teacher are counted apart."""
+
+    student: Needs = Needs()
+    teacher: Needs = Needs()
+
+
+@dataclass(frozen=True)
 class HeadWeights:
     """The last layer of a language model: logits = softcap(scale * (hidden @ weight.T + bias))."""
 
@@ -90,7 +98,8 @@ class StudentView:
 
     hidden: Tensor  # [N, D]
     head: HeadWeights
-    taps: Mapping[str, Tensor] = field(default_factory=lambda: _EMPTY)
+    taps: Mapping[str, Tensor] = field(default_factory=lambda: _EMPTY)  # hidden.<layer> [B, L, D], attention.<layer>
+    rows: Tensor | None = None  # [N], flat places of the scored positions in [B, L]: where taps count
     sequences: Tensor | None = None  # [N], which row of the batch each position belongs to; None: all to one
     num_sequences: int = 1
 
@@ -151,6 +160,11 @@ class Lesson:
 
     def weight(self, term: str) -> float:
         return self.weights.get(term, 0.0)
+
+    @property
+    def asks_teacher(self) -> bool:
+        """Whether any term now needs the teacher: all but cross-entropy do."""
+        return any(weight != 0.0 for name, weight in self.weights.items() if name != "ce")
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ def sequences(lengths: tuple[int, ...] = LENGTHS) -> Tensor:
 
 
 def scored(mix: Mix, case: Case, part: slice, index: Tensor, counts: dict[str, int]) -> Tensor:
-    view = StudentView(case.hidden[part], case.head, {}, index, int(index.max()) + 1)
+    view = StudentView(case.hidden[part], case.head, sequences=index, num_sequences=int(index.max()) + 1)
     signal = replace(case.teacher, hidden=case.teacher.hidden[part])
     score = mix.score(view, signal, case.targets[part], LESSON, counts)
     score.loss.backward()
@@ -75,7 +75,7 @@ def test_micro_batches_of_one_sequence_equal_one_batch(settings: dict[str, objec
 @every_setting
 def test_eval_equals_train_on_the_same_batch(settings: dict[str, object]) -> None:
     mix, case = mix_of(settings), make_case(3, sum(LENGTHS)).copy(torch.float32)
-    view = StudentView(case.hidden, case.head, {}, sequences(), len(LENGTHS))
+    view = StudentView(case.hidden, case.head, sequences=sequences(), num_sequences=len(LENGTHS))
     counts = {"kd": sum(LENGTHS), "ce": sum(LENGTHS)}
     trained = mix.score(view, case.teacher, case.targets, LESSON, counts)
     with torch.no_grad():
@@ -141,7 +141,7 @@ def test_equal_models_give_finite_temperatures() -> None:
 
 def test_cross_entropy_is_not_weighted() -> None:
     case = make_case(0, sum(LENGTHS))
-    view = StudentView(case.hidden, case.head, {}, sequences(), len(LENGTHS))
+    view = StudentView(case.hidden, case.head, sequences=sequences(), num_sequences=len(LENGTHS))
     counts = {"kd": sum(LENGTHS), "ce": sum(LENGTHS)}
     uniform, chosen = (
         mix_of(settings).score(view, case.teacher, case.targets, LESSON, counts)

@@ -72,12 +72,37 @@ class TeacherConfig(ModelSection):
     cache: str | None = Field(None, description="folder written by `stillroom cache`; the teacher is then not loaded")
 
 
-class StudentConfig(ModelSection):
-    model: str = Field("builtin:student", description="folder, hub id, or builtin:student")
-    init: Literal["auto", "pretrained", "random"] = Field(
-        "auto", description="random: take only the configuration; auto: random where the folder has no weights"
+class ShrinkConfig(Section):
+    layers: Annotated[int, Field(ge=0)] | tuple[int, ...] = Field(
+        0, description="how many of the teacher's layers are kept, or which, counted from 0; 0: all"
     )
+    width: Annotated[int, Field(ge=0)] = Field(0, description="channels kept, by importance; 0: all")
+    mlp_width: Annotated[int, Field(ge=0)] = Field(0, description="neurons kept in each layer, by importance; 0: all")
+    heads: Annotated[int, Field(ge=0)] = Field(0, description="attention heads kept whole in each layer; 0: all")
+    calibration_batches: Annotated[int, Field(ge=1)] = Field(
+        8, description="batches of training data that the importance is measured on"
+    )
+
+    @property
+    def cuts_width(self) -> bool:
+        return bool(self.width or self.mlp_width or self.heads)
+
+
+class StudentConfig(ModelSection):
+    model: str = Field("builtin:student", description="folder, hub id, or builtin:student; not read with init = shrink")
+    init: Literal["auto", "pretrained", "random", "shrink"] = Field(
+        "auto",
+        description="random: take only the configuration; shrink: cut from the teacher as `shrink` says; "
+        "auto: random where the folder has no weights",
+    )
+    shrink: ShrinkConfig = Field(default_factory=ShrinkConfig)
     gradient_checkpointing: bool = Field(False, description="trade a third more compute for activation memory")
+
+    @model_validator(mode="after")
+    def _asked_for(self) -> StudentConfig:
+        if self.shrink != ShrinkConfig() and self.init != "shrink":
+            raise ValueError(f"shrink is set and init is {self.init!r}: set student.init = 'shrink' to cut the student")
+        return self
 
 
 class DataConfig(Section):
@@ -152,15 +177,65 @@ class CeConfig(Section):
     weight: Scalar = Field(0.0, description="weight of cross-entropy on the data's own tokens")
 
 
+LayerMap = Literal["last", "proportional"] | tuple[tuple[int, int], ...]
+_PAIRS = "last, proportional, or pairs [[student, teacher], ...] counted from 0, or from the end with -1"
+
+
+class FeatureConfig(Section):
+    weight: Scalar = Field(0.0, description="weight of matching hidden states; 0: not computed at all")
+    kind: Literal["mse", "cosine"] = Field(
+        "mse", description="mse: squared error over the teacher's own square; cosine: direction alone"
+    )
+    layers: LayerMap = Field("last", description=f"which layers are matched: {_PAIRS}")
+    projector: Literal["auto", "always"] = Field(
+        "auto", description="a trained matrix from the student's width to the teacher's; auto: where they differ"
+    )
+
+
+class LayerwiseConfig(FeatureConfig):
+    weight: Scalar = Field(0.0, description="weight of matching layer by layer; 0: not computed at all")
+    layers: LayerMap = Field("proportional", description=f"which layers are matched: {_PAIRS}")
+
+
+class AttentionConfig(Section):
+    weight: Scalar = Field(0.0, description="weight of matching attention maps; 0: not computed at all")
+    layers: LayerMap = Field("proportional", description=f"which layers are matched: {_PAIRS}")
+    attention_layers: Annotated[int, Field(ge=0)] = Field(
+        2, description="at most so many pairs, the last ones; each keeps [rows, heads, length, length]; 0: none"
+    )
+
+
+class ContrastiveConfig(Section):
+    weight: Scalar = Field(0.0, description="weight of telling the batch's rows apart; 0: not computed at all")
+    layers: LayerMap = Field("last", description=f"which layers are pooled: {_PAIRS}")
+    projector: Literal["auto", "always"] = Field("auto", description="as in objectives.feature")
+    temperature: Annotated[float, Field(gt=0)] = Field(0.1, description="sharpness of the comparison between rows")
+
+
 class ObjectivesConfig(Section):
     kd: KdConfig = Field(default_factory=KdConfig)
     ce: CeConfig = Field(default_factory=CeConfig)
+    feature: FeatureConfig = Field(default_factory=FeatureConfig)
+    attention: AttentionConfig = Field(default_factory=AttentionConfig)
+    layerwise: LayerwiseConfig = Field(default_factory=LayerwiseConfig)
+    contrastive: ContrastiveConfig = Field(default_factory=ContrastiveConfig)
     chunk_tokens: Annotated[int, Field(ge=0)] = Field(
         0, description="positions the head handles at once; 0: chosen from the vocabulary"
     )
     kernel: Literal["auto", "plain", "compiled"] = Field(
         "auto", description="rows of the head: compiled C++ where a compiler is found and agrees, else plain PyTorch"
     )
+
+    @property
+    def inner_weights(self) -> dict[str, Scalar]:
+        """Weights of the terms that look inside the models, where they are anything but 0 throughout."""
+        weights: dict[str, Scalar] = {
+            "feature": self.feature.weight,
+            "attention": self.attention.weight if self.attention.attention_layers else 0.0,
+            "layerwise": self.layerwise.weight,
+            "contrastive": self.contrastive.weight,
+        }
+        return {name: weight for name, weight in weights.items() if weight != 0.0}
 
 
 class PhaseConfig(Section):
@@ -186,6 +261,9 @@ class TrainConfig(Section):
     gradient_accumulation_steps: Annotated[int, Field(ge=1)] = Field(1, description="micro-batches in a step")
     learning_rate: Annotated[float, Field(gt=0)] = Field(1e-3, description="peak learning rate of the student")
     router_learning_rate: Annotated[float, Field(ge=0)] = Field(0.0, description="0: the student's")
+    projector_learning_rate: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="peak rate of the matrices that inner objectives train beside the student; 0: the student's"
+    )
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     min_learning_rate_ratio: Annotated[float, Field(ge=0, le=1)] = Field(0.1, description="end of the schedule")
     warmup_steps: Annotated[int, Field(ge=0)] = Field(0, description="optimizer steps; overrides warmup_ratio")
@@ -285,6 +363,16 @@ class Config(Section):
         kd, ce = self.objectives.kd.weight, self.objectives.ce.weight
         if kd == 0.0 and ce == 0.0:
             raise ValueError("objectives.kd.weight and objectives.ce.weight are both 0: there is nothing to learn")
+        inner = self.objectives.inner_weights
+        for name, weight in inner.items():
+            if min(_ends(weight)) < 0:
+                raise ValueError(f"objectives.{name}.weight must not be below 0")
+        if inner and self.teacher.cache:
+            raise ValueError(
+                f"{' and '.join(inner)} look inside the teacher, and teacher.cache holds only its answers: set "
+                + " and ".join(f"objectives.{name}.weight = 0" for name in inner)
+                + ", or leave teacher.cache out"
+            )
         if self.train.warmup_steps and self.train.max_steps and self.train.warmup_steps >= self.train.max_steps:
             raise ValueError(
                 f"train.warmup_steps {self.train.warmup_steps} leaves nothing of train.max_steps {self.train.max_steps}"
@@ -295,6 +383,10 @@ class Config(Section):
 
     def to_dict(self) -> dict[str, Any]:
         return self.model_dump(mode="json")
+
+
+def _ends(value: Scalar) -> tuple[float, float]:
+    return (value.start, value.end) if isinstance(value, Ramp) else (value, value)
 
 
 def _first(value: Scalar) -> float:

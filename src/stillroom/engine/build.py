@@ -14,7 +14,9 @@ from stillroom.checkpoint import CheckpointSnapshots, CheckpointStore, SnapshotR
 from stillroom.config import Config
 from stillroom.curriculum import Curriculum
 from stillroom.data import Loader, open_data
+from stillroom.engine.cut import cut_student, unused_name
 from stillroom.engine.inject import Injector
+from stillroom.engine.inside import make_inner
 from stillroom.engine.run import Run
 from stillroom.errors import BrokenAtStart, ConfigError
 from stillroom.guard import Guard
@@ -29,6 +31,7 @@ from stillroom.models import (
     load_tokenizer,
 )
 from stillroom.objectives.clamps import Clamps
+from stillroom.objectives.inner_terms import Inner
 from stillroom.objectives.mix import Mix
 from stillroom.precision import AdamW, ParameterGroup, Precision, resolve
 from stillroom.schedule import Schedule, steps_of_run, warmup_of_run
@@ -51,6 +54,7 @@ class Models:
     is_student_described: bool
     is_teacher_described: bool
     notes: tuple[str, ...]
+    kept_layers: tuple[int, ...] | None = None  # of the teacher, where the student was cut from it
 
 
 def find_device(wanted: str) -> torch.device:
@@ -70,23 +74,32 @@ def load_models(config: Config, device: torch.device) -> Models:
     """Load what the configuration names and check that the two understand each other."""
     uses_teacher = Curriculum.of(config).uses_teacher
     notes = _unused_settings(config)
-    brings_own = has_tokenizer(config.student.model)
+    is_cut = config.student.init == "shrink"
+    brings_own = not is_cut and has_tokenizer(config.student.model)
     teacher_tokenizer = None
     if uses_teacher or not brings_own:
         teacher_tokenizer = load_tokenizer(config.teacher, config.teacher.model)
     tokenizer = load_tokenizer(config.student, config.student.model) if brings_own else teacher_tokenizer
     if not brings_own:
         notes.append("the student brings no tokenizer: it takes the teacher's")
-    student, why = load_student(config.student, seed=config.train.seed)
-    notes.append(why)
-    teacher = load_teacher(config.teacher, teacher_dtype(config, device)) if uses_teacher else None
+    kept = None
+    if is_cut:
+        teacher = load_teacher(config.teacher, teacher_dtype(config, device))
+        found = cut_student(config, teacher, tokenizer, device)
+        student, kept = found.model, found.kept_layers
+        teacher = teacher if uses_teacher else None
+        notes += [*unused_name(config.student), found.told]
+    else:
+        student, why = load_student(config.student, seed=config.train.seed)
+        notes.append(why)
+        teacher = load_teacher(config.teacher, teacher_dtype(config, device)) if uses_teacher else None
     rows = anatomy(student).vocab_rows
     size = rows
     if teacher is not None:
         size = agree_on_vocabulary(teacher_tokenizer, tokenizer, anatomy(teacher).vocab_rows, rows)
     described = {"student": _is_described(student, notes, "student")}
     described["teacher"] = teacher is None or _is_described(teacher, notes, "teacher")
-    return Models(tokenizer, teacher, student, size, described["student"], described["teacher"], tuple(notes))
+    return Models(tokenizer, teacher, student, size, described["student"], described["teacher"], tuple(notes), kept)
 
 
 def _unused_settings(config: Config) -> list[str]:
@@ -137,7 +150,8 @@ def build_run(
     num_parameters = anatomy(models.student).num_parameters
     precision = resolve(config.precision.mode, device, config=config.precision, num_parameters=num_parameters)
     models.student.to(device)
-    optimizer = make_optimizer(models.student, precision, config)
+    inner = make_inner(config, models.student, models.teacher, device, kept=models.kept_layers)
+    optimizer = make_optimizer(models.student, precision, config, inner)
     injector = Injector(inject, tell=lambda text: log.write("note", text=text))
     teacher = None
     if models.teacher is not None:
@@ -151,10 +165,7 @@ def build_run(
     clamps = Clamps(config.guard.logit_clamp, config.guard.loss_clamp)
     for text in clamps.check(models.vocab_size):
         log.write("note", text=text)
-    mix = Mix(config.objectives, clamps=clamps)
-    log.write("note", text=mix.describe_kernel(device.type))
-    if config.objectives.kd.looks_at_rows:
-        log.write("note", text="token weights look at both models' rows first: the head's logits are made twice")
+    mix = Mix(config.objectives, clamps=clamps, inner=inner)
     checkpoints = CheckpointStore(folder / "checkpoints", config.checkpoint.keep, injector.checkpoint_point)
     return Run(
         config=config,
@@ -196,9 +207,14 @@ def make_snapshots(
     return CheckpointSnapshots(checkpoints)
 
 
-def make_optimizer(student: Any, precision: Precision, config: Config) -> AdamW:
+def make_optimizer(student: Any, precision: Precision, config: Config, inner: Inner) -> AdamW:
+    train = config.train
     trained = tuple((name, parameter) for name, parameter in student.named_parameters() if parameter.requires_grad)
-    return precision.optimizer([ParameterGroup("student", config.train.learning_rate, trained)], config.train)
+    groups = [ParameterGroup("student", train.learning_rate, trained)]
+    projectors = tuple(inner.projectors.named_parameters(prefix="projectors"))
+    if projectors:
+        groups.append(ParameterGroup("projectors", train.projector_learning_rate or train.learning_rate, projectors))
+    return precision.optimizer(groups, train)
 
 
 def make_schedule(config: Config, num_batches: int) -> Schedule:

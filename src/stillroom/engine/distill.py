@@ -14,6 +14,7 @@ from stillroom.checkpoint import CheckpointStore, Saved, write_atomically
 from stillroom.config import Config
 from stillroom.engine import folder as run_folder
 from stillroom.engine.build import Models, build_run, find_device, load_models
+from stillroom.engine.cut import student_name
 from stillroom.engine.loop import Stop, load_best, run_evaluation, save_student, training
 from stillroom.engine.run import Run
 from stillroom.engine.state import RunState, capture, restore
@@ -164,10 +165,10 @@ def _announce(run: Run, models: Models, notes: tuple[str, ...], saved: Saved | N
             "learning_rate": config.train.learning_rate,
         },
         teacher={"name": config.teacher.model, **anatomy(models.teacher).to_dict()} if models.teacher else None,
-        student={"name": config.student.model, **anatomy(models.student).to_dict()},
+        student={"name": student_name(config), **anatomy(models.student).to_dict()},
         data={**run.corpus.counters, "notes": list(run.corpus.notes)},
     )
-    for text in (*notes, *models.notes):
+    for text in (*notes, *models.notes, *run.mix.notes(run.device.type)):
         run.log.write("note", text=text)
     if saved is not None:
         for reason in saved.rejected:
@@ -185,9 +186,9 @@ def _first_forward(run: Run, state: RunState) -> None:
     needs = run.mix.needs(lesson)
     run.student.eval()
     with run.precision.autocast():
-        view = run.student.observe(batch, rows, needs)
+        view = run.student.observe(batch, rows, needs.student)
     run.student.train()
-    signal = run.teacher.observe(batch, rows, needs) if run.teacher else None
+    signal = run.teacher.observe(batch, rows, needs.teacher) if run.teacher else None
     run.log.write(
         "first_forward",
         rows=batch.input_ids.shape[0],

@@ -243,20 +243,22 @@ def step_record(run: Run, state: RunState, outcome: StepOutcome, seconds: float)
         "terms": {name: vars(term) for name, term in outcome.terms.items()},
         "bad_teacher_rows": outcome.evidence.bad_teacher_rows,
         **outcome.evidence.samples,
-        **_clamped(outcome),
+        **_counted(outcome),
         "gpu_memory_gb": gpu,
         "memory_gb": resident,
         "memory_percent": percent,
     }
 
 
-def _clamped(outcome: StepOutcome) -> dict[str, float]:
-    """What clamps did to the step, where the user asked for clamps."""
+def _counted(outcome: StepOutcome) -> dict[str, float]:
+    """What clamps did to the step, where the user asked for them, and rows that had no other row to differ from."""
     counters, found = outcome.evidence.counters, {}
     if "clamped_fraction_sum" in counters:
         found["clamped_fraction"] = counters["clamped_fraction_sum"] / max(outcome.num_targets, 1)
     if "clamped_losses" in counters:
         found["clamped_losses"] = counters["clamped_losses"]
+    if "rows_without_contrast" in counters:
+        found["rows_without_contrast"] = counters["rows_without_contrast"]
     return found
 
 

@@ -26,7 +26,7 @@ def examine(run: Run) -> Examination:
     """A slow, careful look at the state: used only when a step is suspicious."""
     # A damaged FP16 copy beside a sound master is mended here, for the cost of a copy.
     run.optimizer.refresh()
-    weights = all(_is_finite(p) for p in run.student.model.parameters())
+    weights = _weights_are_finite(run)
     moments = all(_is_finite(t) for t in run.optimizer.tensors().values())
     loss = canary_loss(run) if weights else float("nan")
     return Examination(weights, moments, loss, run.canary_reference)
@@ -35,9 +35,11 @@ def examine(run: Run) -> Examination:
 @torch.no_grad()
 def is_sound(run: Run) -> bool:
     """Whether every weight and moment is finite: asked before anything is kept or saved."""
-    return all(_is_finite(p) for p in run.student.model.parameters()) and all(
-        _is_finite(t) for t in run.optimizer.tensors().values()
-    )
+    return _weights_are_finite(run) and all(_is_finite(t) for t in run.optimizer.tensors().values())
+
+
+def _weights_are_finite(run: Run) -> bool:
+    return all(_is_finite(p) for p in (*run.student.model.parameters(), *run.mix.inner.projectors.parameters()))
 
 
 def _is_finite(tensor: Tensor) -> bool:

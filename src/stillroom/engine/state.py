@@ -77,6 +77,12 @@ def weights_of(model: Any) -> dict[str, Tensor]:
     return found
 
 
+def projectors_of(run: Run) -> dict[str, Mapping[str, Tensor]]:
+    """The matrices that inner objectives train beside the student, as a group of their own; none where none is."""
+    found = weights_of(run.mix.inner.projectors)
+    return {"projectors": found} if found else {}
+
+
 def capture(run: Run, state: RunState) -> Saved:
     """The whole state as named tensors and JSON values. Tensors are the living ones: copy before changing them."""
     random = {"cpu": torch.get_rng_state()}
@@ -84,6 +90,7 @@ def capture(run: Run, state: RunState) -> Saved:
         random["cuda"] = torch.cuda.get_rng_state(run.device)
     tensors: dict[str, Mapping[str, Tensor]] = {
         "student": weights_of(run.student.model),
+        **projectors_of(run),
         "optimizer": run.optimizer.tensors(),
         "random": random,
     }
@@ -104,6 +111,8 @@ def capture(run: Run, state: RunState) -> Saved:
 def restore(run: Run, state: RunState, saved: Saved, *, keeps_history: bool = False) -> None:
     """Put a saved state back. A rollback keeps its history: budgets spent stay spent."""
     _copy_into(weights_of(run.student.model), saved.tensors["student"])
+    for group, living in projectors_of(run).items():
+        _copy_into(living, saved.tensors.get(group, {}))
     run.optimizer.load_tensors(saved.tensors["optimizer"])
     run.optimizer.num_updates = int(saved.scalars["num_updates"])
     torch.set_rng_state(saved.tensors["random"]["cpu"])
@@ -123,6 +132,6 @@ def restore(run: Run, state: RunState, saved: Saved, *, keeps_history: bool = Fa
 def _copy_into(living: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
     if set(living) != set(saved):
         odd = sorted(set(living) ^ set(saved))[:3]
-        raise ValueError(f"the saved student has other tensors: {', '.join(odd)}")
+        raise ValueError(f"the saved state has other tensors: {', '.join(odd)}")
     for name, tensor in living.items():
         tensor.copy_(saved[name])

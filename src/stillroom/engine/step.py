@@ -93,10 +93,10 @@ def _learn(run: Run, batch: Batch, lesson: Lesson, counts: dict[str, int]) -> Sc
     batch = batch.to(run.device)
     needs = run.mix.needs(lesson)
     signal = None
-    if run.teacher is not None and lesson.weight("kd") > 0:
-        signal = run.injector.signal(run.teacher.observe(batch, rows, needs))
+    if run.teacher is not None and lesson.asks_teacher:
+        signal = run.injector.signal(run.teacher.observe(batch, rows, needs.teacher))
     with run.precision.autocast():
-        view = run.student.observe(batch, rows, needs)
+        view = run.student.observe(batch, rows, needs.student)
     if run.injector.faults:
         view = replace(view, hidden=run.injector.hidden(view.hidden))
     score = run.mix.score(view, signal, scored_targets(batch, rows), lesson, counts)

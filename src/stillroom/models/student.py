@@ -35,7 +35,7 @@ class Student:
             hidden, head = last_hidden(self.model, batch, self.vocab_size, self.is_described)
         num_rows, length = batch.input_ids.shape
         chosen = hidden.reshape(-1, hidden.shape[-1]).index_select(0, rows)
-        return StudentView(chosen, head, taps, rows // length, num_rows)
+        return StudentView(chosen, head, taps, rows, rows // length, num_rows)
 
     def train(self) -> None:
         self.model.train()

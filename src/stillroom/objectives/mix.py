@@ -6,11 +6,11 @@ all ranks), agreed before any forward. So eight micro-batches give the gradient 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stillroom.config.schema import ObjectivesConfig, Ramp
 from stillroom.errors import ConfigError
@@ -18,10 +18,11 @@ from stillroom.objectives import divergence as family
 from stillroom.objectives import tokens
 from stillroom.objectives.clamps import Clamps
 from stillroom.objectives.head import score_head
+from stillroom.objectives.inner_terms import Inner
 from stillroom.objectives.kernel import KernelName, describe_kernel
 from stillroom.objectives.sparse import SignalKind, check_pair
 from stillroom.objectives.survey import survey
-from stillroom.types import Batch, Lesson, Needs, Score, Signal, StudentView
+from stillroom.types import Batch, BothNeeds, Lesson, Score, Signal, StudentView
 
 # What each divergence asks of the configuration beside the temperature.
 _SETTINGS: dict[str, tuple[str, ...]] = {
@@ -42,12 +43,18 @@ class Emphasis:
 
 
 class Mix:
-    """Distillation ("kd") and cross-entropy ("ce") on the scored targets of a batch."""
+    """Distillation ("kd") and cross-entropy ("ce") on the scored targets of a batch, and what looks inside."""
 
     def __init__(
-        self, config: ObjectivesConfig, *, kernel: KernelName | None = None, clamps: Clamps | None = None
+        self,
+        config: ObjectivesConfig,
+        *,
+        kernel: KernelName | None = None,
+        clamps: Clamps | None = None,
+        inner: Inner | None = None,
     ) -> None:
         self._config = config
+        self.inner = inner or Inner({}, nn.ModuleDict())
         self._clamps = clamps or Clamps()
         self._kernel: KernelName = kernel or config.kernel
         family.make(config.kd.divergence)  # an unknown name is refused when the run is built
@@ -68,28 +75,34 @@ class Mix:
         temperature = stored_temperature if isinstance(kd.temperature, Ramp) else kd.temperature
         check_pair(kind, kd.divergence, temperature, stored_temperature)
 
-    def describe_kernel(self, device_type: str) -> str:
-        """Which row kernel the head's rows go through, and why."""
+    def notes(self, device_type: str) -> tuple[str, ...]:
+        """What a person should know of these objectives before hours are spent."""
+        twice = "token weights look at both models' rows first: the head's logits are made twice"
+        emphasis = (twice,) if self._config.kd.looks_at_rows else ()
+        return self._kernel_note(device_type), *emphasis, *self.inner.notes
+
+    def _kernel_note(self, device_type: str) -> str:
         kd = self._config.kd
         given = {name: getattr(kd, name) for name in _SETTINGS.get(kd.divergence, ())}
         settings = {name: 0.5 if isinstance(value, Ramp) else value for name, value in given.items()}
         return describe_kernel(self._kernel, family.make(kd.divergence, settings), device_type)
 
-    def needs(self, lesson: Lesson) -> Needs:
-        """Nothing beyond the last hidden states."""
-        return Needs()
+    def needs(self, lesson: Lesson) -> BothNeeds:
+        """What the terms of this lesson ask of each model beyond its last hidden states."""
+        return self.inner.needs(lesson)
 
-    def counts(self, batches: Iterable[Batch]) -> dict[str, int]:
+    def counts(self, batches: Sequence[Batch]) -> dict[str, int]:
         """Targets of each objective in a window, known before any forward."""
         num_targets = sum(batch.num_scored for batch in batches)
-        return {"kd": num_targets, "ce": num_targets}
+        return {"kd": num_targets, "ce": num_targets, **self.inner.counts(batches)}
 
     def score(
         self, view: StudentView, signal: Signal | None, targets: Tensor, lesson: Lesson, counts: Mapping[str, float]
     ) -> Score:
         """The loss of one micro-batch, already divided by the counts of the window, and its terms.
 
-        Without a signal (the teacher fell back) the weight of distillation moves to cross-entropy.
+        Without a signal (the teacher fell back) the weight of distillation moves to cross-entropy, and nothing is
+        compared inside.
         """
         kd_weight = _share(lesson, counts, "kd")
         ce_weight = _share(lesson, counts, "ce")
@@ -120,12 +133,17 @@ class Mix:
             chunk_tokens=self._config.chunk_tokens,
             kernel=self._kernel,
         )
+        loss, terms, counters = scored.loss, dict(scored.terms), dict(scored.counters)
+        for name, found in self.inner.scores(view, signal, lesson).items():
+            loss = loss + _share(lesson, counts, name) * found.total
+            terms[name] = found.term
+            counters |= found.counters
+            counters["bad_teacher_rows"] = torch.maximum(counters["bad_teacher_rows"], found.num_bad)
         share = targets.numel() / max(1.0, max(counts.values()))
-        loss, was_cut = self._clamps.on_loss(scored.loss, share)
-        counters = dict(scored.counters)
+        loss, was_cut = self._clamps.on_loss(loss, share)
         if was_cut is not None:
             counters["clamped_losses"] = was_cut
-        return Score(loss, scored.terms, counters)
+        return Score(loss, terms, counters)
 
     def _emphasise(self, view: StudentView, signal: Signal, lesson: Lesson, temperature: float, top_k: int) -> Emphasis:
         """Weights and temperatures of the positions, from a first look at both models' rows."""
