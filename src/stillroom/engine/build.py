@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from stillroom.models import (
     load_student,
     load_teacher,
     load_tokenizer,
+    vocabulary_hash,
 )
 from stillroom.objectives.clamps import Clamps
 from stillroom.objectives.mix import Mix
@@ -51,6 +52,7 @@ class Models:
     is_student_described: bool
     is_teacher_described: bool
     notes: tuple[str, ...]
+    vocabularies: dict[str, str] = field(default_factory=dict)  # hash of each model's table of tokens
 
 
 def find_device(wanted: str) -> torch.device:
@@ -86,7 +88,17 @@ def load_models(config: Config, device: torch.device) -> Models:
         size = agree_on_vocabulary(teacher_tokenizer, tokenizer, anatomy(teacher).vocab_rows, rows)
     described = {"student": _is_described(student, notes, "student")}
     described["teacher"] = teacher is None or _is_described(teacher, notes, "teacher")
-    return Models(tokenizer, teacher, student, size, described["student"], described["teacher"], tuple(notes))
+    spoken = {"student": tokenizer, **({"teacher": teacher_tokenizer} if teacher is not None else {})}
+    return Models(
+        tokenizer,
+        teacher,
+        student,
+        size,
+        described["student"],
+        described["teacher"],
+        tuple(notes),
+        {role: vocabulary_hash(table) for role, table in spoken.items()},
+    )
 
 
 def _unused_settings(config: Config) -> list[str]:
@@ -172,6 +184,7 @@ def build_run(
         checkpoints=checkpoints,
         ring=make_snapshots(config, optimizer, models.student, checkpoints, log),
         injector=injector,
+        vocabularies=models.vocabularies,
     )
 
 

@@ -51,6 +51,7 @@ class Run:
     checkpoints: CheckpointStore
     ring: Snapshots
     injector: Injector
+    vocabularies: dict[str, str] = field(default_factory=dict)  # hash of each model's table of tokens
     initial: Saved | None = None  # kept only where the guard may begin again
     before: dict[str, Any] = field(default_factory=dict)  # teacher and student before training, for the summary
     sampled: dict[str, Tensor] = field(default_factory=dict)  # of the last update, read with the next evidence
