@@ -151,9 +151,9 @@ def summary(num_steps: int) -> dict[str, Any]:
         "baseline": plain | {"perplexity": 141.0, "bits_per_byte": 1.98, "seconds": 802.0},
         "baseline_equal_compute": plain | {"perplexity": 134.0, "bits_per_byte": 1.96, "seconds": 1509.0},
         "checks": [
-            {"name": "held-out perplexity below 100", "passed": True, "detail": "57.1"},
-            {"name": "train/eval gap below 2x", "passed": True, "detail": "0.97 against 0.98"},
-            {"name": "no value was non-finite for an epoch", "passed": False, "detail": "2 steps were skipped"},
+            {"name": "held-out perplexity below 100", "passed": True, "text": "57.1"},
+            {"name": "train/eval gap below 2x", "passed": True, "text": "0.97 against 0.98"},
+            {"name": "no value was non-finite for an epoch", "passed": False, "text": "2 steps were skipped"},
         ],
     }
 

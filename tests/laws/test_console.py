@@ -117,7 +117,7 @@ def summary() -> dict[str, Any]:
         "student": row,
         "baseline": row | {"perplexity": 134.2},
         "baseline_equal_compute": row | {"perplexity": None, "perplexity_nonfinite": "inf"},
-        "checks": [{"name": "perplexity fell", "passed": True, "detail": "2,031 to 57.1"}],
+        "checks": [{"name": "perplexity fell", "passed": True, "text": "2,031 to 57.1"}],
     }
 
 

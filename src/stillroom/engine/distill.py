@@ -8,22 +8,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from stillroom.checkpoint import CheckpointStore, Saved, write_atomically
 from stillroom.config import Config
 from stillroom.engine import folder as run_folder
 from stillroom.engine.build import Models, build_run, find_device, load_models
+from stillroom.engine.checks import success_checks
+from stillroom.engine.first import first_forward
 from stillroom.engine.loop import Stop, load_best, run_evaluation, save_student, training
 from stillroom.engine.run import Run
 from stillroom.engine.state import RunState, capture, restore
 from stillroom.errors import BrokenAtStart, StillroomError
 from stillroom.evaluate import Evaluation, evaluate
-from stillroom.models import Student, anatomy, scored_rows, scored_targets
+from stillroom.models import Student, anatomy
 from stillroom.models.generate import generate
 from stillroom.telemetry import EventLog
-from stillroom.telemetry.events import strict
-from stillroom.types import Batch
+from stillroom.telemetry.events import scan_events, strict
 
 _PROMPT_TOKENS = 32
 
@@ -100,7 +99,7 @@ def _carry(run: Run, state: RunState, saved: Saved | None) -> Result:
     if run.config.guard.on_exhausted == "reset" and state.applied == 0:
         run.initial = capture(run, state).copied()
     if saved is None:
-        _first_forward(run, state)
+        first_forward(run, state)
     stop = Stop(run.config.train.max_minutes)
     with stop.on_signals():
         for _outcome in training(run, state, stop):
@@ -175,32 +174,6 @@ def _announce(run: Run, models: Models, notes: tuple[str, ...], saved: Saved | N
         run.log.write("resume", step=saved.step)
 
 
-@torch.no_grad()
-def _first_forward(run: Run, state: RunState) -> None:
-    """Shapes, vocabulary and weights of the first batch, for a person to check before hours are spent."""
-    batch: Batch = run.loader.window(0)[0]
-    rows = scored_rows(batch).to(run.device)
-    batch = batch.to(run.device)
-    lesson = run.lesson(state)
-    needs = run.mix.needs(lesson)
-    run.student.eval()
-    with run.precision.autocast():
-        view = run.student.observe(batch, rows, needs)
-    run.student.train()
-    signal = run.teacher.observe(batch, rows, needs) if run.teacher else None
-    run.log.write(
-        "first_forward",
-        rows=batch.input_ids.shape[0],
-        positions=batch.input_ids.shape[1],
-        scored=int(scored_targets(batch, rows).numel()),
-        student_hidden=list(view.hidden.shape),
-        teacher_hidden=list(signal.hidden.shape) if signal is not None and hasattr(signal, "hidden") else None,
-        vocabulary=run.student.vocab_size,
-        temperature=lesson.settings.get("kd.temperature", 1.0),
-        weights=dict(lesson.weights),
-    )
-
-
 # -- the end ---------------------------------------------------------------------------------------------
 
 
@@ -229,9 +202,23 @@ def _finish(run: Run, state: RunState) -> Result:
         **run.before,
         "student": {**_row(final, run.student.model), "steps": state.applied, "tokens": state.tokens},
     }
+    summary["checks"] = _checks(run, summary)
     write_summary(run.folder, summary)
     run.log.write("run_end", status="done", steps=state.applied, seconds=state.seconds, exit_code=0)
     return Result(run.folder, summary)
+
+
+def _checks(run: Run, summary: dict[str, Any]) -> list[dict[str, Any]]:
+    """The success criteria, judged by the run's own record: a resumed run has its beginning there too."""
+    before = summary.get("student_before", {})
+    return success_checks(
+        scan_events(run.log.path).records,
+        perplexity=summary["student"]["perplexity"],
+        perplexity_before=before.get("perplexity"),
+        max_perplexity=run.config.eval.max_perplexity,
+        min_share=run.config.eval.min_share,
+        epoch_steps=run.loader.num_windows,
+    )
 
 
 def write_summary(folder: Path, summary: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ import psutil
 import torch
 
 from stillroom.checkpoint import replaced_folder
+from stillroom.engine.gradients import is_due, term_gradients
 from stillroom.engine.recover import is_sound, roll_back_unsound, take_snapshot
 from stillroom.engine.run import Run
 from stillroom.engine.state import RunState, capture, weights_of
@@ -71,7 +72,10 @@ def training(run: Run, state: RunState, stop: Stop) -> Iterator[StepOutcome]:
             state.cursor += 1
             continue
         began = time.monotonic()
-        outcome = train_step(run, state, run.loader.window(state.cursor))
+        window = run.loader.window(state.cursor)
+        if is_due(run, state):
+            run.log.write("gradients", step=state.applied + 1, **term_gradients(run, state, window))
+        outcome = train_step(run, state, window)
         state.seconds = already + time.monotonic() - start
         run.log.write("step", **step_record(run, state, outcome, time.monotonic() - began))
         yield outcome
