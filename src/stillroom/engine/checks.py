@@ -73,8 +73,8 @@ def check_gap(kept: Sequence[Event], evals: Sequence[Event]) -> Check:
     trained = sum(losses) / len(losses)
     passed = held_out - trained < (MAX_GAP - 1.0) * abs(trained)
     ratio = held_out / trained if trained > 0 else None
-    told = f"{ratio:.2f}x: " if ratio is not None else ""
-    text = f"{told}{format_loss(held_out)} held out, {format_loss(trained)} over the last {len(losses)} steps"
+    told = f"{ratio:.2f}x, " if ratio is not None else ""
+    text = f"{told}{format_loss(held_out)} held out, {format_loss(trained)} in the last {len(losses)} steps"
     return _check(name, passed, ratio, MAX_GAP, text)
 
 

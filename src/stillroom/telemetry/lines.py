@@ -54,11 +54,12 @@ def show(record: Fields, key: str, form: Format) -> str:
 
 
 def show_interval(record: Fields, key: str, form: Format) -> str:
-    """The 95 % interval of a yardstick, `55.0 to 59.3`, or nothing where none was taken."""
+    """The 95 % interval of a yardstick, `55.0 to 59.3`; nothing where none was taken or both ends read alike."""
     bounds = [as_number(bound) for bound in items(section(record, "intervals"), key)]
     if len(bounds) != 2 or bounds[0] is None or bounds[1] is None:
         return ""
-    return f"{form(bounds[0])} to {form(bounds[1])}"
+    low, high = form(bounds[0]), form(bounds[1])
+    return f"{low} to {high}" if low != high else ""
 
 
 def section(record: Fields, key: str) -> Fields:
