@@ -149,6 +149,9 @@ class TrainConfig(Section):
         0, description="stop after this many evaluations without a better student; 0: never"
     )
     max_minutes: Annotated[float, Field(ge=0)] = Field(0.0, description="save and stop with exit code 75; 0: no limit")
+    peer_timeout_minutes: Annotated[float, Field(gt=0)] = Field(
+        30.0, description="with several processes: how long one waits for another before the run ends with exit code 75"
+    )
 
 
 class PrecisionConfig(Section):

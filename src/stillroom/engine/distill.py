@@ -11,17 +11,18 @@ from typing import Any
 from stillroom.checkpoint import CheckpointStore, Saved, write_atomically
 from stillroom.config import Config
 from stillroom.engine import folder as run_folder
+from stillroom.engine.agree import Agreement, join
 from stillroom.engine.build import Models, build_run, find_device, load_models
 from stillroom.engine.checks import success_checks
 from stillroom.engine.first import first_forward
 from stillroom.engine.loop import Stop, load_best, run_evaluation, save_student, training
 from stillroom.engine.run import Run
 from stillroom.engine.state import RunState, capture, restore
-from stillroom.errors import BrokenAtStart, StillroomError
+from stillroom.errors import BrokenAtStart, ConfigError, StillroomError
 from stillroom.evaluate import Evaluation, evaluate
 from stillroom.models import Student, anatomy
 from stillroom.models.generate import generate
-from stillroom.telemetry import EventLog
+from stillroom.telemetry import EventLog, SilentLog
 from stillroom.telemetry.events import scan_events, strict
 
 _PROMPT_TOKENS = 32
@@ -46,23 +47,27 @@ def distill(
 ) -> Result:
     """Distil as configured into a folder. A folder with an unfinished run of the same configuration is resumed."""
     folder = Path(out)
+    agree = join(config.train.peer_timeout_minutes)
     where = find_device(device)
-    is_resumed = run_folder.claim(folder, config)
+    is_resumed = bool(agree.first(float(run_folder.claim(folder, config) if agree.is_first else 0.0)))
     summary_path = folder / "summary.json"
     if is_resumed and summary_path.exists():
         finished = json.loads(summary_path.read_text(encoding="utf-8"))
         if finished.get("status") == "done":
             return Result(folder, finished)
-    saved = newest_checkpoint(folder, config) if is_resumed else None
+    saved = newest_checkpoint(folder, config, agree) if is_resumed else None
     models = load_models(config, where)
-    log = EventLog(folder / "events.jsonl", keep_until_step=saved.step if saved else -1)
+    log: EventLog = SilentLog()
+    if agree.is_first:
+        log = EventLog(folder / "events.jsonl", keep_until_step=saved.step if saved else -1)
     for listener in listeners:
         log.listen(listener)
     try:
-        run = build_run(config, folder, log, device=where, models=models, inject=inject)
+        run = build_run(config, folder, log, device=where, models=models, inject=inject, agree=agree)
         state = RunState()
         _announce(run, models, notes, saved)
         if saved is not None:
+            _check_processes(saved, agree.size, folder)
             restore(run, state, saved)
         return _carry(run, state, saved)
     except StillroomError as error:
@@ -86,11 +91,25 @@ def resume(
     return distill(config, folder, device=device, listeners=listeners)
 
 
-def newest_checkpoint(folder: Path, config: Config) -> Saved | None:
+def newest_checkpoint(folder: Path, config: Config, agree: Agreement | None = None) -> Saved | None:
     """The newest checkpoint that verifies, after sweeping away what an interrupted save left behind."""
+    agree = agree or Agreement()
     store = CheckpointStore(folder / "checkpoints", config.checkpoint.keep)
-    store.sweep()
+    if agree.is_first:
+        store.sweep()
+    agree.wait()
     return store.load_newest()
+
+
+def _check_processes(saved: Saved, num_processes: int, folder: Path) -> None:
+    """Data order and schedule count windows of all processes: another number of them would be another run."""
+    started = int(saved.scalars.get("processes", 1))
+    if started != num_processes:
+        raise ConfigError(
+            f"the run was begun with {started} processes and cannot go on with {num_processes}",
+            where=str(folder),
+            advice=[f"start {started}: torchrun --nproc-per-node {started} -m stillroom resume {folder}"],
+        )
 
 
 def _carry(run: Run, state: RunState, saved: Saved | None) -> Result:
@@ -158,6 +177,7 @@ def _announce(run: Run, models: Models, notes: tuple[str, ...], saved: Saved | N
         schedule={
             "total_batches": run.loader.num_batches,
             "gradient_accumulation": config.train.gradient_accumulation_steps,
+            "processes": run.agree.size,
             "optimizer_steps": run.schedule.num_steps,
             "warmup_steps": run.schedule.num_warmup,
             "learning_rate": config.train.learning_rate,
@@ -182,6 +202,8 @@ def _finish(run: Run, state: RunState) -> Result:
         load_best(run)
         run.log.write("note", text=f"the best student is that of step {state.best_step}, and it is the one kept")
     final = evaluate(run.student, run.eval_batches(), precision=run.precision, teacher=run.teacher)
+    if not run.agree.is_first:
+        return Result(run.folder)
     save_student(run)
     for sample in make_samples(run):
         run.log.write("sample", **sample)

@@ -181,6 +181,23 @@ class EventLog:
         self.close()
 
 
+class SilentLog(EventLog):
+    """The log of a process that is not the first: it writes nothing, because another writes the same."""
+
+    def __init__(self) -> None:
+        self.path = Path()
+        self.dropped = 0
+
+    def write(self, event: str, /, **fields: Any) -> Event:
+        return {"event": event, **fields}
+
+    def listen(self, listener: Listener) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+
 def _line(record: Event) -> str:
     # Escaping beyond ASCII keeps one record on one line in every editor and terminal.
     return json.dumps(record, ensure_ascii=True, allow_nan=False) + "\n"
