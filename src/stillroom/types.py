@@ -35,6 +35,7 @@ class Batch:
     target_bytes: Tensor  # [B, L], bytes of text each target stands for; 0 where it is not scored
     sample_ids: tuple[str, ...]  # B names, for reports and quarantine
     index: int = 0  # which micro-batch of the run this is
+    documents: tuple[str, ...] = ()  # B documents the rows start in: what a bootstrap draws as a whole
 
     @property
     def num_scored(self) -> int:
@@ -49,6 +50,7 @@ class Batch:
             self.target_bytes.to(device, non_blocking=True),
             self.sample_ids,
             self.index,
+            self.documents,
         )
 
 

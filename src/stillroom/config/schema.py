@@ -280,6 +280,9 @@ class TrainConfig(Section):
         0, description="stop after this many evaluations without a better student; 0: never"
     )
     max_minutes: Annotated[float, Field(ge=0)] = Field(0.0, description="save and stop with exit code 75; 0: no limit")
+    peer_timeout_minutes: Annotated[float, Field(gt=0)] = Field(
+        30.0, description="with several processes: how long one waits for another before the run ends with exit code 75"
+    )
 
 
 class PrecisionConfig(Section):
@@ -330,6 +333,12 @@ class GuardConfig(Section):
 class EvalConfig(Section):
     max_batches: Annotated[int, Field(ge=0)] = Field(0, description="batches in an evaluation; 0: all held-out data")
     batch_size: Annotated[int, Field(ge=0)] = Field(0, description="rows; 0: as in training")
+    max_perplexity: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="a check of the result: held-out perplexity below this; 0: below the untrained student's"
+    )
+    min_share: Annotated[float, Field(ge=0, lt=0.5)] = Field(
+        0.01, description="a check of the result: the least share of the objective for a term that has a weight"
+    )
     samples: Annotated[int, Field(ge=0)] = Field(3, description="texts continued by teacher and student in the report")
     sample_tokens: Annotated[int, Field(ge=1)] = 48
 
@@ -341,6 +350,9 @@ class CheckpointConfig(Section):
 class TelemetryConfig(Section):
     first_steps: Annotated[int, Field(ge=0)] = Field(5, description="steps whose components are printed in full")
     log_steps: Annotated[int, Field(ge=1)] = Field(10, description="steps between plain log lines")
+    gradient_steps: Annotated[int, Field(ge=0)] = Field(
+        0, description="steps between measurements of each term's gradient; 0: never. Costs a backward pass a term"
+    )
 
 
 class Config(Section):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from stillroom.checkpoint import CheckpointSnapshots, CheckpointStore, SnapshotR
 from stillroom.config import Config
 from stillroom.curriculum import Curriculum
 from stillroom.data import Loader, open_data
+from stillroom.engine.agree import Agreement
 from stillroom.engine.cut import cut_student, unused_name
 from stillroom.engine.inject import Injector
 from stillroom.engine.inside import make_inner
@@ -29,6 +30,7 @@ from stillroom.models import (
     load_student,
     load_teacher,
     load_tokenizer,
+    vocabulary_hash,
 )
 from stillroom.objectives.clamps import Clamps
 from stillroom.objectives.inner_terms import Inner
@@ -55,6 +57,7 @@ class Models:
     is_teacher_described: bool
     notes: tuple[str, ...]
     kept_layers: tuple[int, ...] | None = None  # of the teacher, where the student was cut from it
+    vocabularies: dict[str, str] = field(default_factory=dict)  # hash of each model's table of tokens
 
 
 def find_device(wanted: str) -> torch.device:
@@ -99,7 +102,18 @@ def load_models(config: Config, device: torch.device) -> Models:
         size = agree_on_vocabulary(teacher_tokenizer, tokenizer, anatomy(teacher).vocab_rows, rows)
     described = {"student": _is_described(student, notes, "student")}
     described["teacher"] = teacher is None or _is_described(teacher, notes, "teacher")
-    return Models(tokenizer, teacher, student, size, described["student"], described["teacher"], tuple(notes), kept)
+    spoken = {"student": tokenizer, **({"teacher": teacher_tokenizer} if teacher is not None else {})}
+    return Models(
+        tokenizer,
+        teacher,
+        student,
+        size,
+        described["student"],
+        described["teacher"],
+        tuple(notes),
+        kept,
+        {role: vocabulary_hash(table) for role, table in spoken.items()},
+    )
 
 
 def _unused_settings(config: Config) -> list[str]:
@@ -136,9 +150,17 @@ def _is_described(model: Any, notes: list[str], role: str) -> bool:
 
 
 def build_run(
-    config: Config, folder: Path, log: EventLog, *, device: torch.device, models: Models, inject: str = ""
+    config: Config,
+    folder: Path,
+    log: EventLog,
+    *,
+    device: torch.device,
+    models: Models,
+    inject: str = "",
+    agree: Agreement | None = None,
 ) -> Run:
     """Assemble a run. Nothing is trained here, and nothing is written but the log."""
+    agree = agree or Agreement()
     torch.manual_seed(config.train.seed)
     corpus = open_data(config.data, models.tokenizer)
     loader = Loader(
@@ -146,12 +168,16 @@ def build_run(
         batch_size=config.train.batch_size,
         accumulation=config.train.gradient_accumulation_steps,
         seed=config.train.seed,
+        rank=agree.rank,
+        num_ranks=agree.size,
     )
     num_parameters = anatomy(models.student).num_parameters
     precision = resolve(config.precision.mode, device, config=config.precision, num_parameters=num_parameters)
     models.student.to(device)
     inner = make_inner(config, models.student, models.teacher, device, kept=models.kept_layers)
     optimizer = make_optimizer(models.student, precision, config, inner)
+    if agree.size > 1:
+        optimizer.accumulate_in_fp32()
     injector = Injector(inject, tell=lambda text: log.write("note", text=text))
     teacher = None
     if models.teacher is not None:
@@ -179,25 +205,27 @@ def build_run(
         loader=loader,
         mix=mix,
         curriculum=Curriculum.of(config),
-        schedule=make_schedule(config, loader.num_batches),
+        schedule=make_schedule(config, loader.num_batches, agree.size),
         precision=precision,
         optimizer=optimizer,
         guard=Guard(config.guard),
         log=log,
         checkpoints=checkpoints,
-        ring=make_snapshots(config, optimizer, models.student, checkpoints, log),
+        ring=make_snapshots(config, optimizer, models.student, checkpoints, log, agree),
         injector=injector,
+        agree=agree,
+        vocabularies=models.vocabularies,
     )
 
 
 def make_snapshots(
-    config: Config, optimizer: AdamW, student: Any, checkpoints: CheckpointStore, log: EventLog
+    config: Config, optimizer: AdamW, student: Any, checkpoints: CheckpointStore, log: EventLog, agree: Agreement
 ) -> Snapshots:
     """Snapshots in memory while they take a modest share of what is free, else the checkpoints on disk."""
     tensors = [*student.parameters(), *optimizer.tensors().values()]
     needed = config.guard.snapshot_ring * sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     free = psutil.virtual_memory().available
-    if needed <= _SNAPSHOT_SHARE * free:
+    if agree.every(needed * agree.size <= _SNAPSHOT_SHARE * free):
         return SnapshotRing(config.guard.snapshot_ring)
     log.write(
         "note",
@@ -217,9 +245,10 @@ def make_optimizer(student: Any, precision: Precision, config: Config, inner: In
     return precision.optimizer(groups, train)
 
 
-def make_schedule(config: Config, num_batches: int) -> Schedule:
+def make_schedule(config: Config, num_batches: int, num_processes: int = 1) -> Schedule:
     train = config.train
-    num_steps = steps_of_run(num_batches, train.gradient_accumulation_steps, train.epochs, train.max_steps)
+    accumulation = train.gradient_accumulation_steps * num_processes
+    num_steps = steps_of_run(num_batches, accumulation, train.epochs, train.max_steps)
     return Schedule(
         num_steps=num_steps,
         num_warmup=warmup_of_run(num_steps, train.warmup_steps, train.warmup_ratio),

@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -17,10 +18,12 @@ import psutil
 import torch
 
 from stillroom.checkpoint import replaced_folder
+from stillroom.engine.gradients import is_due, term_gradients
 from stillroom.engine.recover import is_sound, roll_back_unsound, take_snapshot
 from stillroom.engine.run import Run
 from stillroom.engine.state import RunState, capture, weights_of
 from stillroom.engine.step import StepOutcome, train_step
+from stillroom.engine.twins import check_twins
 from stillroom.errors import CannotSave, Interrupted
 from stillroom.evaluate import Evaluation, evaluate
 
@@ -71,16 +74,20 @@ def training(run: Run, state: RunState, stop: Stop) -> Iterator[StepOutcome]:
             state.cursor += 1
             continue
         began = time.monotonic()
-        outcome = train_step(run, state, run.loader.window(state.cursor))
+        window = run.loader.window(state.cursor)
+        if is_due(run, state):
+            run.log.write("gradients", step=state.applied + 1, **term_gradients(run, state, window))
+        outcome = train_step(run, state, window)
         state.seconds = already + time.monotonic() - start
         run.log.write("step", **step_record(run, state, outcome, time.monotonic() - began))
         yield outcome
         if outcome.verdict.action == "keep":
             after_applied_step(run, state, outcome)
-        if stop.is_wanted() and state.applied < run.schedule.num_steps:
+        if run.agree.anyone(stop.is_wanted()) and state.applied < run.schedule.num_steps:
             save_checkpoint(run, state)
+            reason = stop.reason or "another process was asked to"
             raise Interrupted(
-                f"stopped at step {state.applied} of {run.schedule.num_steps}: {stop.reason}",
+                f"stopped at step {state.applied} of {run.schedule.num_steps}: {reason}",
                 where=str(run.folder),
                 advice=[f"stillroom resume {run.folder}"],
             )
@@ -127,6 +134,8 @@ def run_evaluation(run: Run, state: RunState, outcome: StepOutcome | None = None
         mix=run.mix,
         lesson=lesson,
     )
+    result = replace(result, perplexity=run.agree.first(result.perplexity))
+    check_twins(run)
     is_best = is_better(result, state)
     run.log.write(
         "eval",
@@ -173,6 +182,12 @@ def save_checkpoint(run: Run, state: RunState) -> None:
     if not is_sound(run):
         run.log.write("note", text="weights are not finite: nothing is saved, the last good checkpoint stays")
         return
+    if run.agree.is_first:
+        _write_checkpoint(run, state)
+    run.agree.wait()  # whoever rolls back to a checkpoint finds it whole
+
+
+def _write_checkpoint(run: Run, state: RunState) -> None:
     began = time.monotonic()
     saved = capture(run, state)
     try:

@@ -13,6 +13,7 @@ from stillroom.checkpoint import CheckpointStore, Saved, Snapshots
 from stillroom.config import Config
 from stillroom.curriculum import Curriculum
 from stillroom.data import Corpus, Loader, fixed_batches
+from stillroom.engine.agree import Agreement
 from stillroom.engine.inject import Injector
 from stillroom.engine.state import RunState
 from stillroom.guard import Guard
@@ -51,6 +52,8 @@ class Run:
     checkpoints: CheckpointStore
     ring: Snapshots
     injector: Injector
+    agree: Agreement = field(default_factory=Agreement)
+    vocabularies: dict[str, str] = field(default_factory=dict)  # hash of each model's table of tokens
     initial: Saved | None = None  # kept only where the guard may begin again
     before: dict[str, Any] = field(default_factory=dict)  # teacher and student before training, for the summary
     sampled: dict[str, Tensor] = field(default_factory=dict)  # of the last update, read with the next evidence

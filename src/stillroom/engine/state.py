@@ -102,6 +102,7 @@ def capture(run: Run, state: RunState) -> Saved:
         "guard": run.guard.state_dict(),
         "num_updates": run.optimizer.num_updates,
         "before": run.before,
+        "processes": run.agree.size,
         "canary": run.canary_reference if math.isfinite(run.canary_reference) else None,
     }
     return Saved(state.applied, tensors, scalars)

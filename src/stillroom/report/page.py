@@ -24,6 +24,7 @@ def render(run: RunRecord) -> str:
     figures = all_figures(run)
     parts = [
         _section("result", "Result", sections.results_table(run), "No result was recorded."),
+        _section("yardsticks", "Beside the teacher", sections.yardsticks_table(run)),
         _section("checks", "Checks", sections.checks_list(run)),
         _section("curves", "Curves", _figures(figures), "No step was recorded, so there is nothing to draw."),
         _section("guard", "What the guard did", sections.guard_table(run)) if run.events else None,

@@ -221,6 +221,8 @@ class ConsoleView:
                 return [say.note_line(event)]
             case "eval":
                 return [say.eval_line(event)]
+            case "gradients":
+                return [say.gradients_line(event)]
             case "phase":
                 return [say.phase_line(event)]
             case "checkpoint":
