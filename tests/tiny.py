@@ -169,11 +169,11 @@ def save_model(path: Path, family: str = "llama", *, seed: int = 0, with_tokeniz
     return path
 
 
-def save_trained(path: Path, *, steps: int = 120, **size: Any) -> Path:
+def save_trained(path: Path, family: str = "llama", *, steps: int = 120, **size: Any) -> Path:
     """A teacher that knows the text: trained for a moment, then saved."""
     torch.manual_seed(1)
     words = tokenizer()
-    model = AutoModelForCausalLM.from_config(config("llama", **size))
+    model = AutoModelForCausalLM.from_config(config(family, **size))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     ids = [i for line in sentences(400, 3) for i in [*words(line)["input_ids"], 0]]
     for step in range(steps):

@@ -50,6 +50,53 @@ class ModelSection(Section):
         return self
 
 
+RouterMode = Literal[
+    "frozen", "all-experts", "knowledge-augmentation", "truth", "sar", "sar-joint", "sar-transient", "sar-meta"
+]
+
+
+class RouterConfig(Section):
+    """The gates of a mixture-of-experts teacher."""
+
+    mode: RouterMode = Field(
+        "frozen",
+        description="frozen: the teacher as it is; all-experts, knowledge-augmentation: other experts answer; truth: "
+        "gates tuned on the labels; sar: on labels and student in turn; sar-joint: in one backward with the student; "
+        "sar-transient and sar-meta are experimental",
+    )
+    patterns: tuple[str, ...] = Field((), description="names of the gate modules, with *; empty: found by structure")
+    truth_weight: Annotated[float, Field(ge=0)] = Field(
+        1.0, description="cross-entropy of the teacher on the labels: what keeps it a teacher"
+    )
+    student_weight: float = Field(
+        0.1, description="KL(teacher || student): pulls the teacher to the student; below 0 pushes it away"
+    )
+    anchor_weight: Annotated[float, Field(ge=0)] = Field(
+        1.0, description="KL(original teacher || teacher); costs one more teacher forward when above 0"
+    )
+    load_balance_weight: Annotated[float, Field(ge=0)] = Field(0.0, description="keeps the experts evenly used")
+    entropy_weight: Annotated[float, Field(ge=0)] = Field(0.0, description="rewards gates that stay undecided")
+    every: Annotated[int, Field(ge=1)] = Field(2, description="student steps between router steps")
+    gradient_checkpointing: bool = Field(False, description="recompute the teacher's layers in its backward")
+    augmentation_passes: Annotated[int, Field(ge=1)] = Field(2, description="teacher passes of knowledge-augmentation")
+    augmentation_lambda: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.05, description="share of tokens whose experts are drawn instead of chosen in knowledge-augmentation"
+    )
+    offset_bound: Annotated[float, Field(gt=0)] = Field(
+        0.5, description="length of a token's gate offset in sar-transient, in gate logits"
+    )
+    max_degradation: Annotated[float, Field(gt=0)] = Field(
+        0.02, description="nats the teacher's held-out loss may rise before its gates are restored and frozen"
+    )
+    probe_steps: Annotated[int, Field(ge=0)] = Field(
+        0, description="router steps on the labels alone before the run, to see whether training is worthwhile; 0: none"
+    )
+    probe_threshold: Annotated[float, Field(ge=0)] = Field(
+        0.01, description="nats the teacher's held-out loss must fall in the probe for the router to be trained"
+    )
+    force: bool = Field(False, description="train the router whatever the probe found")
+
+
 class TeacherConfig(ModelSection):
     model: str = Field("builtin:teacher", description="folder, hub id, LoRA adapter folder, or builtin:teacher")
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
@@ -59,6 +106,13 @@ class TeacherConfig(ModelSection):
         "device", description="offload: weights live in main memory and visit the device while they answer"
     )
     cache: str | None = Field(None, description="folder written by `stillroom cache`; the teacher is then not loaded")
+    router: RouterConfig = Field(default_factory=RouterConfig)
+
+    @model_validator(mode="after")
+    def _live_gates(self) -> TeacherConfig:
+        if self.cache and self.router.mode != "frozen":
+            raise ValueError(f"teacher.router.mode {self.router.mode} needs a live teacher: leave teacher.cache out")
+        return self
 
 
 class StudentConfig(ModelSection):

@@ -15,6 +15,7 @@ from stillroom.config import Config
 from stillroom.curriculum import Curriculum
 from stillroom.data import Loader, open_data
 from stillroom.engine.inject import Injector
+from stillroom.engine.routing import make_router, unused_router_settings
 from stillroom.engine.run import Run
 from stillroom.errors import BrokenAtStart, ConfigError
 from stillroom.guard import Guard
@@ -32,7 +33,7 @@ from stillroom.objectives.clamps import Clamps
 from stillroom.objectives.mix import Mix
 from stillroom.precision import AdamW, ParameterGroup, Precision, resolve
 from stillroom.schedule import Schedule, steps_of_run, warmup_of_run
-from stillroom.teachers import LiveTeacher
+from stillroom.teachers import LiveTeacher, RouterTeacher
 from stillroom.telemetry import EventLog
 
 # Described and real logits may differ by the order of summation, not by more.
@@ -97,9 +98,7 @@ def _unused_settings(config: Config) -> list[str]:
             where="teacher.cache",
             advice=["leave teacher.cache out: the teacher then answers live"],
         )
-    if config.train.router_learning_rate:
-        return ["train.router_learning_rate has no effect: no router is trained"]
-    return []
+    return unused_router_settings(config)
 
 
 def teacher_dtype(config: Config, device: torch.device) -> torch.dtype:
@@ -139,8 +138,11 @@ def build_run(
     models.student.to(device)
     optimizer = make_optimizer(models.student, precision, config)
     injector = Injector(inject, tell=lambda text: log.write("note", text=text))
-    teacher = None
-    if models.teacher is not None:
+    teacher: LiveTeacher | RouterTeacher | None = None
+    router = make_router(config, models.teacher, models.vocab_size, device, models.is_teacher_described, log)
+    if router is not None:
+        teacher = router
+    elif models.teacher is not None:
         teacher = LiveTeacher(
             models.teacher,
             vocab_size=models.vocab_size,
@@ -172,6 +174,7 @@ def build_run(
         checkpoints=checkpoints,
         ring=make_snapshots(config, optimizer, models.student, checkpoints, log),
         injector=injector,
+        router=router,
     )
 
 

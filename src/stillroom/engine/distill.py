@@ -15,6 +15,7 @@ from stillroom.config import Config
 from stillroom.engine import folder as run_folder
 from stillroom.engine.build import Models, build_run, find_device, load_models
 from stillroom.engine.loop import Stop, load_best, run_evaluation, save_student, training
+from stillroom.engine.routing import begin_router, finish_router
 from stillroom.engine.run import Run
 from stillroom.engine.state import RunState, capture, restore
 from stillroom.errors import BrokenAtStart, StillroomError
@@ -101,6 +102,7 @@ def _carry(run: Run, state: RunState, saved: Saved | None) -> Result:
         run.initial = capture(run, state).copied()
     if saved is None:
         _first_forward(run, state)
+        begin_router(run)
     stop = Stop(run.config.train.max_minutes)
     with stop.on_signals():
         for _outcome in training(run, state, stop):
@@ -208,7 +210,9 @@ def _finish(run: Run, state: RunState) -> Result:
     if state.best_step != state.applied:
         load_best(run)
         run.log.write("note", text=f"the best student is that of step {state.best_step}, and it is the one kept")
-    final = evaluate(run.student, run.eval_batches(), precision=run.precision, teacher=run.teacher)
+    # A teacher whose gates were trained is no yardstick: the result is compared with the one that was given.
+    reference = run.router.original if run.router is not None else run.teacher
+    final = evaluate(run.student, run.eval_batches(), precision=run.precision, teacher=reference)
     save_student(run)
     for sample in make_samples(run):
         run.log.write("sample", **sample)
@@ -228,6 +232,7 @@ def _finish(run: Run, state: RunState) -> Result:
         "weight_decay": run.config.train.weight_decay,
         **run.before,
         "student": {**_row(final, run.student.model), "steps": state.applied, "tokens": state.tokens},
+        **finish_router(run),
     }
     write_summary(run.folder, summary)
     run.log.write("run_end", status="done", steps=state.applied, seconds=state.seconds, exit_code=0)

@@ -68,6 +68,8 @@ class Injector:
                 embedding.view(-1)[-1] = float("nan")
             if self._strikes("huge_weight"):
                 inner.view(-1)[:8] = 3e4
+            if run.router is not None and self._strikes("router_nan"):
+                next(iter(run.router.gates.weights.values())).data.view(-1)[0] = float("nan")
             if self._strikes("nan_moment"):
                 tensors = run.optimizer.tensors()
                 next(t for name, t in tensors.items() if name.endswith(".first")).view(-1)[0] = float("nan")
