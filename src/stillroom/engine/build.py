@@ -139,7 +139,7 @@ def build_run(
     optimizer = make_optimizer(models.student, precision, config)
     injector = Injector(inject, tell=lambda text: log.write("note", text=text))
     teacher: LiveTeacher | RouterTeacher | None = None
-    router = make_router(config, models.teacher, models.vocab_size, device, models.is_teacher_described, log)
+    router = make_router(config, models.teacher, models.vocab_size, precision, models.is_teacher_described, log)
     if router is not None:
         teacher = router
     elif models.teacher is not None:

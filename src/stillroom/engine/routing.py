@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from stillroom.config import Config
 from stillroom.errors import ConfigError
+from stillroom.precision import Precision
 from stillroom.teachers.gates import GateOptions
+from stillroom.teachers.meta import both_ways, check_precision, quiz_direction
 from stillroom.teachers.router import TRAINING_MODES, RouterTeacher
 from stillroom.teachers.router_probe import probe_gates, verdict_of
 from stillroom.telemetry import EventLog
@@ -35,11 +37,13 @@ def unused_router_settings(config: Config) -> list[str]:
 
 
 def make_router(
-    config: Config, model: Any, vocab_size: int, device: torch.device, is_described: bool, log: EventLog
+    config: Config, model: Any, vocab_size: int, precision: Precision, is_described: bool, log: EventLog
 ) -> RouterTeacher | None:
     """A teacher with gates to look after, where the configuration asks for one."""
     if model is None or config.teacher.router.mode == "frozen":
         return None
+    if config.teacher.router.mode == "sar-meta":
+        check_precision(precision)
     train = config.train
     options = GateOptions(
         learning_rate=train.router_learning_rate or train.learning_rate,
@@ -51,7 +55,7 @@ def make_router(
         model,
         config.teacher.router,
         vocab_size=vocab_size,
-        device=device,
+        device=precision.device,
         options=options,
         offload=config.teacher.placement == "offload",
         is_described=is_described,
@@ -75,11 +79,27 @@ def begin_router(run: Run) -> None:
     run.log.write("note", text=verdict_of(found))
 
 
+def begin_window(run: Run, state: RunState, window: Sequence[Batch]) -> None:
+    """Tell the router that a window begins; with sar-meta, set the quiz: the first batch of the window after it."""
+    assert run.router is not None
+    run.router.begin(window, state.applied)
+    run.direction = {}
+    if run.router.config.mode == "sar-meta" and run.router.is_due:
+        quiz = run.loader.window(state.cursor + 1)[0]
+        rate = run.config.train.learning_rate
+        run.direction = quiz_direction(run.student, run.optimizer, run.precision, quiz, rate)
+
+
 def teach(
     run: Run, router: RouterTeacher, batch: Batch, rows: Tensor, targets: Tensor, view: StudentView, num_targets: int
 ) -> None:
     """The gates' part of a micro-batch, after the student's."""
-    router.learn(batch, rows, targets, view, num_targets=num_targets)
+    opposite = None
+    if router.config.mode == "sar-meta" and router.is_due and run.direction:
+        view, opposite = both_ways(run.student, run.precision, batch, rows, run.direction)
+    elif router.config.mode == "sar-meta":
+        return  # before the student's first update there is no step to look along
+    router.learn(batch, rows, targets, view, num_targets=num_targets, opposite=opposite)
 
 
 def settle(run: Run, evidence: Evidence, verdict: Verdict, rate: float) -> None:

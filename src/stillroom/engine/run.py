@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,7 @@ class Run:
     best_weights: dict[str, Tensor] = field(default_factory=dict)
     canary_reference: float = float("inf")
     router: RouterTeacher | None = None  # the teacher, where something is done at its gates
+    direction: Mapping[str, Tensor] = field(default_factory=dict)  # of this window's quiz, in sar-meta
 
     def lesson(self, state: RunState) -> Lesson:
         """What the curriculum says now, or labels alone while the teacher is suspended."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from stillroom.engine.recover import carry_out, examine
-from stillroom.engine.routing import settle, teach
+from stillroom.engine.routing import begin_window, settle, teach
 from stillroom.engine.run import Run
 from stillroom.engine.state import RunState
 from stillroom.models import scored_rows, scored_targets
@@ -86,7 +86,7 @@ def attempt(run: Run, state: RunState, window: Sequence[Batch]) -> tuple[Evidenc
     counts = run.mix.counts(window)  # of the whole window, before any forward: the one divisor
     tally = Tally()
     if run.router is not None:
-        run.router.begin(window, state.applied)
+        begin_window(run, state, window)
     for batch in window:
         if batch.num_scored:
             tally.add(_learn(run, batch, lesson, counts))

@@ -155,6 +155,11 @@ class RouterTeacher:
                 return Routing(num_chosen=lambda num_experts: num_experts - 1)
         return Routing(weights=self.gates.weights) if self.trains else Routing()
 
+    @property
+    def is_due(self) -> bool:
+        """Whether the gates learn from this window."""
+        return self._is_due
+
     # -- learning ----------------------------------------------------------------------------------------
 
     def begin(self, window: Sequence[Batch], step: int) -> None:
