@@ -15,7 +15,7 @@ from stillroom.config import Config
 from stillroom.curriculum import Curriculum
 from stillroom.data import Loader, open_data
 from stillroom.engine.inject import Injector
-from stillroom.engine.routing import make_router, unused_router_settings
+from stillroom.engine.routing import make_router, num_router_parameters, unused_router_settings
 from stillroom.engine.run import Run
 from stillroom.errors import BrokenAtStart, ConfigError
 from stillroom.guard import Guard
@@ -133,7 +133,7 @@ def build_run(
         accumulation=config.train.gradient_accumulation_steps,
         seed=config.train.seed,
     )
-    num_parameters = anatomy(models.student).num_parameters
+    num_parameters = anatomy(models.student).num_parameters + num_router_parameters(config, models.teacher)
     precision = resolve(config.precision.mode, device, config=config.precision, num_parameters=num_parameters)
     models.student.to(device)
     optimizer = make_optimizer(models.student, precision, config)

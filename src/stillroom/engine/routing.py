@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from stillroom.checkpoint import replaced_folder
 from stillroom.config import Config
-from stillroom.errors import ConfigError
+from stillroom.curriculum import Curriculum
+from stillroom.errors import CannotSave, ConfigError
+from stillroom.models.routers import find_gates
 from stillroom.precision import Precision
 from stillroom.teachers.gates import GateOptions
 from stillroom.teachers.meta import both_ways, check_precision, quiz_direction
@@ -31,9 +34,22 @@ def unused_router_settings(config: Config) -> list[str]:
             where="objectives.kd.top_k",
             advice=["--set objectives.kd.top_k=0", "--set teacher.router.mode=sar"],
         )
+    notes = []
+    if router.mode != "frozen" and not Curriculum.of(config).uses_teacher:
+        notes.append(f"teacher.router.mode {router.mode} has no effect: no objective asks the teacher")
     if train.router_learning_rate and router.mode not in TRAINING_MODES:
-        return [f"train.router_learning_rate has no effect: teacher.router.mode is {router.mode}"]
-    return []
+        notes.append(f"train.router_learning_rate has no effect: teacher.router.mode is {router.mode}")
+    return notes
+
+
+def num_router_parameters(config: Config, model: Any) -> int:
+    """Weights that are trained beside the student's: they count when a precision is chosen."""
+    router = config.teacher.router
+    if model is None or router.mode not in TRAINING_MODES:
+        return 0
+    own = dict(model.named_parameters())
+    names = [name for gate in find_gates(model, router.patterns) for name in gate.parameter_names()]
+    return sum(int(own[name].numel()) for name in names)
 
 
 def make_router(
@@ -127,13 +143,26 @@ def look_after_router(run: Run, state: RunState, *, is_eval: bool) -> None:
     run.log.write("router", step=state.applied, **{**record, "is_frozen": router.is_frozen}, alarm=alarm)
 
 
+def _save_gates(run: Run, router: RouterTeacher) -> None:
+    """Whole or not at all, like the student."""
+    try:
+        with replaced_folder(run.folder / "router") as folder:
+            router.gates.save(folder)
+    except OSError as error:
+        raise CannotSave(
+            f"cannot write the trained gates: {error.strerror or error}",
+            where=str(run.folder / "router"),
+            advice=["free some space on that disk, then `stillroom resume` the run"],
+        ) from error
+
+
 def finish_router(run: Run) -> dict[str, Any]:
     """Save the trained gates beside the student; answers with what the summary says about them."""
     router = run.router
     if router is None:
         return {}
     if router.config.mode in TRAINING_MODES:
-        router.gates.save(run.folder / "router")
+        _save_gates(run, router)
     return {
         "router": {
             "mode": router.config.mode,

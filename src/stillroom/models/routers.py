@@ -274,7 +274,7 @@ class _Inside(TorchFunctionMode):
     def _sampled(self, best: Tensor, k: int) -> Tensor:
         """For a share of the tokens, k experts drawn without replacement from softmax(logits): Gumbel top-k."""
         assert self.logits is not None
-        generator = torch.Generator().manual_seed(self.routing.seed * 1_009 + self.number)
+        generator = torch.Generator().manual_seed((self.routing.seed * 1_009 + self.number) & 0x7FFF_FFFF_FFFF_FFFF)
         uniform = torch.rand(self.logits.shape, generator=generator).clamp_(1e-20, 1 - 1e-7)
         gumbel = -(-uniform.log()).log()
         is_drawn = torch.rand(len(best), 1, generator=generator) < self.routing.sampled_share

@@ -29,6 +29,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -370,8 +371,7 @@ def _weighed(answer: DenseSignal, weight: float) -> DenseSignal:
         return answer
     hidden = answer.hidden.view_as(answer.hidden)
     hidden.register_hook(lambda gradient: gradient * weight)  # type: ignore[no-untyped-call]
-    head = answer.head
-    return DenseSignal(hidden, head.weight, head.bias, head.scale, head.softcap, head.vocab_size, answer.taps)
+    return replace(answer, hidden=hidden)
 
 
 def average(scores: Sequence[Score]) -> Score:
