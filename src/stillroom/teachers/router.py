@@ -101,7 +101,10 @@ class RouterTeacher:
 
     def observe(self, batch: Batch, rows: Tensor, needs: Needs) -> DenseSignal:
         """The teacher as it stands, without a gradient and without chance."""
-        with routed(self.found, self.routing()):
+        routing = self.routing()
+        if not routing.weights and routing.num_chosen is None:
+            return self.original.observe(batch, rows, needs)
+        with routed(self.found, routing):
             return self.original.observe(batch, rows, needs)
 
     def signals(self, batch: Batch, rows: Tensor, needs: Needs) -> list[DenseSignal]:
