@@ -98,11 +98,12 @@ def newest_checkpoint(folder: Path, config: Config) -> Saved | None:
 def _carry(run: Run, state: RunState, saved: Saved | None) -> Result:
     """Train from where the state stands to the end, then write what is left to write."""
     run.before = _before(run, state) if saved is None else dict(saved.scalars["before"])
+    if saved is None:
+        begin_router(run)  # before the initial state is kept: what the probe found is part of it
     if run.config.guard.on_exhausted == "reset" and state.applied == 0:
         run.initial = capture(run, state).copied()
     if saved is None:
         _first_forward(run, state)
-        begin_router(run)
     stop = Stop(run.config.train.max_minutes)
     with stop.on_signals():
         for _outcome in training(run, state, stop):
