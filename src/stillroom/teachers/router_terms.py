@@ -64,7 +64,7 @@ def own_terms(
         ce_weight=aims.truth * per_target,
         divergence=make("reverse_kl"),
     )  # fmt: skip
-    loss = scored.loss
+    loss, bad = scored.loss, scored.counters["bad_teacher_rows"]
     if "ce" in scored.terms:
         terms["truth"] = scored.terms["ce"]
     if "kd" in scored.terms:
@@ -80,6 +80,11 @@ def own_terms(
                           divergence=make("forward_kl"))  # fmt: skip
         loss = loss + held.loss
         terms["anchor"] = held.terms["kd"]
+        bad = bad + held.counters["bad_teacher_rows"]
+    if student is not None or anchor is not None:
+        # Rows whose other side was no distribution were scored on their labels instead: never in silence.
+        ones = torch.ones_like(targets, dtype=torch.float32)
+        terms["bad_rows"] = Term(bad.to(ones.dtype), ones.sum())
     return loss + _gate_terms(aims, routing, batch, num_tokens, terms), terms
 
 
