@@ -10,7 +10,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from stillroom.config.schema import Config, PhaseConfig, Ramp, Scalar
+from stillroom.config.schema import Config, PhaseConfig
+from stillroom.config.sections import Ramp, Scalar
 from stillroom.types import Lesson
 
 

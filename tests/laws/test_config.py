@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from stillroom.config import load, load_config, parse_assignments, preset_names
-from stillroom.config.schema import Config, Ramp
+from stillroom.config.schema import Config
+from stillroom.config.sections import Ramp
 from stillroom.errors import ConfigError
 
 SEED_004 = {
@@ -54,6 +55,22 @@ def test_the_seed_s_weights_without_a_curriculum_are_constant(tmp_path: Path) ->
     loaded = load(path)
     assert loaded.config.objectives.inner_weights == {"layerwise": 0.4}, "0 attention layers: no attention term"
     assert len(loaded.notes) == 4
+
+
+def test_the_router_settings_of_the_seeds_are_accepted(tmp_path: Path) -> None:
+    path = tmp_path / "router.json"
+    given = {"router_lr": 5e-4, "router_anchor_weight": 1e-4, "router_load_balance_weight": 1e-3}
+    path.write_text(json.dumps({**given, "router_entropy_weight": 1e-4}))
+    loaded = load(path)
+    router = loaded.config.teacher.router
+    assert loaded.config.train.router_learning_rate == 5e-4
+    assert (router.anchor_weight, router.load_balance_weight, router.entropy_weight) == (1e-4, 1e-3, 1e-4)
+    assert len(loaded.notes) == 4 and "no gradient" in " ".join(loaded.notes)
+
+
+def test_a_stored_teacher_has_no_gates() -> None:
+    with pytest.raises(ConfigError, match="live teacher"):
+        load_config(overrides={"teacher.cache": "somewhere", "teacher.router.mode": "sar"})
 
 
 @pytest.mark.parametrize(

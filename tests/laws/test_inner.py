@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from stillroom.config.schema import LayerMap
+from stillroom.config.objectives import LayerMap
 from stillroom.errors import ConfigError
 from stillroom.objectives.inner import (
     at_rows,

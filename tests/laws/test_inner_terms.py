@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import tiny
-from stillroom.config.schema import ObjectivesConfig
+from stillroom.config.objectives import ObjectivesConfig
 from stillroom.errors import ConfigError
 from stillroom.models import Student, anatomy, gives_attention, scored_rows, scored_targets
 from stillroom.models.attention import attend_causally, show_attention

@@ -10,7 +10,8 @@ from head_cases import Case, grads_of, make_case
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stillroom.config.schema import Divergence, KdConfig, ObjectivesConfig, Ramp
+from stillroom.config.objectives import Divergence, KdConfig, ObjectivesConfig
+from stillroom.config.sections import Ramp
 from stillroom.errors import ConfigError
 from stillroom.objectives import Mix
 from stillroom.objectives.kernel import KernelName

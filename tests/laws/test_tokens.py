@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from stillroom.config.schema import KdConfig, ObjectivesConfig
+from stillroom.config.objectives import KdConfig, ObjectivesConfig
 from stillroom.errors import ConfigError
 from stillroom.objectives import Mix, divergence, tokens
 from stillroom.objectives.head import score_head

@@ -51,6 +51,21 @@ _TRANSLATED: dict[str, Callable[[Any], tuple[str, Any, str]]] = {
         int(value),
         "the teacher's k likeliest tokens with the exact mass of the rest; the original renormalised both sides",
     ),
+    "router_anchor_weight": lambda value: (
+        "teacher.router.anchor_weight",
+        value,
+        "KL to the original teacher's answers; the original took the squared distance of the gates",
+    ),
+    "router_load_balance_weight": lambda value: (
+        "teacher.router.load_balance_weight",
+        value,
+        "from live gates; the original's had no gradient",
+    ),
+    "router_entropy_weight": lambda value: (
+        "teacher.router.entropy_weight",
+        value,
+        "from live gates; the original's had no gradient",
+    ),
 }
 
 _IGNORED = {

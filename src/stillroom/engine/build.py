@@ -18,6 +18,7 @@ from stillroom.engine.agree import Agreement
 from stillroom.engine.cut import cut_student, unused_name
 from stillroom.engine.inject import Injector
 from stillroom.engine.inside import make_inner
+from stillroom.engine.routing import make_router, num_router_parameters, unused_router_settings
 from stillroom.engine.run import Run
 from stillroom.errors import BrokenAtStart, ConfigError
 from stillroom.guard import Guard
@@ -37,7 +38,7 @@ from stillroom.objectives.inner_terms import Inner
 from stillroom.objectives.mix import Mix
 from stillroom.precision import AdamW, ParameterGroup, Precision, resolve
 from stillroom.schedule import Schedule, steps_of_run, warmup_of_run
-from stillroom.teachers import LiveTeacher
+from stillroom.teachers import LiveTeacher, RouterTeacher
 from stillroom.telemetry import EventLog
 
 # Described and real logits may differ by the order of summation, not by more.
@@ -124,9 +125,7 @@ def _unused_settings(config: Config) -> list[str]:
             where="teacher.cache",
             advice=["leave teacher.cache out: the teacher then answers live"],
         )
-    if config.train.router_learning_rate:
-        return ["train.router_learning_rate has no effect: no router is trained"]
-    return []
+    return unused_router_settings(config)
 
 
 def teacher_dtype(config: Config, device: torch.device) -> torch.dtype:
@@ -171,7 +170,7 @@ def build_run(
         rank=agree.rank,
         num_ranks=agree.size,
     )
-    num_parameters = anatomy(models.student).num_parameters
+    num_parameters = anatomy(models.student).num_parameters + num_router_parameters(config, models.teacher)
     precision = resolve(config.precision.mode, device, config=config.precision, num_parameters=num_parameters)
     models.student.to(device)
     inner = make_inner(config, models.student, models.teacher, device, kept=models.kept_layers)
@@ -179,8 +178,17 @@ def build_run(
     if agree.size > 1:
         optimizer.accumulate_in_fp32()
     injector = Injector(inject, tell=lambda text: log.write("note", text=text))
-    teacher = None
-    if models.teacher is not None:
+    teacher: LiveTeacher | RouterTeacher | None = None
+    if agree.size > 1 and config.teacher.router.mode != "frozen":
+        raise ConfigError(
+            f"teacher.router.mode = {config.teacher.router.mode!r} works in one process, and there are {agree.size}",
+            where="teacher.router.mode",
+            advice=["set teacher.router.mode = 'frozen'", "start a single process"],
+        )
+    router = make_router(config, models.teacher, models.vocab_size, precision, models.is_teacher_described, log)
+    if router is not None:
+        teacher = router
+    elif models.teacher is not None:
         teacher = LiveTeacher(
             models.teacher,
             vocab_size=models.vocab_size,
@@ -215,6 +223,7 @@ def build_run(
         injector=injector,
         agree=agree,
         vocabularies=models.vocabularies,
+        router=router,
     )
 
 

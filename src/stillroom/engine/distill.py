@@ -17,6 +17,7 @@ from stillroom.engine.checks import success_checks
 from stillroom.engine.cut import student_name
 from stillroom.engine.first import first_forward
 from stillroom.engine.loop import Stop, load_best, run_evaluation, save_student, training
+from stillroom.engine.routing import begin_router, finish_router
 from stillroom.engine.run import Run
 from stillroom.engine.state import RunState, capture, restore
 from stillroom.errors import BrokenAtStart, ConfigError, StillroomError
@@ -116,6 +117,8 @@ def _check_processes(saved: Saved, num_processes: int, folder: Path) -> None:
 def _carry(run: Run, state: RunState, saved: Saved | None) -> Result:
     """Train from where the state stands to the end, then write what is left to write."""
     run.before = _before(run, state) if saved is None else dict(saved.scalars["before"])
+    if saved is None:
+        begin_router(run)  # before the initial state is kept: what the probe found is part of it
     if run.config.guard.on_exhausted == "reset" and state.applied == 0:
         run.initial = capture(run, state).copied()
     if saved is None:
@@ -202,7 +205,9 @@ def _finish(run: Run, state: RunState) -> Result:
     if state.best_step != state.applied:
         load_best(run)
         run.log.write("note", text=f"the best student is that of step {state.best_step}, and it is the one kept")
-    final = evaluate(run.student, run.eval_batches(), precision=run.precision, teacher=run.teacher)
+    # A teacher whose gates were trained is no yardstick: the result is compared with the one that was given.
+    reference = run.router.original if run.router is not None else run.teacher
+    final = evaluate(run.student, run.eval_batches(), precision=run.precision, teacher=reference)
     if not run.agree.is_first:
         return Result(run.folder)
     save_student(run)
@@ -224,6 +229,7 @@ def _finish(run: Run, state: RunState) -> Result:
         "weight_decay": run.config.train.weight_decay,
         **run.before,
         "student": {**_row(final, run.student.model), "steps": state.applied, "tokens": state.tokens},
+        **finish_router(run),
     }
     summary["checks"] = _checks(run, summary)
     write_summary(run.folder, summary)

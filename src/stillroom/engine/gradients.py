@@ -40,7 +40,7 @@ def term_gradients(run: Run, state: RunState, window: Sequence[Batch]) -> dict[s
     found: dict[str, list[Tensor]] = {}
     with torch.random.fork_rng(devices=devices):
         signal = None
-        if run.teacher is not None and lesson.weight("kd") > 0:
+        if run.teacher is not None and lesson.asks_teacher:
             signal = run.teacher.observe(batch, rows, run.mix.needs(lesson).teacher)
         for term, weight in lesson.weights.items():
             if weight:

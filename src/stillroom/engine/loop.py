@@ -20,6 +20,7 @@ import torch
 from stillroom.checkpoint import replaced_folder
 from stillroom.engine.gradients import is_due, term_gradients
 from stillroom.engine.recover import is_sound, roll_back_unsound, take_snapshot
+from stillroom.engine.routing import look_after_router
 from stillroom.engine.run import Run
 from stillroom.engine.state import RunState, capture, weights_of
 from stillroom.engine.step import StepOutcome, train_step
@@ -107,6 +108,8 @@ def after_applied_step(run: Run, state: RunState, outcome: StepOutcome) -> None:
     if (is_eval or is_save or is_snapshot) and not is_sound(run):
         roll_back_unsound(run, state, outcome.evidence)
         return
+    if run.router is not None and (is_eval or is_save or is_snapshot):
+        look_after_router(run, state, is_eval=is_eval)
     if is_snapshot:
         take_snapshot(run, state)
     if is_eval:

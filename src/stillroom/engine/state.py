@@ -94,6 +94,8 @@ def capture(run: Run, state: RunState) -> Saved:
         "optimizer": run.optimizer.tensors(),
         "random": random,
     }
+    if run.router is not None:
+        tensors["router"] = run.router.tensors()
     if run.best_weights:
         tensors["best"] = run.best_weights
     scalars = {
@@ -104,6 +106,7 @@ def capture(run: Run, state: RunState) -> Saved:
         "before": run.before,
         "processes": run.agree.size,
         "canary": run.canary_reference if math.isfinite(run.canary_reference) else None,
+        "router": run.router.state_dict() if run.router is not None else None,
     }
     return Saved(state.applied, tensors, scalars)
 
@@ -120,6 +123,8 @@ def restore(run: Run, state: RunState, saved: Saved, *, keeps_history: bool = Fa
     if "cuda" in saved.tensors["random"] and run.device.type == "cuda":
         torch.cuda.set_rng_state(saved.tensors["random"]["cuda"], run.device)
     run.precision.load_state_dict(saved.scalars["precision"])
+    if run.router is not None:
+        run.router.load(saved.tensors["router"], saved.scalars["router"], keeps_history=keeps_history)
     for name, value in saved.scalars["state"].items():
         if not (keeps_history and name in _HISTORY):
             setattr(state, name, list(value) if isinstance(value, list) else value)

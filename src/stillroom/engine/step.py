@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from stillroom.engine.recover import carry_out, examine
+from stillroom.engine.routing import begin_window, settle, teach
 from stillroom.engine.run import Run
 from stillroom.engine.state import RunState
 from stillroom.models import scored_rows, scored_targets
-from stillroom.types import Batch, Evidence, Lesson, Score, TermRecord, Verdict
+from stillroom.teachers.router import average
+from stillroom.types import Batch, Evidence, Lesson, Score, Signal, TermRecord, Verdict
 
 
 @dataclass
@@ -59,6 +62,8 @@ def train_step(run: Run, state: RunState, window: Sequence[Batch]) -> StepOutcom
     if verdict.action == "examine":
         verdict = run.guard.diagnose(evidence, verdict.reason, examine(run))
     state.attempted += 1
+    if run.router is not None:
+        settle(run, evidence, verdict, rate)
     if verdict.action == "keep":
         _apply(run, state, evidence, rate)
         run.guard.accept(evidence)
@@ -82,6 +87,8 @@ def attempt(run: Run, state: RunState, window: Sequence[Batch]) -> tuple[Evidenc
     # Of the whole window and of all processes, before any forward: the one divisor.
     counts = run.agree.counts(run.mix.counts(window))
     tally = Tally()
+    if run.router is not None:
+        begin_window(run, state, window)
     scored = [batch for batch in window if batch.num_scored]
     if run.agree.size > 1:
         _seed(run, state)
@@ -110,15 +117,24 @@ def _learn(run: Run, batch: Batch, lesson: Lesson, counts: dict[str, int]) -> Sc
     rows = scored_rows(batch).to(run.device)
     batch = batch.to(run.device)
     needs = run.mix.needs(lesson)
-    signal = None
-    if run.teacher is not None and lesson.asks_teacher:
-        signal = run.injector.signal(run.teacher.observe(batch, rows, needs.teacher))
-    with run.precision.autocast():
-        view = run.student.observe(batch, rows, needs.student)
-    if run.injector.faults:
-        view = replace(view, hidden=run.injector.hidden(view.hidden))
-    score = run.mix.score(view, signal, scored_targets(batch, rows), lesson, counts)
-    run.precision.backward(score.loss)
+    targets = scored_targets(batch, rows)
+    uses_teacher = run.teacher is not None and lesson.asks_teacher
+    router = run.router if uses_teacher else None
+    with router.sitting(batch, rows) if router else nullcontext():
+        signals: list[Signal | None] = [None]
+        if uses_teacher and not (router and router.looks_first):
+            signals = [run.injector.signal(signal) for signal in run.answers(batch, rows, needs.teacher)]
+        with run.precision.autocast():
+            view = run.student.observe(batch, rows, needs.student)
+        if run.injector.faults:
+            view = replace(view, hidden=run.injector.hidden(view.hidden))
+        if router and router.looks_first:
+            signals = [*router.reconsidered(batch, rows, targets, view, needs.teacher)]
+        score = average([run.mix.score(view, signal, targets, lesson, counts) for signal in signals])
+        loss = router.joined(score.loss, batch, targets, counts["ce"]) if router else score.loss
+        run.precision.backward(loss)
+    if router:
+        teach(run, router, batch, rows, targets, view, counts["ce"])
     return score
 
 

@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from stillroom.config.schema import ObjectivesConfig
+from stillroom.config.objectives import ObjectivesConfig
 from stillroom.errors import ConfigError
 from stillroom.objectives import inner
 from stillroom.objectives.inner import Distances

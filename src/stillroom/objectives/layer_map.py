@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stillroom.config.schema import LayerMap
+from stillroom.config.objectives import LayerMap
 from stillroom.errors import ConfigError
 
 Pairs = tuple[tuple[int, int], ...]

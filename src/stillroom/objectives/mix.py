@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from stillroom.config.schema import ObjectivesConfig, Ramp
+from stillroom.config.objectives import ObjectivesConfig
+from stillroom.config.sections import Ramp
 from stillroom.errors import ConfigError
 from stillroom.objectives import divergence as family
 from stillroom.objectives import tokens

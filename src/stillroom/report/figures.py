@@ -33,6 +33,7 @@ from stillroom.report.drawing import (
     y_axis_for,
 )
 from stillroom.report.record import RunRecord, mapping
+from stillroom.report.router import router_figure
 from stillroom.telemetry.events import Event
 from stillroom.telemetry.lines import items
 from stillroom.telemetry.wording import (
@@ -55,6 +56,7 @@ LEVELS = (
 
 def all_figures(run: RunRecord) -> list[Figure]:
     tried = [perplexity(run), objective(run), shares(run), pulls(run), gradients(run), rates(run), pace(run)]
+    tried.append(router_figure(run))
     drawn = [figure for figure in tried if figure is not None]
     if sum(not figure.is_wide for figure in drawn) % 2:  # the last one would stand beside an empty place
         drawn[-1] = replace(drawn[-1], is_wide=True)

@@ -55,7 +55,7 @@ EVAL_KEYS = (
 TERM_KEYS = ("raw", "weight", "scaled", "share")
 
 # What a run writes again when it goes over the same steps a second time after a resume.
-_WRITTEN_AGAIN = frozenset({"step", "eval", "checkpoint", "guard", "phase", "gradients"})
+_WRITTEN_AGAIN = frozenset({"step", "eval", "checkpoint", "guard", "phase", "gradients", "router"})
 _NONFINITE = "_nonfinite"
 _NONFINITE_WORDS = ("nan", "inf", "-inf")
 
