@@ -38,7 +38,7 @@ from stillroom.objectives.inner_terms import Inner
 from stillroom.objectives.mix import Mix
 from stillroom.precision import AdamW, ParameterGroup, Precision, resolve
 from stillroom.schedule import Schedule, steps_of_run, warmup_of_run
-from stillroom.teachers import LiveTeacher, RouterTeacher
+from stillroom.teachers import LiveTeacher
 from stillroom.telemetry import EventLog
 
 # Described and real logits may differ by the order of summation, not by more.
@@ -178,24 +178,8 @@ def build_run(
     if agree.size > 1:
         optimizer.accumulate_in_fp32()
     injector = Injector(inject, tell=lambda text: log.write("note", text=text))
-    teacher: LiveTeacher | RouterTeacher | None = None
-    if agree.size > 1 and config.teacher.router.mode != "frozen":
-        raise ConfigError(
-            f"teacher.router.mode = {config.teacher.router.mode!r} works in one process, and there are {agree.size}",
-            where="teacher.router.mode",
-            advice=["set teacher.router.mode = 'frozen'", "start a single process"],
-        )
-    router = make_router(config, models.teacher, models.vocab_size, precision, models.is_teacher_described, log)
-    if router is not None:
-        teacher = router
-    elif models.teacher is not None:
-        teacher = LiveTeacher(
-            models.teacher,
-            vocab_size=models.vocab_size,
-            device=device,
-            offload=config.teacher.placement == "offload",
-            is_described=models.is_teacher_described,
-        )
+    router = make_router(config, models.teacher, models.vocab_size, precision, models.is_teacher_described, log, agree)
+    teacher = router or make_teacher(config, models, device)
     clamps = Clamps(config.guard.logit_clamp, config.guard.loss_clamp)
     for text in clamps.check(models.vocab_size):
         log.write("note", text=text)
@@ -224,6 +208,18 @@ def build_run(
         agree=agree,
         vocabularies=models.vocabularies,
         router=router,
+    )
+
+
+def make_teacher(config: Config, models: Models, device: torch.device) -> LiveTeacher | None:
+    if models.teacher is None:
+        return None
+    return LiveTeacher(
+        models.teacher,
+        vocab_size=models.vocab_size,
+        device=device,
+        offload=config.teacher.placement == "offload",
+        is_described=models.is_teacher_described,
     )
 
 

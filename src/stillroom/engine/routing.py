@@ -10,6 +10,7 @@ from torch import Tensor
 from stillroom.checkpoint import replaced_folder
 from stillroom.config import Config
 from stillroom.curriculum import Curriculum
+from stillroom.engine.agree import Agreement
 from stillroom.errors import CannotSave, ConfigError
 from stillroom.models.routers import find_gates
 from stillroom.precision import Precision
@@ -53,11 +54,23 @@ def num_router_parameters(config: Config, model: Any) -> int:
 
 
 def make_router(
-    config: Config, model: Any, vocab_size: int, precision: Precision, is_described: bool, log: EventLog
+    config: Config,
+    model: Any,
+    vocab_size: int,
+    precision: Precision,
+    is_described: bool,
+    log: EventLog,
+    agree: Agreement,
 ) -> RouterTeacher | None:
     """A teacher with gates to look after, where the configuration asks for one."""
     if model is None or config.teacher.router.mode == "frozen":
         return None
+    if agree.size > 1:
+        raise ConfigError(
+            f"teacher.router.mode = {config.teacher.router.mode!r} works in one process, and there are {agree.size}",
+            where="teacher.router.mode",
+            advice=["set teacher.router.mode = 'frozen'", "start a single process"],
+        )
     if config.teacher.router.mode == "sar-meta":
         check_precision(precision)
     train = config.train
