@@ -42,6 +42,12 @@ $(BENCH_STAMP): pyproject.toml constraints.txt
 
 bench: $(BENCH_STAMP)
 	$(BENCH)/bin/python benchmarks/head/bench_head.py
+	$(BENCH)/bin/python benchmarks/head/draw.py benchmarks/head/results/head.json
+	$(BENCH)/bin/python benchmarks/training/bench_training.py steps
+	$(BENCH)/bin/python benchmarks/training/bench_training.py memory
+	$(BENCH)/bin/python benchmarks/training/bench_training.py scaling
+	$(BENCH)/bin/python benchmarks/training/bench_training.py target
+	$(BENCH)/bin/python benchmarks/training/draw.py
 
 bench-demo: $(BENCH_STAMP)
 	$(BENCH)/bin/python benchmarks/demo/bench_demo.py search

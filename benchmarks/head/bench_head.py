@@ -80,7 +80,7 @@ def stamp() -> dict[str, Any]:
     """When, where and with which kernel an entry was measured."""
     kernel = choose_kernel("auto")
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    return {"date": date, "machine": machine(), "kernel": {"name": kernel.name, "reason": kernel.reason}}
+    return {"date": date, "machine": machine(), "kernel": {"name": kernel.name, "reason": kernel.reason.split(":")[0]}}
 
 
 def keep(path: Path, part: str, entry: dict[str, Any]) -> None:

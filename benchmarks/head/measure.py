@@ -108,7 +108,8 @@ def busy_processes() -> list[str]:
     names = []
     for pid in busy:
         try:
-            names.append(Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()[:80])
+            words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+            names.append(" ".join(Path(word).name for word in words[:3]))  # names: folders are nobody's business
         except OSError:
             continue
     return names
