@@ -58,6 +58,16 @@ def test_the_demo_s_figures_are_those_of_the_result_file() -> None:
         assert float(rows[label]) == pytest.approx(mean, abs=0.05), label
 
 
+def test_the_speed_named_here_is_that_of_the_result_files() -> None:
+    results = ROOT / "benchmarks" / "training" / "results"
+    steps = json.loads((results / "steps.json").read_text(encoding="utf-8"))["rows"]
+    memory = json.loads((results / "memory.json").read_text(encoding="utf-8"))["rows"]
+    claim = " ".join(README[README.index("A step costs little more") :].split("\n\n")[0].split())
+    assert f"{steps['stillroom']['speed_against_trl']:.2f} times the tokens per second" in claim
+    assert f"in {memory['stillroom']['against_trl']:.2f} of its memory" in claim
+    assert f"{steps['stillroom, stored top-64 + tail']['speed_against_trl']:.2f} times with" in claim
+
+
 def test_the_demo_s_order_holds_for_every_seed_in_the_result_file() -> None:
     runs = json.loads((ROOT / "benchmarks/demo/results/seeds.json").read_text(encoding="utf-8"))["runs"]
     assert len(runs) >= 3
