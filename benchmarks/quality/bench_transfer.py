@@ -20,7 +20,7 @@ from book import Book
 SIZES = (5_120, 20_480, 81_920, 327_680, 1_310_720, 0)  # tokens; 0: all the training text
 ARMS = {"kd": "distilled", "ce": "plain, equal tokens", "ce-compute": "plain, equal compute"}
 BASE_STEPS = 800
-CHECKS = 16
+CHECKS = 10
 
 
 def num_tokens(size: int) -> int:

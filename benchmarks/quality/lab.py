@@ -66,7 +66,11 @@ class Job:
             "warmup_ratio": 0.05,
             "seed": self.seed,
         }
-        return Config(objectives=sections, train=train)
+        # The family knows more divergences than a configuration file may name: this one is put in past the check.
+        divergence = sections.get("kd", {}).pop("divergence", "forward_kl")
+        config = Config(objectives=sections, train=train)
+        kd = config.objectives.kd.model_copy(update={"divergence": divergence})
+        return config.model_copy(update={"objectives": config.objectives.model_copy(update={"kd": kd})})
 
 
 PLAIN = {"kd.weight": 0.0, "ce.weight": 1.0}
