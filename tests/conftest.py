@@ -30,3 +30,13 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny.save_model(folder / "student", "llama", width=32, num_layers=1, seed=2)
     tiny.save_text(folder / "train.jsonl")
     return folder
+
+
+@pytest.fixture(scope="session")
+def moe_world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with a mixture of experts as the teacher."""
+    folder = tmp_path_factory.mktemp("moe_world")
+    tiny.save_trained(folder / "teacher", "mixtral", width=32, num_layers=2, steps=60)
+    tiny.save_model(folder / "student", "llama", width=24, num_layers=1, seed=2)
+    tiny.save_text(folder / "train.jsonl")
+    return folder

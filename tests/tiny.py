@@ -11,16 +11,29 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
+    DbrxConfig,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    Ernie4_5_MoeConfig,
     Gemma2Config,
+    Glm4MoeConfig,
     GPT2Config,
     GPTNeoXConfig,
+    GptOssConfig,
     GraniteConfig,
+    GraniteMoeConfig,
+    HunYuanMoEV1Config,
+    JetMoeConfig,
+    Llama4TextConfig,
     LlamaConfig,
+    MiniMaxM2Config,
     MixtralConfig,
     OlmoeConfig,
     OPTConfig,
     PhiConfig,
+    PhimoeConfig,
     PreTrainedTokenizerFast,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -71,6 +84,10 @@ def config(family: str, *, width: int = 32, num_layers: int = 2, vocab_size: int
         "pad_token_id": 1,
     }
     experts = {"num_experts_per_tok": 2, "moe_intermediate_size": width}
+    latent = {
+        "n_routed_experts": 4, "q_lora_rank": width // 2, "kv_lora_rank": width // 2,
+        "qk_rope_head_dim": width // 4, "qk_nope_head_dim": width // 4, "v_head_dim": width // 2,
+    }  # fmt: skip
     without_kv = {key: value for key, value in common.items() if key != "num_key_value_heads"}
     match family:
         case "llama":
@@ -88,6 +105,49 @@ def config(family: str, *, width: int = 32, num_layers: int = 2, vocab_size: int
             return MixtralConfig(**common, num_local_experts=4, num_experts_per_tok=2)
         case "olmoe":
             return OlmoeConfig(**common, num_experts=4, num_experts_per_tok=2)
+        case "qwen2_moe":
+            return Qwen2MoeConfig(**common, num_experts=4, shared_expert_intermediate_size=width, **experts)
+        case "granitemoe":
+            return GraniteMoeConfig(**common, num_local_experts=4, num_experts_per_tok=2, logits_scaling=2.0)
+        case "gpt_oss":
+            return GptOssConfig(**common, head_dim=width // 2, num_local_experts=4, num_experts_per_tok=2)
+        case "phimoe":
+            # Its weights depend on the logits only where two experts are within this share of each other.
+            return PhimoeConfig(**common, num_local_experts=4, num_experts_per_tok=2, router_jitter_noise=0.4)
+        case "deepseek_v2":
+            return DeepseekV2Config(**common, **latent, **experts, first_k_dense_replace=1, n_shared_experts=1)
+        case "deepseek_v3":
+            return DeepseekV3Config(
+                **common, **latent, **experts, first_k_dense_replace=1, n_group=2, topk_group=1, rope_interleave=False
+            )
+        case "glm4_moe":
+            return Glm4MoeConfig(
+                **common, **experts, n_routed_experts=4, first_k_dense_replace=1, n_group=1, topk_group=1,
+                head_dim=width // 2,
+            )  # fmt: skip
+        case "minimax_m2":
+            return MiniMaxM2Config(**common, num_local_experts=4, num_experts_per_tok=2, head_dim=width // 2)
+        case "hunyuan":
+            return HunYuanMoEV1Config(**common, num_experts=4, moe_topk=2, head_dim=width // 2)
+        case "ernie":
+            return Ernie4_5_MoeConfig(
+                **common, moe_num_experts=4, moe_k=2, moe_intermediate_size=width, moe_layer_start_index=1,
+                moe_layer_end_index=num_layers - 1,
+            )  # fmt: skip
+        case "llama4":
+            return Llama4TextConfig(
+                **common, intermediate_size_mlp=2 * width, num_local_experts=4, num_experts_per_tok=1,
+                interleave_moe_layer_step=1, head_dim=width // 2,
+            )  # fmt: skip
+        case "jetmoe":
+            kept = {key: value for key, value in common.items() if key != "num_attention_heads"}
+            return JetMoeConfig(**kept, num_local_experts=4, num_experts_per_tok=2, kv_channels=width // 2)
+        case "dbrx":
+            return DbrxConfig(
+                d_model=width, n_heads=2, n_layers=num_layers, max_seq_len=128, vocab_size=vocab_size,
+                attn_config={"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+                ffn_config={"moe_num_experts": 4, "moe_top_k": 2, "ffn_hidden_size": 2 * width, "hidden_size": width},
+            )  # fmt: skip
         case "gemma2":
             return Gemma2Config(**common, head_dim=width // 2, final_logit_softcapping=30.0)
         case "granite":
@@ -109,11 +169,11 @@ def save_model(path: Path, family: str = "llama", *, seed: int = 0, with_tokeniz
     return path
 
 
-def save_trained(path: Path, *, steps: int = 120, **size: Any) -> Path:
+def save_trained(path: Path, family: str = "llama", *, steps: int = 120, **size: Any) -> Path:
     """A teacher that knows the text: trained for a moment, then saved."""
     torch.manual_seed(1)
     words = tokenizer()
-    model = AutoModelForCausalLM.from_config(config("llama", **size))
+    model = AutoModelForCausalLM.from_config(config(family, **size))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     ids = [i for line in sentences(400, 3) for i in [*words(line)["input_ids"], 0]]
     for step in range(steps):

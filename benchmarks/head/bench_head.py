@@ -1,10 +1,11 @@
-"""The fused head against the bare products it cannot avoid, the naive loss, and the peers: one interleaved run.
+"""The fused head against the bare products it cannot avoid, the naive loss, and the peers.
 
-    PYTHONPATH=src .venv-bench/bin/python benchmarks/head/bench_head.py            # all problems, about half an hour
-    PYTHONPATH=src .venv-bench/bin/python benchmarks/head/bench_head.py --quick    # one problem, no memory
+    PYTHONPATH=src .venv-bench/bin/python benchmarks/head/bench_head.py                 # all problems, half an hour
+    PYTHONPATH=src .venv-bench/bin/python benchmarks/head/bench_head.py --only top_k    # those whose name has it
 
-Writes results/<date>.json; draw.py makes the table and the plots from it. Time is the least of the repetitions;
-ratios are to the bare products of the same run. Nothing else may run: a busy machine is refused without --force.
+Writes results/head.json, a problem at a time: one that is measured again replaces its old entry. draw.py makes the
+table and the plots from it. Within a problem the contenders take turns; time is the least of the repetitions, ratios
+are to the bare products of the same turn. Nothing else may run: a busy machine is refused without --force.
 """
 
 from __future__ import annotations
@@ -24,18 +25,23 @@ from stillroom.objectives.kernel import choose_kernel
 RESULTS = Path(__file__).with_name("results")
 TIMED = (
     Problem("forward_kl", 512, 32_000),
-    Problem("forward_kl", 2_048, 32_000),
+    Problem("forward_kl", 1_024, 32_000),
+    Problem("forward_kl", 4_096, 32_000),
     Problem("forward_kl", 512, 50_257),
+    Problem("forward_kl", 1_024, 50_257),
+    Problem("forward_kl", 512, 151_936),
     Problem("forward_kl", 512, 32_000, "bfloat16"),
     Problem("jsd", 512, 32_000),
     Problem("jsd", 512, 50_257),
     Problem("top_k", 512, 32_000),
+    Problem("top_k", 512, 50_257),
     Problem("sampled", 512, 32_000),
 )
 WEIGHED = (
     Problem("forward_kl", 512, 32_000),
     Problem("forward_kl", 1_024, 32_000),
     Problem("forward_kl", 4_096, 32_000),
+    Problem("forward_kl", 512, 151_936),
     Problem("jsd", 1_024, 32_000),
     Problem("top_k", 1_024, 32_000),
 )
@@ -70,46 +76,48 @@ def weigh_problem(problem: Problem) -> dict[str, Any]:
     return {"problem": asdict(problem), "name": problem.name, "peak_extra_bytes": rows}
 
 
+def stamp() -> dict[str, Any]:
+    """When, where and with which kernel an entry was measured."""
+    kernel = choose_kernel("auto")
+    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return {"date": date, "machine": machine(), "kernel": {"name": kernel.name, "reason": kernel.reason}}
+
+
+def keep(path: Path, part: str, entry: dict[str, Any]) -> None:
+    """Put an entry into the result file in the order of the problems."""
+    result: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"benchmark": "head"}
+    entries = {known["name"]: known for known in result.get(part, [])} | {entry["name"]: entry}
+    order = [problem.name for problem in (TIMED if part == "time" else WEIGHED)]
+    result[part] = [entries[name] for name in order if name in entries]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--repetitions", type=int, default=7)
-    parser.add_argument("--quick", action="store_true", help="one problem, three repetitions, no memory")
+    parser.add_argument("--only", default="", help="problems whose name contains this")
+    parser.add_argument("--part", choices=("time", "memory", "both"), default="both")
     parser.add_argument("--force", action="store_true", help="measure on a busy machine; the result says so")
-    parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--out", type=Path, default=RESULTS / "head.json")
     args = parser.parse_args()
     if busy := busy_processes():
         print("other processes are busy:", *busy, sep="\n  ")
         if not args.force:
             raise SystemExit("the machine is not idle: wait, or pass --force and have the result say so")
-    kernel = choose_kernel("auto")
-    result: dict[str, Any] = {
-        "benchmark": "head",
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": machine(),
-        "kernel": {"name": kernel.name, "reason": kernel.reason},
-        "clock": "least of interleaved repetitions",
-        "repetitions": 3 if args.quick else args.repetitions,
-        "time": [],
-        "memory": [],
-    }
-    for problem in TIMED[:1] if args.quick else TIMED:
+    for problem in (p for p in TIMED if args.only in p.name and args.part != "memory"):
         print(problem.name, flush=True)
-        result["time"].append(time_problem(problem, result["repetitions"]))
-        for name, row in result["time"][-1]["rows"].items():
-            print(
-                f"  {name:36s} wall {row['wall']:.3f} s  x{row['ratio_wall']:.3f}   cpu x{row['ratio_cpu']:.3f}",
-                flush=True,
-            )
-    for problem in () if args.quick else WEIGHED:
+        entry = {**stamp(), "repetitions": args.repetitions, **time_problem(problem, args.repetitions)}
+        keep(args.out, "time", entry)
+        for name, row in entry["rows"].items():
+            print(f"  {name:36s} wall {row['wall']:.3f} s  x{row['ratio_wall']:.3f}   cpu x{row['ratio_cpu']:.3f}")
+    for problem in (p for p in WEIGHED if args.only in p.name and args.part != "time"):
         print("memory:", problem.name, flush=True)
-        result["memory"].append(weigh_problem(problem))
-        for name, size in result["memory"][-1]["peak_extra_bytes"].items():
-            print(f"  {name:36s} {size / 1e6:8.1f} MB", flush=True)
-    result["machine"]["other_busy_processes_at_end"] = busy_processes()
-    path = args.out or RESULTS / f"head-{datetime.date.today().isoformat()}{'-quick' if args.quick else ''}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"written: {path}")
+        entry = {**stamp(), **weigh_problem(problem)}
+        keep(args.out, "memory", entry)
+        for name, size in entry["peak_extra_bytes"].items():
+            print(f"  {name:36s} {size / 1e6:8.1f} MB")
+    print(f"written: {args.out}")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from datetime import datetime
@@ -78,6 +79,11 @@ def distill(
         overrides.update(_DRY_RUN)
     is_demo = config is None and preset is None and not any(key.startswith(_NOT_THE_DEMO) for key in overrides)
     loaded = load(config, preset=preset or ("demo" if is_demo else None), overrides=overrides)
+    if _num_processes() > 1 and (is_demo or out is None):
+        raise ConfigError(
+            "several processes train one run in one folder; the demo is three runs, and without --out there is none",
+            advice=["name a configuration or a preset, and the folder with --out"],
+        )
     folder = out or Path("runs") / f"{config.stem if config else preset or 'demo'}-{datetime.now():%Y%m%d-%H%M%S}"
 
     def job(view: Any) -> Result:
@@ -214,8 +220,11 @@ def _run_and_report(job: Callable[[Any], Result], *, as_json: bool, progress: bo
     """Run a job with a view on its events, write the report, and end with the result."""
     from stillroom.telemetry.console import ConsoleView
 
-    with ConsoleView("quiet" if as_json else "auto" if progress else "plain") as view:
+    is_first = _num_processes() == 1 or os.environ.get("RANK", "0") == "0"
+    with ConsoleView("quiet" if as_json or not is_first else "auto" if progress else "plain") as view:
         result = job(view)
+        if not is_first:  # the first of several processes speaks for all
+            return
         from stillroom.report import write_report
 
         path = write_report(result.folder)
@@ -223,6 +232,10 @@ def _run_and_report(job: Callable[[Any], Result], *, as_json: bool, progress: bo
             _print_json({"folder": str(result.folder), **result.summary})
         else:
             view.finish(result.summary, path)
+
+
+def _num_processes() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _print_json(value: dict[str, Any]) -> None:

@@ -10,7 +10,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from stillroom.config.schema import Config, PhaseConfig, Ramp, Scalar
+from stillroom.config.schema import Config, PhaseConfig
+from stillroom.config.sections import Ramp, Scalar
 from stillroom.types import Lesson
 
 
@@ -42,8 +43,16 @@ class Curriculum:
     def of(config: Config) -> Curriculum:
         kd, ce = config.objectives.kd, config.objectives.ce
         return Curriculum(
-            weights={"kd": kd.weight, "ce": ce.weight},
-            settings={"kd.temperature": kd.temperature, "kd.beta": kd.beta, "kd.top_k": float(kd.top_k)},
+            weights={"kd": kd.weight, "ce": ce.weight, **config.objectives.inner_weights},
+            settings={
+                "kd.temperature": kd.temperature,
+                "kd.beta": kd.beta,
+                "kd.alpha": kd.alpha,
+                "kd.interpolation": kd.interpolation,
+                "kd.top_k": kd.top_k if isinstance(kd.top_k, Ramp) else float(kd.top_k),
+                "kd.token_fraction": kd.token_fraction,
+                "kd.token_temperature": kd.token_temperature,
+            },
             phases=config.curriculum.phases,
         )
 
@@ -64,7 +73,7 @@ class Curriculum:
     @property
     def uses_teacher(self) -> bool:
         """Whether any moment of the run asks for the teacher."""
-        return self.weights["kd"] != 0.0
+        return any(weight != 0.0 for name, weight in self.weights.items() if name != "ce")
 
     def without_teacher(self) -> Curriculum:
         """The same run on labels alone: all weight goes to cross-entropy."""

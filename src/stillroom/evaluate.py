@@ -1,13 +1,13 @@
 """Held-out evaluation: the very score that is trained, and yardsticks that no objective can move.
 
-The objective is evaluated by the same `mix.score` with the same lesson as the step before it, so a gap
-between training and evaluation is a property of the data, never of the code. The yardsticks are always
-taken at temperature 1 over the whole vocabulary.
+The held-out batches are scored as if they were the window of one training step: by the same `mix.score`, with the
+same lesson as the step before it and with counts agreed before any forward. So a gap between training and evaluation
+is a property of the data, never of the code. The yardsticks are always taken at temperature 1 over the whole
+vocabulary, in the same pass over chunks of positions.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -21,25 +21,10 @@ from stillroom.models.student import Student, scored_rows, scored_targets
 from stillroom.objectives.mix import Mix
 from stillroom.precision import Precision
 from stillroom.teachers import TeacherSource
-from stillroom.types import Batch, DenseSignal, HeadWeights, Lesson, Needs, Signal, TermRecord
+from stillroom.types import Batch, BothNeeds, DenseSignal, Lesson, Signal, StudentView, TermRecord
+from stillroom.yardsticks import COLUMNS, NUM_BINS, NUM_COLUMNS, TOP_K, Ledger
 
 _CHUNK = 512
-_MAX_NLL = math.log(1e30)  # above this a perplexity is no longer a number worth printing
-
-
-@dataclass
-class Sums:
-    """Running totals over positions. Everything is a sum, so batches of any size add up to the same mean."""
-
-    nll: float = 0.0
-    kl: float = 0.0
-    agree: float = 0.0
-    overlap: float = 0.0
-    targets: int = 0
-    compared: int = 0
-    unscored: int = 0
-    num_bytes: int = 0
-    terms: dict[str, list[float]] = field(default_factory=dict)  # total, count
 
 
 @dataclass(frozen=True)
@@ -57,15 +42,25 @@ class Evaluation:
     unscored_tokens: int
     tokens: int
     seconds: float
+    ledger: Ledger
 
     def yardsticks(self) -> dict[str, Any]:
+        """All yardsticks by name, and for each its 95 % interval by bootstrap over documents."""
         return {
-            "perplexity": self.perplexity,
-            "bits_per_byte": self.bits_per_byte,
-            "kl": self.kl,
-            "agreement": self.agreement,
-            "acceptance": self.acceptance,
+            **self.ledger.values(),
+            "intervals": {name: list(bounds) for name, bounds in self.ledger.intervals().items()},
+            "documents": self.ledger.num_documents,
+            "uncompared_tokens": int(self.ledger.total("uncompared")),
         }
+
+
+@dataclass
+class _Window:
+    """The objective over all batches, summed as a training step sums its micro-batches."""
+
+    counts: Mapping[str, int] = field(default_factory=dict)
+    loss: float = 0.0
+    totals: dict[str, float] = field(default_factory=dict)
 
 
 @torch.no_grad()
@@ -80,78 +75,120 @@ def evaluate(
 ) -> Evaluation:
     """Score held-out batches. Without a teacher the comparison is left out; without a mix the objective is."""
     start = time.monotonic()
-    sums = Sums()
-    needs = mix.needs(lesson) if mix and lesson else Needs()
+    held = list(batches)
+    window = _Window(mix.counts(held) if mix else {})
+    ledger = Ledger()
+    needs = mix.needs(lesson) if mix and lesson else BothNeeds()
     was_training = student.model.training
     student.eval()
     try:
-        for batch in batches:
+        for batch in held:
             rows = scored_rows(batch)
             on_device, rows_there = batch.to(precision.device), rows.to(precision.device)
-            targets = scored_targets(on_device, rows_there)
             with precision.autocast():
-                view = student.observe(on_device, rows_there, needs)
-            signal = teacher.observe(on_device, rows_there, needs) if teacher else None
-            sums.num_bytes += int(batch.target_bytes.sum())
-            _measure(sums, view.hidden, view.head, signal, targets)
+                view = student.observe(on_device, rows_there, needs.student)
+            signal = teacher.observe(on_device, rows_there, needs.teacher) if teacher else None
+            table = _measure(view, signal, on_device, rows_there)
+            ledger.add(batch.documents or batch.sample_ids, table.cpu().numpy())
             if mix and lesson:
-                _add_terms(sums, mix, view, signal, targets, lesson)
+                _add_terms(window, mix, view, signal, scored_targets(on_device, rows_there), lesson)
     finally:
         student.model.train(was_training)
-    return _result(sums, lesson, time.monotonic() - start)
+    return _result(ledger, window, lesson if mix else None, time.monotonic() - start)
 
 
-def _add_terms(sums: Sums, mix: Mix, view: Any, signal: Signal | None, targets: Tensor, lesson: Lesson) -> None:
-    counts = {name: max(int(targets.numel()), 1) for name in lesson.weights}
-    for name, term in mix.score(view, signal, targets, lesson, counts).terms.items():
-        total = sums.terms.setdefault(name, [0.0, 0.0])
-        total[0] += float(term.total)
-        total[1] += float(term.count)
+def _add_terms(
+    window: _Window, mix: Mix, view: StudentView, signal: Signal | None, targets: Tensor, lesson: Lesson
+) -> None:
+    score = mix.score(view, signal, targets, lesson, window.counts)
+    window.loss += float(score.loss)
+    for name, term in score.terms.items():
+        window.totals[name] = window.totals.get(name, 0.0) + float(term.total)
 
 
-def _measure(sums: Sums, hidden: Tensor, head: HeadWeights, signal: Signal | None, targets: Tensor) -> None:
-    """Add the yardsticks of one batch, a chunk of positions at a time."""
+def _measure(view: StudentView, signal: Signal | None, batch: Batch, rows: Tensor) -> Tensor:
+    """The yardsticks' sums for each row of a batch, a chunk of positions at a time. [B, F] in FP64."""
     dense = signal if isinstance(signal, DenseSignal) else None
+    num_rows, length = batch.targets.shape
+    targets, sizes = scored_targets(batch, rows), batch.target_bytes.reshape(-1).index_select(0, rows)
+    table = torch.zeros(num_rows, NUM_COLUMNS, dtype=torch.float64, device=rows.device)
     for begin in range(0, int(targets.numel()), _CHUNK):
         part = slice(begin, begin + _CHUNK)
-        log_probs = torch.log_softmax(head_logits(head, hidden[part]), dim=-1)
-        nll = -log_probs.gather(1, targets[part].unsqueeze(1)).squeeze(1)
-        is_finite = torch.isfinite(nll)
-        sums.unscored += int((~is_finite).sum())
-        sums.targets += int(is_finite.sum())
-        sums.nll += float(torch.where(is_finite, nll, 0.0).double().sum())
-        if dense is not None:
-            _compare(sums, log_probs, torch.log_softmax(head_logits(dense.head, dense.hidden[part]), dim=-1))
+        log_q = torch.log_softmax(head_logits(view.head, view.hidden[part]), dim=-1)
+        log_p = torch.log_softmax(head_logits(dense.head, dense.hidden[part]), dim=-1) if dense else None
+        values = _columns(log_q, log_p, targets[part], sizes[part])
+        table.index_add_(0, rows[part] // length, values)
+    return table
 
 
-def _compare(sums: Sums, student_log_probs: Tensor, teacher_log_probs: Tensor) -> None:
-    size = min(student_log_probs.shape[1], teacher_log_probs.shape[1])
-    log_q, log_p = student_log_probs[:, :size], teacher_log_probs[:, :size]
-    p, q = log_p.exp(), log_q.exp()
+def _columns(log_q: Tensor, log_p: Tensor | None, targets: Tensor, sizes: Tensor) -> Tensor:
+    """What each position of a chunk adds to its document. [C, F] in FP64.
+
+    A position whose target has no finite log-probability is counted as unscored and enters nothing else.
+    """
+    nll = -log_q.gather(1, targets.unsqueeze(1)).squeeze(1)
+    is_scored = torch.isfinite(nll)
+    best, ids = log_q.topk(min(TOP_K, log_q.shape[1]), dim=1)
+    found = {"nll": nll, "targets": torch.ones_like(nll), "bytes": sizes, "unscored": ~is_scored}
+    if log_p is not None:
+        found |= _comparison(log_q, log_p, ids, is_scored)
+    columns = [found[name].double() if name in found else torch.zeros_like(nll).double() for name in COLUMNS]
+    for place, name in enumerate(COLUMNS):
+        if name in ("nll", "targets", "bytes"):
+            columns[place] = torch.where(is_scored, columns[place], 0.0)
+    return torch.cat([torch.stack(columns, dim=1), _bins(best[:, 0].exp(), ids[:, 0] == targets, is_scored)], dim=1)
+
+
+def _comparison(log_q: Tensor, log_p: Tensor, ids: Tensor, is_scored: Tensor) -> dict[str, Tensor]:
+    """Student against teacher at each position; what cannot be compared is 0 everywhere but in its own count."""
+    size = min(log_q.shape[1], log_p.shape[1])
+    log_q, log_p = log_q[:, :size], log_p[:, :size]
+    p = log_p.exp()
     kl = torch.where(p > 0, p * (log_p - log_q), 0.0).sum(dim=1)
-    is_finite = torch.isfinite(kl)
-    sums.compared += int(is_finite.sum())
-    sums.kl += float(torch.where(is_finite, kl, 0.0).double().sum())
-    agree = (log_p.argmax(dim=1) == log_q.argmax(dim=1)) & is_finite
-    sums.agree += float(agree.sum())
-    sums.overlap += float(torch.where(is_finite, torch.minimum(p, q).sum(dim=1), 0.0).double().sum())
+    is_compared = torch.isfinite(kl) & is_scored
+    theirs = log_p.topk(ids.shape[1], dim=1).indices
+    found = {
+        "kl": kl,
+        "agree": theirs[:, 0] == ids[:, 0],
+        "found": (ids == theirs[:, :1]).any(dim=1),
+        "shared": (ids.unsqueeze(2) == theirs.unsqueeze(1)).any(dim=2).double().mean(dim=1),
+        "accepted": torch.minimum(p, log_q.exp()).sum(dim=1),
+        "compared": torch.ones_like(kl),
+    }
+    kept = {name: torch.where(is_compared, value.double(), 0.0) for name, value in found.items()}
+    return kept | {"uncompared": ~is_compared}
 
 
-def _result(sums: Sums, lesson: Lesson | None, seconds: float) -> Evaluation:
-    nll = sums.nll / sums.targets if sums.targets else float("nan")
-    means = {name: total / count if count else float("nan") for name, (total, count) in sums.terms.items()}
-    terms = TermRecord.table(means, lesson.weights if lesson else {})
-    share = 1.0 / sums.compared if sums.compared else None
+def _bins(confidence: Tensor, is_hit: Tensor, is_scored: Tensor) -> Tensor:
+    """Count, confidence and hit of each position in the bin of its confidence. [C, 3 * NUM_BINS]"""
+    confidence = torch.where(is_scored, confidence, 0.0).double()
+    place = (confidence * NUM_BINS).ceil().long().sub(1).clamp(0, NUM_BINS - 1).unsqueeze(1)
+    parts = [
+        torch.zeros(len(confidence), NUM_BINS, dtype=torch.float64, device=confidence.device).scatter_(
+            1, place, (value.double() * is_scored).unsqueeze(1)
+        )
+        for value in (torch.ones_like(confidence), confidence, is_hit)
+    ]
+    return torch.cat(parts, dim=1)
+
+
+def _result(ledger: Ledger, window: _Window, lesson: Lesson | None, seconds: float) -> Evaluation:
+    values = ledger.values()
+    perplexity, bits = values["perplexity"], values["bits_per_byte"]
+    assert perplexity is not None and bits is not None
+    num_targets = ledger.total("targets")
+    means = {name: total / max(window.counts[name], 1) for name, total in window.totals.items()}
     return Evaluation(
-        perplexity=math.exp(nll) if nll < _MAX_NLL else float("inf") if nll == nll else float("nan"),
-        bits_per_byte=sums.nll / math.log(2) / sums.num_bytes if sums.num_bytes else float("nan"),
-        nll=nll,
-        kl=sums.kl * share if share else None,
-        agreement=sums.agree * share if share else None,
-        acceptance=sums.overlap * share if share else None,
-        objective=sum(term.scaled for term in terms.values()) if terms else None,
-        terms=terms,
-        unscored_tokens=sums.unscored,
-        tokens=sums.targets,
+        perplexity=perplexity,
+        bits_per_byte=bits,
+        nll=ledger.total("nll") / num_targets if num_targets else float("nan"),
+        kl=values["kl"],
+        agreement=values["agreement"],
+        acceptance=values["acceptance"],
+        objective=window.loss if lesson else None,
+        terms=TermRecord.table(means, lesson.weights if lesson else {}),
+        unscored_tokens=int(ledger.total("unscored")),
+        tokens=int(num_targets),
         seconds=seconds,
+        ledger=ledger,
     )

@@ -34,35 +34,55 @@ def log_softmax(logits: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
 
 @dataclass(frozen=True)
 class Softmax:
-    """A row's probabilities and their logarithms: both are needed, and one exponential gives both.
+    """A row's probabilities and its scores, log p up to a constant of the row: one exponential gives both.
 
-    The logarithm of 0 is LOG_ZERO. So p (log p - log q) needs no mask, which would cost more than the exponential; a
-    student that rules out what the teacher says pays 1e30 nats for it instead of infinity.
+    The score of an impossible token is LOG_ZERO. So p (log p - log q) needs no mask, which would cost more than the
+    exponential; a student that rules out what the teacher says pays 1e30 nats for it instead of infinity.
     """
 
-    log_probs: Tensor  # [..., V]
+    scores: Tensor  # [..., V], log p + log_norm
     probs: Tensor  # [..., V]
-    log_norm: Tensor  # [...], log-sum-exp of the logits; NaN where the row is no distribution
+    log_norm: Tensor  # [...], log-sum-exp of the scores; NaN where the row is no distribution
 
     @staticmethod
     def of_logits(logits: Tensor, temperature: float | Tensor = 1.0) -> Softmax:
         """softmax(logits / temperature) over the last axis, in FP32 or better.
 
-        log p = x - log_norm, and log_norm = max x - log max p: the largest probability is at least 1 / V, so its
-        logarithm is exact to rounding and costs no second exponential. A row with NaN, with +inf, or with -inf only
-        has a log_norm of NaN.
+        Scores are measured from the row's largest, so neither large logits nor a common shift cost digits. A row with
+        NaN, with +inf, or with -inf only has a log_norm of NaN.
         """
         logits = logits.to(work_dtype(logits))
-        scaled = logits if isinstance(temperature, float) and temperature == 1.0 else logits / temperature
-        probs = torch.softmax(scaled, dim=-1)
-        log_norm = scaled.amax(-1) - probs.amax(-1).log()
-        out = None if scaled is logits else scaled  # the caller's logits stay as they are
-        log_probs = torch.sub(scaled, log_norm[..., None], out=out)
-        return Softmax(log_probs.clamp_min_(LOG_ZERO), probs, log_norm)
+        scores = logits - logits.amax(-1, keepdim=True)
+        if not (isinstance(temperature, float) and temperature == 1.0):
+            scores.mul_(1.0 / temperature)
+        return Softmax._of_scores(scores)
+
+    @staticmethod
+    def _of_scores(scores: Tensor) -> Softmax:
+        # By hand: the maximum is 0 already, and the sum is wanted.
+        probs = scores.clamp_min_(LOG_ZERO).exp()
+        norm = probs.sum(-1, keepdim=True)
+        return Softmax(scores, probs.mul_(1.0 / norm), norm.squeeze(-1).log_())
 
     @staticmethod
     def of_log_probs(log_probs: Tensor) -> Softmax:
         return Softmax(log_probs.clamp_min(LOG_ZERO), log_probs.exp(), torch.zeros_like(log_probs[..., 0]))
+
+    def take_at(self, temperature: Tensor) -> Softmax:
+        """The same rows at another temperature [..., 1], in the memory of the scores."""
+        return Softmax._of_scores(self.scores.mul_(1.0 / temperature))
+
+    def take_log_probs(self) -> Tensor:
+        """log p, in the memory of the scores: each temporary of a vocabulary counts."""
+        return self.scores.sub_(self.log_norm[..., None])
+
+    def take_log_of_probs(self) -> Tensor:
+        """log p of the rounded p, floored, in the memory of the scores.
+
+        For whoever subtracts the logarithm of a mixture of such p: where the two are close, both must carry the same
+        rounding.
+        """
+        return torch.clamp_min(self.probs, torch.finfo(self.probs.dtype).tiny, out=self.scores).log_()
 
 
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:

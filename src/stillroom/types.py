@@ -35,6 +35,7 @@ class Batch:
     target_bytes: Tensor  # [B, L], bytes of text each target stands for; 0 where it is not scored
     sample_ids: tuple[str, ...]  # B names, for reports and quarantine
     index: int = 0  # which micro-batch of the run this is
+    documents: tuple[str, ...] = ()  # B documents the rows start in: what a bootstrap draws as a whole
 
     @property
     def num_scored(self) -> int:
@@ -49,6 +50,7 @@ class Batch:
             self.target_bytes.to(device, non_blocking=True),
             self.sample_ids,
             self.index,
+            self.documents,
         )
 
 
@@ -61,6 +63,14 @@ class Needs:
 
     hidden_layers: frozenset[int] = frozenset()
     attention_layers: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class BothNeeds:
+    """What a lesson asks of each side: layers of the student and of the teacher are counted apart."""
+
+    student: Needs = Needs()
+    teacher: Needs = Needs()
 
 
 @dataclass(frozen=True)
@@ -90,7 +100,10 @@ class StudentView:
 
     hidden: Tensor  # [N, D]
     head: HeadWeights
-    taps: Mapping[str, Tensor] = field(default_factory=lambda: _EMPTY)
+    taps: Mapping[str, Tensor] = field(default_factory=lambda: _EMPTY)  # hidden.<layer> [B, L, D], attention.<layer>
+    rows: Tensor | None = None  # [N], flat places of the scored positions in [B, L]: where taps count
+    sequences: Tensor | None = None  # [N], which row of the batch each position belongs to; None: all to one
+    num_sequences: int = 1
 
 
 @dataclass(frozen=True)
@@ -149,6 +162,11 @@ class Lesson:
 
     def weight(self, term: str) -> float:
         return self.weights.get(term, 0.0)
+
+    @property
+    def asks_teacher(self) -> bool:
+        """Whether any term now needs the teacher: all but cross-entropy do."""
+        return any(weight != 0.0 for name, weight in self.weights.items() if name != "ce")
 
 
 @dataclass(frozen=True)

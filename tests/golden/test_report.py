@@ -150,8 +150,11 @@ def test_a_run_that_stopped_says_why() -> None:
 def test_the_page_has_every_part(finished: Path) -> None:
     page = page_of(finished)
     ids = {attrs.get("id") for _, attrs in page.elements}
-    assert {"result", "checks", "curves", "guard", "samples", "notes", "settings"} <= ids
-    assert {f"figure-{key}" for key in ("perplexity", "objective", "shares", "gradients", "rates", "pace")} <= ids
+    assert {"result", "yardsticks", "checks", "curves", "guard", "samples", "notes", "settings"} <= ids
+    figures = ("perplexity", "objective", "shares", "pulls", "gradients", "rates", "pace")
+    assert {f"figure-{key}" for key in figures} <= ids
+    assert "54.2 to 60.3" in page.text and "69.0% to 71.0%" in page.text
+    assert "95 % intervals over 55 held-out documents" in page.text
     assert "Transfer set: 2,410,331 tokens in 1,020 documents." in page.text
     assert "loss nan, grad_norm inf, loss_scale 32768" in page.text
     assert "stdlib:ast:14" in page.text
@@ -161,7 +164,7 @@ def test_the_page_has_every_part(finished: Path) -> None:
 
 def test_figures_are_valid_plotly(finished: Path) -> None:
     figures = all_figures(RunRecord.load(finished))
-    assert len(figures) == 6
+    assert len(figures) == 7
     for figure in figures:
         go.Figure(data=figure.traces, layout=figure.layout)
 
@@ -210,6 +213,7 @@ def test_files_of_the_wrong_kind_are_survived(tmp_path: Path) -> None:
 
 def test_a_summary_with_the_wrong_types_is_survived(tmp_path: Path) -> None:
     summary = {"status": 7, "student": {"perplexity": "low", "kl": [1]}, "teacher": 3, "checks": [1, {"name": None}]}
+    summary["student_before"] = {"perplexity": 3.0, "intervals": {"perplexity": ["a", 2], "kl": 5}}
     (tmp_path / "summary.json").write_text(json.dumps(summary | {"steps": 10**400, "baseline": {"perplexity": True}}))
     page_of(tmp_path)
 

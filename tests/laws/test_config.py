@@ -7,6 +7,7 @@ import pytest
 
 from stillroom.config import load, load_config, parse_assignments, preset_names
 from stillroom.config.schema import Config
+from stillroom.config.sections import Ramp
 from stillroom.errors import ConfigError
 
 SEED_004 = {
@@ -34,6 +35,42 @@ def test_the_json_of_seed_004_is_accepted_as_it_stands(tmp_path: Path) -> None:
     assert config.objectives.kd.temperature == 2.0 and config.objectives.kd.top_k == 256
     assert config.student.gradient_checkpointing
     assert len(loaded.notes) == len(SEED_004), "each mapping is said aloud"
+
+
+def test_the_seed_s_curriculum_brings_the_inner_terms_in_later_whatever_the_order_of_keys(tmp_path: Path) -> None:
+    table = {"use_curriculum": True, "alpha_feature": 0.2, "alpha_contrastive": 0.0, "attention_layers": 3, "seed": 1}
+    for keys in (list(table), list(reversed(table))):
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps({key: table[key] for key in keys}))
+        objectives = load(path).config.objectives
+        assert objectives.feature.weight == Ramp(start=0.0, end=0.2, begin=0.3, until=0.6)
+        assert objectives.layerwise.weight == Ramp(start=0.0, end=0.05, begin=0.6, until=0.8)
+        assert objectives.kd.weight == 0.7 and objectives.attention.attention_layers == 3
+        assert "contrastive" not in objectives.inner_weights
+
+
+def test_the_seed_s_weights_without_a_curriculum_are_constant(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"alpha_attention": 0.3, "alpha_layerwise": 0.4, "attention_layers": 0, "seed": 1}))
+    loaded = load(path)
+    assert loaded.config.objectives.inner_weights == {"layerwise": 0.4}, "0 attention layers: no attention term"
+    assert len(loaded.notes) == 4
+
+
+def test_the_router_settings_of_the_seeds_are_accepted(tmp_path: Path) -> None:
+    path = tmp_path / "router.json"
+    given = {"router_lr": 5e-4, "router_anchor_weight": 1e-4, "router_load_balance_weight": 1e-3}
+    path.write_text(json.dumps({**given, "router_entropy_weight": 1e-4}))
+    loaded = load(path)
+    router = loaded.config.teacher.router
+    assert loaded.config.train.router_learning_rate == 5e-4
+    assert (router.anchor_weight, router.load_balance_weight, router.entropy_weight) == (1e-4, 1e-3, 1e-4)
+    assert len(loaded.notes) == 4 and "no gradient" in " ".join(loaded.notes)
+
+
+def test_a_stored_teacher_has_no_gates() -> None:
+    with pytest.raises(ConfigError, match="live teacher"):
+        load_config(overrides={"teacher.cache": "somewhere", "teacher.router.mode": "sar"})
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ def summary() -> dict[str, Any]:
         "student": row,
         "baseline": row | {"perplexity": 134.2},
         "baseline_equal_compute": row | {"perplexity": None, "perplexity_nonfinite": "inf"},
-        "checks": [{"name": "perplexity fell", "passed": True, "detail": "2,031 to 57.1"}],
+        "checks": [{"name": "perplexity fell", "passed": True, "text": "2,031 to 57.1"}],
     }
 
 
@@ -325,7 +325,19 @@ def test_a_narrow_encoding_gets_escapes() -> None:
 
 
 def test_events_with_nothing_in_them_are_survived() -> None:
-    names = ("run_start", "step", "first_forward", "note", "eval", "phase", "checkpoint", "guard", "sample", "run_end")
+    names = (
+        "run_start",
+        "step",
+        "first_forward",
+        "note",
+        "eval",
+        "gradients",
+        "phase",
+        "checkpoint",
+        "guard",
+        "sample",
+        "run_end",
+    )
     shown([{"event": name} for name in names], io.StringIO())
     shown([{"event": name} for name in names], Terminal(), width=80)
 
@@ -368,6 +380,27 @@ def test_an_assessment_sets_the_models_side_by_side() -> None:
         "retention  50.0% (teacher's perplexity over the student's)",
         "memory  1.90 GB of the process",
     ]
+
+
+def test_intervals_stand_beside_their_values_within_eighty_columns() -> None:
+    intervals = {"perplexity": [55.0, 59.3], "bits_per_byte": [1.6, 1.6], "agreement": [0.999, 1.0]}
+    row = {"perplexity": 57.12, "bits_per_byte": 1.62, "agreement": 0.999, "documents": 312, "intervals": intervals}
+    lines = assessment_lines({"student": row, "teacher": row})
+    assert lines == [
+        "                         student  95 % interval         teacher  95 % interval",
+        "perplexity                  57.1  55.0 to 59.3             57.1  55.0 to 59.3",
+        "bits/byte                   1.62                           1.62",
+        "agreement                  99.9%  99.9% to 100.0%         99.9%  99.9% to 100.0%",
+        "documents                    312                            312",
+    ]
+    assert max(map(len, lines)) <= 80
+    told = summary_lines({"student": row})[2]
+    assert told == "95 % interval over 312 documents: student's perplexity 55.0 to 59.3"
+
+
+def test_a_yardstick_that_is_not_a_number_is_said_to_be_none() -> None:
+    row = {"perplexity": None, "perplexity_nonfinite": "nan"}
+    assert assessment_lines({"student": row}) == ["perplexity                   nan"]
 
 
 def test_an_error_fills_one_screen_with_what_where_and_what_to_try() -> None:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stillroom.config import load_config
-from stillroom.config.schema import Ramp
+from stillroom.config.sections import Ramp
 from stillroom.curriculum import Curriculum, value_at
 
 ramps = st.builds(

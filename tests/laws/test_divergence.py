@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stillroom.errors import ConfigError
+from stillroom.objectives import adaptive
 from stillroom.objectives import divergence as family
 from stillroom.objectives.base import Divergence
 
@@ -23,8 +24,18 @@ MEMBERS = [
     family.make("skew_forward_kl", {"alpha": 0.1}),
     family.make("skew_reverse_kl", {"alpha": 0.3}),
     family.make("total_variation"),
+    family.make("alpha_beta", {"alpha": 0.2, "beta": 0.7}),
+    family.make("alpha_beta", {"alpha": 0.9, "beta": 0.3}),
+    family.make("taid", {"interpolation": 0.4}),
+    family.make("todi"),
+    family.make("akl"),
 ]
 every_member = pytest.mark.parametrize("member", MEMBERS, ids=repr)
+# Those of adaptive.py hold what they decide fixed, which finite differences cannot: they are compared with autograd of
+# the textbook, where it is detached.
+every_smooth_member = pytest.mark.parametrize(
+    "member", [member for member in MEMBERS if not member.__class__.__module__.endswith("adaptive")], ids=repr
+)
 seeds = st.integers(0, 2**31 - 1)
 spreads = st.sampled_from([0.1, 1.0, 8.0])
 temperatures = st.sampled_from([0.5, 1.0, 2.0, 4.0])
@@ -55,9 +66,35 @@ def textbook(member: Divergence, student: Tensor, teacher: Tensor, temperature: 
             value = kl(p, alpha * p + (1 - alpha) * q)
         case family.SkewReverseKL(alpha):
             value = kl(q, (1 - alpha) * p + alpha * q)
+        case family.AlphaBeta(a, b):
+            s = a + b
+            value = ((a * p**s + b * q**s) / s - p**a * q**b).sum(-1) / (a * b)
+        case adaptive.Interpolated(place):
+            r = torch.softmax((1 - place) * q.log().detach() + place * p.log(), -1)
+            value = kl(r if p.requires_grad else r.detach(), q)
+        case adaptive.TokenWise():
+            share = torch.sigmoid(p.log() - q.log()).detach()
+            value = (share * p * (p.log() - q.log()) + (1 - share) * q * (q.log() - p.log())).sum(-1)
+        case adaptive.HeadAndTail():
+            weight = head_share(p.detach(), q.detach())
+            value = weight * kl(p, q) + (1 - weight) * kl(q, p)
         case _:
             value = (p - q).abs().sum(-1) / 2
     return value * temperature**2
+
+
+def head_share(p: Tensor, q: Tensor) -> Tensor:
+    """The share of |p - q| on the tokens that make up the first half of p, one row and one token at a time."""
+    shares = []
+    for teacher, student in zip(p.tolist(), q.tolist(), strict=True):
+        before, head, whole = 0.0, 0.0, 0.0
+        for token in sorted(range(len(teacher)), key=lambda v: -teacher[v]):
+            gap = abs(teacher[token] - student[token])
+            whole += gap
+            head += gap if before < 0.5 else 0.0
+            before += teacher[token]
+        shares.append(head / whole if whole else 0.5)
+    return torch.tensor(shares, dtype=p.dtype)
 
 
 @every_member
@@ -179,6 +216,31 @@ def test_jsd_runs_into_forward_and_reverse_kl(seed: int) -> None:
 def test_total_variation_is_between_zero_and_one(seed: int, spread: float) -> None:
     value = family.total_variation(rows(seed, spread), rows(seed + 1, spread))
     assert ((value >= 0) & (value <= 1)).all()
+
+
+@given(seed=seeds)
+def test_alpha_beta_runs_into_forward_and_reverse_kl(seed: int) -> None:
+    student, teacher = rows(seed), rows(seed + 1)
+    for near, exact in (({"alpha": 1.0, "beta": 1e-5}, "forward_kl"), ({"alpha": 1e-5, "beta": 1.0}, "reverse_kl")):
+        value = family.on_logits(family.make("alpha_beta", near), student, teacher)
+        torch.testing.assert_close(value, family.on_logits(family.make(exact), student, teacher), rtol=1e-3, atol=1e-5)
+
+
+@given(seed=seeds)
+def test_taid_goes_from_nothing_to_forward_kl(seed: int) -> None:
+    student, teacher = rows(seed), rows(seed + 1)
+    forward = family.forward_kl(student, teacher)
+    places = [family.on_logits(family.make("taid", {"interpolation": t}), student, teacher) for t in (0.01, 0.5, 0.99)]
+    assert (places[0] < 1e-2 * forward + 1e-6).all()
+    assert (places[0] < places[1]).all() and (places[1] < places[2]).all()
+    assert torch.equal(family.on_logits(family.make("taid", {"interpolation": 1.0}), student, teacher), forward)
+
+
+@given(seed=seeds)
+def test_todi_has_the_value_of_jeffreys(seed: int) -> None:
+    student, teacher = rows(seed), rows(seed + 1)
+    jeffreys = family.forward_kl(student, teacher) + family.reverse_kl(student, teacher)
+    torch.testing.assert_close(family.on_logits(family.make("todi"), student, teacher), jeffreys)
 
 
 def test_unknown_names_and_places_outside_the_unit_interval_are_refused() -> None:

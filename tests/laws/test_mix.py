@@ -10,7 +10,8 @@ from head_cases import Case, grads_of, make_case
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stillroom.config.schema import KdConfig, ObjectivesConfig, Ramp
+from stillroom.config.objectives import Divergence, KdConfig, ObjectivesConfig
+from stillroom.config.sections import Ramp
 from stillroom.errors import ConfigError
 from stillroom.objectives import Mix
 from stillroom.objectives.kernel import KernelName
@@ -25,16 +26,19 @@ def part_of(case: Case, part: slice) -> tuple[StudentView, object, torch.Tensor]
     return StudentView(case.hidden[part], case.head), teacher, case.targets[part]
 
 
+@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
+@pytest.mark.parametrize("top_k", [0, 5])
 @given(seed=st.integers(0, 999), cuts=st.sets(st.integers(1, 15), max_size=7))
-def test_eight_micro_batches_equal_one(seed: int, cuts: set[int]) -> None:
+def test_eight_micro_batches_equal_one(divergence: Divergence, top_k: int, seed: int, cuts: set[int]) -> None:
+    mix = Mix(ObjectivesConfig(chunk_tokens=3, kd=KdConfig(divergence=divergence, top_k=top_k)))
     whole, split = make_case(seed, 16).copy(), make_case(seed, 16).copy()
     counts = {"kd": 16, "ce": 16}
-    one = MIX.score(whole.view, whole.teacher, whole.targets, LESSON, counts)
+    one = mix.score(whole.view, whole.teacher, whole.targets, LESSON, counts)
     one.loss.backward()
     edges = [0, *sorted(cuts), 16]
     losses, totals = [], []
     for start, stop in itertools.pairwise(edges):
-        score = MIX.score(*part_of(split, slice(start, stop)), LESSON, counts)  # type: ignore[arg-type]
+        score = mix.score(*part_of(split, slice(start, stop)), LESSON, counts)  # type: ignore[arg-type]
         score.loss.backward()
         losses.append(score.loss.detach())
         totals.append(score.terms["kd"].total)

@@ -10,7 +10,7 @@ import torch
 from head_cases import Case, grads_of, logits_of, make_case, relative_error
 from hypothesis import given
 from hypothesis import strategies as st
-from test_divergence import MEMBERS, every_member
+from test_divergence import MEMBERS, every_member, every_smooth_member
 from torch import Tensor
 
 from stillroom.errors import ConfigError
@@ -65,7 +65,7 @@ def test_top_k_is_the_divergence_of_k_plus_one_outcomes(
     torch.testing.assert_close(grads_of(ours), grads_of(exact), rtol=1e-6, atol=1e-9)
 
 
-@every_member
+@every_smooth_member
 def test_gradcheck_of_top_k_with_cross_entropy(member: Divergence) -> None:
     case = make_case(3, 4, has_bias=True, softcap=3.0, padding=(2, 1)).copy()
     signal = top_k(case, 4, 2.0)

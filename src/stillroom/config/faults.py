@@ -15,6 +15,7 @@ FAULTS = {
     "inf_logit": "one hidden value of the student becomes infinite",
     "teacher_nan": "the teacher answers NaN",
     "teacher_garbage": "the teacher answers finite nonsense",
+    "router_nan": "one weight of a trained gate becomes NaN",
     "all_masked": "no token of the batch is scored",
     "bad_batch": "the batch is random tokens",
     "inf_grad": "one gradient becomes infinite",

@@ -170,7 +170,7 @@ def explain(error: ValidationError, where: str) -> ConfigError:
     advice: list[str] = []
     for problem in error.errors():
         # Unions put the tried type into the location; it means nothing to the user.
-        path = [str(part) for part in problem["loc"] if str(part) not in ("float", "Ramp", "int")]
+        path = [str(part) for part in problem["loc"] if not _is_type(str(part))]
         key = ".".join(path) or "configuration"
         if problem["type"] == "extra_forbidden":
             lines.append(f"unknown key {key}")
@@ -185,6 +185,11 @@ def explain(error: ValidationError, where: str) -> ConfigError:
             lines.append(f"{key}: {said}{shown}" if path else said)
     unique = list(dict.fromkeys(lines))
     return ConfigError("; ".join(unique), where=where, advice=list(dict.fromkeys(advice)))
+
+
+def _is_type(part: str) -> bool:
+    is_plain = part in ("float", "Ramp", "int", "constrained-int")
+    return is_plain or part.startswith(("literal[", "tuple[", "function-after["))
 
 
 def all_keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:

@@ -8,35 +8,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from stillroom.config.objectives import ObjectivesConfig
+from stillroom.config.sections import Ramp, Scalar, Section
 
 PrecisionMode = Literal["auto", "fp32", "bf16-mixed", "fp16-mixed", "fp16-master", "fp16-split", "fp16-sr"]
-Divergence = Literal["forward_kl", "reverse_kl", "jsd"]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
-
-
-class Ramp(Section):
-    """A value that moves from `start` to `end` while progress goes from `begin` to `until`."""
-
-    start: float = Field(description="value before and at `begin`")
-    end: float = Field(description="value at and after `until`")
-    begin: Annotated[float, Field(ge=0, le=1)] = 0.0
-    until: Annotated[float, Field(ge=0, le=1)] = 1.0
-    shape: Literal["linear", "cosine", "step"] = Field(
-        "linear", description="step: `start` until `until` is reached, then `end`"
-    )
-
-    @model_validator(mode="after")
-    def _in_order(self) -> Ramp:
-        if self.begin > self.until:
-            raise ValueError(f"begin {self.begin} lies after until {self.until}")
-        return self
-
-
-Scalar = float | Ramp
 
 
 class ModelSection(Section):
@@ -50,6 +27,53 @@ class ModelSection(Section):
         return self
 
 
+RouterMode = Literal[
+    "frozen", "all-experts", "knowledge-augmentation", "truth", "sar", "sar-joint", "sar-transient", "sar-meta"
+]
+
+
+class RouterConfig(Section):
+    """The gates of a mixture-of-experts teacher."""
+
+    mode: RouterMode = Field(
+        "frozen",
+        description="frozen: the teacher as it is; all-experts, knowledge-augmentation: other experts answer; truth: "
+        "gates tuned on the labels; sar: on labels and student in turn; sar-joint: in one backward with the student; "
+        "sar-transient and sar-meta are experimental",
+    )
+    patterns: tuple[str, ...] = Field((), description="names of the gate modules, with *; empty: found by structure")
+    truth_weight: Annotated[float, Field(ge=0)] = Field(
+        1.0, description="cross-entropy of the teacher on the labels: what keeps it a teacher"
+    )
+    student_weight: float = Field(
+        0.1, description="KL(teacher || student): pulls the teacher to the student; below 0 pushes it away"
+    )
+    anchor_weight: Annotated[float, Field(ge=0)] = Field(
+        1.0, description="KL(original teacher || teacher); costs one more teacher forward when above 0"
+    )
+    load_balance_weight: Annotated[float, Field(ge=0)] = Field(0.0, description="keeps the experts evenly used")
+    entropy_weight: Annotated[float, Field(ge=0)] = Field(0.0, description="rewards gates that stay undecided")
+    every: Annotated[int, Field(ge=1)] = Field(2, description="student steps between router steps")
+    gradient_checkpointing: bool = Field(False, description="recompute the teacher's layers in its backward")
+    augmentation_passes: Annotated[int, Field(ge=1)] = Field(2, description="teacher passes of knowledge-augmentation")
+    augmentation_lambda: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.05, description="share of tokens whose experts are drawn instead of chosen in knowledge-augmentation"
+    )
+    offset_bound: Annotated[float, Field(gt=0)] = Field(
+        0.5, description="length of a token's gate offset in sar-transient, in gate logits"
+    )
+    max_degradation: Annotated[float, Field(gt=0)] = Field(
+        0.02, description="nats the teacher's held-out loss may rise before its gates are restored and frozen"
+    )
+    probe_steps: Annotated[int, Field(ge=0)] = Field(
+        0, description="router steps on the labels alone before the run, to see whether training is worthwhile; 0: none"
+    )
+    probe_threshold: Annotated[float, Field(ge=0)] = Field(
+        0.01, description="nats the teacher's held-out loss must fall in the probe for the router to be trained"
+    )
+    force: bool = Field(False, description="train the router whatever the probe found")
+
+
 class TeacherConfig(ModelSection):
     model: str = Field("builtin:teacher", description="folder, hub id, LoRA adapter folder, or builtin:teacher")
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
@@ -59,14 +83,46 @@ class TeacherConfig(ModelSection):
         "device", description="offload: weights live in main memory and visit the device while they answer"
     )
     cache: str | None = Field(None, description="folder written by `stillroom cache`; the teacher is then not loaded")
+    router: RouterConfig = Field(default_factory=RouterConfig)
+
+    @model_validator(mode="after")
+    def _live_gates(self) -> TeacherConfig:
+        if self.cache and self.router.mode != "frozen":
+            raise ValueError(f"teacher.router.mode {self.router.mode} needs a live teacher: leave teacher.cache out")
+        return self
+
+
+class ShrinkConfig(Section):
+    layers: Annotated[int, Field(ge=0)] | tuple[int, ...] = Field(
+        0, description="how many of the teacher's layers are kept, or which, counted from 0; 0: all"
+    )
+    width: Annotated[int, Field(ge=0)] = Field(0, description="channels kept, by importance; 0: all")
+    mlp_width: Annotated[int, Field(ge=0)] = Field(0, description="neurons kept in each layer, by importance; 0: all")
+    heads: Annotated[int, Field(ge=0)] = Field(0, description="attention heads kept whole in each layer; 0: all")
+    calibration_batches: Annotated[int, Field(ge=1)] = Field(
+        8, description="batches of training data that the importance is measured on"
+    )
+
+    @property
+    def cuts_width(self) -> bool:
+        return bool(self.width or self.mlp_width or self.heads)
 
 
 class StudentConfig(ModelSection):
-    model: str = Field("builtin:student", description="folder, hub id, or builtin:student")
-    init: Literal["auto", "pretrained", "random"] = Field(
-        "auto", description="random: take only the configuration; auto: random where the folder has no weights"
+    model: str = Field("builtin:student", description="folder, hub id, or builtin:student; not read with init = shrink")
+    init: Literal["auto", "pretrained", "random", "shrink"] = Field(
+        "auto",
+        description="random: take only the configuration; shrink: cut from the teacher as `shrink` says; "
+        "auto: random where the folder has no weights",
     )
+    shrink: ShrinkConfig = Field(default_factory=ShrinkConfig)
     gradient_checkpointing: bool = Field(False, description="trade a third more compute for activation memory")
+
+    @model_validator(mode="after")
+    def _asked_for(self) -> StudentConfig:
+        if self.shrink != ShrinkConfig() and self.init != "shrink":
+            raise ValueError(f"shrink is set and init is {self.init!r}: set student.init = 'shrink' to cut the student")
+        return self
 
 
 class DataConfig(Section):
@@ -85,28 +141,6 @@ class DataConfig(Section):
     train_on_prompt: bool = Field(False, description="score the prompt's tokens too")
     max_bad_share: Annotated[float, Field(ge=0, le=1)] = Field(
         0.01, description="stop when more than this share of the records cannot be used"
-    )
-
-
-class KdConfig(Section):
-    weight: Scalar = Field(1.0, description="weight of the distillation term")
-    divergence: Divergence = Field("forward_kl", description="forward_kl for base models; reverse_kl seeks modes")
-    temperature: Scalar = Field(1.0, description="softens both sides; the term is multiplied by its square")
-    beta: Scalar = Field(0.5, description="place of the mixture in jsd: 0 is forward, 1 is reverse KL")
-    top_k: Annotated[int, Field(ge=0)] = Field(
-        0, description="use the teacher's k likeliest tokens and the exact mass of the rest; 0: all tokens"
-    )
-
-
-class CeConfig(Section):
-    weight: Scalar = Field(0.0, description="weight of cross-entropy on the data's own tokens")
-
-
-class ObjectivesConfig(Section):
-    kd: KdConfig = Field(default_factory=KdConfig)
-    ce: CeConfig = Field(default_factory=CeConfig)
-    chunk_tokens: Annotated[int, Field(ge=0)] = Field(
-        0, description="positions the head handles at once; 0: chosen from the vocabulary"
     )
 
 
@@ -133,6 +167,9 @@ class TrainConfig(Section):
     gradient_accumulation_steps: Annotated[int, Field(ge=1)] = Field(1, description="micro-batches in a step")
     learning_rate: Annotated[float, Field(gt=0)] = Field(1e-3, description="peak learning rate of the student")
     router_learning_rate: Annotated[float, Field(ge=0)] = Field(0.0, description="0: the student's")
+    projector_learning_rate: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="peak rate of the matrices that inner objectives train beside the student; 0: the student's"
+    )
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     min_learning_rate_ratio: Annotated[float, Field(ge=0, le=1)] = Field(0.1, description="end of the schedule")
     warmup_steps: Annotated[int, Field(ge=0)] = Field(0, description="optimizer steps; overrides warmup_ratio")
@@ -149,6 +186,9 @@ class TrainConfig(Section):
         0, description="stop after this many evaluations without a better student; 0: never"
     )
     max_minutes: Annotated[float, Field(ge=0)] = Field(0.0, description="save and stop with exit code 75; 0: no limit")
+    peer_timeout_minutes: Annotated[float, Field(gt=0)] = Field(
+        30.0, description="with several processes: how long one waits for another before the run ends with exit code 75"
+    )
 
 
 class PrecisionConfig(Section):
@@ -199,6 +239,12 @@ class GuardConfig(Section):
 class EvalConfig(Section):
     max_batches: Annotated[int, Field(ge=0)] = Field(0, description="batches in an evaluation; 0: all held-out data")
     batch_size: Annotated[int, Field(ge=0)] = Field(0, description="rows; 0: as in training")
+    max_perplexity: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="a check of the result: held-out perplexity below this; 0: below the untrained student's"
+    )
+    min_share: Annotated[float, Field(ge=0, lt=0.5)] = Field(
+        0.01, description="a check of the result: the least share of the objective for a term that has a weight"
+    )
     samples: Annotated[int, Field(ge=0)] = Field(3, description="texts continued by teacher and student in the report")
     sample_tokens: Annotated[int, Field(ge=1)] = 48
 
@@ -210,6 +256,9 @@ class CheckpointConfig(Section):
 class TelemetryConfig(Section):
     first_steps: Annotated[int, Field(ge=0)] = Field(5, description="steps whose components are printed in full")
     log_steps: Annotated[int, Field(ge=1)] = Field(10, description="steps between plain log lines")
+    gradient_steps: Annotated[int, Field(ge=0)] = Field(
+        0, description="steps between measurements of each term's gradient; 0: never. Costs a backward pass a term"
+    )
 
 
 class Config(Section):
@@ -232,6 +281,16 @@ class Config(Section):
         kd, ce = self.objectives.kd.weight, self.objectives.ce.weight
         if kd == 0.0 and ce == 0.0:
             raise ValueError("objectives.kd.weight and objectives.ce.weight are both 0: there is nothing to learn")
+        inner = self.objectives.inner_weights
+        for name, weight in inner.items():
+            if min(_ends(weight)) < 0:
+                raise ValueError(f"objectives.{name}.weight must not be below 0")
+        if inner and self.teacher.cache:
+            raise ValueError(
+                f"{' and '.join(inner)} look inside the teacher, and teacher.cache holds only its answers: set "
+                + " and ".join(f"objectives.{name}.weight = 0" for name in inner)
+                + ", or leave teacher.cache out"
+            )
         if self.train.warmup_steps and self.train.max_steps and self.train.warmup_steps >= self.train.max_steps:
             raise ValueError(
                 f"train.warmup_steps {self.train.warmup_steps} leaves nothing of train.max_steps {self.train.max_steps}"
@@ -242,6 +301,10 @@ class Config(Section):
 
     def to_dict(self) -> dict[str, Any]:
         return self.model_dump(mode="json")
+
+
+def _ends(value: Scalar) -> tuple[float, float]:
+    return (value.start, value.end) if isinstance(value, Ramp) else (value, value)
 
 
 def _first(value: Scalar) -> float:

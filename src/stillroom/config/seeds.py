@@ -36,6 +36,11 @@ _DIRECT = {
     "temperature": "objectives.kd.temperature",
     "alpha_kd": "objectives.kd.weight",
     "alpha_ce": "objectives.ce.weight",
+    "alpha_feature": "objectives.feature.weight",
+    "alpha_attention": "objectives.attention.weight",
+    "alpha_layerwise": "objectives.layerwise.weight",
+    "alpha_contrastive": "objectives.contrastive.weight",
+    "attention_layers": "objectives.attention.attention_layers",
     "use_gradient_checkpointing": "student.gradient_checkpointing",
 }
 
@@ -46,10 +51,24 @@ _TRANSLATED: dict[str, Callable[[Any], tuple[str, Any, str]]] = {
         int(value),
         "the teacher's k likeliest tokens with the exact mass of the rest; the original renormalised both sides",
     ),
+    "router_anchor_weight": lambda value: (
+        "teacher.router.anchor_weight",
+        value,
+        "KL to the original teacher's answers; the original took the squared distance of the gates",
+    ),
+    "router_load_balance_weight": lambda value: (
+        "teacher.router.load_balance_weight",
+        value,
+        "from live gates; the original's had no gradient",
+    ),
+    "router_entropy_weight": lambda value: (
+        "teacher.router.entropy_weight",
+        value,
+        "from live gates; the original's had no gradient",
+    ),
 }
 
 _IGNORED = {
-    "attention_layers": "no attention term is configured",
     "num_workers": "batches are made in the training process",
     "fp16": "use precision.mode",
 }
@@ -74,17 +93,29 @@ def translate(table: Table) -> tuple[Table, list[str]]:
             _put(nested, target, mapped)
             notes.append(f"{key} = {value!r} -> {target} ({why})")
         elif key == "use_curriculum":
-            notes += _curriculum(nested, bool(value))
+            continue  # when all weights are known, whatever the order of the keys
         elif key in _IGNORED:
             notes.append(f"{key} = {value!r} is not used: {_IGNORED[key]}")
         else:
             nested[key] = value  # validation names it as unknown, with a suggestion
+    if "use_curriculum" in table:
+        notes.append(_curriculum(nested, bool(table["use_curriculum"])))
     return nested, notes
 
 
-def _curriculum(nested: Table, is_on: bool) -> list[str]:
+# What comes in when, and with what weight where the file does not say: those of the student-aware preset.
+_RAMPS = {
+    "feature": (0.1, 0.3, 0.6),
+    "attention": (0.1, 0.3, 0.6),
+    "layerwise": (0.05, 0.6, 0.8),
+    "contrastive": (0.05, 0.6, 0.8),
+}
+
+
+def _curriculum(nested: Table, is_on: bool) -> str:
+    """Three phases: logits alone, then features and attention, then the rest."""
     if not is_on:
-        return ["use_curriculum = False -> constant weights"]
+        return "use_curriculum = False -> constant weights"
     nested["curriculum"] = {
         "phases": [
             {"name": "logits", "until": 0.3},
@@ -92,10 +123,19 @@ def _curriculum(nested: Table, is_on: bool) -> list[str]:
             {"name": "all", "until": 1.0},
         ]
     }
-    if "weight" not in nested.get("objectives", {}).get("kd", {}):
+    objectives = nested.setdefault("objectives", {})
+    if "weight" not in objectives.get("kd", {}):
         _put(nested, "objectives.kd.weight", 0.7)
         _put(nested, "objectives.ce.weight", 0.3)
-    return ["use_curriculum = True -> curriculum.phases 0-30-60-100 %, kd 0.7 and ce 0.3 from the start"]
+    told = []
+    for name, (weight, begin, until) in _RAMPS.items():
+        end = objectives.get(name, {}).get("weight", weight)
+        if isinstance(end, int | float) and end != 0:  # what is no number is left for validation to name
+            ramp = {"start": 0.0, "end": end, "begin": begin, "until": until}
+            _put(nested, f"objectives.{name}.weight", ramp)
+            told.append(f"{name} to {end:g} from {begin:.0%}")
+    ramps = ", ".join(told) or "no inner objective"
+    return f"use_curriculum = True -> phases 0-30-60-100 %, kd {objectives['kd']['weight']} from the start, {ramps}"
 
 
 def _put(table: Table, key: str, value: Any) -> None:

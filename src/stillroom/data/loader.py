@@ -4,18 +4,23 @@ An epoch is a permutation of the rows, cut into micro-batches and these into win
 step. Windows never cross epochs: the last window of an epoch may hold fewer micro-batches, and the last
 micro-batch fewer rows, but no row is left out. Rows 9,353 with batch size 1 and accumulation 8 are 1,170
 steps an epoch, the last of them with one micro-batch.
+
+Several processes share each window: of its micro-batches, process r of n takes every nth from the rth on. The order
+over all of them is that of one process with n times the accumulation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
+import torch
 
 from stillroom.data.encode import Ints
 from stillroom.data.packing import Rows
 from stillroom.errors import ConfigError, DataError
-from stillroom.types import Batch
+from stillroom.types import IGNORED, Batch
 
 
 class Loader:
@@ -24,7 +29,9 @@ class Loader:
     The permutation of one epoch is kept to save time, never as state: a resumed run asks for its next index.
     """
 
-    def __init__(self, rows: Rows, *, batch_size: int, accumulation: int = 1, seed: int = 0) -> None:
+    def __init__(
+        self, rows: Rows, *, batch_size: int, accumulation: int = 1, seed: int = 0, rank: int = 0, num_ranks: int = 1
+    ) -> None:
         if batch_size < 1 or accumulation < 1 or seed < 0:
             raise ConfigError(
                 f"batch_size {batch_size}, accumulation {accumulation} and seed {seed} do not make a loader",
@@ -34,7 +41,9 @@ class Loader:
             raise DataError("there is no row to train on", advice=["give data.train a spec with more text"])
         self._rows = rows
         self._batch_size = batch_size
-        self._accumulation = accumulation
+        self._accumulation = accumulation * num_ranks  # of all processes together
+        self._rank = rank
+        self._num_ranks = num_ranks
         self._seed = seed
         self._kept: tuple[int, Ints] | None = None
 
@@ -49,7 +58,17 @@ class Loader:
         return -(-self.num_batches // self._accumulation)
 
     def window(self, index: int) -> list[Batch]:
-        """The micro-batches of optimizer step `index`, counted from 0 over all epochs."""
+        """This process's micro-batches of optimizer step `index`.
+
+        A process that has none in a partial window gets one with nothing to score, so that it takes part in the step.
+        """
+        if self._num_ranks == 1:
+            return self.whole_window(index)
+        whole = self.whole_window(index)
+        return whole[self._rank :: self._num_ranks] or [without_targets(whole[0])]
+
+    def whole_window(self, index: int) -> list[Batch]:
+        """The micro-batches of optimizer step `index`, counted from 0 over all epochs, of all processes."""
         if index < 0:
             raise IndexError(f"window {index}: windows are counted from 0")
         epoch, place = divmod(index, self.num_windows)
@@ -66,6 +85,15 @@ class Loader:
         if self._kept is None or self._kept[0] != epoch:
             self._kept = (epoch, np.random.default_rng([self._seed, epoch]).permutation(len(self._rows)))
         return self._kept[1]
+
+
+def without_targets(batch: Batch) -> Batch:
+    """The same rows with no target to score."""
+    return replace(
+        batch,
+        targets=torch.full_like(batch.targets, IGNORED),
+        target_bytes=torch.zeros_like(batch.target_bytes),
+    )
 
 
 def fixed_batches(rows: Rows, batch_size: int, max_batches: int = 0) -> Iterator[Batch]:

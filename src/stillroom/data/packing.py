@@ -91,6 +91,7 @@ class Rows:
             target_bytes=torch.from_numpy(sizes),
             sample_ids=tuple(self.sample_id(int(row)) for row in indices),
             index=index,
+            documents=tuple(self._encoded.names[self._documents[int(row)]] for row in indices),
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,11 @@ from stillroom.checkpoint import CheckpointSnapshots, CheckpointStore, SnapshotR
 from stillroom.config import Config
 from stillroom.curriculum import Curriculum
 from stillroom.data import Loader, open_data
+from stillroom.engine.agree import Agreement
+from stillroom.engine.cut import cut_student, unused_name
 from stillroom.engine.inject import Injector
+from stillroom.engine.inside import make_inner
+from stillroom.engine.routing import make_router, num_router_parameters, unused_router_settings
 from stillroom.engine.run import Run
 from stillroom.errors import BrokenAtStart, ConfigError
 from stillroom.guard import Guard
@@ -27,8 +31,10 @@ from stillroom.models import (
     load_student,
     load_teacher,
     load_tokenizer,
+    vocabulary_hash,
 )
 from stillroom.objectives.clamps import Clamps
+from stillroom.objectives.inner_terms import Inner
 from stillroom.objectives.mix import Mix
 from stillroom.precision import AdamW, ParameterGroup, Precision, resolve
 from stillroom.schedule import Schedule, steps_of_run, warmup_of_run
@@ -51,6 +57,8 @@ class Models:
     is_student_described: bool
     is_teacher_described: bool
     notes: tuple[str, ...]
+    kept_layers: tuple[int, ...] | None = None  # of the teacher, where the student was cut from it
+    vocabularies: dict[str, str] = field(default_factory=dict)  # hash of each model's table of tokens
 
 
 def find_device(wanted: str) -> torch.device:
@@ -70,23 +78,43 @@ def load_models(config: Config, device: torch.device) -> Models:
     """Load what the configuration names and check that the two understand each other."""
     uses_teacher = Curriculum.of(config).uses_teacher
     notes = _unused_settings(config)
-    brings_own = has_tokenizer(config.student.model)
+    is_cut = config.student.init == "shrink"
+    brings_own = not is_cut and has_tokenizer(config.student.model)
     teacher_tokenizer = None
     if uses_teacher or not brings_own:
         teacher_tokenizer = load_tokenizer(config.teacher, config.teacher.model)
     tokenizer = load_tokenizer(config.student, config.student.model) if brings_own else teacher_tokenizer
     if not brings_own:
         notes.append("the student brings no tokenizer: it takes the teacher's")
-    student, why = load_student(config.student, seed=config.train.seed)
-    notes.append(why)
-    teacher = load_teacher(config.teacher, teacher_dtype(config, device)) if uses_teacher else None
+    kept = None
+    if is_cut:
+        teacher = load_teacher(config.teacher, teacher_dtype(config, device))
+        found = cut_student(config, teacher, tokenizer, device)
+        student, kept = found.model, found.kept_layers
+        teacher = teacher if uses_teacher else None
+        notes += [*unused_name(config.student), found.told]
+    else:
+        student, why = load_student(config.student, seed=config.train.seed)
+        notes.append(why)
+        teacher = load_teacher(config.teacher, teacher_dtype(config, device)) if uses_teacher else None
     rows = anatomy(student).vocab_rows
     size = rows
     if teacher is not None:
         size = agree_on_vocabulary(teacher_tokenizer, tokenizer, anatomy(teacher).vocab_rows, rows)
     described = {"student": _is_described(student, notes, "student")}
     described["teacher"] = teacher is None or _is_described(teacher, notes, "teacher")
-    return Models(tokenizer, teacher, student, size, described["student"], described["teacher"], tuple(notes))
+    spoken = {"student": tokenizer, **({"teacher": teacher_tokenizer} if teacher is not None else {})}
+    return Models(
+        tokenizer,
+        teacher,
+        student,
+        size,
+        described["student"],
+        described["teacher"],
+        tuple(notes),
+        kept,
+        {role: vocabulary_hash(table) for role, table in spoken.items()},
+    )
 
 
 def _unused_settings(config: Config) -> list[str]:
@@ -97,9 +125,7 @@ def _unused_settings(config: Config) -> list[str]:
             where="teacher.cache",
             advice=["leave teacher.cache out: the teacher then answers live"],
         )
-    if config.train.router_learning_rate:
-        return ["train.router_learning_rate has no effect: no router is trained"]
-    return []
+    return unused_router_settings(config)
 
 
 def teacher_dtype(config: Config, device: torch.device) -> torch.dtype:
@@ -123,9 +149,17 @@ def _is_described(model: Any, notes: list[str], role: str) -> bool:
 
 
 def build_run(
-    config: Config, folder: Path, log: EventLog, *, device: torch.device, models: Models, inject: str = ""
+    config: Config,
+    folder: Path,
+    log: EventLog,
+    *,
+    device: torch.device,
+    models: Models,
+    inject: str = "",
+    agree: Agreement | None = None,
 ) -> Run:
     """Assemble a run. Nothing is trained here, and nothing is written but the log."""
+    agree = agree or Agreement()
     torch.manual_seed(config.train.seed)
     corpus = open_data(config.data, models.tokenizer)
     loader = Loader(
@@ -133,24 +167,23 @@ def build_run(
         batch_size=config.train.batch_size,
         accumulation=config.train.gradient_accumulation_steps,
         seed=config.train.seed,
+        rank=agree.rank,
+        num_ranks=agree.size,
     )
-    num_parameters = anatomy(models.student).num_parameters
+    num_parameters = anatomy(models.student).num_parameters + num_router_parameters(config, models.teacher)
     precision = resolve(config.precision.mode, device, config=config.precision, num_parameters=num_parameters)
     models.student.to(device)
-    optimizer = make_optimizer(models.student, precision, config)
+    inner = make_inner(config, models.student, models.teacher, device, kept=models.kept_layers)
+    optimizer = make_optimizer(models.student, precision, config, inner)
+    if agree.size > 1:
+        optimizer.accumulate_in_fp32()
     injector = Injector(inject, tell=lambda text: log.write("note", text=text))
-    teacher = None
-    if models.teacher is not None:
-        teacher = LiveTeacher(
-            models.teacher,
-            vocab_size=models.vocab_size,
-            device=device,
-            offload=config.teacher.placement == "offload",
-            is_described=models.is_teacher_described,
-        )
+    router = make_router(config, models.teacher, models.vocab_size, precision, models.is_teacher_described, log, agree)
+    teacher = router or make_teacher(config, models, device)
     clamps = Clamps(config.guard.logit_clamp, config.guard.loss_clamp)
     for text in clamps.check(models.vocab_size):
         log.write("note", text=text)
+    mix = Mix(config.objectives, clamps=clamps, inner=inner)
     checkpoints = CheckpointStore(folder / "checkpoints", config.checkpoint.keep, injector.checkpoint_point)
     return Run(
         config=config,
@@ -162,27 +195,42 @@ def build_run(
         teacher_model=models.teacher,
         corpus=corpus,
         loader=loader,
-        mix=Mix(config.objectives, clamps=clamps),
+        mix=mix,
         curriculum=Curriculum.of(config),
-        schedule=make_schedule(config, loader.num_batches),
+        schedule=make_schedule(config, loader.num_batches, agree.size),
         precision=precision,
         optimizer=optimizer,
         guard=Guard(config.guard),
         log=log,
         checkpoints=checkpoints,
-        ring=make_snapshots(config, optimizer, models.student, checkpoints, log),
+        ring=make_snapshots(config, optimizer, models.student, checkpoints, log, agree),
         injector=injector,
+        agree=agree,
+        vocabularies=models.vocabularies,
+        router=router,
+    )
+
+
+def make_teacher(config: Config, models: Models, device: torch.device) -> LiveTeacher | None:
+    if models.teacher is None:
+        return None
+    return LiveTeacher(
+        models.teacher,
+        vocab_size=models.vocab_size,
+        device=device,
+        offload=config.teacher.placement == "offload",
+        is_described=models.is_teacher_described,
     )
 
 
 def make_snapshots(
-    config: Config, optimizer: AdamW, student: Any, checkpoints: CheckpointStore, log: EventLog
+    config: Config, optimizer: AdamW, student: Any, checkpoints: CheckpointStore, log: EventLog, agree: Agreement
 ) -> Snapshots:
     """Snapshots in memory while they take a modest share of what is free, else the checkpoints on disk."""
     tensors = [*student.parameters(), *optimizer.tensors().values()]
     needed = config.guard.snapshot_ring * sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     free = psutil.virtual_memory().available
-    if needed <= _SNAPSHOT_SHARE * free:
+    if agree.every(needed * agree.size <= _SNAPSHOT_SHARE * free):
         return SnapshotRing(config.guard.snapshot_ring)
     log.write(
         "note",
@@ -192,14 +240,20 @@ def make_snapshots(
     return CheckpointSnapshots(checkpoints)
 
 
-def make_optimizer(student: Any, precision: Precision, config: Config) -> AdamW:
-    trained = tuple((name, parameter) for name, parameter in student.named_parameters() if parameter.requires_grad)
-    return precision.optimizer([ParameterGroup("student", config.train.learning_rate, trained)], config.train)
-
-
-def make_schedule(config: Config, num_batches: int) -> Schedule:
+def make_optimizer(student: Any, precision: Precision, config: Config, inner: Inner) -> AdamW:
     train = config.train
-    num_steps = steps_of_run(num_batches, train.gradient_accumulation_steps, train.epochs, train.max_steps)
+    trained = tuple((name, parameter) for name, parameter in student.named_parameters() if parameter.requires_grad)
+    groups = [ParameterGroup("student", train.learning_rate, trained)]
+    projectors = tuple(inner.projectors.named_parameters(prefix="projectors"))
+    if projectors:
+        groups.append(ParameterGroup("projectors", train.projector_learning_rate or train.learning_rate, projectors))
+    return precision.optimizer(groups, train)
+
+
+def make_schedule(config: Config, num_batches: int, num_processes: int = 1) -> Schedule:
+    train = config.train
+    accumulation = train.gradient_accumulation_steps * num_processes
+    num_steps = steps_of_run(num_batches, accumulation, train.epochs, train.max_steps)
     return Schedule(
         num_steps=num_steps,
         num_warmup=warmup_of_run(num_steps, train.warmup_steps, train.warmup_ratio),

@@ -8,22 +8,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from stillroom.checkpoint import CheckpointStore, Saved, write_atomically
 from stillroom.config import Config
 from stillroom.engine import folder as run_folder
+from stillroom.engine.agree import Agreement, join
 from stillroom.engine.build import Models, build_run, find_device, load_models
+from stillroom.engine.checks import success_checks
+from stillroom.engine.cut import student_name
+from stillroom.engine.first import first_forward
 from stillroom.engine.loop import Stop, load_best, run_evaluation, save_student, training
+from stillroom.engine.routing import begin_router, finish_router
 from stillroom.engine.run import Run
 from stillroom.engine.state import RunState, capture, restore
-from stillroom.errors import BrokenAtStart, StillroomError
+from stillroom.errors import BrokenAtStart, ConfigError, StillroomError
 from stillroom.evaluate import Evaluation, evaluate
-from stillroom.models import Student, anatomy, scored_rows, scored_targets
+from stillroom.models import Student, anatomy
 from stillroom.models.generate import generate
-from stillroom.telemetry import EventLog
-from stillroom.telemetry.events import strict
-from stillroom.types import Batch
+from stillroom.telemetry import EventLog, SilentLog
+from stillroom.telemetry.events import scan_events, strict
 
 _PROMPT_TOKENS = 32
 
@@ -47,23 +49,27 @@ def distill(
 ) -> Result:
     """Distil as configured into a folder. A folder with an unfinished run of the same configuration is resumed."""
     folder = Path(out)
+    agree = join(config.train.peer_timeout_minutes)
     where = find_device(device)
-    is_resumed = run_folder.claim(folder, config)
+    is_resumed = bool(agree.first(float(run_folder.claim(folder, config) if agree.is_first else 0.0)))
     summary_path = folder / "summary.json"
     if is_resumed and summary_path.exists():
         finished = json.loads(summary_path.read_text(encoding="utf-8"))
         if finished.get("status") == "done":
             return Result(folder, finished)
-    saved = newest_checkpoint(folder, config) if is_resumed else None
+    saved = newest_checkpoint(folder, config, agree) if is_resumed else None
     models = load_models(config, where)
-    log = EventLog(folder / "events.jsonl", keep_until_step=saved.step if saved else -1)
+    log: EventLog = SilentLog()
+    if agree.is_first:
+        log = EventLog(folder / "events.jsonl", keep_until_step=saved.step if saved else -1)
     for listener in listeners:
         log.listen(listener)
     try:
-        run = build_run(config, folder, log, device=where, models=models, inject=inject)
+        run = build_run(config, folder, log, device=where, models=models, inject=inject, agree=agree)
         state = RunState()
         _announce(run, models, notes, saved)
         if saved is not None:
+            _check_processes(saved, agree.size, folder)
             restore(run, state, saved)
         return _carry(run, state, saved)
     except StillroomError as error:
@@ -87,20 +93,36 @@ def resume(
     return distill(config, folder, device=device, listeners=listeners)
 
 
-def newest_checkpoint(folder: Path, config: Config) -> Saved | None:
+def newest_checkpoint(folder: Path, config: Config, agree: Agreement | None = None) -> Saved | None:
     """The newest checkpoint that verifies, after sweeping away what an interrupted save left behind."""
+    agree = agree or Agreement()
     store = CheckpointStore(folder / "checkpoints", config.checkpoint.keep)
-    store.sweep()
+    if agree.is_first:
+        store.sweep()
+    agree.wait()
     return store.load_newest()
+
+
+def _check_processes(saved: Saved, num_processes: int, folder: Path) -> None:
+    """Data order and schedule count windows of all processes: another number of them would be another run."""
+    started = int(saved.scalars.get("processes", 1))
+    if started != num_processes:
+        raise ConfigError(
+            f"the run was begun with {started} processes and cannot go on with {num_processes}",
+            where=str(folder),
+            advice=[f"start {started}: torchrun --nproc-per-node {started} -m stillroom resume {folder}"],
+        )
 
 
 def _carry(run: Run, state: RunState, saved: Saved | None) -> Result:
     """Train from where the state stands to the end, then write what is left to write."""
     run.before = _before(run, state) if saved is None else dict(saved.scalars["before"])
+    if saved is None:
+        begin_router(run)  # before the initial state is kept: what the probe found is part of it
     if run.config.guard.on_exhausted == "reset" and state.applied == 0:
         run.initial = capture(run, state).copied()
     if saved is None:
-        _first_forward(run, state)
+        first_forward(run, state)
     stop = Stop(run.config.train.max_minutes)
     with stop.on_signals():
         for _outcome in training(run, state, stop):
@@ -159,46 +181,21 @@ def _announce(run: Run, models: Models, notes: tuple[str, ...], saved: Saved | N
         schedule={
             "total_batches": run.loader.num_batches,
             "gradient_accumulation": config.train.gradient_accumulation_steps,
+            "processes": run.agree.size,
             "optimizer_steps": run.schedule.num_steps,
             "warmup_steps": run.schedule.num_warmup,
             "learning_rate": config.train.learning_rate,
         },
         teacher={"name": config.teacher.model, **anatomy(models.teacher).to_dict()} if models.teacher else None,
-        student={"name": config.student.model, **anatomy(models.student).to_dict()},
+        student={"name": student_name(config), **anatomy(models.student).to_dict()},
         data={**run.corpus.counters, "notes": list(run.corpus.notes)},
     )
-    for text in (*notes, *models.notes):
+    for text in (*notes, *models.notes, *run.mix.notes(run.device.type)):
         run.log.write("note", text=text)
     if saved is not None:
         for reason in saved.rejected:
             run.log.write("note", text=f"a checkpoint was not used: {reason}")
         run.log.write("resume", step=saved.step)
-
-
-@torch.no_grad()
-def _first_forward(run: Run, state: RunState) -> None:
-    """Shapes, vocabulary and weights of the first batch, for a person to check before hours are spent."""
-    batch: Batch = run.loader.window(0)[0]
-    rows = scored_rows(batch).to(run.device)
-    batch = batch.to(run.device)
-    lesson = run.lesson(state)
-    needs = run.mix.needs(lesson)
-    run.student.eval()
-    with run.precision.autocast():
-        view = run.student.observe(batch, rows, needs)
-    run.student.train()
-    signal = run.teacher.observe(batch, rows, needs) if run.teacher else None
-    run.log.write(
-        "first_forward",
-        rows=batch.input_ids.shape[0],
-        positions=batch.input_ids.shape[1],
-        scored=int(scored_targets(batch, rows).numel()),
-        student_hidden=list(view.hidden.shape),
-        teacher_hidden=list(signal.hidden.shape) if signal is not None and hasattr(signal, "hidden") else None,
-        vocabulary=run.student.vocab_size,
-        temperature=lesson.settings.get("kd.temperature", 1.0),
-        weights=dict(lesson.weights),
-    )
 
 
 # -- the end ---------------------------------------------------------------------------------------------
@@ -208,7 +205,11 @@ def _finish(run: Run, state: RunState) -> Result:
     if state.best_step != state.applied:
         load_best(run)
         run.log.write("note", text=f"the best student is that of step {state.best_step}, and it is the one kept")
-    final = evaluate(run.student, run.eval_batches(), precision=run.precision, teacher=run.teacher)
+    # A teacher whose gates were trained is no yardstick: the result is compared with the one that was given.
+    reference = run.router.original if run.router is not None else run.teacher
+    final = evaluate(run.student, run.eval_batches(), precision=run.precision, teacher=reference)
+    if not run.agree.is_first:
+        return Result(run.folder)
     save_student(run)
     for sample in make_samples(run):
         run.log.write("sample", **sample)
@@ -228,10 +229,25 @@ def _finish(run: Run, state: RunState) -> Result:
         "weight_decay": run.config.train.weight_decay,
         **run.before,
         "student": {**_row(final, run.student.model), "steps": state.applied, "tokens": state.tokens},
+        **finish_router(run),
     }
+    summary["checks"] = _checks(run, summary)
     write_summary(run.folder, summary)
     run.log.write("run_end", status="done", steps=state.applied, seconds=state.seconds, exit_code=0)
     return Result(run.folder, summary)
+
+
+def _checks(run: Run, summary: dict[str, Any]) -> list[dict[str, Any]]:
+    """The success criteria, judged by the run's own record: a resumed run has its beginning there too."""
+    before = summary.get("student_before", {})
+    return success_checks(
+        scan_events(run.log.path).records,
+        perplexity=summary["student"]["perplexity"],
+        perplexity_before=before.get("perplexity"),
+        max_perplexity=run.config.eval.max_perplexity,
+        min_share=run.config.eval.min_share,
+        epoch_steps=run.loader.num_windows,
+    )
 
 
 def write_summary(folder: Path, summary: dict[str, Any]) -> None:

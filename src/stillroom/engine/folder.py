@@ -19,7 +19,7 @@ from stillroom.config.load import build
 from stillroom.errors import ConfigError
 
 # May change between a run and its resumption without making it another run.
-_NOT_THE_RUN = ("train.max_minutes", "telemetry", "checkpoint")
+_NOT_THE_RUN = ("train.max_minutes", "train.peer_timeout_minutes", "telemetry", "checkpoint")
 _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", "numpy")
 
 

@@ -68,9 +68,17 @@ class Injector:
                 embedding.view(-1)[-1] = float("nan")
             if self._strikes("huge_weight"):
                 inner.view(-1)[:8] = 3e4
+            if self._strikes("router_nan"):
+                self._spoil_gate(run)
             if self._strikes("nan_moment"):
                 tensors = run.optimizer.tensors()
                 next(t for name, t in tensors.items() if name.endswith(".first")).view(-1)[0] = float("nan")
+
+    def _spoil_gate(self, run: Run) -> None:
+        if run.router is None:
+            self.tell("router_nan did nothing: no gate is trained in this run")
+            return
+        next(iter(run.router.gates.weights.values())).view(-1)[0] = float("nan")
 
     def window(self, batches: list[Batch], vocab_size: int) -> list[Batch]:
         if self._strikes("all_masked"):

@@ -23,6 +23,9 @@ def locate(run: Run, window: Sequence[Batch], lesson: Lesson) -> str:
     for name, parameter in run.student.model.named_parameters():
         if not _is_finite(parameter):
             return f"weight {name} of the student is not finite"
+    for name, parameter in run.mix.inner.projectors.named_parameters():
+        if not _is_finite(parameter):
+            return f"projector {name} is not finite"
     for batch in window:
         found = _in_forward(run, batch, lesson) if batch.num_scored else ""
         if found:
@@ -38,7 +41,7 @@ def _in_forward(run: Run, batch: Batch, lesson: Lesson) -> str:
     rows = scored_rows(batch).to(run.device)
     batch = batch.to(run.device)
     needs = run.mix.needs(lesson)
-    signal = run.teacher.observe(batch, rows, needs) if run.teacher and lesson.weight("kd") > 0 else None
+    signal = run.teacher.observe(batch, rows, needs.teacher) if run.teacher and lesson.asks_teacher else None
     if isinstance(signal, DenseSignal) and not _is_finite(signal.hidden):
         return "the teacher's last hidden states are not finite"
     first: list[str] = []
@@ -56,7 +59,7 @@ def _in_forward(run: Run, batch: Batch, lesson: Lesson) -> str:
     run.student.eval()
     try:
         with run.precision.autocast():
-            view = run.student.observe(batch, rows, needs)
+            view = run.student.observe(batch, rows, needs.student)
     finally:
         run.student.model.train(was_training)
         for handle in handles:

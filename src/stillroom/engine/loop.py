@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -17,10 +18,13 @@ import psutil
 import torch
 
 from stillroom.checkpoint import replaced_folder
+from stillroom.engine.gradients import is_due, term_gradients
 from stillroom.engine.recover import is_sound, roll_back_unsound, take_snapshot
+from stillroom.engine.routing import look_after_router
 from stillroom.engine.run import Run
 from stillroom.engine.state import RunState, capture, weights_of
 from stillroom.engine.step import StepOutcome, train_step
+from stillroom.engine.twins import check_twins
 from stillroom.errors import CannotSave, Interrupted
 from stillroom.evaluate import Evaluation, evaluate
 
@@ -71,16 +75,20 @@ def training(run: Run, state: RunState, stop: Stop) -> Iterator[StepOutcome]:
             state.cursor += 1
             continue
         began = time.monotonic()
-        outcome = train_step(run, state, run.loader.window(state.cursor))
+        window = run.loader.window(state.cursor)
+        if is_due(run, state):
+            run.log.write("gradients", step=state.applied + 1, **term_gradients(run, state, window))
+        outcome = train_step(run, state, window)
         state.seconds = already + time.monotonic() - start
         run.log.write("step", **step_record(run, state, outcome, time.monotonic() - began))
         yield outcome
         if outcome.verdict.action == "keep":
             after_applied_step(run, state, outcome)
-        if stop.is_wanted() and state.applied < run.schedule.num_steps:
+        if run.agree.anyone(stop.is_wanted()) and state.applied < run.schedule.num_steps:
             save_checkpoint(run, state)
+            reason = stop.reason or "another process was asked to"
             raise Interrupted(
-                f"stopped at step {state.applied} of {run.schedule.num_steps}: {stop.reason}",
+                f"stopped at step {state.applied} of {run.schedule.num_steps}: {reason}",
                 where=str(run.folder),
                 advice=[f"stillroom resume {run.folder}"],
             )
@@ -100,6 +108,8 @@ def after_applied_step(run: Run, state: RunState, outcome: StepOutcome) -> None:
     if (is_eval or is_save or is_snapshot) and not is_sound(run):
         roll_back_unsound(run, state, outcome.evidence)
         return
+    if run.router is not None and (is_eval or is_save or is_snapshot):
+        look_after_router(run, state, is_eval=is_eval)
     if is_snapshot:
         take_snapshot(run, state)
     if is_eval:
@@ -127,6 +137,8 @@ def run_evaluation(run: Run, state: RunState, outcome: StepOutcome | None = None
         mix=run.mix,
         lesson=lesson,
     )
+    result = replace(result, perplexity=run.agree.first(result.perplexity))
+    check_twins(run)
     is_best = is_better(result, state)
     run.log.write(
         "eval",
@@ -173,6 +185,12 @@ def save_checkpoint(run: Run, state: RunState) -> None:
     if not is_sound(run):
         run.log.write("note", text="weights are not finite: nothing is saved, the last good checkpoint stays")
         return
+    if run.agree.is_first:
+        _write_checkpoint(run, state)
+    run.agree.wait()  # whoever rolls back to a checkpoint finds it whole
+
+
+def _write_checkpoint(run: Run, state: RunState) -> None:
     began = time.monotonic()
     saved = capture(run, state)
     try:
@@ -243,20 +261,22 @@ def step_record(run: Run, state: RunState, outcome: StepOutcome, seconds: float)
         "terms": {name: vars(term) for name, term in outcome.terms.items()},
         "bad_teacher_rows": outcome.evidence.bad_teacher_rows,
         **outcome.evidence.samples,
-        **_clamped(outcome),
+        **_counted(outcome),
         "gpu_memory_gb": gpu,
         "memory_gb": resident,
         "memory_percent": percent,
     }
 
 
-def _clamped(outcome: StepOutcome) -> dict[str, float]:
-    """What clamps did to the step, where the user asked for clamps."""
+def _counted(outcome: StepOutcome) -> dict[str, float]:
+    """What clamps did to the step, where the user asked for them, and rows that had no other row to differ from."""
     counters, found = outcome.evidence.counters, {}
     if "clamped_fraction_sum" in counters:
         found["clamped_fraction"] = counters["clamped_fraction_sum"] / max(outcome.num_targets, 1)
     if "clamped_losses" in counters:
         found["clamped_losses"] = counters["clamped_losses"]
+    if "rows_without_contrast" in counters:
+        found["rows_without_contrast"] = counters["rows_without_contrast"]
     return found
 
 

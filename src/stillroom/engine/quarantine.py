@@ -20,6 +20,8 @@ _TEXT_CHARACTERS = 2000
 
 def keep_window(run: Run, window: Sequence[Batch], evidence: Evidence, verdict: Verdict, located: str) -> Path | None:
     """Write a window's tensors and what is known about it; nothing once the folder holds MAX_FILES."""
+    if not run.agree.is_first:
+        return None
     folder = run.folder / "quarantine"
     folder.mkdir(parents=True, exist_ok=True)
     if len(list(folder.glob("*.json"))) >= MAX_FILES:

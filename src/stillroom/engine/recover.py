@@ -26,8 +26,8 @@ def examine(run: Run) -> Examination:
     """A slow, careful look at the state: used only when a step is suspicious."""
     # A damaged FP16 copy beside a sound master is mended here, for the cost of a copy.
     run.optimizer.refresh()
-    weights = all(_is_finite(p) for p in run.student.model.parameters())
-    moments = all(_is_finite(t) for t in run.optimizer.tensors().values())
+    weights = run.agree.every(_weights_are_finite(run))
+    moments = run.agree.every(all(_is_finite(t) for t in run.optimizer.tensors().values()))
     loss = canary_loss(run) if weights else float("nan")
     return Examination(weights, moments, loss, run.canary_reference)
 
@@ -35,9 +35,11 @@ def examine(run: Run) -> Examination:
 @torch.no_grad()
 def is_sound(run: Run) -> bool:
     """Whether every weight and moment is finite: asked before anything is kept or saved."""
-    return all(_is_finite(p) for p in run.student.model.parameters()) and all(
-        _is_finite(t) for t in run.optimizer.tensors().values()
-    )
+    return run.agree.every(_weights_are_finite(run) and all(_is_finite(t) for t in run.optimizer.tensors().values()))
+
+
+def _weights_are_finite(run: Run) -> bool:
+    return all(_is_finite(p) for p in (*run.student.model.parameters(), *run.mix.inner.projectors.parameters()))
 
 
 def _is_finite(tensor: Tensor) -> bool:
@@ -57,7 +59,7 @@ def canary_loss(run: Run) -> float:
     """Plain cross-entropy on the canary batch; positions that cannot be scored count as infinite."""
     # Dropout is off in evaluation, so looking does not move the random state.
     result = evaluate(run.student, [run.canary()], precision=run.precision)
-    return result.nll if result.unscored_tokens == 0 else float("inf")
+    return run.agree.worst(result.nll if result.unscored_tokens == 0 else float("inf"))
 
 
 def take_snapshot(run: Run, state: RunState) -> bool:

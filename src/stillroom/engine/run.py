@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from stillroom.checkpoint import CheckpointStore, Saved, Snapshots
 from stillroom.config import Config
 from stillroom.curriculum import Curriculum
 from stillroom.data import Corpus, Loader, fixed_batches
+from stillroom.engine.agree import Agreement
 from stillroom.engine.inject import Injector
 from stillroom.engine.state import RunState
 from stillroom.guard import Guard
@@ -20,9 +22,9 @@ from stillroom.models import Student
 from stillroom.objectives.mix import Mix
 from stillroom.precision import AdamW, Precision
 from stillroom.schedule import Schedule
-from stillroom.teachers import TeacherSource
+from stillroom.teachers import RouterTeacher, TeacherSource
 from stillroom.telemetry import EventLog
-from stillroom.types import Batch, Lesson
+from stillroom.types import Batch, Lesson, Needs, Signal
 
 _RECOVERY_STEPS = 50
 _CANARY_ROWS = 4
@@ -51,11 +53,15 @@ class Run:
     checkpoints: CheckpointStore
     ring: Snapshots
     injector: Injector
+    agree: Agreement = field(default_factory=Agreement)
+    vocabularies: dict[str, str] = field(default_factory=dict)  # hash of each model's table of tokens
     initial: Saved | None = None  # kept only where the guard may begin again
     before: dict[str, Any] = field(default_factory=dict)  # teacher and student before training, for the summary
     sampled: dict[str, Tensor] = field(default_factory=dict)  # of the last update, read with the next evidence
     best_weights: dict[str, Tensor] = field(default_factory=dict)
     canary_reference: float = float("inf")
+    router: RouterTeacher | None = None  # the teacher, where something is done at its gates
+    direction: Mapping[str, Tensor] = field(default_factory=dict)  # of this window's quiz, in sar-meta
 
     def lesson(self, state: RunState) -> Lesson:
         """What the curriculum says now, or labels alone while the teacher is suspended."""
@@ -72,6 +78,13 @@ class Run:
             backoff = self.config.guard.learning_rate_backoff
             factor *= backoff + (1.0 - backoff) * since / _RECOVERY_STEPS
         return factor
+
+    def answers(self, batch: Batch, rows: Tensor, needs: Needs) -> list[Signal]:
+        """The teacher's answers to a training batch: one, unless its experts answer several times."""
+        if self.router is not None:
+            return [*self.router.signals(batch, rows, needs)]
+        assert self.teacher is not None
+        return [self.teacher.observe(batch, rows, needs)]
 
     def eval_batches(self) -> list[Batch]:
         size = self.config.eval.batch_size or self.config.train.batch_size

@@ -77,6 +77,12 @@ def weights_of(model: Any) -> dict[str, Tensor]:
     return found
 
 
+def projectors_of(run: Run) -> dict[str, Mapping[str, Tensor]]:
+    """The matrices that inner objectives train beside the student, as a group of their own; none where none is."""
+    found = weights_of(run.mix.inner.projectors)
+    return {"projectors": found} if found else {}
+
+
 def capture(run: Run, state: RunState) -> Saved:
     """The whole state as named tensors and JSON values. Tensors are the living ones: copy before changing them."""
     random = {"cpu": torch.get_rng_state()}
@@ -84,9 +90,12 @@ def capture(run: Run, state: RunState) -> Saved:
         random["cuda"] = torch.cuda.get_rng_state(run.device)
     tensors: dict[str, Mapping[str, Tensor]] = {
         "student": weights_of(run.student.model),
+        **projectors_of(run),
         "optimizer": run.optimizer.tensors(),
         "random": random,
     }
+    if run.router is not None:
+        tensors["router"] = run.router.tensors()
     if run.best_weights:
         tensors["best"] = run.best_weights
     scalars = {
@@ -95,7 +104,9 @@ def capture(run: Run, state: RunState) -> Saved:
         "guard": run.guard.state_dict(),
         "num_updates": run.optimizer.num_updates,
         "before": run.before,
+        "processes": run.agree.size,
         "canary": run.canary_reference if math.isfinite(run.canary_reference) else None,
+        "router": run.router.state_dict() if run.router is not None else None,
     }
     return Saved(state.applied, tensors, scalars)
 
@@ -104,12 +115,16 @@ def capture(run: Run, state: RunState) -> Saved:
 def restore(run: Run, state: RunState, saved: Saved, *, keeps_history: bool = False) -> None:
     """Put a saved state back. A rollback keeps its history: budgets spent stay spent."""
     _copy_into(weights_of(run.student.model), saved.tensors["student"])
+    for group, living in projectors_of(run).items():
+        _copy_into(living, saved.tensors.get(group, {}))
     run.optimizer.load_tensors(saved.tensors["optimizer"])
     run.optimizer.num_updates = int(saved.scalars["num_updates"])
     torch.set_rng_state(saved.tensors["random"]["cpu"])
     if "cuda" in saved.tensors["random"] and run.device.type == "cuda":
         torch.cuda.set_rng_state(saved.tensors["random"]["cuda"], run.device)
     run.precision.load_state_dict(saved.scalars["precision"])
+    if run.router is not None:
+        run.router.load(saved.tensors["router"], saved.scalars["router"], keeps_history=keeps_history)
     for name, value in saved.scalars["state"].items():
         if not (keeps_history and name in _HISTORY):
             setattr(state, name, list(value) if isinstance(value, list) else value)
@@ -123,6 +138,6 @@ def restore(run: Run, state: RunState, saved: Saved, *, keeps_history: bool = Fa
 def _copy_into(living: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
     if set(living) != set(saved):
         odd = sorted(set(living) ^ set(saved))[:3]
-        raise ValueError(f"the saved student has other tensors: {', '.join(odd)}")
+        raise ValueError(f"the saved state has other tensors: {', '.join(odd)}")
     for name, tensor in living.items():
         tensor.copy_(saved[name])

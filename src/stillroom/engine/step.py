@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from stillroom.engine.recover import carry_out, examine
+from stillroom.engine.routing import begin_window, settle, teach
 from stillroom.engine.run import Run
 from stillroom.engine.state import RunState
 from stillroom.models import scored_rows, scored_targets
-from stillroom.types import Batch, Evidence, Lesson, Score, TermRecord, Verdict
+from stillroom.teachers.router import average
+from stillroom.types import Batch, Evidence, Lesson, Score, Signal, TermRecord, Verdict
 
 
 @dataclass
@@ -59,6 +62,8 @@ def train_step(run: Run, state: RunState, window: Sequence[Batch]) -> StepOutcom
     if verdict.action == "examine":
         verdict = run.guard.diagnose(evidence, verdict.reason, examine(run))
     state.attempted += 1
+    if run.router is not None:
+        settle(run, evidence, verdict, rate)
     if verdict.action == "keep":
         _apply(run, state, evidence, rate)
         run.guard.accept(evidence)
@@ -67,7 +72,8 @@ def train_step(run: Run, state: RunState, window: Sequence[Batch]) -> StepOutcom
         state.attempt = 0
         state.tokens += evidence.num_targets
     else:
-        carry_out(run, state, window, evidence, verdict)
+        whole = window if run.agree.size == 1 else run.loader.whole_window(state.cursor)
+        carry_out(run, state, whole, evidence, verdict)
     run.optimizer.zero_grad()
 
     terms = TermRecord.table(dict(evidence.terms), lesson.weights)
@@ -78,13 +84,32 @@ def train_step(run: Run, state: RunState, window: Sequence[Batch]) -> StepOutcom
 def attempt(run: Run, state: RunState, window: Sequence[Batch]) -> tuple[Evidence, Lesson]:
     """Forward and backward of a window: gradients are left in place, nothing is applied."""
     lesson = run.lesson(state)
-    counts = run.mix.counts(window)  # of the whole window, before any forward: the one divisor
+    # Of the whole window and of all processes, before any forward: the one divisor.
+    counts = run.agree.counts(run.mix.counts(window))
     tally = Tally()
-    for batch in window:
-        if batch.num_scored:
-            tally.add(_learn(run, batch, lesson, counts))
+    if run.router is not None:
+        begin_window(run, state, window)
+    scored = [batch for batch in window if batch.num_scored]
+    if run.agree.size > 1:
+        _seed(run, state)
+        scored = scored or list(window[:1])  # a process with nothing to learn adds zeros under the same names
+    for batch in scored:
+        tally.add(_learn(run, batch, lesson, counts))
     run.injector.gradients(run)
+    _share_gradients(run)
     return _read_evidence(run, state, tally, lesson, counts), lesson
+
+
+def _seed(run: Run, state: RunState) -> None:
+    """Random numbers that differ between processes and are the same again after a resume."""
+    torch.manual_seed(((run.config.train.seed * 1_000_003 + state.attempted) * 1_009 + run.agree.rank) & (2**63 - 1))
+
+
+def _share_gradients(run: Run) -> None:
+    """Sum the gradients of all processes. No mean: the counts of all have divided already."""
+    if run.agree.size > 1:
+        run.optimizer.complete_gradients(run.agree.any_of(run.optimizer.has_gradients()))
+        run.agree.add_up(gradient for _name, gradient in run.optimizer.named_gradients())
 
 
 def _learn(run: Run, batch: Batch, lesson: Lesson, counts: dict[str, int]) -> Score:
@@ -92,29 +117,43 @@ def _learn(run: Run, batch: Batch, lesson: Lesson, counts: dict[str, int]) -> Sc
     rows = scored_rows(batch).to(run.device)
     batch = batch.to(run.device)
     needs = run.mix.needs(lesson)
-    signal = None
-    if run.teacher is not None and lesson.weight("kd") > 0:
-        signal = run.injector.signal(run.teacher.observe(batch, rows, needs))
-    with run.precision.autocast():
-        view = run.student.observe(batch, rows, needs)
-    if run.injector.faults:
-        view = type(view)(run.injector.hidden(view.hidden), view.head, view.taps)
-    score = run.mix.score(view, signal, scored_targets(batch, rows), lesson, counts)
-    run.precision.backward(score.loss)
+    targets = scored_targets(batch, rows)
+    uses_teacher = run.teacher is not None and lesson.asks_teacher
+    router = run.router if uses_teacher else None
+    with router.sitting(batch, rows) if router else nullcontext():
+        signals: list[Signal | None] = [None]
+        if uses_teacher and not (router and router.looks_first):
+            signals = [run.injector.signal(signal) for signal in run.answers(batch, rows, needs.teacher)]
+        with run.precision.autocast():
+            view = run.student.observe(batch, rows, needs.student)
+        if run.injector.faults:
+            view = replace(view, hidden=run.injector.hidden(view.hidden))
+        if router and router.looks_first:
+            signals = [*router.reconsidered(batch, rows, targets, view, needs.teacher)]
+        score = average([run.mix.score(view, signal, targets, lesson, counts) for signal in signals])
+        loss = router.joined(score.loss, batch, targets, counts["ce"]) if router else score.loss
+        run.precision.backward(loss)
+    if router:
+        teach(run, router, batch, rows, targets, view, counts["ce"])
     return score
 
 
 def _read_evidence(run: Run, state: RunState, tally: Tally, lesson: Lesson, counts: dict[str, int]) -> Evidence:
-    """Pack what the guard needs into one tensor and read it once: the only host read of a step."""
+    """Pack what the guard needs into one tensor and read it once: the only host read of a step.
+
+    Sums are those of all processes; norms are of gradients that are the same everywhere. So all read the same.
+    """
     norms = run.precision.squared_norms(run.optimizer)
     zero = torch.zeros((), device=run.device)
     packed = {"loss": tally.loss if tally.loss is not None else zero, "bad_teacher_rows": zero}
     packed |= tally.counters
     packed |= {f"term.{name}": total for name, total in tally.totals.items()}
-    packed |= {f"norm.{name}": square for name, square in norms.items()}
-    packed |= {f"sample.{name}": share for name, share in run.sampled.items()}
-    stacked = torch.stack([value.detach().reshape(()).to(run.device, torch.float32) for value in packed.values()])
-    values = dict(zip(packed, stacked.tolist(), strict=True))
+    alike = {f"norm.{name}": square for name, square in norms.items()}
+    alike |= {f"sample.{name}": share for name, share in run.sampled.items()}
+    named = packed | alike
+    stacked = torch.stack([value.detach().reshape(()).to(run.device, torch.float32) for value in named.values()])
+    run.agree.add_up([stacked[: len(packed)]])
+    values = dict(zip(named, stacked.tolist(), strict=True))
     means = {name: values[f"term.{name}"] / max(counts[name], 1) for name in tally.totals}
     scale = run.precision.loss_scale
     group_norms = {name: math.sqrt(values[f"norm.{name}"]) / scale for name in norms}

@@ -3,6 +3,7 @@
 from stillroom.models.load import find, has_tokenizer, load_student, load_teacher, load_tokenizer
 from stillroom.models.probe import Anatomy, anatomy, head_error
 from stillroom.models.student import Student, scored_rows, scored_targets
+from stillroom.models.taps import gives_attention
 from stillroom.models.vocabulary import agree_on_vocabulary, vocabulary_hash
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "agree_on_vocabulary",
     "anatomy",
     "find",
+    "gives_attention",
     "has_tokenizer",
     "head_error",
     "load_student",

@@ -133,11 +133,16 @@ def load_student(section: StudentConfig, *, seed: int) -> tuple[Any, str]:
         else:
             model = _load_weights(section, source, torch.float32)
             why = f"student weights loaded from {source.name}"
+    ready_student(model, section)
+    return model, why
+
+
+def ready_student(model: Any, section: StudentConfig) -> None:
+    """What every student needs before it is trained, wherever its weights come from."""
     if section.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.config.use_cache = False
     attend_causally(model)
-    return model, why
 
 
 def _load_weights(section: ModelSection, source: Source, dtype: torch.dtype) -> Any:

@@ -33,7 +33,9 @@ class Student:
     def observe(self, batch: Batch, rows: Tensor, needs: Needs) -> StudentView:
         with tapped(self._blocks, needs) as taps:
             hidden, head = last_hidden(self.model, batch, self.vocab_size, self.is_described)
-        return StudentView(hidden.reshape(-1, hidden.shape[-1]).index_select(0, rows), head, taps)
+        num_rows, length = batch.input_ids.shape
+        chosen = hidden.reshape(-1, hidden.shape[-1]).index_select(0, rows)
+        return StudentView(chosen, head, taps, rows, rows // length, num_rows)
 
     def train(self) -> None:
         self.model.train()

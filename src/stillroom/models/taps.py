@@ -1,4 +1,4 @@
-"""Hidden states of chosen layers, and nothing else.
+"""Hidden states and attention maps of chosen layers, and nothing else.
 
 `output_hidden_states=True` keeps every layer alive. A tap is a forward hook on just the layers a term asked
 for; with none asked for, none is placed.
@@ -6,29 +6,68 @@ for; with none asked for, none is placed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from stillroom.models import probe
+from stillroom.models.attention import attend_openly, attention_of
 from stillroom.types import Needs
 
 
 @contextmanager
 def tapped(blocks: Sequence[nn.Module], needs: Needs) -> Iterator[dict[str, Tensor]]:
-    """A dict that fills with `hidden.<layer>` while the body runs the model."""
+    """A dict that fills with `hidden.<layer>` [B, L, D] and `attention.<layer>` [B, H, L, L] while the body runs
+    the model."""
     found: dict[str, Tensor] = {}
 
-    def keep(layer: int) -> Any:
+    def keep_hidden(layer: int) -> Any:
         def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
             found[f"hidden.{layer}"] = output[0] if isinstance(output, tuple) else output
 
         return hook
 
-    handles = [blocks[layer].register_forward_hook(keep(layer)) for layer in sorted(needs.hidden_layers)]
+    def keep_attention(layer: int) -> Any:
+        def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            if isinstance(output, tuple) and len(output) > 1 and isinstance(output[1], Tensor):
+                found[f"attention.{layer}"] = output[1]
+
+        return hook
+
+    attend_openly(blocks, needs.attention_layers)
+    handles = [blocks[layer].register_forward_hook(keep_hidden(layer)) for layer in sorted(needs.hidden_layers)]
+    for layer in sorted(needs.attention_layers):
+        handles.append(attention_of(blocks[layer]).register_forward_hook(keep_attention(layer)))
     try:
         yield found
     finally:
         for handle in handles:
             handle.remove()
+
+
+@torch.no_grad()
+def gives_attention(model: Any, layers: Collection[int]) -> bool:
+    """Whether the taps catch real attention maps of these layers: tried on a few tokens, not concluded from names."""
+    device = next(model.parameters()).device
+    ids = torch.arange(4, device=device).unsqueeze(0)
+    was_training = model.training
+    model.eval()
+    try:
+        with tapped(probe.layers(model), Needs(attention_layers=frozenset(layers))) as taps:
+            probe.backbone(model)(input_ids=ids, use_cache=False)
+    except LookupError:  # a block without a module that is named attention
+        return False
+    finally:
+        model.train(was_training)
+    maps = [taps.get(f"attention.{layer}") for layer in layers]
+    return all(
+        found is not None
+        and found.ndim == 4
+        and found.shape[2:] == (4, 4)
+        and bool(torch.allclose(found.float().sum(-1), torch.ones((), device=device), atol=1e-2))
+        and bool((found.float().triu(1) == 0).all())
+        for found in maps
+    )

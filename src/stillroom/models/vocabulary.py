@@ -30,7 +30,8 @@ def agree_on_vocabulary(teacher: Any, student: Any, teacher_rows: int, student_r
         shared = len(mine.keys() & theirs.keys())
         moved = sum(1 for token in mine.keys() & theirs.keys() if mine[token] != theirs[token])
         raise ConfigError(
-            f"teacher and student have different vocabularies: {len(theirs):,} and {len(mine):,} tokens, "
+            f"teacher and student have different vocabularies: {len(theirs):,} and {len(mine):,} tokens "
+            f"(hashes {vocabulary_hash(teacher)} and {vocabulary_hash(student)}), "
             f"{shared:,} in common, {moved:,} of them under another id",
             where="teacher.model, student.model",
             advice=[

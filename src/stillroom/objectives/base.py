@@ -32,7 +32,7 @@ class Slopes:
 class Divergence(Protocol):
     """A distance between teacher and student rows.
 
-    `evaluate` may overwrite the `log_probs` it is given (each temporary of a vocabulary counts), never the `probs`.
+    `evaluate` may overwrite the `scores` it is given (each temporary of a vocabulary counts), never the `probs`.
     """
 
     @property
@@ -74,6 +74,7 @@ class Rows:
     ce: Tensor  # out
     is_bad: Tensor  # out, bool
     clamped: Tensor | None = None  # out, how many of the student's logits were cut; only with a clamp
+    corrected: Tensor | None = None  # out, 1 where the teacher was led to the label; only with a label margin
 
     def rows(self, part: slice) -> Rows:
         return Rows(
@@ -85,6 +86,7 @@ class Rows:
             self.ce[part],
             self.is_bad[part],
             None if self.clamped is None else self.clamped[part],
+            None if self.corrected is None else self.corrected[part],
         )
 
 
@@ -98,6 +100,8 @@ class RowPlan:
     wants_student: bool  # gradients with respect to the student's logits
     wants_teacher: bool
     top_k: int = 0  # keep only so many of a dense teacher's tokens, and the mass of the rest
+    rest_to_label: bool = False  # what a top-k teacher leaves over goes to the label
+    label_margin: float | None = None  # by how much the label leads where a dense teacher's likeliest token is another
 
 
 class RowKernel(Protocol):

@@ -12,6 +12,8 @@ logits, where d/dz = (slope - q * sum(slope)) / T.
 | skew_forward_kl(a)  | KL(p, a p + (1-a) q)                   | slope bounded by 1 / a                           |
 | skew_reverse_kl(a)  | KL(q, (1-a) p + a q)                   | log-ratio bounded by -log a                      |
 | total_variation     | sum |p - q| / 2                        | between 0 and 1; not smooth at p = q             |
+| alpha_beta(a, b)    | sum [a p^s + b q^s - s p^a q^b] / s a b | s = a + b; (1, 0) is forward, (0, 1) reverse KL   |
+| taid, todi, akl     | see adaptive.py                        | they look at the rows before they decide         |
 
 The usual Jensen-Shannon of Agarwal et al. (2024) vanishes like beta(1 - beta) at its ends; ours is divided by
 that, so it runs into forward and reverse KL continuously (at beta = 0.5 it is 4 times theirs).
@@ -43,9 +45,13 @@ class ForwardKL:
     name: ClassVar[str] = "forward_kl"
 
     def evaluate(self, student: Softmax, teacher: Softmax, *, wants_teacher: bool) -> Slopes:
-        pointwise = teacher.log_probs.sub_(student.log_probs).mul_(teacher.probs)
-        # The +p that belongs to the teacher's slope is left out: the softmax pull-back removes it exactly.
-        return Slopes(pointwise.sum(-1), -teacher.probs, pointwise if wants_teacher else None)
+        pointwise = teacher.scores.sub_(student.scores).mul_(teacher.probs)
+        # The constants of the two rows come after the sum, and change a slope by a multiple of p only: like the +p that
+        # belongs to the teacher's slope, the softmax pull-back removes it.
+        value = pointwise.sum(-1) + (student.log_norm - teacher.log_norm)
+        if wants_teacher:
+            return Slopes(value, -teacher.probs, pointwise)
+        return Slopes(value, torch.neg(teacher.probs, out=pointwise), None)
 
 
 @dataclass(frozen=True)
@@ -57,9 +63,10 @@ class ReverseKL:
     def evaluate(self, student: Softmax, teacher: Softmax, *, wants_teacher: bool) -> Slopes:
         teacher_slope = None
         if wants_teacher:
-            teacher_slope = (-student.probs).masked_fill_(teacher.log_probs < LOG_PROB_FLOOR, 0.0)
-        floored = teacher.log_probs.clamp_min_(LOG_PROB_FLOOR)
-        pointwise = student.log_probs.sub_(floored).mul_(student.probs)
+            is_floored = teacher.scores < LOG_PROB_FLOOR + teacher.log_norm[..., None]
+            teacher_slope = (-student.probs).masked_fill_(is_floored, 0.0)
+        floored = teacher.take_log_probs().clamp_min_(LOG_PROB_FLOOR)
+        pointwise = student.take_log_probs().sub_(floored).mul_(student.probs)
         # The +q that belongs to the slope is left out: the softmax pull-back removes it exactly.
         return Slopes(pointwise.sum(-1), pointwise, teacher_slope)
 
@@ -77,8 +84,8 @@ class JensenShannon:
 
     def evaluate(self, student: Softmax, teacher: Softmax, *, wants_teacher: bool) -> Slopes:
         mixture = log_mixture(teacher.probs, student.probs, self.beta)
-        student_slope = student.log_probs.sub_(mixture).mul_(student.probs).div_(self.beta)
-        teacher_slope = teacher.log_probs.sub_(mixture).mul_(teacher.probs).div_(1.0 - self.beta)
+        student_slope = student.take_log_of_probs().sub_(mixture).mul_(student.probs).div_(self.beta)
+        teacher_slope = teacher.take_log_of_probs().sub_(mixture).mul_(teacher.probs).div_(1.0 - self.beta)
         value = student_slope.sum(-1) + teacher_slope.sum(-1)
         return Slopes(value, student_slope, teacher_slope if wants_teacher else None)
 
@@ -92,7 +99,7 @@ class SkewForwardKL:
 
     def evaluate(self, student: Softmax, teacher: Softmax, *, wants_teacher: bool) -> Slopes:
         mixture = log_mixture(teacher.probs, student.probs, self.alpha)
-        pointwise = teacher.log_probs.sub_(mixture).mul_(teacher.probs)
+        pointwise = teacher.take_log_of_probs().sub_(mixture).mul_(teacher.probs)
         # p (1 - alpha) q / m and, for the teacher, p - p alpha p / m: the same number.
         moved = torch.div(student.probs, mixture.exp_(), out=mixture).mul_(teacher.probs).mul_(1.0 - self.alpha)
         teacher_slope = pointwise + moved if wants_teacher else None
@@ -108,7 +115,7 @@ class SkewReverseKL:
 
     def evaluate(self, student: Softmax, teacher: Softmax, *, wants_teacher: bool) -> Slopes:
         mixture = log_mixture(student.probs, teacher.probs, self.alpha)
-        pointwise = student.log_probs.sub_(mixture).mul_(student.probs)
+        pointwise = student.take_log_of_probs().sub_(mixture).mul_(student.probs)
         moved = torch.div(teacher.probs, mixture.exp_(), out=mixture).mul_(student.probs).mul_(1.0 - self.alpha)
         return Slopes(pointwise.sum(-1), pointwise + moved, moved.neg_() if wants_teacher else None)
 
@@ -120,10 +127,34 @@ class TotalVariation:
     name: ClassVar[str] = "total_variation"
 
     def evaluate(self, student: Softmax, teacher: Softmax, *, wants_teacher: bool) -> Slopes:
-        gap = torch.sub(student.probs, teacher.probs, out=student.log_probs)
-        sign = torch.sign(gap, out=teacher.log_probs)
+        gap = torch.sub(student.probs, teacher.probs, out=student.scores)
+        sign = torch.sign(gap, out=teacher.scores)
         teacher_slope = (teacher.probs * sign).mul_(-0.5) if wants_teacher else None
         return Slopes(gap.abs_().sum(-1) * 0.5, sign.mul_(student.probs).mul_(0.5), teacher_slope)
+
+
+@dataclass(frozen=True)
+class AlphaBeta:
+    """The alpha-beta divergence, alpha, beta > 0: two powers between forward KL (1, 0) and reverse KL (0, 1).
+
+    Cichocki et al. (2011); for distillation Wang et al. (2025), who use (0.2, 0.7). A larger alpha looks at where the
+    teacher is sure, a larger beta at where the student is.
+    """
+
+    alpha: float
+    beta: float
+    name: ClassVar[str] = "alpha_beta"
+
+    def evaluate(self, student: Softmax, teacher: Softmax, *, wants_teacher: bool) -> Slopes:
+        a, b = self.alpha, self.beta
+        log_p, log_q = teacher.take_log_probs(), student.take_log_probs()
+        p_a, p_b = (log_p * a).exp_(), (log_p * b).exp_()
+        q_a, q_b = (log_q * a).exp_(), (log_q * b).exp_()
+        # Each token's part is positive, and the slopes say it in differences that vanish exactly where p = q.
+        toward = (p_b - q_b).mul_(p_a).div_(b)  # the teacher's slope
+        away = (q_a - p_a).mul_(q_b).div_(a)  # the student's slope
+        value = (toward.sum(-1) + away.sum(-1)) / (a + b)  # D is homogeneous of degree a + b (Euler)
+        return Slopes(value, away, toward if wants_teacher else None)
 
 
 # -- by name ---------------------------------------------------------------------------------------------
@@ -148,7 +179,8 @@ def make(name: str, settings: Mapping[str, float] | None = None) -> Divergence:
     return _REGISTRY[name](settings or {})
 
 
-def _unit(settings: Mapping[str, float], key: str, default: float) -> float:
+def unit_setting(settings: Mapping[str, float], key: str, default: float) -> float:
+    """A setting that lies between 0 and 1."""
     value = settings.get(key, default)
     if not 0.0 <= value <= 1.0:
         raise ConfigError(f"{key} is {value:g}", advice=[f"set {key} between 0 and 1"])
@@ -156,14 +188,26 @@ def _unit(settings: Mapping[str, float], key: str, default: float) -> float:
 
 
 def _make_jsd(settings: Mapping[str, float]) -> Divergence:
-    beta = _unit(settings, "beta", 0.5)
+    beta = unit_setting(settings, "beta", 0.5)
     if beta == 0.0:
         return ForwardKL()
     return ReverseKL() if beta == 1.0 else JensenShannon(beta)
 
 
+def _make_alpha_beta(settings: Mapping[str, float]) -> Divergence:
+    alpha, beta = unit_setting(settings, "alpha", 0.2), unit_setting(settings, "beta", 0.7)
+    if (alpha, beta) in ((1.0, 0.0), (0.0, 1.0)):
+        return ForwardKL() if alpha else ReverseKL()
+    if alpha == 0.0 or beta == 0.0:
+        raise ConfigError(
+            f"alpha_beta with alpha {alpha:g} and beta {beta:g} is not defined",
+            advice=["set both above 0, as alpha 0.2 and beta 0.7", "for forward KL set alpha 1 and beta 0"],
+        )
+    return AlphaBeta(alpha, beta)
+
+
 def _make_skew(settings: Mapping[str, float], skewed: Callable[[float], Divergence], plain: Divergence) -> Divergence:
-    alpha = _unit(settings, "alpha", 0.1)
+    alpha = unit_setting(settings, "alpha", 0.1)
     if alpha == 1.0:
         raise ConfigError("a skew of alpha = 1 compares a distribution with itself", advice=["set alpha to 0.1"])
     return plain if alpha == 0.0 else skewed(alpha)
@@ -175,6 +219,7 @@ register("jsd", _make_jsd)
 register("skew_forward_kl", lambda settings: _make_skew(settings, SkewForwardKL, ForwardKL()))
 register("skew_reverse_kl", lambda settings: _make_skew(settings, SkewReverseKL, ReverseKL()))
 register("total_variation", lambda settings: TotalVariation())
+register("alpha_beta", _make_alpha_beta)
 
 
 # -- on logits -------------------------------------------------------------------------------------------

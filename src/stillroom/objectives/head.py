@@ -126,8 +126,11 @@ def score_head(
     divergence: Divergence | None,
     temperature: float = 1.0,
     token_weights: Tensor | None = None,
+    kd_token_weights: Tensor | None = None,
     token_temperature: Tensor | None = None,
     top_k: int = 0,
+    rest_to_label: bool = False,
+    label_margin: float | None = None,
     chunk_tokens: int = 0,
     kernel: KernelName = "auto",
 ) -> HeadLoss:
@@ -135,14 +138,17 @@ def score_head(
 
     Weights multiply sums, so the caller divides them by the counts of the whole window. A weight of exactly 0.0
     (a number, not a tensor) leaves its term out: the signal is then not even looked at. `token_weights` belong to
-    the objective and are part of the totals. Targets are all >= 0.
+    the objective and are part of the totals; `kd_token_weights` are those of the kd term alone. Targets are all >= 0.
+    `rest_to_label` and `label_margin` change what the teacher says with the label's help: see `RowPlan`.
     """
     has_kd, has_ce = not _is_zero(kd_weight), not _is_zero(ce_weight)
     signal = signal if has_kd else None
     if has_kd:
         _check(view.head, signal, divergence, temperature, token_temperature, top_k)
+        _check_labels(signal, top_k, rest_to_label, label_margin)
     ones = torch.ones(targets.shape, dtype=work_dtype(view.hidden, view.head.weight), device=view.hidden.device)
     weigh = ones if token_weights is None else ones * token_weights
+    kd_weigh = weigh if kd_token_weights is None else weigh * kd_token_weights
     wants_grad = torch.is_grad_enabled()
     teacher_hidden = signal.hidden if isinstance(signal, DenseSignal) else None
     plan = RowPlan(
@@ -152,28 +158,33 @@ def score_head(
         wants_student=wants_grad and _any_requires_grad(view.hidden, view.head.weight, view.head.bias),
         wants_teacher=wants_grad and _any_requires_grad(teacher_hidden),
         top_k=top_k,
+        rest_to_label=rest_to_label,
+        label_margin=label_margin,
     )
     task = HeadTask(
         head=view.head,
         signal=signal,
         targets=targets,
-        kd_weights=weigh * kd_weight,
+        kd_weights=kd_weigh * kd_weight,
         ce_weights=weigh * ce_weight,
         temperatures=ones * (temperature if token_temperature is None else token_temperature),
         plan=plan,
         kernel=choose_kernel(kernel).kernel,
         chunk_tokens=chunk_size(chunk_tokens, targets.numel(), view.head.num_real, view.hidden.shape[-1]),
         clamped=None if view.head.clamp is None else torch.zeros_like(ones),
+        corrected=None if label_margin is None else torch.zeros_like(ones),
     )
     loss, kd, ce, is_bad = run_pass(view.hidden, view.head.weight, view.head.bias, teacher_hidden, task)
     terms = {}
     if has_kd:
-        terms["kd"] = Term(masked_sum(kd * weigh, weigh != 0), (~is_bad).sum().to(ones.dtype))
+        terms["kd"] = Term(masked_sum(kd * kd_weigh, kd_weigh != 0), (~is_bad).sum().to(ones.dtype))
     if has_ce:
         terms["ce"] = Term(masked_sum(ce * weigh, weigh != 0), ones.sum())
     counters = {"bad_teacher_rows": is_bad.sum()}
     if task.clamped is not None:
         counters["clamped_fraction_sum"] = task.clamped.sum() / view.head.num_real
+    if task.corrected is not None:
+        counters["corrected_rows"] = task.corrected.sum()
     return HeadLoss(loss, terms, counters)
 
 
@@ -197,6 +208,28 @@ def _select(signal: Signal | None, scored: Tensor) -> Signal | None:
     if isinstance(signal, DenseSignal):
         return replace(signal, hidden=signal.hidden.index_select(0, scored))
     return None if signal is None else select_rows(signal, scored)
+
+
+def _check_labels(signal: Signal | None, top_k: int, rest_to_label: bool, label_margin: float | None) -> None:
+    """Labels can complete what a sparse teacher says, or correct what a whole one says."""
+    is_sparse = isinstance(signal, TopKSignal) or (isinstance(signal, DenseSignal) and top_k > 0)
+    if rest_to_label and not is_sparse:
+        raise ConfigError(
+            "a teacher that says everything leaves nothing over for the label",
+            advice=["set objectives.kd.top_k above 0", "set objectives.kd.on_wrong_teacher = 'mft'"],
+        )
+    if label_margin is None:
+        return
+    if is_sparse or not isinstance(signal, DenseSignal):
+        raise ConfigError(
+            "the label can lead only where the teacher's whole row is at hand",
+            advice=["set objectives.kd.top_k = 0", "set objectives.kd.on_wrong_teacher = 'label_residual'"],
+        )
+    if signal.hidden.requires_grad:
+        raise ConfigError(
+            "a teacher that is being trained is corrected by its own truth term",
+            advice=["set objectives.kd.on_wrong_teacher = 'keep'"],
+        )
 
 
 def _check(

@@ -37,6 +37,7 @@ class HeadTask:
     kernel: RowKernel
     chunk_tokens: int
     clamped: Tensor | None = None  # [N], filled by the pass where the head has a clamp
+    corrected: Tensor | None = None  # [N], filled by the pass where the plan has a label margin
 
 
 def run_pass(
@@ -122,6 +123,7 @@ class _Walk:
             ce=torch.zeros_like(task.ce_weights),
             is_bad=torch.zeros_like(task.kd_weights, dtype=torch.bool),
             clamped=task.clamped,
+            corrected=task.corrected,
         )
         wants = tuple(plan.wants_student and needed for needed in needs_grad)
         self.student = _products(hidden, head, dtype, task.chunk_tokens, *wants[:3])

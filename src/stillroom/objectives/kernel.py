@@ -15,9 +15,9 @@ import torch
 
 from stillroom.errors import ConfigError
 from stillroom.objectives import divergence as family
-from stillroom.objectives.base import Logits, RowKernel, RowPlan, Rows
+from stillroom.objectives.base import Divergence, Logits, RowKernel, RowPlan, Rows
 from stillroom.objectives.kernel_build import build
-from stillroom.objectives.kernel_compiled import CompiledKernel
+from stillroom.objectives.kernel_compiled import CompiledKernel, knows
 from stillroom.objectives.kernel_plain import PlainKernel
 
 KernelName = Literal["auto", "plain", "compiled"]
@@ -48,6 +48,18 @@ def choose_kernel(name: str = "auto") -> KernelChoice:
             f"the compiled kernel cannot be had: {choice.reason}", advice=["install g++", "set the kernel to plain"]
         )
     return choice
+
+
+def describe_kernel(name: str, divergence: Divergence, device_type: str) -> str:
+    """Which kernel a run's rows go through and why, as a sentence for its log."""
+    choice = choose_kernel(name)
+    if choice.name == "plain":
+        return f"rows of the head: plain PyTorch ({choice.reason})"
+    if device_type != "cpu":
+        return "rows of the head: plain PyTorch (the compiled kernel serves CPUs)"
+    if not knows(divergence):
+        return f"rows of the head: plain PyTorch (the compiled kernel does not have {divergence.name})"
+    return f"rows of the head: compiled ({choice.reason}); objectives.kernel = 'plain' turns it off"
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from torch import Tensor
 from stillroom.objectives import divergence as family
 from stillroom.objectives.base import Divergence, Logits, RowPlan, Rows, TeacherRows
 from stillroom.objectives.kernel_plain import PlainKernel, finish
-from stillroom.objectives.sparse import keep_top_k
+from stillroom.objectives.sparse import give_rest_to_label, keep_top_k
 from stillroom.types import SampledSignal, TopKSignal
 
 
@@ -71,12 +71,14 @@ class CompiledKernel:
     def run(self, student: Logits, teacher: TeacherRows | None, rows: Rows, plan: RowPlan) -> None:
         code = _code_of(plan.divergence)
         raw = student.raw
-        is_odd = code is None or plan.wants_teacher or student.clamp is not None
+        is_odd = code is None or plan.wants_teacher or student.clamp is not None or plan.label_margin is not None
         if is_odd or code is None or raw.dtype != torch.float32 or raw.device.type != "cpu":
             self._plain.run(student, teacher, rows, plan)
             return
         if isinstance(teacher, Logits) and plan.top_k:
             teacher = keep_top_k(finish(teacher), plan.top_k, rows.temperatures)
+        if isinstance(teacher, TopKSignal) and plan.rest_to_label:
+            teacher = give_rest_to_label(teacher, rows.targets)
         job, kept_alive = _job(student, teacher, rows, plan, code)
         status = self._run(ctypes.byref(job))
         del kept_alive  # the job holds bare addresses: the tensors behind them had to outlive the call
@@ -124,6 +126,11 @@ def _job(
         job.values = address(teacher.weights if isinstance(teacher, SampledSignal) else teacher.log_probs)
         job.side = address(teacher.entropy if isinstance(teacher, SampledSignal) else teacher.tail_log_mass)
     return job, kept_alive
+
+
+def knows(divergence: Divergence) -> bool:
+    """Whether rows.cpp has that divergence; any other goes through the plain kernel."""
+    return _code_of(divergence) is not None
 
 
 def _code_of(divergence: Divergence | None) -> tuple[int, float] | None:

@@ -1,12 +1,13 @@
 """The row kernel in plain PyTorch: runs wherever torch runs, and is what other kernels must agree with.
 
-Rows are taken in blocks small enough for the cache, so temporaries cost neither memory nor bandwidth.
+Rows are taken in blocks, so that temporaries stay near the cache and cost no memory to speak of.
 
 Legend: C rows, V vocabulary.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -15,11 +16,11 @@ from torch import Tensor
 from stillroom.numerics import Softmax, softcap, softcap_slope
 from stillroom.objectives.base import Logits, RowPlan, Rows, TeacherRows
 from stillroom.objectives.divergence import softmax_pullback
-from stillroom.objectives.sparse import KdRows, keep_top_k, sampled_rows, select_rows, topk_rows
-from stillroom.objectives.threads import run_blocks
+from stillroom.objectives.sparse import KdRows, give_rest_to_label, keep_top_k, sampled_rows, select_rows, topk_rows
 from stillroom.types import SampledSignal, TopKSignal
 
-_BLOCK_ELEMENTS = 3 << 15  # 400 kB of FP32 for each temporary
+_BLOCK_ELEMENTS = 1 << 19  # 2 MB of FP32 for each temporary
+_KEPT_BYTES = 31 << 20  # glibc learns from blocks up to 32 MB
 
 
 class PlainKernel:
@@ -30,13 +31,23 @@ class PlainKernel:
     def run(self, student: Logits, teacher: TeacherRows | None, rows: Rows, plan: RowPlan) -> None:
         num_rows, num_tokens = student.raw.shape
 
-        def work(part: slice) -> None:
+        block = num_rows  # a GPU has no such cache, and each launch costs
+        if student.raw.device.type == "cpu":
+            _keep_freed_memory()
+            block = max(1, _BLOCK_ELEMENTS // num_tokens)
+        for start in range(0, num_rows, max(1, block)):
+            part = slice(start, min(start + block, num_rows))
             _run_block(student.rows(part), _teacher_rows(teacher, part), rows.rows(part), plan)
 
-        if student.raw.device.type == "cpu":
-            run_blocks(work, num_rows, max(1, _BLOCK_ELEMENTS // num_tokens))
-        else:
-            work(slice(0, num_rows))  # a GPU has no such cache, and each launch costs
+
+@functools.cache
+def _keep_freed_memory() -> None:
+    """Free one large block, once: glibc then keeps what later blocks free instead of returning it to the system.
+
+    Without it every block of rows gives its temporaries back and faults them in again, page by page, which takes longer
+    than the arithmetic.
+    """
+    torch.empty(_KEPT_BYTES, dtype=torch.uint8)
 
 
 def _teacher_rows(teacher: TeacherRows | None, part: slice) -> TeacherRows | None:
@@ -49,48 +60,60 @@ def _run_block(student: Logits, teacher: TeacherRows | None, rows: Rows, plan: R
     logits = finish(student)
     if rows.clamped is not None and student.clamp is not None:
         rows.clamped.copy_((logits.abs() >= student.clamp).sum(-1))
+    own = Softmax.of_logits(logits)
+    targets = rows.targets[:, None]
+    rows.ce.copy_(own.log_norm - own.scores.gather(-1, targets).squeeze(-1))
     gradient: Tensor | None = None
     ce_weights = rows.ce_weights
     if teacher is not None and plan.divergence is not None:
-        kd, gradient, is_bad = _kd_rows(logits, teacher, rows, plan)
+        kd, gradient, is_bad = _kd_rows(logits, own, teacher, rows, plan)
         zeros = torch.zeros_like(kd)
         rows.kd.copy_(torch.where(is_bad, zeros, kd))
         rows.is_bad.copy_(is_bad)
         ce_weights = ce_weights + torch.where(is_bad, rows.kd_weights, zeros)
         if gradient is not None:
             gradient.mul_((torch.where(is_bad, zeros, rows.kd_weights) * rows.temperatures)[:, None])
-    probs = torch.softmax(logits, dim=-1)
-    targets = rows.targets[:, None]
-    # As in `Softmax`: the log-sum-exp without a second exponential.
-    log_norm = logits.amax(-1) - probs.amax(-1).log()
-    rows.ce.copy_(log_norm - logits.gather(-1, targets).squeeze(-1))
     if plan.wants_student:
         column = ce_weights[:, None]
-        gradient = probs.mul_(column) if gradient is None else gradient.addcmul_(probs, column)
-        gradient.scatter_add_(-1, targets, -column)
-        _leave_gradient(student, logits, gradient)
+        out = student.raw if _is_bare(student) else own.probs
+        if gradient is None:
+            torch.mul(own.probs, column, out=out)
+        else:
+            torch.addcmul(gradient, own.probs, column, out=out)
+        out.scatter_add_(-1, targets, -column)
+        _leave_gradient(student, logits, out)
 
 
-def _kd_rows(logits: Tensor, teacher: TeacherRows, rows: Rows, plan: RowPlan) -> KdRows:
+def _is_bare(logits: Logits) -> bool:
+    """Whether the products are the logits: a gradient may then overwrite them as it comes."""
+    return logits.scale == 1.0 and logits.softcap is None and logits.clamp is None
+
+
+def _kd_rows(logits: Tensor, own: Softmax, teacher: TeacherRows, rows: Rows, plan: RowPlan) -> KdRows:
     assert plan.divergence is not None
     if isinstance(teacher, Logits):
         if not plan.top_k:
-            return _dense_rows(logits, teacher, rows, plan)
+            return _dense_rows(own, teacher, rows, plan)
         teacher = keep_top_k(finish(teacher), plan.top_k, rows.temperatures)
     if isinstance(teacher, TopKSignal):
+        if plan.rest_to_label:
+            teacher = give_rest_to_label(teacher, rows.targets)
         return topk_rows(logits, teacher, rows.temperatures, plan.divergence, wants_gradient=plan.wants_student)
     assert isinstance(teacher, SampledSignal)
     return sampled_rows(logits, teacher, rows.temperatures, wants_gradient=plan.wants_student)
 
 
-def _dense_rows(logits: Tensor, teacher_logits: Logits, rows: Rows, plan: RowPlan) -> KdRows:
+def _dense_rows(own: Softmax, teacher_logits: Logits, rows: Rows, plan: RowPlan) -> KdRows:
+    """`own` is the student's softmax at T = 1; its scores may be used up, its probabilities not."""
     assert plan.divergence is not None
-    temperatures = 1.0 if plan.is_unit_temperature else rows.temperatures[:, None]
+    temperatures = rows.temperatures[:, None]
     finished = finish(teacher_logits)
-    teacher = Softmax.of_logits(finished, temperatures)
+    teacher = Softmax.of_logits(finished, 1.0 if plan.is_unit_temperature else temperatures)
     is_bad = teacher.log_norm.isnan()
     _make_uniform(teacher, is_bad)
-    student = Softmax.of_logits(logits, temperatures)
+    if plan.label_margin is not None:
+        _lead_to_label(teacher, rows, plan.label_margin)
+    student = own if plan.is_unit_temperature else own.take_at(temperatures)
     slopes = plan.divergence.evaluate(student, teacher, wants_teacher=plan.wants_teacher)
     gradient = None
     if plan.wants_student:
@@ -102,10 +125,29 @@ def _dense_rows(logits: Tensor, teacher_logits: Logits, rows: Rows, plan: RowPla
     return slopes.value * rows.temperatures * rows.temperatures, gradient, is_bad
 
 
+def _lead_to_label(teacher: Softmax, rows: Rows, margin: float) -> None:
+    """Where the likeliest token is not the label, mix in the label until it leads by the margin, in place.
+
+    p' = (1 - a) p + a [label] with a = (margin + max p - p_label) / (1 + max p - p_label): the corrective teacher of
+    minifinetuning (Belcak et al. 2025).
+    """
+    targets = rows.targets[:, None]
+    label, most = teacher.probs.gather(-1, targets), teacher.probs.amax(-1, keepdim=True)
+    is_wrong = label < most
+    share = torch.where(is_wrong, (margin + most - label) / (1.0 + most - label), torch.zeros_like(label))
+    teacher.probs.mul_(1.0 - share).scatter_add_(-1, targets, share)
+    led = teacher.probs.gather(-1, targets).log_() + teacher.log_norm[:, None]
+    # Where nothing is mixed in, the label keeps its score: it may be that of an impossible token.
+    led = torch.where(is_wrong, led, teacher.scores.gather(-1, targets))
+    teacher.scores.add_(torch.log1p(-share)).scatter_(-1, targets, led)
+    if rows.corrected is not None:
+        rows.corrected.copy_(is_wrong.squeeze(-1))
+
+
 def _make_uniform(softmax: Softmax, mask: Tensor) -> None:
     """Overwrite the rows that a mask names: by index where looking at the mask is free, else wholesale."""
     num_tokens = softmax.probs.shape[-1]
-    fillings = ((softmax.log_probs, -math.log(num_tokens)), (softmax.probs, 1.0 / num_tokens))
+    fillings = ((softmax.scores, 0.0), (softmax.probs, 1.0 / num_tokens), (softmax.log_norm, math.log(num_tokens)))
     if mask.device.type == "cpu":
         rows = mask.nonzero().squeeze(-1)
         if rows.numel():
@@ -113,7 +155,7 @@ def _make_uniform(softmax: Softmax, mask: Tensor) -> None:
                 values.index_fill_(0, rows, filling)
     else:
         for values, filling in fillings:
-            values.masked_fill_(mask[:, None], filling)
+            values.masked_fill_(mask if values.ndim == 1 else mask[:, None], filling)
 
 
 def finish(logits: Logits) -> Tensor:
@@ -137,4 +179,5 @@ def _leave_gradient(logits: Logits, finished: Tensor, gradient: Tensor) -> None:
         gradient = torch.where(gradient == 0, gradient, gradient * slope)
     if logits.scale != 1.0:
         gradient = gradient * logits.scale
-    logits.raw.copy_(gradient)
+    if gradient is not logits.raw:
+        logits.raw.copy_(gradient)

@@ -58,7 +58,7 @@ def sampled_rows(logits: Tensor, signal: SampledSignal, temperatures: Tensor, *,
     weights, entropy = signal.weights.to(logits.dtype), signal.entropy.to(logits.dtype)
     is_bad = ~torch.isfinite(weights.sum(-1) + entropy)
     weights = torch.where(is_bad[:, None], torch.zeros_like(weights), weights)
-    taken = student.log_probs.gather(-1, signal.ids)
+    taken = student.scores.gather(-1, signal.ids) - student.log_norm[:, None]
     value = (-(weights * taken).sum(-1) - torch.where(is_bad, torch.zeros_like(entropy), entropy)) * temperatures**2
     gradient = None
     if wants_gradient:
@@ -72,6 +72,26 @@ def keep_top_k(teacher_logits: Tensor, top_k: int, temperatures: Tensor) -> TopK
     ids = scaled.topk(min(top_k, scaled.shape[-1]), dim=-1).indices
     kept, tail, _ = head_and_tail(scaled, ids)
     return TopKSignal(ids, kept, tail, temperature=math.nan)  # at the rows' own temperatures
+
+
+def give_rest_to_label(signal: TopKSignal, targets: Tensor) -> TopKSignal:
+    """The tail's mass on the label, and no tail (Anshumann et al. 2025, as the simple repair of top-k).
+
+    Where the label is not among the kept tokens, the least likely of them makes room: its mass goes along.
+    """
+    is_label = signal.ids == targets[:, None]
+    is_missing = ~is_label.any(-1)
+    least = signal.log_probs.argmin(-1, keepdim=True)
+    displaced = signal.log_probs.gather(-1, least).squeeze(-1)
+    rest = torch.where(is_missing, torch.logaddexp(signal.tail_log_mass, displaced), signal.tail_log_mass)
+    place = torch.where(is_missing, least.squeeze(-1), is_label.to(torch.uint8).argmax(-1))[:, None]
+    own = torch.where(is_missing[:, None], -math.inf, signal.log_probs.gather(-1, place))
+    return replace(
+        signal,
+        ids=signal.ids.scatter(-1, place, targets[:, None]),
+        log_probs=signal.log_probs.scatter(-1, place, torch.logaddexp(own, rest[:, None])),
+        tail_log_mass=torch.full_like(signal.tail_log_mass, -math.inf),
+    )
 
 
 def select_rows(signal: TopKSignal | SampledSignal, part: slice | Tensor) -> TopKSignal | SampledSignal:

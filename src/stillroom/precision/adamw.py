@@ -38,6 +38,7 @@ class _Cell:
     first: Moment
     second: Moment
     decay: float
+    sums_in_fp32: bool = False
     accumulated: Tensor | None = None  # FP32 sum over micro-batches, where the parameter's own would be FP16
 
     @property
@@ -93,9 +94,10 @@ class AdamW:
     # -- gradients ---------------------------------------------------------------------------------------
 
     def accumulate_in_fp32(self) -> None:
-        """From now on, sum the gradients of FP16 parameters over micro-batches in FP32."""
+        """From now on, sum the gradients of FP16 parameters over micro-batches and processes in FP32."""
         for cell in self._all_cells():
-            if cell.parameter.dtype == torch.float16:
+            if cell.parameter.dtype == torch.float16 and not cell.sums_in_fp32:
+                cell.sums_in_fp32 = True
                 cell.parameter.register_post_accumulate_grad_hook(cell.accumulate)  # type: ignore[no-untyped-call]
 
     def gradients(self, group: str) -> list[Tensor]:
@@ -105,6 +107,19 @@ class AdamW:
         for cell in self._all_cells():
             if cell.gradient is not None:
                 yield cell.name, cell.gradient
+
+    def has_gradients(self) -> Tensor:
+        """For each parameter, whether it has a gradient."""
+        return torch.tensor([cell.gradient is not None for cell in self._all_cells()])
+
+    def complete_gradients(self, wanted: Tensor) -> None:
+        """A gradient of zero where one is wanted and none is there: other processes may have used the parameter."""
+        for cell, is_wanted in zip(self._all_cells(), wanted.tolist(), strict=True):
+            if is_wanted and cell.gradient is None:
+                if cell.sums_in_fp32:
+                    cell.accumulated = torch.zeros_like(cell.parameter, dtype=torch.float32)
+                else:
+                    cell.parameter.grad = torch.zeros_like(cell.parameter)
 
     def squared_norms(self) -> dict[str, Tensor]:
         """The squared gradient norm of each group in FP32, on the device: nothing is read back here."""

@@ -112,8 +112,8 @@ class Precision:
 
     def _storage(self, name: str, parameter: nn.Parameter) -> Storage:
         """Vectors (norm gains, biases) and routers keep FP32 masters in every FP16 mode: they are tiny, and
-        a gain of 1.0 in FP16 does not notice an update below 0.0005."""
-        if not self.keeps_half_weights:
+        a gain of 1.0 in FP16 does not notice an update below 0.0005. Projectors are parts of objectives: FP32."""
+        if not self.keeps_half_weights or name.startswith("projectors."):
             return Direct(parameter)
         if parameter.ndim < 2 or name.startswith("router."):
             return Master(parameter)

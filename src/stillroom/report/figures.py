@@ -23,6 +23,7 @@ from stillroom.report.drawing import (
     marks,
     noisy,
     phase_lines,
+    short,
     smooth,
     stretches,
     thin,
@@ -32,7 +33,9 @@ from stillroom.report.drawing import (
     y_axis_for,
 )
 from stillroom.report.record import RunRecord, mapping
+from stillroom.report.router import router_figure
 from stillroom.telemetry.events import Event
+from stillroom.telemetry.lines import items
 from stillroom.telemetry.wording import (
     as_number,
     clean,
@@ -52,7 +55,8 @@ LEVELS = (
 
 
 def all_figures(run: RunRecord) -> list[Figure]:
-    tried = [perplexity(run), objective(run), shares(run), gradients(run), rates(run), pace(run)]
+    tried = [perplexity(run), objective(run), shares(run), pulls(run), gradients(run), rates(run), pace(run)]
+    tried.append(router_figure(run))
     drawn = [figure for figure in tried if figure is not None]
     if sum(not figure.is_wide for figure in drawn) % 2:  # the last one would stand beside an empty place
         drawn[-1] = replace(drawn[-1], is_wide=True)
@@ -79,6 +83,7 @@ def perplexity(run: RunRecord) -> Figure | None:
     if not xs:
         return None
     traces = [line((xs, ys), "student", colour("student"), mode="lines+markers", width=2.5, marker={"size": 6})]
+    traces[0] |= _whiskers(run, xs, ys)
     best = min(range(len(ys)), key=ys.__getitem__)
     ring = {"symbol": "circle-open", "size": 14, "color": colour("student"), "line": {"width": 2}}
     traces.append(marks(([xs[best]], [ys[best]]), "best student", colour("student"), marker=ring))
@@ -90,12 +95,29 @@ def perplexity(run: RunRecord) -> Figure | None:
             shown.append(value)
     title = _perplexity_title(ys, as_number(run.result("teacher").get("perplexity")))
     caption = "Lower is better."
+    if "error_y" in traces[0]:
+        caption += " Whiskers: 95 % interval over the held-out documents."
     if len(shown) > len(ys):
         caption += (
             " Broken lines: the teacher, and the same student trained on the data alone, where they were measured."
         )
     picture = layout(last_step(run), y_axis_for("perplexity", shown), height=380)
     return Figure("perplexity", title, caption, traces, picture, is_wide=True)
+
+
+def _whiskers(run: RunRecord, xs: Sequence[float], ys: Sequence[float]) -> Trace:
+    """Error bars where evaluations have an interval."""
+    known = {float(event["step"]): items(mapping(event, "intervals"), "perplexity") for event in run.evals}
+    bounds = [[as_number(bound) for bound in known.get(x, ())] for x in xs]
+    if not any(len(pair) == 2 and None not in pair for pair in bounds):
+        return {}
+    above, below = [], []
+    for pair, value in zip(bounds, ys, strict=True):
+        low, high = (pair[0], pair[1]) if len(pair) == 2 else (None, None)
+        above.append(short(max(high - value, 0.0)) if high is not None else 0.0)
+        below.append(short(max(value - low, 0.0)) if low is not None else 0.0)
+    bars = {"type": "data", "symmetric": False, "array": above, "arrayminus": below, "thickness": 1, "width": 3}
+    return {"error_y": bars}
 
 
 def _perplexity_title(values: Sequence[float], teacher: float | None) -> str:
@@ -155,6 +177,41 @@ def shares(run: RunRecord) -> Figure | None:
 
 def _share(event: Event, name: str) -> float:
     return as_number(mapping(mapping(event, "terms"), name).get("share")) or 0.0
+
+
+def pulls(run: RunRecord) -> Figure | None:
+    """Each term's share of the gradient, and whether terms pull the same way, where it was measured."""
+    found = sorted({event["step"]: event for event in run.of("gradients") if _is_step(event)}.items())
+    names = list(dict.fromkeys(name for _, event in found for name in mapping(event, "terms")))
+    if len(names) < 2:
+        return None
+    strokes = iter(OTHER_COLOURS * len(names))
+    traces: list[Trace] = []
+    style = {"mode": "lines+markers", "marker": {"size": 5}}
+    for name in names:
+        heights = [as_number(mapping(mapping(event, "terms"), name).get("share")) for _, event in found]
+        kept = [
+            (float(step), 100 * value) for (step, _), value in zip(found, heights, strict=True) if value is not None
+        ]
+        stroke = TERM_COLOURS.get(name) or next(strokes)
+        traces.append(line(([x for x, _ in kept], [y for _, y in kept]), label(name), stroke, **style))
+        traces[-1]["hovertemplate"] = "%{y:.1f}%"
+    for pair in dict.fromkeys(pair for _, event in found for pair in mapping(event, "cosines")):
+        angles = [(float(step), as_number(mapping(event, "cosines").get(pair))) for step, event in found]
+        points = [(step, value) for step, value in angles if value is not None]
+        curve_of = ([x for x, _ in points], [y for _, y in points])
+        traces.append(line(curve_of, label(pair), colour("ink"), width=1.5, dash="dot", **style) | {"yaxis": "y2"})
+    last = {name: as_number(mapping(mapping(found[-1][1], "terms"), name).get("share")) or 0.0 for name in names}
+    largest = max(last, key=last.__getitem__)
+    title = f"{clean(largest)} makes {format_percent(last[largest], 0)} of the gradient at the end"
+    caption = "Above: each term's share of the gradient norms. Below: 1 is the same direction, below 0 they disagree."
+    upper = y_axis("share of the gradient", range=[0, 100], ticksuffix="%")
+    picture = two_panels(last_step(run), upper, y_axis("cosine", range=[-1, 1]))
+    return Figure("pulls", title, caption, traces, picture)
+
+
+def _is_step(event: Event) -> bool:
+    return isinstance(event.get("step"), int)
 
 
 def gradients(run: RunRecord) -> Figure | None:

@@ -16,6 +16,7 @@ from stillroom.report.drawing import ROLES, Figure, dark_partners
 from stillroom.report.figures import all_figures
 from stillroom.report.markup import Html, element, join, json_block
 from stillroom.report.record import RunRecord
+from stillroom.report.router import router_part
 from stillroom.report.words import facts, headline, smaller, story
 
 
@@ -24,8 +25,10 @@ def render(run: RunRecord) -> str:
     figures = all_figures(run)
     parts = [
         _section("result", "Result", sections.results_table(run), "No result was recorded."),
+        _section("yardsticks", "Beside the teacher", sections.yardsticks_table(run)),
         _section("checks", "Checks", sections.checks_list(run)),
         _section("curves", "Curves", _figures(figures), "No step was recorded, so there is nothing to draw."),
+        _section("router", "The teacher's gates", router_part(run)),
         _section("guard", "What the guard did", sections.guard_table(run)) if run.events else None,
         _section("samples", "Samples", sections.samples_part(run)),
         _section("notes", "Notes", sections.notes_list(run)),

@@ -31,12 +31,17 @@ class LiveTeacher:
         self.offload = offload
         self.is_described = is_described
         self._blocks = probe.layers(model)
+        self._visits = 0
         if not offload:
             model.to(device)
 
     @torch.no_grad()
     def observe(self, batch: Batch, rows: Tensor, needs: Needs) -> DenseSignal:
-        with self._at_work(), tapped(self._blocks, needs) as taps:
+        return self.answer(batch, rows, needs)
+
+    def answer(self, batch: Batch, rows: Tensor, needs: Needs) -> DenseSignal:
+        """`observe` for callers that may want a gradient: those stay `at_work` until after their backward."""
+        with self.at_work(), tapped(self._blocks, needs) as taps:
             hidden, head = last_hidden(self.model, batch, self.vocab_size, self.is_described)
             weight, bias = head.weight, head.bias
             if self.offload:
@@ -47,12 +52,17 @@ class LiveTeacher:
         return DenseSignal(chosen, weight, bias, head.scale, head.softcap, head.vocab_size, taps)
 
     @contextmanager
-    def _at_work(self) -> Iterator[None]:
+    def at_work(self) -> Iterator[None]:
+        """The weights are on the device in the body. Visits may be nested: the last one to end sends them home."""
         if not self.offload:
             yield
             return
-        self.model.to(self.device)
+        if self._visits == 0:
+            self.model.to(self.device)
+        self._visits += 1
         try:
             yield
         finally:
-            self.model.to("cpu")
+            self._visits -= 1
+            if self._visits == 0:
+                self.model.to("cpu")

@@ -8,7 +8,8 @@ from stillroom.telemetry.events import (
     EVAL_KEYS,
     STEP_KEYS,
     EventLog,
+    SilentLog,
     read_events,
 )
 
-__all__ = ["EVAL_KEYS", "STEP_KEYS", "EventLog", "read_events"]
+__all__ = ["EVAL_KEYS", "STEP_KEYS", "EventLog", "SilentLog", "read_events"]

@@ -25,6 +25,7 @@ from rich.text import Text
 
 from stillroom.errors import StillroomError
 from stillroom.telemetry import lines as say
+from stillroom.telemetry.router_lines import router_line
 from stillroom.telemetry.wording import as_number, clean, format_count, format_lr
 
 __all__ = ["ConsoleMode", "ConsoleView", "clean", "format_lr", "render_error"]
@@ -221,8 +222,12 @@ class ConsoleView:
                 return [say.note_line(event)]
             case "eval":
                 return [say.eval_line(event)]
+            case "gradients":
+                return [say.gradients_line(event)]
             case "phase":
                 return [say.phase_line(event)]
+            case "router":
+                return [router_line(event)]
             case "checkpoint":
                 return [say.checkpoint_line(event)]
             case "guard":

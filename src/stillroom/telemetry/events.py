@@ -55,7 +55,7 @@ EVAL_KEYS = (
 TERM_KEYS = ("raw", "weight", "scaled", "share")
 
 # What a run writes again when it goes over the same steps a second time after a resume.
-_WRITTEN_AGAIN = frozenset({"step", "eval", "checkpoint", "guard", "phase"})
+_WRITTEN_AGAIN = frozenset({"step", "eval", "checkpoint", "guard", "phase", "gradients", "router"})
 _NONFINITE = "_nonfinite"
 _NONFINITE_WORDS = ("nan", "inf", "-inf")
 
@@ -179,6 +179,23 @@ class EventLog:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+
+class SilentLog(EventLog):
+    """The log of a process that is not the first: it writes nothing, because another writes the same."""
+
+    def __init__(self) -> None:
+        self.path = Path()
+        self.dropped = 0
+
+    def write(self, event: str, /, **fields: Any) -> Event:
+        return {"event": event, **fields}
+
+    def listen(self, listener: Listener) -> None:
+        return
+
+    def close(self) -> None:
+        return
 
 
 def _line(record: Event) -> str:

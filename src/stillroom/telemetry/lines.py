@@ -53,6 +53,15 @@ def show(record: Fields, key: str, form: Format) -> str:
     return "-" if value is None else form(value)
 
 
+def show_interval(record: Fields, key: str, form: Format) -> str:
+    """The 95 % interval of a yardstick, `55.0 to 59.3`; nothing where none was taken or both ends read alike."""
+    bounds = [as_number(bound) for bound in items(section(record, "intervals"), key)]
+    if len(bounds) != 2 or bounds[0] is None or bounds[1] is None:
+        return ""
+    low, high = form(bounds[0]), form(bounds[1])
+    return f"{low} to {high}" if low != high else ""
+
+
 def section(record: Fields, key: str) -> Fields:
     value = record.get(key)
     return value if isinstance(value, Mapping) else {}
@@ -123,8 +132,27 @@ def first_forward_lines(event: Fields) -> list[str]:
         f"  scored {show(event, 'scored', format_count)}",
         f"  student hidden {_shape(event, 'student_hidden')}  teacher hidden {_shape(event, 'teacher_hidden')}"
         f"  vocabulary {show(event, 'vocabulary', format_count)}",
+        *_pairing_lines(event),
         f"  temperature {show(event, 'temperature', _short)}  weights {told}",
     ]
+
+
+def _pairing_lines(event: Fields) -> list[str]:
+    """Whether the two models speak of the same tokens at the same places."""
+    lines = []
+    if items(event, "student_logits"):
+        lines.append(f"  student logits {_shape(event, 'student_logits')}  teacher {_shape(event, 'teacher_logits')}")
+    hashes = section(event, "vocabulary_hash")
+    if hashes:
+        told = "  ".join(f"{clean(name)} {clean(value)}" for name, value in hashes.items())
+        same = "" if len(hashes) < 2 else "  the same" if len(set(hashes.values())) == 1 else "  different"
+        lines.append(f"  vocabulary hash  {told}{same}")
+    alignment = section(event, "alignment")
+    if alignment:
+        losses = (("as given", "as_given"), ("one back", "one_back"), ("one ahead", "one_ahead"))
+        told = "  ".join(f"{label} {show(alignment, key, format_loss)}" for label, key in losses)
+        lines.append(f"  {clean(alignment.get('model'))} loss by targets  {told}")
+    return lines
 
 
 def _shape(event: Fields, key: str) -> str:
@@ -157,7 +185,7 @@ def step_line(event: Fields, skipped: int) -> str:
 
 
 def component_lines(event: Fields, temperature: float | None) -> list[str]:
-    """Every term of a step: raw mean, weight, product, and share of the total."""
+    """Every term of a step: raw mean, weight, product, share; their sum; the temperature and its square."""
     terms = [(name, term) for name, term in section(event, "terms").items() if isinstance(term, Mapping)]
     if not terms:
         return []
@@ -167,8 +195,9 @@ def component_lines(event: Fields, temperature: float | None) -> list[str]:
         raw, weight = show(term, "raw", format_loss), show(term, "weight", _short)
         scaled, share = show(term, "scaled", format_loss), show(term, "share", format_percent)
         lines.append(f"  {clean(name):<{width}}  {raw:>10}  {weight:>8}  {scaled:>10}  {share:>6}")
+    lines.append(f"  {'sum':<{width}}  {'':>10}  {'':>8}  {show(event, 'train_loss', format_loss):>10}")
     if temperature is not None:
-        lines.append(f"  temperature {_short(temperature)}")
+        lines.append(f"  temperature {_short(temperature)}  squared {_short(temperature**2)}, part of raw kd")
     return lines
 
 
@@ -195,6 +224,15 @@ def eval_line(event: Fields) -> str:
     unscored = as_number(event.get("unscored_tokens"))
     if unscored:
         parts.append(f"unscored {format_count(unscored)} tokens")
+    return "  ".join(parts)
+
+
+def gradients_line(event: Fields) -> str:
+    """How much each term pulls, and whether the terms pull the same way."""
+    terms, cosines = section(event, "terms"), section(event, "cosines")
+    parts = [f"gradients at step {event.get('step')}"]
+    parts += [f"{clean(name)} {show(section(terms, name), 'share', format_percent)}" for name in terms]
+    parts += [f"cosine {clean(pair)} {show(cosines, pair, _short)}" for pair in cosines]
     return "  ".join(parts)
 
 
@@ -249,15 +287,28 @@ def summary_lines(summary: Fields, report: object = None) -> list[str]:
             f"{label:<20}" + "".join(f"  {show(row, key, form):>10}" for key, _, form in RESULT_COLUMNS)
             for label, row in rows
         ]
+    lines += _interval_line(section(summary, "student"))
     lines += [clean(sentence) for sentence in items(summary, "story")]
     for check in items(summary, "checks"):
         if isinstance(check, Mapping):
             word = "passed" if check.get("passed") else "failed"
-            detail = f": {clean(check['detail'])}" if check.get("detail") else ""
-            lines.append(f"check {word}  {clean(check.get('name'))}{detail}")
+            told = f": {clean(check['text'])}" if check.get("text") else ""
+            lines.append(f"check {word}  {clean(check.get('name'))}{told}")
     if report is not None:
         lines.append(f"report  {clean(report)}")
     return lines
+
+
+def _interval_line(student: Fields) -> list[str]:
+    """How sure the student's numbers are, in one line of at most 80 characters."""
+    told = [
+        f"{label} {show_interval(student, key, form)}"
+        for key, label, form in (("perplexity", "perplexity", format_result), ("kl", "KL", format_result))
+        if show_interval(student, key, form)
+    ]
+    if not told:
+        return []
+    return [f"95 % interval over {show(student, 'documents', format_count)} documents: student's {', '.join(told)}"]
 
 
 # -- a model on its own ----------------------------------------------------------------------------------
@@ -267,10 +318,14 @@ ASSESSMENT_ROWS: tuple[tuple[str, str, Format], ...] = (
     ("bits_per_byte", "bits/byte", format_result),
     ("kl", "KL to teacher", format_result),
     ("agreement", "agreement", format_percent),
+    ("top5_agreement", "teacher's in top 5", format_percent),
+    ("top5_overlap", "top-5 overlap", format_percent),
     ("acceptance", "acceptance", format_percent),
+    ("calibration_error", "calibration error", format_percent),
     ("parameters", "parameters", format_count),
     ("weight_megabytes", "weights, MB", format_result),
     ("tokens_per_second", "tokens/s", format_count),
+    ("documents", "documents", format_count),
     ("tokens", "tokens scored", format_count),
     ("unscored_tokens", "tokens not scored", format_count),
 )
@@ -280,12 +335,22 @@ def assessment_lines(result: Fields) -> list[str]:
     """The yardsticks of a model, one a line, and of its teacher beside it."""
     voices = [(name, section(result, name)) for name in ("student", "teacher") if section(result, name)]
     lines = [f"{key:<6}  {clean(result[key])}" for key in ("model", "data", "device") if result.get(key)]
-    if len(voices) > 1:
-        lines.append(f"{'':<18}" + "".join(f"  {name:>12}" for name, _ in voices))
+    has_intervals = any(section(row, "intervals") for _, row in voices)
+
+    def line(label: str, values: Sequence[str], bounds: Sequence[str]) -> str:
+        cells = (
+            f"  {value:>12}" + (f"  {bound:<15}" if has_intervals else "")
+            for value, bound in zip(values, bounds, strict=True)
+        )
+        return f"{label:<18}{''.join(cells)}".rstrip()
+
+    if len(voices) > 1 or has_intervals:
+        lines.append(line("", [name for name, _ in voices], ["95 % interval"] * len(voices)))
     for key, label, form in ASSESSMENT_ROWS:
         values = [show(row, key, form) for _, row in voices]
+        bounds = [show_interval(row, key, form) for _, row in voices]
         if any(value != "-" for value in values):
-            lines.append(f"{label:<18}" + "".join(f"  {value:>12}" for value in values))
+            lines.append(line(label, values, bounds))
     if reading(result, "retention") is not None:
         lines.append(
             f"retention  {show(result, 'retention', format_percent)} (teacher's perplexity over the student's)"

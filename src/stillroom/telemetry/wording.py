@@ -93,6 +93,8 @@ def _small(value: float, decimals: int) -> str:
 def format_result(value: float) -> str:
     """Three significant digits for a result; whole numbers from a hundred on: 1.62, 57.1, 134, 2,031."""
     size = abs(value)
+    if math.isnan(value):
+        return "nan"
     if size == 0:
         return "0"
     if size < 1e-3 or size >= 1e7:

@@ -1,0 +1,154 @@
+"""Success criteria: what a finished run must show before anyone calls it a success.
+
+Four named checks, judged from the run's own events, so that a run resumed five times is judged as one:
+
+1. The held-out perplexity is below the configured bound, or below that of the student before training.
+2. The objective held out is less than twice the objective in training, both at the same weights of the terms.
+3. No attempted step of the last epoch had a loss or gradient that is not finite.
+4. Every term that has a weight has a share in the objective, in every phase, and a term without weight has none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from stillroom.telemetry.wording import as_number, clean, format_count, format_loss, format_percent, format_result
+
+Event = Mapping[str, Any]
+Check = dict[str, Any]
+
+MAX_GAP = 2.0
+LAST_STEPS = 20  # of training, whose mean is compared with the evaluation: one step alone is noise
+
+
+def success_checks(
+    events: Iterable[Event],
+    *,
+    perplexity: float,
+    perplexity_before: float | None,
+    max_perplexity: float,
+    min_share: float,
+    epoch_steps: int,
+) -> list[Check]:
+    """The four checks, each with what was measured, the bound, and a sentence."""
+    events = list(events)
+    steps = [event for event in events if event.get("event") == "step" and isinstance(event.get("step"), int)]
+    # After a rollback the later attempt counts, as it does for the weights.
+    kept = list({event["step"]: event for event in steps if event.get("verdict") == "keep"}.values())
+    kept.sort(key=lambda event: int(event["step"]))
+    evals = [event for event in events if event.get("event") == "eval" and isinstance(event.get("step"), int)]
+    guards = [event for event in events if event.get("event") == "guard"]
+    return [
+        check_perplexity(perplexity, perplexity_before, max_perplexity),
+        check_gap(kept, evals),
+        check_finite([*steps, *guards], kept[-1]["step"] if kept else 0, epoch_steps),
+        check_balance(kept, min_share),
+    ]
+
+
+def _check(name: str, passed: bool, value: float | None, bound: float | None, text: str) -> Check:
+    return {"name": name, "passed": passed, "value": value, "bound": bound, "text": text}
+
+
+def check_perplexity(perplexity: float, before: float | None, max_perplexity: float) -> Check:
+    bound = max_perplexity or before
+    whose = "the bound set as eval.max_perplexity" if max_perplexity else "the student before training"
+    if bound is None:
+        return _check("held-out perplexity", False, perplexity, None, "there is nothing to compare it with")
+    text = f"{format_result(perplexity)} against {format_result(bound)}, {whose}"
+    return _check("held-out perplexity", perplexity < bound, perplexity, bound, text)
+
+
+def check_gap(kept: Sequence[Event], evals: Sequence[Event]) -> Check:
+    """Whether evaluation costs less than twice what training does; written as a difference so that 0 is no trouble."""
+    name = "train and eval objective within 2x"
+    last = max(evals, key=lambda event: int(event["step"]), default=None)
+    held_out = as_number(last.get("objective")) if last else None
+    recent = [event for event in kept if last and event["step"] <= last["step"]][-LAST_STEPS:]
+    losses = [loss for event in recent if (loss := as_number(event.get("train_loss"))) is not None]
+    if held_out is None or not losses:
+        return _check(name, False, None, MAX_GAP, "the objective was not finite, or nothing was recorded")
+    trained = sum(losses) / len(losses)
+    passed = held_out - trained < (MAX_GAP - 1.0) * abs(trained)
+    ratio = held_out / trained if trained > 0 else None
+    told = f"{ratio:.2f}x, " if ratio is not None else ""
+    text = f"{told}{format_loss(held_out)} held out, {format_loss(trained)} in the last {len(losses)} steps"
+    return _check(name, passed, ratio, MAX_GAP, text)
+
+
+def check_finite(attempts: Sequence[Event], last_step: int, epoch_steps: int) -> Check:
+    """No loss or gradient of the last epoch's steps that was not finite.
+
+    A retry is no fault: an overflow of the scaled gradients is how an FP16 run finds its loss scale.
+    """
+    recent = [event for event in attempts if (as_number(event.get("step")) or 0) > last_step - epoch_steps]
+    bad = sorted({int(event["step"]) for event in recent if _is_nonfinite(event)})
+    stretch = "the last epoch" if last_step >= epoch_steps else f"the run, {last_step / max(epoch_steps, 1):.2f} epochs"
+    retried = sum(event.get("verdict") == "retry" for event in recent)
+    text = f"none in {stretch}" if not bad else f"{format_count(len(bad))} in {stretch}, the last at step {bad[-1]}"
+    if retried:
+        text += f"; {format_count(retried)} overflows of the loss scale were retried"
+    return _check("no NaN for an epoch", not bad, float(len(bad)), 0.0, text)
+
+
+def _is_nonfinite(event: Event) -> bool:
+    if "retry" in (event.get("verdict"), event.get("action")):
+        return False
+    if event.get("event") == "guard":  # weights found to be not finite between two steps leave no step record
+        return event.get("action") in ("rollback", "reset") and "not finite" in str(event.get("reason"))
+    return "train_loss_nonfinite" in event or "grad_norm_nonfinite" in event
+
+
+def check_balance(kept: Sequence[Event], min_share: float) -> Check:
+    """Mean share of each term over the steps of each phase in which it has a weight."""
+    name = "terms balanced as configured"
+    phases: dict[str, list[Event]] = {}
+    for event in kept:
+        phases.setdefault(str(event.get("phase") or ""), []).append(event)
+    least, flagged, seen = math.inf, [], set()
+    for phase, steps in phases.items():
+        shares = _shares(steps)
+        seen |= set(shares)
+        for term, share in shares.items():
+            if len(shares) > 1:
+                least = min(least, share)
+                if not min_share <= share <= 1.0 - min_share:
+                    flagged.append(f"{clean(term)} has {format_percent(share)} in phase {clean(phase)}")
+        flagged += [f"{term} has no weight in phase {clean(phase)} and enters all the same" for term in _unasked(steps)]
+    if not seen:
+        return _check(name, False, None, min_share, "no step was recorded")
+    if flagged:
+        return _check(name, False, least if math.isfinite(least) else None, min_share, "; ".join(flagged))
+    if not math.isfinite(least):
+        return _check(name, True, None, min_share, f"one term at a time: {', '.join(map(clean, sorted(seen)))}")
+    text = f"the least share of a term in any phase is {format_percent(least)}"
+    return _check(name, True, least, min_share, text)
+
+
+def _terms(event: Event) -> Mapping[str, Any]:
+    terms = event.get("terms")
+    return terms if isinstance(terms, Mapping) else {}
+
+
+def _shares(steps: Sequence[Event]) -> dict[str, float]:
+    """For each term with a weight somewhere in these steps, its mean share where it has one."""
+    found: dict[str, list[float]] = {}
+    for event in steps:
+        for term, record in _terms(event).items():
+            if record.get("weight"):
+                found.setdefault(term, []).append(as_number(record.get("share")) or 0.0)
+    return {term: sum(shares) / len(shares) for term, shares in found.items()}
+
+
+def _unasked(steps: Sequence[Event]) -> list[str]:
+    """Terms that weigh nothing and yet add to the objective: the fault that no weight of the curriculum can show."""
+    return sorted(
+        {
+            clean(term)
+            for event in steps
+            for term, record in _terms(event).items()
+            if not record.get("weight") and as_number(record.get("scaled"))
+        }
+    )

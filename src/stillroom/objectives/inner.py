@@ -1,0 +1,126 @@
+"""Distances between the insides of two models: hidden states, attention maps, pooled rows.
+
+Each function answers for every position (or row) by itself and says which ones the teacher left unusable; nobody
+divides by a count here. Everything is FP32 or better: the square of an FP16 activation above 256 is infinite in FP16.
+
+Legend: B rows, L positions, N scored positions, D width, H heads, K keys (= L).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stillroom.numerics import LOG_ZERO, work_dtype
+
+
+@dataclass(frozen=True)
+class Distances:
+    """A value for each position or row, and where the teacher gave nothing to compare with: there the value is 0."""
+
+    values: Tensor  # [...]
+    is_bad: Tensor  # [...], bool
+
+
+def at_rows(states: Tensor, rows: Tensor) -> Tensor:
+    """States [B, L, D] at the flat positions `rows` [N], in FP32 or better. What stands elsewhere does not matter."""
+    return states.reshape(-1, states.shape[-1]).index_select(0, rows).to(work_dtype(states))
+
+
+def relative_error(student: Tensor, teacher: Tensor) -> Distances:
+    """|s - t|^2 / |t|^2 of states [..., D]: the share of the teacher's energy that the student does not explain.
+
+    Zero if and only if the two are equal, 1 for a student that says nothing. The quotient depends neither on the
+    width nor on the size of the activations, which differ a hundredfold between layers and between models; a plain
+    mean square would be ruled by the few positions with massive activations (Sun et al. 2024).
+    """
+    teacher, energy, is_bad = _usable(teacher)
+    error = (student - teacher).square().sum(-1) / energy
+    return Distances(torch.where(is_bad, torch.zeros_like(error), error), is_bad)
+
+
+def cosine_distance(student: Tensor, teacher: Tensor) -> Distances:
+    """1 - cos(s, t) of states [..., D]: zero if and only if they point the same way.
+
+    A student's state of zero has no direction: its distance is 1 and its gradient 0.
+    """
+    teacher, energy, is_bad = _usable(teacher)
+    product = (_unit(student) * (teacher * energy.rsqrt()[..., None])).sum(-1)
+    return Distances(torch.where(is_bad, torch.zeros_like(product), 1.0 - product), is_bad)
+
+
+def attention_distance(student: Tensor, teacher: Tensor, rows: Tensor) -> Distances:
+    """Squared distance of attention maps [B, H, L, K] at the queries `rows` [N], mean over the student's heads.
+
+    Each map is a distribution over the keys before the query, so the value lies between 0 and 2 whatever the length,
+    and the padding behind the query has no part in it. Where the teacher has other heads, a student's head is
+    compared with the mean of the teacher's heads that lie at the same place: a mean of distributions is one too.
+    """
+    student, teacher = _queries(student, rows), _queries(teacher, rows)
+    is_bad = ~torch.isfinite(teacher).flatten(1).all(1)
+    teacher = torch.where(is_bad[:, None, None], torch.zeros_like(teacher), teacher)
+    if student.shape[1] != teacher.shape[1]:
+        teacher = torch.einsum("st,ntk->nsk", head_map(student.shape[1], teacher.shape[1]).to(teacher), teacher)
+    values = (student - teacher).square().sum(-1).mean(-1)
+    return Distances(torch.where(is_bad, torch.zeros_like(values), values), is_bad)
+
+
+def head_map(num_student: int, num_teacher: int) -> Tensor:
+    """Which of the teacher's heads a student's head looks at [Hs, Ht]: those at the same place, rows sum to 1."""
+    weights = torch.zeros(num_student, num_teacher)
+    for head in range(num_student):
+        start = head * num_teacher // num_student
+        stop = -(-(head + 1) * num_teacher // num_student)
+        weights[head, start:stop] = 1.0 / (stop - start)
+    return weights
+
+
+def pooled(states: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean state of each row over its scored positions [B, D], and which rows have any [B]."""
+    num_rows, length, _width = states.shape
+    is_scored = torch.zeros(num_rows * length, dtype=torch.bool, device=states.device)
+    is_scored = is_scored.index_fill(0, rows, True).view(num_rows, length)
+    states = torch.where(is_scored[..., None], states.to(work_dtype(states)), 0.0)
+    number = is_scored.sum(1)
+    return states.sum(1) / number.clamp_min(1)[:, None], number > 0
+
+
+def info_nce(student: Tensor, teacher: Tensor, is_row: Tensor, temperature: float) -> Distances:
+    """-log softmax of cos(s_i, t_i) / T among all cos(s_i, t_j) of the batch's rows [B, D] (van den Oord et al. 2018).
+
+    The other rows of the micro-batch are the negatives, so the value of a row depends on its company: eight
+    micro-batches of one do not equal one of eight here, and a row alone has nothing to be told from: exactly 0.
+    """
+    teacher, energy, is_bad = _usable(teacher)
+    is_bad = is_bad & is_row
+    is_counted = is_row & ~is_bad
+    logits = _unit(student) @ (teacher * energy.rsqrt()[:, None]).T / temperature
+    logits = logits.masked_fill(~is_counted, LOG_ZERO)  # finite: a row without candidates must not make NaN
+    values = torch.logsumexp(logits, 1) - logits.diagonal()
+    return Distances(torch.where(is_counted, values, torch.zeros_like(values)), is_bad)
+
+
+def _queries(probs: Tensor, rows: Tensor) -> Tensor:
+    """Attention maps [B, H, L, K] as [N, H, K] at the chosen queries, in FP32 or better."""
+    chosen = probs.transpose(1, 2).flatten(0, 1).index_select(0, rows)
+    return chosen.to(work_dtype(probs))
+
+
+def _usable(teacher: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The teacher's states with the useless ones (not finite, or zero) blanked, their energy, and which those are.
+
+    Blanked before they meet the student: a NaN that is only masked afterwards still makes the gradient NaN.
+    """
+    energy = teacher.square().sum(-1)
+    is_bad = ~torch.isfinite(energy) | (energy == 0)
+    teacher = torch.where(is_bad[..., None], torch.zeros_like(teacher), teacher)
+    return teacher, torch.where(is_bad, torch.ones_like(energy), energy), is_bad
+
+
+def _unit(states: Tensor) -> Tensor:
+    """States of length 1; those of no length stay 0, and without a gradient that would be infinite."""
+    energy = states.square().sum(-1, keepdim=True)
+    tiny = torch.finfo(states.dtype).tiny
+    return states * torch.where(energy > tiny, energy.clamp_min(tiny).rsqrt(), 0.0)

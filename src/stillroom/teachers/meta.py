@@ -1,0 +1,107 @@
+"""sar-meta: which answers of the teacher would have made the student's next step better on other text.
+
+The gradient of forward KL is linear in the teacher's probabilities p, so the change of a quiz's loss after one
+student step is, to first order, sum_v p(v) d log q(v) along the quiz's own preconditioned step u, and its gradient
+for the gates needs no second derivative. The derivative along u is a central difference: two students, one a step
+further along u and one a step back, and the difference of the teacher's divergences from them.
+
+Experimental. One step of it is real progress, a run of it is not: it looks one step ahead and overfits its quiz.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from stillroom.errors import ConfigError
+from stillroom.models import Student, scored_rows, scored_targets
+from stillroom.objectives.head import score_head
+from stillroom.precision import AdamW, Precision
+from stillroom.types import Batch, Needs, StudentView
+
+Direction = Mapping[str, Tensor]
+
+
+def check_precision(precision: Precision) -> None:
+    """A step too small for FP16 weights would be no step at all."""
+    if precision.keeps_half_weights:
+        raise ConfigError(
+            f"sar-meta moves the student's weights by less than {precision.mode} can hold",
+            where="teacher.router.mode",
+            advice=["--precision fp32", "--precision fp16-mixed", "--set teacher.router.mode=sar"],
+        )
+
+
+def quiz_direction(student: Student, optimizer: AdamW, precision: Precision, quiz: Batch, rate: float) -> Direction:
+    """The step that the quiz's cross-entropy asks for, as AdamW would take it at this rate, against its gradient.
+
+    Called between windows: the student holds no gradient before, and none after. Empty before the first update,
+    when there is no second moment to divide by.
+    """
+    if not optimizer.num_updates or not quiz.num_scored:
+        return {}
+    rows = scored_rows(quiz).to(precision.device)
+    there = quiz.to(precision.device)
+    with _looking(student):
+        with precision.autocast():
+            view = student.observe(there, rows, Needs())
+        targets = scored_targets(there, rows)
+        scored = score_head(
+            view, None, targets, kd_weight=0.0, ce_weight=1.0 / max(targets.numel(), 1), divergence=None
+        )
+        precision.backward(scored.loss)
+    correction = 1.0 - optimizer.betas[1] ** optimizer.num_updates
+    found = {}
+    for cell in optimizer.cells["student"]:
+        if cell.gradient is not None:
+            spread = (cell.second.read() / correction).sqrt() + optimizer.epsilon
+            found[cell.name] = rate * (cell.gradient.float() / precision.loss_scale) / spread
+    optimizer.zero_grad()
+    return found
+
+
+@torch.no_grad()
+def both_ways(
+    student: Student, precision: Precision, batch: Batch, rows: Tensor, direction: Direction
+) -> tuple[StudentView, StudentView]:
+    """The student's views of a batch one step along the direction and one step against it.
+
+    The weights return to what they were, to the last bit.
+    """
+    views = []
+    for sign in (1.0, -1.0):
+        with _moved(student, direction, sign), _looking(student), precision.autocast():
+            view = student.observe(batch, rows, Needs())
+            # The head's weight is a living tensor that moves back when the body ends.
+            head = type(view.head)(
+                view.head.weight.clone(), view.head.bias, view.head.scale, view.head.softcap, view.head.vocab_size
+            )
+            views.append(StudentView(view.hidden, head))
+    return views[0], views[1]
+
+
+@contextmanager
+def _looking(student: Student) -> Iterator[None]:
+    """Evaluation mode, so that looking draws no random number."""
+    was_training = student.model.training
+    student.eval()
+    try:
+        yield
+    finally:
+        student.model.train(was_training)
+
+
+@contextmanager
+def _moved(student: Student, direction: Direction, sign: float) -> Iterator[None]:
+    own = {name: parameter for name, parameter in student.model.named_parameters() if name in direction}
+    kept = {name: parameter.detach().clone() for name, parameter in own.items()}
+    for name, parameter in own.items():
+        parameter.add_(direction[name], alpha=sign)
+    try:
+        yield
+    finally:
+        for name, parameter in own.items():
+            parameter.copy_(kept[name])

@@ -1,0 +1,392 @@
+"""A mixture-of-experts teacher whose gates may be told to choose differently, or trained while the student learns.
+
+Measured on small models: gates tuned on the labels recover some of what a teacher lacks off its domain; the student's
+own term has shown no gain; and without the truth and an anchor the teacher becomes the student. So every mode that
+trains is held by both, watched on held-out text, and taken back when the teacher gets worse.
+
+A teacher outside of a run:
+
+    teacher = RouterTeacher(model, RouterConfig(mode="sar"), vocab_size=512, device=torch.device("cpu"),
+                            options=GateOptions(learning_rate=1e-2))
+    teacher.start(held_out)                                   # its loss before anything is trained
+    for step, batch in enumerate(batches):
+        rows, needs = scored_rows(batch), Needs()
+        targets = scored_targets(batch, rows)
+        teacher.begin([batch], step)
+        view = student.observe(batch, rows, needs)
+        score = average([mix.score(view, signal, targets, lesson, counts)
+                         for signal in teacher.signals(batch, rows, needs)])
+        score.loss.backward(); optimizer.step(...)
+        teacher.learn(batch, rows, targets, view, num_targets=targets.numel())
+        teacher.settle(is_kept=True, rate_factor=1.0)
+    teacher.watch(teacher.assess(held_out))                   # restores and freezes a teacher that got worse
+
+`probe_gates` of `teachers.router_probe` tells beforehand whether any of this is worthwhile.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stillroom.config.schema import RouterConfig
+from stillroom.errors import ConfigError
+from stillroom.models import probe
+from stillroom.models.recompute import recomputed
+from stillroom.models.routers import Routing, describe, find_gates, routed
+from stillroom.teachers.gates import GateOptions, TrainedGates
+from stillroom.teachers.live import LiveTeacher
+from stillroom.teachers.router_terms import Aims, Assessment, assess, own_terms
+from stillroom.types import Batch, DenseSignal, Needs, Score, StudentView, Term
+
+TRAINING_MODES = frozenset({"truth", "sar", "sar-joint", "sar-meta"})
+EXPERIMENTAL_MODES = frozenset({"sar-transient", "sar-meta"})
+_TRIAL_TOKENS = 32
+
+
+class RouterTeacher:
+    """Answers like any teacher; between answers its gates may learn."""
+
+    def __init__(
+        self,
+        model: Any,
+        config: RouterConfig,
+        *,
+        vocab_size: int,
+        device: torch.device,
+        options: GateOptions,
+        offload: bool = False,
+        is_described: bool = True,
+        seed: int = 0,
+        tell: Callable[[str], object] = lambda _text: None,
+    ) -> None:
+        self.config, self.seed, self.tell = config, seed, tell
+        self.original = LiveTeacher(
+            model, vocab_size=vocab_size, device=device, offload=offload, is_described=is_described
+        )
+        self.found = find_gates(model, config.patterns)
+        self.gates = TrainedGates(model, self.found, options, device, tell)
+        self.is_frozen = False
+        self.start_nll: float | None = None
+        self.probed: dict[str, Any] | None = None
+        self._blocks = probe.layers(model)
+        self._is_due = False
+        self._num_tokens = 0
+        self._loss = torch.zeros((), device=device)
+        self._terms: dict[str, Term] = {}
+        self._live: Routing | None = None
+        self._answer: DenseSignal | None = None
+        self._held: DenseSignal | None = None
+        tell(describe(self.found))
+        if config.mode in EXPERIMENTAL_MODES:
+            tell(f"teacher.router.mode {config.mode} is experimental: it has shown no gain and may hurt over a run")
+        self._try_out()
+
+    @property
+    def trains(self) -> bool:
+        return self.config.mode in TRAINING_MODES and not self.is_frozen
+
+    @property
+    def looks_first(self) -> bool:
+        """Whether the student answers before the teacher does."""
+        return self.config.mode == "sar-transient"
+
+    # -- answering ---------------------------------------------------------------------------------------
+
+    def observe(self, batch: Batch, rows: Tensor, needs: Needs) -> DenseSignal:
+        """The teacher as it stands, without a gradient and without chance."""
+        routing = self.routing()
+        if not routing.weights and routing.num_chosen is None:
+            return self.original.observe(batch, rows, needs)
+        with routed(self.found, routing):
+            return self.original.observe(batch, rows, needs)
+
+    def signals(self, batch: Batch, rows: Tensor, needs: Needs) -> list[DenseSignal]:
+        """The answers of one training batch: one, or with knowledge-augmentation several that are averaged."""
+        if self.config.mode == "knowledge-augmentation":
+            found = []
+            for number in range(self.config.augmentation_passes):
+                routing = self.routing()
+                routing.sampled_share = self.config.augmentation_lambda
+                # A batch draws the same experts whenever it comes: a resumed run sees what the whole one saw.
+                routing.seed = (self.seed * 1_000_003 + batch.index) * 101 + number
+                with routed(self.found, routing):
+                    found.append(self.original.observe(batch, rows, needs))
+            return found
+        if self._live is not None:
+            self._answer = self.original.answer(batch, rows, needs)
+            return [_weighed(self._answer, self.config.student_weight)]
+        return [self.observe(batch, rows, needs)]
+
+    def reconsidered(
+        self, batch: Batch, rows: Tensor, targets: Tensor, view: StudentView, needs: Needs
+    ) -> list[DenseSignal]:
+        """An answer with each token's gates moved by a bounded step downhill. No weight is changed, nothing is kept."""
+        num_tokens = int(batch.input_ids.numel())
+        device = self.original.device
+        offsets = {
+            gate.name: torch.zeros(num_tokens, gate.num_experts, device=device, requires_grad=True)
+            for gate in self.found
+        }
+        aims = Aims(truth=self.config.truth_weight, student=self.config.student_weight)
+        with torch.enable_grad(), self._open(Routing(offsets=offsets)) as routing:
+            answer = self.original.answer(batch, rows, Needs())
+            loss, _terms = own_terms(aims, answer, targets, view, None, routing, batch, targets.numel(), num_tokens)
+            # One over the number of targets would flush FP16 gradients to zero; only directions are used.
+            slopes = torch.autograd.grad(loss * targets.numel(), list(offsets.values()))
+        moved = {}
+        for name, slope in zip(offsets, slopes, strict=True):
+            length = slope.norm(dim=1, keepdim=True)
+            is_usable = torch.isfinite(length) & (length > 0)
+            step = -self.config.offset_bound * slope / torch.where(is_usable, length, torch.ones_like(length))
+            moved[name] = torch.where(is_usable, step, torch.zeros_like(step))
+            self._note("unmoved_tokens", Term((~is_usable).sum().float(), torch.tensor(float(len(length)))))
+        with routed(self.found, Routing(offsets=moved)):
+            return [self.original.observe(batch, rows, needs)]
+
+    def routing(self) -> Routing:
+        """What the mode does at the gates, chance left out."""
+        match self.config.mode:
+            case "all-experts":
+                return Routing(num_chosen=lambda num_experts: num_experts)
+            case "knowledge-augmentation":
+                return Routing(num_chosen=lambda num_experts: num_experts - 1)
+        return Routing(weights=self.gates.weights) if self.trains else Routing()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the gates learn from this window."""
+        return self._is_due
+
+    # -- learning ----------------------------------------------------------------------------------------
+
+    def begin(self, window: Sequence[Batch], step: int) -> None:
+        """A window of micro-batches begins; `step` student steps have been applied before it."""
+        self._is_due = self.trains and (step + 1) % self.config.every == 0
+        self._num_tokens = sum(int(batch.attention_mask.cpu().sum()) for batch in window)
+        self._loss = torch.zeros_like(self._loss)
+        self.gates.discard()
+
+    @contextmanager
+    def sitting(self, batch: Batch, rows: Tensor) -> Iterator[None]:
+        """Around a micro-batch's forward and backward: in sar-joint the student's backward goes through the gates."""
+        if self.config.mode != "sar-joint" or not self._is_due:
+            yield
+            return
+        self._held = self._anchor(batch, rows)  # before the trained gates take their place
+        with self._open(Routing(weights=self.gates.weights)) as routing:
+            self._live = routing
+            try:
+                yield
+            finally:
+                self._live, self._answer, self._held = None, None, None
+
+    def joined(self, loss: Tensor, batch: Batch, targets: Tensor, num_targets: int) -> Tensor:
+        """In sar-joint, the student's loss with the router's own terms; in other modes the loss as it is."""
+        if self._live is None or self._answer is None:
+            return loss
+        own, terms = own_terms(
+            self.aims(has_student=False), self._answer, targets, None, self._held, self._live, batch, num_targets,
+            self._num_tokens,
+        )  # fmt: skip
+        self._add(own, terms)
+        return loss + own
+
+    def learn(
+        self, batch: Batch, rows: Tensor, targets: Tensor, view: StudentView | None, *, num_targets: int,
+        aims: Aims | None = None, opposite: StudentView | None = None,
+    ) -> None:  # fmt: skip
+        """Add one micro-batch to the gates' gradient. `num_targets` are those of the whole window.
+
+        `opposite` belongs to sar-meta: `view` and `opposite` are then the student a little further and a little
+        back along the step that a quiz asks for.
+        """
+        if not self._is_due or self.config.mode == "sar-joint":
+            return
+        aims = aims or self.aims(has_student=view is not None)
+        anchor = self._anchor(batch, rows) if aims.anchor else None
+        with torch.enable_grad(), self._open(Routing(weights=self.gates.weights)) as routing:
+            answer = self.original.answer(batch, rows, Needs())
+            loss, terms = own_terms(
+                aims, answer, targets, view, anchor, routing, batch, num_targets, self._num_tokens, opposite
+            )
+            if loss.requires_grad:
+                (loss * self.gates.loss_scale).backward()  # type: ignore[no-untyped-call]
+        self._add(loss, terms)
+
+    def settle(self, *, is_kept: bool, rate_factor: float, joint_scale: float = 1.0, bad_rows: int = 0) -> None:
+        """End a window: update the gates from what was gathered, or drop it with the student's refused step."""
+        if bad_rows and self.trains:
+            self.gates.mend()
+        if not self.gates.has_gradient:
+            return
+        if not is_kept:
+            self.gates.discard()
+            return
+        scale = joint_scale if self.config.mode == "sar-joint" else self.gates.loss_scale
+        self.gates.apply(rate_factor, self._loss, scale)
+        if self.gates.is_hopeless:
+            self._take_back("its updates are not finite, many times in a row")
+
+    def aims(self, *, has_student: bool) -> Aims:
+        config = self.config
+        student = config.student_weight if has_student and config.mode in ("sar", "sar-meta") else 0.0
+        return Aims(
+            config.truth_weight, student, config.anchor_weight, config.load_balance_weight, config.entropy_weight
+        )
+
+    def _anchor(self, batch: Batch, rows: Tensor) -> DenseSignal | None:
+        """The original teacher's answer to the same batch."""
+        return self.original.observe(batch, rows, Needs()) if self.config.anchor_weight else None
+
+    @contextmanager
+    def _open(self, routing: Routing) -> Iterator[Routing]:
+        """Everything a backward through the teacher needs, until it is done."""
+        is_recomputed = self.config.gradient_checkpointing
+        with self.original.at_work(), recomputed(self._blocks, is_recomputed), routed(self.found, routing):
+            yield routing
+
+    def _add(self, loss: Tensor, terms: Mapping[str, Term]) -> None:
+        self._loss = self._loss + loss.detach()
+        for name, term in terms.items():
+            self._note(name, term)
+
+    def _note(self, name: str, term: Term) -> None:
+        total, count = term.total.detach(), term.count.detach()
+        known = self._terms.get(name)
+        self._terms[name] = Term(total, count) if known is None else Term(known.total + total, known.count + count)
+
+    # -- watching ----------------------------------------------------------------------------------------
+
+    def start(self, held_out: Iterable[Batch]) -> Assessment:
+        """Measure the teacher before anything is trained: what the alarm compares with."""
+        found = self.assess(held_out)
+        self.start_nll = found.nll
+        return found
+
+    def assess(self, held_out: Iterable[Batch]) -> Assessment:
+        return assess(self, held_out)
+
+    def watch(self, found: Assessment) -> bool:
+        """Restore and freeze gates that made the teacher worse. True if the alarm went off."""
+        if not self.trains or self.start_nll is None:
+            return False
+        bound = self.start_nll + self.config.max_degradation
+        if math.isfinite(found.nll) and found.nll <= bound:
+            return False
+        self._take_back(f"its held-out loss is {found.nll:.4f}, above {self.start_nll:.4f} + "
+                        f"{self.config.max_degradation:g}")  # fmt: skip
+        return True
+
+    def reset(self, *, is_frozen: bool) -> None:
+        """The original teacher again, as if nothing had been taught."""
+        self.gates.restore()
+        self.is_frozen = is_frozen
+        self._terms = {}
+
+    def _take_back(self, why: str) -> None:
+        self.gates.restore()
+        self.is_frozen = True
+        self.tell(f"the teacher's gates are restored and stay frozen: {why}")
+
+    def report(self, found: Assessment) -> dict[str, Any]:
+        """An event's worth: what the gates do, how far they have moved, and what they were taught since the last."""
+        values = {name: (float(term.total), float(term.count)) for name, term in self._terms.items()}
+        self._terms = {}
+        return {
+            "mode": self.config.mode,
+            "is_frozen": self.is_frozen,
+            "teacher_nll": found.nll,
+            "teacher_nll_start": self.start_nll,
+            "kl_to_original": found.kl_to_original,
+            "updates": self.gates.optimizer.num_updates,
+            "skipped": self.gates.num_skipped,
+            "mended": self.gates.num_mended,
+            "grad_norm": self.gates.last_norm,
+            "terms": {name: total / max(count, 1.0) for name, (total, count) in values.items()},
+            "layers": [
+                {**vars(layer), "drift": self.gates.drift(gate.weight)}
+                for gate, layer in zip(self.found, found.layers, strict=True)
+            ],
+        }
+
+    # -- state -------------------------------------------------------------------------------------------
+
+    def tensors(self) -> dict[str, Tensor]:
+        return self.gates.tensors()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "gates": self.gates.state_dict(),
+            "is_frozen": self.is_frozen,
+            "start_nll": self.start_nll,
+            "probed": self.probed,
+        }
+
+    def load(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any], *, keeps_history: bool = False) -> None:
+        self.gates.load(tensors, state["gates"], keeps_history=keeps_history)
+        self.is_frozen = bool(state["is_frozen"])
+        self.start_nll = state["start_nll"]
+        self.probed = state["probed"]
+
+    # -- before anything is relied on --------------------------------------------------------------------
+
+    def _try_out(self) -> None:
+        """One small forward and backward, so that a gate that cannot do what the mode asks is met at the start."""
+        ids = torch.arange(_TRIAL_TOKENS, device=self.original.device).remainder(self.original.vocab_size)
+        ids = ids.unsqueeze(0)
+        batch = Batch(ids, torch.ones_like(ids), ids, torch.zeros_like(ids), ("trial",))
+        rows = torch.arange(_TRIAL_TOKENS, device=self.original.device)
+        try:
+            self.observe(batch, rows, Needs())
+        except (RuntimeError, IndexError) as error:
+            raise ConfigError(
+                f"this teacher's experts cannot be chosen as teacher.router.mode {self.config.mode} asks: {error}",
+                where="teacher.router.mode",
+                advice=["modes that keep the teacher's own choice: frozen, truth, sar"],
+            ) from error
+        if not self.trains:
+            return
+        with torch.enable_grad(), self._open(Routing(weights=self.gates.weights)):
+            answer = self.original.answer(batch, rows, Needs())
+            answer.hidden.float().square().sum().backward()  # type: ignore[no-untyped-call]
+        still = [
+            gate.name for gate in self.found
+            if (grad := self.gates.weights[gate.weight].grad) is None or not bool(grad.any())
+        ]  # fmt: skip
+        self.gates.discard()
+        if still:
+            self.tell(
+                f"on a trial text the teacher's answers do not depend on the logits of {len(still)} of "
+                f"{len(self.found)} gates, beyond which expert is first: {still[0]}; little can be trained there"
+            )
+
+
+def _weighed(answer: DenseSignal, weight: float) -> DenseSignal:
+    """The same answer with the gradient that comes back through it multiplied by `weight`."""
+    if not answer.hidden.requires_grad:
+        return answer
+    hidden = answer.hidden.view_as(answer.hidden)
+    hidden.register_hook(lambda gradient: gradient * weight)  # type: ignore[no-untyped-call]
+    return replace(answer, hidden=hidden)
+
+
+def average(scores: Sequence[Score]) -> Score:
+    """The mean of scores of the same batch against several answers of a teacher."""
+    if len(scores) == 1:
+        return scores[0]
+    share = 1.0 / len(scores)
+    terms = {
+        name: Term(sum((score.terms[name].total for score in scores[1:]), term.total) * share, term.count)
+        for name, term in scores[0].terms.items()
+    }
+    counters = {
+        name: sum((score.counters[name] for score in scores[1:]), count) for name, count in scores[0].counters.items()
+    }
+    return Score(sum((score.loss for score in scores[1:]), scores[0].loss) * share, terms, counters)
