@@ -23,7 +23,7 @@ from torch import Tensor
 from stillroom.config import Config
 from stillroom.curriculum import Curriculum
 from stillroom.data import Loader, Rows, fixed_batches
-from stillroom.engine.build import make_optimizer, make_schedule
+from stillroom.engine.build import make_schedule
 from stillroom.evaluate import evaluate
 from stillroom.models import Student, scored_rows, scored_targets
 from stillroom.models.probe import head_logits
@@ -66,11 +66,7 @@ class Job:
             "warmup_ratio": 0.05,
             "seed": self.seed,
         }
-        # The family knows more divergences than a configuration file may name: this one is put in past the check.
-        divergence = sections.get("kd", {}).pop("divergence", "forward_kl")
-        config = Config(objectives=sections, train=train)
-        kd = config.objectives.kd.model_copy(update={"divergence": divergence})
-        return config.model_copy(update={"objectives": config.objectives.model_copy(update={"kd": kd})})
+        return Config(objectives=sections, train=train)
 
 
 PLAIN = {"kd.weight": 0.0, "ce.weight": 1.0}
@@ -117,7 +113,7 @@ def train(job: Job, model: Any, source: TeacherSource | None) -> Trained:
     config = job.config()
     student = Student(model, vocab_size=texts.VOCAB)
     precision = resolve("fp32")
-    optimizer = make_optimizer(model, precision, config)
+    optimizer = nets.optimizer_of(model, precision, config)
     rows = texts.transfer_set(job.domain, job.transfer_tokens)
     loader = Loader(rows, batch_size=texts.BATCH, seed=job.seed)
     schedule, curriculum, mix = make_schedule(config, loader.num_batches), Curriculum.of(config), Mix(config.objectives)
@@ -148,9 +144,9 @@ def score_batch(
 ) -> None:
     rows = scored_rows(batch)
     needs = mix.needs(lesson)
-    signal = source.observe(batch, rows, needs) if source is not None and lesson.weight("kd") > 0 else None
+    signal = source.observe(batch, rows, needs.teacher) if source is not None and lesson.weight("kd") > 0 else None
     with precision.autocast():
-        view = student.observe(batch, rows, needs)
+        view = student.observe(batch, rows, needs.student)
     precision.backward(mix.score(view, signal, scored_targets(batch, rows), lesson, counts).loss)
 
 

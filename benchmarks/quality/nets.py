@@ -22,9 +22,9 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qw
 
 from stillroom.config import Config
 from stillroom.data import Loader, Rows
-from stillroom.engine.build import make_optimizer, make_schedule
+from stillroom.engine.build import make_schedule
 from stillroom.models.attention import attend_causally
-from stillroom.precision import resolve
+from stillroom.precision import AdamW, ParameterGroup, Precision, resolve
 from stillroom.teachers import LiveTeacher
 from stillroom.types import Batch, DenseSignal, Needs
 
@@ -124,7 +124,7 @@ def _train_teacher(model: Any, sets: list[tuple[Rows, int]]) -> float:
     train = {"learning_rate": _TEACHER_RATE, "max_steps": _TEACHER_STEPS, "warmup_ratio": 0.05, "weight_decay": 0.1}
     config = Config(train=train)
     precision = resolve("fp32")
-    optimizer = make_optimizer(model, precision, config)
+    optimizer = optimizer_of(model, precision, config)
     schedule = make_schedule(config, 1)
     loaders = [Loader(rows, batch_size=count, seed=0) for rows, count in sets]
     extra = {"output_router_logits": True} if hasattr(model.config, "num_experts_per_tok") else {}
@@ -142,6 +142,12 @@ def _train_teacher(model: Any, sets: list[tuple[Rows, int]]) -> float:
         if step % 500 == 499:
             print(f"teacher step {step + 1}  loss {loss.item():.3f}", flush=True)
     return time.process_time() - start
+
+
+def optimizer_of(model: Any, precision: Precision, config: Config) -> AdamW:
+    """The product's AdamW over a model's own weights: nothing in the laboratory looks inside, so no projectors."""
+    group = ParameterGroup("student", config.train.learning_rate, tuple(model.named_parameters()))
+    return precision.optimizer([group], config.train)
 
 
 def live(model: Any) -> LiveTeacher:

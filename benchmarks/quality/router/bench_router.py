@@ -34,7 +34,7 @@ from regimes import REGIMES, warm_student
 from stillroom.config.schema import RouterConfig
 from stillroom.curriculum import Curriculum
 from stillroom.data import Loader, fixed_batches
-from stillroom.engine.build import make_optimizer, make_schedule
+from stillroom.engine.build import make_schedule
 from stillroom.models import Student, scored_rows, scored_targets
 from stillroom.objectives.mix import Mix
 from stillroom.precision import resolve
@@ -156,7 +156,7 @@ def _train(job: RouterJob, model: Any, teacher: RouterTeacher | None) -> float:
     config = job.config()
     student = Student(model, vocab_size=texts.VOCAB)
     precision = resolve("fp32")
-    optimizer = make_optimizer(model, precision, config)
+    optimizer = nets.optimizer_of(model, precision, config)
     loader = Loader(texts.transfer_set(job.domain, job.transfer_tokens), batch_size=texts.BATCH, seed=job.seed)
     schedule, curriculum, mix = make_schedule(config, loader.num_batches), Curriculum.of(config), Mix(config.objectives)
     watched = list(fixed_batches(texts.domain(job.domain).dev, 64, 2))
@@ -198,10 +198,10 @@ def _learn(
     rows, needs = scored_rows(batch), mix.needs(lesson)
     targets = scored_targets(batch, rows)
     with teacher.sitting(batch, rows):
-        signals = [] if teacher.looks_first else teacher.signals(batch, rows, needs)
-        view = student.observe(batch, rows, needs)
+        signals = [] if teacher.looks_first else teacher.signals(batch, rows, needs.teacher)
+        view = student.observe(batch, rows, needs.student)
         if teacher.looks_first:
-            signals = teacher.reconsidered(batch, rows, targets, view, needs)
+            signals = teacher.reconsidered(batch, rows, targets, view, needs.teacher)
         score = average([mix.score(view, signal, targets, lesson, counts) for signal in signals])
         precision.backward(teacher.joined(score.loss, batch, targets, counts["ce"]))
     opposite = None
