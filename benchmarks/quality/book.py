@@ -1,8 +1,8 @@
 """What was run and what came out: a JSON file that grows run by run, and the tables and figures drawn from it.
 
 A run that is in the book is not repeated, so a sweep can be interrupted and widened. Every arm is tuned by one rule:
-three learning rates a factor of three apart on one seed, further in the same direction while the best lies at an
-edge, chosen by dev; then further seeds at that rate. Nothing in a table is typed: it is computed from the file.
+three learning rates a factor of three apart on one seed, chosen by dev, then further seeds at that rate. Nothing in a
+table is typed: it is computed from the file.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ import lab
 RESULTS = Path(__file__).parent / "results"
 SEEDS = (0, 1, 2)
 RATES = (3e-3, 1e-2, 3e-2)
-_MAX_WIDENINGS = 2
-_FACTOR = 10**0.5
 
 Line = dict[str, Any]
 
@@ -81,15 +79,7 @@ class Book:
         **labels: Any,
     ) -> None:
         """Choose an arm's learning rate on its first seed, then run the other seeds with it."""
-        tried = list(rates)
-        grid = {rate: self.run(arm, make(rate, seeds[0]), work, **labels) for rate in tried}
-        for _ in range(_MAX_WIDENINGS):
-            best = min(grid, key=lambda rate: _dev(grid[rate]))
-            ordered = sorted(grid)
-            if best not in (ordered[0], ordered[-1]):
-                break
-            further = float(f"{best / _FACTOR if best == ordered[0] else best * _FACTOR:.1e}")
-            grid[further] = self.run(arm, make(further, seeds[0]), work, **labels)
+        grid = {rate: self.run(arm, make(rate, seeds[0]), work, **labels) for rate in rates}
         best = min(grid, key=lambda rate: _dev(grid[rate]))
         for seed in seeds[1:]:
             self.run(arm, make(best, seed), work, **labels)

@@ -63,13 +63,6 @@ def test_a_rate_is_chosen_on_dev_and_never_on_test(tmp_path: Path) -> None:
     assert book.values("arm") == {0: 2.0, 1: 3.0, 2: 4.0}
 
 
-def test_the_grid_goes_on_while_the_best_rate_lies_at_its_edge(tmp_path: Path) -> None:
-    book = books.Book("try", tmp_path)
-    work = finished(dev={3e-3: 1.0, 9.5e-4: 0.5, 3e-4: 0.7}, test={})
-    book.tuned("arm", lambda rate, seed: lab.Job(learning_rate=rate, seed=seed), work=work)
-    assert {line["job"]["learning_rate"] for line in book.lines("arm").values()} == {9.5e-4}
-
-
 def test_a_run_in_the_book_is_not_repeated(tmp_path: Path) -> None:
     count = 0
 
