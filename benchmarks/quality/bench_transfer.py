@@ -17,7 +17,8 @@ import lab
 import texts
 from book import Book
 
-SIZES = (5_120, 20_480, 81_920, 327_680, 1_310_720, 0)  # tokens; 0: all the training text
+# Tokens; 0 is all the training text. In the order of what is most worth knowing: an interrupted sweep has the ends.
+SIZES = (5_120, 327_680, 20_480, 81_920, 1_310_720, 0)
 ARMS = {"kd": "distilled", "ce": "plain, equal tokens", "ce-compute": "plain, equal compute"}
 BASE_STEPS = 800
 CHECKS = 10

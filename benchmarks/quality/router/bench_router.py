@@ -61,7 +61,7 @@ ARMS: dict[str, dict[str, Any]] = {
     },
     "sar-transient": {"mode": "sar-transient", "student_weight": 1.0, "truth_weight": 0.0},
     "anti-transient": {"mode": "sar-transient", "student_weight": -1.0, "truth_weight": 0.0},
-    "sar-meta": {"mode": "sar-meta", "student_weight": 1.0, "anchor_weight": 0.0},
+    "sar-meta": {"mode": "sar-meta", "anchor_weight": 0.0},
 }  # fmt: skip
 _TRAINS = ("truth", "sar", "sar-joint", "sar-meta")
 FACTORS = (1.0, 3.0)  # times the student's learning rate
@@ -79,6 +79,8 @@ class RouterJob(lab.Job):
 def make(name: str, router: Mapping[str, Any], seed: int, factor: float = 1.0, plain: bool = False) -> RouterJob:
     regime = REGIMES[name]
     mixed = {"kd.weight": regime.kd_weight, "ce.weight": 1 - regime.kd_weight}
+    if router.get("mode") == "sar-meta":  # its term is in nats a student step, so it is weighed by steps
+        router = {**router, "student_weight": 1 / regime.rate}
     return RouterJob(
         objectives=lab.PLAIN if plain else mixed,
         learning_rate=regime.rate,
