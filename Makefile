@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.stamp
 BENCH  := .venv-bench
 BENCH_STAMP := $(BENCH)/.stamp
 
-.PHONY: demo test test-slow check format bench bench-demo bench-reliability docs clean
+.PHONY: demo test test-slow check format bench bench-demo bench-reliability bench-quality docs clean
 
 # Core and development tools in one step: the second resolution would cost more than it saves.
 $(STAMP): pyproject.toml constraints.txt
@@ -64,6 +64,12 @@ bench-reliability: $(BENCH_STAMP)
 	$(BENCH)/bin/python benchmarks/reliability/bench_kill.py
 	$(BENCH)/bin/python benchmarks/reliability/bench_overhead.py
 	$(BENCH)/bin/python benchmarks/reliability/bench_peers.py
+
+# One thread each: the models are too small for two, and a run is then the same on every machine of a kind.
+bench-quality: $(BENCH_STAMP)
+	for name in transfer divergence temperature shrink tokens curriculum; do \
+	  OMP_NUM_THREADS=1 $(BENCH)/bin/python benchmarks/quality/bench_$$name.py || exit 1; done
+	OMP_NUM_THREADS=1 $(BENCH)/bin/python benchmarks/quality/router/bench_router.py
 
 docs: $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'

@@ -1,0 +1,192 @@
+"""One run of the laboratory: a small student, a teacher or none, and the product's own score and update.
+
+A run is described by a `Job` and is a pure function of it: same job, same numbers, on one thread. Everything that
+turns batches into updates is the product's (`Student`, `Mix`, `Curriculum`, `Schedule`, the precision policy and its
+AdamW); the laboratory only decides which of them meet. Time is CPU time of the process, so a busy machine does not
+change it, and leaves out held-out evaluation.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import nets
+import texts
+import torch
+from nets import TeacherName
+from torch import Tensor
+
+from stillroom.config import Config
+from stillroom.curriculum import Curriculum
+from stillroom.data import Loader, Rows, fixed_batches
+from stillroom.engine.build import make_schedule
+from stillroom.evaluate import evaluate
+from stillroom.models import Student, scored_rows, scored_targets
+from stillroom.models.probe import head_logits
+from stillroom.objectives.mix import Mix
+from stillroom.precision import resolve
+from stillroom.teachers import TeacherSource
+from stillroom.types import Lesson, Needs
+
+_EVAL_BATCH = 64
+_ECE_BINS = 15
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a run is made of. Objectives are written as in a configuration file, e.g. {"kd.temperature": 2}."""
+
+    objectives: Mapping[str, Any] = field(default_factory=lambda: {"kd.weight": 1.0})
+    learning_rate: float = 1e-2
+    steps: int = 800
+    seed: int = 0
+    domain: str = "python"
+    transfer_tokens: int = 0  # 0: all training text
+    teacher: TeacherName = field(default_factory=TeacherName)
+    is_live: bool = False  # ask the teacher at every step, for timing
+    checks: int = 10  # evaluations on dev over the run; the best student of them is reported
+
+    @property
+    def uses_teacher(self) -> bool:
+        return self.objectives.get("kd.weight", 1.0) != 0
+
+    def config(self) -> Config:
+        sections: dict[str, dict[str, Any]] = {}
+        for name, value in self.objectives.items():
+            section, key = name.split(".")
+            sections.setdefault(section, {})[key] = value
+        train = {
+            "learning_rate": self.learning_rate,
+            "max_steps": self.steps,
+            "batch_size": texts.BATCH,
+            "warmup_ratio": 0.05,
+            "seed": self.seed,
+        }
+        return Config(objectives=sections, train=train)
+
+
+PLAIN = {"kd.weight": 0.0, "ce.weight": 1.0}
+
+
+def run(job: Job, model: Any = None) -> dict[str, Any]:
+    """Train as the job says and judge the best student of the run on test. `model` is where it begins."""
+    torch.set_num_threads(1)
+    torch.manual_seed(job.seed)
+    model = nets.draw(nets.STUDENT, job.seed) if model is None else copy.deepcopy(model)
+    source = None
+    if job.uses_teacher:
+        source = (
+            nets.live(nets.teacher_model(job.teacher))
+            if job.is_live
+            else nets.remembered(job.teacher, job.domain, job.transfer_tokens)
+        )
+    trained = train(job, model, source)
+    model.load_state_dict(trained.best)
+    return {
+        **judge(model, job.teacher, job.domain),
+        "dev": trained.best_dev,
+        "last_dev": trained.curve[-1][1],
+        "best_step": trained.best_step,
+        "cpu_seconds": round(trained.seconds, 3),
+        "teacher_forwards": job.steps if job.uses_teacher else 0,
+        "curve": trained.curve,
+    }
+
+
+@dataclass
+class Trained:
+    """A finished run: its best student by dev, and how it got there."""
+
+    best: dict[str, Tensor]
+    best_dev: float
+    best_step: int
+    curve: list[tuple[int, float]]  # applied steps, dev loss
+    seconds: float
+
+
+def train(job: Job, model: Any, source: TeacherSource | None) -> Trained:
+    """The product's step, by hand: score, backward, clip, update."""
+    config = job.config()
+    student = Student(model, vocab_size=texts.VOCAB)
+    precision = resolve("fp32")
+    optimizer = nets.optimizer_of(model, precision, config)
+    rows = texts.transfer_set(job.domain, job.transfer_tokens)
+    loader = Loader(rows, batch_size=texts.BATCH, seed=job.seed)
+    schedule, curriculum, mix = make_schedule(config, loader.num_batches), Curriculum.of(config), Mix(config.objectives)
+    at_step = {round(job.steps * (number + 1) / job.checks) for number in range(job.checks)}
+    found = Trained({}, float("inf"), 0, [], 0.0)
+    student.train()
+    begin = time.process_time()
+    for step in range(job.steps):
+        window = loader.window(step)
+        lesson = curriculum.at(step / job.steps)
+        counts = mix.counts(window)
+        for batch in window:
+            score_batch(student, source, mix, lesson, counts, batch, precision)
+        norm = float(optimizer.squared_norms()["student"].sqrt())
+        if norm != norm or norm == float("inf"):
+            raise ArithmeticError(f"{job}: the gradient is not finite at step {step + 1}")
+        precision.step(optimizer, schedule.factor(step), {"student": min(1.0, config.train.max_grad_norm / norm)})
+        optimizer.zero_grad()
+        if step + 1 in at_step:
+            found.seconds += time.process_time() - begin
+            _check(found, student, texts.domain(job.domain).dev, step + 1)
+            begin = time.process_time()
+    return found
+
+
+def score_batch(
+    student: Student, source: TeacherSource | None, mix: Mix, lesson: Lesson, counts: Any, batch: Any, precision: Any
+) -> None:
+    rows = scored_rows(batch)
+    needs = mix.needs(lesson)
+    signal = source.observe(batch, rows, needs.teacher) if source is not None and lesson.weight("kd") > 0 else None
+    with precision.autocast():
+        view = student.observe(batch, rows, needs.student)
+    precision.backward(mix.score(view, signal, scored_targets(batch, rows), lesson, counts).loss)
+
+
+def _check(found: Trained, student: Student, dev: Rows, step: int) -> None:
+    loss = held_out(student, dev)
+    found.curve.append((step, round(loss, 5)))
+    if loss < found.best_dev:
+        found.best_dev, found.best_step = loss, step
+        found.best = {name: tensor.detach().clone() for name, tensor in student.model.state_dict().items()}
+
+
+def held_out(student: Student, rows: Rows) -> float:
+    return evaluate(student, fixed_batches(rows, _EVAL_BATCH), precision=resolve("fp32")).nll
+
+
+def judge(model: Any, teacher: TeacherName, domain: str, side: str = "test") -> dict[str, float]:
+    """Held-out loss, distance to the teacher and calibration, by the product's own evaluation."""
+    student = Student(model, vocab_size=texts.VOCAB)
+    rows = getattr(texts.domain(domain), side)
+    against = nets.judge(teacher, domain, side)
+    result = evaluate(student, fixed_batches(rows, _EVAL_BATCH), precision=resolve("fp32"), teacher=against)
+    return {
+        side: result.nll,
+        "kl": float(result.kl or 0.0),
+        "agreement": float(result.agreement or 0.0),
+        "ece": calibration_error(student, rows),
+    }
+
+
+@torch.no_grad()
+def calibration_error(student: Student, rows: Rows) -> float:
+    """Expected calibration error of the likeliest token over equal-width bins (Guo et al. 2017)."""
+    student.eval()
+    weight, right, sure = (torch.zeros(_ECE_BINS, dtype=torch.float64) for _ in range(3))
+    for batch in fixed_batches(rows, _EVAL_BATCH):
+        picked = scored_rows(batch)
+        view = student.observe(batch, picked, Needs())
+        confidence, guess = torch.softmax(head_logits(view.head, view.hidden), dim=-1).max(dim=-1)
+        bins = (confidence * _ECE_BINS).long().clamp_max(_ECE_BINS - 1)
+        weight += torch.bincount(bins, minlength=_ECE_BINS)
+        right += torch.bincount(bins, (guess == scored_targets(batch, picked)).double(), minlength=_ECE_BINS)
+        sure += torch.bincount(bins, confidence.double(), minlength=_ECE_BINS)
+    return float((right - sure).abs().sum() / weight.sum())

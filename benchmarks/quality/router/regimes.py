@@ -1,0 +1,75 @@
+"""Where router training is tried: at home, in a niche the teacher hardly knows, and with a student close behind it.
+
+Students start warm and learn at a low rate: differences between arms that share a seed then spread by about a
+thousandth of a nat, a tenth of what they do from scratch.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import lab
+import nets
+from nets import TeacherName
+
+
+@dataclass(frozen=True)
+class Regime:
+    """A teacher, a text to learn from, and a student that has learned something already."""
+
+    label: str
+    teacher: TeacherName
+    domain: str
+    tokens: int
+    student: str  # "small": 21,000 parameters; "equal": as many as the teacher, trained on as much
+    kd_weight: float
+    steps: int
+    rate: float
+    arms: tuple[str, ...]
+    warm_steps: int = 800  # 0: from scratch
+
+
+NICHE = 1 / 16
+CONTROLS = ("truth", "sar", "anti-sar")  # the question itself and what it must beat
+ALL = (
+    "all-experts", "knowledge-augmentation", *CONTROLS, "sar as shipped", "sar-joint", "sar unguarded",
+    "sar-joint unguarded", "sar-transient", "anti-transient", "sar-meta",
+)  # fmt: skip
+# In the order of what is most worth knowing: an interrupted sweep has the beginning.
+REGIMES = {
+    "niche": Regime(
+        "20 thousand tokens of C++, a sixteenth of the teacher's text was; half the weight on the labels",
+        TeacherName("moe", NICHE), "cpp", 20_480, "small", 0.5, 300, 3e-3, ALL,
+    ),
+    "home": Regime(
+        "the teacher's own kind of text, 300 thousand tokens once, the teacher's word alone",
+        TeacherName("moe"), "python", 307_200, "small", 1.0, 300, 3e-3, ALL,
+    ),
+    "close-niche": Regime(
+        "as niche, with 16 experts in each of 4 layers and a dense student of the teacher's quality",
+        TeacherName("many", NICHE), "cpp", 20_480, "equal", 0.5, 150, 1e-3, (*CONTROLS, "all-experts", "sar-meta"),
+    ),
+    "niche-full": Regime(
+        "as niche, with the teacher's word alone",
+        TeacherName("moe", NICHE), "cpp", 20_480, "small", 1.0, 300, 3e-3, CONTROLS,
+    ),
+    "close-home": Regime(
+        "as home, with 16 experts in each of 4 layers and a dense student of the teacher's quality",
+        TeacherName("many", NICHE), "python", 153_600, "equal", 1.0, 150, 1e-3, CONTROLS,
+    ),
+}  # fmt: skip
+
+
+@functools.cache
+def warm_student(kind: str, seed: int, warm_steps: int) -> Any:
+    """A student that has learned the home text from labels; of one that equals its teacher there is one only."""
+    if kind == "equal":
+        return nets.teacher_model(TeacherName("dense", NICHE))
+    if not warm_steps:
+        return nets.draw(nets.STUDENT, seed)
+    job = lab.Job(objectives=lab.PLAIN, steps=warm_steps, seed=seed, transfer_tokens=819_200, checks=1)
+    model = nets.draw(nets.STUDENT, seed)
+    lab.train(job, model, None)
+    return model
