@@ -36,7 +36,7 @@ from stillroom.builtin import corpus
 
 END = "<|endoftext|>"
 PAD = "<|pad|>"
-# Of the load-balancing term: enough to keep every expert in use, too little to cost held-out loss.
+# Of the family's own load-balancing term, which looks at all layers together: a layer may still leave experts idle.
 BALANCE_WEIGHT = 0.01
 
 

@@ -34,6 +34,7 @@ from stillroom.types import Lesson, Needs
 
 _EVAL_BATCH = 64
 _ECE_BINS = 15
+_FIRST_CHECK = 20  # steps
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ def train(job: Job, model: Any, source: TeacherSource | None) -> Trained:
     rows = texts.transfer_set(job.domain, job.transfer_tokens)
     loader = Loader(rows, batch_size=texts.BATCH, seed=job.seed)
     schedule, curriculum, mix = make_schedule(config, loader.num_batches), Curriculum.of(config), Mix(config.objectives)
-    at_step = {round(job.steps * (number + 1) / job.checks) for number in range(job.checks)}
+    at_step = check_steps(job.steps, job.checks)
     found = Trained({}, float("inf"), 0, [], 0.0)
     student.train()
     begin = time.process_time()
@@ -137,6 +138,12 @@ def train(job: Job, model: Any, source: TeacherSource | None) -> Trained:
             _check(found, student, texts.domain(job.domain).dev, step + 1)
             begin = time.process_time()
     return found
+
+
+def check_steps(steps: int, checks: int) -> set[int]:
+    """Where dev is looked at: by equal ratios up to the end, because plain training on a small set is best early."""
+    first = min(_FIRST_CHECK, steps)
+    return {round(first * (steps / first) ** (number / max(checks - 1, 1))) for number in range(checks)} | {steps}
 
 
 def score_batch(

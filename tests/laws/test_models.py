@@ -10,8 +10,20 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import tiny
+from stillroom.builtin import corpus
+from stillroom.config.schema import TeacherConfig
 from stillroom.errors import BrokenAtStart, ConfigError
-from stillroom.models import Student, agree_on_vocabulary, anatomy, find, head_error, scored_rows, vocabulary_hash
+from stillroom.models import (
+    Student,
+    agree_on_vocabulary,
+    anatomy,
+    find,
+    head_error,
+    load_teacher,
+    load_tokenizer,
+    scored_rows,
+    vocabulary_hash,
+)
 from stillroom.models.attention import attend_causally
 from stillroom.models.generate import generate
 from stillroom.models.probe import head_of, layers
@@ -131,6 +143,30 @@ def test_generation_from_a_broken_model_says_so() -> None:
 def test_an_unknown_builtin_is_a_configuration_error(name: str) -> None:
     with pytest.raises(ConfigError):
         find(name)
+
+
+def test_the_builtin_teachers_share_one_tokenizer() -> None:
+    """So that either can teach the builtin student."""
+    tokenizers = [load_tokenizer(TeacherConfig(), f"builtin:{name}") for name in ("teacher", "moe-teacher")]
+    assert vocabulary_hash(tokenizers[0]) == vocabulary_hash(tokenizers[1])
+
+
+def test_the_builtin_mixture_spreads_its_choices_in_every_layer() -> None:
+    """On held-out text, each layer's choices are as many as more than four experts in even use would make.
+
+    Not all eight: the family balances its experts over all layers together, and some are hardly used in some layers.
+    """
+    config = TeacherConfig(model="builtin:moe-teacher")
+    model, words = load_teacher(config, torch.float32), load_tokenizer(config, config.model)
+    held_out = [found for found in corpus.modules() if corpus.split_of(found.group) == "eval"]
+    texts = [words(found.text[:2000])["input_ids"][:128] for found in held_out if len(found.text) > 2000]
+    with torch.no_grad():
+        logits = model(torch.tensor(texts[:16]), output_router_logits=True).router_logits
+    assert len(logits) == anatomy(model).num_layers
+    for of_layer in logits:
+        chosen = of_layer.topk(model.config.num_experts_per_tok, dim=-1).indices
+        shares = torch.bincount(chosen.flatten(), minlength=of_layer.shape[-1]) / chosen.numel()
+        assert torch.special.entr(shares).sum().exp() > 4
 
 
 def test_a_path_that_is_no_folder_is_broken_at_start(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-MODELS = ("teacher", "student")
+MODELS = ("teacher", "moe-teacher", "student")
 
 
 def model_path(name: str) -> Path:
