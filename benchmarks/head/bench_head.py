@@ -4,8 +4,9 @@
     PYTHONPATH=src .venv-bench/bin/python benchmarks/head/bench_head.py --only top_k    # those whose name has it
 
 Writes results/head.json, a problem at a time: one that is measured again replaces its old entry. draw.py makes the
-table and the plots from it. Within a problem the contenders take turns; time is the least of the repetitions, ratios
-are to the bare products of the same turn. Nothing else may run: a busy machine is refused without --force.
+table and the plots from it. Within a problem the contenders take turns, each right after a run of the bare products
+that it is divided by; ratios are the median of the turns. Nothing else may run: a busy machine is refused without
+--force.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from contenders import CONTENDERS, LIMIT, Data, Problem, loss_gap
-from measure import busy_processes, interleaved, machine, peak_extra_bytes
+from measure import busy_processes, interleaved, machine, peak_extra_bytes, where_it_goes
 
 from stillroom.objectives.kernel import choose_kernel
 
@@ -52,18 +53,17 @@ def time_problem(problem: Problem, repetitions: int) -> dict[str, Any]:
     data = Data(problem)
     absent = {c.name: c.absence() for c in CONTENDERS if problem.kind in c.kinds and c.absence()}
     present = [c for c in CONTENDERS if problem.kind in c.kinds and c.name not in absent]
-    seconds = interleaved({c.name: (data, c.prepare(problem, data)) for c in present}, repetitions)
+    steps = {c.name: (data, c.prepare(problem, data)) for c in present}
+    rows = interleaved(steps, steps[LIMIT], repetitions)
+    ours = [c for c in present if c.name.startswith("stillroom")]
+    parts = {c.name: where_it_goes(data, c.prepare(problem, data), c.name.split()[1].rstrip(","), 5) for c in ours}
     busy = sorted({*busy, *busy_processes()})
-    limit = seconds[LIMIT]
-    rows = {
-        name: {**spent, "ratio_wall": spent["wall"] / limit["wall"], "ratio_cpu": spent["cpu"] / limit["cpu"]}
-        for name, spent in seconds.items()
-    }
     gap = None if problem.kind == "jsd" else loss_gap(problem, data)
     return {
         "problem": asdict(problem),
         "name": problem.name,
         "rows": rows,
+        "parts": parts,
         "absent": absent,
         "gradient_gap": gap,
         "busy_around": busy,

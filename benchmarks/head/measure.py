@@ -6,33 +6,85 @@ import ctypes
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from contenders import CONTENDERS, Data, Problem, Step, bare_products
 
+from stillroom.objectives.kernel import choose_kernel
+from stillroom.objectives.products import Products
 
-def interleaved(steps: Mapping[str, tuple[Data, Step]], repetitions: int) -> dict[str, dict[str, float]]:
-    """Least wall and CPU seconds of each step, the contenders taking turns so that a slow minute hits them all."""
-    best: dict[str, dict[str, float]] = {}
+
+def interleaved(
+    steps: Mapping[str, tuple[Data, Step]], limit: tuple[Data, Step], repetitions: int
+) -> dict[str, dict[str, float]]:
+    """Seconds of each step, and how many times the limit that is.
+
+    The contenders take turns, and each follows a run of the limit that it is divided by: a slow minute of the machine
+    hits both. Ratios are the median of the turns, seconds the least.
+    """
+    seen: dict[str, list[dict[str, float]]] = {name: [] for name in steps}
     for repetition in range(repetitions + 1):
         for name, (data, step) in steps.items():
+            least, spent = _clocked(*limit), _clocked(data, step)
+            if repetition:  # the first is for warming up: page faults, caches, compilation
+                ratios = {f"ratio_{clock}": spent[clock] / least[clock] for clock in spent}
+                seen[name].append({**spent, **ratios})
+    return {
+        name: {key: (statistics.median if "ratio" in key else min)(turn[key] for turn in turns) for key in turns[0]}
+        for name, turns in seen.items()
+    }
+
+
+def _clocked(data: Data, step: Step) -> dict[str, float]:
+    data.forget()
+    wall, cpu = time.perf_counter(), time.process_time()
+    step()
+    return {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
+
+
+def where_it_goes(data: Data, step: Step, kernel: str, repetitions: int) -> dict[str, float]:
+    """Wall seconds of one of our steps by part, the median of the repetitions: products, rows, and the rest."""
+    spent: dict[str, list[float]] = {"products": [], "rows": [], "rest": []}
+    places = [
+        ("products", Products, "logits"),
+        ("products", Products, "pull_back"),
+        ("rows", type(choose_kernel(kernel).kernel), "run"),
+    ]
+    for _ in range(repetitions):
+        now = dict.fromkeys(spent, 0.0)
+        with ExitStack() as stack:
+            for part, owner, method in places:
+                timed = _timed(getattr(owner, method), part, now)
+                stack.enter_context(mock.patch.object(owner, method, timed))
             data.forget()
-            wall, cpu = time.perf_counter(), time.process_time()
+            begin = time.perf_counter()
             step()
-            spent = {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
-            if repetition == 0:  # warm-up: page faults, caches, compilation
-                best[name] = {"wall": float("inf"), "cpu": float("inf")}
-            else:
-                best[name] = {clock: min(best[name][clock], spent[clock]) for clock in spent}
-    return best
+            whole = time.perf_counter() - begin
+        now["rest"] = whole - now["products"] - now["rows"]
+        for part, seconds in now.items():
+            spent[part].append(seconds)
+    return {part: statistics.median(found) for part, found in spent.items()}
+
+
+def _timed(method: Callable[..., Any], part: str, into: dict[str, float]) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        begin = time.perf_counter()
+        result = method(*args)
+        into[part] += time.perf_counter() - begin
+        return result
+
+    return call
 
 
 def peak_extra_bytes(contender: str, problem: Problem) -> int:

@@ -9,6 +9,7 @@ change it, and leaves out held-out evaluation.
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,7 +24,8 @@ from torch import Tensor
 from stillroom.config import Config
 from stillroom.curriculum import Curriculum
 from stillroom.data import Loader, Rows, fixed_batches
-from stillroom.engine.build import make_schedule
+from stillroom.engine.build import make_optimizer, make_schedule
+from stillroom.engine.inside import make_inner
 from stillroom.evaluate import evaluate
 from stillroom.models import Student, scored_rows, scored_targets
 from stillroom.models.probe import head_logits
@@ -55,6 +57,11 @@ class Job:
     def uses_teacher(self) -> bool:
         return self.objectives.get("kd.weight", 1.0) != 0
 
+    @property
+    def looks_inside(self) -> bool:
+        """Whether a term compares the insides of the two models: the teacher must then be there, and be looked at."""
+        return bool(self.config().objectives.inner_weights)
+
     def config(self) -> Config:
         sections: dict[str, dict[str, Any]] = {}
         for name, value in self.objectives.items():
@@ -78,14 +85,7 @@ def run(job: Job, model: Any = None) -> dict[str, Any]:
     torch.set_num_threads(1)
     torch.manual_seed(job.seed)
     model = nets.draw(nets.STUDENT, job.seed) if model is None else copy.deepcopy(model)
-    source = None
-    if job.uses_teacher:
-        source = (
-            nets.live(nets.teacher_model(job.teacher))
-            if job.is_live
-            else nets.remembered(job.teacher, job.domain, job.transfer_tokens)
-        )
-    trained = train(job, model, source)
+    trained = train(job, model, source_of(job))
     model.load_state_dict(trained.best)
     return {
         **judge(model, job.teacher, job.domain),
@@ -96,6 +96,16 @@ def run(job: Job, model: Any = None) -> dict[str, Any]:
         "teacher_forwards": job.steps if job.uses_teacher else 0,
         "curve": trained.curve,
     }
+
+
+def source_of(job: Job) -> TeacherSource | None:
+    if not job.uses_teacher:
+        return None
+    if job.looks_inside:  # a copy: showing attention maps changes how a model computes them
+        return nets.live(copy.deepcopy(nets.teacher_model(job.teacher)))
+    if job.is_live:
+        return nets.live(nets.teacher_model(job.teacher))
+    return nets.remembered(job.teacher, job.domain, job.transfer_tokens)
 
 
 @dataclass
@@ -114,10 +124,15 @@ def train(job: Job, model: Any, source: TeacherSource | None) -> Trained:
     config = job.config()
     student = Student(model, vocab_size=texts.VOCAB)
     precision = resolve("fp32")
-    optimizer = nets.optimizer_of(model, precision, config)
+    inner = make_inner(config, model, getattr(source, "model", None), nets.CPU)
+    optimizer = make_optimizer(model, precision, config, inner)
     rows = texts.transfer_set(job.domain, job.transfer_tokens)
     loader = Loader(rows, batch_size=texts.BATCH, seed=job.seed)
-    schedule, curriculum, mix = make_schedule(config, loader.num_batches), Curriculum.of(config), Mix(config.objectives)
+    schedule, curriculum, mix = (
+        make_schedule(config, loader.num_batches),
+        Curriculum.of(config),
+        Mix(config.objectives, inner=inner),
+    )
     at_step = check_steps(job.steps, job.checks)
     found = Trained({}, float("inf"), 0, [], 0.0)
     student.train()
@@ -128,10 +143,13 @@ def train(job: Job, model: Any, source: TeacherSource | None) -> Trained:
         counts = mix.counts(window)
         for batch in window:
             score_batch(student, source, mix, lesson, counts, batch, precision)
-        norm = float(optimizer.squared_norms()["student"].sqrt())
-        if norm != norm or norm == float("inf"):
+        norms = {name: float(square.sqrt()) for name, square in optimizer.squared_norms().items()}
+        if not all(math.isfinite(norm) for norm in norms.values()):
             raise ArithmeticError(f"{job}: the gradient is not finite at step {step + 1}")
-        precision.step(optimizer, schedule.factor(step), {"student": min(1.0, config.train.max_grad_norm / norm)})
+        bound = config.train.max_grad_norm
+        precision.step(
+            optimizer, schedule.factor(step), {name: min(1.0, bound / (norm + 1e-12)) for name, norm in norms.items()}
+        )
         optimizer.zero_grad()
         if step + 1 in at_step:
             found.seconds += time.process_time() - begin
@@ -151,7 +169,7 @@ def score_batch(
 ) -> None:
     rows = scored_rows(batch)
     needs = mix.needs(lesson)
-    signal = source.observe(batch, rows, needs.teacher) if source is not None and lesson.weight("kd") > 0 else None
+    signal = source.observe(batch, rows, needs.teacher) if source is not None and lesson.asks_teacher else None
     with precision.autocast():
         view = student.observe(batch, rows, needs.student)
     precision.backward(mix.score(view, signal, scored_targets(batch, rows), lesson, counts).loss)

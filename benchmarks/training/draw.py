@@ -34,7 +34,8 @@ def steps_table(result: dict[str, Any]) -> list[str]:
         "## Seconds a step",
         "",
         *_where(result),
-        f"{result['size']}, least of {result['repetitions']} rounds.",
+        f"{result['size']}. Each in a process of its own, taking turns in {result['repetitions']} rounds: seconds "
+        "are the least, ratios the median over rounds.",
         "",
     ]
     lines += [

@@ -28,6 +28,8 @@ RAGGED = {
     "objectives.kd.weight": 0.7,
     "objectives.ce.weight": 0.3,
     "objectives.kd.temperature": 2.0,
+    "objectives.feature.weight": 0.1,  # with a projector, which a process without rows must know of too
+    "objectives.attention.weight": 0.1,
 }
 
 

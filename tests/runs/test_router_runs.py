@@ -134,6 +134,39 @@ def test_a_rollback_takes_the_gates_back_too(moe_world: Path, tmp_path: Path) ->
     assert all(torch.equal(tensor, gates[1][name]) for name, tensor in gates[0].items())
 
 
+@pytest.mark.parametrize("mode", ["sar", "sar-joint", "knowledge-augmentation"])
+def test_looking_at_term_gradients_leaves_gates_and_student_alone(moe_world: Path, tmp_path: Path, mode: str) -> None:
+    over = {"teacher__router__mode": mode, "objectives__ce__weight": 0.5, "objectives__kd__weight": 0.5}
+    run(moe_world, tmp_path / "blind", **over)
+    run(moe_world, tmp_path / "looking", telemetry__gradient_steps=2, **over)
+    assert len(events(tmp_path / "looking", "gradients")) == 4
+    sides = [tmp_path / "blind", tmp_path / "looking"]
+    files = ["student/model.safetensors"] + (["router/gates.safetensors"] if mode in TRAINED else [])
+    for file in files:
+        one, two = (load_file(side / file) for side in sides)
+        assert all(torch.equal(tensor, two[name]) for name, tensor in one.items()), file
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16-split"])
+def test_the_builtin_mixture_survives_a_nan_and_resumes_bit_for_bit(
+    moe_world: Path, tmp_path: Path, precision: str
+) -> None:
+    over = {
+        "teacher__model": "builtin:moe-teacher", "student__model": "builtin:student", "precision__mode": precision,
+        "teacher__router__probe_steps": 2, "teacher__router__force": True, "train__save_steps": 2, "eval__max_batches": 1,
+        "eval__samples": 0,
+    }  # fmt: skip
+    whole = run(moe_world, tmp_path / "whole", "router_nan@1", preset="sar", **over)
+    assert whole.summary["router"]["mended"] == 1 and whole.summary["router"]["updates"] == 7
+    with pytest.raises(Interrupted):
+        run(moe_world, tmp_path / "parts", "router_nan@1", preset="sar", train__max_minutes=1e-9, **over)
+    parts = resume(tmp_path / "parts", device="cpu", max_minutes=0.0)
+    assert parts.summary["student"] == whole.summary["student"]
+    for file in ("student/model.safetensors", "router/gates.safetensors"):
+        one, two = (load_file(tmp_path / side / file) for side in ("whole", "parts"))
+        assert all(torch.equal(tensor, two[name]) for name, tensor in one.items()), file
+
+
 def test_trained_gates_can_be_merged_into_the_teacher(moe_world: Path, tmp_path: Path) -> None:
     run(moe_world, tmp_path / "run", teacher__router__mode="truth")
     model = AutoModelForCausalLM.from_pretrained(moe_world / "teacher")

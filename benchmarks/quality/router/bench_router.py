@@ -5,8 +5,9 @@
 
 Every arm is paired by seed with the frozen teacher: same student, same order of the text. Two controls stand beside
 every student-aware mode: `truth` (the same training without the student's term) and `anti-sar` (the student's term
-with its sign turned). A claim for student-awareness must beat both. The gates' learning rate is one or three times the
-student's: chosen for `truth` on dev with the first seed, and used by every arm that trains gates.
+with its sign turned). A claim for student-awareness must beat both. Two things are chosen on dev with the first seed:
+the weight of distillation beside cross-entropy, with the frozen teacher; then the gates' learning rate, one or three
+times the student's, for `truth`. Every arm uses them.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ ARMS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 _TRAINS = ("truth", "sar", "sar-joint", "sar-meta")
 FACTORS = (1.0, 3.0)  # times the student's learning rate
+WEIGHTS = (0.3, 0.5, 0.7, 1.0)  # of distillation
 
 
 @dataclass(frozen=True)
@@ -76,13 +78,13 @@ class RouterJob(lab.Job):
     router_rate: float = 0.0
 
 
-def make(name: str, router: Mapping[str, Any], seed: int, factor: float = 1.0, plain: bool = False) -> RouterJob:
+def make(name: str, router: Mapping[str, Any], seed: int, weight: float, factor: float = 1.0) -> RouterJob:
+    """A regime's job at a weight of distillation; at 0 there is no teacher."""
     regime = REGIMES[name]
-    mixed = {"kd.weight": regime.kd_weight, "ce.weight": 1 - regime.kd_weight}
     if router.get("mode") == "sar-meta":  # its term is in nats a student step, so it is weighed by steps
         router = {**router, "student_weight": 1 / regime.rate}
     return RouterJob(
-        objectives=lab.PLAIN if plain else mixed,
+        objectives={"kd.weight": weight, "ce.weight": round(1 - weight, 6)},
         learning_rate=regime.rate,
         steps=regime.steps,
         seed=seed,
@@ -97,16 +99,27 @@ def make(name: str, router: Mapping[str, Any], seed: int, factor: float = 1.0, p
 
 def sweep(book: Book) -> None:
     for name, regime in REGIMES.items():
+        weight = regime.kd_weight or tuned_weight(book, name)
         for seed in books.SEEDS:
-            book.run("plain", make(name, {}, seed, plain=True), run, regime=name)
-            book.run("frozen", make(name, {"mode": "frozen"}, seed), run, regime=name)
+            book.run("plain", make(name, {}, seed, 0.0), run, regime=name)
+            book.run("frozen", make(name, {"mode": "frozen"}, seed, weight), run, regime=name)
         tried = {
-            factor: book.run("truth", make(name, ARMS["truth"], 0, factor), run, regime=name) for factor in FACTORS
+            factor: book.run("truth", make(name, ARMS["truth"], 0, weight, factor), run, regime=name)
+            for factor in FACTORS
         }
         factor = min(tried, key=lambda factor: tried[factor]["dev"])
         for arm in regime.arms:
             for seed in books.SEEDS:
-                book.run(arm, make(name, ARMS[arm], seed, factor), run, regime=name)
+                book.run(arm, make(name, ARMS[arm], seed, weight, factor), run, regime=name)
+
+
+def tuned_weight(book: Book, name: str) -> float:
+    """The weight of distillation at which the frozen teacher's student is best on dev."""
+    tried = {
+        weight: book.run("weight", make(name, {"mode": "frozen"}, 0, weight), run, regime=name, weight=weight)["dev"]
+        for weight in WEIGHTS
+    }
+    return min(tried, key=lambda weight: tried[weight])
 
 
 def run(job: RouterJob) -> books.Line:

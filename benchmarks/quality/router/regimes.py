@@ -24,7 +24,7 @@ class Regime:
     domain: str
     tokens: int
     student: str  # "small": 21,000 parameters; "equal": as many as the teacher, trained on as much
-    kd_weight: float
+    kd_weight: float | None  # the rest is cross-entropy; None: tuned on dev with the frozen teacher
     steps: int
     rate: float
     arms: tuple[str, ...]
@@ -40,16 +40,16 @@ ALL = (
 # In the order of what is most worth knowing: an interrupted sweep has the beginning.
 REGIMES = {
     "niche": Regime(
-        "20 thousand tokens of C++, a sixteenth of the teacher's text was; half the weight on the labels",
-        TeacherName("moe", NICHE), "cpp", 20_480, "small", 0.5, 300, 3e-3, ALL,
+        "20 thousand tokens of C++, a sixteenth of the teacher's text was",
+        TeacherName("moe", NICHE), "cpp", 20_480, "small", None, 300, 3e-3, ALL,
     ),
     "home": Regime(
-        "the teacher's own kind of text, 300 thousand tokens once, the teacher's word alone",
-        TeacherName("moe"), "python", 307_200, "small", 1.0, 300, 3e-3, ALL,
+        "the teacher's own kind of text, 300 thousand tokens once",
+        TeacherName("moe"), "python", 307_200, "small", None, 300, 3e-3, ALL,
     ),
     "close-niche": Regime(
         "as niche, with 16 experts in each of 4 layers and a dense student of the teacher's quality",
-        TeacherName("many", NICHE), "cpp", 20_480, "equal", 0.5, 150, 1e-3, (*CONTROLS, "all-experts", "sar-meta"),
+        TeacherName("many", NICHE), "cpp", 20_480, "equal", None, 150, 1e-3, (*CONTROLS, "all-experts", "sar-meta"),
     ),
     "niche-full": Regime(
         "as niche, with the teacher's word alone",
@@ -57,7 +57,7 @@ REGIMES = {
     ),
     "close-home": Regime(
         "as home, with 16 experts in each of 4 layers and a dense student of the teacher's quality",
-        TeacherName("many", NICHE), "python", 153_600, "equal", 1.0, 150, 1e-3, CONTROLS,
+        TeacherName("many", NICHE), "python", 153_600, "equal", None, 150, 1e-3, CONTROLS,
     ),
 }  # fmt: skip
 

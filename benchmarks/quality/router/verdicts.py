@@ -41,9 +41,18 @@ def draw(book: Book, labels: Mapping[str, str], arms: Sequence[str]) -> None:
         "\n".join(f"- {sentence}" for sentence in sentences(book, present)),
     ]
     for regime in present:
-        parts += [f"## {regime}: {labels[regime]}", books.markdown(table(book, regime, ["plain", "frozen", *arms]))]
+        parts += [f"## {regime}: {labels[regime]}", weights(book, regime)]
+        parts.append(books.markdown(table(book, regime, ["plain", "frozen", *arms])))
     books.save_table(book, "Training the router of a mixture-of-experts teacher", parts)
     _figure(book, present, arms)
+
+
+def weights(book: Book, regime: str) -> str:
+    """The weight of distillation in this regime, and what it was chosen from."""
+    used = next(iter(chosen(book, "frozen", regime).values()))["job"]["objectives"]["kd.weight"]
+    tried = [line for line in book.runs if line["arm"] == "weight" and line["regime"] == regime]
+    told = ", ".join(f"{line['weight']:g}: {line['dev']:.3f}" for line in tried)
+    return f"Weight of distillation {used:g}" + (f", chosen on dev ({told})." if told else ", by design.")
 
 
 def table(book: Book, regime: str, arms: Sequence[str]) -> list[list[str]]:

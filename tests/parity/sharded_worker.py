@@ -1,0 +1,90 @@
+"""One of two processes that compute the fused loss inside DistributedDataParallel and inside FSDP.
+
+    torchrun --nproc-per-node 2 sharded_worker.py OUT
+
+The head is where it has to be for both: in the forward of the module that they wrap, because only there are its
+weights whole. Gradients are what both promise, the mean over the processes.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from stillroom.objectives import DenseTeacher, fused_head_loss
+
+WIDTH, VOCAB, ROWS, LENGTH = 16, 61, 3, 9
+
+
+class Lesson(nn.Module):
+    """A student and its loss: hidden states from the body, the rest from the fused head."""
+
+    def __init__(self, is_tied: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=2, max_position_embeddings=32, tie_word_embeddings=is_tied,
+        )  # fmt: skip
+        self.model = AutoModelForCausalLM.from_config(config)
+        self.model.gradient_checkpointing_enable()
+
+    def forward(self, ids: Tensor, labels: Tensor, teacher: DenseTeacher) -> Tensor:
+        hidden = self.model.base_model(ids).last_hidden_state.reshape(-1, WIDTH)
+        weight = self.model.get_output_embeddings().weight
+        return fused_head_loss(hidden, weight, teacher, labels.reshape(-1), chunk_tokens=5).loss
+
+
+def batches(rank: int) -> list[tuple[Tensor, Tensor, DenseTeacher]]:
+    """Two micro-batches of a process, with masked labels."""
+    draw = torch.Generator().manual_seed(10 + rank)
+    found = []
+    for _ in range(2):
+        ids = torch.randint(VOCAB, (ROWS, LENGTH), generator=draw)
+        labels = torch.where(torch.rand(ROWS, LENGTH, generator=draw) < 0.3, -100, ids.roll(-1, 1))
+        hidden = torch.randn(ROWS * LENGTH, 24, generator=draw)
+        weight = torch.randn(VOCAB, 24, generator=torch.Generator().manual_seed(5))
+        found.append((ids, labels, DenseTeacher(hidden, weight)))
+    return found
+
+
+def gradients(lesson: nn.Module, parts: list[Any]) -> dict[str, Tensor]:
+    lesson.train()
+    for part in parts:
+        lesson(*part).backward()
+    named = {name.removeprefix("module."): parameter.grad for name, parameter in lesson.named_parameters()}
+    return {name: grad.full_tensor() if hasattr(grad, "full_tensor") else grad for name, grad in named.items()}
+
+
+def expected(is_tied: bool) -> dict[str, Tensor]:
+    """In one process: the mean over both of what each would find."""
+    sides = [gradients(Lesson(is_tied), batches(rank)) for rank in (0, 1)]
+    return {name: (sides[0][name] + sides[1][name]) / 2 for name in sides[0]}
+
+
+def main(out: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    mine = batches(dist.get_rank())
+    found = {}
+    for is_tied in (False, True):
+        alone = Lesson(is_tied)
+        found[f"ddp {is_tied}"] = gradients(nn.parallel.DistributedDataParallel(copy.deepcopy(alone)), mine)
+        sharded = copy.deepcopy(alone)
+        for layer in sharded.model.base_model.layers:
+            fully_shard(layer)
+        found[f"fsdp {is_tied}"] = gradients(fully_shard(sharded), mine)
+    if dist.get_rank() == 0:
+        torch.save(found, out)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
