@@ -15,7 +15,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "stillroom"
 LAYERS = [
     {"errors"},
     {"types", "config"},
-    {"allocator", "numerics", "curriculum", "schedule", "guard", "builtin", "yardsticks"},
+    {"numerics", "curriculum", "schedule", "guard", "builtin", "yardsticks"},
     {"objectives", "precision", "data", "models"},
     {"teachers", "telemetry"},
     {"evaluate", "checkpoint"},

@@ -153,8 +153,8 @@ def test_the_builtin_mixture_survives_a_nan_and_resumes_bit_for_bit(
 ) -> None:
     over = {
         "teacher__model": "builtin:moe-teacher", "student__model": "builtin:student", "precision__mode": precision,
-        "teacher__router__probe_steps": 2, "teacher__router__force": True, "train__save_steps": 2, "eval__max_batches": 1,
-        "eval__samples": 0,
+        "teacher__router__probe_steps": 2, "teacher__router__force": True, "train__save_steps": 2,
+        "eval__max_batches": 1, "eval__samples": 0,
     }  # fmt: skip
     whole = run(moe_world, tmp_path / "whole", "router_nan@1", preset="sar", **over)
     assert whole.summary["router"]["mended"] == 1 and whole.summary["router"]["updates"] == 7

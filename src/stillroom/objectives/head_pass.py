@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stillroom.allocator import keep_freed_memory
 from stillroom.numerics import masked_sum, work_dtype
 from stillroom.objectives.base import RowKernel, RowPlan, Rows, TeacherRows
 from stillroom.objectives.products import GivenLogits, Products
@@ -45,8 +44,6 @@ def run_pass(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, teacher_hidden: Tensor | None, task: HeadTask
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The differentiable loss, and for each row its kd, its cross-entropy and whether its teacher was unusable."""
-    if hidden.device.type == "cpu":
-        keep_freed_memory()
     result: tuple[Tensor, Tensor, Tensor, Tensor] = _HeadPass.apply(  # type: ignore[no-untyped-call]
         hidden, weight, bias, teacher_hidden, task
     )

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from stillroom.objectives.base import Logits
+from stillroom.objectives.scratch import SHELF
 from stillroom.types import HeadWeights
 
 _STRIDE = 64  # an odd row length makes the logits product a third slower: rows start at multiples of this
@@ -68,7 +69,7 @@ class Products:
         self._weight = head.weight[: self._num_real]  # [V, D]
         self._work_weight = self._weight.to(dtype) if needs_cast_weight else self._weight
         self._bias = None if head.bias is None else head.bias[: self._num_real].to(dtype)
-        self._scratch = torch.empty((chunk_tokens, _padded(self._num_real)), dtype=dtype, device=hidden.device)
+        self._scratch = SHELF.lend(self, chunk_tokens, _padded(self._num_real), dtype, hidden.device)
         self.hidden_gradient = torch.empty_like(hidden, dtype=dtype) if wants_hidden else None
         self.weight_gradient = _rows_like(head.weight, self._num_real, dtype) if wants_weight else None
         self.bias_gradient = None
@@ -122,7 +123,7 @@ class GivenLogits:
     ) -> None:
         self._logits, self._head = logits, head
         self._num_real = head.num_real
-        self._scratch = torch.empty((chunk_tokens, self._num_real), dtype=dtype, device=logits.device)
+        self._scratch = SHELF.lend(self, chunk_tokens, self._num_real, dtype, logits.device)
         self.hidden_gradient = torch.zeros_like(logits, dtype=dtype) if wants_hidden else None
 
     def logits(self, part: slice) -> Logits:
