@@ -23,8 +23,6 @@ ARMS: dict[str, dict[str, Any]] = {
     "labels first, teacher last": {"kd.weight": ramp(0, 1), "ce.weight": ramp(1, 0)},
     "teacher, labels in the last fifth": {"kd.weight": ramp(1, 0.5, 0.8), "ce.weight": ramp(0, 0.5, 0.8)},
     "temperature 4 to 1": {"kd.weight": 1.0, "kd.temperature": ramp(4, 1)},
-    "temperature 2 to 1": {"kd.weight": 1.0, "kd.temperature": ramp(2, 1)},
-    "temperature 1 to 2": {"kd.weight": 1.0, "kd.temperature": ramp(1, 2)},
 }
 # Terms that look inside: their CPU seconds include the live teacher, which the other arms only remember.
 GUIDE = {"kd.weight": 0.7, "ce.weight": 0.3, "kd.temperature": 2.0}

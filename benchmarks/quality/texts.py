@@ -2,7 +2,8 @@
 
 Both lie on every machine that can run the laboratory, so nothing is downloaded. What is held out is decided by the
 name of the package (Python) or folder (C++), halved into dev and test by the same rule: learning rates and
-checkpoints are chosen on dev, and only test is reported. One byte-level tokenizer serves both.
+checkpoints are chosen on dev, and only test is reported. `cpp-near` has the training text of `cpp`, and other files of
+the same folders held out. One byte-level tokenizer serves all.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ EVAL_TOKENS = 61_440  # of dev and of test alike: 960 rows
 NICHE_SHARE = 1 / 16  # of the generalist's text, and of the tokenizer's
 _HELD_OUT_SHARE = 0.15
 _MAX_BYTES = 200_000  # longer headers are tables written by a generator
+_NEAR_DOCUMENTS = 0.26  # those after the share to train on, held out as `cpp-near`: no teacher has seen them
 _NICHE_DOCUMENTS = 0.2  # of the headers to train on: the niche is scarce by design, and encoding all takes a minute
 _SKIPPED = ("ATen/ops", "google", "sleef", "ittnotify")
 
@@ -68,6 +70,13 @@ def documents(domain: str) -> dict[str, list[stdlib.Document]]:
     if not found:
         raise SystemExit(f"this installation carries no {domain} text: the laboratory has nothing to learn from")
     sides: dict[str, list[stdlib.Document]] = {"train": [], "dev": [], "test": []}
+    if domain == "cpp-near":
+        sides["train"] = documents("cpp")["train"]
+        for document in found:
+            is_near = _NICHE_DOCUMENTS <= stdlib.hash_share(document.name) < _NEAR_DOCUMENTS
+            if is_near and _side(document, "cpp") == "train":
+                sides["dev" if stdlib.hash_share(f"half:{document.name}") < 0.5 else "test"].append(document)
+        return sides
     for document in found:
         side = _side(document, domain)
         if domain == "python" or side != "train" or stdlib.hash_share(document.name) < _NICHE_DOCUMENTS:

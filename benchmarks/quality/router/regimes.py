@@ -37,23 +37,28 @@ ALL = (
     "all-experts", "knowledge-augmentation", *CONTROLS, "sar as shipped", "sar-joint", "sar unguarded",
     "sar-joint unguarded", "sar-transient", "anti-transient", "sar-meta",
 )  # fmt: skip
+CLOSE = (*CONTROLS, "all-experts", "sar-meta")
 # In the order of what is most worth knowing: an interrupted sweep has the beginning.
 REGIMES = {
     "niche": Regime(
-        "20 thousand tokens of C++, a sixteenth of the teacher's text was",
-        TeacherName("moe", NICHE), "cpp", 20_480, "small", None, 300, 3e-3, ALL,
+        "300 thousand tokens of C++ once, as a sixteenth of the teacher's text was; other files of its folders held out",
+        TeacherName("moe", NICHE), "cpp-near", 307_200, "small", None, 300, 3e-3, ALL,
+    ),
+    "niche-full": Regime(
+        "as niche, with the teacher's word alone",
+        TeacherName("moe", NICHE), "cpp-near", 307_200, "small", 1.0, 300, 3e-3, CONTROLS,
     ),
     "home": Regime(
         "the teacher's own kind of text, 300 thousand tokens once",
         TeacherName("moe"), "python", 307_200, "small", None, 300, 3e-3, ALL,
     ),
+    "scarce": Regime(
+        "as niche-full, with 20 thousand tokens that are passed over 15 times",
+        TeacherName("moe", NICHE), "cpp-near", 20_480, "small", 1.0, 300, 3e-3, CONTROLS,
+    ),
     "close-niche": Regime(
         "as niche, with 16 experts in each of 4 layers and a dense student of the teacher's quality",
-        TeacherName("many", NICHE), "cpp", 20_480, "equal", None, 150, 1e-3, (*CONTROLS, "all-experts", "sar-meta"),
-    ),
-    "niche-full": Regime(
-        "as niche, with the teacher's word alone",
-        TeacherName("moe", NICHE), "cpp", 20_480, "small", 1.0, 300, 3e-3, CONTROLS,
+        TeacherName("many", NICHE), "cpp-near", 153_600, "equal", None, 150, 1e-3, CLOSE,
     ),
     "close-home": Regime(
         "as home, with 16 experts in each of 4 layers and a dense student of the teacher's quality",
