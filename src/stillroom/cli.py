@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stillroom.config import load, parse_assignments, preset_names, preset_text
+from stillroom.config import load, parse_assignments, preset_names, preset_text, shortened
 from stillroom.config.faults import FAULTS
 from stillroom.errors import ConfigError, StillroomError
 
@@ -31,7 +31,6 @@ app = typer.Typer(
 
 # Settings that make a run something else than the embedded demo with its baselines.
 _NOT_THE_DEMO = ("teacher.", "student.", "data.", "objectives.")
-_DRY_RUN = {"train.max_steps": 5, "train.eval_steps": 5, "train.save_steps": 5}
 
 _INJECT_HELP = f"faults on purpose, e.g. nan_weight@40,teacher_nan@60x5 (xN: N attempts). Known: {', '.join(FAULTS)}"
 
@@ -75,10 +74,10 @@ def distill(
     if strict:
         overrides["guard.on_nonfinite"] = "halt"
     overrides.update(parse_assignments(set_ or []))
-    if dry_run:
-        overrides.update(_DRY_RUN)
     is_demo = config is None and preset is None and not any(key.startswith(_NOT_THE_DEMO) for key in overrides)
     loaded = load(config, preset=preset or ("demo" if is_demo else None), overrides=overrides)
+    if dry_run:
+        loaded = shortened(loaded)
     if _num_processes() > 1 and (is_demo or out is None):
         raise ConfigError(
             "several processes train one run in one folder; the demo is three runs, and without --out there is none",

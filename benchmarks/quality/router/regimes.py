@@ -41,7 +41,7 @@ CLOSE = (*CONTROLS, "all-experts", "sar-meta")
 # In the order of what is most worth knowing: an interrupted sweep has the beginning.
 REGIMES = {
     "niche": Regime(
-        "300 thousand tokens of C++ once, as a sixteenth of the teacher's text was; other files of its folders held out",
+        "300 thousand tokens of C++ once, as a sixteenth of the teacher's was; other files of its folders held out",
         TeacherName("moe", NICHE), "cpp-near", 307_200, "small", None, 300, 3e-3, ALL,
     ),
     "niche-full": Regime(
