@@ -63,6 +63,7 @@ def time_problem(problem: Problem, repetitions: int) -> dict[str, Any]:
         "problem": asdict(problem),
         "name": problem.name,
         "rows": rows,
+        "ratios": "median of turns, each after a run of the bare products",
         "parts": parts,
         "absent": absent,
         "gradient_gap": gap,

@@ -23,8 +23,8 @@ def table(result: dict[str, Any]) -> str:
         f"{dates[0]} to {dates[-1]}; {machine['processor']} ({', '.join(machine['instructions'])}), "
         f"{machine['threads']} threads, {machine['memory_gb']} GB; {versions}.",
         f"Row kernel: {first['kernel']['name']} ({first['kernel']['reason'].split(':')[0]}). "
-        "Within a problem the contenders take turns, each right after a run of the bare products that it is divided "
-        "by; ratios are the median of the turns, seconds the least.",
+        "Within a problem the contenders take turns; seconds are the least of the repetitions, and each table says what "
+        "its ratios are.",
         "Bare products are plain torch.mm, whose results are new memory each time, as for every peer; those into kept "
         "memory are the same into results allocated once: the floor for anyone who keeps scratch between steps.",
         f"Other busy processes before or after a problem: {', '.join(busy) if busy else 'none'}.",
@@ -34,7 +34,9 @@ def table(result: dict[str, Any]) -> str:
         *bars(result),
     ]
     for part in result["time"]:
-        lines += ["", f"## {part['name']}", ""]
+        # Entries that do not say were measured before there was a choice.
+        ratios = part.get("ratios", "least of the repetitions over the least of the bare products")
+        lines += ["", f"## {part['name']}", "", f"{part['date']}; ratios: {ratios}.", ""]
         lines += ["| contender | wall s | x bare products (wall) | x bare products (cpu) |", "|---|---|---|---|"]
         for name, row in part["rows"].items():
             lines.append(f"| {name} | {row['wall']:.3f} | {row['ratio_wall']:.2f} | {row['ratio_cpu']:.2f} |")
