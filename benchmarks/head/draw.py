@@ -23,7 +23,7 @@ def table(result: dict[str, Any]) -> str:
         f"{dates[0]} to {dates[-1]}; {machine['processor']} ({', '.join(machine['instructions'])}), "
         f"{machine['threads']} threads, {machine['memory_gb']} GB; {versions}.",
         f"Row kernel: {first['kernel']['name']} ({first['kernel']['reason'].split(':')[0]}). "
-        "Within a problem the contenders take turns; seconds are the least of the repetitions, and each table says what "
+        "Within a problem the contenders take turns; seconds are the least of the repetitions, each table says what "
         "its ratios are.",
         "Bare products are plain torch.mm, whose results are new memory each time, as for every peer; those into kept "
         "memory are the same into results allocated once: the floor for anyone who keeps scratch between steps.",
