@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # a test that reaches for the network is a bug
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -40,3 +42,22 @@ def moe_world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny.save_model(folder / "student", "llama", width=24, num_layers=1, seed=2)
     tiny.save_text(folder / "train.jsonl")
     return folder
+
+
+@pytest.fixture
+def count_reads(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
+    """From the call on, the answer lists every way in which a value is read from the device."""
+
+    def begin() -> list[str]:
+        reads: list[str] = []
+        for name in ("item", "tolist", "__bool__", "__int__", "__float__", "__index__"):
+            original = getattr(torch.Tensor, name)
+
+            def counted(self: torch.Tensor, *args: Any, _name: str = name, _original: Any = original) -> Any:
+                reads.append(_name)
+                return _original(self, *args)
+
+            monkeypatch.setattr(torch.Tensor, name, counted)
+        return reads
+
+    return begin

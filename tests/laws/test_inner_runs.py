@@ -22,7 +22,6 @@ from stillroom.errors import ConfigError, Interrupted
 from stillroom.evaluate import evaluate
 from stillroom.telemetry import EventLog, read_events
 
-READS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__")
 ALL = {f"objectives.{name}.weight": 0.1 for name in ("feature", "attention", "layerwise", "contrastive")}
 ALL |= {"objectives.ce.weight": 0.3, "objectives.kd.weight": 0.7}
 RAMPS = {
@@ -58,20 +57,10 @@ def projectors(run: Run) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16-mixed", "fp16-split"])
-def test_a_step_with_inner_terms_reads_from_the_device_once(
-    make: Any, monkeypatch: pytest.MonkeyPatch, precision: str
-) -> None:
+def test_a_step_with_inner_terms_reads_from_the_device_once(make: Any, count_reads: Any, precision: str) -> None:
     run, state = make({**ALL, "precision.mode": precision}), RunState()
     train_step(run, state, run.loader.window(0))
-    reads: list[str] = []
-    for name in READS:
-        original = getattr(torch.Tensor, name)
-
-        def counted(self: torch.Tensor, *args: Any, _name: str = name, _original: Any = original) -> Any:
-            reads.append(_name)
-            return _original(self, *args)
-
-        monkeypatch.setattr(torch.Tensor, name, counted)
+    reads = count_reads()
     outcome = train_step(run, state, run.loader.window(1))
     assert outcome.verdict.action == "keep" and len(outcome.terms) == 6
     assert reads == ["tolist"]

@@ -18,8 +18,6 @@ from stillroom.engine.state import RunState, weights_of
 from stillroom.engine.step import attempt, train_step
 from stillroom.telemetry import EventLog
 
-READS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__")
-
 
 @pytest.fixture
 def make(world: Path, tmp_path: Path) -> Iterator[Any]:
@@ -41,21 +39,11 @@ def make(world: Path, tmp_path: Path) -> Iterator[Any]:
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16-mixed", "fp16-split"])
 @pytest.mark.parametrize("accumulation", [1, 4])
-def test_a_step_reads_from_the_device_once(
-    make: Any, monkeypatch: pytest.MonkeyPatch, precision: str, accumulation: int
-) -> None:
+def test_a_step_reads_from_the_device_once(make: Any, count_reads: Any, precision: str, accumulation: int) -> None:
     run = make(precision__mode=precision, train__gradient_accumulation_steps=accumulation)
     state = RunState()
     train_step(run, state, run.loader.window(0))
-    reads: list[str] = []
-    for name in READS:
-        original = getattr(torch.Tensor, name)
-
-        def counted(self: torch.Tensor, *args: Any, _name: str = name, _original: Any = original) -> Any:
-            reads.append(_name)
-            return _original(self, *args)
-
-        monkeypatch.setattr(torch.Tensor, name, counted)
+    reads = count_reads()
     outcome = train_step(run, state, run.loader.window(1))
     assert outcome.verdict.action == "keep"
     assert reads == ["tolist"]
