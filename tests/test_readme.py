@@ -68,6 +68,33 @@ def test_the_speed_named_here_is_that_of_the_result_files() -> None:
     assert f"{steps['stillroom, stored top-64 + tail']['speed_against_trl']:.2f} times with" in claim
 
 
+def test_what_the_laboratory_is_said_to_have_found_is_in_its_result_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "quality"))
+    transfer = pytest.importorskip("bench_transfer")
+    books = pytest.importorskip("book")
+    book = books.Book("transfer")
+    claim = " ".join(README[README.index("Which objective when") :].split("\n\n")[0].split())
+    said = re.search(r"was ([\d.]+) nats better with a teacher than without at ([\d,]+) tokens", claim)
+    even = re.search(r"even with it from ([\d,]+) on", claim)
+    assert said and even
+
+    def gains(size: int) -> list[float]:
+        found: list[float] = books.paired(book.values("kd", size=size), book.values("ce-compute", size=size))
+        return found
+
+    sizes = sorted({line["size"] for line in book.runs})
+    assert float(said[1]) == pytest.approx(-books.mean(gains(int(said[2].replace(",", "")))), abs=0.005)
+    first_even = int(even[1].replace(",", ""))
+    for size in sizes:
+        better = min(book.values("ce", size=size).values()), min(book.values("ce-compute", size=size).values())
+        if size < first_even:
+            assert transfer.verdict(gains(size)) == "distillation", size
+        else:
+            assert transfer.verdict(gains(size)) == "neither", size
+        if size <= 20_480:  # the small sets that distillation is for
+            assert min(better) - max(book.values("kd", size=size).values()) >= 0.3, size
+
+
 def test_the_demo_s_order_holds_for_every_seed_in_the_result_file() -> None:
     runs = json.loads((ROOT / "benchmarks/demo/results/seeds.json").read_text(encoding="utf-8"))["runs"]
     assert len(runs) >= 3
