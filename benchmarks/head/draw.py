@@ -112,6 +112,7 @@ def plots(result: dict[str, Any], stem: Path) -> list[Path]:
     import matplotlib
 
     matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "stillroom"  # the same picture every time
     from matplotlib import pyplot
 
     made = []
@@ -138,7 +139,7 @@ def plots(result: dict[str, Any], stem: Path) -> list[Path]:
             axis.spines[["top", "right"]].set_visible(False)
         figure.tight_layout()
         path = stem.with_name(f"{stem.name}-{label}.svg")
-        figure.savefig(path)
+        figure.savefig(path, metadata={"Date": None})
         made.append(path)
     return made
 

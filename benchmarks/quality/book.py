@@ -167,8 +167,11 @@ def save_table(book: Book, title: str, parts: Sequence[str]) -> None:
 
 
 def save_figure(book: Book, figure: Any, name: str = "") -> None:
+    """Beside the table, and shown at its end."""
     path = book.folder / f"{book.name}{name}.svg"
     figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
+    with (book.folder / f"{book.name}.md").open("a", encoding="utf-8") as page:
+        page.write(f"\n![{path.stem}]({path.name})\n")
     print(path)
 
 

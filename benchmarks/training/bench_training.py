@@ -76,7 +76,8 @@ def bench_steps() -> dict[str, Any]:
             "speed_against_trl": statistics.median(against),
             "speed_against_trl_cpu": statistics.median(against_cpu),
         }
-    return {"size": asdict(size), "repetitions": REPETITIONS, "rows": rows}
+    how = "each in a process of its own, taking turns; seconds are the least of the rounds, ratios the median"
+    return {"size": asdict(size), "repetitions": REPETITIONS, "how": how, "rows": rows}
 
 
 class _Worker:
