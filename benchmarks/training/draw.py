@@ -97,7 +97,7 @@ def plot(results: dict[str, dict[str, Any]]) -> list[Path]:
             panel.spines[["top", "right"]].set_visible(False)
         figure.tight_layout()
         made.append(RESULTS / "scaling.svg")
-        figure.savefig(made[-1])
+        figure.savefig(made[-1], metadata={"Date": None})
     if "target" in results:
         figure, panel = pyplot.subplots(figsize=(6, 3))
         for name, points in results["target"]["curves"].items():
@@ -108,7 +108,7 @@ def plot(results: dict[str, dict[str, Any]]) -> list[Path]:
         panel.spines[["top", "right"]].set_visible(False)
         figure.tight_layout()
         made.append(RESULTS / "target.svg")
-        figure.savefig(made[-1])
+        figure.savefig(made[-1], metadata={"Date": None})
     return made
 
 
