@@ -101,7 +101,10 @@ def test_a_nan_in_a_gate_is_survived(moe_world: Path, tmp_path: Path, mode: str,
     result = run(moe_world, out, "router_nan@4", teacher__router__mode=mode, precision__mode=precision)
     assert result.summary["status"] == "done" and result.summary["steps"] == 8
     assert result.summary["router"]["mended"] == 1 and result.summary["router"]["skipped"] == 1
+    assert result.summary["router"]["updates"] == 7, "those before the fault are counted too"
     assert result.summary["skipped"] == 0, "the student's step is kept: its labels are sound"
+    mended = next(event for event in events(out, "router") if event["step"] == 4)
+    assert mended["kl_to_original"] > 0 and mended["updates"] == 3, "mended gates are not the original ones"
     assert "a gate was not finite" in notes(out) and "injected router_nan" in notes(out)
     for path in [*out.glob("checkpoints/step-*/*.safetensors"), out / "router" / "gates.safetensors"]:
         for name, tensor in load_file(path).items():

@@ -180,7 +180,7 @@ def finish_router(run: Run) -> dict[str, Any]:
         "router": {
             "mode": router.config.mode,
             "is_frozen": router.is_frozen,
-            "updates": router.gates.optimizer.num_updates,
+            "updates": router.gates.num_applied,
             "skipped": router.gates.num_skipped,
             "mended": router.gates.num_mended,
             "teacher_nll_start": router.start_nll,

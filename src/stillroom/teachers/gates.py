@@ -66,6 +66,7 @@ class TrainedGates:
         # Gradients pass through the teacher's own activations: where those are FP16, small ones would be lost.
         self.scales_loss = self.dtype == torch.float16
         self.scaler = LossScale()
+        self.num_applied = 0  # since the original; AdamW's own count begins again with fresh moments
         self.num_skipped = 0
         self.num_mended = 0
         self.consecutive = 0
@@ -101,6 +102,7 @@ class TrainedGates:
         self._copy(self.weights, self.good)
         factor = min(1.0, self.options.max_grad_norm / (norm + 1e-12)) / scale
         self.optimizer.step(rate_factor, {"router": factor})
+        self.num_applied += 1
         self.discard()
         self.consecutive = 0
         if self.scales_loss:
@@ -135,6 +137,7 @@ class TrainedGates:
         self._copy(self.original, self.good)
         self._forget()
         self.discard()
+        self.num_applied = 0
         self.consecutive = 0
 
     def _forget(self) -> None:
@@ -164,6 +167,7 @@ class TrainedGates:
     def state_dict(self) -> dict[str, Any]:
         return {
             "num_updates": self.optimizer.num_updates,
+            "num_applied": self.num_applied,
             "num_skipped": self.num_skipped,
             "num_mended": self.num_mended,
             "consecutive": self.consecutive,
@@ -180,6 +184,7 @@ class TrainedGates:
             raise ValueError(f"the saved router has other tensors: {', '.join(odd)}")
         self._copy(tensors, living)
         self.optimizer.num_updates = int(state["num_updates"])
+        self.num_applied = int(state["num_applied"])
         self.scaler = LossScale(scale=float(state["scale"]), good_steps=int(state["good_steps"]))
         if not keeps_history:
             self.num_skipped, self.num_mended = int(state["num_skipped"]), int(state["num_mended"])
@@ -195,7 +200,7 @@ class TrainedGates:
             "names": list(self.weights),
             "dtype": str(self.dtype).removeprefix("torch."),
             "original_sha256": fingerprint(self.original),
-            "updates": self.optimizer.num_updates,
+            "updates": self.num_applied,
         }
         (folder / "gates.json").write_text(json.dumps(facts, indent=1), encoding="utf-8")
 

@@ -305,7 +305,7 @@ class RouterTeacher:
             "teacher_nll": found.nll,
             "teacher_nll_start": self.start_nll,
             "kl_to_original": found.kl_to_original,
-            "updates": self.gates.optimizer.num_updates,
+            "updates": self.gates.num_applied,
             "skipped": self.gates.num_skipped,
             "mended": self.gates.num_mended,
             "grad_norm": self.gates.last_norm,

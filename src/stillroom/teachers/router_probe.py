@@ -28,7 +28,7 @@ def probe_gates(
         _tune(teacher, window, (done - 1) / max(num_steps, 1))
         if done >= num_steps or not teacher.trains:
             break
-    after, updates = teacher.assess(held_out).nll, teacher.gates.optimizer.num_updates
+    after, updates = teacher.assess(held_out).nll, teacher.gates.num_applied
     gain, config = start - after, teacher.config
     is_worthwhile = math.isfinite(gain) and gain >= config.probe_threshold
     teacher.reset(is_frozen=not (is_worthwhile or config.force))

@@ -152,7 +152,7 @@ def assess(teacher: RouterTeacher, held_out: Iterable[Batch]) -> Assessment:
         with routed(teacher.found, teacher.routing()) as routing:
             answer = teacher.original.observe(there, rows, Needs())
         anchor = None
-        if teacher.trains and teacher.gates.optimizer.num_updates:
+        if teacher.trains and teacher.gates.num_applied:
             anchor = teacher.original.observe(there, rows, Needs())
         scored = score_head(StudentView(answer.hidden, answer.head), anchor, targets, ce_weight=1.0,
                             kd_weight=0.0 if anchor is None else 1.0, divergence=make("forward_kl"))  # fmt: skip
