@@ -154,7 +154,7 @@ def _moral(summary: dict[str, Any]) -> str:
         return said + (
             f"That closes {closed:.0%} of the gap between the better baseline and the teacher ({teacher:.1f}). "
             "The gain is the teacher's knowledge of text the student never saw; with all of that text at hand, "
-            "plain training at equal compute would win."
+            "plain training at equal compute catches up."
         )
     return said + "Distillation did not pay here."
 
