@@ -52,13 +52,10 @@ def sweep(book: Book) -> None:
 
 
 def draw(book: Book) -> None:
-    reference = Book("baselines").values("kd")
-    arms = [arm for arm in ARMS if book.lines(arm)]
-    rows = [list(standard.HEAD), *standard.baseline_rows(), *(standard.row(book, a, a, reference) for a in arms)]
-    better = [arm for arm in arms if books.is_beyond(books.paired(book.values(arm), reference), -1)]
+    table, better = standard.compared(book, ARMS)
     said = f"Better than the constant lesson on every seed: {', '.join(better)}." if better else ""
     said = said or "No curriculum beat the constant lesson (forward KL, T 1, weight 1) on every seed."
-    parts = [standard.NOTE, books.markdown(rows), said, _on_phases(book)]
+    parts = [standard.NOTE, table, said, _on_phases(book)]
     books.save_table(book, "Curriculum on and off", [part for part in parts if part])
 
 

@@ -20,10 +20,9 @@ def sweep(book: Book) -> None:
 
 
 def draw(book: Book) -> None:
-    reference = Book("baselines").values("kd")
     arms = sorted({line["arm"] for line in book.runs}, key=lambda arm: books.mean(book.values(arm).values() or [99]))
-    rows = [list(standard.HEAD), *standard.baseline_rows(), *(standard.row(book, a, a, reference) for a in arms)]
-    books.save_table(book, "The ladder of divergences", [standard.NOTE, books.markdown(rows)])
+    table, _ = standard.compared(book, arms)
+    books.save_table(book, "The ladder of divergences", [standard.NOTE, table])
     figure, axes = books.axes(height=0.35 * (len(arms) + 3) + 1)
     base = Book("baselines")
     bars = [*((standard.BASELINES[arm], base.values(arm)) for arm in standard.BASELINES)]

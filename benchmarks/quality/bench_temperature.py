@@ -38,25 +38,13 @@ def draw(book: Book) -> None:
         grid.append(
             [f"{temperature:g}", *(books.told(values(book, temperature, weight).values()) for weight in WEIGHTS)]
         )
-    reference = Book("baselines").values("kd")
-    rows = [list(standard.HEAD), *standard.baseline_rows()]
-    for arm in sorted({line["arm"] for line in book.runs}):
-        rows.append(standard.row(book, arm, arm, reference))
-    parts = [standard.NOTE, books.markdown(grid), books.markdown(rows)]
+    table, _ = standard.compared(book, sorted({line["arm"] for line in book.runs}))
+    parts = [standard.NOTE, books.markdown(grid), table]
     books.save_table(book, "Temperature and weight", parts)
     figure, axes = books.axes()
     for weight, colour in zip(WEIGHTS, books.COLOURS, strict=False):
-        points = [(t, list(values(book, t, weight).values())) for t in TEMPERATURES]
-        points = [(t, found) for t, found in points if found]
-        axes.errorbar(
-            [t for t, _ in points],
-            [books.mean(found) for _, found in points],
-            yerr=[books.spread(found) for _, found in points],
-            marker="o",
-            capsize=3,
-            color=colour,
-            label=f"weight {weight:g}",
-        )
+        points = {t: values(book, t, weight).values() for t in TEMPERATURES}
+        books.curve(axes, points, color=colour, label=f"weight {weight:g}")
     for arm, style in (("ce", "--"), ("ce-compute", ":")):
         found = Book("baselines").values(arm).values()
         axes.axhline(books.mean(found), color="#888888", ls=style, label=standard.BASELINES[arm])

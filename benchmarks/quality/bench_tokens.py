@@ -27,13 +27,10 @@ def sweep(book: Book) -> None:
 
 
 def draw(book: Book) -> None:
-    reference = Book("baselines").values("kd")
-    arms = [arm for arm in ARMS if book.lines(arm)]
-    rows = [list(standard.HEAD), *standard.baseline_rows(), *(standard.row(book, a, a, reference) for a in arms)]
-    better = [arm for arm in arms if books.is_beyond(books.paired(book.values(arm), reference), -1)]
+    table, better = standard.compared(book, ARMS)
     said = f"Better than one weight for all on every seed: {', '.join(better)}." if better else ""
     said = said or "No treatment by token beat one weight for all on every seed."
-    books.save_table(book, "Positions treated differently", [standard.NOTE, books.markdown(rows), said])
+    books.save_table(book, "Positions treated differently", [standard.NOTE, table, said])
 
 
 if __name__ == "__main__":

@@ -124,17 +124,8 @@ def draw(book: Book) -> None:
 def _figure(book: Book) -> None:
     figure, axes = books.axes()
     for (arm, label), colour in zip(ARMS.items(), books.COLOURS, strict=False):
-        points = [(size, list(book.values(arm, size=size).values())) for size in sizes_in(book)]
-        points = [(size, values) for size, values in points if values]
-        axes.errorbar(
-            [size for size, _ in points],
-            [books.mean(values) for _, values in points],
-            yerr=[books.spread(values) for _, values in points],
-            marker="o",
-            capsize=3,
-            color=colour,
-            label=label,
-        )
+        points = {size: book.values(arm, size=size).values() for size in sizes_in(book)}
+        books.curve(axes, points, color=colour, label=label)
     axes.set_xscale("log")
     axes.set_xlabel("tokens in the transfer set")
     axes.set_ylabel("held-out loss, nats a token")

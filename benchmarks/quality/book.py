@@ -12,7 +12,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -188,6 +188,13 @@ def axes(width: float = 7.0, height: float = 4.0, columns: int = 1) -> tuple[Any
         for side in ("top", "right"):
             one.spines[side].set_visible(False)
     return figure, found[0][0] if columns == 1 else found[0]
+
+
+def curve(axes: Any, points: Mapping[float, Collection[float]], **look: Any) -> None:
+    """Mean and spread over seeds along an axis, where there are any."""
+    shown = {place: found for place, found in points.items() if found}
+    means, spreads = ([of(found) for found in shown.values()] for of in (mean, spread))
+    axes.errorbar(list(shown), means, yerr=spreads, marker="o", capsize=3, **look)
 
 
 COLOURS = ("#1a6b52", "#b5651d", "#888888", "#7a4fa3", "#2f6db3", "#b03a5b", "#6b8e23", "#444444", "#c9a227", "#5aa9a9")

@@ -63,6 +63,15 @@ def _mean(lines: Iterable[books.Line], what: str, form: str) -> str:
     return f"{books.mean(line[what] for line in lines):{form}}"
 
 
+def compared(book: Book, arms: Iterable[str]) -> tuple[str, list[str]]:
+    """The table of some arms below the baselines, and which of them beat forward KL on every seed."""
+    reference = Book("baselines").values("kd")
+    found = [arm for arm in arms if book.lines(arm)]
+    rows = [list(HEAD), *baseline_rows(), *(row(book, arm, arm, reference) for arm in found)]
+    better = [arm for arm in found if books.is_beyond(books.paired(book.values(arm), reference), -1)]
+    return books.markdown(rows), better
+
+
 def baseline_rows(arms: Iterable[str] = tuple(BASELINES)) -> list[list[str]]:
     book = Book("baselines")
     return [row(book, arm, BASELINES[arm], book.values("kd")) for arm in arms]

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from stillroom.objectives import DenseTeacher, fused_head_loss
@@ -24,10 +25,11 @@ WIDTH, VOCAB, ROWS, LENGTH = 16, 61, 3, 9
 
 
 class Lesson(nn.Module):
-    """A student and its loss: hidden states from the body, the rest from the fused head."""
+    """A student and its loss: hidden states from the body, the rest from the fused head, or by hand."""
 
-    def __init__(self, is_tied: bool) -> None:
+    def __init__(self, is_tied: bool, *, is_fused: bool = True) -> None:
         super().__init__()
+        self.is_fused = is_fused
         torch.manual_seed(0)
         config = LlamaConfig(
             vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
@@ -39,7 +41,19 @@ class Lesson(nn.Module):
     def forward(self, ids: Tensor, labels: Tensor, teacher: DenseTeacher) -> Tensor:
         hidden = self.model.base_model(ids).last_hidden_state.reshape(-1, WIDTH)
         weight = self.model.get_output_embeddings().weight
-        return fused_head_loss(hidden, weight, teacher, labels.reshape(-1), chunk_tokens=5).loss
+        if self.is_fused:
+            return fused_head_loss(hidden, weight, teacher, labels.reshape(-1), chunk_tokens=5).loss
+        return by_hand(hidden @ weight.t(), teacher.hidden @ teacher.weight.t(), labels.reshape(-1))
+
+
+def by_hand(student: Tensor, teacher: Tensor, labels: Tensor) -> Tensor:
+    """What the fused loss computes by default: half KL at temperature 2 with its square, half cross-entropy."""
+    kept = labels >= 0
+    student, teacher = student[kept], teacher[kept]
+    kl = F.kl_div(
+        F.log_softmax(student / 2, -1), F.log_softmax(teacher / 2, -1), log_target=True, reduction="batchmean"
+    )
+    return 0.5 * 4 * kl + 0.5 * F.cross_entropy(student, labels[kept])
 
 
 def batches(rank: int) -> list[tuple[Tensor, Tensor, DenseTeacher]]:
@@ -64,8 +78,8 @@ def gradients(lesson: nn.Module, parts: list[Any]) -> dict[str, Tensor]:
 
 
 def expected(is_tied: bool) -> dict[str, Tensor]:
-    """In one process: the mean over both of what each would find."""
-    sides = [gradients(Lesson(is_tied), batches(rank)) for rank in (0, 1)]
+    """In one process and by plain autograd: the mean over both of what each would find."""
+    sides = [gradients(Lesson(is_tied, is_fused=False), batches(rank)) for rank in (0, 1)]
     return {name: (sides[0][name] + sides[1][name]) / 2 for name in sides[0]}
 
 

@@ -66,6 +66,12 @@ def test_a_run_learns_and_leaves_what_the_contract_says(
     assert weights(tmp_path / "run")
 
 
+def test_a_short_run_has_no_more_than_ten_evaluations(world: Path, tmp_path: Path) -> None:
+    run(world, tmp_path / "run", train__max_steps=12, train__eval_steps=0, eval__max_batches=1, eval__samples=0)
+    events = read_events(tmp_path / "run" / "events.jsonl")
+    assert [event["step"] for event in events if event["event"] == "eval"] == [0, 2, 4, 6, 8, 10, 12]
+
+
 def test_eval_equals_train_on_the_same_batch(world: Path, tmp_path: Path) -> None:
     """The bug behind an evaluation of 95.9 against a training loss of 15.5 is impossible by construction."""
     data = tiny.save_text(tmp_path / "few.jsonl", count=4, seed=9)

@@ -181,7 +181,7 @@ class TrainConfig(Section):
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
     epsilon: Annotated[float, Field(gt=0)] = Field(1e-8, description="of AdamW; always used in FP32")
     max_grad_norm: Annotated[float, Field(gt=0)] = Field(1.0, description="gradients are clipped to this norm")
-    eval_steps: Annotated[int, Field(ge=0)] = Field(0, description="0: ten evaluations over the run")
+    eval_steps: Annotated[int, Field(ge=0)] = Field(0, description="0: up to ten evaluations over the run")
     save_steps: Annotated[int, Field(ge=0)] = Field(0, description="0: as often as evaluation")
     seed: Annotated[int, Field(ge=0)] = 0
     early_stopping: Annotated[int, Field(ge=0)] = Field(

@@ -119,7 +119,8 @@ def after_applied_step(run: Run, state: RunState, outcome: StepOutcome) -> None:
 
 
 def eval_interval(run: Run) -> int:
-    return run.config.train.eval_steps or max(1, run.schedule.num_steps // 10)
+    """Rounded up: a short run is not evaluated after every step for want of ten."""
+    return run.config.train.eval_steps or math.ceil(run.schedule.num_steps / 10)
 
 
 # -- evaluation ------------------------------------------------------------------------------------------

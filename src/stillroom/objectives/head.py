@@ -180,12 +180,17 @@ def score_head(
         terms["kd"] = Term(masked_sum(kd * kd_weigh, kd_weigh != 0), (~is_bad).sum().to(ones.dtype))
     if has_ce:
         terms["ce"] = Term(masked_sum(ce * weigh, weigh != 0), ones.sum())
-    counters = {"bad_teacher_rows": is_bad.sum()}
+    return HeadLoss(loss, terms, {"bad_teacher_rows": is_bad.sum(), **_filled_counters(task)})
+
+
+def _filled_counters(task: HeadTask) -> dict[str, Tensor]:
+    """Of what the pass changed, where it was allowed to change anything."""
+    counters = {}
     if task.clamped is not None:
-        counters["clamped_fraction_sum"] = task.clamped.sum() / view.head.num_real
+        counters["clamped_fraction_sum"] = task.clamped.sum() / task.head.num_real
     if task.corrected is not None:
         counters["corrected_rows"] = task.corrected.sum()
-    return HeadLoss(loss, terms, counters)
+    return counters
 
 
 def _is_zero(weight: Weight) -> bool:
