@@ -145,7 +145,7 @@ def eval_(
     if as_json:
         _print_json(result)
         return
-    from stillroom.telemetry.lines import assessment_lines
+    from stillroom.telemetry.results import assessment_lines
 
     for line in assessment_lines(result):
         typer.echo(line)
@@ -184,7 +184,7 @@ def replay(
     if as_json:
         _print_json(result)
         return
-    from stillroom.telemetry.lines import replay_lines
+    from stillroom.telemetry.results import replay_lines
 
     for line in replay_lines(result):
         typer.echo(line)

@@ -43,6 +43,7 @@ class Softmax:
     scores: Tensor  # [..., V], log p + log_norm
     probs: Tensor  # [..., V]
     log_norm: Tensor  # [...], log-sum-exp of the scores; NaN where the row is no distribution
+    sums_to_one: bool = True  # stored answers do so only as far as they were rounded
 
     @staticmethod
     def of_logits(logits: Tensor, temperature: float | Tensor = 1.0) -> Softmax:
@@ -55,21 +56,25 @@ class Softmax:
         scores = logits - logits.amax(-1, keepdim=True)
         if not (isinstance(temperature, float) and temperature == 1.0):
             scores.mul_(1.0 / temperature)
-        return Softmax._of_scores(scores)
+        return Softmax._of_scores(scores.clamp_min_(LOG_ZERO))
 
     @staticmethod
     def _of_scores(scores: Tensor) -> Softmax:
         # By hand: the maximum is 0 already, and the sum is wanted.
-        probs = scores.clamp_min_(LOG_ZERO).exp()
+        probs = scores.exp()
         norm = probs.sum(-1, keepdim=True)
         return Softmax(scores, probs.mul_(1.0 / norm), norm.squeeze(-1).log_())
 
     @staticmethod
     def of_log_probs(log_probs: Tensor) -> Softmax:
-        return Softmax(log_probs.clamp_min(LOG_ZERO), log_probs.exp(), torch.zeros_like(log_probs[..., 0]))
+        norm = torch.zeros_like(log_probs[..., 0])
+        return Softmax(log_probs.clamp_min(LOG_ZERO), log_probs.exp(), norm, sums_to_one=False)
 
     def take_at(self, temperature: Tensor) -> Softmax:
-        """The same rows at another temperature [..., 1], in the memory of the scores."""
+        """The same rows at another temperature [..., 1], in the memory of the scores.
+
+        A temperature of 1e-8 or more keeps the score of an impossible token finite: no second floor is needed.
+        """
         return Softmax._of_scores(self.scores.mul_(1.0 / temperature))
 
     def take_log_probs(self) -> Tensor:

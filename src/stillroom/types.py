@@ -9,7 +9,7 @@ Legend for shapes: B rows, L positions, N scored positions of a batch, V vocabul
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
@@ -188,6 +188,23 @@ class Score:
     loss: Tensor  # scalar, already divided by the counts of the whole window
     terms: Mapping[str, Term]
     counters: Mapping[str, Tensor] = field(default_factory=lambda: _EMPTY)
+
+    @staticmethod
+    def average(scores: Sequence[Score]) -> Score:
+        """The mean of scores of the same batch against several answers of a teacher; counters add up."""
+        first, *others = scores
+        if not others:
+            return first
+        share = 1.0 / len(scores)
+        loss = sum((score.loss for score in others), first.loss) * share
+        terms = {
+            name: Term(sum((score.terms[name].total for score in others), term.total) * share, term.count)
+            for name, term in first.terms.items()
+        }
+        counters = {
+            name: sum((score.counters[name] for score in others), count) for name, count in first.counters.items()
+        }
+        return Score(loss, terms, counters)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -127,12 +128,36 @@ def test_assignments_are_toml_with_bare_words() -> None:
         ({"train.learning_rate": -1}, "train.learning_rate"),
         ({"precision.mode": "fp8"}, "precision.mode"),
         ({"teacher.trust_remote_code": True}, "revision"),
-        ({"objectives.kd.temperature": 0.0}, "above 0"),
+        ({"objectives.kd.temperature": 0.0}, "at least 0.01, got 0.0"),
+        ({"objectives.kd.temperature": {"start": 2.0, "end": -1.0}}, "at least 0.01, and reaches -1"),
+        ({"objectives.kd.beta": {"start": -0.5, "end": 1.0}}, "between 0 and 1, and reaches -0.5"),
+        ({"objectives.kd.alpha": 2}, "between 0 and 1, got 2"),
+        ({"objectives.ce.weight": -0.1}, "at least 0, got -0.1"),
+        ({"objectives.feature.weight": {"start": 0.0, "end": -1.0}}, "at least 0, and reaches -1"),
+        ({"objectives.kd.top_k": {"start": -1, "end": 8}}, "at least 0, and reaches -1"),
+        ({"objectives.kd.weight": math.inf}, "finite number"),
+        ({"train.learning_rate": math.inf}, "finite number"),
+        ({"train.learning_rate": math.nan}, "finite number"),
     ],
 )
 def test_impossible_settings_are_refused_in_words(overrides: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         load_config(overrides=overrides)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("x", "objectives.kd.weight: Input should be a valid number, unable to parse string as a number, got 'x'"),
+        ({"start": 2}, "objectives.kd.weight.end: Field required"),
+        ({"start": 2, "end": 1, "shape": "cosin"}, "objectives.kd.weight.shape: Input should be 'linear', 'cosine' or"),
+    ],
+)
+def test_a_wrong_number_or_ramp_is_told_what_it_lacks_and_nothing_else(value: object, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(overrides={"objectives.kd.weight": value})
+    assert str(caught.value).startswith(said)
+    assert ";" not in str(caught.value)
 
 
 def test_a_resolved_configuration_reads_back_the_same() -> None:

@@ -317,6 +317,25 @@ def test_the_scratch_does_not_grow_with_the_tokens() -> None:
     assert 0 < kept[0] == kept[1] <= 2 * 8 * 64 * 8
 
 
+@every_smooth_member
+def test_gradcheck_with_a_teacher_that_is_not_trained(member: Divergence) -> None:
+    case = make_case(num_rows=5, num_tokens=7, spread=0.7).copy()
+
+    def loss(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        moved = replace(case, hidden=hidden, head=replace(case.head, weight=weight))
+        result: torch.Tensor = run(moved, member, chunk_tokens=2).loss
+        return result
+
+    assert torch.autograd.gradcheck(loss, (case.hidden, case.head.weight))
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan"), float("inf")])
+def test_an_impossible_temperature_is_refused_with_advice(temperature: float) -> None:
+    with pytest.raises(ConfigError, match="temperature is") as error:
+        run(make_case(), temperature=temperature)
+    assert error.value.advice
+
+
 def test_vocabularies_of_different_size_are_refused_with_advice() -> None:
     case = make_case()
     with pytest.raises(ConfigError, match="teacher has 13 tokens, student 12") as error:

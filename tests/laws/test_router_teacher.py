@@ -22,7 +22,6 @@ from stillroom.precision import AdamW, ParameterGroup, resolve
 from stillroom.precision.storage import Direct
 from stillroom.teachers import GateOptions, RouterTeacher, probe_gates
 from stillroom.teachers.meta import both_ways, quiz_direction
-from stillroom.teachers.router import average
 from stillroom.teachers.router_terms import Aims
 from stillroom.types import IGNORED, Batch, DenseSignal, Lesson, Needs, Score, StudentView, Term
 
@@ -264,8 +263,8 @@ def test_the_average_of_one_score_is_itself_and_of_two_their_mean() -> None:
     def score(value: float) -> Score:
         return Score(torch.tensor(value), {"kd": Term(torch.tensor(2 * value), torch.tensor(4.0))})
 
-    assert average([score(3.0)]).loss == 3.0
-    both = average([score(1.0), score(3.0)])
+    assert Score.average([score(3.0)]).loss == 3.0
+    both = Score.average([score(1.0), score(3.0)])
     assert both.loss == 2.0 and both.terms["kd"].total == 4.0 and both.terms["kd"].count == 4.0
 
 

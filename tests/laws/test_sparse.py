@@ -65,6 +65,21 @@ def test_top_k_is_the_divergence_of_k_plus_one_outcomes(
     torch.testing.assert_close(grads_of(ours), grads_of(exact), rtol=1e-6, atol=1e-9)
 
 
+def test_stored_answers_that_lost_mass_to_rounding_still_have_the_gradient_of_their_loss() -> None:
+    case = make_case(5, 4).copy()
+    exact = top_k(case, 4, 2.0)
+    signal = replace(exact, log_probs=exact.log_probs - 0.05)  # what a coarse store may do: the sum is below 1
+
+    def loss(hidden: Tensor) -> Tensor:
+        view = replace(case, hidden=hidden).view
+        scored = score_head(
+            view, signal, case.targets, kd_weight=1.0, ce_weight=0.0, divergence=FORWARD_KL, temperature=2.0
+        )
+        return scored.loss
+
+    assert torch.autograd.gradcheck(loss, (case.hidden,))
+
+
 @every_smooth_member
 def test_gradcheck_of_top_k_with_cross_entropy(member: Divergence) -> None:
     case = make_case(3, 4, has_bias=True, softcap=3.0, padding=(2, 1)).copy()

@@ -41,7 +41,8 @@ from stillroom.objectives.mix import Mix
 from stillroom.precision import resolve
 from stillroom.teachers.gates import GateOptions
 from stillroom.teachers.meta import both_ways, quiz_direction
-from stillroom.teachers.router import RouterTeacher, average
+from stillroom.teachers.router import RouterTeacher
+from stillroom.types import Score
 
 RESULTS = Path(__file__).parent / "results"
 ALARMS = 6  # times a run looks at its teacher's held-out loss, on 128 rows of dev
@@ -217,7 +218,7 @@ def _learn(
         view = student.observe(batch, rows, needs.student)
         if teacher.looks_first:
             signals = teacher.reconsidered(batch, rows, targets, view, needs.teacher)
-        score = average([mix.score(view, signal, targets, lesson, counts) for signal in signals])
+        score = Score.average([mix.score(view, signal, targets, lesson, counts) for signal in signals])
         precision.backward(teacher.joined(score.loss, batch, targets, counts["ce"]))
     opposite = None
     if teacher.config.mode == "sar-meta":

@@ -22,6 +22,8 @@ from stillroom.errors import ConfigError
 
 Table = dict[str, Any]
 
+_NUMBERS = ("float", "int", "constrained-int")  # as pydantic calls the branches of a union
+
 
 class Loaded:
     """A configuration and what was said while reading it."""
@@ -169,6 +171,8 @@ def explain(error: ValidationError, where: str) -> ConfigError:
     lines: list[str] = []
     advice: list[str] = []
     for problem in error.errors():
+        if _is_other_reading(problem):
+            continue
         # Unions put the tried type into the location; it means nothing to the user.
         path = [str(part) for part in problem["loc"] if not _is_type(str(part))]
         key = ".".join(path) or "configuration"
@@ -187,9 +191,16 @@ def explain(error: ValidationError, where: str) -> ConfigError:
     return ConfigError("; ".join(unique), where=where, advice=list(dict.fromkeys(advice)))
 
 
+def _is_other_reading(problem: Mapping[str, Any]) -> bool:
+    """Of a value that may be a number or a ramp: the complaint that it is not what it was not meant to be."""
+    tried = str(problem["loc"][-1]) if problem["loc"] else ""
+    if "Ramp" in tried:  # or function-after[..., Ramp]
+        return bool(problem["type"] == "model_type")
+    return tried in _NUMBERS and isinstance(problem["input"], dict)
+
+
 def _is_type(part: str) -> bool:
-    is_plain = part in ("float", "Ramp", "int", "constrained-int")
-    return is_plain or part.startswith(("literal[", "tuple[", "function-after["))
+    return part in (*_NUMBERS, "Ramp") or part.startswith(("literal[", "tuple[", "function-after["))
 
 
 def all_keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:

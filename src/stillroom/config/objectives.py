@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from stillroom.config.sections import Ramp, Scalar, Section
+from stillroom.config.sections import Ramp, Scalar, Section, Share, Temperature, Weight, between
 
 Divergence = Literal[
     "forward_kl",
@@ -23,27 +23,27 @@ Divergence = Literal[
 
 
 class KdConfig(Section):
-    weight: Scalar = Field(1.0, description="weight of the distillation term")
+    weight: Weight = Field(1.0, description="weight of the distillation term")
     divergence: Divergence = Field("forward_kl", description="forward_kl for base models; reverse_kl seeks modes")
-    temperature: Scalar = Field(1.0, description="softens both sides; the term is multiplied by its square")
-    beta: Scalar = Field(0.5, description="place of the mixture in jsd: 0 is forward, 1 is reverse KL; of alpha_beta")
-    alpha: Scalar = Field(0.1, description="share of its own side in a skewed KL; power of the teacher in alpha_beta")
-    interpolation: Scalar = Field(
+    temperature: Temperature = Field(1.0, description="softens both sides; the term is multiplied by its square")
+    beta: Share = Field(0.5, description="place of the mixture in jsd: 0 is forward, 1 is reverse KL; of alpha_beta")
+    alpha: Share = Field(0.1, description="share of its own side in a skewed KL; power of the teacher in alpha_beta")
+    interpolation: Share = Field(
         Ramp(start=0.4, end=1.0), description="taid: how far the target is on its way from student (0) to teacher (1)"
     )
-    top_k: Annotated[int, Field(ge=0)] | Ramp = Field(
+    top_k: Annotated[int | Ramp, between(0)] = Field(
         0, description="use the teacher's k likeliest tokens and the exact mass of the rest; 0: all tokens"
     )
     token_weight: Literal["uniform", "entropy"] = Field(
         "uniform", description="entropy: positions weigh by the student's entropy over its mean in the sequence"
     )
-    token_fraction: Scalar = Field(
+    token_fraction: Annotated[Scalar, between(1e-4, 1.0)] = Field(
         1.0, description="share of each sequence's positions that is distilled: those where token_criterion is largest"
     )
     token_criterion: Literal["hellinger", "entropy"] = Field(
         "hellinger", description="hellinger: distance of teacher and student; entropy: the student's"
     )
-    token_temperature: Scalar = Field(
+    token_temperature: Annotated[Scalar, between(0.0, 10.0)] = Field(
         0.0, description="strength of the temperature by difficulty (AdaKD uses 0.5); 0: one temperature for all"
     )
     on_wrong_teacher: Literal["keep", "label_residual", "mft"] = Field(
@@ -57,12 +57,6 @@ class KdConfig(Section):
     def _possible(self) -> KdConfig:
         if self.on_wrong_teacher == "mft" and self.top_k != 0:
             raise ValueError("on_wrong_teacher = 'mft' needs the teacher's whole row: set top_k = 0")
-        for name, value in (("token_fraction", self.token_fraction), ("token_temperature", self.token_temperature)):
-            ends = (value.start, value.end) if isinstance(value, Ramp) else (value,)
-            if name == "token_fraction" and not all(0 < end <= 1 for end in ends):
-                raise ValueError("token_fraction must lie above 0 and at most at 1")
-            if name == "token_temperature" and not all(end >= 0 for end in ends):
-                raise ValueError("token_temperature is a strength: 0 or above")
         return self
 
     @property
@@ -72,7 +66,7 @@ class KdConfig(Section):
 
 
 class CeConfig(Section):
-    weight: Scalar = Field(0.0, description="weight of cross-entropy on the data's own tokens")
+    weight: Weight = Field(0.0, description="weight of cross-entropy on the data's own tokens")
 
 
 LayerMap = Literal["last", "proportional"] | tuple[tuple[int, int], ...]
@@ -80,7 +74,7 @@ _PAIRS = "last, proportional, or pairs [[student, teacher], ...] counted from 0,
 
 
 class FeatureConfig(Section):
-    weight: Scalar = Field(0.0, description="weight of matching hidden states; 0: not computed at all")
+    weight: Weight = Field(0.0, description="weight of matching hidden states; 0: not computed at all")
     kind: Literal["mse", "cosine"] = Field(
         "mse", description="mse: squared error over the teacher's own square; cosine: direction alone"
     )
@@ -91,12 +85,12 @@ class FeatureConfig(Section):
 
 
 class LayerwiseConfig(FeatureConfig):
-    weight: Scalar = Field(0.0, description="weight of matching layer by layer; 0: not computed at all")
+    weight: Weight = Field(0.0, description="weight of matching layer by layer; 0: not computed at all")
     layers: LayerMap = Field("proportional", description=f"which layers are matched: {_PAIRS}")
 
 
 class AttentionConfig(Section):
-    weight: Scalar = Field(0.0, description="weight of matching attention maps; 0: not computed at all")
+    weight: Weight = Field(0.0, description="weight of matching attention maps; 0: not computed at all")
     layers: LayerMap = Field("proportional", description=f"which layers are matched: {_PAIRS}")
     attention_layers: Annotated[int, Field(ge=0)] = Field(
         2, description="at most so many pairs, the last ones; each keeps [rows, heads, length, length]; 0: none"
@@ -104,7 +98,7 @@ class AttentionConfig(Section):
 
 
 class ContrastiveConfig(Section):
-    weight: Scalar = Field(0.0, description="weight of telling the batch's rows apart; 0: not computed at all")
+    weight: Weight = Field(0.0, description="weight of telling the batch's rows apart; 0: not computed at all")
     layers: LayerMap = Field("last", description=f"which layers are pooled: {_PAIRS}")
     projector: Literal["auto", "always"] = Field("auto", description="as in objectives.feature")
     temperature: Annotated[float, Field(gt=0)] = Field(0.1, description="sharpness of the comparison between rows")

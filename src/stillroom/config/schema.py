@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from stillroom.config.objectives import ObjectivesConfig
-from stillroom.config.sections import Ramp, Scalar, Section
+from stillroom.config.sections import Section
 
 PrecisionMode = Literal["auto", "fp32", "bf16-mixed", "fp16-mixed", "fp16-master", "fp16-split", "fp16-sr"]
 
@@ -284,9 +284,6 @@ class Config(Section):
         if kd == 0.0 and ce == 0.0:
             raise ValueError("objectives.kd.weight and objectives.ce.weight are both 0: there is nothing to learn")
         inner = self.objectives.inner_weights
-        for name, weight in inner.items():
-            if min(_ends(weight)) < 0:
-                raise ValueError(f"objectives.{name}.weight must not be below 0")
         if inner and self.teacher.cache:
             raise ValueError(
                 f"{' and '.join(inner)} look inside the teacher, and teacher.cache holds only its answers: set "
@@ -297,17 +294,7 @@ class Config(Section):
             raise ValueError(
                 f"train.warmup_steps {self.train.warmup_steps} leaves nothing of train.max_steps {self.train.max_steps}"
             )
-        if isinstance(kd, float) and kd > 0 and _first(self.objectives.kd.temperature) <= 0:
-            raise ValueError("objectives.kd.temperature must be above 0")
         return self
 
     def to_dict(self) -> dict[str, Any]:
         return self.model_dump(mode="json")
-
-
-def _ends(value: Scalar) -> tuple[float, float]:
-    return (value.start, value.end) if isinstance(value, Ramp) else (value, value)
-
-
-def _first(value: Scalar) -> float:
-    return value.start if isinstance(value, Ramp) else value

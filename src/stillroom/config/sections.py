@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+LEAST_TEMPERATURE = 0.01  # colder, a softmax is an argmax
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
 
 
 class Ramp(Section):
@@ -30,3 +33,26 @@ class Ramp(Section):
 
 
 Scalar = float | Ramp
+
+
+def ends(value: Scalar) -> tuple[float, ...]:
+    """The values between which a scalar moves; of a constant, itself."""
+    return (value.start, value.end) if isinstance(value, Ramp) else (float(value),)
+
+
+def between(least: float, most: float = math.inf) -> AfterValidator:
+    """For a scalar whose every value must be finite and in [least, most], wherever the run is."""
+
+    def check(value: Scalar) -> Scalar:
+        for end in ends(value):
+            if not (least <= end <= most and math.isfinite(end)):
+                bounds = f"at least {least:g}" if most == math.inf else f"between {least:g} and {most:g}"
+                raise ValueError(f"must be {bounds}" + (f", and reaches {end:g}" if isinstance(value, Ramp) else ""))
+        return value
+
+    return AfterValidator(check)
+
+
+Weight = Annotated[Scalar, between(0.0)]
+Share = Annotated[Scalar, between(0.0, 1.0)]
+Temperature = Annotated[Scalar, between(LEAST_TEMPERATURE)]

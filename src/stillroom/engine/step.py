@@ -19,7 +19,6 @@ from stillroom.engine.routing import begin_window, settle, teach
 from stillroom.engine.run import Run
 from stillroom.engine.state import RunState
 from stillroom.models import scored_rows, scored_targets
-from stillroom.teachers.router import average
 from stillroom.types import Batch, Evidence, Lesson, Score, Signal, TermRecord, Verdict
 
 
@@ -130,7 +129,7 @@ def _learn(run: Run, batch: Batch, lesson: Lesson, counts: dict[str, int]) -> Sc
             view = replace(view, hidden=run.injector.hidden(view.hidden))
         if router and router.looks_first:
             signals = [*router.reconsidered(batch, rows, targets, view, needs.teacher)]
-        score = average([run.mix.score(view, signal, targets, lesson, counts) for signal in signals])
+        score = Score.average([run.mix.score(view, signal, targets, lesson, counts) for signal in signals])
         loss = router.joined(score.loss, batch, targets, counts["ce"]) if router else score.loss
         run.precision.backward(loss)
     if router:

@@ -21,12 +21,13 @@ from stillroom.types import SampledSignal, TopKSignal
 class Slopes:
     """A divergence at some rows: its value, dD/dlog q and, where asked for, dD/dlog p.
 
-    A multiple of q in the student's slope (of p in the teacher's) may be left out: the softmax removes it.
+    A multiple of q in the student's slope (of p in the teacher's) may be added or left out: the softmax removes it.
     """
 
     value: Tensor  # [...]
     student: Tensor  # [..., V]
     teacher: Tensor | None  # [..., V]
+    is_pulled: bool = False  # the student's slope sums to 0, so it is the gradient of its logits as it stands
 
 
 class Divergence(Protocol):

@@ -11,12 +11,14 @@ Legend: N positions, V real vocabulary, K kept ids, D width.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from stillroom.config.sections import LEAST_TEMPERATURE
 from stillroom.errors import ConfigError
 from stillroom.numerics import masked_sum, work_dtype
 from stillroom.objectives import divergence as family
@@ -250,6 +252,8 @@ def _check(
         raise ConfigError(
             "a kd weight needs a divergence and a teacher's signal", advice=["pass both, or a kd weight of 0"]
         )
+    if not LEAST_TEMPERATURE <= temperature < math.inf:
+        raise ConfigError(f"temperature is {temperature:g}", advice=[f"{LEAST_TEMPERATURE:g} or above; 1 is neutral"])
     if isinstance(signal, DenseSignal):
         if signal.head.num_real != head.num_real:
             raise ConfigError(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from stillroom.numerics import Softmax, softcap, softcap_slope
 from stillroom.objectives.base import Logits, RowPlan, Rows, TeacherRows
-from stillroom.objectives.divergence import softmax_pullback
+from stillroom.objectives.divergence import softmax_pullback, student_gradient
 from stillroom.objectives.sparse import KdRows, give_rest_to_label, keep_top_k, sampled_rows, select_rows, topk_rows
 from stillroom.types import SampledSignal, TopKSignal
 
@@ -115,9 +115,7 @@ def _dense_rows(own: Softmax, teacher_logits: Logits, rows: Rows, plan: RowPlan)
         _lead_to_label(teacher, rows, plan.label_margin)
     student = own if plan.is_unit_temperature else own.take_at(temperatures)
     slopes = plan.divergence.evaluate(student, teacher, wants_teacher=plan.wants_teacher)
-    gradient = None
-    if plan.wants_student:
-        gradient = softmax_pullback(slopes.student, student.probs)
+    gradient = student_gradient(slopes, student) if plan.wants_student else None
     if slopes.teacher is not None:
         teacher_gradient = softmax_pullback(slopes.teacher, teacher.probs)
         kd_weights = torch.where(is_bad, torch.zeros_like(rows.kd_weights), rows.kd_weights) * rows.temperatures

@@ -26,7 +26,7 @@ from torch import Tensor
 from stillroom.errors import ConfigError
 from stillroom.numerics import Softmax, head_and_tail, is_distribution
 from stillroom.objectives.base import Divergence
-from stillroom.objectives.divergence import softmax_pullback
+from stillroom.objectives.divergence import student_gradient
 from stillroom.types import SampledSignal, Signal, TopKSignal
 
 SignalKind = Literal["dense", "topk", "sampled"]
@@ -47,7 +47,7 @@ def topk_rows(
     slopes = divergence.evaluate(student, Softmax.of_log_probs(stored), wants_teacher=False)
     gradient = None
     if wants_gradient:
-        slope = softmax_pullback(slopes.student, student.probs)
+        slope = student_gradient(slopes, student)
         gradient = rest_log_probs.exp_().mul_(slope[:, -1:]).scatter_(-1, signal.ids, slope[:, :-1])
     return slopes.value * temperatures**2, gradient, is_bad
 

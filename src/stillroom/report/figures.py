@@ -35,7 +35,7 @@ from stillroom.report.drawing import (
 from stillroom.report.record import RunRecord, mapping
 from stillroom.report.router import router_figure
 from stillroom.telemetry.events import Event
-from stillroom.telemetry.lines import items
+from stillroom.telemetry.reading import items
 from stillroom.telemetry.wording import (
     as_number,
     clean,

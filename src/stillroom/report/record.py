@@ -11,7 +11,8 @@ from typing import Any
 
 from stillroom.errors import DataError
 from stillroom.telemetry.events import Event, scan_events
-from stillroom.telemetry.wording import as_number, clean, reading
+from stillroom.telemetry.reading import reading
+from stillroom.telemetry.wording import as_number, clean
 
 FINISHED = frozenset({"done", "finished", "completed"})
 BASELINES = ("baseline", "baseline_equal_compute")

@@ -9,7 +9,7 @@ from stillroom.report.drawing import Curve, Figure, Trace, colour, level, line, 
 from stillroom.report.markup import Html, element, join
 from stillroom.report.record import RunRecord, mapping
 from stillroom.telemetry.events import Event
-from stillroom.telemetry.lines import items, show
+from stillroom.telemetry.reading import items, show
 from stillroom.telemetry.router_lines import largest_drift
 from stillroom.telemetry.wording import as_number, clean, format_count, format_loss, format_percent
 

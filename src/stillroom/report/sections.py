@@ -10,7 +10,7 @@ from typing import Any
 from stillroom.report.markup import Html, element, join, text
 from stillroom.report.record import RunRecord, mapping
 from stillroom.telemetry.events import Event
-from stillroom.telemetry.lines import items, show, show_interval
+from stillroom.telemetry.reading import items, show, show_interval
 from stillroom.telemetry.wording import (
     as_number,
     clean,

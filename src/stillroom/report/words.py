@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from stillroom.report.record import BASELINES, RunRecord
+from stillroom.telemetry.reading import reading
 from stillroom.telemetry.wording import (
     as_number,
     clean,
@@ -12,7 +13,6 @@ from stillroom.telemetry.wording import (
     format_duration,
     format_percent,
     format_result,
-    reading,
 )
 
 

@@ -14,7 +14,7 @@ A teacher outside of a run:
         targets = scored_targets(batch, rows)
         teacher.begin([batch], step)
         view = student.observe(batch, rows, needs)
-        score = average([mix.score(view, signal, targets, lesson, counts)
+        score = Score.average([mix.score(view, signal, targets, lesson, counts)
                          for signal in teacher.signals(batch, rows, needs)])
         score.loss.backward(); optimizer.step(...)
         teacher.learn(batch, rows, targets, view, num_targets=targets.numel())
@@ -36,18 +36,17 @@ import torch
 from torch import Tensor
 
 from stillroom.config.schema import RouterConfig
-from stillroom.errors import ConfigError
 from stillroom.models import probe
 from stillroom.models.recompute import recomputed
 from stillroom.models.routers import Routing, describe, find_gates, routed
 from stillroom.teachers.gates import GateOptions, TrainedGates
 from stillroom.teachers.live import LiveTeacher
 from stillroom.teachers.router_terms import Aims, Assessment, assess, own_terms
-from stillroom.types import Batch, DenseSignal, Needs, Score, StudentView, Term
+from stillroom.teachers.router_trial import try_out
+from stillroom.types import Batch, DenseSignal, Needs, StudentView, Term
 
 TRAINING_MODES = frozenset({"truth", "sar", "sar-joint", "sar-meta"})
 EXPERIMENTAL_MODES = frozenset({"sar-transient", "sar-meta"})
-_TRIAL_TOKENS = 32
 
 
 class RouterTeacher:
@@ -86,7 +85,7 @@ class RouterTeacher:
         tell(describe(self.found))
         if config.mode in EXPERIMENTAL_MODES:
             tell(f"teacher.router.mode {config.mode} is experimental: it has shown no gain and may hurt over a run")
-        self._try_out()
+        try_out(self)
 
     @property
     def trains(self) -> bool:
@@ -135,7 +134,7 @@ class RouterTeacher:
             for gate in self.found
         }
         aims = Aims(truth=self.config.truth_weight, student=self.config.student_weight)
-        with torch.enable_grad(), self._open(Routing(offsets=offsets)) as routing:
+        with torch.enable_grad(), self.opened(Routing(offsets=offsets)) as routing:
             answer = self.original.answer(batch, rows, Needs())
             loss, _terms = own_terms(aims, answer, targets, view, None, routing, batch, targets.numel(), num_tokens)
             # One over the number of targets would flush FP16 gradients to zero; only directions are used.
@@ -180,7 +179,7 @@ class RouterTeacher:
             yield
             return
         self._held = self._anchor(batch, rows)  # before the trained gates take their place
-        with self._open(Routing(weights=self.gates.weights)) as routing:
+        with self.opened(Routing(weights=self.gates.weights)) as routing:
             self._live = routing
             try:
                 yield
@@ -211,7 +210,7 @@ class RouterTeacher:
             return
         aims = aims or self.aims(has_student=view is not None)
         anchor = self._anchor(batch, rows) if aims.anchor else None
-        with torch.enable_grad(), self._open(Routing(weights=self.gates.weights)) as routing:
+        with torch.enable_grad(), self.opened(Routing(weights=self.gates.weights)) as routing:
             answer = self.original.answer(batch, rows, Needs())
             loss, terms = own_terms(
                 aims, answer, targets, view, anchor, routing, batch, num_targets, self._num_tokens, opposite
@@ -246,7 +245,7 @@ class RouterTeacher:
         return self.original.observe(batch, rows, Needs()) if self.config.anchor_weight else None
 
     @contextmanager
-    def _open(self, routing: Routing) -> Iterator[Routing]:
+    def opened(self, routing: Routing) -> Iterator[Routing]:
         """Everything a backward through the teacher needs, until it is done."""
         is_recomputed = self.config.gradient_checkpointing
         with self.original.at_work(), recomputed(self._blocks, is_recomputed), routed(self.found, routing):
@@ -335,38 +334,6 @@ class RouterTeacher:
         self.start_nll = state["start_nll"]
         self.probed = state["probed"]
 
-    # -- before anything is relied on --------------------------------------------------------------------
-
-    def _try_out(self) -> None:
-        """One small forward and backward, so that a gate that cannot do what the mode asks is met at the start."""
-        ids = torch.arange(_TRIAL_TOKENS, device=self.original.device).remainder(self.original.vocab_size)
-        ids = ids.unsqueeze(0)
-        batch = Batch(ids, torch.ones_like(ids), ids, torch.zeros_like(ids), ("trial",))
-        rows = torch.arange(_TRIAL_TOKENS, device=self.original.device)
-        try:
-            self.observe(batch, rows, Needs())
-        except (RuntimeError, IndexError) as error:
-            raise ConfigError(
-                f"this teacher's experts cannot be chosen as teacher.router.mode {self.config.mode} asks: {error}",
-                where="teacher.router.mode",
-                advice=["modes that keep the teacher's own choice: frozen, truth, sar"],
-            ) from error
-        if not self.trains:
-            return
-        with torch.enable_grad(), self._open(Routing(weights=self.gates.weights)):
-            answer = self.original.answer(batch, rows, Needs())
-            answer.hidden.float().square().sum().backward()  # type: ignore[no-untyped-call]
-        still = [
-            gate.name for gate in self.found
-            if (grad := self.gates.weights[gate.weight].grad) is None or not bool(grad.any())
-        ]  # fmt: skip
-        self.gates.discard()
-        if still:
-            self.tell(
-                f"on a trial text the teacher's answers do not depend on the logits of {len(still)} of "
-                f"{len(self.found)} gates, beyond which expert is first: {still[0]}; little can be trained there"
-            )
-
 
 def _weighed(answer: DenseSignal, weight: float) -> DenseSignal:
     """The same answer with the gradient that comes back through it multiplied by `weight`."""
@@ -375,18 +342,3 @@ def _weighed(answer: DenseSignal, weight: float) -> DenseSignal:
     hidden = answer.hidden.view_as(answer.hidden)
     hidden.register_hook(lambda gradient: gradient * weight)  # type: ignore[no-untyped-call]
     return replace(answer, hidden=hidden)
-
-
-def average(scores: Sequence[Score]) -> Score:
-    """The mean of scores of the same batch against several answers of a teacher."""
-    if len(scores) == 1:
-        return scores[0]
-    share = 1.0 / len(scores)
-    terms = {
-        name: Term(sum((score.terms[name].total for score in scores[1:]), term.total) * share, term.count)
-        for name, term in scores[0].terms.items()
-    }
-    counters = {
-        name: sum((score.counters[name] for score in scores[1:]), count) for name, count in scores[0].counters.items()
-    }
-    return Score(sum((score.loss for score in scores[1:]), scores[0].loss) * share, terms, counters)

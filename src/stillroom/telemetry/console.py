@@ -25,6 +25,7 @@ from rich.text import Text
 
 from stillroom.errors import StillroomError
 from stillroom.telemetry import lines as say
+from stillroom.telemetry.results import summary_lines
 from stillroom.telemetry.router_lines import router_line
 from stillroom.telemetry.wording import as_number, clean, format_count, format_lr
 
@@ -173,7 +174,7 @@ class ConsoleView:
         """The last block: what came out of the run and where the report lies."""
         with self._while_someone_reads():
             self._screen.close()
-            self._screen.lines(["", *say.summary_lines(summary, report)])
+            self._screen.lines(["", *summary_lines(summary, report)])
 
     def close(self) -> None:
         with self._while_someone_reads():

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import re
 import unicodedata
-from collections.abc import Mapping
 from typing import Any
 
 # CSI, OSC and the other string sequences, then two-byte escapes; 0x80-0x9f are their one-byte forms.
@@ -133,11 +132,3 @@ def format_bytes(size: float) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1000
     return f"{size:.1f} TB"
-
-
-def reading(record: Mapping[str, Any], key: str) -> float | None:
-    """A number of a record as it was before it was written: not-finite values come back from their sibling."""
-    word = record.get(f"{key}_nonfinite")
-    if word in ("nan", "inf", "-inf"):
-        return float(str(word))
-    return as_number(record.get(key))
