@@ -25,6 +25,7 @@ from rich.text import Text
 
 from stillroom.errors import StillroomError
 from stillroom.telemetry import lines as say
+from stillroom.telemetry.reading import section
 from stillroom.telemetry.results import summary_lines
 from stillroom.telemetry.router_lines import router_line
 from stillroom.telemetry.wording import as_number, clean, format_count, format_lr
@@ -243,8 +244,8 @@ class ConsoleView:
         return []
 
     def _begin(self, event: Mapping[str, Any]) -> None:
-        telemetry = say.section(say.section(event, "config"), "telemetry")
-        self._num_steps = int(as_number(say.section(event, "schedule").get("optimizer_steps")) or 0)
+        telemetry = section(section(event, "config"), "telemetry")
+        self._num_steps = int(as_number(section(event, "schedule").get("optimizer_steps")) or 0)
         self._first_steps = int(as_number(telemetry.get("first_steps", self._first_steps)) or 0)
         self._log_steps = max(1, int(as_number(telemetry.get("log_steps", self._log_steps)) or 1))
 
