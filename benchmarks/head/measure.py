@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import platform
@@ -101,12 +102,22 @@ def _peak_here(contender: str, problem: Problem) -> int:
     data = Data(problem)
     bare_products(problem, data)()  # the matrix library's own buffers are everybody's
     step = chosen.prepare(problem, data)
-    ctypes.CDLL(None).malloc_trim(0)  # memory freed above must not be taken for memory saved
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    before = _status("VmRSS")
+    before = resident_from_here()
     step()
     kept = sum(t.grad.numel() * t.grad.element_size() for t in (data.hidden, data.weight) if t.grad is not None)
-    return _status("VmHWM") - before - kept
+    return peak_resident() - before - kept
+
+
+def resident_from_here() -> int:
+    """Bytes in use now, what was freed given back and the peak forgotten: preparing is not part of a step."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # memory freed before must not be taken for memory saved
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    return _status("VmRSS")
+
+
+def peak_resident() -> int:
+    return _status("VmHWM")
 
 
 def _status(field: str) -> int:

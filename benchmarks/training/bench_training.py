@@ -28,7 +28,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent / "head"))
 import torch
 from loops import CONTENDERS, LIMIT, PEER, Step, stillroom
-from measure import busy_processes, machine
+from measure import busy_processes, machine, peak_resident, resident_from_here
 from world import Size, make_world
 
 RESULTS = Path(__file__).with_name("results")
@@ -140,16 +140,11 @@ def bench_memory() -> dict[str, Any]:
 def peak(name: str, folder: str) -> None:
     """Run some steps here and print this process's peak resident bytes, and what it held before the first step."""
     step = CONTENDERS[name](Path(folder), Size())
-    before = _status("VmRSS")
+    before = resident_from_here()
     for _ in range(MEMORY_STEPS):
         step()
-    print(json.dumps({"peak": _status("VmHWM"), "before_first_step": before}), flush=True)
+    print(json.dumps({"peak": peak_resident(), "before_first_step": before}), flush=True)
     os._exit(0)  # a trainer that waits for its next turn in a thread has nothing more to say
-
-
-def _status(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
 AXES: dict[str, tuple[Size, ...]] = {
