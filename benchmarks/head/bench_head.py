@@ -4,8 +4,8 @@
     PYTHONPATH=src .venv-bench/bin/python benchmarks/head/bench_head.py --only top_k    # those whose name has it
 
 Writes results/head.json, a problem at a time: one that is measured again replaces its old entry. draw.py makes the
-table and the plots from it. Within a problem the contenders take turns, each right after a run of the bare products
-that it is divided by; ratios are the median of the turns. Nothing else may run: a busy machine is refused without
+table and the plots from it. Within a problem the contenders take turns, each between two runs of the bare products by
+whose mean it is divided; ratios are the median of the turns. Nothing else may run: a busy machine is refused without
 --force.
 """
 
@@ -24,6 +24,7 @@ from measure import busy_processes, interleaved, machine, peak_extra_bytes, wher
 from stillroom.objectives.kernel import choose_kernel
 
 RESULTS = Path(__file__).with_name("results")
+TURNS = 4  # of ours for one of a peer's: ours stand near their bars, peers far from them
 TIMED = (
     Problem("forward_kl", 512, 32_000),
     Problem("forward_kl", 1_024, 32_000),
@@ -54,8 +55,9 @@ def time_problem(problem: Problem, repetitions: int) -> dict[str, Any]:
     absent = {c.name: c.absence() for c in CONTENDERS if problem.kind in c.kinds and c.absence()}
     present = [c for c in CONTENDERS if problem.kind in c.kinds and c.name not in absent]
     steps = {c.name: (data, c.prepare(problem, data)) for c in present}
-    rows = interleaved(steps, steps[LIMIT], repetitions)
     ours = [c for c in present if c.name.startswith("stillroom")]
+    turns = {c.name: TURNS if c in ours else 1 for c in present}
+    rows = interleaved(steps, steps[LIMIT], turns, repetitions)
     parts = {c.name: where_it_goes(data, c.prepare(problem, data), c.name.split()[1].rstrip(","), 5) for c in ours}
     busy = sorted({*busy, *busy_processes()})
     gap = None if problem.kind == "jsd" else loss_gap(problem, data)
@@ -63,7 +65,7 @@ def time_problem(problem: Problem, repetitions: int) -> dict[str, Any]:
         "problem": asdict(problem),
         "name": problem.name,
         "rows": rows,
-        "ratios": "median of turns, each after a run of the bare products",
+        "ratios": f"median of turns ({TURNS} of ours in each repetition), each between two runs of the bare products",
         "parts": parts,
         "absent": absent,
         "gradient_gap": gap,

@@ -27,20 +27,24 @@ from stillroom.objectives.products import Products
 
 
 def interleaved(
-    steps: Mapping[str, tuple[Data, Step]], limit: tuple[Data, Step], repetitions: int
+    steps: Mapping[str, tuple[Data, Step]], limit: tuple[Data, Step], turns: Mapping[str, int], repetitions: int
 ) -> dict[str, dict[str, float]]:
     """Seconds of each step, and how many times the limit that is.
 
-    The contenders take turns, and each follows a run of the limit that it is divided by: a slow minute of the machine
-    hits both. Ratios are the median of the turns, seconds the least.
+    The contenders take turns (some several in a repetition: those whose bar is near), and each stands between two runs
+    of the limit, by whose mean it is divided: a slow minute of the machine hits all three. Ratios are the median of the
+    turns, seconds the least.
     """
     seen: dict[str, list[dict[str, float]]] = {name: [] for name in steps}
     for repetition in range(repetitions + 1):
+        before = _clocked(*limit)
         for name, (data, step) in steps.items():
-            least, spent = _clocked(*limit), _clocked(data, step)
-            if repetition:  # the first is for warming up: page faults, caches, compilation
-                ratios = {f"ratio_{clock}": spent[clock] / least[clock] for clock in spent}
-                seen[name].append({**spent, **ratios})
+            for _ in range(turns[name] if repetition else 1):
+                spent, after = _clocked(data, step), _clocked(*limit)
+                if repetition:  # the first is for warming up: page faults, caches, compilation
+                    ratios = {f"ratio_{clock}": 2 * spent[clock] / (before[clock] + after[clock]) for clock in spent}
+                    seen[name].append({**spent, **ratios})
+                before = after
     return {
         name: {key: (statistics.median if "ratio" in key else min)(turn[key] for turn in turns) for key in turns[0]}
         for name, turns in seen.items()
