@@ -95,6 +95,19 @@ def test_what_the_laboratory_is_said_to_have_found_is_in_its_result_file(monkeyp
             assert min(better) - max(book.values("kd", size=size).values()) >= 0.3, size
 
 
+def test_what_a_cut_student_is_said_to_gain_is_in_its_result_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "quality"))
+    books = pytest.importorskip("book")
+    book = books.Book("shrink")
+    said = re.search(r"cut from its\s+teacher \(`student.init = \"shrink\"`\) ended ([\d.]+) nats ahead", README)
+    assert said
+    for size in sorted({line["size"] for line in book.runs}):
+        gains = books.paired(book.values("cut, kd", size=size), book.values("random, kd", size=size))
+        assert len(gains) >= 3
+        assert books.is_beyond(gains, -1), size
+        assert -books.mean(gains) == pytest.approx(float(said[1]), abs=0.005), size
+
+
 def test_the_demo_s_order_holds_for_every_seed_in_the_result_file() -> None:
     runs = json.loads((ROOT / "benchmarks/demo/results/seeds.json").read_text(encoding="utf-8"))["runs"]
     assert len(runs) >= 3

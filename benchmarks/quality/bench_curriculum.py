@@ -24,7 +24,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "teacher, labels in the last fifth": {"kd.weight": ramp(1, 0.5, 0.8), "ce.weight": ramp(0, 0.5, 0.8)},
     "temperature 4 to 1": {"kd.weight": 1.0, "kd.temperature": ramp(4, 1)},
 }
-# Terms that look inside: their CPU seconds include the live teacher, which the other arms only remember.
+_SECONDS = "CPU seconds of the arms that look inside the teacher include the teacher, which the others only remember."
 GUIDE = {"kd.weight": 0.7, "ce.weight": 0.3, "kd.temperature": 2.0}
 INNER = {
     "feature": (0.1, 0.3, 0.6),
@@ -55,7 +55,7 @@ def draw(book: Book) -> None:
     table, better = standard.compared(book, ARMS)
     said = f"Better than the constant lesson on every seed: {', '.join(better)}." if better else ""
     said = said or "No curriculum beat the constant lesson (forward KL, T 1, weight 1) on every seed."
-    parts = [standard.NOTE, table, said, _on_phases(book)]
+    parts = [standard.NOTE, table, said, _on_phases(book), _SECONDS]
     books.save_table(book, "Curriculum on and off", [part for part in parts if part])
 
 
