@@ -205,7 +205,7 @@ def test_rows_without_contrast_are_counted_and_said(world: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     ("over", "said"),
     [
-        ({"objectives.feature.weight": -1.0}, "below 0"),
+        ({"objectives.feature.weight": -1.0}, "at least 0"),
         ({"objectives.feature.layers": "first"}, r"^objectives\.feature\.layers: "),
         ({"objectives.feature.layers": [[1, 2, 3]]}, r"objectives\.feature\.layers\.0"),
         ({"student.init": "shrink", "student.shrink.layers": "two"}, r"^student\.shrink\.layers: "),
