@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import tomllib
@@ -70,8 +71,7 @@ def test_the_speed_named_here_is_that_of_the_result_files() -> None:
 
 def test_what_the_laboratory_is_said_to_have_found_is_in_its_result_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "quality"))
-    transfer = pytest.importorskip("bench_transfer")
-    books = pytest.importorskip("book")
+    transfer, books = (importlib.import_module(name) for name in ("bench_transfer", "book"))
     book = books.Book("transfer")
     claim = " ".join(README[README.index("Which objective when") :].split("\n\n")[0].split())
     said = re.search(r"was ([\d.]+) nats better with a teacher than without at ([\d,]+) tokens", claim)
@@ -95,9 +95,22 @@ def test_what_the_laboratory_is_said_to_have_found_is_in_its_result_file(monkeyp
             assert min(better) - max(book.values("kd", size=size).values()) >= 0.3, size
 
 
+def test_the_weight_said_to_be_best_off_the_teacher_s_domain_is_that_of_the_result_file() -> None:
+    result = ROOT / "benchmarks" / "quality" / "router" / "results" / "router.json"
+    runs = json.loads(result.read_text(encoding="utf-8"))["runs"]
+    said = re.search(r"`kd` ([\d.]+) beside `ce` [\d.]+ was the best of (\w+) weights", README)
+    assert said and said[2] == "four"
+    for regime in ("niche", "close-niche"):
+        tried = {run["weight"]: run["dev"] for run in runs if run["regime"] == regime and run["arm"] == "weight"}
+        plain = [run["dev"] for run in runs if run["regime"] == regime and run["arm"] == "plain"]
+        assert len(tried) == 4
+        assert min(tried, key=lambda weight: tried[weight]) == float(said[1])
+        assert min(plain) <= min(tried.values()), "no better than plain training"
+
+
 def test_what_a_cut_student_is_said_to_gain_is_in_its_result_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "quality"))
-    books = pytest.importorskip("book")
+    books = importlib.import_module("book")
     book = books.Book("shrink")
     said = re.search(r"cut from its\s+teacher \(`student.init = \"shrink\"`\) ended ([\d.]+) nats ahead", README)
     assert said

@@ -254,6 +254,9 @@ def _with_dashes(arguments: list[str]) -> list[str]:
     return out
 
 
+_STOPPED_AT_ONCE = 130  # what typer makes of Ctrl-C outside of training, and of a second one within it
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run a command; every end has an exit code, and every bad end one screen of explanation."""
     words = _with_dashes(list(sys.argv[1:] if arguments is None else arguments))
@@ -267,6 +270,7 @@ def main(arguments: list[str] | None = None) -> None:
 
         render_error(error)
         raise SystemExit(error.exit_code) from None
-    except KeyboardInterrupt:
-        typer.echo("stopped by a second Ctrl-C; what was saved before can be resumed", err=True)
-        raise SystemExit(130) from None
+    except SystemExit as end:
+        if end.code == _STOPPED_AT_ONCE:
+            typer.echo("stopped at once; `stillroom resume RUN` continues a run that had saved a checkpoint", err=True)
+        raise

@@ -107,3 +107,16 @@ def test_the_story_follows_the_numbers(student: float, said: str) -> None:
         "baseline_equal_compute": {"perplexity": 101.0, **arm},
     }
     assert said in tell_story(summary)[-1]
+
+
+def test_ctrl_c_outside_of_training_says_what_is_left(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(_name: str) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("stillroom.cli.preset_text", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        main(["presets", "base"])
+    assert ended.value.code == 130
+    assert "`stillroom resume RUN` continues" in capsys.readouterr().err
