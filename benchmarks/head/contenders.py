@@ -91,18 +91,18 @@ def bare_products(problem: Problem, data: Data) -> Step:
 
 
 def kept_products(problem: Problem, data: Data) -> Step:
-    """The same into results that were allocated once, but for the weight's gradient, which a step hands out."""
+    """The same into results that were allocated once."""
     hidden, weight = data.hidden.detach(), data.weight.detach()
     columns = -(-problem.vocabulary // 64) * 64  # an odd row length would make the first product slower
     logits, answers = (hidden.new_empty(problem.num_tokens, columns)[:, : problem.vocabulary] for _ in range(2))
-    pulled = torch.empty_like(hidden)
+    pulled, gradient = torch.empty_like(hidden), torch.empty_like(weight)
 
     def step() -> None:
         torch.mm(hidden, weight.t(), out=logits)
         if data.stored is None:
             torch.mm(data.teacher_hidden, data.teacher_weight.t(), out=answers)
         torch.mm(logits, weight, out=pulled)
-        torch.mm(logits.t(), hidden)
+        torch.mm(logits.t(), hidden, out=gradient)
 
     return step
 

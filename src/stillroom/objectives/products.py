@@ -67,9 +67,9 @@ class Products:
         self._is_native = hidden.is_cuda and hidden.dtype == head.weight.dtype and hidden.dtype in _HALVES
         needs_cast_weight = not self._is_native or wants_hidden
         self._weight = head.weight[: self._num_real]  # [V, D]
-        self._work_weight = self._weight.to(dtype) if needs_cast_weight else self._weight
+        self._work_weight = _cast(self._weight, dtype) if needs_cast_weight else self._weight
         self._bias = None if head.bias is None else head.bias[: self._num_real].to(dtype)
-        self._scratch = SHELF.lend(self, chunk_tokens, _padded(self._num_real), dtype, hidden.device)
+        self._scratch = SHELF.lend((chunk_tokens, _padded(self._num_real)), dtype, hidden.device)
         self.hidden_gradient = torch.empty_like(hidden, dtype=dtype) if wants_hidden else None
         self.weight_gradient = _rows_like(head.weight, self._num_real, dtype) if wants_weight else None
         self.bias_gradient = None
@@ -123,7 +123,7 @@ class GivenLogits:
     ) -> None:
         self._logits, self._head = logits, head
         self._num_real = head.num_real
-        self._scratch = SHELF.lend(self, chunk_tokens, self._num_real, dtype, logits.device)
+        self._scratch = SHELF.lend((chunk_tokens, self._num_real), dtype, logits.device)
         self.hidden_gradient = torch.zeros_like(logits, dtype=dtype) if wants_hidden else None
 
     def logits(self, part: slice) -> Logits:
@@ -141,6 +141,12 @@ class GivenLogits:
 
 def _rows_like(weight: Tensor, num_real: int, dtype: torch.dtype) -> Tensor:
     """Room for a gradient: padding rows are 0, the others are written by the first chunk."""
-    gradient = torch.empty_like(weight, dtype=dtype, memory_format=torch.contiguous_format)
+    gradient = SHELF.lend(tuple(weight.shape), dtype, weight.device)
     gradient[num_real:].zero_()
     return gradient
+
+
+def _cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    if weight.dtype == dtype:
+        return weight
+    return SHELF.lend(tuple(weight.shape), dtype, weight.device).copy_(weight)
