@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import hashlib
 import json
 import os
 import platform
@@ -11,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from importlib import metadata
@@ -22,20 +23,22 @@ from unittest import mock
 import torch
 from contenders import CONTENDERS, Data, Problem, Step, bare_products
 
+from stillroom import objectives
 from stillroom.objectives.kernel import choose_kernel
 from stillroom.objectives.products import Products
+
+Turns = dict[str, list[float]]  # of one contender: wall and CPU seconds, and how many times the limit each was
 
 
 def interleaved(
     steps: Mapping[str, tuple[Data, Step]], limit: tuple[Data, Step], turns: Mapping[str, int], repetitions: int
-) -> dict[str, dict[str, float]]:
-    """Seconds of each step, and how many times the limit that is.
+) -> dict[str, Turns]:
+    """Every turn of each step.
 
     The contenders take turns (some several in a repetition: those whose bar is near), and each stands between two runs
-    of the limit, by whose mean it is divided: a slow minute of the machine hits all three. Ratios are the median of the
-    turns, seconds the least.
+    of the limit, by whose mean it is divided: a slow minute of the machine hits all three.
     """
-    seen: dict[str, list[dict[str, float]]] = {name: [] for name in steps}
+    seen: dict[str, Turns] = {name: {} for name in steps}
     for repetition in range(repetitions + 1):
         before = _clocked(*limit)
         for name, (data, step) in steps.items():
@@ -43,12 +46,31 @@ def interleaved(
                 spent, after = _clocked(data, step), _clocked(*limit)
                 if repetition:  # the first is for warming up: page faults, caches, compilation
                     ratios = {f"ratio_{clock}": 2 * spent[clock] / (before[clock] + after[clock]) for clock in spent}
-                    seen[name].append({**spent, **ratios})
+                    for key, value in {**spent, **ratios}.items():
+                        seen[name].setdefault(key, []).append(round(value, 5))
                 before = after
-    return {
-        name: {key: (statistics.median if "ratio" in key else min)(turn[key] for turn in turns) for key in turns[0]}
-        for name, turns in seen.items()
-    }
+    return seen
+
+
+def summarised(sittings: Sequence[Mapping[str, Turns]]) -> dict[str, dict[str, float]]:
+    """The turns of all sittings together: the least seconds, the median of the ratios and the middle half of them."""
+    rows: dict[str, dict[str, float]] = {}
+    for name in sittings[0]:
+        seen = {key: [value for sitting in sittings for value in sitting[name][key]] for key in sittings[0][name]}
+        row = {key: (statistics.median if "ratio" in key else min)(values) for key, values in seen.items()}
+        if len(walls := seen["ratio_wall"]) > 1:
+            row["ratio_wall_low"], _, row["ratio_wall_high"] = statistics.quantiles(walls, n=4, method="inclusive")
+        rows[name] = row
+    return rows
+
+
+def code_sum() -> str:
+    """Of what is measured and how: turns of different code are never put together."""
+    sources = [*Path(objectives.__file__).parent.rglob("*"), *Path(__file__).parent.glob("*.py")]
+    found = hashlib.sha256()
+    for path in sorted(p for p in sources if p.suffix in (".py", ".cpp", ".h") and p.name != "draw.py"):
+        found.update(path.read_bytes())
+    return found.hexdigest()[:16]
 
 
 def _clocked(data: Data, step: Step) -> dict[str, float]:
