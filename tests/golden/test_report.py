@@ -9,6 +9,7 @@ import math
 import re
 import runpy
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from stillroom.errors import CannotSave
 from stillroom.report import RunRecord, write_report
 from stillroom.report.drawing import MAX_POINTS, ROLES, dark_partners, smooth, stretches, thin
 from stillroom.report.figures import all_figures
+from stillroom.report.sections import yardsticks_table
 from stillroom.report.words import headline
 
 write_run: Callable[..., Path] = runpy.run_path(str(Path(__file__).with_name("synthetic.py")))["write_run"]
@@ -160,6 +162,13 @@ def test_the_page_has_every_part(finished: Path) -> None:
     assert "stdlib:ast:14" in page.text
     assert "forward_kl" in page.text
     assert "2.13.0+cpu" in page.text
+
+
+def test_documents_that_no_evaluation_scored_are_not_counted_among_the_scored(finished: Path) -> None:
+    record = RunRecord.load(finished)
+    student = {**record.result("student"), "documents": 54}
+    page = str(yardsticks_table(replace(record, summary={**record.summary, "student": student})))
+    assert "95 % intervals over 54 of the 55 held-out documents, those that were scored, redrawn" in page
 
 
 def test_figures_are_valid_plotly(finished: Path) -> None:

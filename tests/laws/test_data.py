@@ -350,7 +350,9 @@ def test_a_chat_without_template_is_written_in_lines_with_a_note(tmp_path: Path)
 def test_csv_parquet_json_and_jsonl_give_the_same_rows(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     import csv
 
-    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     long = "\u00e9" * 200_000  # above the csv module's own limit
     values = [{"prompt": f'say "{n}",\n', "completion": f"{n} is caf\u00e9 {long * (n == 3)}"} for n in range(9)]
     write_jsonl(tmp_path / "d.jsonl", values)

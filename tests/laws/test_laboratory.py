@@ -11,8 +11,8 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "quality"))
-lab = pytest.importorskip("lab")
 import book as books  # noqa: E402
+import lab  # noqa: E402
 import nets  # noqa: E402
 import texts  # noqa: E402
 

@@ -66,14 +66,21 @@ def yardsticks_table(run: RunRecord) -> Html | None:
     table = _table([(key, name, run.result(key)) for key, name in ROWS if run.result(key)], CLOSER_COLUMNS)
     if table is None:
         return None
-    documents = show(run.result("student"), "documents", format_count)
     told = (
         "Acceptance rate: how often the teacher would take the student's token in speculative decoding. Calibration "
         "error: how far confidence and accuracy of the likeliest token lie apart."
     )
-    if documents != "-":
-        told += f" Small figures are 95 % intervals over {documents} held-out documents, redrawn 1,000 times."
+    scored, all_of_them = as_number(run.result("student").get("documents")), _num_held_out(run)
+    if scored is not None:
+        part = f"{format_count(scored)} held-out documents"
+        if all_of_them is not None and scored < all_of_them:
+            part = f"{format_count(scored)} of the {format_count(all_of_them)} held-out documents, those that were scored"
+        told += f" Small figures are 95 % intervals over {part}, redrawn 1,000 times."
     return join([table, element("p", told, class_="note")])
+
+
+def _num_held_out(run: RunRecord) -> float | None:
+    return as_number(mapping(run.start, "data").get("eval_documents"))
 
 
 def _table(
