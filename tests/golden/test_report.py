@@ -168,7 +168,7 @@ def test_documents_that_no_evaluation_scored_are_not_counted_among_the_scored(fi
     record = RunRecord.load(finished)
     student = {**record.result("student"), "documents": 54}
     page = str(yardsticks_table(replace(record, summary={**record.summary, "student": student})))
-    assert "95 % intervals over 54 of the 55 held-out documents, those that were scored, redrawn" in page
+    assert "95 % intervals over 54 of 55 held-out documents, those that were scored, redrawn" in page
 
 
 def test_figures_are_valid_plotly(finished: Path) -> None:

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "quality"))
-import book as books  # noqa: E402
-import lab  # noqa: E402
-import nets  # noqa: E402
-import texts  # noqa: E402
+import book as books
+import lab
+import nets
+import texts
 
-from stillroom.data import Encoded, Rows  # noqa: E402
-from stillroom.models import scored_rows  # noqa: E402
-from stillroom.types import Needs  # noqa: E402
+from stillroom.data import Encoded, Rows
+from stillroom.models import scored_rows
+from stillroom.types import Needs
 
 
 def rows_of(num_rows: int) -> Rows:

@@ -70,12 +70,12 @@ def yardsticks_table(run: RunRecord) -> Html | None:
         "Acceptance rate: how often the teacher would take the student's token in speculative decoding. Calibration "
         "error: how far confidence and accuracy of the likeliest token lie apart."
     )
-    scored, all_of_them = as_number(run.result("student").get("documents")), _num_held_out(run)
+    scored, held_out = as_number(run.result("student").get("documents")), _num_held_out(run)
     if scored is not None:
-        part = f"{format_count(scored)} held-out documents"
-        if all_of_them is not None and scored < all_of_them:
-            part = f"{format_count(scored)} of the {format_count(all_of_them)} held-out documents, those that were scored"
-        told += f" Small figures are 95 % intervals over {part}, redrawn 1,000 times."
+        documents = f"{format_count(scored)} held-out documents"
+        if held_out is not None and scored < held_out:
+            documents = f"{format_count(scored)} of {format_count(held_out)} held-out documents, those that were scored"
+        told += f" Small figures are 95 % intervals over {documents}, redrawn 1,000 times."
     return join([table, element("p", told, class_="note")])
 
 
