@@ -1,6 +1,6 @@
 """The fused head against the bare products it cannot avoid, the naive loss, and the peers.
 
-    PYTHONPATH=src .venv-bench/bin/python benchmarks/head/bench_head.py                 # all problems, half an hour
+    PYTHONPATH=src .venv-bench/bin/python benchmarks/head/bench_head.py                 # all problems, over an hour
     PYTHONPATH=src .venv-bench/bin/python benchmarks/head/bench_head.py --only top_k    # those whose name has it
 
 Writes results/head.json, a problem at a time. A sitting with the same code is added to the problem's turns, other code

@@ -44,7 +44,9 @@ def table(result: dict[str, Any]) -> str:
         ]
         for name, row in part["rows"].items():
             turns = sum(len(sitting["turns"][name]["wall"]) for sitting in part["sittings"])
-            shown = f"{row['ratio_wall']:.2f} ({row['ratio_wall_low']:.2f} to {row['ratio_wall_high']:.2f})"
+            shown = f"{row['ratio_wall']:.2f}"
+            if turns > 1:  # one turn has no middle half
+                shown += f" ({row['ratio_wall_low']:.2f} to {row['ratio_wall_high']:.2f})"
             lines.append(f"| {name} | {turns} | {row['wall']:.3f} | {shown} | {row['ratio_cpu']:.2f} |")
         last = part["sittings"][-1]
         lines += [f"| {name} | | absent | {reason} | |" for name, reason in last["absent"].items()]

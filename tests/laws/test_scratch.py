@@ -73,9 +73,15 @@ def test_rows_start_where_vectors_like_them() -> None:
 def test_garbage_that_is_collected_while_a_block_is_lent_does_not_lock_up() -> None:
     """The collector may run inside the shelf; what it brings back must not wait for what it interrupted."""
     shelf = Shelf(least_kept_bytes=0)
-    with shelf._lock:
-        del_me = lend(shelf, 8)
-        del del_me
+
+    def lend_inside() -> None:
+        with shelf._lock:
+            lend(shelf, 8)
+
+    thread = threading.Thread(target=lend_inside, daemon=True)  # a lock-up is a failure here, not a hanging test run
+    thread.start()
+    thread.join(timeout=30)
+    assert not thread.is_alive()
     assert shelf.num_bytes == 8 * 64 * 4
 
 

@@ -1,8 +1,8 @@
 """Large memory of the head on a CPU: lent to a tensor and taken back when nothing uses that tensor's memory any more.
 
 A block of this size goes back to the system when it is freed, and the next pass faults it in again, page by page, each
-cleared by the kernel first. For a chunk of logits that took longer than the compiled rows do, for the weight's gradient
-a twentieth of the whole pass. A GPU's allocator keeps what is freed by itself, so there it is asked.
+cleared by the kernel first. For a chunk of logits that took longer than the compiled rows do, and the weight's gradient
+is as large. A GPU's allocator keeps what is freed by itself, so there it is asked.
 """
 
 from __future__ import annotations
