@@ -25,6 +25,7 @@ SHAPES = (
     '{"instruction", "input", "output"}',
     '{"messages": [{"role", "content"}, ...]}',
 )
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # names of a thought that is given apart from the content
 FIELDS = ("messages", "prompt", "completion", "question", "answer", "instruction", "input", "output", "text")
 
 _NUM_BAD_KEPT = 20  # a file of the wrong kind has millions of bad records; the first few tell the story
@@ -125,7 +126,21 @@ def is_blank(text: str) -> bool:
 
 # -- shapes ----------------------------------------------------------------------------------------------
 
-Turn = tuple[str, str]  # (role, content)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one side of a chat says. A thought comes before the content, where the file gives it apart."""
+
+    role: str
+    content: str
+    thought: str = ""
+
+    @property
+    def is_empty_answer(self) -> bool:
+        return self.role == "assistant" and is_blank(self.content) and is_blank(self.thought)
+
+
 ChatWriter = Callable[[tuple[Turn, ...]], tuple[Segments, bool]]  # -> segments, whether a template wrote them
 
 
@@ -164,24 +179,34 @@ class Shaper:
         if not isinstance(messages, list | tuple) or not messages:
             raise Unusable(f"messages is {_kind(messages)}, not a list of turns")
         turns = tuple(self._turn(number, message) for number, message in enumerate(messages, 1))
-        if not self.train_on_prompt and not any(role == "assistant" for role, _ in turns):
+        answers = [number for number, turn in enumerate(turns, 1) if turn.role == "assistant"]
+        empty = [number for number in answers if turns[number - 1].is_empty_answer]
+        if not self.train_on_prompt and not answers:
             raise Unusable("messages has no assistant turn to learn from")
+        if not self.train_on_prompt and answers == empty:
+            raise Unusable(f"messages, turn {empty[0]} is empty, and no other answer is there to learn from")
         segments, has_template = self.write_chat(turns)
+        self.tally.counters["empty_answers"] += len(empty)
         if self.train_on_prompt:
             segments = tuple((text, True) for text, _ in segments)
         if not any(text for text, is_scored in segments if is_scored):
             raise Unusable("the chat has nothing to score")
-        return Record(where, segments, content_key(json.dumps(turns)), has_template=has_template)
+        said = [[turn.role, turn.content, *([turn.thought] if turn.thought else [])] for turn in turns]
+        return Record(where, segments, content_key(json.dumps(said)), has_template=has_template)
 
     def _turn(self, number: int, message: object) -> Turn:
+        where = f"messages, turn {number}"
+        if isinstance(message, Mapping) and message.get("tool_calls"):
+            raise Unusable(f"{where} has tool_calls: calls of tools are not read")
         if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
-            raise Unusable(f"messages, turn {number}: needs role and content")
-        role, content = message["role"], message["content"]
+            raise Unusable(f"{where}: needs role and content")
+        role, content = message["role"], _parts_joined(where, message["content"])
         if not isinstance(role, str) or not isinstance(content, str):
-            raise Unusable(f"messages, turn {number}: role is {_kind(role)} and content is {_kind(content)}, not text")
-        if role == "assistant":
-            content = self._filled(f"messages, turn {number}", content)
-        return clean(role, self.tally), clean(content, self.tally)
+            raise Unusable(f"{where}: role is {_kind(role)} and content is {_kind(content)}, not text")
+        thought = next((message[name] for name in THOUGHTS if message.get(name) is not None), "")
+        if not isinstance(thought, str):
+            raise Unusable(f"{where}: its thought is {_kind(thought)}, not text")
+        return Turn(clean(role, self.tally), clean(content, self.tally), clean(thought, self.tally))
 
     def _text(self, value: Mapping[str, Any], name: str) -> str:
         found = value[name]
@@ -198,6 +223,19 @@ class Shaper:
         if is_blank(text):
             raise Unusable(f"{name} is empty")
         return clean(text, self.tally)
+
+
+def _parts_joined(where: str, content: object) -> object:
+    """The text of a content given as parts; one with parts of another kind cannot be used."""
+    if not isinstance(content, list | tuple) or not all(isinstance(part, Mapping) for part in content):
+        return content
+    kinds = [str(part.get("type", "text")) for part in content]
+    if other := next((kind for kind in kinds if kind != "text"), None):
+        raise Unusable(f"{where}: content has a part of type {other}, and only text is read")
+    texts = [part.get("text") for part in content]
+    if any(not isinstance(text, str) for text in texts):
+        raise Unusable(f"{where}: content has a part of type text without its text")
+    return "".join(str(text) for text in texts)
 
 
 def _kind(value: object) -> str:
