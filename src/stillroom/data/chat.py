@@ -26,7 +26,8 @@ from stillroom.data.records import Segments, Tally, Turn, Unusable, is_blank
 from stillroom.data.template import ChatPrinter, TooMuch
 from stillroom.errors import DataError
 
-_MAX_RUNAWAYS = 10  # chats in a row for which the template does too much work; each costs seconds
+_QUESTION = Turn("user", "\U000f0001")  # a character that no template prints by itself
+_MAX_RUNAWAYS = 3  # chats in a row for which the template does too much work; each may cost seconds
 
 
 @dataclass
@@ -35,15 +36,20 @@ class TemplateChat:
 
     tokenizer: Tokenizer
     tally: Tally
-    _end_mark: str = ""  # the last one found; most templates have only one
+    _usual_marks: dict[bool, str] = field(default_factory=dict)  # the end mark of a plain answer, by `in_parts`
     _is_compared: bool = False
     _runaways: int = 0
     _printer: ChatPrinter = field(init=False)
+    _wants_parts: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self._printer = ChatPrinter(_source(self.tokenizer), dict(self.tokenizer.special_tokens_map))
         if "strftime_now" in self._printer.source:
             self.tally.note("the chat template may print the day: a run continued on another day would read other text")
+
+        prints = [self._printer.try_print(messages_of([_QUESTION], in_parts=in_parts)) for in_parts in (False, True)]
+        says_it = [_QUESTION.content in (text or "") for text in prints]
+        self._wants_parts = says_it == [False, True]  # it takes a content for a list of parts, and prints no text
 
     def __call__(self, turns: tuple[Turn, ...]) -> tuple[Segments, bool]:
         try:
@@ -58,21 +64,23 @@ class TemplateChat:
         spans: list[Span] = []
         for number, turn in enumerate(turns):
             if turn.role == "assistant" and not turn.is_empty_answer:
-                spans += self._answer(turns, number, aligned)
+                spans += self._answer(number, aligned)
         return _cut(whole, sorted(spans)), True
 
     # -- printing ------------------------------------------------------------------------------------------
 
     def _aligned(self, turns: Sequence[Turn]) -> tuple[str, Aligned | None]:
-        """The print, and the alignment that finds most turns. Contents are given as text, or else as parts."""
+        """The print, and the alignment that finds most turns, with contents given as text or as parts."""
         filled = {number for number, turn in enumerate(turns) if not is_blank(turn.content + turn.thought)}
         prints: list[tuple[int, str, Aligned | None]] = []
         refusal: Unusable | None = None
-        for in_parts in (False, True):
+        for in_parts in (self._wants_parts, not self._wants_parts):
             messages = messages_of(turns, in_parts=in_parts)
             try:
                 whole = self._printer(messages)
             except Unusable as error:
+                if isinstance(error.__cause__, TooMuch):
+                    raise
                 refusal = refusal or error
                 continue
             self._compare(messages, whole)
@@ -130,13 +138,13 @@ class TemplateChat:
             raise Unusable("the chat template prints the answers so that they cannot be found again")
         return spans
 
-    def _answer(self, turns: Sequence[Turn], number: int, aligned: Aligned) -> list[Span]:
+    def _answer(self, number: int, aligned: Aligned) -> list[Span]:
         """The spans of one answer: what is printed of it with its end mark, and a closing end-of-text token."""
         places = aligned.of_turn(number)
         if not places or not places[-1].stretch.is_final or not self._is_whole(places, aligned):
             self.tally.counters["unscored_turns"] += 1
             return []
-        start, end = self._start(turns, number, aligned), places[-1].end
+        start, end = self._start(number, aligned), places[-1].end
         if aligned.generated is not None and not any(first < end and start < last for first, last in aligned.generated):
             self.tally.counters["turns_not_marked_generated"] += 1
             return []
@@ -144,7 +152,7 @@ class TemplateChat:
         self.tally.counters["unprinted_thoughts"] += len(dropped) > len(places)
         rest = aligned.whole[end : aligned.after(end)]
         is_last = aligned.after(end) == len(aligned.whole)
-        mark = self._mark(turns, number, aligned, rest, is_last=is_last)
+        mark = self._mark(number, aligned, rest, is_last=is_last)
         spans = [(start, end + len(mark))]
         eos = str(self.tokenizer.eos_token or "")
         if is_last and eos and rest[len(mark) :].strip() == eos:
@@ -157,54 +165,65 @@ class TemplateChat:
         inside = [place for place in aligned.places if start <= place.start and place.end <= end]
         return len(inside) == len(places)
 
-    def _start(self, turns: Sequence[Turn], number: int, aligned: Aligned) -> int:
+    def _start(self, number: int, aligned: Aligned) -> int:
         """Where the answer begins: with the tags that open its thought, where it has one."""
         first = aligned.of_turn(number)[0]
         added = aligned.whole[aligned.before(first.start) : first.start]
         if first.stretch.is_thought and aligned.marks_everyone:
-            opening = self._opening(turns, number, aligned)
+            opening = self._opening(aligned.marked[:number], in_parts=aligned.is_in_parts)
             return first.start - len(added.rpartition(opening)[2]) if opening and opening in added else first.start
         lead = first.stretch.lead
         return first.start - len(added) + added.rindex(lead) if lead and added.rstrip().endswith(lead) else first.start
 
-    def _opening(self, turns: Sequence[Turn], number: int, aligned: Aligned) -> str:
-        """What the template prints to open an answer in the place of this one."""
-        before = list(aligned.marked[:number]) or [Turn("user", "x")]
-        messages = messages_of(before, in_parts=aligned.is_in_parts)
+    def _opening(self, before: Sequence[Turn], *, in_parts: bool) -> str:
+        """What the template prints to open an answer after these turns, less the answers at their end."""
+        asked = list(before)
+        while asked and asked[-1].role == "assistant":
+            asked.pop()
+        messages = messages_of(asked or [_QUESTION], in_parts=in_parts)
         opened = self._printer.try_print(messages, opens_answer=True)
         closed = self._printer.try_print(messages)
-        if opened is None or closed is None:
-            return ""
-        return opened[len(common_start(opened, closed)) :]
+        return "" if opened is None or closed is None else opened[len(common_start(opened, closed)) :]
 
-    def _mark(self, turns: Sequence[Turn], number: int, aligned: Aligned, rest: str, *, is_last: bool) -> str:
+    def _mark(self, number: int, aligned: Aligned, rest: str, *, is_last: bool) -> str:
         """The end mark that `rest`, the text after the answer, begins with."""
-        if self._end_mark and rest.startswith(self._end_mark):
-            return self._end_mark
-        mark = self._asked_mark(turns, number, aligned)
+        usual = self._usual_mark(in_parts=aligned.is_in_parts)
+        if usual and rest.startswith(usual):
+            return usual
+        closes = next(stretch.closes for stretch in aligned.stretches if stretch.turn == number and stretch.is_final)
+        mark = self._asked_mark(aligned.marked[: number + 1], closes, aligned.marks, in_parts=aligned.is_in_parts)
         if mark is not None and rest.startswith(mark):
-            self._end_mark = mark
             return mark
         if is_last:
             return rest.rstrip()
         self.tally.counters["answers_without_end_mark"] += 1
         return ""
 
-    def _asked_mark(self, turns: Sequence[Turn], number: int, aligned: Aligned) -> str | None:
+    def _usual_mark(self, *, in_parts: bool) -> str:
+        """The end mark of a plain answer to a plain question. Most templates have only this one."""
+        if in_parts not in self._usual_marks:
+            closes = "\U000f0000"
+            turns = [_QUESTION, Turn("assistant", f"y{closes}")]
+            self._usual_marks[in_parts] = self._asked_mark(turns, closes, frozenset(closes), in_parts=in_parts) or ""
+        return self._usual_marks[in_parts]
+
+    def _asked_mark(self, turns: Sequence[Turn], closes: str, marks: frozenset[str], *, in_parts: bool) -> str | None:
         """The end mark by its definition: ask the template to open an answer right after this one."""
-        messages = messages_of(aligned.marked[: number + 1], in_parts=aligned.is_in_parts)
-        closes = next(stretch.closes for stretch in aligned.stretches if stretch.turn == number and stretch.is_final)
-        opened, closed = (
-            None if printed is None else after_mark(printed, closes, aligned.marks)
-            for printed in (self._printer.try_print(messages, opens_answer=True), self._printer.try_print(messages))
-        )
-        if opened is None or closed is None or opened == closed:
-            found = opened if opened is not None else closed
-            return None if found is None else found.rstrip()
-        opening = self._opening(turns, number, aligned)
-        if opening and opened.endswith(opening):
-            return opened.removesuffix(opening).rstrip()
-        return common_start(opened, closed).rstrip()
+        for asked in (list(turns), [_QUESTION, *turns]):  # some templates want a question first
+            messages = messages_of(asked, in_parts=in_parts)
+            closed = self._printer.try_print(messages)
+            if closed is not None:
+                break
+        else:
+            return None
+        opened = self._printer.try_print(messages, opens_answer=True)
+        after_closed, after_opened = (after_mark(printed or "", closes, marks) for printed in (closed, opened))
+        if after_opened is None or after_closed is None or after_opened == after_closed:
+            return None if after_closed is None else after_closed.rstrip()
+        opening = self._opening(turns[:-1], in_parts=in_parts)
+        if opening and after_opened.endswith(opening):
+            return after_opened.removesuffix(opening).rstrip()
+        return common_start(after_opened, after_closed).rstrip()
 
 
 def _source(tokenizer: Tokenizer) -> str:

@@ -93,7 +93,14 @@ def _packed(
 def _tell_counts(tally: Tally) -> None:
     sentences = {
         "invalid_utf8": "{:,} texts held bytes that are not UTF-8; they were replaced",
+        "empty_answers": "{:,} answers of chats are empty and not scored",
         "unscored_turns": "{:,} answers are not scored: the chat template does not print them as they stand",
+        "turns_not_marked_generated": "{:,} answers are not scored: the chat template does not mark them as generated",
+        "unprinted_thoughts": "{:,} answers lack their thought: the chat template does not print it",
+        "unprinted_turns": "{:,} turns of others than the assistant are not printed by the chat template",
+        "answers_without_end_mark": "{:,} answers are scored without an end mark: none was found after them",
+        "ignored_tools": "{:,} chats come with tools, which are not given to the chat template",
+        "straddling_tokens": "{:,} tokens hold both scored and unscored text and are not scored",
         "truncated_tokens": "{:,} tokens lie beyond data.max_length and are not used",
         "rows_without_targets": "{:,} rows are left out: no target in them is scored",
     }

@@ -127,7 +127,6 @@ def is_blank(text: str) -> bool:
 # -- shapes ----------------------------------------------------------------------------------------------
 
 
-
 @dataclass(frozen=True)
 class Turn:
     """What one side of a chat says. A thought comes before the content, where the file gives it apart."""
@@ -156,6 +155,7 @@ class Shaper:
         if not isinstance(value, Mapping):
             raise Unusable(f"is {_kind(value)}, not an object with fields")
         if "messages" in value:
+            self.tally.counters["ignored_tools"] += bool(value.get("tools"))
             return self._chat(where, value["messages"])
         if "prompt" in value and "completion" in value:
             return self._plain(where, self._text(value, "prompt"), self._full(value, "completion"))

@@ -148,7 +148,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         tree.set_environment(self)
         return tree
 
-    def concat(self, parts: Iterable[str]) -> str:  # type: ignore[override] # jinja's is str.join itself
+    def concat(self, parts: Iterable[str]) -> str:
         pieces = list(parts)
         self.budget.spend(sum(map(len, pieces)))
         return "".join(pieces)
@@ -157,7 +157,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.budget.spend(_operator_size(operator, left, right))
         return super().call_binop(context, operator, left, right)
 
-    def call(self, context: Any, called: Any, /, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+    def call(self, context: Any, called: Any, /, *args: Any, **kwargs: Any) -> Any:
         args = tuple(list(value) if isinstance(value, Iterator) else value for value in args)
         self.budget.spend(_call_size(called, args, kwargs))
         result = super().call(context, called, *args, **kwargs)
@@ -304,7 +304,7 @@ class ChatPrinter:
                 **self.variables,
             )
             return environment.concat(pieces)
-        except Exception as error:  # noqa: BLE001 - a foreign program may raise anything, and all of it refuses the chat
+        except Exception as error:  # a foreign program may raise anything, and all of it refuses the chat
             reason = str(error) or type(error).__name__
             if not isinstance(error, jinja2.TemplateError):
                 reason = f"{type(error).__name__}: {reason}"
