@@ -65,6 +65,11 @@ class Encoded:
         return len(self.names)
 
 
+def spell(tokenizer: Tokenizer, ids: list[int]) -> str:
+    """The text of tokens, special ones included, as the tokenizer writes it."""
+    return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
 def token_ends(text: str, offsets: Sequence[tuple[int, int]]) -> Ints:
     """The character at which each token ends: never falling, and the last one is the end of the text.
 
@@ -172,7 +177,9 @@ class Encoder:
             pieces += [self._continued(text, keeps_special=record.has_template) for text in texts[1:]]
             ends = [piece.ends + start for piece, start in zip(pieces, [0, *cuts], strict=True)]
             piece = _Piece([token for piece in pieces for token in piece.ids], np.concatenate(ends))
-            if np.isin(borders, piece.ends).all() and self._spelt(piece.ids) == self._spelt(whole.ids):
+            if np.isin(borders, piece.ends).all() and spell(self.tokenizer, piece.ids) == spell(
+                self.tokenizer, whole.ids
+            ):
                 return piece
         return whole
 
@@ -184,9 +191,6 @@ class Encoder:
             if first and piece.ends[first - 1] == len(anchor):
                 return _Piece(piece.ids[first:], piece.ends[first:] - len(anchor))
         return _Piece([], np.empty(0, np.int64))
-
-    def _spelt(self, ids: list[int]) -> str:
-        return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def _segment_wise(self, record: Record) -> tuple[_Piece, npt.NDArray[np.bool_]]:
         """For a tokenizer without offsets: the tokens that each segment adds to those of the text before it."""

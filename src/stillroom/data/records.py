@@ -71,6 +71,7 @@ class Tally:
     counters: Counter[str] = field(default_factory=Counter)
     notes: list[str] = field(default_factory=list)
     bad: list[BadRecord] = field(default_factory=list)
+    shapes: Counter[str] = field(default_factory=Counter)  # records by the fields they were read from
 
     def note(self, sentence: str) -> None:
         if sentence not in self.notes:
@@ -83,6 +84,7 @@ class Tally:
 
     def absorb(self, other: Tally) -> None:
         self.counters.update(other.counters)
+        self.shapes.update(other.shapes)
         self.bad.extend(other.bad)
         for sentence in other.notes:
             self.note(sentence)
@@ -140,6 +142,14 @@ class Turn:
         return self.role == "assistant" and is_blank(self.content) and is_blank(self.thought)
 
 
+# What an object must have to be read in a shape, the first that fits.
+_NEEDED = {
+    "messages": ("messages",),
+    "prompt, completion": ("prompt", "completion"),
+    "question, answer": ("question", "answer"),
+    "instruction, output": ("instruction", "output"),
+    "text": ("text",),
+}
 ChatWriter = Callable[[tuple[Turn, ...]], tuple[Segments, bool]]  # -> segments, whether a template wrote them
 
 
@@ -154,20 +164,27 @@ class Shaper:
     def __call__(self, where: str, value: object) -> Record:
         if not isinstance(value, Mapping):
             raise Unusable(f"is {_kind(value)}, not an object with fields")
-        if "messages" in value:
-            self.tally.counters["ignored_tools"] += bool(value.get("tools"))
-            return self._chat(where, value["messages"])
-        if "prompt" in value and "completion" in value:
-            return self._plain(where, self._text(value, "prompt"), self._full(value, "completion"))
-        if "question" in value and "answer" in value:
-            return self._plain(where, self._full(value, "question") + "\n", self._full(value, "answer"))
-        if "instruction" in value and "output" in value:
-            context = self._text(value, "input") if value.get("input") is not None else ""
-            prompt = self._full(value, "instruction") + (f"\n\n{context}" if context else "") + "\n\n"
-            return self._plain(where, prompt, self._full(value, "output"))
-        if "text" in value:
-            return self._plain(where, "", self._full(value, "text"))
-        raise Unusable(f"has no known fields, only {_listed(value)}")
+        shape = next((shape for shape in _NEEDED if all(name in value for name in _NEEDED[shape])), None)
+        if shape is None:
+            raise Unusable(f"has no known fields, only {_listed(value)}")
+        record = self._shaped(where, value, shape)
+        self.tally.shapes[shape] += 1
+        return record
+
+    def _shaped(self, where: str, value: Mapping[str, Any], shape: str) -> Record:
+        match shape:
+            case "messages":
+                self.tally.counters["ignored_tools"] += bool(value.get("tools"))
+                return self._chat(where, value["messages"])
+            case "prompt, completion":
+                return self._plain(where, self._text(value, "prompt"), self._full(value, "completion"))
+            case "question, answer":
+                return self._plain(where, self._full(value, "question") + "\n", self._full(value, "answer"))
+            case "instruction, output":
+                context = self._text(value, "input") if value.get("input") is not None else ""
+                prompt = self._full(value, "instruction") + (f"\n\n{context}" if context else "") + "\n\n"
+                return self._plain(where, prompt, self._full(value, "output"))
+        return self._plain(where, "", self._full(value, "text"))
 
     def _plain(self, where: str, prompt: str, answer: str) -> Record:
         segments = tuple(
