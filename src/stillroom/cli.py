@@ -154,10 +154,8 @@ def eval_(
 @app.command()
 def data(
     spec: Annotated[str, typer.Argument(help="file, glob, hf:NAME, or builtin:stdlib")],
-    model: Annotated[str, typer.Option(help="whose tokenizer and chat template: folder, hub id, builtin:student")],
-    rows: Annotated[
-        int | None, typer.Option(min=0, help="documents to show; 0: all  [default: 5, with --json 100]")
-    ] = None,
+    model: Annotated[str, typer.Option(help="whose tokenizer and chat template: folder, hub id, builtin:teacher")],
+    rows: Annotated[int | None, typer.Option(min=0, help="documents to show, 0: all; else 5, as JSON 100")] = None,
     max_length: Annotated[int | None, typer.Option(help="tokens in a row of training")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="any setting, e.g. data.packing=rows")] = None,
     as_json: AsJson = False,
@@ -167,11 +165,13 @@ def data(
     overrides = {key: value for key, value in named.items() if value is not None} | parse_assignments(set_ or [])
     config = load(overrides=overrides).config
     from stillroom.data.preview import preview
-    from stillroom.models import load_tokenizer
+    from stillroom.models.load import has_tokenizer, load_tokenizer
 
-    tokenizer = load_tokenizer(config.student, config.student.model)
+    if not has_tokenizer(model):
+        raise ConfigError(f"{model} brings no tokenizer", advice=["name the model whose tokenizer a run would use"])
+    tokenizer = load_tokenizer(config.student, model)
     result = preview(config.data, tokenizer, num_rows=rows if rows is not None else 100 if as_json else 5)
-    result = {"data": config.data.train, "model": config.student.model, **result}
+    result = {"data": config.data.train, "model": model, **result}
     if as_json:
         _print_json(result)
         return

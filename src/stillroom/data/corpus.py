@@ -161,7 +161,7 @@ class _Reader:
         if splits_text and len(records) == 1 and records[0].id.rpartition(":")[0].lower().endswith(".txt"):
             records = _cut_up(records[0], tally)
         tally.counters["records"] += len(records)
-        tally.judge(spec, self.config.max_bad_share)
+        tally.judge(spec, self.config.max_bad_share if records else 0)
         if not records:
             raise DataError(f"{spec} holds no record", advice=["check how it was written or downloaded"])
         self.tally.absorb(tally)

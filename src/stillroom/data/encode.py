@@ -177,9 +177,8 @@ class Encoder:
             pieces += [self._continued(text, keeps_special=record.has_template) for text in texts[1:]]
             ends = [piece.ends + start for piece, start in zip(pieces, [0, *cuts], strict=True)]
             piece = _Piece([token for piece in pieces for token in piece.ids], np.concatenate(ends))
-            if np.isin(borders, piece.ends).all() and spell(self.tokenizer, piece.ids) == spell(
-                self.tokenizer, whole.ids
-            ):
+            is_parted = bool(np.isin(borders, piece.ends).all())
+            if is_parted and spell(self.tokenizer, piece.ids) == spell(self.tokenizer, whole.ids):
                 return piece
         return whole
 

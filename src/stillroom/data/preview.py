@@ -91,10 +91,9 @@ def token_pieces(tokenizer: Tokenizer, ids: Sequence[int], is_scored: Sequence[b
     return [(text, flag) for text, flag in pieces if text]
 
 
-def _num_alike(start: str, whole: str) -> int:
-    if whole.startswith(start):
-        return len(start)
-    return next((place for place, (one, other) in enumerate(zip(start, whole, strict=False)) if one != other), 0)
+def _num_alike(left: str, right: str) -> int:
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((place for place, (one, other) in pairs if one != other), min(len(left), len(right)))
 
 
 def _lengths(counts: Any) -> dict[str, int]:

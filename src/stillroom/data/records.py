@@ -104,7 +104,8 @@ class Tally:
         advice = [f"mend or remove these records; the shapes read are {', '.join(SHAPES)}"]
         if self.counters["records"]:
             advice.append(f"set data.max_bad_share={share:g} to go on without them")
-        raise DataError(f"{told}, more than data.max_bad_share={max_bad_share:g} allows: {named}", advice=advice)
+        bound = f", more than data.max_bad_share={max_bad_share:g} allows" if self.counters["records"] else ""
+        raise DataError(f"{told}{bound}: {named}", advice=advice)
 
 
 def content_key(content: str) -> str:

@@ -51,7 +51,8 @@ def summary_lines(result: Fields) -> list[str]:
         f"documents: {spread}",
         f"rows      {show(result, 'training_rows', format_count)} for training, packed as {packing} of up to "
         f"{max_length} tokens",
-        f"scored    {show(result, 'scored_tokens', format_count)} tokens, {show(result, 'scored_share', format_percent)}",
+        f"scored    {show(result, 'scored_tokens', format_count)} tokens, "
+        f"{show(result, 'scored_share', format_percent)} of all",
     ]
     left_out = section(result, "left_out")
     lines += [f"left out  {count:,} {clean(name.replace('_', ' '))}" for name, count in left_out.items()]
