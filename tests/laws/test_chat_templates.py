@@ -50,7 +50,6 @@ END_MARKS = {
     "smolvlm": "<end_of_utterance>",
 }
 LAST_END_MARKS = {"gptoss": "<|return|>"}  # of the last answer, where it ends otherwise
-PRINTS_END_OF_TEXT = ("phi3",)
 
 ALTERNATES = ("cohere", "gemma", "gemma3")  # refuse any order but user, assistant, user, assistant
 REFUSES_SYSTEM = ("gemma", "gemma_training")
@@ -111,17 +110,19 @@ def shown(folder: Path, name: str, tokenizer: Any, value: dict[str, Any]) -> dic
 # -- every template --------------------------------------------------------------------------------------
 
 TRAP = ("u: Is 4 prime? Answer Yes or No.", "a: No", "u: And is 5 prime? Yes or No.", "a: Yes")
+QUOTED = '{"a": [1,\n\n2]} \\n "b"'
+PRIVATE = "\U000f0000a\U000f0001"  # as the marks that find the answers
 CHATS: dict[str, tuple[tuple[str, ...], list[str]]] = {
     "single": (("u: Is 4 prime? Answer Yes or No.", "a: No"), ["No"]),
     "trap": (TRAP, ["No", "Yes"]),
     "one word many times": (("u: No", "a: No", "u: No No", "a: No", "u: No", "a: No"), ["No", "No", "No"]),
     "a word of the template": (("u: Who?", "a: assistant", "u: What?", "a: user"), ["assistant", "user"]),
     "the question again": (("u: Say: I am here.", "a: Say: I am here.", "u: ok", "a: ok"), ["Say: I am here.", "ok"]),
-    "lines and quotes": (("u: q", 'a: {"a": [1,\n\n2]} \\n "b"', "u: q", "a: x\n\ny"), ['{"a": [1,\n\n2]} \\n "b"', "x\n\ny"]),
-    "private characters": (("u: q\U000f0000", "a: \U000f0000a\U000f0001", "u: q", "a: b"), ["\U000f0000a\U000f0001", "b"]),
-    "an end mark spelt out": (("u: say <|im_end|>", "a: it is <|im_end|> so", "u: q", "a: b"), ["it is <|im_end|> so", "b"]),
+    "lines and quotes": (("u: q", f"a: {QUOTED}", "u: q", "a: x\n\ny"), [QUOTED, "x\n\ny"]),
+    "private characters": (("u: q\U000f0000", f"a: {PRIVATE}", "u: q", "a: b"), [PRIVATE, "b"]),
+    "an end mark spelt out": (("u: <|im_end|>?", "a: so <|im_end|> so", "u: q", "a: b"), ["so <|im_end|> so", "b"]),
     "an empty answer": (("u: Say nothing.", "a: ", "u: Say nothing, Yes?", "a: Yes"), ["Yes"]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -154,15 +155,13 @@ def test_pieces_joined_are_what_the_tokenizer_s_own_template_prints(
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_system_turn_is_never_scored(name: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    result = (
-        shown(tmp_path, name, tokenizer, chat("s: Answer Yes or No. No", *TRAP)) if name not in REFUSES_SYSTEM else None
-    )
-    if result is not None:
-        (row,) = result["rows"]
-        assert scored_pieces(row) == scored(name, ["No", "Yes"])
+    value = chat("s: Answer Yes or No. No", *TRAP)
+    if name in REFUSES_SYSTEM:
+        with pytest.raises(DataError, match="System role not supported"):
+            shown(tmp_path, name, tokenizer, value)
         return
-    with pytest.raises(DataError, match="System role not supported"):
-        shown(tmp_path, name, tokenizer, chat("s: Answer Yes or No.", *TRAP))
+    (row,) = shown(tmp_path, name, tokenizer, value)["rows"]
+    assert scored_pieces(row) == scored(name, ["No", "Yes"])
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -343,7 +342,7 @@ HARMFUL = {
     "{{ '%10000000000d' % 1 }}": "it builds",
     "{{ '{:10000000000}'.format(1) }}": "it builds",
     "{% set b = 'a' * 900000 %}{{ b.replace('a', b) }}": "it builds",
-    "{% set b = 'a' * 900000 %}{{ [b] * 900000 | join(b) }}": "it builds",
+    "{% set b = 'a' * 900000 %}{{ ([b] * 900000) | join(b) }}": "it builds",
     "{{ 'a' | center(10000000000) }}": "the filter center is given 10,000,000,000",
     "{{ (10 ** 100000) ** 100000 }}": "it builds",
     "{{ lipsum(n=100000) }}": "'lipsum' is undefined",

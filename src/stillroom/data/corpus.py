@@ -161,9 +161,10 @@ class _Reader:
         if splits_text and len(records) == 1 and records[0].id.rpartition(":")[0].lower().endswith(".txt"):
             records = _cut_up(records[0], tally)
         tally.counters["records"] += len(records)
-        tally.judge(spec, self.config.max_bad_share if records else 0)
+        tally.judge(spec, self.config.max_bad_share)
         if not records:
-            raise DataError(f"{spec} holds no record", advice=["check how it was written or downloaded"])
+            why = f" that can be used: {tally.named_bad}" if tally.bad else ""
+            raise DataError(f"{spec} holds no record{why}", advice=["check how it was written or downloaded"])
         self.tally.absorb(tally)
         return records
 

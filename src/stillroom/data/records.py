@@ -89,13 +89,18 @@ class Tally:
         for sentence in other.notes:
             self.note(sentence)
 
+    @property
+    def named_bad(self) -> str:
+        """The first bad records with the reasons."""
+        return "; ".join(f"{bad.where}: {bad.why}" for bad in self.bad[:_NUM_BAD_NAMED])
+
     def judge(self, spec: str, max_bad_share: float) -> None:
         """Stop when more than `max_bad_share` of what was read cannot be used; otherwise say how many."""
         num_bad = self.counters["bad_records"]
         num_read = num_bad + self.counters["records"]
         if not num_bad:
             return
-        named = "; ".join(f"{bad.where}: {bad.why}" for bad in self.bad[:_NUM_BAD_NAMED])
+        named = self.named_bad
         told = f"{num_bad:,} of {num_read:,} records of {spec} cannot be used"
         if num_bad <= max_bad_share * num_read:
             self.note(f"{told} and are left out: {named}")
@@ -104,8 +109,7 @@ class Tally:
         advice = [f"mend or remove these records; the shapes read are {', '.join(SHAPES)}"]
         if self.counters["records"]:
             advice.append(f"set data.max_bad_share={share:g} to go on without them")
-        bound = f", more than data.max_bad_share={max_bad_share:g} allows" if self.counters["records"] else ""
-        raise DataError(f"{told}{bound}: {named}", advice=advice)
+        raise DataError(f"{told}, more than data.max_bad_share={max_bad_share:g} allows: {named}", advice=advice)
 
 
 def content_key(content: str) -> str:
