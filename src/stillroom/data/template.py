@@ -15,7 +15,7 @@ import functools
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
@@ -266,18 +266,21 @@ def _to_json(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
+@functools.lru_cache(maxsize=128)
+def _compiled(source: str) -> tuple[BoundedEnvironment, jinja2.Template]:
+    if len(source) > MAX_SOURCE:
+        raise jinja2.TemplateError(f"it is longer than {MAX_SOURCE:,} characters")
+    environment = BoundedEnvironment()
+    return environment, environment.from_string(source)
+
+
 @dataclass(frozen=True)
 class ChatPrinter:
     """Prints chats with one template. `variables` are the tokenizer's special tokens by name."""
 
     source: str
     variables: Mapping[str, str]
-
-    @functools.cached_property
-    def _template(self) -> jinja2.Template:
-        if len(self.source) > MAX_SOURCE:
-            raise jinja2.TemplateError(f"it is longer than {MAX_SOURCE:,} characters")
-        return BoundedEnvironment().from_string(self.source)
+    now: datetime = field(default_factory=datetime.now)  # one moment for all prints, so that they can be compared
 
     @property
     def has_generation_marks(self) -> bool:
@@ -292,11 +295,11 @@ class ChatPrinter:
     ) -> str:
         """The chat as the template prints it; raises `Unusable` with the template's reason where it does not."""
         try:
-            environment = self._template.environment
-            assert isinstance(environment, BoundedEnvironment)
+            environment, template = _compiled(self.source)
+            environment.now = self.now
             environment.budget = Budget(printed_size(list(messages)))
             environment.generation_marks = generation_marks
-            pieces = self._template.generate(
+            pieces = template.generate(
                 messages=list(messages),
                 tools=None,
                 documents=None,
