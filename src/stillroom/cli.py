@@ -152,6 +152,35 @@ def eval_(
 
 
 @app.command()
+def data(
+    spec: Annotated[str, typer.Argument(help="file, glob, hf:NAME, or builtin:stdlib")],
+    model: Annotated[str, typer.Option(help="whose tokenizer and chat template: folder, hub id, builtin:student")],
+    rows: Annotated[
+        int | None, typer.Option(min=0, help="documents to show; 0: all  [default: 5, with --json 100]")
+    ] = None,
+    max_length: Annotated[int | None, typer.Option(help="tokens in a row of training")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="any setting, e.g. data.packing=rows")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """What would be trained on: shape, lengths, which characters are scored, what is left out and why."""
+    named = {"data.train": spec, "student.model": model, "data.max_length": max_length}
+    overrides = {key: value for key, value in named.items() if value is not None} | parse_assignments(set_ or [])
+    config = load(overrides=overrides).config
+    from stillroom.data.preview import preview
+    from stillroom.models import load_tokenizer
+
+    tokenizer = load_tokenizer(config.student, config.student.model)
+    result = preview(config.data, tokenizer, num_rows=rows if rows is not None else 100 if as_json else 5)
+    result = {"data": config.data.train, "model": config.student.model, **result}
+    if as_json:
+        _print_json(result)
+        return
+    from stillroom.telemetry.preview import show_preview
+
+    show_preview(result)
+
+
+@app.command()
 def generate(
     model: Annotated[str, typer.Argument(help="folder, hub id, or builtin:teacher")],
     prompt: Annotated[str, typer.Option(help="text to continue")],

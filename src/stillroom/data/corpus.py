@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from stillroom.builtin import corpus as stdlib
@@ -16,7 +16,7 @@ from stillroom.config.schema import DataConfig
 from stillroom.data.chat import PlainChat, TemplateChat
 from stillroom.data.encode import Encoder, Tokenizer
 from stillroom.data.packing import Rows, pack
-from stillroom.data.records import Record, Segments, Shaper, Tally, Unusable, content_key
+from stillroom.data.records import BadRecord, Record, Segments, Shaper, Tally, Unusable, content_key
 from stillroom.data.sources import HUB_PREFIX, pieces_of, read_files, read_hub
 from stillroom.errors import DataError
 
@@ -45,6 +45,8 @@ class Corpus:
     evaluation: Rows
     notes: tuple[str, ...]
     counters: dict[str, int]
+    shapes: dict[str, int] = field(default_factory=dict)  # records by the fields they were read from
+    bad: tuple[BadRecord, ...] = ()  # the first that were left out
 
 
 def open_data(config: DataConfig, tokenizer: Tokenizer) -> Corpus:
@@ -68,6 +70,12 @@ def open_eval(spec: str, tokenizer: Tokenizer, config: DataConfig) -> Corpus:
     return _packed([], _Reader(config, tokenizer, tally).evaluation(spec), config, tokenizer, tally)
 
 
+def open_training(config: DataConfig, tokenizer: Tokenizer) -> Corpus:
+    """Read all of `config.train` that may be trained on, before any share of it is held out. `evaluation` is empty."""
+    tally = Tally()
+    return _packed(_Reader(config, tokenizer, tally).training(config.train), [], config, tokenizer, tally)
+
+
 def _packed(
     train: Sequence[Record], evaluation: Sequence[Record], config: DataConfig, tokenizer: Tokenizer, tally: Tally
 ) -> Corpus:
@@ -87,13 +95,21 @@ def _packed(
         sides[side] = rows
     _tell_counts(tally)
     counters = {name: tally.counters[name] for name in sorted({*COUNTERS, *tally.counters})}
-    return Corpus(sides["train"], sides["eval"], tuple(tally.notes), counters)
+    shapes = dict(sorted(tally.shapes.items()))
+    return Corpus(sides["train"], sides["eval"], tuple(tally.notes), counters, shapes, tuple(tally.bad))
 
 
 def _tell_counts(tally: Tally) -> None:
     sentences = {
         "invalid_utf8": "{:,} texts held bytes that are not UTF-8; they were replaced",
+        "empty_answers": "{:,} answers of chats are empty and not scored",
         "unscored_turns": "{:,} answers are not scored: the chat template does not print them as they stand",
+        "turns_not_marked_generated": "{:,} answers are not scored: the chat template does not mark them as generated",
+        "unprinted_thoughts": "{:,} answers lack their thought: the chat template does not print it",
+        "unprinted_turns": "{:,} turns of others than the assistant are not printed by the chat template",
+        "answers_without_end_mark": "{:,} answers are scored without an end mark: none was found after them",
+        "ignored_tools": "{:,} chats come with tools, which are not given to the chat template",
+        "straddling_tokens": "{:,} tokens hold both scored and unscored text and are not scored",
         "truncated_tokens": "{:,} tokens lie beyond data.max_length and are not used",
         "rows_without_targets": "{:,} rows are left out: no target in them is scored",
     }
@@ -154,6 +170,7 @@ class _Reader:
     def _builtin(self, spec: str) -> tuple[list[Record], list[Record]]:
         records, is_whole = _builtin_records(spec, train_on_prompt=self.config.train_on_prompt)
         self.tally.counters["records"] += len(records)
+        self.tally.shapes["embedded"] += len(records)
         if not is_whole:
             self.tally.note(
                 "this Python carries no text of its standard library: stillroom's own source is used instead, "

@@ -1,14 +1,17 @@
 """From records to tokens, with the bytes of text that each token stands for.
 
-Two laws. The bytes of a document's tokens sum to the length of its text in UTF-8, so bits per byte can be
-compared between tokenizers. And no token holds both scored and unscored text: a segment is tokenized in
-its surroundings, and on its own only where a token would straddle its border.
+Three laws. The bytes of a document's tokens sum to the length of its text in UTF-8, so bits per byte can be
+compared between tokenizers. The tokens spell the text of the file: they decode to what the tokenizer makes of the
+whole text, with nothing put in or lost at the borders of segments. And no token holds both scored and unscored text:
+where one would straddle a border, the text is tokenized anew from the border on, as a model continues a prompt.
+Where a tokenizer cannot do that, the whole text's tokens stay, and the straddling one is not scored and counted.
 
 # T tokens of all documents end to end, D documents
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -20,6 +23,8 @@ from stillroom.data.records import Record, Tally
 
 Ints = npt.NDArray[np.int64]
 
+# Put before the rest of a text so that a tokenizer does not take it for a beginning, which some mark with a space.
+_ANCHORS = ("\n", "|", ".", "0", "x", "\u4e00")
 _BATCH_CHARACTERS = 1 << 20  # bounds the memory of offsets, which are Python tuples
 
 
@@ -36,8 +41,12 @@ class Tokenizer(Protocol):
     def pad_token_id(self) -> Any: ...
     @property
     def chat_template(self) -> Any: ...
+    @property
+    def special_tokens_map(self) -> Any: ...
+    def get_chat_template(self) -> Any: ...
     def __call__(self, text: Any, **options: Any) -> Any: ...
     def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
+    def decode(self, token_ids: Any, **options: Any) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -54,6 +63,11 @@ class Encoded:
     @property
     def num_documents(self) -> int:
         return len(self.names)
+
+
+def spell(tokenizer: Tokenizer, ids: list[int]) -> str:
+    """The text of tokens, special ones included, as the tokenizer writes it."""
+    return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def token_ends(text: str, offsets: Sequence[tuple[int, int]]) -> Ints:
@@ -141,17 +155,62 @@ class Encoder:
         """Tokens whose borders include the segments' borders, and which of them are scored."""
         borders = np.cumsum([len(text) for text, _ in record.segments])
         flags = np.array([is_scored for _, is_scored in record.segments], dtype=np.bool_)
-        if len(flags) > 1 and not (self.tokenizer.is_fast and np.isin(borders[:-1], piece.ends).all()):
+        if not piece.ids:
+            return piece, np.empty(0, np.bool_)
+        if len(flags) > 1 and not self.tokenizer.is_fast:
             return self._segment_wise(record)
-        return piece, flags[np.searchsorted(borders, piece.ends, side="left")]
+        straddled = np.setdiff1d(borders[:-1], piece.ends)
+        if len(straddled):
+            piece = self._cut_at(record, piece, straddled, borders[:-1])
+        is_scored = flags[np.searchsorted(borders, piece.ends, side="left")]
+        if len(straddled := np.setdiff1d(borders[:-1], piece.ends)):
+            holds_both = np.unique(np.searchsorted(piece.ends, straddled, side="right"))
+            is_scored[holds_both] = False
+            self.tally.counters["straddling_tokens"] += len(holds_both)
+        return piece, is_scored
+
+    def _cut_at(self, record: Record, whole: _Piece, straddled: Ints, borders: Ints) -> _Piece:
+        """The text tokenized anew from each straddled border on; the tokens as they were where that fails."""
+        for cuts in (straddled, borders):  # new tokens may straddle a border that was none of the first
+            texts = [record.text[start:end] for start, end in itertools.pairwise([0, *cuts, len(record.text)])]
+            pieces = [self._pieces(texts[:1], keeps_special=record.has_template)[0]]
+            pieces += [self._continued(text, keeps_special=record.has_template) for text in texts[1:]]
+            ends = [piece.ends + start for piece, start in zip(pieces, [0, *cuts], strict=True)]
+            piece = _Piece([token for piece in pieces for token in piece.ids], np.concatenate(ends))
+            if np.isin(borders, piece.ends).all() and spell(self.tokenizer, piece.ids) == spell(
+                self.tokenizer, whole.ids
+            ):
+                return piece
+        return whole
+
+    def _continued(self, text: str, *, keeps_special: bool) -> _Piece:
+        """The tokens of a text that continues another one, or none where no anchor parts from it."""
+        for anchor in _ANCHORS:
+            piece = self._pieces([anchor + text], keeps_special=keeps_special)[0]
+            first = int(np.searchsorted(piece.ends, len(anchor), side="right"))
+            if first and piece.ends[first - 1] == len(anchor):
+                return _Piece(piece.ids[first:], piece.ends[first:] - len(anchor))
+        return _Piece([], np.empty(0, np.int64))
 
     def _segment_wise(self, record: Record) -> tuple[_Piece, npt.NDArray[np.bool_]]:
+        """For a tokenizer without offsets: the tokens that each segment adds to those of the text before it."""
         texts = [text for text, _ in record.segments]
-        pieces = self._pieces(texts, keeps_special=record.has_template)
-        starts = np.cumsum([0, *(len(text) for text in texts[:-1])])
-        ends = [piece.ends + start for piece, start in zip(pieces, starts, strict=True)]
-        flags = [np.full(len(piece.ids), flag) for piece, (_, flag) in zip(pieces, record.segments, strict=True)]
-        return _Piece([token for piece in pieces for token in piece.ids], np.concatenate(ends)), np.concatenate(flags)
+        longer = ["".join(texts[: number + 1]) for number in range(len(texts))]
+        grown = [piece.ids for piece in self._pieces(longer, keeps_special=record.has_template)]
+        ids, cuts, straddling = grown[-1], [0], []
+        for shorter in grown[:-1]:
+            num_alike = _num_alike(shorter, ids)
+            is_straddled = num_alike < min(len(shorter), len(ids))  # what follows changes the tokens before it
+            straddling += [num_alike] * is_straddled
+            cuts.append(max(cuts[-1], num_alike + is_straddled))
+        cuts.append(len(ids))
+        starts = np.cumsum([0, *(len(text) for text in texts)])
+        spans = list(zip(texts, starts[:-1], np.diff(cuts), strict=True))
+        ends = np.concatenate([start + even_ends(text, int(count)) for text, start, count in spans])
+        is_scored = np.repeat([flag for _, flag in record.segments], np.diff(cuts))
+        is_scored[straddling] = False
+        self.tally.counters["straddling_tokens"] += len(straddling)
+        return _Piece(ids, ends), is_scored
 
     def _finished(self, record: Record, piece: _Piece, is_scored: npt.NDArray[np.bool_]) -> _Document:
         """The document with its end mark, scored and of no bytes, unless a template wrote one already."""
@@ -183,6 +242,12 @@ class Encoder:
             return [_Piece(ids, even_ends(text, len(ids))) for text, ids in zip(texts, rows, strict=True)]
         offsets = answer["offset_mapping"]
         return [_Piece(ids, token_ends(text, where)) for text, ids, where in zip(texts, rows, offsets, strict=True)]
+
+
+def _num_alike(left: Sequence[int], right: Sequence[int]) -> int:
+    """How many items two sequences begin with alike."""
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((place for place, (one, other) in pairs if one != other), min(len(left), len(right)))
 
 
 def _batches(records: Sequence[Record]) -> Iterator[list[Record]]:

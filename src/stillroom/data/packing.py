@@ -40,6 +40,11 @@ class Rows:
         return len(self._starts)
 
     @property
+    def encoded(self) -> Encoded:
+        """The documents that the rows are cut from."""
+        return self._encoded
+
+    @property
     def groups(self) -> tuple[str, ...]:
         """For each row, the group of the document that it starts in: what a bootstrap draws as a whole."""
         return tuple(self._encoded.groups[document] for document in self._documents)
