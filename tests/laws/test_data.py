@@ -201,12 +201,33 @@ def test_padding_is_never_scored(tokenizer: PreTrainedTokenizerFast) -> None:
     assert (batch.attention_mask.diff(dim=1) <= 0).all()  # on the right only
 
 
-def test_a_long_record_is_cut_and_counted(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_record_longer_than_its_row_is_cut_and_counted(tokenizer: PreTrainedTokenizerFast) -> None:
     tally = Tally()
-    encoded = Encoder(tokenizer, tally)([document("z" * 50), document("q" * 5)])
+    records = [Record("long", (("z" * 5, False), ("q" * 50, True)), ""), document("q" * 5)]
+    encoded = Encoder(tokenizer, tally)(records)
     rows = pack(encoded, "rows", 10, tally)
     assert len(rows.row(0)) == 11 and len(rows.row(1)) == 6
-    assert tally.counters["truncated_tokens"] == len(encoded.ids) - 17
+    assert tally.counters["truncated_records"] == 1
+    assert tally.counters["truncated_tokens"] == tally.counters["truncated_targets"] == len(encoded.ids) - 17
+    assert rows.num_tokens == 17
+
+
+@given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=8), max_length=st.integers(8, 40))
+@settings(deadline=None, max_examples=50)
+def test_a_long_text_is_cut_into_rows_that_lose_nothing(lengths: list[int], max_length: int) -> None:
+    """Each document's tokens but its first are targets exactly once, in rows that never hold two documents."""
+    texts = [chr(97 + number) * length for number, length in enumerate(lengths)]
+    tokenizer = TOKENIZERS[False]
+    encoded = Encoder(tokenizer, Tally())([document(text) for text in texts])
+    tally = Tally()
+    rows = pack(encoded, "rows", max_length, tally)
+    targets = [int(t) for batch in fixed_batches(rows, 3) for row in batch.targets for t in row if t != IGNORED]
+    pairs = zip(encoded.bounds[:-1], encoded.bounds[1:], strict=True)
+    assert targets == [int(token) for start, end in pairs for token in encoded.ids[start + 1 : end]]
+    assert all(len(rows.row(i)) <= max_length + 1 for i in range(len(rows)))
+    assert all((rows.row(i)[:-1] != tokenizer.eos_token_id).all() for i in range(len(rows)))
+    assert tally.counters["truncated_tokens"] == 0
+    assert (rows.num_tokens, rows.num_documents) == (len(encoded.ids), len(texts))
 
 
 def test_rows_without_a_target_are_dropped_and_counted(tokenizer: PreTrainedTokenizerFast) -> None:
