@@ -6,6 +6,7 @@ import json
 import sys
 import sysconfig
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from stillroom.data import Encoder, Loader, Record, Rows, Tally, fixed_batches, 
 from stillroom.data.encode import bytes_between, even_ends, token_ends
 from stillroom.data.records import content_key
 from stillroom.data.sources import pieces_of
+from stillroom.errors import StillroomError
 from stillroom.types import IGNORED, Batch
 
 END = "<|endoftext|>"
@@ -302,6 +304,33 @@ def test_fixed_batches_keep_the_order_and_stop_when_told(tokenizer: PreTrainedTo
     assert names == [rows.sample_id(i) for i in range(len(rows))]
     limited = [name for batch in fixed_batches(rows, 3, max_batches=2) for name in batch.sample_ids]
     assert len(limited) == 6 and limited[0] == names[0] and names.index(limited[-1]) >= len(names) * 5 // 6 - 1
+
+
+def test_rows_and_batches_refuse_lengths_that_cannot_be(tokenizer: PreTrainedTokenizerFast) -> None:
+    encoded = Encoder(tokenizer, Tally())([document(line) for line in LINES[:4]])
+    rows = pack(encoded, "rows", 16, Tally())
+    bad: list[Any] = [
+        lambda: pack(encoded, "rows", 0, Tally()),
+        lambda: pack(encoded, "heaps", 16, Tally()),  # type: ignore[arg-type]
+        lambda: Rows(encoded, np.array([0, 4]), np.array([4])),
+        lambda: Rows(encoded, np.array([4]), np.array([4])),
+        lambda: Rows(encoded, np.array([0]), np.array([len(encoded.ids) + 1])),
+        lambda: replace(encoded, bounds=encoded.bounds[:-1]),
+        lambda: replace(encoded, num_bytes=encoded.num_bytes[1:]),
+        lambda: replace(encoded, has_prompt=(True,)),
+        lambda: list(fixed_batches(rows, 0)),
+        lambda: list(fixed_batches(rows, 4, -1)),
+        lambda: Loader(rows, batch_size=4, rank=2, num_ranks=2),
+        lambda: Loader(rows, batch_size=0),
+    ]
+    for attempt in bad:
+        with pytest.raises(StillroomError):
+            attempt()
+    for chosen in ([], [-1], [len(rows)]):
+        with pytest.raises(IndexError):
+            rows.batch(chosen)
+    with pytest.raises(IndexError):
+        rows.row(-1)
 
 
 # -- shapes ----------------------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ def readable(tokenizer: Any, ids: Sequence[int]) -> str:
 
 
 def special_ids(tokenizer: Any) -> set[int]:
-    """Tokens that are no text: those with a role of their own, and those added as special, as the marks of turns are."""
+    """Tokens that are no text: those with a role, and those added as special, as the marks of turns are."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     return set(tokenizer.all_special_ids) | {number for number, token in added.items() if token.special}
 
