@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from stillroom.config.schema import DataConfig, StudentConfig, TeacherConfig
-from stillroom.data import fixed_batches, open_eval
+from stillroom.data import Bos, fixed_batches, open_eval, prompt_ids
 from stillroom.engine.build import find_device
 from stillroom.engine.loop import memory
 from stillroom.evaluate import evaluate
 from stillroom.models import Student, agree_on_vocabulary, anatomy, load_teacher, load_tokenizer
 from stillroom.models.generate import generate
+from stillroom.models.names import model_name
 from stillroom.precision import resolve
 from stillroom.teachers import LiveTeacher
 
@@ -27,12 +27,17 @@ def assess(
     max_length: int = 256,
     batch_size: int = 8,
     max_batches: int = 0,
+    bos: Bos = "auto",
     device: str = "auto",
 ) -> dict[str, Any]:
-    """Yardsticks of a model on a text, and of a teacher beside it, with size, speed and memory of each."""
+    """Yardsticks of a model on a text, and of a teacher beside it, with size, speed and memory of each.
+
+    The folder of a run stands for its student.
+    """
     where = find_device(device)
+    model, teacher = model_name(model), model_name(teacher) if teacher is not None else None
     tokenizer = load_tokenizer(StudentConfig(model=model), model)
-    corpus = open_eval(data, tokenizer, DataConfig(train=data, max_length=max_length))
+    corpus = open_eval(data, tokenizer, DataConfig(train=data, max_length=max_length, bos=bos))
     network = _load(model, where)
     size = anatomy(network).vocab_rows
     source = None
@@ -62,7 +67,7 @@ def assess(
         result["teacher"] = measure(source.model, source)
         result["retention"] = result["teacher"]["perplexity"] / result["student"]["perplexity"]
     gpu, resident, _percent = memory(where)
-    return {**result, "gpu_memory_gb": gpu, "memory_gb": resident}
+    return {**result, "gpu_memory_gb": gpu, "memory_gb": resident, "notes": list(corpus.notes)}
 
 
 def _load(name: str, device: torch.device) -> Any:
@@ -85,8 +90,15 @@ def _speed(network: Any, corpus: Any, batch_size: int, device: torch.device) -> 
     return tokens / max(seconds, 1e-9)
 
 
-def continue_text(name: str, prompt: str, *, device: str = "auto", **options: Any) -> str:
-    where = find_device(device)
+def continue_text(
+    name: str, prompt: str, *, device: str = "auto", is_raw: bool = False, bos: Bos = "auto", **options: Any
+) -> tuple[str, bool]:
+    """What a model writes after a prompt, and whether it answers it as a turn of a chat.
+
+    A tokenizer with a chat template writes the prompt with it, unless `is_raw`. The folder of a run stands for its
+    student.
+    """
+    where, name = find_device(device), model_name(name)
     tokenizer = load_tokenizer(StudentConfig(model=name), name)
-    write: Callable[..., str] = generate
-    return write(_load(name, where), tokenizer, prompt, **options)
+    ids, is_chat = prompt_ids(tokenizer, prompt, bos=bos, is_raw=is_raw)
+    return str(generate(_load(name, where), tokenizer, ids, **options)), is_chat

@@ -19,15 +19,13 @@ from stillroom.engine.first import first_forward
 from stillroom.engine.loop import Stop, load_best, run_evaluation, save_student, training
 from stillroom.engine.routing import begin_router, finish_router
 from stillroom.engine.run import Run
+from stillroom.engine.samples import make_samples
 from stillroom.engine.state import RunState, capture, restore
 from stillroom.errors import BrokenAtStart, ConfigError, StillroomError
 from stillroom.evaluate import Evaluation, evaluate
 from stillroom.models import Student, anatomy
-from stillroom.models.generate import generate
 from stillroom.telemetry import EventLog, SilentLog
 from stillroom.telemetry.events import scan_events, strict
-
-_PROMPT_TOKENS = 32
 
 
 @dataclass(frozen=True)
@@ -247,31 +245,9 @@ def _checks(run: Run, summary: dict[str, Any]) -> list[dict[str, Any]]:
         max_perplexity=run.config.eval.max_perplexity,
         min_share=run.config.eval.min_share,
         epoch_steps=run.loader.num_windows,
+        vocab_size=run.student.vocab_size,
     )
 
 
 def write_summary(folder: Path, summary: dict[str, Any]) -> None:
     write_atomically(folder / "summary.json", json.dumps(strict(summary), indent=1, allow_nan=False).encode("utf-8"))
-
-
-def make_samples(run: Run) -> list[dict[str, str]]:
-    """The same beginnings continued by teacher and student, greedily."""
-    samples = []
-    rows = run.corpus.evaluation
-    wanted = min(run.config.eval.samples, len(rows))
-    for number in range(wanted):
-        ids = rows.row(number * len(rows) // wanted).tolist()
-        prompt, rest = ids[:_PROMPT_TOKENS], ids[_PROMPT_TOKENS : _PROMPT_TOKENS + run.config.eval.sample_tokens]
-        options = {"max_new_tokens": run.config.eval.sample_tokens}
-        with run.precision.half_products():
-            student = generate(run.student.model, run.tokenizer, prompt, **options)
-        sample = {
-            "prompt": run.tokenizer.decode(prompt),
-            "student": student,
-            "reference": run.tokenizer.decode(rest),
-        }
-        if run.teacher_model is not None:
-            run.teacher_model.to(run.device)
-            sample["teacher"] = generate(run.teacher_model, run.tokenizer, prompt, **options)
-        samples.append(sample)
-    return samples
