@@ -7,6 +7,7 @@ with the same ones of the teacher, and does not spend the time again.
 from __future__ import annotations
 
 import json
+import time
 import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -53,12 +54,14 @@ def cut_student(
         rows = open_data(config.data, tokenizer).train
         batches = fixed_batches(rows, config.train.batch_size, _num_batches(config))
         teacher.to(device)
+    begun = time.monotonic()
     found = cut(teacher, wanted, batches, choice=choice, tell=tell if agree.is_first else lambda _text: None)
+    seconds = time.monotonic() - begun
     teacher.to("cpu")
     if is_chosen and choice is None:
         _check_alike(found.choice, agree)
         if folder is not None and agree.is_first:
-            _store(folder, found.choice, num_layers)
+            _store(folder, found.choice, num_layers, seconds)
     ready_student(found.model, config.student)
     return found
 
@@ -73,8 +76,14 @@ def _num_batches(config: Config) -> int:
 # -- the choice in the run's folder ----------------------------------------------------------------------
 
 
-def _store(folder: Path, choice: Choice, num_layers: int) -> None:
-    record = {"layers": list(choice.layers), "of": num_layers, "method": choice.method, "why": list(choice.why)}
+def _store(folder: Path, choice: Choice, num_layers: int, seconds: float) -> None:
+    record = {
+        "layers": list(choice.layers),
+        "of": num_layers,
+        "method": choice.method,
+        "why": list(choice.why),
+        "seconds": round(seconds, 1),
+    }
     write_atomically(folder / _FILE, json.dumps(record, indent=1).encode("utf-8"))
 
 
@@ -132,15 +141,18 @@ def _check_alike(choice: Choice, agree: Agreement) -> None:
 # -- what is said ----------------------------------------------------------------------------------------
 
 
-def told_of_start(perplexity: float, vocab_size: int, teacher_perplexity: float | None) -> str:
+def told_of_start(
+    wanted: ShrinkConfig, perplexity: float, vocab_size: int, teacher_perplexity: float | None = None
+) -> str:
     """How the student stands right after the cut. A model that knows nothing has the vocabulary as its perplexity."""
     beside = "" if teacher_perplexity is None else f" (teacher {teacher_perplexity:,.4g})"
     told = f"right after the cut the student's held-out perplexity is {perplexity:,.4g}{beside}"
     if perplexity <= vocab_size:
         return told
+    other = ", or set student.shrink.method = 'loss'" if wanted.method in ("even", "influence") else ""
     return (
-        f"{told}: worse than guessing among the {vocab_size:,} tokens of the vocabulary. Keep more of the teacher, or "
-        "set student.shrink.method = 'loss'; a student begun at random starts better than this"
+        f"{told}: worse than guessing among the {vocab_size:,} tokens of the vocabulary, where a student drawn at "
+        f"random starts: keep more of the teacher{other}"
     )
 
 

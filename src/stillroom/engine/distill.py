@@ -161,7 +161,8 @@ def _before(run: Run, state: RunState) -> dict[str, Any]:
     found["student_before"] = _row(student, run.student.model)
     if run.config.student.init == "shrink":
         teacher_perplexity = found["teacher"]["perplexity"] if "teacher" in found else None
-        text = told_of_start(student.perplexity, run.student.vocab_size, teacher_perplexity)
+        wanted = run.config.student.shrink
+        text = told_of_start(wanted, student.perplexity, run.student.vocab_size, teacher_perplexity)
         run.log.write("note", text=text)
     return found
 
