@@ -28,7 +28,7 @@ SETTINGS = {
     "data.max_length": 256,
     "train.batch_size": 4,
     "train.learning_rate": 5e-4,
-    "eval.max_batches": 8,
+    "eval.max_batches": 4,
     "eval.samples": 0,
     "precision.mode": "fp32",
 }
@@ -61,6 +61,7 @@ def measure(model: Path, data: Path, method: str, layers: int, steps: int) -> Re
         "of": cut["of"],
         "why": cut["why"],
         "cut_seconds": cut["seconds"],
+        "cut_cpu_seconds": cut["cpu_seconds"],
         "teacher_perplexity": summary["teacher"]["perplexity"],
         "perplexity_after_cut": summary["student_before"]["perplexity"],
         "perplexity_after_steps": summary["student"]["perplexity"],
@@ -74,13 +75,13 @@ def draw(found: Record) -> str:
     runs = sorted(found["runs"], key=lambda run: METHODS.index(run["method"]))
     steps, first = found["asked"]["steps"], runs[0]
     rows = [
-        f"| method | layers kept | seconds | perplexity after the cut | after {steps} steps |",
+        f"| method | layers kept | CPU seconds | perplexity after the cut | after {steps} steps |",
         "|---|---|---|---|---|",
     ]
     for run in runs:
         kept = ", ".join(map(str, run["kept"]))
         rows.append(
-            f"| {run['method']} | {kept} | {run['cut_seconds']:,.0f} | {run['perplexity_after_cut']:,.4g} "
+            f"| {run['method']} | {kept} | {run['cut_cpu_seconds']:,.0f} | {run['perplexity_after_cut']:,.4g} "
             f"| {run['perplexity_after_steps']:,.4g} |"
         )
     asked, where = found["asked"], found["machine"]
@@ -97,8 +98,8 @@ def draw(found: Record) -> str:
             "",
             *rows,
             "",
-            "Seconds are those of the choice and the cut together. One run each: the choice is deterministic, the "
-            "order of the text the same.",
+            "CPU seconds, of all cores together, are those of the choice and the cut. One run each: the choice is "
+            "deterministic, the order of the text the same.",
             "",
             f"Settings: {settings}. {where['cores']} cores ({where['processor']}), {where['threads']} threads, torch "
             f"{found['versions']['torch']}, transformers {found['versions']['transformers']}. Drawn from `cut.json` by "

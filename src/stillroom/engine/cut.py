@@ -54,14 +54,14 @@ def cut_student(
         rows = open_data(config.data, tokenizer).train
         batches = fixed_batches(rows, config.train.batch_size, _num_batches(config))
         teacher.to(device)
-    begun = time.monotonic()
+    begun, cpu_begun = time.monotonic(), time.process_time()
     found = cut(teacher, wanted, batches, choice=choice, tell=tell if agree.is_first else lambda _text: None)
-    seconds = time.monotonic() - begun
+    spent = {"seconds": time.monotonic() - begun, "cpu_seconds": time.process_time() - cpu_begun}
     teacher.to("cpu")
     if is_chosen and choice is None:
         _check_alike(found.choice, agree)
         if folder is not None and agree.is_first:
-            _store(folder, found.choice, num_layers, seconds)
+            _store(folder, found.choice, num_layers, spent)
     ready_student(found.model, config.student)
     return found
 
@@ -76,13 +76,13 @@ def _num_batches(config: Config) -> int:
 # -- the choice in the run's folder ----------------------------------------------------------------------
 
 
-def _store(folder: Path, choice: Choice, num_layers: int, seconds: float) -> None:
+def _store(folder: Path, choice: Choice, num_layers: int, spent: dict[str, float]) -> None:
     record = {
         "layers": list(choice.layers),
         "of": num_layers,
         "method": choice.method,
         "why": list(choice.why),
-        "seconds": round(seconds, 1),
+        **{name: round(value, 1) for name, value in spent.items()},
     }
     write_atomically(folder / _FILE, json.dumps(record, indent=1).encode("utf-8"))
 

@@ -51,6 +51,9 @@ class Bypass:
             self.blocks[layer].__dict__["forward"] = _StandIn(given, self._rests[layer])
         try:
             yield
+        except (LookupError, ValueError, TypeError, AttributeError) as error:
+            reason = f"it cannot run without layers {sorted(skipped)} ({type(error).__name__}: {error})"
+            raise cannot_be_cut(self.model, reason) from error
         finally:
             for block in changed:
                 del block.__dict__["forward"]

@@ -192,11 +192,12 @@ def _first_that_fits(teacher: Any, kept: Sequence[int], scores: dict[int, float]
     for layer in sorted(kept, key=lambda layer: (scores[layer], layer)):
         if fits(tuple(other for other in kept if other != layer)):
             return layer
+    first = tuple(range(number))
     raise cannot_be_cut(
         teacher,
         f"its layers are of several kinds, and no further one of {list(kept)} can be taken out so that its "
         "configuration still says which is which",
-        advice=(f"keep the first ones: student.shrink.layers = {list(range(number))}",),
+        advice=(f"keep the first ones: student.shrink.layers = {list(first)}",) if fits(first) else (),
     )
 
 

@@ -55,17 +55,18 @@ class Fit:
     """Whether a family can be cut to a set of layers. Layers that are all of one kind always can."""
 
     def __init__(self, teacher: Any) -> None:
+        blocks = blocks_of(teacher)
+        kinds = [_traits(block, with_numbers=True) for block in blocks]
+        is_numbered = bool(getattr(teacher.config.get_text_config(), "scale_attn_by_inverse_layer_idx", False))
         self._teacher = teacher
-        self._is_uniform: bool | None = None
+        self._is_uniform = not is_numbered and all(kind == kinds[0] for kind in kinds)
+        self._attending = {layer for layer, block in enumerate(blocks) if has_attention(block)}
 
     def __call__(self, layers: tuple[int, ...]) -> bool:
-        if self._is_uniform is None:
-            kinds = [_traits(block, with_numbers=True) for block in blocks_of(self._teacher)]
-            text = self._teacher.config.get_text_config()
-            is_numbered = bool(getattr(text, "scale_attn_by_inverse_layer_idx", False))
-            self._is_uniform = not is_numbered and all(kind == kinds[0] for kind in kinds)
         if self._is_uniform:
             return True
+        if self._attending and not self._attending & set(layers):
+            return False  # a hybrid without attention has no cache that counts positions, and cannot generate
         try:
             with torch.device("meta"):  # shapes and settings alone
                 student = built(self._teacher, layers)
@@ -73,6 +74,10 @@ class Fit:
         except ConfigError:
             return False
         return True
+
+
+def has_attention(block: nn.Module) -> bool:
+    return any(type(module).__name__.endswith("Attention") for module in block.modules())
 
 
 def check_layers(teacher: Any, student: Any, layers: Sequence[int], *, with_numbers: bool = True) -> None:
