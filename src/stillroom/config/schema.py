@@ -98,11 +98,20 @@ class ShrinkConfig(Section):
     layers: Annotated[int, Field(ge=0)] | tuple[int, ...] = Field(
         0, description="how many of the teacher's layers are kept, or which, counted from 0; 0: all"
     )
+    method: Literal["auto", "loss", "influence", "even"] = Field(
+        "auto",
+        description="how so many layers are chosen. loss: take out one at a time, the one whose absence raises the "
+        "loss least; influence: keep those that change the hidden states most; even: at equal steps, without looking "
+        "at text; auto: loss where it takes at most 1e14 operations on a CPU, 1e16 on a GPU, else influence",
+    )
+    choice_tokens: Annotated[int, Field(ge=16)] = Field(
+        768, description="tokens of training data that layers are chosen by"
+    )
     width: Annotated[int, Field(ge=0)] = Field(0, description="channels kept, by importance; 0: all")
     mlp_width: Annotated[int, Field(ge=0)] = Field(0, description="neurons kept in each layer, by importance; 0: all")
     heads: Annotated[int, Field(ge=0)] = Field(0, description="attention heads kept whole in each layer; 0: all")
     calibration_batches: Annotated[int, Field(ge=1)] = Field(
-        8, description="batches of training data that the importance is measured on"
+        8, description="batches of training data that the importance of widths is measured on"
     )
 
     @property

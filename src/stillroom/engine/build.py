@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -74,8 +75,18 @@ def find_device(wanted: str) -> torch.device:
     return device
 
 
-def load_models(config: Config, device: torch.device) -> Models:
-    """Load what the configuration names and check that the two understand each other."""
+def load_models(
+    config: Config,
+    device: torch.device,
+    *,
+    folder: Path | None = None,
+    agree: Agreement | None = None,
+    tell: Callable[[str], None] = lambda _text: None,
+) -> Models:
+    """Load what the configuration names and check that the two understand each other.
+
+    `folder` is the run's: a student that is cut from its teacher keeps there which layers it was made of.
+    """
     uses_teacher = Curriculum.of(config).uses_teacher
     notes = _unused_settings(config)
     is_cut = config.student.init == "shrink"
@@ -89,10 +100,10 @@ def load_models(config: Config, device: torch.device) -> Models:
     kept = None
     if is_cut:
         teacher = load_teacher(config.teacher, teacher_dtype(config, device))
-        found = cut_student(config, teacher, tokenizer, device)
+        found = cut_student(config, teacher, tokenizer, device, folder=folder, agree=agree, tell=tell)
         student, kept = found.model, found.kept_layers
         teacher = teacher if uses_teacher else None
-        notes += [*unused_name(config.student), found.told]
+        notes += [*unused_name(config.student), *found.notes]
     else:
         student, why = load_student(config.student, seed=config.train.seed)
         notes.append(why)

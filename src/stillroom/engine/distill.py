@@ -14,7 +14,7 @@ from stillroom.engine import folder as run_folder
 from stillroom.engine.agree import Agreement, join
 from stillroom.engine.build import Models, build_run, find_device, load_models
 from stillroom.engine.checks import success_checks
-from stillroom.engine.cut import student_name
+from stillroom.engine.cut import student_name, told_of_start
 from stillroom.engine.first import first_forward
 from stillroom.engine.loop import Stop, load_best, run_evaluation, save_student, training
 from stillroom.engine.routing import begin_router, finish_router
@@ -56,7 +56,7 @@ def distill(
         if finished.get("status") == "done":
             return Result(folder, finished)
     saved = newest_checkpoint(folder, config, agree) if is_resumed else None
-    models = load_models(config, where)
+    models = load_models(config, where, folder=folder, agree=agree, tell=_teller(listeners))
     log: EventLog = SilentLog()
     if agree.is_first:
         log = EventLog(folder / "events.jsonl", keep_until_step=saved.step if saved else -1)
@@ -89,6 +89,16 @@ def resume(
     if max_minutes is not None:
         config = config.model_copy(update={"train": config.train.model_copy(update={"max_minutes": max_minutes})})
     return distill(config, folder, device=device, listeners=listeners)
+
+
+def _teller(listeners: tuple[Callable[[dict[str, Any]], None], ...]) -> Callable[[str], None]:
+    """For what takes long before there is a log."""
+
+    def tell(text: str) -> None:
+        for listener in listeners:
+            listener({"event": "note", "text": text})
+
+    return tell
 
 
 def newest_checkpoint(folder: Path, config: Config, agree: Agreement | None = None) -> Saved | None:
@@ -147,6 +157,11 @@ def _before(run: Run, state: RunState) -> dict[str, Any]:
             advice=["check the model folder", "or start from random weights: --set student.init=random"],
         )
     found["student_before"] = _row(student, run.student.model)
+    if run.config.student.init == "shrink":
+        teacher_perplexity = found["teacher"]["perplexity"] if "teacher" in found else None
+        wanted = run.config.student.shrink
+        text = told_of_start(wanted, student.perplexity, run.student.vocab_size, teacher_perplexity)
+        run.log.write("note", text=text)
     return found
 
 
