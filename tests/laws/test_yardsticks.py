@@ -38,7 +38,7 @@ def rows_of(world: Path, **over: Any) -> Any:
 
 def measured(world: Path, batch_size: int = 8, model: str = "student", *, alone: bool = False) -> Evaluation:
     source = LiveTeacher(load(world / "teacher"), vocab_size=tiny.VOCAB, device=CPU, offload=False, is_described=True)
-    student = Student(load(world / model), vocab_size=tiny.VOCAB)
+    student = Student(load(world / model), vocab_size=tiny.VOCAB, is_described=True)
     batches = fixed_batches(rows_of(world), batch_size, 24 // batch_size)
     return evaluate(student, batches, precision=resolve("fp32", CPU), teacher=None if alone else source)
 
@@ -125,7 +125,7 @@ def test_what_cannot_be_scored_is_counted_and_enters_nothing_else(world: Path) -
     with torch.no_grad():
         model.get_input_embeddings().weight[int(next(fixed_batches(rows_of(world), 8)).input_ids[0, 5])] = float("nan")
     batches = list(fixed_batches(rows_of(world), 8, 3))
-    found = evaluate(Student(model, vocab_size=tiny.VOCAB), batches, precision=resolve("fp32", CPU))
+    found = evaluate(Student(model, vocab_size=tiny.VOCAB, is_described=True), batches, precision=resolve("fp32", CPU))
     assert found.unscored_tokens > 0
     assert found.tokens + found.unscored_tokens == sum(batch.num_scored for batch in batches)
     assert math.isfinite(found.perplexity) and math.isfinite(found.bits_per_byte)

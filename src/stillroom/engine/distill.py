@@ -23,7 +23,7 @@ from stillroom.engine.samples import make_samples
 from stillroom.engine.state import RunState, capture, restore
 from stillroom.errors import BrokenAtStart, ConfigError, StillroomError
 from stillroom.evaluate import Evaluation, evaluate
-from stillroom.models import Student, anatomy
+from stillroom.models import anatomy
 from stillroom.telemetry import EventLog, SilentLog
 from stillroom.telemetry.events import scan_events, strict
 
@@ -166,7 +166,8 @@ def _before(run: Run, state: RunState) -> dict[str, Any]:
 
 
 def _evaluate_teacher(run: Run) -> Evaluation:
-    model = Student(run.teacher_model, vocab_size=run.student.vocab_size)
+    assert run.loaded_teacher is not None
+    model = run.loaded_teacher.as_student(run.student.vocab_size)
     run.teacher_model.to(run.device)
     result = evaluate(model, run.eval_batches(), precision=run.precision.plain(), teacher=run.teacher)
     if run.config.teacher.placement == "offload":

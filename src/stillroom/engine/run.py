@@ -18,7 +18,7 @@ from stillroom.engine.agree import Agreement
 from stillroom.engine.inject import Injector
 from stillroom.engine.state import RunState
 from stillroom.guard import Guard
-from stillroom.models import Student
+from stillroom.models import LoadedModel, Student
 from stillroom.objectives.mix import Mix
 from stillroom.precision import AdamW, Precision
 from stillroom.schedule import Schedule
@@ -41,6 +41,7 @@ class Run:
     student: Student
     teacher: TeacherSource | None
     teacher_model: Any
+    loaded_teacher: LoadedModel | None
     corpus: Corpus
     loader: Loader
     mix: Mix
