@@ -14,7 +14,7 @@ import typer
 
 from stillroom.config import load, parse_assignments, preset_names, preset_text, shortened
 from stillroom.config.faults import FAULTS
-from stillroom.errors import ConfigError, StillroomError
+from stillroom.errors import ConfigError, NoBetterStudent, StillroomError
 
 if TYPE_CHECKING:
     from stillroom.engine.distill import Result
@@ -265,17 +265,23 @@ def _run_and_report(job: Callable[[Any], Result], *, as_json: bool, progress: bo
     from stillroom.telemetry.console import ConsoleView
 
     is_first = _num_processes() == 1 or os.environ.get("RANK", "0") == "0"
+    failure: NoBetterStudent | None = None
     with ConsoleView("quiet" if as_json or not is_first else "auto" if progress else "plain") as view:
-        result = job(view)
-        if not is_first:  # the first of several processes speaks for all
-            return
-        from stillroom.report import write_report
+        try:
+            result = job(view)
+            folder, summary = result.folder, result.summary
+        except NoBetterStudent as error:  # a finished run with a report to write, and no success
+            failure, folder, summary = error, Path(str(error.folder)), dict(error.summary)
+        if is_first:  # the first of several processes speaks for all
+            from stillroom.report import write_report
 
-        path = write_report(result.folder)
-        if as_json:
-            _print_json({"folder": str(result.folder), **result.summary})
-        else:
-            view.finish(result.summary, path)
+            path = write_report(folder)
+            if as_json and failure is None:
+                _print_json({"folder": str(folder), **summary})
+            else:
+                view.finish(summary, path)
+    if failure is not None:
+        raise failure
 
 
 def _wanted_bos(word: str) -> Any:

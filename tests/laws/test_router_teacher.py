@@ -306,6 +306,7 @@ def test_the_meta_gradient_is_that_of_the_quiz_after_one_step() -> None:
     optimizer = AdamW([ParameterGroup("student", 1e-3, named)], store=lambda _n, p: Direct(p))
     optimizer.num_updates = 1
     for cell in optimizer.cells["student"]:
+        cell.num_updates.fill_(1)
         cell.second.values.fill_(0.05 * 1e-2)  # after bias correction every coordinate is divided by 0.1
     weights = {name: parameter.detach().clone() for name, parameter in named}
     direction = quiz_direction(student, optimizer, precision, quiz, rate=1e-3)

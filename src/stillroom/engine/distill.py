@@ -16,12 +16,13 @@ from stillroom.engine.build import Models, build_run, find_device, load_models
 from stillroom.engine.checks import success_checks
 from stillroom.engine.cut import student_name, told_of_start
 from stillroom.engine.first import first_forward
-from stillroom.engine.loop import Stop, load_best, run_evaluation, save_student, training
+from stillroom.engine.loop import Stop, judge_student, load_best, run_evaluation, save_student, training
+from stillroom.engine.outcome import DONE, FINISHED, doubts, how_it_ended
 from stillroom.engine.routing import begin_router, finish_router
 from stillroom.engine.run import Run
 from stillroom.engine.samples import make_samples
 from stillroom.engine.state import RunState, capture, restore
-from stillroom.errors import BrokenAtStart, ConfigError, StillroomError
+from stillroom.errors import BrokenAtStart, ConfigError, NoBetterStudent, StillroomError
 from stillroom.evaluate import Evaluation, evaluate
 from stillroom.models import anatomy
 from stillroom.telemetry import EventLog, SilentLog
@@ -53,8 +54,8 @@ def distill(
     summary_path = folder / "summary.json"
     if is_resumed and summary_path.exists():
         finished = json.loads(summary_path.read_text(encoding="utf-8"))
-        if finished.get("status") == "done":
-            return Result(folder, finished)
+        if finished.get("status") in FINISHED:
+            return answered(Result(folder, finished))
     saved = newest_checkpoint(folder, config, agree) if is_resumed else None
     models = load_models(config, where, folder=folder, agree=agree, tell=_teller(listeners))
     log: EventLog = SilentLog()
@@ -69,12 +70,13 @@ def distill(
         if saved is not None:
             _check_processes(saved, agree.size, folder)
             restore(run, state, saved)
-        return _carry(run, state, saved)
+        result = _carry(run, state, saved)
     except StillroomError as error:
         log.write("run_end", status="stopped", exit_code=error.exit_code, reason=str(error.what))
         raise
     finally:
         log.close()
+    return answered(result)
 
 
 def resume(
@@ -157,10 +159,13 @@ def _before(run: Run, state: RunState) -> dict[str, Any]:
             advice=["check the model folder", "or start from random weights: --set student.init=random"],
         )
     found["student_before"] = _row(student, run.student.model)
+    judge_student(run, state, student)  # what training must beat: nothing worse is ever handed out
+    notes = doubts(run, student.perplexity)
     if run.config.student.init == "shrink":
         teacher_perplexity = found["teacher"]["perplexity"] if "teacher" in found else None
         wanted = run.config.student.shrink
-        text = told_of_start(wanted, student.perplexity, run.student.vocab_size, teacher_perplexity)
+        notes = [*notes, told_of_start(wanted, student.perplexity, run.student.vocab_size, teacher_perplexity)]
+    for text in notes:
         run.log.write("note", text=text)
     return found
 
@@ -218,17 +223,19 @@ def _announce(run: Run, models: Models, notes: tuple[str, ...], saved: Saved | N
 def _finish(run: Run, state: RunState) -> Result:
     if state.best_step != state.applied:
         load_best(run)
-        run.log.write("note", text=f"the best student is that of step {state.best_step}, and it is the one kept")
+        whose = f"that of step {state.best_step}" if state.best_step else "the one before training"
+        run.log.write("note", text=f"the best student is {whose}, and it is the one kept")
     # A teacher whose gates were trained is no yardstick: the result is compared with the one that was given.
     reference = run.router.original if run.router is not None else run.teacher
     final = evaluate(run.student, run.eval_batches(), precision=run.precision, teacher=reference)
+    end = how_it_ended(state, final.perplexity, run.before["student_before"]["perplexity"])
     if not run.agree.is_first:
-        return Result(run.folder)
+        return Result(run.folder, dict(end))
     save_student(run)
     for sample in make_samples(run):
         run.log.write("sample", **sample)
     summary = {
-        "status": "done",
+        **end,
         "steps": state.applied,
         "tokens": state.tokens,
         "seconds": round(state.seconds, 3),
@@ -247,8 +254,24 @@ def _finish(run: Run, state: RunState) -> Result:
     }
     summary["checks"] = _checks(run, summary)
     write_summary(run.folder, summary)
-    run.log.write("run_end", status="done", steps=state.applied, seconds=state.seconds, exit_code=0)
+    for text in summary["advice"]:
+        run.log.write("note", text=text)
+    code = 0 if end["status"] == DONE else NoBetterStudent.exit_code
+    reason = {"reason": end["reason"]} if end["reason"] else {}
+    run.log.write("run_end", status=end["status"], steps=state.applied, seconds=state.seconds, exit_code=code, **reason)
     return Result(run.folder, summary)
+
+
+def answered(result: Result) -> Result:
+    """The result, or the error of a run that went through all its steps and left no better student."""
+    if result.summary.get("status", DONE) == DONE:
+        return result
+    raise NoBetterStudent(
+        str(result.summary["reason"]),
+        folder=result.folder,
+        summary=result.summary,
+        advice=[str(text) for text in result.summary["advice"]],
+    )
 
 
 def _checks(run: Run, summary: dict[str, Any]) -> list[dict[str, Any]]:
