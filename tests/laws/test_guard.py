@@ -16,7 +16,7 @@ SOUND = Examination(True, True, 2.0, 2.0)
 
 
 def evidence(loss: float = 2.0, norm: float = 1.0, **over: object) -> Evidence:
-    fields: dict[str, object] = {"step": 1, "loss": loss, "grad_norm": norm, "num_targets": 10}
+    fields: dict[str, object] = {"step": 1, "loss": loss, "grad_norm": norm, "num_targets": 1000}
     return Evidence(**{**fields, **over})  # type: ignore[arg-type]
 
 
@@ -56,9 +56,12 @@ def test_overflow_is_retried_with_a_smaller_scale_then_examined() -> None:
     assert [guard.judge(evidence(**overflow, attempt=n)).action for n in range(4)] == ["retry"] * 3 + ["examine"]
 
 
-def test_overflow_at_the_floor_ends_with_23() -> None:
-    verdict = Guard(GuardConfig()).judge(evidence(norm=math.inf, is_scaled=True, is_scale_at_floor=True))
-    assert (verdict.action, verdict.exit_code) == ("halt", 23)
+def test_one_overflow_at_the_floor_is_the_batch_s_and_several_in_a_row_end_with_23() -> None:
+    guard = Guard(GuardConfig(max_retries=2))
+    overflow = evidence(norm=math.inf, is_scaled=True, is_scale_at_floor=True)
+    verdicts = [guard.judge(overflow) for _ in range(3)]
+    assert [verdict.action for verdict in verdicts] == ["examine", "examine", "halt"]
+    assert verdicts[-1].exit_code == 23
 
 
 def test_an_unscaled_overflow_is_not_retried() -> None:

@@ -98,11 +98,20 @@ class ShrinkConfig(Section):
     layers: Annotated[int, Field(ge=0)] | tuple[int, ...] = Field(
         0, description="how many of the teacher's layers are kept, or which, counted from 0; 0: all"
     )
+    method: Literal["auto", "loss", "influence", "even"] = Field(
+        "auto",
+        description="how so many layers are chosen. loss: take out one at a time, the one whose absence raises the "
+        "loss least; influence: keep those that change the hidden states most; even: at equal steps, without looking "
+        "at text; auto: loss where it takes at most 1e14 operations on a CPU, 1e16 on a GPU, else influence",
+    )
+    choice_tokens: Annotated[int, Field(ge=16)] = Field(
+        768, description="tokens of training data that layers are chosen by"
+    )
     width: Annotated[int, Field(ge=0)] = Field(0, description="channels kept, by importance; 0: all")
     mlp_width: Annotated[int, Field(ge=0)] = Field(0, description="neurons kept in each layer, by importance; 0: all")
     heads: Annotated[int, Field(ge=0)] = Field(0, description="attention heads kept whole in each layer; 0: all")
     calibration_batches: Annotated[int, Field(ge=1)] = Field(
-        8, description="batches of training data that the importance is measured on"
+        8, description="batches of training data that the importance of widths is measured on"
     )
 
     @property
@@ -131,14 +140,19 @@ class DataConfig(Section):
     train: str = Field("builtin:stdlib", description="file, glob, hf:NAME[:CONFIG], builtin:stdlib or builtin:qa")
     eval: str | None = Field(None, description="held-out data; without it a share of `train` is held out")
     eval_share: Annotated[float, Field(gt=0, lt=1)] = Field(
-        0.05, description="share held out by content hash when `eval` is not given"
+        0.05, description="share held out by content hash when `eval` is not given; of few documents more are"
     )
     train_share: Annotated[float, Field(gt=0, le=1)] = Field(
         1.0, description="share of the training documents that is used, chosen by content hash"
     )
     max_length: Annotated[int, Field(ge=8)] = Field(256, description="tokens in a row")
-    packing: Literal["blocks", "rows"] = Field(
-        "blocks", description="blocks: documents end to end in full rows; rows: one record a row, padded"
+    packing: Literal["auto", "blocks", "rows"] = Field(
+        "auto",
+        description="of training data. blocks: documents end to end in full rows; rows: each record in rows of its "
+        "own, padded; auto: blocks for plain text, rows where records have a prompt. Held-out records are scored alone",
+    )
+    bos: Literal["auto"] | bool = Field(
+        "auto", description="begin each document with the begin-of-text token; auto: where the tokenizer does by itself"
     )
     train_on_prompt: bool = Field(False, description="score the prompt's tokens too")
     max_bad_share: Annotated[float, Field(ge=0, le=1)] = Field(

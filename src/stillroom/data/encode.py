@@ -14,12 +14,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from stillroom.data.bos import Bos, is_opened, opening_ids, opening_note
 from stillroom.data.records import Record, Tally
+from stillroom.errors import DataError
 
 Ints = npt.NDArray[np.int64]
 
@@ -47,6 +50,7 @@ class Tokenizer(Protocol):
     def __call__(self, text: Any, **options: Any) -> Any: ...
     def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
     def decode(self, token_ids: Any, **options: Any) -> Any: ...
+    def convert_ids_to_tokens(self, ids: Any) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,14 @@ class Encoded:
     bounds: Ints  # [D + 1]
     names: tuple[str, ...]  # D
     groups: tuple[str, ...]  # D, what each document was held out with
+    has_prompt: tuple[bool, ...] = ()  # D, whether it is more than one plain text; empty: none is
+
+    def __post_init__(self) -> None:
+        num_tokens, num_documents = len(self.ids), len(self.names)
+        is_whole = len(self.num_bytes) == len(self.is_scored) == num_tokens and len(self.groups) == num_documents
+        is_bounded = len(self.bounds) == num_documents + 1 and self.bounds[0] == 0 and self.bounds[-1] == num_tokens
+        if not (is_whole and is_bounded and len(self.has_prompt) in (0, num_documents)):
+            raise DataError(f"{num_tokens} tokens of {num_documents} documents: the arrays do not belong together")
 
     @property
     def num_documents(self) -> int:
@@ -118,6 +130,12 @@ class Encoder:
 
     tokenizer: Tokenizer
     tally: Tally
+    bos: Bos = "auto"
+
+    @cached_property
+    def opening(self) -> tuple[int, ...]:
+        """The tokens that each document begins with."""
+        return opening_ids(self.tokenizer, self.bos)
 
     def __call__(self, records: Sequence[Record]) -> Encoded:
         self._admit()
@@ -133,10 +151,12 @@ class Encoder:
             bounds=np.cumsum([0, *(len(document.ids) for document in documents)], dtype=np.int64),
             names=tuple(document.record.id for document in documents),
             groups=tuple(document.record.group or document.record.id for document in documents),
+            has_prompt=tuple(_has_prompt(document.record) for document in documents),
         )
 
     def _admit(self) -> None:
-        """Say at once what this tokenizer cannot do."""
+        """Say at once what this tokenizer adds and what it cannot do."""
+        self.tally.note(opening_note(self.tokenizer, self.bos, self.opening))
         if not self.tokenizer.is_fast:
             self.tally.note("the tokenizer gives no offsets: bytes are shared evenly over the tokens of a text")
         if self.tokenizer.eos_token_id is None:
@@ -212,19 +232,25 @@ class Encoder:
         return _Piece(ids, ends), is_scored
 
     def _finished(self, record: Record, piece: _Piece, is_scored: npt.NDArray[np.bool_]) -> _Document:
-        """The document with its end mark, scored and of no bytes, unless a template wrote one already."""
+        """The document with its opening and its end mark, unless a template wrote them already.
+
+        The opening has no bytes and is not scored, whoever wrote it; the end mark has no bytes and is scored.
+        """
         ends = piece.ends.copy()
         ends[-1] = len(record.text)
-        num_bytes = bytes_between(record.text, ends)
+        num_bytes, is_scored, ids = bytes_between(record.text, ends), is_scored.copy(), list(piece.ids)
+        num_opening = len(self.opening)
+        if is_opened(ids, self.opening):
+            num_bytes[:num_opening], is_scored[:num_opening] = 0, False
+        else:
+            ids = [*self.opening, *ids]
+            num_bytes = np.concatenate([np.zeros(num_opening, np.int32), num_bytes])
+            is_scored = np.concatenate([np.zeros(num_opening, np.bool_), is_scored])
         end_mark = self.tokenizer.eos_token_id
-        if end_mark is None or (record.has_template and end_mark in piece.ids):
-            return _Document(record, piece.ids, num_bytes, is_scored)
-        return _Document(
-            record,
-            [*piece.ids, int(end_mark)],
-            np.append(num_bytes, np.int32(0)),
-            np.append(is_scored, np.True_),
-        )
+        if end_mark is not None and not (record.has_template and end_mark in ids[num_opening:]):
+            ids.append(int(end_mark))
+            num_bytes, is_scored = np.append(num_bytes, np.int32(0)), np.append(is_scored, np.True_)
+        return _Document(record, ids, num_bytes, is_scored)
 
     def _pieces(self, texts: list[str], *, keeps_special: bool = False) -> list[_Piece]:
         answer = self.tokenizer(
@@ -247,6 +273,11 @@ def _num_alike(left: Sequence[int], right: Sequence[int]) -> int:
     """How many items two sequences begin with alike."""
     pairs = enumerate(zip(left, right, strict=False))
     return next((place for place, (one, other) in pairs if one != other), min(len(left), len(right)))
+
+
+def _has_prompt(record: Record) -> bool:
+    """Whether the record is a chat or a prompt with its answer, which belong together, and not one plain text."""
+    return record.has_template or len(record.segments) > 1
 
 
 def _batches(records: Sequence[Record]) -> Iterator[list[Record]]:

@@ -14,20 +14,19 @@ from stillroom.engine import folder as run_folder
 from stillroom.engine.agree import Agreement, join
 from stillroom.engine.build import Models, build_run, find_device, load_models
 from stillroom.engine.checks import success_checks
-from stillroom.engine.cut import student_name
+from stillroom.engine.cut import student_name, told_of_start
 from stillroom.engine.first import first_forward
-from stillroom.engine.loop import Stop, load_best, run_evaluation, save_student, training
+from stillroom.engine.loop import Stop, judge_student, load_best, run_evaluation, save_student, training
+from stillroom.engine.outcome import DONE, FINISHED, doubts, how_it_ended
 from stillroom.engine.routing import begin_router, finish_router
 from stillroom.engine.run import Run
+from stillroom.engine.samples import make_samples
 from stillroom.engine.state import RunState, capture, restore
-from stillroom.errors import BrokenAtStart, ConfigError, StillroomError
+from stillroom.errors import BrokenAtStart, ConfigError, NoBetterStudent, StillroomError
 from stillroom.evaluate import Evaluation, evaluate
-from stillroom.models import Student, anatomy
-from stillroom.models.generate import generate
+from stillroom.models import anatomy
 from stillroom.telemetry import EventLog, SilentLog
 from stillroom.telemetry.events import scan_events, strict
-
-_PROMPT_TOKENS = 32
 
 
 @dataclass(frozen=True)
@@ -55,10 +54,10 @@ def distill(
     summary_path = folder / "summary.json"
     if is_resumed and summary_path.exists():
         finished = json.loads(summary_path.read_text(encoding="utf-8"))
-        if finished.get("status") == "done":
-            return Result(folder, finished)
+        if finished.get("status") in FINISHED:
+            return answered(Result(folder, finished))
     saved = newest_checkpoint(folder, config, agree) if is_resumed else None
-    models = load_models(config, where)
+    models = load_models(config, where, folder=folder, agree=agree, tell=_teller(listeners))
     log: EventLog = SilentLog()
     if agree.is_first:
         log = EventLog(folder / "events.jsonl", keep_until_step=saved.step if saved else -1)
@@ -71,12 +70,13 @@ def distill(
         if saved is not None:
             _check_processes(saved, agree.size, folder)
             restore(run, state, saved)
-        return _carry(run, state, saved)
+        result = _carry(run, state, saved)
     except StillroomError as error:
         log.write("run_end", status="stopped", exit_code=error.exit_code, reason=str(error.what))
         raise
     finally:
         log.close()
+    return answered(result)
 
 
 def resume(
@@ -91,6 +91,16 @@ def resume(
     if max_minutes is not None:
         config = config.model_copy(update={"train": config.train.model_copy(update={"max_minutes": max_minutes})})
     return distill(config, folder, device=device, listeners=listeners)
+
+
+def _teller(listeners: tuple[Callable[[dict[str, Any]], None], ...]) -> Callable[[str], None]:
+    """For what takes long before there is a log."""
+
+    def tell(text: str) -> None:
+        for listener in listeners:
+            listener({"event": "note", "text": text})
+
+    return tell
 
 
 def newest_checkpoint(folder: Path, config: Config, agree: Agreement | None = None) -> Saved | None:
@@ -149,11 +159,20 @@ def _before(run: Run, state: RunState) -> dict[str, Any]:
             advice=["check the model folder", "or start from random weights: --set student.init=random"],
         )
     found["student_before"] = _row(student, run.student.model)
+    judge_student(run, state, student)  # what training must beat: nothing worse is ever handed out
+    notes = doubts(run, student.perplexity)
+    if run.config.student.init == "shrink":
+        teacher_perplexity = found["teacher"]["perplexity"] if "teacher" in found else None
+        wanted = run.config.student.shrink
+        notes = [*notes, told_of_start(wanted, student.perplexity, run.student.vocab_size, teacher_perplexity)]
+    for text in notes:
+        run.log.write("note", text=text)
     return found
 
 
 def _evaluate_teacher(run: Run) -> Evaluation:
-    model = Student(run.teacher_model, vocab_size=run.student.vocab_size)
+    assert run.loaded_teacher is not None
+    model = run.loaded_teacher.as_student(run.student.vocab_size)
     run.teacher_model.to(run.device)
     result = evaluate(model, run.eval_batches(), precision=run.precision.plain(), teacher=run.teacher)
     if run.config.teacher.placement == "offload":
@@ -204,17 +223,19 @@ def _announce(run: Run, models: Models, notes: tuple[str, ...], saved: Saved | N
 def _finish(run: Run, state: RunState) -> Result:
     if state.best_step != state.applied:
         load_best(run)
-        run.log.write("note", text=f"the best student is that of step {state.best_step}, and it is the one kept")
+        whose = f"that of step {state.best_step}" if state.best_step else "the one before training"
+        run.log.write("note", text=f"the best student is {whose}, and it is the one kept")
     # A teacher whose gates were trained is no yardstick: the result is compared with the one that was given.
     reference = run.router.original if run.router is not None else run.teacher
     final = evaluate(run.student, run.eval_batches(), precision=run.precision, teacher=reference)
+    end = how_it_ended(state, final.perplexity, run.before["student_before"]["perplexity"])
     if not run.agree.is_first:
-        return Result(run.folder)
+        return Result(run.folder, dict(end))
     save_student(run)
     for sample in make_samples(run):
         run.log.write("sample", **sample)
     summary = {
-        "status": "done",
+        **end,
         "steps": state.applied,
         "tokens": state.tokens,
         "seconds": round(state.seconds, 3),
@@ -233,8 +254,24 @@ def _finish(run: Run, state: RunState) -> Result:
     }
     summary["checks"] = _checks(run, summary)
     write_summary(run.folder, summary)
-    run.log.write("run_end", status="done", steps=state.applied, seconds=state.seconds, exit_code=0)
+    for text in summary["advice"]:
+        run.log.write("note", text=text)
+    code = 0 if end["status"] == DONE else NoBetterStudent.exit_code
+    reason = {"reason": end["reason"]} if end["reason"] else {}
+    run.log.write("run_end", status=end["status"], steps=state.applied, seconds=state.seconds, exit_code=code, **reason)
     return Result(run.folder, summary)
+
+
+def answered(result: Result) -> Result:
+    """The result, or the error of a run that went through all its steps and left no better student."""
+    if result.summary.get("status", DONE) == DONE:
+        return result
+    raise NoBetterStudent(
+        str(result.summary["reason"]),
+        folder=result.folder,
+        summary=result.summary,
+        advice=[str(text) for text in result.summary["advice"]],
+    )
 
 
 def _checks(run: Run, summary: dict[str, Any]) -> list[dict[str, Any]]:
@@ -247,31 +284,9 @@ def _checks(run: Run, summary: dict[str, Any]) -> list[dict[str, Any]]:
         max_perplexity=run.config.eval.max_perplexity,
         min_share=run.config.eval.min_share,
         epoch_steps=run.loader.num_windows,
+        vocab_size=run.student.vocab_size,
     )
 
 
 def write_summary(folder: Path, summary: dict[str, Any]) -> None:
     write_atomically(folder / "summary.json", json.dumps(strict(summary), indent=1, allow_nan=False).encode("utf-8"))
-
-
-def make_samples(run: Run) -> list[dict[str, str]]:
-    """The same beginnings continued by teacher and student, greedily."""
-    samples = []
-    rows = run.corpus.evaluation
-    wanted = min(run.config.eval.samples, len(rows))
-    for number in range(wanted):
-        ids = rows.row(number * len(rows) // wanted).tolist()
-        prompt, rest = ids[:_PROMPT_TOKENS], ids[_PROMPT_TOKENS : _PROMPT_TOKENS + run.config.eval.sample_tokens]
-        options = {"max_new_tokens": run.config.eval.sample_tokens}
-        with run.precision.half_products():
-            student = generate(run.student.model, run.tokenizer, prompt, **options)
-        sample = {
-            "prompt": run.tokenizer.decode(prompt),
-            "student": student,
-            "reference": run.tokenizer.decode(rest),
-        }
-        if run.teacher_model is not None:
-            run.teacher_model.to(run.device)
-            sample["teacher"] = generate(run.teacher_model, run.tokenizer, prompt, **options)
-        samples.append(sample)
-    return samples

@@ -19,7 +19,7 @@ import torch
 
 from stillroom.checkpoint import replaced_folder
 from stillroom.engine.gradients import is_due, term_gradients
-from stillroom.engine.recover import is_sound, roll_back_unsound, take_snapshot
+from stillroom.engine.recover import holds, is_sound, keep_snapshot, take_snapshot
 from stillroom.engine.routing import look_after_router
 from stillroom.engine.run import Run
 from stillroom.engine.state import RunState, capture, weights_of
@@ -66,7 +66,10 @@ def training(run: Run, state: RunState, stop: Stop) -> Iterator[StepOutcome]:
     """Train until the schedule ends. Yields after each attempted step, refused ones included."""
     run.student.train()
     start, already = time.monotonic(), state.seconds
-    if not (is_sound(run) and take_snapshot(run, state)):
+    run.reach.begin(run)
+    if state.applied > 0:
+        keep_snapshot(run, state)
+    elif not (is_sound(run) and take_snapshot(run, state)):
         run.log.write("note", text="the student is not finite before the first step")
     if state.applied == 0:
         save_checkpoint(run, state)
@@ -105,8 +108,9 @@ def after_applied_step(run: Run, state: RunState, outcome: StepOutcome) -> None:
     is_save = is_last or state.applied % (run.config.train.save_steps or eval_interval(run)) == 0
     # A NaN in the row of a token that no batch contained shows in no loss: before anything is kept, look.
     is_snapshot = state.applied % run.config.guard.snapshot_steps == 0
-    if (is_eval or is_save or is_snapshot) and not is_sound(run):
-        roll_back_unsound(run, state, outcome.evidence)
+    # Before the first snapshot the statistics are few: look after 1, 2, 4, 8 ... steps.
+    is_early = state.applied < run.config.guard.snapshot_steps and state.applied.bit_count() == 1
+    if (is_eval or is_save or is_snapshot or is_early) and not holds(run, state, outcome.evidence):
         return
     if run.router is not None and (is_eval or is_save or is_snapshot):
         look_after_router(run, state, is_eval=is_eval)
@@ -163,7 +167,12 @@ def is_better(result: Evaluation, state: RunState) -> bool:
 
 
 def judge_student(run: Run, state: RunState, result: Evaluation) -> None:
-    """Keep the student if it is the best so far; end the run if it has not been for long enough."""
+    """Keep the student if it is the best so far; end the run if it has not been for long enough.
+
+    The student before training is judged first: whatever comes later must beat it.
+    """
+    is_scored = math.isfinite(result.perplexity) and not result.unscored_tokens
+    state.last_perplexity = result.perplexity if is_scored else None
     if is_better(result, state):
         state.best_perplexity, state.best_step = result.perplexity, state.applied
         state.evaluations_since_best = 0
