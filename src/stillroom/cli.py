@@ -172,7 +172,7 @@ def data(
     from stillroom.data.preview import preview
     from stillroom.models.load import has_tokenizer, load_tokenizer
 
-    if not has_tokenizer(model):
+    if not has_tokenizer(config.student, model):
         raise ConfigError(f"{model} brings no tokenizer", advice=["name the model whose tokenizer a run would use"])
     tokenizer = load_tokenizer(config.student, model)
     result = preview(config.data, tokenizer, num_rows=rows if rows is not None else 100 if as_json else 5)

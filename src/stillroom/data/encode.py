@@ -27,7 +27,7 @@ from stillroom.errors import DataError
 Ints = npt.NDArray[np.int64]
 
 # Put before the rest of a text so that a tokenizer does not take it for a beginning, which some mark with a space.
-_ANCHORS = ("\n", "|", ".", "0", "x", "\u4e00")
+_ANCHORS = ("\n", "|", ".", "0", "a", "e", "x", "\u4e00")
 _BATCH_CHARACTERS = 1 << 20  # bounds the memory of offsets, which are Python tuples
 
 
@@ -110,10 +110,22 @@ def bytes_between(text: str, ends: Ints) -> npt.NDArray[np.int32]:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Tokens of one text and the character at which each ends."""
+    """Tokens of one text, and the characters at which each starts and ends as the tokenizer says.
+
+    A tokenizer that marks the beginning of a text may give the mark the first character too: of `\u2581` and `qu` both
+    start at 0, and the first ends at 1.
+    """
 
     ids: list[int]
     ends: Ints
+    starts: Ints
+
+    def straddled(self, borders: Ints) -> Ints:
+        """The borders at which no token ends, or that lie inside a token."""
+        earliest = np.append(np.minimum.accumulate(self.starts[::-1])[::-1], np.iinfo(np.int64).max)
+        is_inside = earliest[np.searchsorted(self.ends, borders, side="right")] < borders
+        found: Ints = borders[is_inside | ~np.isin(borders, self.ends)]
+        return found
 
 
 @dataclass(frozen=True)
@@ -179,11 +191,10 @@ class Encoder:
             return piece, np.empty(0, np.bool_)
         if len(flags) > 1 and not self.tokenizer.is_fast:
             return self._segment_wise(record)
-        straddled = np.setdiff1d(borders[:-1], piece.ends)
-        if len(straddled):
+        if len(straddled := piece.straddled(borders[:-1])):
             piece = self._cut_at(record, piece, straddled, borders[:-1])
         is_scored = flags[np.searchsorted(borders, piece.ends, side="left")]
-        if len(straddled := np.setdiff1d(borders[:-1], piece.ends)):
+        if len(straddled := piece.straddled(borders[:-1])):
             holds_both = np.unique(np.searchsorted(piece.ends, straddled, side="right"))
             is_scored[holds_both] = False
             self.tally.counters["straddling_tokens"] += len(holds_both)
@@ -195,11 +206,14 @@ class Encoder:
             texts = [record.text[start:end] for start, end in itertools.pairwise([0, *cuts, len(record.text)])]
             pieces = [self._pieces(texts[:1], keeps_special=record.has_template)[0]]
             pieces += [self._continued(text, keeps_special=record.has_template) for text in texts[1:]]
-            ends = [piece.ends + start for piece, start in zip(pieces, [0, *cuts], strict=True)]
-            piece = _Piece([token for piece in pieces for token in piece.ids], np.concatenate(ends))
-            is_parted = bool(np.isin(borders, piece.ends).all())
-            if is_parted and spell(self.tokenizer, piece.ids) == spell(self.tokenizer, whole.ids):
-                return piece
+            joined = _Piece(
+                [token for piece in pieces for token in piece.ids],
+                np.concatenate([piece.ends + start for piece, start in zip(pieces, [0, *cuts], strict=True)]),
+                np.concatenate([piece.starts + start for piece, start in zip(pieces, [0, *cuts], strict=True)]),
+            )
+            said = (spell(self.tokenizer, whole.ids), record.text)
+            if not len(joined.straddled(borders)) and spell(self.tokenizer, joined.ids) in said:
+                return joined
         return whole
 
     def _continued(self, text: str, *, keeps_special: bool) -> _Piece:
@@ -207,9 +221,9 @@ class Encoder:
         for anchor in _ANCHORS:
             piece = self._pieces([anchor + text], keeps_special=keeps_special)[0]
             first = int(np.searchsorted(piece.ends, len(anchor), side="right"))
-            if first and piece.ends[first - 1] == len(anchor):
-                return _Piece(piece.ids[first:], piece.ends[first:] - len(anchor))
-        return _Piece([], np.empty(0, np.int64))
+            if first and not len(piece.straddled(np.array([len(anchor)]))):
+                return _Piece(piece.ids[first:], piece.ends[first:] - len(anchor), piece.starts[first:] - len(anchor))
+        return _Piece([], np.empty(0, np.int64), np.empty(0, np.int64))
 
     def _segment_wise(self, record: Record) -> tuple[_Piece, npt.NDArray[np.bool_]]:
         """For a tokenizer without offsets: the tokens that each segment adds to those of the text before it."""
@@ -229,7 +243,7 @@ class Encoder:
         is_scored = np.repeat([flag for _, flag in record.segments], np.diff(cuts))
         is_scored[straddling] = False
         self.tally.counters["straddling_tokens"] += len(straddling)
-        return _Piece(ids, ends), is_scored
+        return _Piece(ids, ends, ends), is_scored
 
     def _finished(self, record: Record, piece: _Piece, is_scored: npt.NDArray[np.bool_]) -> _Document:
         """The document with its opening and its end mark, unless a template wrote them already.
@@ -264,9 +278,13 @@ class Encoder:
         )
         rows = [list(ids) for ids in answer["input_ids"]]
         if not self.tokenizer.is_fast:
-            return [_Piece(ids, even_ends(text, len(ids))) for text, ids in zip(texts, rows, strict=True)]
+            shared = [even_ends(text, len(ids)) for text, ids in zip(texts, rows, strict=True)]
+            return [_Piece(ids, ends, ends) for ids, ends in zip(rows, shared, strict=True)]
         offsets = answer["offset_mapping"]
-        return [_Piece(ids, token_ends(text, where)) for text, ids, where in zip(texts, rows, offsets, strict=True)]
+        return [
+            _Piece(ids, token_ends(text, where), np.array([start for start, _ in where], dtype=np.int64))
+            for text, ids, where in zip(texts, rows, offsets, strict=True)
+        ]
 
 
 def _num_alike(left: Sequence[int], right: Sequence[int]) -> int:
