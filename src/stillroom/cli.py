@@ -161,7 +161,7 @@ def data(
     spec: Annotated[str, typer.Argument(help="file, glob, hf:NAME, or builtin:stdlib")],
     model: Annotated[str, typer.Option(help="whose tokenizer and chat template: folder, hub id, builtin:teacher")],
     rows: Annotated[int | None, typer.Option(min=0, help="documents to show, 0: all; else 5, as JSON 100")] = None,
-    max_length: Annotated[int | None, typer.Option(help="tokens in a row of training")] = None,
+    max_length: Annotated[int | None, typer.Option(help="tokens in a row: show what fits")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="any setting, e.g. data.packing=rows")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -175,7 +175,8 @@ def data(
     if not has_tokenizer(config.student, model):
         raise ConfigError(f"{model} brings no tokenizer", advice=["name the model whose tokenizer a run would use"])
     tokenizer = load_tokenizer(config.student, model)
-    result = preview(config.data, tokenizer, num_rows=rows if rows is not None else 100 if as_json else 5)
+    num_rows = rows if rows is not None else 100 if as_json else 5
+    result = preview(config.data, tokenizer, num_rows=num_rows, cuts="data.max_length" in overrides)
     result = {"data": config.data.train, "model": model, **result}
     if as_json:
         _print_json(result)

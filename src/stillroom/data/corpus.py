@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -17,7 +17,7 @@ from stillroom.config.schema import DataConfig
 from stillroom.data.chat import PlainChat, TemplateChat
 from stillroom.data.encode import Encoded, Encoder, Tokenizer
 from stillroom.data.packing import Rows, pack
-from stillroom.data.records import BadRecord, Record, Segments, Shaper, Tally, Unusable, content_key
+from stillroom.data.records import Record, Segments, Shaper, Tally, Unusable, content_key
 from stillroom.data.sources import HUB_PREFIX, pieces_of, read_files, read_hub
 from stillroom.errors import DataError
 from stillroom.yardsticks import MIN_DOCUMENTS
@@ -51,8 +51,6 @@ class Corpus:
     evaluation: Rows
     notes: tuple[str, ...]
     counters: dict[str, int]
-    shapes: dict[str, int] = field(default_factory=dict)  # records by the fields they were read from
-    bad: tuple[BadRecord, ...] = ()  # the first that were left out
 
 
 def open_data(config: DataConfig, tokenizer: Tokenizer) -> Corpus:
@@ -76,10 +74,15 @@ def open_eval(spec: str, tokenizer: Tokenizer, config: DataConfig) -> Corpus:
     return _packed([], _Reader(config, tokenizer, tally).evaluation(spec), config, tokenizer, tally)
 
 
-def open_training(config: DataConfig, tokenizer: Tokenizer) -> Corpus:
-    """Read all of `config.train` that may be trained on, before any share of it is held out. `evaluation` is empty."""
+def encode_training(config: DataConfig, tokenizer: Tokenizer) -> tuple[Encoded, Rows, Tally]:
+    """All of `config.train` that may be trained on, before any share is held out: documents, rows, and what was met."""
     tally = Tally()
-    return _packed(_Reader(config, tokenizer, tally).training(config.train), [], config, tokenizer, tally)
+    records = _Reader(config, tokenizer, tally).training(config.train)
+    encoded = Encoder(tokenizer, tally, config.bos)(records)
+    rows = pack(encoded, _train_packing(config, encoded, tally), config.max_length, tally)
+    _tell_cut("train", encoded, config.max_length, tally)
+    _tell_counts(tally)
+    return encoded, rows, tally
 
 
 def _packed(
@@ -106,8 +109,7 @@ def _packed(
     _tell_scoring(sides["eval"], config.max_length, tally)
     _tell_counts(tally)
     counters = {name: tally.counters[name] for name in sorted({*COUNTERS, *tally.counters})}
-    shapes = dict(sorted(tally.shapes.items()))
-    return Corpus(sides["train"], sides["eval"], tuple(tally.notes), counters, shapes, tuple(tally.bad))
+    return Corpus(sides["train"], sides["eval"], tuple(tally.notes), counters)
 
 
 def _train_packing(config: DataConfig, encoded: Encoded, tally: Tally) -> Literal["blocks", "rows"]:

@@ -47,9 +47,9 @@ class Rows:
         return len(self._starts)
 
     @property
-    def encoded(self) -> Encoded:
-        """The documents that the rows are cut from."""
-        return self._encoded
+    def is_used(self) -> npt.NDArray[np.bool_]:
+        """[T] Which tokens stand in a row."""
+        return _is_covered(len(self._encoded.ids), self._starts, self._ends)
 
     @property
     def groups(self) -> tuple[str, ...]:

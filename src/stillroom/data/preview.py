@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from stillroom.config.schema import DataConfig
-from stillroom.data.corpus import Corpus, open_training
+from stillroom.data.corpus import encode_training
 from stillroom.data.encode import Encoded, Tokenizer, spell
 
 Pieces = list[tuple[str, bool]]  # (text, is scored), in reading order
@@ -30,42 +31,42 @@ _LEFT_OUT = (
     "answers_without_end_mark",
     "ignored_tools",
     "straddling_tokens",
+    "truncated_records",
     "truncated_tokens",
+    "truncated_targets",
     "rows_without_targets",
 )
 
 
-def preview(config: DataConfig, tokenizer: Tokenizer, *, num_rows: int) -> dict[str, Any]:
-    """A summary of `config.train`, and its first `num_rows` documents in pieces (0: all)."""
-    corpus = open_training(config, tokenizer)
-    encoded = corpus.train.encoded
-    num_shown = min(num_rows or encoded.num_documents, encoded.num_documents)
+def preview(config: DataConfig, tokenizer: Tokenizer, *, num_rows: int, cuts: bool = False) -> dict[str, Any]:
+    """A summary of `config.train`, and its first `num_rows` documents in pieces (0: all).
+
+    Documents are shown whole; `cuts` shows only what `config.max_length` leaves of them. The summary always says how
+    much that is.
+    """
+    encoded, rows, tally = encode_training(config, tokenizer)
     num_scored = int(encoded.is_scored.sum())
+    is_shown = rows.is_used if cuts else np.ones(len(encoded.ids), np.bool_)
+    shown = (_row(encoded, number, tokenizer, is_shown) for number in range(encoded.num_documents))
     return {
-        "shapes": corpus.shapes,
+        "shapes": dict(tally.shapes),
         "documents": encoded.num_documents,
         "tokens": len(encoded.ids),
         "scored_tokens": num_scored,
         "scored_share": num_scored / max(len(encoded.ids), 1),
         "lengths": _lengths(np.diff(encoded.bounds)),
-        "packing": config.packing,
         "max_length": config.max_length,
-        "training_rows": len(corpus.train),
-        "left_out": _left_out(corpus),
-        "bad_records": [{"where": bad.where, "why": bad.why} for bad in corpus.bad],
-        "notes": list(corpus.notes),
-        "rows": [_row(encoded, number, tokenizer, _limit(config)) for number in range(num_shown)],
+        "training_rows": len(rows),
+        "left_out": {name: tally.counters[name] for name in _LEFT_OUT if tally.counters[name]},
+        "bad_records": [{"where": bad.where, "why": bad.why} for bad in tally.bad],
+        "notes": list(tally.notes),
+        "rows": list(itertools.islice((row for row in shown if row["tokens"]), num_rows or None)),
     }
 
 
-def _limit(config: DataConfig) -> int | None:
-    """Tokens of a document that a row holds; in blocks a document goes on in the next row."""
-    return config.max_length + 1 if config.packing == "rows" else None
-
-
-def _row(encoded: Encoded, number: int, tokenizer: Tokenizer, limit: int | None) -> dict[str, Any]:
+def _row(encoded: Encoded, number: int, tokenizer: Tokenizer, is_shown: npt.NDArray[np.bool_]) -> dict[str, Any]:
     here = slice(int(encoded.bounds[number]), int(encoded.bounds[number + 1]))
-    ids, is_scored = encoded.ids[here][:limit].tolist(), encoded.is_scored[here][:limit].tolist()
+    ids, is_scored = encoded.ids[here][is_shown[here]].tolist(), encoded.is_scored[here][is_shown[here]].tolist()
     return {
         "id": encoded.names[number],
         "tokens": len(ids),
@@ -101,7 +102,3 @@ def _lengths(counts: Any) -> dict[str, int]:
         return {}
     low, middle, high, top = np.quantile(counts, [0, 0.5, 0.9, 1], method="nearest").tolist()
     return {"shortest": int(low), "median": int(middle), "ninth_decile": int(high), "longest": int(top)}
-
-
-def _left_out(corpus: Corpus) -> dict[str, int]:
-    return {name: corpus.counters[name] for name in _LEFT_OUT if corpus.counters.get(name)}

@@ -42,15 +42,14 @@ def summary_lines(result: Fields) -> list[str]:
     shapes = ", ".join(f"{clean(name)} ({count:,})" for name, count in section(result, "shapes").items())
     lengths = section(result, "lengths")
     spread = ", ".join(f"{name.replace('_', ' ')} {show(lengths, name, format_count)}" for name in lengths)
-    packing, max_length = clean(result.get("packing")), show(result, "max_length", format_count)
     lines = [
         f"data      {clean(result.get('data'))}",
         f"model     {clean(result.get('model'))}",
         f"shape     {shapes or '-'}",
         f"length    {show(result, 'tokens', format_count)} tokens in {show(result, 'documents', format_count)} "
         f"documents: {spread}",
-        f"rows      {show(result, 'training_rows', format_count)} for training, packed as {packing} of up to "
-        f"{max_length} tokens",
+        f"rows      {show(result, 'training_rows', format_count)} for training, of up to "
+        f"{show(result, 'max_length', format_count)} tokens",
         f"scored    {show(result, 'scored_tokens', format_count)} tokens, "
         f"{show(result, 'scored_share', format_percent)} of all",
     ]
