@@ -20,6 +20,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from jinja2 import TemplateError
+
 from stillroom.data.alignment import Aligned, Place, Span, after_mark, align, common_start, generated_spans, messages_of
 from stillroom.data.encode import Tokenizer
 from stillroom.data.records import Segments, Tally, Turn, Unusable, is_blank
@@ -109,7 +111,11 @@ class TemplateChat:
         if self._is_compared or "strftime_now" in self._printer.source:
             return
         self._is_compared = True
-        if (own := str(self.tokenizer.apply_chat_template(messages, tokenize=False))) != whole:
+        try:
+            own = str(self.tokenizer.apply_chat_template(messages, tokenize=False))
+        except (TemplateError, TypeError, ValueError) as error:
+            own = f"an error: {error}"
+        if own != whole:
             start = len(common_start(own, whole))
             raise DataError(
                 f"the tokenizer prints chats otherwise than its template: {own[start : start + 40]!r} in place of "
@@ -204,7 +210,10 @@ class TemplateChat:
         if in_parts not in self._usual_marks:
             closes = "\U000f0000"
             turns = [_QUESTION, Turn("assistant", f"y{closes}")]
-            self._usual_marks[in_parts] = self._asked_mark(turns, closes, frozenset(closes), in_parts=in_parts) or ""
+            mark = self._asked_mark(turns, closes, frozenset(closes), in_parts=in_parts)
+            self._usual_marks[in_parts] = mark or ""
+            if mark == "":
+                self.tally.note("the chat template ends answers with no mark: only the last one of a chat has an end")
         return self._usual_marks[in_parts]
 
     def _asked_mark(self, turns: Sequence[Turn], closes: str, marks: frozenset[str], *, in_parts: bool) -> str | None:
