@@ -13,7 +13,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import tiny
+from stillroom.config import load_config
 from stillroom.config.schema import ShrinkConfig
+from stillroom.engine.distill import distill
 from stillroom.errors import ConfigError
 from stillroom.models.attention import attend_causally
 from stillroom.models.layer_config import find_period
@@ -255,3 +257,16 @@ def test_a_period_says_exactly_which_layers_are_marked() -> None:
             assert [place % found[0] == found[1] for place in range(9)] == marks
     assert find_period([True, True, False]) is None
     assert find_period([False, False]) == (3, 2)
+
+
+def test_a_run_cuts_a_state_space_teacher_and_leaves_an_ordinary_student(tmp_path: Path) -> None:
+    folder = tmp_path / "world"
+    teacher_of("mamba").save_pretrained(folder / "teacher")
+    tiny.tokenizer().save_pretrained(folder / "teacher")
+    tiny.save_text(folder / "train.jsonl", 80)
+    over = {**tiny.settings(folder), "student.model": "builtin:student", "student.init": "shrink"}
+    over |= {"student.shrink.layers": 3, "train.max_steps": 2, "eval.max_batches": 1}
+    result = distill(load_config(overrides=over), tmp_path / "run", device="cpu")
+    assert result.summary["student"]["perplexity"] < result.summary["student_before"]["perplexity"]
+    student = AutoModelForCausalLM.from_pretrained(result.folder / "student")
+    assert type(student).__name__ == "MambaForCausalLM" and len(layers(student)) == 3
