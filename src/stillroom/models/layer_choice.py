@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from stillroom.config.schema import ShrinkConfig
 from stillroom.errors import BrokenAtStart, ConfigError
 from stillroom.models.bypass import Bypass, blocks_of, cannot_be_cut
-from stillroom.models.passages import Passage, finite, num_scored
+from stillroom.models.passages import Passage, finite, num_positions, num_scored
 
 Method = Literal["loss", "influence", "even", "given", "all"]
 
@@ -114,7 +114,7 @@ def take_method(
         )
     if wanted.method != "auto":
         return wanted.method, ""
-    cost = cost_of_loss(teacher, number, num_scored(texts))
+    cost = cost_of_loss(teacher, number, num_positions(texts))
     device = next(teacher.parameters()).device.type
     budget = BUDGET_CPU if device == "cpu" else BUDGET_GPU
     priced = f"by loss it takes about {cost:.1e} floating-point operations, and the limit on {device} is {budget:.0e}"
@@ -123,8 +123,11 @@ def take_method(
     return "influence", f"student.shrink.method = auto took influence: {priced}; set it to 'loss' to spend them"
 
 
-def cost_of_loss(teacher: Any, number: int, num_tokens: int) -> float:
-    """Floating-point operations of a choice by loss. All experts of a mixture count, so there it is an upper bound."""
+def cost_of_loss(teacher: Any, number: int, num_read: int) -> float:
+    """Floating-point operations of a choice by loss on so many positions, scored or not.
+
+    All experts of a mixture count, so there it is an upper bound.
+    """
     blocks = blocks_of(teacher)
     layer = sum(parameter.numel() for block in blocks for parameter in block.parameters()) / len(blocks)
     head = int(teacher.get_output_embeddings().weight.numel())
@@ -132,7 +135,7 @@ def cost_of_loss(teacher: Any, number: int, num_tokens: int) -> float:
     for kept in range(len(blocks), number, -1):
         # One pass through all; then for each layer its successors, which are half of them on average.
         total += kept * layer + head + kept * ((kept - 1) / 2 * layer + head)
-    return 2.0 * num_tokens * total
+    return 2.0 * num_read * total
 
 
 # -- by loss ---------------------------------------------------------------------------------------------
@@ -215,14 +218,14 @@ def by_influence(teacher: Any, number: int, texts: Sequence[Passage], fits: Fits
             bypass.logits(text.ids)
         for layer, (given, gave) in heard.items():
             sums[layer] += float((1.0 - F.cosine_similarity(given.float(), gave.float(), dim=-1)).sum())
-    num_positions = sum(text.ids.shape[1] for text in texts)
-    influence = {layer: finite(total / num_positions) for layer, total in sums.items()}
+    count = num_positions(texts)
+    influence = {layer: finite(total / count) for layer, total in sums.items()}
     kept = list(influence)
     while len(kept) > number:
         kept.remove(_first_that_fits(teacher, kept, influence, fits, number))
     gone = max((influence[layer] for layer in influence if layer not in kept), default=0.0)
     why = (
-        f"those that change the hidden states most over {num_positions:,} positions: the lowest 1 - cosine of those "
+        f"those that change the hidden states most over {count:,} positions: the lowest 1 - cosine of those "
         f"kept is {min(influence[layer] for layer in kept):.3f}, the highest of the others {gone:.3f}"
     )
     return Choice(tuple(kept), "influence", (why,))
