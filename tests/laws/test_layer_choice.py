@@ -178,6 +178,12 @@ def test_a_method_that_needs_text_is_refused_without(method: Any) -> None:
     assert caught.value.where == "student.shrink.method" and caught.value.advice
 
 
+def test_a_method_that_has_nothing_to_choose_is_said_to_be_unused() -> None:
+    for wanted in (ShrinkConfig(layers=(0, 2), method="loss"), ShrinkConfig(method="loss")):
+        assert "student.shrink.method = loss is not read" in " ".join(cut(teacher_of(), wanted, [batch()]).notes)
+    assert "is not read" not in " ".join(cut(teacher_of(), ShrinkConfig(layers=(0, 2))).notes)
+
+
 # -- runs ------------------------------------------------------------------------------------------------
 
 

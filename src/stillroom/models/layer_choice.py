@@ -84,14 +84,16 @@ def choose_layers(
     num_layers = len(blocks_of(teacher))
     settled = settled_layers(wanted.layers, num_layers)
     if settled is not None:
-        return Choice(settled, "all" if len(settled) == num_layers else "given")
+        unused = f"student.shrink.method = {wanted.method} is not read: there is nothing to choose among the layers"
+        method: Method = "all" if len(settled) == num_layers else "given"
+        return Choice(settled, method, () if wanted.method == "auto" else (unused,))
     assert isinstance(wanted.layers, int)
-    method, why = take_method(teacher, wanted, wanted.layers, texts)
-    if method != "even":
-        tell(f"choosing {wanted.layers} of {num_layers} layers by {method} on {num_scored(texts):,} tokens")
-    if method == "even":
+    taken, why = take_method(teacher, wanted, wanted.layers, texts)
+    if taken != "even":
+        tell(f"choosing {wanted.layers} of {num_layers} layers by {taken} on {num_scored(texts):,} tokens")
+    if taken == "even":
         found = Choice(evenly_spaced(wanted.layers, num_layers), "even", ("at equal steps from the first to the last",))
-    elif method == "influence":
+    elif taken == "influence":
         found = by_influence(teacher, wanted.layers, texts, fits)
     else:
         found = by_loss(teacher, wanted.layers, texts, fits, tell)

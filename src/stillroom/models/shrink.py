@@ -39,8 +39,9 @@ class Cut:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        reasons = (f"layers kept by {self.choice.method}: {text}" for text in self.choice.why)
-        return (self.told, *reasons)
+        if self.choice.method in ("all", "given"):
+            return (self.told, *self.choice.why)
+        return (self.told, *(f"layers kept by {self.choice.method}: {text}" for text in self.choice.why))
 
 
 def cut(
