@@ -21,6 +21,7 @@ from stillroom.engine.outcome import DONE, FINISHED, doubts, how_it_ended
 from stillroom.engine.routing import begin_router, finish_router
 from stillroom.engine.run import Run
 from stillroom.engine.samples import make_samples
+from stillroom.engine.scale import find_loss_scale
 from stillroom.engine.state import RunState, capture, restore
 from stillroom.errors import BrokenAtStart, ConfigError, NoBetterStudent, StillroomError
 from stillroom.evaluate import Evaluation, evaluate
@@ -133,6 +134,7 @@ def _carry(run: Run, state: RunState, saved: Saved | None) -> Result:
         run.initial = capture(run, state).copied()
     if saved is None:
         first_forward(run, state)
+        find_loss_scale(run, state)
     stop = Stop(run.config.train.max_minutes)
     with stop.on_signals():
         for _outcome in training(run, state, stop):
