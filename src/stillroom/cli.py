@@ -174,13 +174,14 @@ def generate(
 def replay(
     run: Annotated[Path, typer.Argument(help="folder of a run")],
     step: Annotated[int, typer.Argument(help="step of a quarantined batch")],
+    attempt: Annotated[int | None, typer.Option(help="which, where the step has several")] = None,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Run a quarantined batch again and say where it goes wrong."""
     from stillroom.engine.replay import replay as again
 
-    result = again(run, step, device=device)
+    result = again(run, step, attempt_number=attempt, device=device)
     if as_json:
         _print_json(result)
         return
