@@ -20,7 +20,7 @@ LAYERS = [
     {"teachers", "telemetry"},
     {"evaluate", "checkpoint"},
     {"engine"},
-    {"report", "assess", "demo"},
+    {"report", "assess", "demo", "ends"},
     {"cli", "__main__", "__init__"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}

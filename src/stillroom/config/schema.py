@@ -183,7 +183,7 @@ class TrainConfig(Section):
     max_grad_norm: Annotated[float, Field(gt=0)] = Field(1.0, description="gradients are clipped to this norm")
     eval_steps: Annotated[int, Field(ge=0)] = Field(0, description="0: up to ten evaluations over the run")
     save_steps: Annotated[int, Field(ge=0)] = Field(0, description="0: as often as evaluation")
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     early_stopping: Annotated[int, Field(ge=0)] = Field(
         0, description="stop after this many evaluations without a better student; 0: never"
     )
