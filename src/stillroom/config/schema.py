@@ -201,7 +201,7 @@ class TrainConfig(Section):
     )
     eval_steps: Annotated[int, Field(ge=0)] = Field(0, description="0: up to ten evaluations over the run")
     save_steps: Annotated[int, Field(ge=0)] = Field(0, description="0: as often as evaluation")
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     early_stopping: Annotated[int, Field(ge=0)] = Field(
         0, description="stop after this many evaluations without a better student; 0: never"
     )
@@ -251,7 +251,7 @@ class GuardConfig(Section):
     )
     snapshot_steps: Annotated[int, Field(ge=1)] = Field(
         50,
-        description="applied steps between snapshots; before the first the state is looked at after 1, 2, 4, 8 ... steps",
+        description="applied steps between snapshots; before the first the state is checked after 1, 2, 4 ... steps",
     )
     snapshot_ring: Annotated[int, Field(ge=1)] = Field(2, description="snapshots kept in memory")
     learning_rate_backoff: Annotated[float, Field(gt=0, le=1)] = Field(
