@@ -13,14 +13,14 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src" / "stillroom"
 
 LAYERS = [
-    {"errors"},
+    {"errors", "files"},
     {"types", "config"},
     {"numerics", "curriculum", "schedule", "guard", "builtin", "yardsticks"},
     {"objectives", "precision", "data", "models"},
     {"teachers", "telemetry"},
     {"evaluate", "checkpoint"},
     {"engine"},
-    {"report", "assess", "demo"},
+    {"report", "assess", "demo", "ends"},
     {"cli", "__main__", "__init__"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}

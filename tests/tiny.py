@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +193,23 @@ def save_trained(path: Path, family: str = "llama", *, steps: int = 120, **size:
 def save_text(path: Path, count: int = 300, seed: int = 0) -> Path:
     path.write_text("\n".join(json.dumps({"text": line}) for line in sentences(count, seed)) + "\n", encoding="utf-8")
     return path
+
+
+def in_child(work: Callable[[], object]) -> int:
+    """Do something in a copy of this process, to be killed in the middle. Answers with its end: -9 for SIGKILL.
+
+    A fork spares the import of torch; torch is single-threaded in tests, so nothing is left locked in the copy.
+    """
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+        except BaseException:  # noqa: BLE001 - a child must never run the rest of the tests
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    _pid, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status)
 
 
 def settings(folder: Path, **over: Any) -> dict[str, Any]:

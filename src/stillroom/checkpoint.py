@@ -4,6 +4,10 @@ A checkpoint is written into a temporary folder, flushed to the disk file by fil
 sha256 sums, and renamed into place: it is there whole or not at all. It is read back only if every sum
 holds; otherwise the one before is tried. The sums guard against damage, not against an attacker.
 
+A rollback begins another line of the run: what was saved of the line before, after the step it went back to, is
+abandoned and never read again. A mark says so from the first moment and stays until a checkpoint of the new line is
+whole, so a kill in between resumes the new line and not the abandoned one.
+
 Tensors are safetensors, the rest is JSON. Nothing is pickled.
 """
 
@@ -15,7 +19,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,10 +30,14 @@ from safetensors.torch import save as to_safetensors
 from torch import Tensor
 
 from stillroom.errors import CannotSave, CheckpointUnusable
+from stillroom.files import TEMPORARY, flush_folder, mend, reason_of, remove_folder, swap_in, write_atomically
+from stillroom.files import write_durably as _write
 
 FORMAT = 1
 _NAME = re.compile(r"^step-(\d{6,})$")
-_TEMPORARY = ".tmp-"
+_MARK = "rollback.json"
+# What reading a damaged checkpoint can raise: files, JSON of any shape, safetensors.
+_DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError)
 
 TensorGroups = Mapping[str, Mapping[str, Tensor]]
 
@@ -42,6 +50,7 @@ class Saved:
     tensors: TensorGroups
     scalars: Mapping[str, Any]
     rejected: tuple[str, ...] = ()  # newer checkpoints that did not verify, with the reason
+    line: int = 0  # rollbacks before it was saved
 
     def copied(self) -> Saved:
         """The same state with nothing shared: later steps cannot change it."""
@@ -52,8 +61,22 @@ class Saved:
         return Saved(self.step, tensors, json.loads(json.dumps(self.scalars)))
 
 
+@dataclass(frozen=True)
+class Mark:
+    """A rollback whose new line has no checkpoint yet: where it went back to, and what it must not forget."""
+
+    line: int
+    to: int  # step of the state it returned to
+    history: Mapping[str, Any]
+
+
 def _nothing(_point: str) -> None:
     """The default for `at_point`: real runs do nothing there."""
+
+
+def _complete(_saved: Saved) -> str:
+    """The default for `lacks`: whatever verifies is accepted."""
+    return ""
 
 
 class CheckpointStore:
@@ -62,6 +85,7 @@ class CheckpointStore:
     def __init__(self, folder: Path, keep: int = 2, at_point: Callable[[str], None] = _nothing) -> None:
         self.folder = folder
         self.keep = keep
+        self.line = 0  # rollbacks of the run so far
         self.at_point = at_point  # called between the stages of a save, so that a test can kill us there
 
     # -- writing -----------------------------------------------------------------------------------------
@@ -69,22 +93,20 @@ class CheckpointStore:
     def save(self, step: int, tensors: TensorGroups, scalars: Mapping[str, Any]) -> Path:
         """Write a checkpoint and prune old ones. An older checkpoint is never touched before the new one is whole."""
         final = self.folder / f"step-{step:06d}"
-        temporary = self.folder / f"{_TEMPORARY}{final.name}-{os.getpid()}"
+        temporary = self.folder / f"{TEMPORARY}{final.name}-{os.getpid()}"
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(exist_ok=True)  # in a run's folder, which is not made again where it was deleted
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
             self._fill(temporary, step, tensors, scalars)
             self.at_point("before_rename")
-            if final.exists():  # a rerun after a rollback reached the same step again
-                shutil.rmtree(final)
-            temporary.rename(final)
-            _flush_folder(self.folder)
+            swap_in(temporary, final)
             self.at_point("after_rename")
+            self._retire()
         except OSError as error:
             shutil.rmtree(temporary, ignore_errors=True)
             raise CannotSave(
-                f"cannot write the checkpoint of step {step}: {error.strerror or error}",
+                f"cannot write the checkpoint of step {step}: {reason_of(error)}",
                 where=str(self.folder),
                 advice=[
                     "free some space on that disk, then `stillroom resume` the run",
@@ -101,40 +123,96 @@ class CheckpointStore:
             sums[f"{group}.safetensors"] = _write(folder / f"{group}.safetensors", contents)
             self.at_point("while_writing")
         sums["state.json"] = _write(folder / "state.json", _json(scalars))
-        _write(folder / "manifest.json", _json({"format": FORMAT, "step": step, "files": sums}))
-        _flush_folder(folder)
+        manifest = {"format": FORMAT, "step": step, "line": self.line, "files": sums}
+        _write(folder / "manifest.json", _json(manifest))
+        flush_folder(folder)
 
     def prune(self, keep: int | None = None) -> None:
         """Remove all but the newest checkpoints; only folders that carry our name and our manifest."""
         for path in self._paths()[keep if keep is not None else self.keep :]:
-            if (path / "manifest.json").exists() and not path.is_symlink():
-                shutil.rmtree(path, ignore_errors=True)
+            if (path / "manifest.json").exists():
+                # One that cannot be removed is tried again at the next save.
+                with contextlib.suppress(OSError):
+                    remove_folder(path)
 
     def sweep(self) -> int:
-        """Remove what an interrupted save left behind. Returns how many folders that were."""
-        leftovers = [path for path in self.folder.glob(f"{_TEMPORARY}*") if path.is_dir() and not path.is_symlink()]
-        for path in leftovers:
-            shutil.rmtree(path, ignore_errors=True)
-        return len(leftovers)
+        """Undo or finish what a kill interrupted. Returns how many half-made folders that were."""
+        found = mend(self.folder)
+        self._retire()
+        return found
+
+    # -- rollbacks ---------------------------------------------------------------------------------------
+
+    def begin_line(self, line: int, to: int, history: Mapping[str, Any]) -> None:
+        """Abandon every checkpoint after step `to`, from this moment on, whatever happens next."""
+        self._retire()  # what an earlier rollback abandoned is judged by its own mark
+        try:
+            self.folder.mkdir(exist_ok=True)
+            write_atomically(self.folder / _MARK, _json({"line": line, "to": to, "history": history}))
+        except OSError as error:
+            raise CannotSave(
+                f"cannot note the rollback to step {to}: {reason_of(error)}",
+                where=str(self.folder),
+                advice=["free some space on that disk, then `stillroom resume` the run"],
+            ) from error
+        self.line = line
+        self.at_point("after_mark")
+
+    def mark(self) -> Mark | None:
+        """The rollback that has no checkpoint of its own yet, if there is one."""
+        try:
+            found = json.loads((self.folder / _MARK).read_bytes())
+            return Mark(int(found["line"]), int(found["to"]), dict(found["history"]))
+        except FileNotFoundError:
+            return None
+        except _DAMAGE as error:
+            raise CheckpointUnusable(
+                f"the note of a rollback cannot be read: {reason_of(error)}",
+                where=str(self.folder / _MARK),
+                advice=["restore the folder from a backup", "or begin again in another folder"],
+            ) from error
+
+    def _retire(self) -> None:
+        """Remove what was abandoned once the new line has a checkpoint, then the mark itself."""
+        mark = self.mark()
+        if mark is None:
+            return
+        lines = {path: _line(path) for path in self._named()}
+        if not any(line >= mark.line for line in lines.values()):
+            return
+        for path, line in lines.items():
+            if not mark_keeps(mark, line, _step(path)) and (path / "manifest.json").exists():
+                remove_folder(path)
+                self.at_point("while_retiring")
+        flush_folder(self.folder)
+        (self.folder / _MARK).unlink()
+        flush_folder(self.folder)
 
     # -- reading -----------------------------------------------------------------------------------------
 
     def steps(self) -> list[int]:
         """Steps that have a checkpoint folder, newest first; verified or not."""
-        return [int(path.name.removeprefix("step-")) for path in self._paths()]
+        return [_step(path) for path in self._paths()]
 
-    def load_newest(self, without: Collection[int] = ()) -> Saved | None:
-        """The newest checkpoint that verifies; None when there is none at all; an error when all are bad."""
+    def load_newest(self, without: Collection[int] = (), lacks: Callable[[Saved], str] = _complete) -> Saved | None:
+        """The newest checkpoint that verifies; None when there is none at all; an error when all are bad.
+
+        `lacks` names what a caller misses in a checkpoint whose sums hold; nothing where it is complete.
+        """
         rejected: list[str] = []
         for path in self._paths():
-            if int(path.name.removeprefix("step-")) in without:
+            if _step(path) in without:
                 continue
             try:
                 step, tensors, scalars = _read(path)
-            except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-                rejected.append(f"{path.name}: {error}")
+            except _DAMAGE as error:
+                rejected.append(f"{path.name}: {_said(error)}")
                 continue
-            return Saved(step, tensors, scalars, tuple(rejected))
+            found = Saved(step, tensors, scalars, tuple(rejected), _line(path))
+            missing = lacks(found)
+            if not missing:
+                return found
+            rejected.append(f"{path.name}: {missing}")
         if rejected:
             raise CheckpointUnusable(
                 "no checkpoint passes verification: " + "; ".join(rejected),
@@ -146,11 +224,50 @@ class CheckpointStore:
             )
         return None
 
+    def abandoned_best(self, step: int) -> Mapping[str, Tensor]:
+        """The best student's weights from a checkpoint of an abandoned line, if one holds that of this step."""
+        valid = set(self._paths())
+        for path in sorted(set(self._named()) - valid, key=_step, reverse=True):
+            try:
+                _number, tensors, scalars = _read(path)
+                if scalars["state"]["best_step"] == step and "best" in tensors:
+                    return tensors["best"]
+            except _DAMAGE:
+                continue  # it is abandoned in any case
+        return {}
+
     def _paths(self) -> list[Path]:
+        """Checkpoints that may be read, newest first."""
+        mark = self.mark()
+        lines = {path: _line(path) for path in self._named()}
+        kept = [path for path, line in lines.items() if mark is None or mark_keeps(mark, line, _step(path))]
+        return sorted(kept, key=lambda path: (lines[path], _step(path)), reverse=True)
+
+    def _named(self) -> list[Path]:
         if not self.folder.is_dir():
             return []
-        found = [path for path in self.folder.iterdir() if _NAME.match(path.name) and not path.is_symlink()]
-        return sorted(found, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
+        return [path for path in self.folder.iterdir() if _NAME.match(path.name) and not path.is_symlink()]
+
+
+def mark_keeps(mark: Mark, line: int, step: int) -> bool:
+    """Whether a checkpoint belongs to the line that a rollback began, or to the stretch before it."""
+    return line >= mark.line or step <= mark.to
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def _line(path: Path) -> int:
+    """The line a checkpoint was saved in. One whose manifest cannot be read is of none, and is rejected when read."""
+    try:
+        return int(json.loads((path / "manifest.json").read_bytes()).get("line", 0))
+    except _DAMAGE:
+        return -1
+
+
+def _said(error: BaseException) -> str:
+    return f"{error} is missing" if isinstance(error, KeyError) else reason_of(error)
 
 
 def _read(path: Path) -> tuple[int, TensorGroups, Mapping[str, Any]]:
@@ -174,55 +291,13 @@ def _json(values: Mapping[str, Any]) -> bytes:
     return json.dumps(values, allow_nan=False, sort_keys=True).encode("utf-8")
 
 
-def _write(path: Path, contents: bytes) -> dict[str, Any]:
-    with path.open("wb") as file:
-        file.write(contents)
-        file.flush()
-        os.fsync(file.fileno())
-    return {"sha256": hashlib.sha256(contents).hexdigest(), "bytes": len(contents)}
-
-
-def _flush_folder(folder: Path) -> None:
-    """Make a rename durable. Not every platform can open a folder; then the rename alone must do."""
-    with contextlib.suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
-
-def write_atomically(path: Path, contents: bytes) -> None:
-    """Replace a file as a whole: readers see the old one or the new one."""
-    temporary = path.with_name(f"{_TEMPORARY}{path.name}-{os.getpid()}")
-    _write(temporary, contents)
-    temporary.replace(path)
-
-
-@contextlib.contextmanager
-def replaced_folder(final: Path) -> Iterator[Path]:
-    """Fill a folder aside and swap it in when the body succeeds; the old one stays until then."""
-    temporary = final.with_name(f"{_TEMPORARY}{final.name}-{os.getpid()}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
-        yield temporary
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    retired = final.with_name(f"{_TEMPORARY}old-{final.name}-{os.getpid()}")
-    if final.exists():
-        final.rename(retired)
-    temporary.rename(final)
-    shutil.rmtree(retired, ignore_errors=True)
-
-
 class Snapshots(Protocol):
     """Good states to return to."""
 
     def keep(self, saved: Saved) -> None: ...
     def newest(self) -> Saved | None: ...
     def drop_newest(self) -> None: ...
+    def settle(self) -> None: ...
     def __len__(self) -> int: ...
 
 
@@ -245,6 +320,9 @@ class SnapshotRing:
         if self._states:
             self._states.pop()
 
+    def settle(self) -> None:
+        """Nothing to do: what was dropped is gone."""
+
     def __len__(self) -> int:
         return len(self._states)
 
@@ -264,6 +342,10 @@ class CheckpointSnapshots:
 
     def drop_newest(self) -> None:
         self._dropped.update([step for step in self.store.steps() if step not in self._dropped][:1])
+
+    def settle(self) -> None:
+        """What was dropped is abandoned on the disk as well: a later checkpoint of that step is another."""
+        self._dropped.clear()
 
     def __len__(self) -> int:
         return len([step for step in self.store.steps() if step not in self._dropped])

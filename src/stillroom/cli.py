@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -14,6 +15,7 @@ import typer
 
 from stillroom.config import load, parse_assignments, preset_names, preset_text, shortened
 from stillroom.config.faults import FAULTS
+from stillroom.ends import ending_politely, fault_of
 from stillroom.errors import ConfigError, NoBetterStudent, StillroomError
 
 if TYPE_CHECKING:
@@ -97,7 +99,7 @@ def distill(
 
         return run(loaded.config, folder, device=device, inject=inject, listeners=(view.handle,), notes=loaded.notes)
 
-    _run_and_report(job, as_json=as_json, progress=progress)
+    _run_and_report(job, folder, as_json=as_json, progress=progress)
 
 
 @app.command()
@@ -119,7 +121,7 @@ def resume(
             return resume_demo(run, device=device, max_minutes=max_minutes, listeners=listeners)
         return go_on(run, device=device, max_minutes=max_minutes, listeners=listeners)
 
-    _run_and_report(job, as_json=as_json, progress=progress)
+    _run_and_report(job, run, as_json=as_json, progress=progress)
 
 
 @app.command("eval")
@@ -166,6 +168,9 @@ def data(
     as_json: AsJson = False,
 ) -> None:
     """What would be trained on: shape, lengths, which characters are scored, what is left out and why."""
+    from stillroom.models.names import model_name
+
+    model = model_name(model)
     named = {"data.train": spec, "student.model": model, "data.max_length": max_length}
     overrides = {key: value for key, value in named.items() if value is not None} | parse_assignments(set_ or [])
     config = load(overrides=overrides).config
@@ -220,13 +225,14 @@ def generate(
 def replay(
     run: Annotated[Path, typer.Argument(help="folder of a run")],
     step: Annotated[int, typer.Argument(help="step of a quarantined batch")],
+    attempt: Annotated[int | None, typer.Option(help="which, where the step has several")] = None,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Run a quarantined batch again and say where it goes wrong."""
     from stillroom.engine.replay import replay as again
 
-    result = again(run, step, device=device)
+    result = again(run, step, attempt_number=attempt, device=device)
     if as_json:
         _print_json(result)
         return
@@ -261,26 +267,32 @@ def report(run: Annotated[Path, typer.Argument(help="folder of a run")]) -> None
 # -- shared ----------------------------------------------------------------------------------------------
 
 
-def _run_and_report(job: Callable[[Any], Result], *, as_json: bool, progress: bool) -> None:
+def _run_and_report(job: Callable[[Any], Result], folder: Path, *, as_json: bool, progress: bool) -> None:
     """Run a job with a view on its events, write the report, and end with the result."""
     from stillroom.telemetry.console import ConsoleView
 
     is_first = _num_processes() == 1 or os.environ.get("RANK", "0") == "0"
     failure: NoBetterStudent | None = None
-    with ConsoleView("quiet" if as_json or not is_first else "auto" if progress else "plain") as view:
-        try:
-            result = job(view)
-            folder, summary = result.folder, result.summary
-        except NoBetterStudent as error:  # a finished run with a report to write, and no success
-            failure, folder, summary = error, Path(str(error.folder)), dict(error.summary)
-        if is_first:  # the first of several processes speaks for all
-            from stillroom.report import write_report
+    try:
+        with ConsoleView("quiet" if as_json or not is_first else "auto" if progress else "plain") as view:
+            try:
+                result = job(view)
+                where, summary = result.folder, result.summary
+            except NoBetterStudent as error:  # a finished run with a report to write, and no success
+                failure, where, summary = error, Path(str(error.folder)), dict(error.summary)
+            if is_first:  # the first of several processes speaks for all
+                from stillroom.report import write_report
 
-            path = write_report(folder)
-            if as_json and failure is None:
-                _print_json({"folder": str(folder), **summary})
-            else:
-                view.finish(summary, path)
+                path = write_report(where)
+                with contextlib.suppress(BrokenPipeError):  # the run is done, whoever reads about it
+                    if as_json and failure is None:
+                        _print_json({"folder": str(where), **summary})
+                    else:
+                        view.finish(summary, path)
+    except (StillroomError, BrokenPipeError):
+        raise
+    except Exception as error:
+        raise fault_of(error, folder) from error
     if failure is not None:
         raise failure
 
@@ -292,7 +304,10 @@ def _wanted_bos(word: str) -> Any:
 
 
 def _num_processes() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    try:
+        return int(os.environ.get("WORLD_SIZE", "1"))
+    except ValueError:
+        raise ConfigError("WORLD_SIZE is not a number", where="environment", advice=["unset WORLD_SIZE"]) from None
 
 
 def _print_json(value: dict[str, Any]) -> None:
@@ -312,23 +327,64 @@ def _with_dashes(arguments: list[str]) -> list[str]:
     return out
 
 
-_STOPPED_AT_ONCE = 130  # what typer makes of Ctrl-C outside of training, and of a second one within it
+_STOPPED_AT_ONCE = 130  # Ctrl-C outside of training, and a second one within it
+_NOBODY_READS = 141  # what a shell reports of a command whose output was closed
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run a command; every end has an exit code, and every bad end one screen of explanation."""
     words = _with_dashes(list(sys.argv[1:] if arguments is None else arguments))
     try:
-        app(args=words)
+        with ending_politely():
+            code = app(args=words or ["--help"], standalone_mode=False)
     except StillroomError as error:
+        code = _tell(error, words)
+    except (BrokenPipeError, SystemExit):  # the latter is what typer makes of the former
+        code = _NOBODY_READS
+    except KeyboardInterrupt:
+        code = _STOPPED_AT_ONCE
+    except Exception as error:  # noqa: BLE001 - the one place above everything: nothing else reaches a user
+        code = _tell(_usage_error(error) or fault_of(error, None), words)
+    if code == _STOPPED_AT_ONCE:
+        _say("stopped at once; `stillroom resume RUN` continues a run that had saved a checkpoint")
+    _let_go_of_closed_pipes()
+    if code:
+        raise SystemExit(code)
+
+
+def _tell(error: StillroomError, words: list[str]) -> int:
+    """One screen about an end, and with --json the same as an object. Answers with the exit code."""
+    from stillroom.telemetry.console import render_error
+
+    with contextlib.suppress(OSError):  # nobody is there to read it: the exit code still tells
         if "--json" in words:
             shown = {"error": error.what, "where": error.where, "advice": list(error.advice)}
             typer.echo(json.dumps({**shown, "exit_code": error.exit_code}))
-        from stillroom.telemetry.console import render_error
-
         render_error(error)
-        raise SystemExit(error.exit_code) from None
-    except SystemExit as end:
-        if end.code == _STOPPED_AT_ONCE:
-            typer.echo("stopped at once; `stillroom resume RUN` continues a run that had saved a checkpoint", err=True)
-        raise
+    return error.exit_code
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):
+        typer.echo(text, err=True)
+
+
+def _usage_error(error: Exception) -> ConfigError | None:
+    """A word of the command line that is not understood, without what a terminal would obey."""
+    explain = getattr(error, "format_message", None)
+    if explain is None:
+        return None
+    command = getattr(getattr(error, "ctx", None), "command_path", "stillroom")
+    return ConfigError(explain(), where="command line", advice=[f"{command} --help"])
+
+
+def _let_go_of_closed_pipes() -> None:
+    """What is still buffered for a reader that is gone would end the process with a complaint of Python's."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            with contextlib.suppress(OSError, ValueError):
+                nothing = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nothing, stream.fileno())
+                os.close(nothing)

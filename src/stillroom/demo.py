@@ -20,7 +20,7 @@ from stillroom.config import Config
 from stillroom.data import fixed_batches, open_eval
 from stillroom.engine.build import find_device
 from stillroom.engine.distill import Result, distill, write_summary
-from stillroom.engine.folder import claim, read_config
+from stillroom.engine.folder import owned, read_config
 from stillroom.errors import BrokenAtStart
 from stillroom.evaluate import evaluate
 from stillroom.models import agree_on_vocabulary, load_tokenizer, open_student, open_teacher
@@ -39,8 +39,15 @@ _FOLDERS = {"baseline": "equal-tokens", "baseline_equal_compute": "equal-compute
 
 def run_demo(config: Config, folder: Path, *, device: str = "auto", listeners: Listeners = ()) -> Result:
     """Distil, train both baselines, compare. Each part can be interrupted and goes on where it stood."""
+    with owned(folder, config) as claim:
+        if not claim.is_resumed:
+            claim.describe()
+        claim.is_begun = True
+        return _three_runs(claim.config, folder, device=device, listeners=listeners)
+
+
+def _three_runs(config: Config, folder: Path, *, device: str, listeners: Listeners) -> Result:
     tell = _teller(listeners)
-    claim(folder, config)
     (folder / "baselines").mkdir(exist_ok=True)  # marks the run as a demo from its first moment
     result = distill(config, folder, device=device, listeners=listeners)
     summary = dict(result.summary)

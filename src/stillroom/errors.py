@@ -49,6 +49,13 @@ class BrokenAtStart(StillroomError):
     title = "broken before training"
 
 
+class OutOfMemory(StillroomError):
+    """The machine or its device has too little memory for what was configured."""
+
+    exit_code = 20
+    title = "out of memory"
+
+
 class TooManySkips(StillroomError):
     """So many steps were refused that going on would be pretence."""
 
@@ -103,3 +110,10 @@ class Interrupted(StillroomError):
 
     exit_code = 75
     title = "interrupted, resumable"
+
+
+class Fault(StillroomError):
+    """A fault of ours: nothing a user did explains it."""
+
+    exit_code = 70
+    title = "a fault in stillroom itself"

@@ -9,7 +9,7 @@ vocabulary, in the same pass over chunks of positions.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,6 +63,10 @@ class _Window:
     totals: dict[str, float] = field(default_factory=dict)
 
 
+def go_on() -> None:
+    """The default for `between`: an evaluation is never interrupted."""
+
+
 @torch.no_grad()
 def evaluate(
     student: Student,
@@ -72,8 +76,12 @@ def evaluate(
     teacher: TeacherSource | None = None,
     mix: Mix | None = None,
     lesson: Lesson | None = None,
+    between: Callable[[], None] = go_on,
 ) -> Evaluation:
-    """Score held-out batches. Without a teacher the comparison is left out; without a mix the objective is."""
+    """Score held-out batches. Without a teacher the comparison is left out; without a mix the objective is.
+
+    `between` is called before each batch and ends the evaluation by raising.
+    """
     start = time.monotonic()
     held = list(batches)
     window = _Window(mix.counts(held) if mix else {})
@@ -83,6 +91,7 @@ def evaluate(
     student.eval()
     try:
         for batch in held:
+            between()
             rows = scored_rows(batch)
             on_device, rows_there = batch.to(precision.device), rows.to(precision.device)
             with precision.autocast():

@@ -109,10 +109,10 @@ def test_the_report_of_a_bad_step_names_tensor_and_samples(world: Path, tmp_path
 
 def test_the_quarantine_holds_the_batch_and_its_story(world: Path, tmp_path: Path) -> None:
     run(world, tmp_path / "run", "bad_batch@20")
-    facts = json.loads((tmp_path / "run" / "quarantine" / "step-000020.json").read_text())
+    facts = json.loads((tmp_path / "run" / "quarantine" / "step-000020-attempt-000020.json").read_text())
     assert facts["verdict"]["action"] == "skip" and facts["evidence"]["loss"] > 0
     assert facts["batches"][0]["text"] and facts["batches"][0]["sample_ids"]
-    tensors = load_file(tmp_path / "run" / "quarantine" / "step-000020.safetensors")
+    tensors = load_file(tmp_path / "run" / "quarantine" / "step-000020-attempt-000020.safetensors")
     assert tensors["0.input_ids"].shape[0] == 4
 
 

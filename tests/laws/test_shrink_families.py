@@ -13,7 +13,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import tiny
+from stillroom.config import load_config
 from stillroom.config.schema import ShrinkConfig
+from stillroom.engine.distill import distill
 from stillroom.errors import ConfigError
 from stillroom.models.attention import attend_causally
 from stillroom.models.layer_config import find_period
@@ -126,7 +128,7 @@ REFUSED = {
     "zamba2": (1, 2, 3),
     "gemma3n": (0, 2),
     "rwkv": (1, 2, 3),
-    "rwkv_deep": (0, 1, 2, 3, 4, 5, 6, 7),
+    "rwkv_deep": (1, 2, 3),
     "minimax": (1, 2, 3),
 }
 
@@ -187,6 +189,14 @@ def test_a_cut_that_keeps_all_layers_of_any_family_is_the_teacher(family: str) -
     assert torch.equal(logits(cut(teacher, ShrinkConfig()).model), logits(teacher))
 
 
+def test_weights_that_a_family_rescales_while_it_evaluates_are_cut_as_they_were(tmp_path: Path) -> None:
+    teacher = teacher_of("rwkv_deep")
+    expected = without(teacher, (0, 5, 7))
+    student = cut(teacher, ShrinkConfig(layers=(0, 5, 7))).model
+    check_cut(teacher, student, (0, 5, 7), tmp_path)
+    torch.testing.assert_close(without(teacher, (0, 5, 7)), expected)
+
+
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 @pytest.mark.parametrize("kept", [(0, 2), (1, 2, 3), (0, 1, 3)], ids=str)
 def test_a_cut_of_any_family_is_the_teacher_without_those_layers_or_is_refused(
@@ -208,7 +218,6 @@ def test_a_cut_of_any_family_is_the_teacher_without_those_layers_or_is_refused(
 @pytest.mark.parametrize(("family", "kept"), REFUSED.items())
 def test_what_a_family_cannot_be_cut_to_is_refused_by_name(family: str, kept: tuple[int, ...]) -> None:
     teacher = teacher_of(family)
-    logits(teacher)  # RWKV divides the weights of its later layers the first time it is asked
     before = {name: tensor.clone() for name, tensor in teacher.state_dict().items()}
     with pytest.raises(ConfigError) as caught:
         cut(teacher, ShrinkConfig(layers=kept))
@@ -248,3 +257,16 @@ def test_a_period_says_exactly_which_layers_are_marked() -> None:
             assert [place % found[0] == found[1] for place in range(9)] == marks
     assert find_period([True, True, False]) is None
     assert find_period([False, False]) == (3, 2)
+
+
+def test_a_run_cuts_a_state_space_teacher_and_leaves_an_ordinary_student(tmp_path: Path) -> None:
+    folder = tmp_path / "world"
+    teacher_of("mamba").save_pretrained(folder / "teacher")
+    tiny.tokenizer().save_pretrained(folder / "teacher")
+    tiny.save_text(folder / "train.jsonl", 80)
+    over = {**tiny.settings(folder), "student.model": "builtin:student", "student.init": "shrink"}
+    over |= {"student.shrink.layers": 3, "train.max_steps": 2, "eval.max_batches": 1}
+    result = distill(load_config(overrides=over), tmp_path / "run", device="cpu")
+    assert result.summary["student"]["perplexity"] < result.summary["student_before"]["perplexity"]
+    student = AutoModelForCausalLM.from_pretrained(result.folder / "student")
+    assert type(student).__name__ == "MambaForCausalLM" and len(layers(student)) == 3

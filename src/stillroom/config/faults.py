@@ -28,6 +28,8 @@ FAULTS = {
     "kill_while_writing": "the process is killed while a checkpoint's tensors are written",
     "kill_before_rename": "the process is killed before a checkpoint is renamed into place",
     "kill_after_rename": "the process is killed after a checkpoint was renamed into place",
+    "kill_after_mark": "the process is killed after a rollback was noted on the disk, before anything was saved",
+    "kill_while_retiring": "the process is killed while checkpoints that a rollback abandoned are removed",
     "kill_in_eval": "the process is killed during an evaluation",
 }
 

@@ -22,6 +22,8 @@ from stillroom.errors import ConfigError
 
 Table = dict[str, Any]
 
+_MAX_BYTES = 1_000_000
+_SHOWN = 120  # characters of a value in a message
 _NUMBERS = ("float", "int", "constrained-int")  # as pydantic calls the branches of a union
 
 
@@ -73,24 +75,54 @@ def build(table: Table, where: str) -> Config:
 
 
 def read_file(path: Path) -> Table:
-    if not path.exists():
-        near = difflib.get_close_matches(path.name, _names(path.parent), n=1)
-        raise ConfigError(
-            f"there is no configuration file {path}",
-            advice=[
-                f"did you mean {path.parent / near[0]}?" if near else "check the path, or leave it out for the demo"
-            ],
-        )
-    text = path.read_text(encoding="utf-8-sig")
+    kind = "JSON" if path.suffix == ".json" else "TOML"
     try:
-        table = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except (json.JSONDecodeError, tomllib.TOMLDecodeError) as error:
+        text = _read_text(path)
+        is_json = kind == "JSON"
+        table = json.loads(text, object_pairs_hook=_without_duplicates) if is_json else tomllib.loads(text)
+    except RecursionError:
+        raise ConfigError(f"{path} is nested too deeply to be a configuration") from None
+    except ValueError as error:  # of both parsers, and of numbers with thousands of digits
         raise ConfigError(
-            f"{path} is not valid {'JSON' if path.suffix == '.json' else 'TOML'}: {error}",
+            f"{path} is not valid {kind}: {error}",
             advice=["`stillroom presets base` prints a complete file to start from"],
         ) from None
     if not isinstance(table, dict):
         raise ConfigError(f"{path} holds a {type(table).__name__}, not a table of settings")
+    return table
+
+
+def _read_text(path: Path) -> str:
+    try:
+        if not path.exists():
+            near = difflib.get_close_matches(path.name, _names(path.parent), n=1)
+            raise ConfigError(
+                f"there is no configuration file {path}",
+                advice=[
+                    f"did you mean {path.parent / near[0]}?" if near else "check the path, or leave it out for the demo"
+                ],
+            )
+        if path.stat().st_size > _MAX_BYTES:
+            raise ConfigError(
+                f"{path} has {path.stat().st_size / 1e6:,.0f} MB and is no configuration",
+                advice=["data goes to --data, a model to --teacher or --student"],
+            )
+        return path.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path} is not UTF-8 text: byte {error.start} is 0x{error.object[error.start]:02x}",
+            advice=["save it as UTF-8", "a model or data file is no configuration: see --teacher and --data"],
+        ) from None
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> Table:
+    """JSON lets a key stand twice and the last one wins in silence; TOML refuses it, and so do we."""
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        twice = next(key for place, (key, _value) in enumerate(pairs) if key in dict(pairs[:place]))
+        raise ValueError(f"the key {twice!r} stands twice")
     return table
 
 
@@ -108,7 +140,7 @@ def preset_names() -> list[str]:
 
 def preset_text(name: str) -> str:
     if name not in preset_names():
-        near = difflib.get_close_matches(name, preset_names(), n=1)
+        near = difflib.get_close_matches(str(name), preset_names(), n=1)
         raise ConfigError(
             f"there is no preset {name!r}",
             advice=[f"did you mean {known!r}?" for known in near] + [f"presets: {', '.join(preset_names())}"],
@@ -159,7 +191,9 @@ def parse_assignments(words: Sequence[str]) -> Table:
 def _value(text: str) -> Any:
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except RecursionError:
+        raise ConfigError("a value of --set is nested too deeply") from None
+    except ValueError:
         return {"none": None, "True": True, "False": False}.get(text, text)
 
 
@@ -185,10 +219,19 @@ def explain(error: ValidationError, where: str) -> ConfigError:
         else:
             said = problem["msg"].removeprefix("Value error, ")
             given = problem["input"]
-            shown = "" if isinstance(given, dict | BaseModel) else f", got {given!r}"
+            shown = "" if isinstance(given, dict | BaseModel) else f", got {_shortened(given)}"
             lines.append(f"{key}: {said}{shown}" if path else said)
     unique = list(dict.fromkeys(lines))
     return ConfigError("; ".join(unique), where=where, advice=list(dict.fromkeys(advice)))
+
+
+def _shortened(given: Any) -> str:
+    """A value as it was given, without the middle of a very long one."""
+    try:
+        text = repr(given)
+    except ValueError:  # an integer with thousands of digits has no text
+        return "a number with thousands of digits"
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]}...{text[-_SHOWN // 4 :]}"
 
 
 def _is_other_reading(problem: Mapping[str, Any]) -> bool:

@@ -194,10 +194,14 @@ class TrainConfig(Section):
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
     epsilon: Annotated[float, Field(gt=0)] = Field(1e-8, description="of AdamW; always used in FP32")
-    max_grad_norm: Annotated[float, Field(gt=0)] = Field(1.0, description="gradients are clipped to this norm")
+    max_grad_norm: Annotated[float, Field(gt=0)] = Field(
+        1.0,
+        description="the student's gradient as a whole is clipped to this norm; projectors and trained gates, which "
+        "have rates of their own, are clipped to the same norm by themselves",
+    )
     eval_steps: Annotated[int, Field(ge=0)] = Field(0, description="0: up to ten evaluations over the run")
     save_steps: Annotated[int, Field(ge=0)] = Field(0, description="0: as often as evaluation")
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     early_stopping: Annotated[int, Field(ge=0)] = Field(
         0, description="stop after this many evaluations without a better student; 0: never"
     )
@@ -212,9 +216,13 @@ class PrecisionConfig(Section):
     moments: Literal["float32", "bfloat16"] = Field(
         "float32", description="storage of AdamW's moments; bfloat16 is rounded stochastically and needs no bf16 unit"
     )
-    initial_loss_scale: Annotated[float, Field(ge=1)] = 65536.0
+    initial_loss_scale: Annotated[float, Field(ge=1)] = Field(
+        65536.0, description="the largest to begin with: one backward pass before the first step finds what fits"
+    )
     loss_scale_growth_steps: Annotated[int, Field(ge=1)] = Field(2000, description="good steps before it doubles")
-    min_loss_scale: Annotated[float, Field(gt=0)] = Field(1.0, description="below this the run stops, exit code 23")
+    min_loss_scale: Annotated[float, Field(gt=0)] = Field(
+        1.0, description="where batch after batch overflows at this scale, the run stops with exit code 23"
+    )
 
 
 class GuardConfig(Section):
@@ -222,7 +230,9 @@ class GuardConfig(Section):
         "recover", description="halt: stop at the first value that is not finite"
     )
     max_consecutive: Annotated[int, Field(ge=1)] = Field(20, description="refused steps in a row before the run stops")
-    max_retries: Annotated[int, Field(ge=0)] = Field(3, description="smaller loss scales tried on one batch")
+    max_retries: Annotated[int, Field(ge=0)] = Field(
+        3, description="smaller loss scales tried on one batch; at the smallest, batches in a row that may overflow"
+    )
     max_skip_share: Annotated[float, Field(gt=0, le=1)] = Field(
         0.10, description="share of the last 200 attempts that may be refused before the run stops, exit code 21"
     )
@@ -230,12 +240,19 @@ class GuardConfig(Section):
         6.0, description="robust standard deviations above the median at which a loss or norm is examined"
     )
     spike_window: Annotated[int, Field(ge=4)] = Field(50, description="accepted steps the median is taken over")
-    spike_warmup: Annotated[int, Field(ge=1)] = Field(10, description="accepted steps before spikes are looked for")
+    spike_warmup: Annotated[int, Field(ge=1)] = Field(
+        10,
+        description="accepted steps before there are statistics; until then a loss is examined at three times the "
+        "largest so far",
+    )
     max_rollbacks: Annotated[int, Field(ge=0)] = Field(5, description="returns to a good state before the run stops")
     on_exhausted: Literal["halt", "reset"] = Field(
         "halt", description="reset: begin again from the initial weights once when the rollbacks are spent"
     )
-    snapshot_steps: Annotated[int, Field(ge=1)] = Field(50, description="applied steps between snapshots")
+    snapshot_steps: Annotated[int, Field(ge=1)] = Field(
+        50,
+        description="applied steps between snapshots; before the first the state is checked after 1, 2, 4 ... steps",
+    )
     snapshot_ring: Annotated[int, Field(ge=1)] = Field(2, description="snapshots kept in memory")
     learning_rate_backoff: Annotated[float, Field(gt=0, le=1)] = Field(
         0.5, description="factor on the learning rate when a stretch diverges twice, recovering over 50 steps"

@@ -22,6 +22,7 @@ from stillroom.engine.inside import make_inner
 from stillroom.engine.routing import make_router, num_router_parameters, unused_router_settings
 from stillroom.engine.run import Run
 from stillroom.errors import BrokenAtStart, ConfigError
+from stillroom.files import reason_of
 from stillroom.guard import Guard
 from stillroom.models import (
     LoadedModel,
@@ -75,7 +76,21 @@ def find_device(wanted: str) -> torch.device:
             advice=["--device cpu", "check the driver with nvidia-smi, and that torch is a CUDA build"],
         )
     accelerator = Accelerator(cpu=wanted == "cpu", mixed_precision="no")
-    device: torch.device = accelerator.device if wanted in ("auto", "cpu") else torch.device(wanted)
+    if wanted in ("auto", "cpu"):
+        device: torch.device = accelerator.device
+        return device
+    try:
+        device = torch.device(wanted)
+    except RuntimeError:
+        advice = ["cpu, cuda, cuda:1, or auto, which takes a GPU where there is one"]
+        raise ConfigError(f"there is no device {wanted!r}", where="--device", advice=advice) from None
+    try:
+        torch.zeros(1, device=device).tolist()  # `meta` and a card that is not there are told here
+    except (RuntimeError, NotImplementedError, AssertionError) as error:
+        reason = reason_of(error)
+        raise BrokenAtStart(
+            f"the device {wanted} cannot be used: {reason}", where="--device", advice=["--device cpu", "--device auto"]
+        ) from error
     return device
 
 

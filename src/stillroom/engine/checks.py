@@ -122,7 +122,9 @@ def check_balance(kept: Sequence[Event], min_share: float) -> Check:
             if len(shares) > 1:
                 least = min(least, share)
                 if not min_share <= share <= 1.0 - min_share:
-                    flagged.append(f"{clean(term)} has {format_percent(share)} in phase {clean(phase)}")
+                    asked = _asked(steps, term)
+                    told = f", and {format_percent(asked)} of the weights, as configured" if asked < min_share else ""
+                    flagged.append(f"{clean(term)} has {format_percent(share)} in phase {clean(phase)}{told}")
         flagged += [f"{term} has no weight in phase {clean(phase)} and enters all the same" for term in _unasked(steps)]
     if not seen:
         return _check(name, False, None, min_share, "no step was recorded")
@@ -147,6 +149,16 @@ def _shares(steps: Sequence[Event]) -> dict[str, float]:
             if record.get("weight"):
                 found.setdefault(term, []).append(as_number(record.get("share")) or 0.0)
     return {term: sum(shares) / len(shares) for term, shares in found.items()}
+
+
+def _asked(steps: Sequence[Event], term: str) -> float:
+    """The mean share of a term in the sum of all weights: what the configuration asks for."""
+    shares = []
+    for event in steps:
+        weights = {name: as_number(record.get("weight")) or 0.0 for name, record in _terms(event).items()}
+        if weights.get(term):
+            shares.append(weights[term] / sum(weights.values()))
+    return sum(shares) / len(shares) if shares else 0.0
 
 
 def _unasked(steps: Sequence[Event]) -> list[str]:

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from stillroom.checkpoint import write_atomically
 from stillroom.config import Config
 from stillroom.config.schema import ShrinkConfig, StudentConfig
 from stillroom.data import fixed_batches, open_data
 from stillroom.engine.agree import Agreement
 from stillroom.errors import ConfigError
+from stillroom.files import write_atomically
 from stillroom.models.bypass import blocks_of
 from stillroom.models.layer_choice import Choice, settled_layers
 from stillroom.models.load import ready_student

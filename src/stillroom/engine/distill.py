@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stillroom.checkpoint import CheckpointStore, Saved, write_atomically
+import torch
+
+from stillroom.checkpoint import Mark, Saved
 from stillroom.config import Config
 from stillroom.engine import folder as run_folder
 from stillroom.engine.agree import Agreement, join
@@ -16,16 +18,22 @@ from stillroom.engine.build import Models, build_run, find_device, load_models
 from stillroom.engine.checks import success_checks
 from stillroom.engine.cut import student_name, told_of_start
 from stillroom.engine.first import first_forward
-from stillroom.engine.loop import Stop, judge_student, load_best, run_evaluation, save_student, training
+from stillroom.engine.folder import Claim
+from stillroom.engine.loop import judge_student, run_evaluation, training
 from stillroom.engine.outcome import DONE, FINISHED, doubts, how_it_ended
+from stillroom.engine.resume import newest_state, open_log, put_back, recorded_end
 from stillroom.engine.routing import begin_router, finish_router
 from stillroom.engine.run import Run
 from stillroom.engine.samples import make_samples
-from stillroom.engine.state import RunState, capture, restore
-from stillroom.errors import BrokenAtStart, ConfigError, NoBetterStudent, StillroomError
+from stillroom.engine.saving import load_best, save_checkpoint, save_student
+from stillroom.engine.scale import find_loss_scale
+from stillroom.engine.state import RunState, capture, recall
+from stillroom.engine.stop import Stop
+from stillroom.errors import BrokenAtStart, CannotSave, Interrupted, NoBetterStudent
 from stillroom.evaluate import Evaluation, evaluate
+from stillroom.files import reason_of, write_atomically
 from stillroom.models import anatomy
-from stillroom.telemetry import EventLog, SilentLog
+from stillroom.telemetry import SilentLog
 from stillroom.telemetry.events import scan_events, strict
 
 
@@ -47,36 +55,49 @@ def distill(
     notes: tuple[str, ...] = (),
 ) -> Result:
     """Distil as configured into a folder. A folder with an unfinished run of the same configuration is resumed."""
-    folder = Path(out)
-    agree = join(config.train.peer_timeout_minutes)
-    where = find_device(device)
-    is_resumed = bool(agree.first(float(run_folder.claim(folder, config) if agree.is_first else 0.0)))
-    summary_path = folder / "summary.json"
-    if is_resumed and summary_path.exists():
-        finished = json.loads(summary_path.read_text(encoding="utf-8"))
-        if finished.get("status") in FINISHED:
-            return answered(Result(folder, finished))
-    saved = newest_checkpoint(folder, config, agree) if is_resumed else None
-    models = load_models(config, where, folder=folder, agree=agree, tell=_teller(listeners))
-    log: EventLog = SilentLog()
-    if agree.is_first:
-        log = EventLog(folder / "events.jsonl", keep_until_step=saved.step if saved else -1)
+    stop = Stop(config.train.max_minutes)
+    with stop.on_signals():
+        with stop.while_loading():
+            agree = join(config.train.peer_timeout_minutes)
+            where = find_device(device)
+        with run_folder.owned(Path(out), config, is_first=agree.is_first) as claim:
+            if agree.first(float(claim.is_resumed)) and not agree.is_first:
+                claim.is_resumed, claim.config = run_folder.look(claim.folder, config)
+            finished, doubt = run_folder.read_summary(claim.folder) if claim.is_resumed else ({}, "")
+            if finished.get("status") in FINISHED:
+                return answered(Result(claim.folder, finished))
+            return answered(_run(claim, agree, where, stop, inject, listeners, (*notes, doubt) if doubt else notes))
+
+
+def _run(
+    claim: Claim,
+    agree: Agreement,
+    where: torch.device,
+    stop: Stop,
+    inject: str,
+    listeners: tuple[Callable[[dict[str, Any]], None], ...],
+    notes: tuple[str, ...],
+) -> Result:
+    """From a claimed folder to the result: load, build, train, finish."""
+    folder, config = claim.folder, claim.config
+    saved, mark = newest_state(folder, config, agree) if claim.is_resumed else (None, None)
+    with stop.while_loading():
+        models = load_models(config, where, folder=folder, agree=agree, tell=_teller(listeners))
+    if agree.is_first and not claim.is_resumed:
+        claim.describe()
+    log = open_log(folder, saved, mark) if agree.is_first else SilentLog()
     for listener in listeners:
         log.listen(listener)
-    try:
-        run = build_run(config, folder, log, device=where, models=models, inject=inject, agree=agree)
+    with log, recorded_end(log, folder):
+        with stop.while_loading():
+            run = build_run(config, folder, log, device=where, models=models, inject=inject, agree=agree)
+        claim.is_begun = True
+        run.lock = claim.lock
         state = RunState()
         _announce(run, models, notes, saved)
         if saved is not None:
-            _check_processes(saved, agree.size, folder)
-            restore(run, state, saved)
-        result = _carry(run, state, saved)
-    except StillroomError as error:
-        log.write("run_end", status="stopped", exit_code=error.exit_code, reason=str(error.what))
-        raise
-    finally:
-        log.close()
-    return answered(result)
+            put_back(run, state, saved)
+        return _carry(run, state, saved, mark, stop)
 
 
 def resume(
@@ -103,29 +124,9 @@ def _teller(listeners: tuple[Callable[[dict[str, Any]], None], ...]) -> Callable
     return tell
 
 
-def newest_checkpoint(folder: Path, config: Config, agree: Agreement | None = None) -> Saved | None:
-    """The newest checkpoint that verifies, after sweeping away what an interrupted save left behind."""
-    agree = agree or Agreement()
-    store = CheckpointStore(folder / "checkpoints", config.checkpoint.keep)
-    if agree.is_first:
-        store.sweep()
-    agree.wait()
-    return store.load_newest()
-
-
-def _check_processes(saved: Saved, num_processes: int, folder: Path) -> None:
-    """Data order and schedule count windows of all processes: another number of them would be another run."""
-    started = int(saved.scalars.get("processes", 1))
-    if started != num_processes:
-        raise ConfigError(
-            f"the run was begun with {started} processes and cannot go on with {num_processes}",
-            where=str(folder),
-            advice=[f"start {started}: torchrun --nproc-per-node {started} -m stillroom resume {folder}"],
-        )
-
-
-def _carry(run: Run, state: RunState, saved: Saved | None) -> Result:
+def _carry(run: Run, state: RunState, saved: Saved | None, mark: Mark | None, stop: Stop) -> Result:
     """Train from where the state stands to the end, then write what is left to write."""
+    run.between_batches = stop.check_loading
     run.before = _before(run, state) if saved is None else dict(saved.scalars["before"])
     if saved is None:
         begin_router(run)  # before the initial state is kept: what the probe found is part of it
@@ -133,11 +134,17 @@ def _carry(run: Run, state: RunState, saved: Saved | None) -> Result:
         run.initial = capture(run, state).copied()
     if saved is None:
         first_forward(run, state)
-    stop = Stop(run.config.train.max_minutes)
-    with stop.on_signals():
-        for _outcome in training(run, state, stop):
-            pass
-    return _finish(run, state)
+        find_loss_scale(run, state)
+    stop.check_loading()
+    if mark is not None:
+        recall(run, state, mark)
+        run.log.write("note", text=f"the rollback to step {mark.to} was cut short: its budgets are kept")
+    run.checkpoints.line = state.rollbacks
+    if mark is not None and saved is not None:
+        save_checkpoint(run, state)
+    for _outcome in training(run, state, stop):
+        pass
+    return _finish(run, state, stop)
 
 
 def _before(run: Run, state: RunState) -> dict[str, Any]:
@@ -220,14 +227,23 @@ def _announce(run: Run, models: Models, notes: tuple[str, ...], saved: Saved | N
 # -- the end ---------------------------------------------------------------------------------------------
 
 
-def _finish(run: Run, state: RunState) -> Result:
+def _finish(run: Run, state: RunState, stop: Stop) -> Result:
+    def ask() -> None:
+        if run.agree.anyone(bool(stop.reason)):
+            raise Interrupted(
+                f"stopped after the last step, before the result was written: {stop.reason or 'as another process'}",
+                where=str(run.folder),
+                advice=[f"nothing is trained again: stillroom resume {run.folder}"],
+            )
+
     if state.best_step != state.applied:
         load_best(run)
         whose = f"that of step {state.best_step}" if state.best_step else "the one before training"
         run.log.write("note", text=f"the best student is {whose}, and it is the one kept")
     # A teacher whose gates were trained is no yardstick: the result is compared with the one that was given.
     reference = run.router.original if run.router is not None else run.teacher
-    final = evaluate(run.student, run.eval_batches(), precision=run.precision, teacher=reference)
+    final = evaluate(run.student, run.eval_batches(), precision=run.precision, teacher=reference, between=ask)
+    ask()
     end = how_it_ended(state, final.perplexity, run.before["student_before"]["perplexity"])
     if not run.agree.is_first:
         return Result(run.folder, dict(end))
@@ -289,4 +305,15 @@ def _checks(run: Run, summary: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def write_summary(folder: Path, summary: dict[str, Any]) -> None:
-    write_atomically(folder / "summary.json", json.dumps(strict(summary), indent=1, allow_nan=False).encode("utf-8"))
+    contents = json.dumps(strict(summary), indent=1, allow_nan=False).encode("utf-8")
+    try:
+        write_atomically(folder / "summary.json", contents)
+    except OSError as error:
+        raise CannotSave(
+            f"cannot write the summary: {reason_of(error)}",
+            where=str(folder / "summary.json"),
+            advice=[
+                "free some space on that disk",
+                f"then continue, nothing is trained again: stillroom resume {folder}",
+            ],
+        ) from error

@@ -43,9 +43,12 @@ class Injector:
         return False
 
     def disarm(self, step: int) -> None:
-        """A rollback goes back to before what struck up to this step: it does not strike again."""
+        """A rollback goes back to before what struck up to this step: it does not strike again.
+
+        A kill that has not struck yet waits for its place, which the rollback itself may be.
+        """
         for fault in self.faults:
-            if fault.step <= step:
+            if fault.step <= step and not fault.name.startswith("kill"):
                 fault.left = 0
 
     # -- places ------------------------------------------------------------------------------------------

@@ -6,66 +6,38 @@
 from __future__ import annotations
 
 import math
-import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from types import FrameType
 from typing import Any
 
 import psutil
 import torch
 
-from stillroom.checkpoint import replaced_folder
+from stillroom.checkpoint import CheckpointSnapshots
 from stillroom.engine.gradients import is_due, term_gradients
+from stillroom.engine.pace import plan_evaluations
 from stillroom.engine.recover import holds, is_sound, keep_snapshot, take_snapshot
 from stillroom.engine.routing import look_after_router
 from stillroom.engine.run import Run
-from stillroom.engine.state import RunState, capture, weights_of
+from stillroom.engine.saving import leave_student, save_checkpoint, settle_rollback
+from stillroom.engine.state import RunState, weights_of
 from stillroom.engine.step import StepOutcome, train_step
+from stillroom.engine.stop import Stop
 from stillroom.engine.twins import check_twins
-from stillroom.errors import CannotSave, Interrupted
-from stillroom.evaluate import Evaluation, evaluate
+from stillroom.errors import Interrupted
+from stillroom.evaluate import Evaluation, evaluate, go_on
+from stillroom.types import Lesson
 
-
-class Stop:
-    """A wish to end, from a signal or a clock, that is granted between two steps."""
-
-    def __init__(self, max_minutes: float = 0.0) -> None:
-        self.reason = ""
-        self._deadline = time.monotonic() + 60 * max_minutes if max_minutes else None
-
-    def is_wanted(self) -> bool:
-        if not self.reason and self._deadline is not None and time.monotonic() >= self._deadline:
-            self.reason = "the time limit is reached"
-        return bool(self.reason)
-
-    @contextmanager
-    def on_signals(self) -> Iterator[None]:
-        """SIGTERM and Ctrl-C ask politely; a second Ctrl-C does not wait."""
-
-        def ask(number: int, _frame: FrameType | None) -> None:
-            if self.reason and number == signal.SIGINT:
-                raise KeyboardInterrupt
-            self.reason = f"received {signal.Signals(number).name}"
-
-        try:
-            before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
-        except ValueError:  # not in the main thread: the embedding program owns the signals
-            yield
-            return
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+__all__ = ["Stop", "memory", "run_evaluation", "training"]
 
 
 def training(run: Run, state: RunState, stop: Stop) -> Iterator[StepOutcome]:
     """Train until the schedule ends. Yields after each attempted step, refused ones included."""
     run.student.train()
     start, already = time.monotonic(), state.seconds
+    plan(run)
     run.reach.begin(run)
     if state.applied > 0:
         keep_snapshot(run, state)
@@ -73,6 +45,9 @@ def training(run: Run, state: RunState, stop: Stop) -> Iterator[StepOutcome]:
         run.log.write("note", text="the student is not finite before the first step")
     if state.applied == 0:
         save_checkpoint(run, state)
+    if state.owes_evaluation:
+        with _granting(run, state, stop):
+            evaluate_and_save(run, state, run.last_lesson(state), is_eval=True, is_save=True)
     while state.applied < run.schedule.num_steps and not state.is_finished:
         if state.cursor in state.quarantined:
             state.cursor += 1
@@ -84,17 +59,64 @@ def training(run: Run, state: RunState, stop: Stop) -> Iterator[StepOutcome]:
         outcome = train_step(run, state, window)
         state.seconds = already + time.monotonic() - start
         run.log.write("step", **step_record(run, state, outcome, time.monotonic() - began))
+        run.pace.step_seconds = time.monotonic() - began
+        stop.reserve = run.pace.seconds_to_stop()
+        stop.heed_clock()
+        settle_rollback(run, state)
         yield outcome
-        if outcome.verdict.action == "keep":
-            after_applied_step(run, state, outcome)
-        if run.agree.anyone(stop.is_wanted()) and state.applied < run.schedule.num_steps:
-            save_checkpoint(run, state)
-            reason = stop.reason or "another process was asked to"
-            raise Interrupted(
-                f"stopped at step {state.applied} of {run.schedule.num_steps}: {reason}",
-                where=str(run.folder),
-                advice=[f"stillroom resume {run.folder}"],
-            )
+        with _granting(run, state, stop):
+            if outcome.verdict.action == "keep":
+                after_applied_step(run, state, outcome)
+                settle_rollback(run, state)
+            if state.applied < run.schedule.num_steps:
+                grant(run, stop)
+
+
+class _Granted(Exception):
+    """The run ends here: between two steps, or between two held-out batches."""
+
+
+def grant(run: Run, stop: Stop) -> None:
+    """End the run here if any of its processes was asked to."""
+    if run.agree.anyone(stop.is_wanted()):
+        raise _Granted
+
+
+@contextmanager
+def _granting(run: Run, state: RunState, stop: Stop) -> Iterator[None]:
+    """Inside, a wish to stop is granted between held-out batches too; the state is saved as it is then."""
+    run.between_batches = lambda: grant(run, stop)
+    try:
+        yield
+    except _Granted:
+        save_checkpoint(run, state)
+        leave_student(run, state)
+        reason = stop.reason or "another process was asked to"
+        during = ", during its evaluation" if state.owes_evaluation else ""
+        raise Interrupted(
+            f"stopped at step {state.applied} of {run.schedule.num_steps}{during}: {reason}",
+            where=str(run.folder),
+            advice=[f"stillroom resume {run.folder}"],
+        ) from None
+    finally:
+        run.between_batches = go_on
+
+
+def plan(run: Run) -> None:
+    """Decide when the run is evaluated and saved: as configured, else within a share of the run."""
+    train, steps = run.config.train, run.schedule.num_steps
+    run.pace.eval_steps = train.eval_steps
+    if not train.eval_steps:
+        size = run.config.eval.batch_size or train.batch_size
+        rows = len(run.corpus.evaluation)
+        rows = min(rows, run.config.eval.max_batches * size) if run.config.eval.max_batches else rows
+        window = train.batch_size * train.gradient_accumulation_steps * run.agree.size
+        run.pace.eval_steps, reason = plan_evaluations(steps, rows, window)
+        if reason:
+            run.log.write("note", text=reason)
+    run.pace.save_steps = train.save_steps or train.eval_steps or math.ceil(steps / 10)
+    # Where a rollback returns to the newest checkpoint, a clock must not decide which one that is.
+    run.pace.is_save_fixed = bool(train.save_steps or train.eval_steps) or isinstance(run.ring, CheckpointSnapshots)
 
 
 def after_applied_step(run: Run, state: RunState, outcome: StepOutcome) -> None:
@@ -104,8 +126,8 @@ def after_applied_step(run: Run, state: RunState, outcome: StepOutcome) -> None:
             run.log.write("phase", step=state.applied, **{"from": state.phase, "to": outcome.lesson.phase})
         state.phase = outcome.lesson.phase
     is_last = state.applied >= run.schedule.num_steps
-    is_eval = is_last or state.applied % eval_interval(run) == 0
-    is_save = is_last or state.applied % (run.config.train.save_steps or eval_interval(run)) == 0
+    is_eval = is_last or state.applied % run.pace.eval_steps == 0
+    is_save = is_last or state.applied % run.pace.save_steps == 0
     # A NaN in the row of a token that no batch contained shows in no loss: before anything is kept, look.
     is_snapshot = state.applied % run.config.guard.snapshot_steps == 0
     # Before the first snapshot the statistics are few: look after 1, 2, 4, 8 ... steps.
@@ -116,23 +138,28 @@ def after_applied_step(run: Run, state: RunState, outcome: StepOutcome) -> None:
         look_after_router(run, state, is_eval=is_eval)
     if is_snapshot:
         take_snapshot(run, state)
+    evaluate_and_save(run, state, outcome.lesson, is_eval=is_eval, is_save=is_save)
+
+
+def evaluate_and_save(run: Run, state: RunState, lesson: Lesson, *, is_eval: bool, is_save: bool) -> None:
+    """An evaluation that is interrupted is owed: the checkpoint says so, and a resumed run begins with it."""
     if is_eval:
-        judge_student(run, state, run_evaluation(run, state, outcome))
-    if is_save or state.is_finished:
+        state.owes_evaluation = True
+        result = run_evaluation(run, state, lesson)
+        state.owes_evaluation = False
+        judge_student(run, state, result)
+    is_last = state.applied >= run.schedule.num_steps or state.is_finished
+    is_worth_it = is_save and run.agree.first(float(run.pace.is_save_worth_it())) == 1.0
+    if is_last or is_worth_it:
         save_checkpoint(run, state)
-
-
-def eval_interval(run: Run) -> int:
-    """Rounded up: a short run is not evaluated after every step for want of ten."""
-    return run.config.train.eval_steps or math.ceil(run.schedule.num_steps / 10)
 
 
 # -- evaluation ------------------------------------------------------------------------------------------
 
 
-def run_evaluation(run: Run, state: RunState, outcome: StepOutcome | None = None) -> Evaluation:
+def run_evaluation(run: Run, state: RunState, lesson: Lesson | None = None) -> Evaluation:
     """Evaluate with the lesson of the step just taken, so that train and eval objectives compare."""
-    lesson = outcome.lesson if outcome else run.lesson(state)
+    lesson = lesson or run.lesson(state)
     run.injector.in_eval()
     result = evaluate(
         run.student,
@@ -141,6 +168,7 @@ def run_evaluation(run: Run, state: RunState, outcome: StepOutcome | None = None
         teacher=run.teacher,
         mix=run.mix,
         lesson=lesson,
+        between=run.between_batches,
     )
     result = replace(result, perplexity=run.agree.first(result.perplexity))
     check_twins(run)
@@ -185,64 +213,6 @@ def judge_student(run: Run, state: RunState, result: Evaluation) -> None:
     if patience and state.evaluations_since_best >= patience:
         run.log.write("note", text=f"stopped early: no better student in {patience} evaluations")
         state.is_finished = True
-
-
-# -- saving ----------------------------------------------------------------------------------------------
-
-
-def save_checkpoint(run: Run, state: RunState) -> None:
-    """Write a checkpoint. A full disk in the middle of a run is reported and the run goes on."""
-    if not is_sound(run):
-        run.log.write("note", text="weights are not finite: nothing is saved, the last good checkpoint stays")
-        return
-    if run.agree.is_first:
-        _write_checkpoint(run, state)
-    run.agree.wait()  # whoever rolls back to a checkpoint finds it whole
-
-
-def _write_checkpoint(run: Run, state: RunState) -> None:
-    began = time.monotonic()
-    saved = capture(run, state)
-    try:
-        path = run.checkpoints.save(saved.step, saved.tensors, saved.scalars)
-    except CannotSave as error:
-        run.log.write("note", text=f"{error.what}; the run goes on, the last good checkpoint stays")
-        return
-    size = sum(file.stat().st_size for file in path.iterdir())
-    run.log.write(
-        "checkpoint",
-        step=saved.step,
-        path=str(path.relative_to(run.folder)),
-        bytes=size,
-        seconds=time.monotonic() - began,
-    )
-
-
-def save_student(run: Run) -> None:
-    """Write the best student as a Hugging Face folder, whole or not at all; prune checkpoints if the disk is full."""
-    for is_last_try in (False, True):
-        try:
-            with replaced_folder(run.folder / "student") as folder:
-                run.student.model.save_pretrained(folder)
-                run.tokenizer.save_pretrained(folder)
-            return
-        except OSError as error:
-            if is_last_try:
-                raise CannotSave(
-                    f"cannot write the student: {error.strerror or error}",
-                    where=str(run.folder / "student"),
-                    advice=["free some space on that disk, then `stillroom resume` the run"],
-                ) from error
-            run.log.write("note", text="the disk is full: older checkpoints are removed to save the student")
-            run.checkpoints.prune(keep=1)
-
-
-@torch.no_grad()
-def load_best(run: Run) -> None:
-    """Put the best weights into the student."""
-    living = weights_of(run.student.model)
-    for name, tensor in run.best_weights.items():
-        living[name].copy_(tensor)
 
 
 # -- records ---------------------------------------------------------------------------------------------

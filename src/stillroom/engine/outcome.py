@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,7 +62,28 @@ _LEAST_WAY = 1.0  # in standard deviations of the weights
 
 def doubts(run: Run, perplexity: float) -> list[str]:
     """What the configuration makes unlikely to work, measured on the student before training."""
-    return [*_stands_still(run, perplexity)]
+    return [*_stands_still(run, perplexity), *_hardly_taught(run)]
+
+
+_HARDLY_TAUGHT = 0.02  # of all weights
+
+
+def _hardly_taught(run: Run) -> list[str]:
+    """A teacher whose terms weigh next to nothing throughout costs a forward pass and teaches nothing."""
+    if run.teacher is None:
+        return []
+    share = max(_teachers_share(run.curriculum.at(progress).weights) for progress in (0.0, 0.25, 0.5, 0.75, 1.0))
+    if share > _HARDLY_TAUGHT:
+        return []
+    return [
+        f"the teacher's terms have {share:.1%} of the weights: this is plain training with hardly any distillation. "
+        "Raise objectives.kd.weight, or leave the teacher out and save its forward passes: objectives.kd.weight=0"
+    ]
+
+
+def _teachers_share(weights: Mapping[str, float]) -> float:
+    total = sum(weights.values())
+    return sum(weight for name, weight in weights.items() if name != "ce") / total if total else 1.0
 
 
 def _stands_still(run: Run, perplexity: float) -> list[str]:

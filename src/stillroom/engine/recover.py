@@ -142,14 +142,14 @@ def carry_out(run: Run, state: RunState, window: Sequence[Batch], evidence: Evid
             state.rollbacks += 1
             _reset(run, state)
         case _:
-            keep_window(run, window, evidence, verdict, located)
+            keep_window(run, state, window, evidence, verdict, located)
             raise _halted(verdict, evidence, located)
 
 
 def _leave_out(
     run: Run, state: RunState, window: Sequence[Batch], evidence: Evidence, verdict: Verdict, located: str
 ) -> None:
-    keep_window(run, window, evidence, verdict, located)
+    keep_window(run, state, window, evidence, verdict, located)
     state.skipped += 1
     state.quarantined.append(state.cursor)
     state.cursor += 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,9 @@ from safetensors.torch import load
 
 from stillroom.engine import folder as run_folder
 from stillroom.engine.build import build_run, find_device, load_models
-from stillroom.engine.distill import newest_checkpoint
 from stillroom.engine.locate import locate
+from stillroom.engine.quarantine import find_windows
+from stillroom.engine.resume import newest_checkpoint
 from stillroom.engine.state import RunState, restore
 from stillroom.engine.step import attempt
 from stillroom.errors import ConfigError, DataError
@@ -22,10 +22,10 @@ from stillroom.telemetry import EventLog
 from stillroom.types import Batch
 
 
-def replay(folder: Path, step: int, *, device: str = "auto") -> dict[str, Any]:
+def replay(folder: Path, step: int, *, attempt_number: int | None = None, device: str = "auto") -> dict[str, Any]:
     """Score a quarantined window with the newest checkpoint and compare with what was seen then. Nothing is changed."""
     config = run_folder.read_config(folder)
-    facts, window = read_window(folder, step)
+    facts, window = read_window(folder, step, attempt_number)
     where = find_device(device)
     models = load_models(config, where, folder=folder)
     # A log of its own: replaying must not write into the run's record.
@@ -40,6 +40,7 @@ def replay(folder: Path, step: int, *, device: str = "auto") -> dict[str, Any]:
         is_finite = math.isfinite(evidence.loss) and math.isfinite(evidence.grad_norm)
         result = {
             "step": step,
+            "attempt": facts.get("attempt"),
             "checkpoint": saved.step if saved else None,
             "then": {
                 "verdict": facts["verdict"]["action"],
@@ -61,15 +62,32 @@ def replay(folder: Path, step: int, *, device: str = "auto") -> dict[str, Any]:
     return result
 
 
-def read_window(folder: Path, step: int) -> tuple[dict[str, Any], list[Batch]]:
-    path = folder / "quarantine" / f"step-{step:06d}.json"
-    if not path.exists():
-        kept = sorted(int(m[1]) for p in path.parent.glob("*.json") if (m := re.match(r"step-(\d+)\.json$", p.name)))
+def read_window(folder: Path, step: int, attempt_number: int | None = None) -> tuple[dict[str, Any], list[Batch]]:
+    """What was kept of a refused attempt. A step may have had several: then its number is needed too."""
+    place = folder / "quarantine"
+    kept = find_windows(place)
+    if not any(of == step for of, _attempt in kept):
+        steps = sorted({of for of, _attempt in kept})
         raise ConfigError(
             f"step {step} has no quarantined batch",
-            where=str(path.parent),
-            advice=[f"steps with one: {', '.join(map(str, kept))}" if kept else "this run quarantined nothing"],
+            where=str(place),
+            advice=[f"steps with one: {', '.join(map(str, steps))}" if steps else "this run quarantined nothing"],
         )
+    attempts = sorted(number for of, number in kept if of == step)
+    if attempt_number is None and len(attempts) > 1:
+        raise ConfigError(
+            f"step {step} has {len(attempts)} quarantined batches: attempts {', '.join(map(str, attempts))}",
+            where=str(place),
+            advice=[f"say which: stillroom replay {folder} {step} --attempt {attempts[0]}"],
+        )
+    wanted = attempts[0] if attempt_number is None else attempt_number
+    if wanted not in attempts:
+        raise ConfigError(
+            f"step {step} has no quarantined batch of attempt {wanted}",
+            where=str(place),
+            advice=[f"attempts at step {step}: {', '.join(map(str, attempts))}"],
+        )
+    path = kept[step, wanted]
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
         tensors = load(path.with_suffix(".safetensors").read_bytes())
@@ -84,7 +102,7 @@ def read_window(folder: Path, step: int) -> tuple[dict[str, Any], list[Batch]]:
             )
             for number, batch in enumerate(facts["batches"])
         ]
-    except (OSError, KeyError, ValueError, SafetensorError) as error:
+    except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
         raise DataError(
             f"{path} cannot be read: {error}", advice=["the files of a quarantined batch belong together"]
         ) from error

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from safetensors import SafetensorError
 from torch import Tensor
 
-from stillroom.checkpoint import replaced_folder
 from stillroom.config import Config
 from stillroom.curriculum import Curriculum
 from stillroom.engine.agree import Agreement
 from stillroom.errors import CannotSave, ConfigError
+from stillroom.files import reason_of, replaced_folder
 from stillroom.models import LoadedModel
 from stillroom.models.routers import find_gates
 from stillroom.precision import Precision
@@ -161,9 +162,9 @@ def _save_gates(run: Run, router: RouterTeacher) -> None:
     try:
         with replaced_folder(run.folder / "router") as folder:
             router.gates.save(folder)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise CannotSave(
-            f"cannot write the trained gates: {error.strerror or error}",
+            f"cannot write the trained gates: {reason_of(error)}",
             where=str(run.folder / "router"),
             advice=["free some space on that disk, then `stillroom resume` the run"],
         ) from error

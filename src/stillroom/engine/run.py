@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,12 @@ from stillroom.curriculum import Curriculum
 from stillroom.data import Corpus, Loader, fixed_batches
 from stillroom.engine.agree import Agreement
 from stillroom.engine.inject import Injector
+from stillroom.engine.lock import FolderLock
+from stillroom.engine.pace import Pace
 from stillroom.engine.reach import Reach
 from stillroom.engine.state import RunState
+from stillroom.errors import CannotSave
+from stillroom.evaluate import go_on
 from stillroom.guard import Guard
 from stillroom.models import LoadedModel, Student
 from stillroom.objectives.mix import Mix
@@ -66,6 +70,24 @@ class Run:
     reach: Reach = field(default_factory=Reach)
     router: RouterTeacher | None = None  # the teacher, where something is done at its gates
     direction: Mapping[str, Tensor] = field(default_factory=dict)  # of this window's quiz, in sar-meta
+    lock: FolderLock | None = None  # of the process that writes
+    pace: Pace = field(default_factory=Pace)
+    saved_at: tuple[int, ...] = ()  # what the newest checkpoint was saved after: counters that tell states apart
+
+    def check_folder(self) -> None:
+        """Before anything is saved: a folder that was deleted is not made again half-empty."""
+        if self.lock is not None and not self.lock.holds():
+            raise CannotSave(
+                "the folder of the run was deleted or replaced while it was training",
+                where=str(self.folder),
+                advice=["begin again in another folder with --out", "leave a run's folder alone until it has ended"],
+            )
+
+    between_batches: Callable[[], None] = go_on  # called between held-out batches: where an evaluation may end
+
+    def last_lesson(self, state: RunState) -> Lesson:
+        """The lesson of the step that was applied last."""
+        return self.lesson(replace(state, applied=max(state.applied - 1, 0)))
 
     def lesson(self, state: RunState) -> Lesson:
         """What the curriculum says now, or labels alone while the teacher is suspended."""

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from stillroom.checkpoint import Saved
+from stillroom.checkpoint import Mark, Saved
+from stillroom.telemetry.events import strict
 
 if TYPE_CHECKING:
     from stillroom.engine.run import Run
@@ -41,6 +42,7 @@ class RunState:
     snapshots_refused: int = 0  # in a row, because the canary did worse
     phase: str = ""
     is_finished: bool = False
+    owes_evaluation: bool = False  # the last step was to be evaluated, and that was interrupted
 
     @property
     def success_rate(self) -> float:
@@ -107,13 +109,42 @@ def capture(run: Run, state: RunState) -> Saved:
         "precision": run.precision.state_dict(),
         "guard": run.guard.state_dict(),
         "num_updates": run.optimizer.num_updates,
-        "before": run.before,
+        "before": strict(run.before),  # a yardstick of an odd text may be infinite, which JSON is not
+        "events": run.log.position,
         "processes": run.agree.size,
         "canary": run.canary_reference if math.isfinite(run.canary_reference) else None,
         "canary_best": run.canary_best if math.isfinite(run.canary_best) else None,
         "router": run.router.state_dict() if run.router is not None else None,
     }
-    return Saved(state.applied, tensors, scalars)
+    return Saved(state.applied, tensors, scalars, line=state.rollbacks)
+
+
+def lacks(saved: Saved) -> str:
+    """What a checkpoint needs to be continued from and does not hold; nothing where it is complete."""
+    groups = {"student", "optimizer", "random"} - set(saved.tensors)
+    keys = {"state", "precision", "guard", "num_updates", "before"} - set(saved.scalars)
+    return f"{', '.join(sorted(groups | keys))} missing" if groups or keys else ""
+
+
+def history(run: Run, state: RunState) -> dict[str, Any]:
+    """What a rollback must not undo, for its mark on the disk."""
+    kept = {name: value for name, value in asdict(state).items() if name in _HISTORY}
+    return {"state": kept, "guard": run.guard.state_dict(), "events": run.log.position}
+
+
+def recall(run: Run, state: RunState, mark: Mark) -> None:
+    """Put back what a rollback must not undo into a state from before it.
+
+    The best student of an abandoned stretch is still the best, if its weights can be found.
+    """
+    best = run.checkpoints.abandoned_best(int(mark.history["state"]["best_step"]))
+    for name, value in mark.history["state"].items():
+        if best or not name.startswith(("best_", "evaluations_since_best")):
+            setattr(state, name, list(value) if isinstance(value, list) else value)
+    if best:
+        run.best_weights = {name: tensor.clone() for name, tensor in best.items()}
+    windows = run.guard.windows()
+    run.guard.load_state_dict({**mark.history["guard"], "windows": windows})
 
 
 @torch.no_grad()

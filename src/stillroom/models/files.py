@@ -7,8 +7,11 @@ cache is made of links. A loader would follow an index to any file, and hand one
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from safetensors import safe_open
 
 from stillroom.errors import BrokenAtStart
 from stillroom.models.source import Source
@@ -17,11 +20,15 @@ _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _ADAPTER = "adapter_model.safetensors"
 COMPLETE = "check that the folder is complete and undamaged (config.json, tokenizer.json, model.safetensors)"
+_NUMBERS = ("F64", "F32", "F16", "BF16")
+_CODES = ("I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F4")
 _PICKLES = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
-def check_weight_files(source: Source) -> None:
-    """Refuse a folder whose weights are not safetensors of its own."""
+def check_weight_files(source: Source) -> list[str]:
+    """The safetensors that will be read. A folder whose weights are not safetensors of its own is refused."""
+    if (source.folder / "generation_config.json").exists():
+        read_json(source, "generation_config.json")  # a loader passes over a broken one without a word
     named = read_json(source, "config.json").get("transformers_weights")
     if named is not None and str(named) not in (_SINGLE, _INDEX):
         raise BrokenAtStart(
@@ -29,10 +36,9 @@ def check_weight_files(source: Source) -> None:
             advice=["remove transformers_weights from config.json"],
         )
     if (source.folder / _SINGLE).is_file() and named != _INDEX:
-        return
+        return [_SINGLE]
     if (source.folder / _INDEX).is_file():
-        _check_index(source)
-        return
+        return _check_index(source)
     raise _without_safetensors(source, _SINGLE)
 
 
@@ -62,7 +68,7 @@ def _without_safetensors(source: Source, wanted: str) -> BrokenAtStart:
     )
 
 
-def _check_index(source: Source) -> None:
+def _check_index(source: Source) -> list[str]:
     index = read_json(source, _INDEX)
     table = index.get("weight_map")
     if not isinstance(table, dict) or not table or not all(isinstance(name, str) for name in table.values()):
@@ -80,6 +86,23 @@ def _check_index(source: Source) -> None:
             f"{source.name} lacks {len(missing)} of {len(shards)} shards: {_listed(missing)}",
             advice=["copy or download the missing files"],
         )
+    return shards
+
+
+def coded_weights(source: Source, files: list[str], is_number: Callable[[str], bool]) -> list[str]:
+    """Tensors of the files that hold codes where the model has numbers: a loader would cast one to the other.
+
+    `is_number` says whether the model has a floating-point tensor of this name. A name it does not have may be changed
+    by the loader: those are judged by the types that only quantised models use.
+    """
+    found = []
+    for file in files:
+        with safe_open(source.folder / file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118, it is no dict
+                kind = str(tensors.get_slice(name).get_dtype())
+                if kind not in _NUMBERS and (is_number(name) or kind in _CODES):
+                    found.append(f"{name} ({kind})")
+    return found
 
 
 def read_json(source: Source, name: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from stillroom.config.schema import ShrinkConfig
 from stillroom.errors import BrokenAtStart, ConfigError
 from stillroom.models.bypass import Bypass, blocks_of, cannot_be_cut
-from stillroom.models.passages import Passage, finite, num_scored
+from stillroom.models.passages import Passage, finite, num_positions, num_scored
 
 Method = Literal["loss", "influence", "even", "given", "all"]
 
@@ -84,14 +84,16 @@ def choose_layers(
     num_layers = len(blocks_of(teacher))
     settled = settled_layers(wanted.layers, num_layers)
     if settled is not None:
-        return Choice(settled, "all" if len(settled) == num_layers else "given")
+        unused = f"student.shrink.method = {wanted.method} is not read: there is nothing to choose among the layers"
+        method: Method = "all" if len(settled) == num_layers else "given"
+        return Choice(settled, method, () if wanted.method == "auto" else (unused,))
     assert isinstance(wanted.layers, int)
-    method, why = take_method(teacher, wanted, wanted.layers, texts)
-    if method != "even":
-        tell(f"choosing {wanted.layers} of {num_layers} layers by {method} on {num_scored(texts):,} tokens")
-    if method == "even":
+    taken, why = take_method(teacher, wanted, wanted.layers, texts)
+    if taken != "even":
+        tell(f"choosing {wanted.layers} of {num_layers} layers by {taken} on {num_scored(texts):,} tokens")
+    if taken == "even":
         found = Choice(evenly_spaced(wanted.layers, num_layers), "even", ("at equal steps from the first to the last",))
-    elif method == "influence":
+    elif taken == "influence":
         found = by_influence(teacher, wanted.layers, texts, fits)
     else:
         found = by_loss(teacher, wanted.layers, texts, fits, tell)
@@ -114,7 +116,7 @@ def take_method(
         )
     if wanted.method != "auto":
         return wanted.method, ""
-    cost = cost_of_loss(teacher, number, num_scored(texts))
+    cost = cost_of_loss(teacher, number, num_positions(texts))
     device = next(teacher.parameters()).device.type
     budget = BUDGET_CPU if device == "cpu" else BUDGET_GPU
     priced = f"by loss it takes about {cost:.1e} floating-point operations, and the limit on {device} is {budget:.0e}"
@@ -123,8 +125,11 @@ def take_method(
     return "influence", f"student.shrink.method = auto took influence: {priced}; set it to 'loss' to spend them"
 
 
-def cost_of_loss(teacher: Any, number: int, num_tokens: int) -> float:
-    """Floating-point operations of a choice by loss. All experts of a mixture count, so there it is an upper bound."""
+def cost_of_loss(teacher: Any, number: int, num_read: int) -> float:
+    """Floating-point operations of a choice by loss on so many positions, scored or not.
+
+    All experts of a mixture count, so there it is an upper bound.
+    """
     blocks = blocks_of(teacher)
     layer = sum(parameter.numel() for block in blocks for parameter in block.parameters()) / len(blocks)
     head = int(teacher.get_output_embeddings().weight.numel())
@@ -132,7 +137,7 @@ def cost_of_loss(teacher: Any, number: int, num_tokens: int) -> float:
     for kept in range(len(blocks), number, -1):
         # One pass through all; then for each layer its successors, which are half of them on average.
         total += kept * layer + head + kept * ((kept - 1) / 2 * layer + head)
-    return 2.0 * num_tokens * total
+    return 2.0 * num_read * total
 
 
 # -- by loss ---------------------------------------------------------------------------------------------
@@ -215,14 +220,14 @@ def by_influence(teacher: Any, number: int, texts: Sequence[Passage], fits: Fits
             bypass.logits(text.ids)
         for layer, (given, gave) in heard.items():
             sums[layer] += float((1.0 - F.cosine_similarity(given.float(), gave.float(), dim=-1)).sum())
-    num_positions = sum(text.ids.shape[1] for text in texts)
-    influence = {layer: finite(total / num_positions) for layer, total in sums.items()}
+    count = num_positions(texts)
+    influence = {layer: finite(total / count) for layer, total in sums.items()}
     kept = list(influence)
     while len(kept) > number:
         kept.remove(_first_that_fits(teacher, kept, influence, fits, number))
     gone = max((influence[layer] for layer in influence if layer not in kept), default=0.0)
     why = (
-        f"those that change the hidden states most over {num_positions:,} positions: the lowest 1 - cosine of those "
+        f"those that change the hidden states most over {count:,} positions: the lowest 1 - cosine of those "
         f"kept is {min(influence[layer] for layer in kept):.3f}, the highest of the others {gone:.3f}"
     )
     return Choice(tuple(kept), "influence", (why,))

@@ -29,6 +29,9 @@ def config_of_layers(config: Any, layers: Sequence[int]) -> Any:
     new = copy.deepcopy(config)
     text = new.get_text_config()
     num_layers = int(text.num_hidden_layers)
+    if vars(text).get("rescale_every"):
+        # RWKV halves weights in place while it evaluates, against FP16 overflow: a student saved then would be wrong.
+        text.rescale_every = 0
     if tuple(layers) == tuple(range(num_layers)):
         return _read_back(new)
     own = vars(text)

@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from stillroom.config.schema import ModelSection, StudentConfig, TeacherConfig
 from stillroom.errors import BrokenAtStart, StillroomError
-from stillroom.models.files import COMPLETE, check_adapter_files, check_weight_files, read_json
+from stillroom.models.files import COMPLETE, check_adapter_files, check_weight_files, coded_weights, read_json
 from stillroom.models.kinds import read_config
 from stillroom.models.source import Source, fetch, one_line
 
@@ -56,11 +56,18 @@ def load_tokenizer(section: ModelSection, name: str) -> Any:
         raise BrokenAtStart(
             f"{name} has no tokenizer", advice=["copy the tokenizer's files of the same model into the folder"]
         )
+    if (source.folder / "config.json").exists():
+        _read_config(section, source)  # a loader of tokenizers reads it too, and would be blamed for it
     with explained(name, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(source.path, trust_remote_code=section.trust_remote_code)
         if not tokenizer.get_vocab():
             raise BrokenAtStart(f"the tokenizer of {name} has no tokens", advice=["get its files again"])
         return tokenizer
+
+
+def _read_config(section: ModelSection, source: Source) -> Any:
+    with explained(source.name, "configuration"):
+        return read_config(section, source)
 
 
 def has_tokenizer(section: ModelSection, name: str) -> bool:
@@ -91,13 +98,18 @@ def load_student(section: StudentConfig, *, seed: int) -> tuple[Any, list[str]]:
     else:
         with explained(section.model, "weights"):
             model, notes = _load(section, source, torch.float32)
+        if getattr(model, "is_quantized", False):
+            raise BrokenAtStart(
+                f"the weights of {source.name} are quantised and cannot be trained",
+                advice=["use the model as it was before it was quantised"],
+            )
         notes = [f"student weights loaded from {source.name}", *notes]
     ready_student(model, section)
     return model, notes
 
 
 def _draw(section: StudentConfig, source: Source, seed: int) -> Any:
-    config = read_config(section, source)
+    config = _read_config(section, source)
     # The student's weights depend on the run's seed alone, not on what was drawn before.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -117,8 +129,8 @@ def _load(section: ModelSection, source: Source, dtype: torch.dtype) -> tuple[An
 
 
 def _load_weights(section: ModelSection, source: Source, dtype: torch.dtype) -> tuple[Any, list[str]]:
-    config = read_config(section, source)
-    check_weight_files(source)
+    config = _read_config(section, source)
+    files = check_weight_files(source)
     model, found = AutoModelForCausalLM.from_pretrained(
         source.path,
         config=config,
@@ -128,7 +140,20 @@ def _load_weights(section: ModelSection, source: Source, dtype: torch.dtype) -> 
         ignore_mismatched_sizes=True,  # not ignored: refused below with both sizes
         output_loading_info=True,
     )
-    return model, _check_keys(source, found)
+    notes = _check_keys(source, found)
+    if getattr(model, "is_quantized", False):
+        return model, notes
+    if getattr(config, "quantization_config", None) is not None:
+        notes.append(f"{source.name}: the quantization_config of its config.json is not used")
+    own = model.state_dict()
+    coded = coded_weights(source, files, lambda name: name in own and own[name].is_floating_point())
+    if coded:
+        raise BrokenAtStart(
+            f"the weights of {source.name} are stored as codes and its config.json does not say how to read them: "
+            f"{_listed(coded)}",
+            advice=["use the model as it was before it was quantised"],
+        )
+    return model, notes
 
 
 def _check_keys(source: Source, found: dict[str, Any]) -> list[str]:

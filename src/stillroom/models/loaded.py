@@ -142,9 +142,9 @@ def _check_causality(network: Any, ids: Tensor, own: Tensor, tolerance: float, n
         with torch.no_grad():
             seen = probe.backbone(network)(input_ids=ids, use_cache=False).last_hidden_state.float()
     change = _change(seen[0, :shared], seen[1, :shared])
-    if change <= tolerance:
+    if change <= tolerance / 10:  # the two rows share one product: what is alike in them hardly differs by rounding
         return
-    if _change(_answers(network, ids, name), own) > tolerance:
+    if _change(_answers(network, ids, name), own) > tolerance / 10:
         raise BrokenAtStart(
             f"{name} does not answer the same text alike twice: it cannot be compared with anything",
             advice=["use a model that draws nothing at random in evaluation mode"],

@@ -60,6 +60,10 @@ def num_scored(texts: Sequence[Passage]) -> int:
     return sum(text.num_scored for text in texts)
 
 
+def num_positions(texts: Sequence[Passage]) -> int:
+    return sum(text.ids.shape[1] for text in texts)
+
+
 @torch.no_grad()
 def mean_loss(model: Any, texts: Sequence[Passage]) -> float:
     """Mean cross-entropy of a model, a passage at a time; infinite where it is not finite."""

@@ -61,9 +61,14 @@ def anatomy(model: Any) -> Anatomy:
 def backbone(model: Any) -> nn.Module:
     """The model without its head: returns hidden states and makes no logits.
 
-    Some classes name a base model that they do not have and answer with themselves; those are asked for their decoder.
+    Some classes (Llama 4) name a base model that they do not have and answer with themselves: theirs is the part that
+    holds the embeddings.
     """
-    body: nn.Module = model.get_decoder() if model.base_model is model else model.base_model
+    body: nn.Module = model.base_model
+    inputs = model.get_input_embeddings()
+    for part in body.children() if model.base_model is model else ():
+        if part is not inputs and any(module is inputs for module in part.modules()):
+            return part
     return body
 
 
@@ -84,11 +89,16 @@ def layers_if_any(model: Any) -> list[nn.Module]:
     A model that also sees has two such lists: the decoder's is looked for first.
     """
     wanted = _num_layers(model)
-    for body in (model.get_decoder(), backbone(model)):
+    for body in (*_decoders(model), backbone(model)):
         for module in body.modules():
             if isinstance(module, nn.ModuleList) and len(module) == wanted:
                 return list(module)
     return []
+
+
+def _decoders(model: Any) -> list[nn.Module]:
+    found = model.get_decoder() if hasattr(model, "get_decoder") else None
+    return [found] if isinstance(found, nn.Module) else []
 
 
 def _num_layers(model: Any) -> int:

@@ -39,8 +39,9 @@ class Cut:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        reasons = (f"layers kept by {self.choice.method}: {text}" for text in self.choice.why)
-        return (self.told, *reasons)
+        if self.choice.method in ("all", "given"):
+            return (self.told, *self.choice.why)
+        return (self.told, *(f"layers kept by {self.choice.method}: {text}" for text in self.choice.why))
 
 
 def cut(
@@ -78,6 +79,7 @@ def _cut(teacher: Any, wanted: ShrinkConfig, looked_at: list[Batch], choice: Cho
             importance = measure(teacher, looked_at)
         keep = choose(teacher, wanted, importance, layers)
     student = built(teacher, layers, lambda text: shrink_config(text, wanted)).float()
+    _take_back_rescaling(teacher)
     _check_fit(teacher, student, _fill(teacher, student, layers, keep))
     check_layers(teacher, student, layers, with_numbers=not wanted.cuts_width)
     if not wanted.cuts_width:
@@ -103,6 +105,15 @@ def _fill(teacher: Any, student: Any, layers: tuple[int, ...], keep: Keep) -> li
         else:
             target.copy_(found)
     return misfits
+
+
+def _take_back_rescaling(teacher: Any) -> None:
+    """RWKV divides weights of later layers in place when it first evaluates; training mode multiplies them again."""
+    for module in teacher.modules():
+        if getattr(module, "layers_are_rescaled", False):
+            module.training = True
+            module._rescale_layers()
+            module.training = False
 
 
 def _prefix(model: Any) -> str:

@@ -56,6 +56,7 @@ TERM_KEYS = ("raw", "weight", "scaled", "share")
 
 # What a run writes again when it goes over the same steps a second time after a resume.
 _WRITTEN_AGAIN = frozenset({"step", "eval", "checkpoint", "guard", "phase", "gradients", "router"})
+_WRITTEN_ONCE = frozenset({"sample", "first_forward", "router_probe"})  # at the beginning or the end, without a step
 _NONFINITE = "_nonfinite"
 _NONFINITE_WORDS = ("nan", "inf", "-inf")
 
@@ -116,17 +117,24 @@ def _word(number: float) -> str:
 class EventLog:
     """Appends events to a file and tells listeners about each, after it is on its way to the disk.
 
-    Opening a file that exists continues it: a last line torn by a crash goes, and with `keep_until_step`
-    so does every record of a later step that the continued run will write again. `dropped` counts both.
+    Opening a file that exists continues it: a last line torn by a crash goes, and so does what the continued run
+    will write again. `keep_records` is the `position` of the log when the state was saved: of the records after it,
+    those that come again go, whatever their step; a refused step before it stays, though its step was not applied yet.
+    Without it, `keep_until_step` decides by the step alone. `dropped` counts what went.
     """
 
-    def __init__(self, path: Path | str, *, keep_until_step: int | None = None) -> None:
+    def __init__(
+        self, path: Path | str, *, keep_records: int | None = None, keep_until_step: int | None = None
+    ) -> None:
         self.path = Path(path)
+        self.position = 0  # records so far, those that wait for room included
         self._listeners: list[Listener] = []
         self._waiting: list[str] = []  # lines that a full disk refused, kept for when there is room
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.dropped = _mend(self.path, keep_until_step) if self.path.exists() else 0
+            self.dropped = 0
+            if self.path.exists():
+                self.position, self.dropped = _mend(self.path, keep_records, keep_until_step)
             self._file: TextIO = self.path.open("a", encoding="ascii", newline="\n")
         except OSError as error:
             raise _cannot_write(self.path, error) from error
@@ -139,10 +147,26 @@ class EventLog:
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         record = {"event": event, "schema": SCHEMA, "time": now, **strict(fields)}
         self._waiting.append(_line(record))
+        self.position += 1
         self._flush()
-        for listener in self._listeners:
-            listener(record)
+        self._tell(record)
         return record
+
+    def _tell(self, record: Event) -> None:
+        """A listener whose reader is gone (a closed pipe or terminal) hears no more; the run does not depend on it."""
+        for listener in tuple(self._listeners):
+            try:
+                listener(record)
+            except OSError as error:
+                if error.errno not in (errno.EPIPE, errno.EIO):
+                    raise
+                self._listeners.remove(listener)
+                self.write("note", text="nobody reads the console any more: the run goes on without it")
+
+    def sync(self) -> None:
+        """Bring what is written to the disk itself."""
+        with contextlib.suppress(OSError):  # not every file can be: a full disk is told where a record is written
+            os.fsync(self._file.fileno())
 
     def _flush(self) -> None:
         """Write what is waiting. A full disk costs no step: the lines wait, and a half-written one is taken back."""
@@ -160,14 +184,19 @@ class EventLog:
         """Drop the buffer that cannot be written, and with it what was half written."""
         with contextlib.suppress(OSError):
             self._file.close()
-        os.truncate(self.path, good)
-        self._file = self.path.open("a", encoding="ascii", newline="\n")
+        try:
+            os.truncate(self.path, good)
+            self._file = self.path.open("a", encoding="ascii", newline="\n")
+        except OSError as error:
+            raise _cannot_write(self.path, error) from error
 
     def listen(self, listener: Listener) -> None:
         """Call `listener` with every record written from now on."""
         self._listeners.append(listener)
 
     def close(self) -> None:
+        if self._file.closed:
+            return
         self._flush()
         self._file.close()
         if self._waiting:
@@ -178,7 +207,11 @@ class EventLog:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
+        try:
+            self.close()
+        except CannotSave:
+            if error is None:  # else the first end is the one to be told
+                raise
 
 
 class SilentLog(EventLog):
@@ -186,12 +219,16 @@ class SilentLog(EventLog):
 
     def __init__(self) -> None:
         self.path = Path()
+        self.position = 0
         self.dropped = 0
 
     def write(self, event: str, /, **fields: Any) -> Event:
         return {"event": event, **fields}
 
     def listen(self, listener: Listener) -> None:
+        return
+
+    def sync(self) -> None:
         return
 
     def close(self) -> None:
@@ -203,25 +240,32 @@ def _line(record: Event) -> str:
     return json.dumps(record, ensure_ascii=True, allow_nan=False) + "\n"
 
 
-def _mend(path: Path, keep_until_step: int | None) -> int:
-    """Rewrite the file without what a resumed run must not keep; answers with how many records went."""
+def _mend(path: Path, keep_records: int | None, keep_until_step: int | None) -> tuple[int, int]:
+    """Rewrite the file without what a resumed run must not keep; answers with how many records stayed and went."""
     found = scan_events(path)
     _refuse_broken(path, found)
-    kept = [record for record in found.records if not _comes_again(record, keep_until_step)]
+    kept = [
+        record
+        for number, record in enumerate(found.records)
+        if (keep_records is not None and number < keep_records)
+        or not _comes_again(record, keep_until_step, is_after=keep_records is not None)
+    ]
     dropped = len(found.records) - len(kept) + found.is_torn
     if dropped or not path.read_bytes().endswith(b"\n"):
         _replace(path, kept)
-    return dropped
+    return len(kept), dropped
 
 
-def _comes_again(record: Event, keep_until_step: int | None) -> bool:
-    step = record.get("step")
-    return (
-        keep_until_step is not None
-        and record.get("event") in _WRITTEN_AGAIN
-        and isinstance(step, int)
-        and step > keep_until_step
-    )
+def _comes_again(record: Event, keep_until_step: int | None, *, is_after: bool) -> bool:
+    """Whether a resumed run writes this record again. `is_after`: it is known to come after the state was saved."""
+    kind, step = record.get("event"), record.get("step")
+    if keep_until_step is None:
+        return False
+    if kind in _WRITTEN_ONCE:
+        return is_after
+    is_later = isinstance(step, int) and step > keep_until_step
+    # The record of a checkpoint follows the checkpoint, and is not written again.
+    return kind in _WRITTEN_AGAIN and (is_later or (is_after and kind != "checkpoint"))
 
 
 def _replace(path: Path, records: Iterable[Event]) -> None:

@@ -1,0 +1,94 @@
+"""Where the local files of a configuration are, for a run that is resumed from another directory or was moved.
+
+Each path is kept twice: absolute, and relative to the run's folder. The absolute one is used while it is there; after
+a whole tree was moved, the relative one leads to the same files.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from stillroom.config import Config
+
+_MODELS = ("teacher.model", "student.model")
+_DATA = ("data.train", "data.eval")
+_FOLDERS = ("teacher.cache",)
+KEYS = (*_MODELS, *_DATA, *_FOLDERS)
+_NOT_FILES = ("builtin:", "hf:")
+
+
+def local_paths(config: Config) -> dict[str, str]:
+    """The absolute path behind each setting that names local files, seen from the current directory."""
+    found = {}
+    for key in KEYS:
+        given = _get(config, key)
+        if not given or given.startswith(_NOT_FILES):
+            continue
+        path = Path(given).expanduser().absolute()
+        # A model's name may be a hub id; data and caches are files wherever they are not called otherwise.
+        if key not in _MODELS or path.is_dir():
+            found[key] = os.path.normpath(path)
+    return found
+
+
+def describe(config: Config, folder: Path) -> dict[str, dict[str, str]]:
+    """What a run's folder keeps about its paths."""
+    here = folder.resolve()
+    return {
+        key: {"given": str(_get(config, key)), "absolute": path, "relative": os.path.relpath(path, here)}
+        for key, path in local_paths(config).items()
+    }
+
+
+def resolved(config: Config, known: Mapping[str, Any], folder: Path) -> Config:
+    """The configuration with the paths that a run's folder keeps, in the form that exists now."""
+    changes = {}
+    for key, forms in known.items():
+        if key in KEYS and isinstance(forms, Mapping) and _get(config, key) == forms.get("given"):
+            absolute = str(forms["absolute"])
+            moved = os.path.normpath(folder.resolve() / str(forms["relative"]))
+            changes[key] = moved if not _exists(absolute) and _exists(moved) else absolute
+    return _with(config, changes)
+
+
+def absolute(config: Config, known: Mapping[str, Any], resolved_there: Config) -> Config:
+    """A configuration seen from here, comparable with that of a folder.
+
+    A name that is no file here and is the very word that was given there means the file it meant there.
+    """
+    here = local_paths(config)
+    for key, forms in known.items():
+        if key not in KEYS or not isinstance(forms, Mapping) or _get(config, key) != forms.get("given"):
+            continue
+        if key not in here or not _exists(here[key]):
+            here[key] = str(_get(resolved_there, key))
+    return _with(config, here)
+
+
+def is_same_file(one: Any, other: Any) -> bool:
+    return isinstance(one, str) and isinstance(other, str) and os.path.realpath(one) == os.path.realpath(other)
+
+
+def _exists(path: str) -> bool:
+    if glob.has_magic(path) and not Path(path).exists():
+        return bool(glob.glob(path, recursive=True))  # noqa: PTH207 - Path.glob refuses absolute patterns
+    return Path(path).exists()
+
+
+def _get(config: Config, key: str) -> str | None:
+    section, name = key.split(".")
+    value: str | None = getattr(getattr(config, section), name)
+    return value
+
+
+def _with(config: Config, changes: Mapping[str, str]) -> Config:
+    sections: dict[str, dict[str, str]] = {}
+    for key, value in changes.items():
+        section, name = key.split(".")
+        sections.setdefault(section, {})[name] = value
+    update = {section: getattr(config, section).model_copy(update=values) for section, values in sections.items()}
+    return config.model_copy(update=update)

@@ -1,0 +1,90 @@
+"""What a run is continued from: its newest good checkpoint, the log that belongs to it, and how a run's end is told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from stillroom.checkpoint import CheckpointStore, Mark, Saved
+from stillroom.config import Config
+from stillroom.engine.agree import Agreement
+from stillroom.engine.ends import explained
+from stillroom.engine.run import Run
+from stillroom.engine.state import RunState, lacks, restore
+from stillroom.errors import CheckpointUnusable, ConfigError, Fault, StillroomError
+from stillroom.files import mend, reason_of
+from stillroom.telemetry import EventLog
+
+
+def newest_checkpoint(folder: Path, config: Config) -> Saved | None:
+    """The newest checkpoint that verifies. Nothing is changed: the run may be under way."""
+    return CheckpointStore(folder / "checkpoints", config.checkpoint.keep).load_newest(lacks=lacks)
+
+
+def newest_state(folder: Path, config: Config, agree: Agreement) -> tuple[Saved | None, Mark | None]:
+    """The newest checkpoint that verifies, and the rollback that happened after it, if one did.
+
+    What an interrupted save left behind is swept away first.
+    """
+    store = CheckpointStore(folder / "checkpoints", config.checkpoint.keep)
+    if agree.is_first:
+        mend(folder)
+        store.sweep()
+    agree.wait()
+    saved, mark = store.load_newest(lacks=lacks), store.mark()
+    is_answered = mark is None or (saved is not None and saved.line >= mark.line)
+    return saved, None if is_answered else mark
+
+
+def open_log(folder: Path, saved: Saved | None, mark: Mark | None) -> EventLog:
+    """The run's log without what is about to be written again."""
+    if mark is not None:
+        return EventLog(folder / "events.jsonl", keep_records=int(mark.history["events"]), keep_until_step=mark.to)
+    if saved is None:
+        return EventLog(folder / "events.jsonl", keep_records=0, keep_until_step=-1)
+    known = saved.scalars.get("events")
+    return EventLog(folder / "events.jsonl", keep_records=known, keep_until_step=saved.step)
+
+
+def _check_processes(saved: Saved, num_processes: int, folder: Path) -> None:
+    """Data order and schedule count windows of all processes: another number of them would be another run."""
+    started = int(saved.scalars.get("processes", 1))
+    if started != num_processes:
+        raise ConfigError(
+            f"the run was begun with {started} processes and cannot go on with {num_processes}",
+            where=str(folder),
+            advice=[f"start {started}: torchrun --nproc-per-node {started} -m stillroom resume {folder}"],
+        )
+
+
+def put_back(run: Run, state: RunState, saved: Saved) -> None:
+    """Put a checkpoint's state into a run that was built from the same configuration."""
+    _check_processes(saved, run.agree.size, run.folder)
+    try:
+        restore(run, state, saved)
+    except (ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise CheckpointUnusable(
+            f"the checkpoint of step {saved.step} does not fit the run: {reason_of(error)}",
+            where=str(run.folder / "checkpoints"),
+            advice=[
+                "check that the models are those the run began with",
+                "or that this version of stillroom is the one that saved it, see config.json",
+            ],
+        ) from error
+
+
+@contextmanager
+def recorded_end(log: EventLog, folder: Path) -> Iterator[None]:
+    """Write how the run ended, whatever ends it; errors of memory and disk become ends with their own advice."""
+    try:
+        yield
+    except StillroomError as error:
+        log.write("run_end", status="stopped", exit_code=error.exit_code, reason=str(error.what))
+        raise
+    except Exception as error:
+        end = explained(error, str(folder)) or Fault(f"{type(error).__name__}: {reason_of(error)}")
+        log.write("run_end", status="stopped", exit_code=end.exit_code, reason=str(end.what))
+        if isinstance(end, Fault):
+            raise
+        raise end from error

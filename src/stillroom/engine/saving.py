@@ -1,0 +1,116 @@
+"""What is written of a run while it trains and when it ends: checkpoints, and the student as a folder."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from stillroom.engine.recover import is_sound
+from stillroom.engine.run import Run
+from stillroom.engine.state import RunState, capture, history, weights_of
+from stillroom.errors import CannotSave, StillroomError
+from stillroom.files import is_disk_full, reason_of, replaced_folder
+
+
+def save_checkpoint(run: Run, state: RunState) -> None:
+    """Write a checkpoint, unless this very state is saved already.
+
+    A full disk in the middle of a run is reported and the run goes on; a folder that is gone ends it.
+    """
+    moment = (state.applied, state.attempted, state.rollbacks, int(state.owes_evaluation))
+    if run.saved_at == moment:
+        return
+    if not is_sound(run):
+        run.log.write("note", text="weights are not finite: nothing is saved, the last good checkpoint stays")
+        return
+    is_saved = _write_checkpoint(run, state) if run.agree.is_first else False
+    # All wait here for the first process: whoever rolls back to a checkpoint finds it whole.
+    if run.agree.first(float(is_saved)):
+        run.saved_at = moment
+
+
+def _write_checkpoint(run: Run, state: RunState) -> bool:
+    began = time.monotonic()
+    run.check_folder()
+    run.log.sync()  # a checkpoint says how much of the log belongs to it: that much must be there after a power cut
+    saved = capture(run, state)
+    run.checkpoints.line = saved.line
+    try:
+        path = run.checkpoints.save(saved.step, saved.tensors, saved.scalars)
+    except CannotSave as error:
+        run.check_folder()
+        run.log.write("note", text=f"{error.what}; the run goes on, the last good checkpoint stays")
+        return False
+    seconds = time.monotonic() - began
+    run.pace.saved(seconds)
+    size = sum(file.stat().st_size for file in path.iterdir())
+    name = str(path.relative_to(run.folder))
+    run.log.write("checkpoint", step=saved.step, path=name, bytes=size, seconds=seconds)
+    return True
+
+
+def settle_rollback(run: Run, state: RunState) -> None:
+    """After a rollback: abandon the checkpoints of the stretch that was undone, and save the state returned to.
+
+    The abandonment is on the disk before anything else is, with the budgets that were spent.
+    """
+    if run.checkpoints.line == state.rollbacks:
+        return
+    run.checkpoints.line = state.rollbacks
+    run.ring.settle()
+    if run.agree.is_first:
+        run.check_folder()
+        run.log.sync()
+        run.checkpoints.begin_line(state.rollbacks, state.applied, history(run, state))
+    save_checkpoint(run, state)
+
+
+def save_student(run: Run) -> None:
+    """Write the best student as a Hugging Face folder, whole or not at all; prune checkpoints if the disk is full."""
+    for is_last_try in (False, True):
+        run.check_folder()
+        try:
+            with replaced_folder(run.folder / "student") as folder:
+                run.student.model.save_pretrained(folder)
+                run.tokenizer.save_pretrained(folder)
+            return
+        except StillroomError:
+            raise
+        except Exception as error:  # safetensors and tokenizers raise kinds of their own, the latter plain Exception
+            if is_last_try or not is_disk_full(error):
+                raise CannotSave(
+                    f"cannot write the student: {reason_of(error)}",
+                    where=str(run.folder / "student"),
+                    advice=[
+                        "free some space on that disk" if is_disk_full(error) else "see to what it says",
+                        f"then continue, nothing is trained again: stillroom resume {run.folder}",
+                    ],
+                ) from error
+            run.log.write("note", text="the disk is full: older checkpoints are removed to save the student")
+            run.checkpoints.prune(keep=1)
+
+
+@torch.no_grad()
+def load_best(run: Run) -> None:
+    """Put the best weights into the student."""
+    living = weights_of(run.student.model)
+    for name, tensor in run.best_weights.items():
+        living[name].copy_(tensor)
+
+
+def leave_student(run: Run, state: RunState) -> None:
+    """Write the best student of a run that is stopped, to try it. The run's state is saved already and goes unused."""
+    if not run.agree.is_first:
+        return
+    if run.best_weights:
+        load_best(run)
+        which = f"the best student so far, that of step {state.best_step}"
+    else:
+        which = f"the student of step {state.applied}, which was never evaluated"
+    try:
+        save_student(run)
+    except CannotSave as error:
+        run.log.write("note", text=f"{error.what}; the checkpoint holds it, and a resumed run writes it")
+        return
+    run.log.write("note", text=f"student/ holds {which}")
