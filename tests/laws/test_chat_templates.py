@@ -17,9 +17,10 @@ import tiny
 from stillroom.config.schema import DataConfig
 from stillroom.data.chat import TemplateChat
 from stillroom.data.preview import preview
+from stillroom.data.prompts import prompt_ids
 from stillroom.data.records import Tally, Turn, Unusable
 from stillroom.data.template import ChatPrinter
-from stillroom.errors import DataError
+from stillroom.errors import ConfigError, DataError
 
 _TRL = importlib.util.find_spec("trl")
 assert _TRL is not None and _TRL.origin is not None
@@ -370,6 +371,20 @@ def test_a_template_that_runs_away_ends_the_reading_after_a_few_chats(tokenizer:
             write(turns)
     with pytest.raises(DataError, match="3 chats in a row"):
         write(turns)
+
+
+@pytest.mark.parametrize("harm", ["{{ 1 / 0 }}", "{{ 'a' * 10 ** 10 }}"])
+def test_a_prompt_is_printed_within_the_same_bounds(harm: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer.chat_template = SAID + harm
+    with pytest.raises(ConfigError, match="refuses the prompt: (Zero|it builds)"):
+        prompt_ids(tokenizer, "q")
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_prompt_is_opened_as_the_answers_of_training_are(name: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer.chat_template = TEMPLATES[name].read_text(encoding="utf-8")
+    asked = tokenizer.decode(prompt_ids(tokenizer, "Is 4 prime?")[0])
+    assert asked.count("Is 4 prime?") == 1
 
 
 def test_a_long_chat_is_within_the_bounds_of_a_template(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:

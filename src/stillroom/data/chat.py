@@ -45,13 +45,11 @@ class TemplateChat:
     _wants_parts: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        self._printer = ChatPrinter(_source(self.tokenizer), dict(self.tokenizer.special_tokens_map))
+        self._printer = _printer(self.tokenizer)
         if "strftime_now" in self._printer.source:
             self.tally.note("the chat template may print the day: a run continued on another day would read other text")
 
-        prints = [self._printer.try_print(messages_of([_QUESTION], in_parts=in_parts)) for in_parts in (False, True)]
-        says_it = [_QUESTION.content in (text or "") for text in prints]
-        self._wants_parts = says_it == [False, True]  # it takes a content for a list of parts, and prints no text
+        self._wants_parts = _wants_parts(self._printer)
 
     def __call__(self, turns: tuple[Turn, ...]) -> tuple[Segments, bool]:
         try:
@@ -235,14 +233,28 @@ class TemplateChat:
         return common_start(after_opened, after_closed).rstrip()
 
 
-def _source(tokenizer: Tokenizer) -> str:
+def question_text(tokenizer: Tokenizer, question: str) -> str:
+    """One question as the template prints it, opened for an answer; raises `Unusable` with the template's reason."""
+    printer = _printer(tokenizer)
+    messages = messages_of([Turn("user", question)], in_parts=_wants_parts(printer))
+    return printer(messages, opens_answer=True)
+
+
+def _printer(tokenizer: Tokenizer) -> ChatPrinter:
     """The template that the tokenizer would print a chat with."""
-    if isinstance(tokenizer.chat_template, str):
-        return tokenizer.chat_template
-    try:
-        return str(tokenizer.get_chat_template())
-    except ValueError as error:  # several templates, and none of them is the default
-        raise DataError(f"the tokenizer's chat template cannot be chosen: {error}") from error
+    source = tokenizer.chat_template
+    if not isinstance(source, str):
+        try:
+            source = str(tokenizer.get_chat_template())
+        except ValueError as error:  # several templates, and none of them is the default
+            raise DataError(f"the tokenizer's chat template cannot be chosen: {error}") from error
+    return ChatPrinter(source, dict(tokenizer.special_tokens_map))
+
+
+def _wants_parts(printer: ChatPrinter) -> bool:
+    """Whether the template takes a content for a list of parts, and prints nothing of a text."""
+    prints = [printer.try_print(messages_of([_QUESTION], in_parts=in_parts)) for in_parts in (False, True)]
+    return [_QUESTION.content in (text or "") for text in prints] == [False, True]
 
 
 @dataclass(frozen=True)

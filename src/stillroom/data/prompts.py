@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from jinja2 import TemplateError
-
 from stillroom.data.bos import Bos, opened, opening_ids
+from stillroom.data.chat import question_text
 from stillroom.data.encode import Tokenizer
+from stillroom.data.records import Unusable
 from stillroom.errors import ConfigError
 
 
@@ -29,12 +29,12 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str, *, bos: Bos = "auto", is_raw: 
 
 
 def _asked(tokenizer: Tokenizer, prompt: str) -> str:
-    turns = [{"role": "user", "content": prompt}]
     try:
-        return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
-    except (TemplateError, TypeError, ValueError) as error:
+        return question_text(tokenizer, prompt)
+    except Unusable as error:
+        reason = str(error).removeprefix("the chat template refuses it: ")
         raise ConfigError(
-            f"the tokenizer's chat template refuses the prompt: {error}",
+            f"the tokenizer's chat template refuses the prompt: {reason}",
             where="--prompt",
             advice=["--raw continues the text as it stands, without the template"],
         ) from error
