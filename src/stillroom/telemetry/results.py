@@ -119,7 +119,8 @@ def assessment_lines(result: Fields) -> list[str]:
         for key, where in (("memory_gb", "of the process"), ("gpu_memory_gb", "on the GPU"))
         if as_number(result.get(key))
     )
-    return [*lines, f"memory  {memory}"] if memory else lines
+    lines += [f"memory  {memory}"] if memory else []
+    return [*lines, *(f"note  {name}: {clean(text)}" for name, row in voices for text in row.get("notes") or ())]
 
 
 # -- a quarantined batch ---------------------------------------------------------------------------------
