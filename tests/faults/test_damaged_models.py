@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel, Llav
 
 import tiny
 from stillroom.assess import assess
+from stillroom.cli import main
 from stillroom.config.schema import StudentConfig, TeacherConfig
 from stillroom.errors import BrokenAtStart, ConfigError, StillroomError
 from stillroom.models import LoadedModel, find, load_student, open_student, open_teacher
@@ -131,6 +132,20 @@ def test_weights_of_another_size_are_refused_with_both_sizes(folder: Path) -> No
 def test_constants_of_an_older_file_are_said_and_harmless(folder: Path) -> None:
     rewrite(folder, lambda tensors: tensors.update({"model.layers.0.self_attn.masked_bias": torch.tensor(-1e4)}))
     assert "masked_bias" in " ".join(ask(folder).notes)
+
+
+def test_a_file_of_the_body_alone_loads_where_the_head_is_tied(tmp_path: Path) -> None:
+    """As the first GPT-2 files are: names without their prefix, masks among the weights, no head."""
+    AutoModelForCausalLM.from_config(tiny.config("gpt2", width=16, num_layers=1)).save_pretrained(tmp_path)
+    tiny.tokenizer().save_pretrained(tmp_path)
+    rewrite(tmp_path, lambda tensors: tensors.pop("lm_head.weight", None))
+    tensors = {
+        name.removeprefix("transformer."): value for name, value in load_file(tmp_path / "model.safetensors").items()
+    }
+    tensors["h.0.attn.bias"] = torch.ones(1, 1, 128, 128, dtype=torch.uint8)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    found = ask(tmp_path)
+    assert torch.equal(found.head.weight, tensors["wte.weight"]) and found.anatomy.is_tied
 
 
 def test_rotary_tables_of_an_older_file_are_no_weights(folder: Path) -> None:
@@ -530,6 +545,24 @@ def test_a_model_of_the_hub_is_a_folder_like_any_other(
     assert not any("bin" in pattern or "py" in pattern for pattern in asked)
 
 
+def test_a_model_in_the_hub_s_cache_is_found_without_a_network(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache as the hub's own library lays it out: a ref, a snapshot of links, and the files they lead to."""
+    home, commit = tmp_path / "hub" / "models--org--name", "0123456789" * 4
+    for part in ("blobs", "refs", f"snapshots/{commit}"):
+        (home / part).mkdir(parents=True)
+    (home / "refs" / "main").write_text(commit)
+    for number, path in enumerate(folder.iterdir()):
+        shutil.copy(path, home / "blobs" / f"{number:040d}")
+        (home / "snapshots" / commit / path.name).symlink_to(home / "blobs" / f"{number:040d}")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    found = open_teacher(TeacherConfig(model="org/name"), torch.float32)
+    assert torch.equal(found.head.weight, load_file(folder / "model.safetensors")["lm_head.weight"])
+    with pytest.raises(BrokenAtStart, match="cannot fetch org/other"):
+        open_teacher(TeacherConfig(model="org/other"), torch.float32)
+
+
 def test_a_file_is_not_a_folder(folder: Path) -> None:
     refused(folder / "model.safetensors", "is a file")
 
@@ -547,6 +580,22 @@ def test_a_folder_without_permission(folder: Path) -> None:
         refused(folder, "permission")
     finally:
         folder.chmod(0o700)
+
+
+@pytest.mark.parametrize("command", ["eval", "generate", "distill"])
+def test_every_command_ends_with_code_20(folder: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
+    cut_short(folder)
+    (folder.parent / "text.txt").write_text("the still room keeps spirits and waters\n" * 50)
+    data = str(folder.parent / "text.txt")
+    words = {
+        "eval": ["--model", str(folder), "--data", data],
+        "generate": [str(folder), "--prompt", "the"],
+        "distill": ["--teacher", str(folder), "--data", data, "--out", str(folder.parent / "run")],
+    }
+    with pytest.raises(SystemExit) as caught:
+        main([command, *words[command], "--device", "cpu"])
+    assert caught.value.code == 20
+    assert "cannot use the weights" in " ".join(capsys.readouterr().err.split())
 
 
 def test_evaluation_refuses_what_training_refuses(folder: Path, world: Path) -> None:

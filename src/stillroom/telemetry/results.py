@@ -130,6 +130,7 @@ def assessment_lines(result: Fields) -> list[str]:
     )
     lines += [f"memory  {memory}"] if memory else []
     lines += no_interval_lines(voices[0][1]) if voices and not has_intervals else []
+    lines += [f"note  {name}: {clean(text)}" for name, row in voices for text in row.get("notes") or ()]
     return [*lines, *(f"note  {clean(note)}" for note in items(result, "notes"))]
 
 
