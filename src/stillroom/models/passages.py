@@ -28,10 +28,11 @@ class Passage:
     def num_scored(self) -> int:
         return int((self.targets != IGNORED).sum())
 
-    def loss(self, logits: Tensor) -> float:
-        """Summed cross-entropy of the scored positions. logits: [L, V]"""
+    def losses(self, logits: Tensor) -> Tensor:
+        """Cross-entropy of each scored position, in main memory. logits: [L, V] -> [N]"""
         targets = self.targets.to(logits.device)
-        return float(F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum"))
+        each = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none")
+        return each[targets != IGNORED].double().cpu()
 
 
 def passages(batches: Iterable[Batch], num_tokens: int, device: torch.device) -> list[Passage]:
@@ -73,7 +74,7 @@ def mean_loss(model: Any, texts: Sequence[Passage]) -> float:
     total = 0.0
     for text in texts:
         logits = model(input_ids=text.ids.to(device), use_cache=False).logits[0].float()
-        total += text.loss(logits)
+        total += float(text.losses(logits).sum())
     model.train(was_training)
     return finite(total / num_scored(texts))
 
