@@ -143,7 +143,7 @@ def test_padding_and_unscored_targets_have_no_say_in_the_choice() -> None:
     late = batch(length=400)
     late.targets[:, :390] = IGNORED
     (first, *_) = passages([late], 100, CPU)
-    assert first.ids.shape[1] == 64 + 9 and first.num_scored == 9, "a long prompt is cut before its answer, not after"
+    assert first.ids.shape[1] == 32 + 9 and first.num_scored == 9, "a long prompt is cut before its answer, not after"
 
 
 def test_widths_are_measured_in_what_is_left_of_the_teacher() -> None:

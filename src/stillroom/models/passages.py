@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from stillroom.types import IGNORED, Batch
 
-_LONGEST = 256  # positions of a passage
-_LEAD = 64  # positions before the first scored one, as context
+_LONGEST = 128  # positions of a passage: several short ones tell more, and sooner, than few long ones
+_LEAD = 32  # positions before the first scored one, as context
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Passage:
 def passages(batches: Iterable[Batch], num_tokens: int, device: torch.device) -> list[Passage]:
     """Passages from rows spread over the batches, until so many tokens are scored.
 
-    A row is cut to 256 positions from shortly before its first scored one on, so that several rows have a say. A row
+    A row is cut to 128 positions from shortly before its first scored one on, so that several rows have a say. A row
     without a scored token is passed over.
     """
     rows = [row for batch in batches for row in zip(batch.input_ids, batch.attention_mask, batch.targets, strict=True)]
