@@ -15,7 +15,7 @@ from torch import Tensor
 from stillroom.objectives import divergence as family
 from stillroom.objectives.base import Divergence, Logits, RowPlan, Rows, TeacherRows
 from stillroom.objectives.kernel_plain import PlainKernel, finish
-from stillroom.objectives.sparse import give_rest_to_label, keep_top_k
+from stillroom.objectives.sparse import give_rest_to_label, keep_top_k, without_empty_tail
 from stillroom.types import SampledSignal, TopKSignal
 
 
@@ -50,6 +50,7 @@ class _Job(ctypes.Structure):
         ("kind", ctypes.c_int32),
         ("divergence", ctypes.c_int32),
         ("place", ctypes.c_float),
+        ("rest", ctypes.c_float),
         ("has_ce", ctypes.c_int32),
         ("wants_gradient", ctypes.c_int32),
     )
@@ -77,8 +78,10 @@ class CompiledKernel:
             return
         if isinstance(teacher, Logits) and plan.top_k:
             teacher = keep_top_k(finish(teacher), plan.top_k, rows.temperatures)
-        if isinstance(teacher, TopKSignal) and plan.rest_to_label:
-            teacher = give_rest_to_label(teacher, rows.targets)
+        if isinstance(teacher, TopKSignal):
+            teacher = without_empty_tail(teacher, raw.shape[1])
+            if plan.rest_to_label:
+                teacher = give_rest_to_label(teacher, rows.targets)
         job, kept_alive = _job(student, teacher, rows, plan, code)
         status = self._run(ctypes.byref(job))
         del kept_alive  # the job holds bare addresses: the tensors behind them had to outlive the call
@@ -115,6 +118,7 @@ def _job(
         is_bad=rows.is_bad.data_ptr(),
         divergence=code[0],
         place=code[1],
+        rest=1.0 - code[1],
         has_ce=plan.has_ce,
         wants_gradient=plan.wants_student,
     )
@@ -141,12 +145,12 @@ def _code_of(divergence: Divergence | None) -> tuple[int, float] | None:
         case family.ReverseKL():
             return 1, 0.0
         case family.JensenShannon(beta):
-            return 2, beta
+            return 2 if beta <= 0.5 else 3, beta
         case family.SkewForwardKL(alpha):
-            return 3, alpha
-        case family.SkewReverseKL(alpha):
             return 4, alpha
+        case family.SkewReverseKL(alpha):
+            return 5 if alpha <= family.STEEP else 6, alpha
         case family.TotalVariation():
-            return 5, 0.0
+            return 7, 0.0
         case _:
             return None

@@ -16,7 +16,15 @@ from torch import Tensor
 from stillroom.numerics import Softmax, softcap, softcap_slope
 from stillroom.objectives.base import Logits, RowPlan, Rows, TeacherRows
 from stillroom.objectives.divergence import softmax_pullback, student_gradient
-from stillroom.objectives.sparse import KdRows, give_rest_to_label, keep_top_k, sampled_rows, select_rows, topk_rows
+from stillroom.objectives.sparse import (
+    KdRows,
+    give_rest_to_label,
+    keep_top_k,
+    sampled_rows,
+    select_rows,
+    topk_rows,
+    without_empty_tail,
+)
 from stillroom.types import SampledSignal, TopKSignal
 
 _BLOCK_ELEMENTS = 1 << 19  # 2 MB of FP32 for each temporary
@@ -96,6 +104,7 @@ def _kd_rows(logits: Tensor, own: Softmax, teacher: TeacherRows, rows: Rows, pla
             return _dense_rows(own, teacher, rows, plan)
         teacher = keep_top_k(finish(teacher), plan.top_k, rows.temperatures)
     if isinstance(teacher, TopKSignal):
+        teacher = without_empty_tail(teacher, logits.shape[-1])
         if plan.rest_to_label:
             teacher = give_rest_to_label(teacher, rows.targets)
         return topk_rows(logits, teacher, rows.temperatures, plan.divergence, wants_gradient=plan.wants_student)
