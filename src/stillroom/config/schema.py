@@ -237,7 +237,7 @@ class GuardConfig(Section):
     )
     snapshot_steps: Annotated[int, Field(ge=1)] = Field(
         50,
-        description="applied steps between snapshots; before the first the state is looked at after 1, 2, 4, 8 ... steps",
+        description="applied steps between snapshots; before the first, the state is examined after 1, 2, 4, 8 ...",
     )
     snapshot_ring: Annotated[int, Field(ge=1)] = Field(2, description="snapshots kept in memory")
     learning_rate_backoff: Annotated[float, Field(gt=0, le=1)] = Field(
