@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from stillroom.config.schema import PrecisionConfig, TrainConfig
+from stillroom.engine.reach import longest_step
 from stillroom.engine.scale import fitting_scale
 from stillroom.errors import ConfigError
 from stillroom.precision import AdamW, LossScale, ParameterGroup, choose, resolve, rounding
@@ -121,6 +122,32 @@ def test_bf16_moments_decay() -> None:
     for _ in range(1000):
         values = rounding.stochastic_bf16(values.float() * 0.999, generator)
     assert float(values.float().mean()) == pytest.approx(0.999**1000, rel=0.05)
+
+
+# -- how far an update goes ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.95), (0.9, 0.999), (0.5, 0.9), (0.8, 0.7)])
+@pytest.mark.parametrize("quiet", [0, 3, 400])
+def test_no_gradients_move_a_weight_further_than_its_longest_step(betas: tuple[float, float], quiet: int) -> None:
+    """Against torch's own AdamW, with gradients made to move a weight as far as they can: silence, then a burst."""
+    weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    optimizer = torch.optim.AdamW([weight], lr=1.0, betas=betas, weight_decay=0.0, eps=1e-30)
+    bound = longest_step(*betas)
+    moved = []
+    for index in range(quiet + 40):
+        growth = (betas[0] / betas[1]) ** -(index - quiet) if betas[1] < 0.99 else 1.0
+        weight.grad = torch.full_like(weight, growth if index >= quiet else 0.0)
+        before = weight.detach().clone()
+        optimizer.step()
+        moved.append(float((weight.detach() - before).abs()))
+    assert max(moved) <= bound * (1 + 1e-9) and bound < 10
+
+
+def test_betas_that_bound_nothing_are_known() -> None:
+    assert longest_step(0.9, 0.8) == float("inf") and longest_step(0.9, 0.0) == float("inf")
+    assert longest_step(0.9, 0.95) == pytest.approx(1.17, abs=0.02)
+    assert longest_step(0.9, 0.999) == pytest.approx(7.27, abs=0.02)
 
 
 # -- one count for each parameter ------------------------------------------------------------------------
