@@ -51,8 +51,8 @@ def _is_finite(tensor: Tensor) -> bool:
 def look(run: Run, state: RunState, evidence: Evidence) -> Examination | None:
     """What the state after a step looks like, or None when it could not stay and was rolled back.
 
-    It stays when it is finite, nowhere larger than updates can have made it, and the canary is not far worse than at its
-    best. Asked before anything is kept, and at the first steps, when no statistics could show a loss that leaps.
+    It stays when it is finite, nowhere larger than updates can have made it, and the canary is not far worse than at
+    its best. Asked before anything is kept, and at the first steps, when no statistics could show a loss that leaps.
     """
     exam = _at_a_glance(run) if is_sound(run) else examine(run)
     if exam.weights_finite and exam.moments_finite and exam.weights_reached and not is_astray(exam):
