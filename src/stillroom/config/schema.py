@@ -251,7 +251,7 @@ class GuardConfig(Section):
     )
     snapshot_steps: Annotated[int, Field(ge=1)] = Field(
         50,
-        description="applied steps between snapshots; before the first the state is checked after 1, 2, 4 ... steps",
+        description="applied steps between snapshots; before the first, the state is examined after 1, 2, 4, 8 ...",
     )
     snapshot_ring: Annotated[int, Field(ge=1)] = Field(2, description="snapshots kept in memory")
     learning_rate_backoff: Annotated[float, Field(gt=0, le=1)] = Field(
