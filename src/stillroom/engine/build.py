@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from stillroom.checkpoint import CheckpointSnapshots, CheckpointStore, SnapshotRing, Snapshots
 from stillroom.config import Config
 from stillroom.curriculum import Curriculum
-from stillroom.data import Loader, open_data
+from stillroom.data import Loader, open_data, opening_difference
 from stillroom.engine.agree import Agreement
 from stillroom.engine.cut import cut_student, unused_name
 from stillroom.engine.inject import Injector
@@ -101,6 +101,7 @@ def load_models(config: Config, device: torch.device) -> Models:
     size = rows
     if teacher is not None:
         size = agree_on_vocabulary(teacher_tokenizer, tokenizer, anatomy(teacher).vocab_rows, rows)
+        notes += opening_difference(teacher_tokenizer, tokenizer, config.data.bos)
     described = {"student": _is_described(student, notes, "student")}
     described["teacher"] = teacher is None or _is_described(teacher, notes, "teacher")
     spoken = {"student": tokenizer, **({"teacher": teacher_tokenizer} if teacher is not None else {})}
