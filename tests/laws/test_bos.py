@@ -92,6 +92,15 @@ def test_the_log_says_how_documents_begin(tmp_path: Path, kind: str, said: str) 
     assert sum(said in note for note in notes) == 1
 
 
+def test_a_teacher_that_begins_texts_otherwise_is_told(tmp_path: Path) -> None:
+    begun.save(tmp_path / "teacher", begun.byte_tokenizer("bos"))
+    begun.save(tmp_path / "student", begun.byte_tokenizer("none"))
+    over = {"teacher.model": str(tmp_path / "teacher"), "student.model": str(tmp_path / "student")}
+    for wanted, is_told in (("auto", True), (True, False)):
+        models = load_models(load_config(overrides={**over, "data.bos": wanted}), find_device("cpu"))
+        assert any("begins texts with <s> and the student's with nothing" in note for note in models.notes) == is_told
+
+
 # -- what it is worth ------------------------------------------------------------------------------------
 
 

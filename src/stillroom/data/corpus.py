@@ -190,8 +190,9 @@ class _Reader:
         records = self._outside(spec, splits_text=True)
         share = self.config.eval_share
         train, evaluation = hold_out(records, share, spec, enough=ENOUGH_HELD_OUT)
-        is_raised = len(evaluation) > len(hold_out(records, share, spec)[1])
-        told = f", more than data.eval_share = {share:g}: fewer would not measure" if is_raised else ""
+        num_asked = len(hold_out(records, share, spec)[1])
+        is_raised = len(evaluation) > num_asked
+        told = f", not {num_asked:,} as data.eval_share = {share:g} says: so few would not measure" if is_raised else ""
         self.tally.note(f"{len(evaluation):,} of {len(records):,} records of {spec} are held out by content hash{told}")
         return train, evaluation
 
