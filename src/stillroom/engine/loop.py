@@ -175,6 +175,7 @@ def run_evaluation(run: Run, state: RunState, lesson: Lesson | None = None) -> E
     )
     result = replace(result, perplexity=run.agree.first(result.perplexity))
     check_twins(run)
+    run.evaluated = result
     is_best = is_better(result, state)
     run.log.write(
         "eval",
