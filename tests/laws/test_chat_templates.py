@@ -376,7 +376,7 @@ def test_a_template_that_runs_away_ends_the_reading_after_a_few_chats(tokenizer:
 @pytest.mark.parametrize("harm", ["{{ 1 / 0 }}", "{{ 'a' * 10 ** 10 }}"])
 def test_a_prompt_is_printed_within_the_same_bounds(harm: str, tokenizer: PreTrainedTokenizerFast) -> None:
     tokenizer.chat_template = SAID + harm
-    with pytest.raises(ConfigError, match="refuses the prompt: (Zero|it builds)"):
+    with pytest.raises(ConfigError, match=r"refuses the prompt: (Zero|it builds)"):
         prompt_ids(tokenizer, "q")
 
 
