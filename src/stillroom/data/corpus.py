@@ -160,7 +160,7 @@ def _tell_counts(tally: Tally) -> None:
         "empty_answers": "{:,} answers of chats are empty and not scored",
         "unscored_turns": "{:,} answers are not scored: the chat template does not print them as they stand",
         "turns_not_marked_generated": "{:,} answers are not scored: the chat template does not mark them as generated",
-        "unprinted_thoughts": "{:,} answers lack their thought: the chat template does not print it",
+        "unprinted_thoughts": "{:,} answers lack a part, such as an earlier thought: the template does not print it",
         "unprinted_turns": "{:,} turns of others than the assistant are not printed by the chat template",
         "answers_without_end_mark": "{:,} answers are scored without an end mark: none was found after them",
         "ignored_tools": "{:,} chats come with tools, which are not given to the chat template",
