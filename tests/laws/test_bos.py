@@ -208,6 +208,7 @@ def test_training_canary_first_batch_and_calibration_begin_alike(tmp_path: Path)
     embedding = run.teacher_model.get_input_embeddings()
     with embedding.register_forward_pre_hook(lambda _module, inputs: calibration.append(inputs[0])):
         cut_student(type(config).model_validate(table), run.teacher_model, tokenizer, device)
+    calibration = [ids for ids in calibration if len(ids) == config.train.batch_size]  # not the trials of a structure
     assert calibration
     batches = [run.canary(), *run.loader.window(0), *run.eval_batches()]
     for ids in [*calibration, *(batch.input_ids for batch in batches)]:

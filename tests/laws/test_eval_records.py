@@ -54,7 +54,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def perplexity(model: Any, spec: str, tokenizer: Any, **over: Any) -> float:
     rows = open_eval(spec, tokenizer, DataConfig(**over)).evaluation
-    student = Student(model, vocab_size=tiny.VOCAB)
+    student = Student(model, vocab_size=tiny.VOCAB, is_described=True)
     return evaluate(student, fixed_batches(rows, 5), precision=resolve("fp32", CPU)).perplexity
 
 
