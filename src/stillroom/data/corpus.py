@@ -150,7 +150,8 @@ def _tell_scoring(rows: Rows, max_length: int, tally: Tally) -> None:
     tally.note(f"each held-out document is scored by itself{told}")
     if num_documents < MIN_DOCUMENTS:
         tally.note(
-            f"{num_documents:,} held-out documents are too few to say how sure a result is: give more with data.eval"
+            f"held-out documents: {num_documents:,}, too few to say how sure a result is (it takes {MIN_DOCUMENTS}): "
+            "give more as data.eval"
         )
 
 
