@@ -22,7 +22,7 @@ from stillroom.assess import assess
 from stillroom.cli import main
 from stillroom.config.schema import StudentConfig, TeacherConfig
 from stillroom.errors import BrokenAtStart, ConfigError, StillroomError
-from stillroom.models import LoadedModel, find, load_student, open_student, open_teacher
+from stillroom.models import LoadedModel, find, load_student, open_student, open_teacher, source
 
 Change = Callable[[dict[str, Any]], None]
 
@@ -487,13 +487,16 @@ def test_an_encoder_is_not_taken_for_a_decoder(tmp_path: Path) -> None:
 
 @pytest.fixture
 def no_hub(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A hub out of reach. The list has the questions it was asked."""
     asked: list[str] = []
 
-    def snapshot_download(name: str, **_options: Any) -> str:
+    def model_info(_self: Any, name: str, *, timeout: float, **_options: Any) -> Any:
         asked.append(name)
+        assert timeout > 0, "a question without a limit may hang for good"
         raise ConnectionError("no route to host")
 
-    monkeypatch.setattr("stillroom.models.source.snapshot_download", snapshot_download)
+    monkeypatch.setattr("stillroom.models.source.HfApi.model_info", model_info)
+    source._ask_hub.cache_clear()
     return asked
 
 
@@ -521,8 +524,10 @@ def test_a_misspelt_folder_is_answered_with_the_one_beside_it(tmp_path: Path, mo
 
 @pytest.mark.parametrize("name", ["gpt2", "some-org/some-model", "Org_1/model.v2-7b"])
 def test_a_hub_that_cannot_be_reached_is_asked_once(no_hub: list[str], name: str) -> None:
-    with pytest.raises(BrokenAtStart, match="no route to host") as caught:
-        load_student(StudentConfig(model=name), seed=0)
+    for _attempt in range(2):
+        with pytest.raises(BrokenAtStart, match="no route to host") as caught:
+            load_student(StudentConfig(model=name), seed=0)
+    source._ask_hub.cache_clear()
     assert no_hub == [name] and "network" in str(caught.value)
 
 
@@ -535,14 +540,19 @@ def test_a_model_of_the_hub_is_a_folder_like_any_other(
     for path in folder.iterdir():
         (snapshot / path.name).symlink_to(path)
 
-    def snapshot_download(name: str, *, allow_patterns: list[str], **_options: Any) -> str:
+    def snapshot_download(name: str, *, revision: str, allow_patterns: list[str], **_options: Any) -> str:
         asked.extend(allow_patterns)
+        assert revision == "c0ffee", "all files are of the commit that was asked for"
         return str(snapshot)
 
+    hub = SimpleNamespace(model_info=lambda _name, **_options: SimpleNamespace(sha="c0ffee"))
     monkeypatch.setattr("stillroom.models.source.snapshot_download", snapshot_download)
+    monkeypatch.setattr("stillroom.models.source.HfApi", lambda: hub)
+    source._ask_hub.cache_clear()
     found = open_teacher(TeacherConfig(model="org/name"), torch.float32)
     assert found.is_described and "model.safetensors" in asked
     assert not any("bin" in pattern or "py" in pattern for pattern in asked)
+    source._ask_hub.cache_clear()
 
 
 def test_a_model_in_the_hub_s_cache_is_found_without_a_network(
