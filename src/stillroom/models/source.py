@@ -35,6 +35,7 @@ class Source:
     name: str  # as the user wrote it
     path: str  # a folder, or the hub id while it is not fetched
     is_local: bool
+    note: str = ""  # how it was fetched, where that is worth a line
 
     @property
     def folder(self) -> Path:
@@ -123,7 +124,11 @@ def fetch(section: ModelSection, name: str, *, weights: bool) -> Source:
     folder = _download(source, section, wanted)
     if weights:
         folder = _download(source, section, [*wanted, *_WEIGHT_FILES, *_indexed(folder)])
-    return replace(source, path=folder, is_local=True)
+    answer = _ask_hub(name, section.revision)
+    note = ""
+    if isinstance(answer, Exception):
+        note = f"{name} is taken from the hub's cache as it is, because the hub did not answer: {one_line(answer)}"
+    return replace(source, path=folder, is_local=True, note=note)
 
 
 @lru_cache(maxsize=64)
