@@ -73,7 +73,7 @@ def test_an_index_reaches_nothing_but_safetensors_of_its_folder(
 def test_pickled_weights_are_refused_by_name(
     model_folder: Path, trap: Path, name: str, how: Callable[[Path], LoadedModel]
 ) -> None:
-    """A student model_folder with pickled weights alone is not one without weights: it must not begin at random."""
+    """A student folder with pickled weights alone is not one without weights: it must not begin at random."""
     (model_folder / "model.safetensors").unlink()
     set_trap(model_folder / name, trap)
     refused(model_folder, name, "pickle", how=how)
@@ -115,7 +115,7 @@ def test_shards_that_are_not_there_are_named(model_folder: Path, tmp_path: Path)
 
 @pytest.fixture
 def adapter(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An adapter model_folder, and in the place of peft what says that it was asked: it is an optional part."""
+    """An adapter folder, and in the place of peft what says that it was asked: it is an optional part."""
     module = ModuleType("peft")
     merged = SimpleNamespace(merge_and_unload=lambda: None)
 
