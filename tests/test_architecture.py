@@ -14,13 +14,13 @@ SOURCE = Path(__file__).parent.parent / "src" / "stillroom"
 
 LAYERS = [
     {"errors", "files"},
-    {"types", "config"},
+    {"types", "config", "ends"},
     {"numerics", "curriculum", "schedule", "guard", "builtin", "yardsticks"},
     {"objectives", "precision", "data", "models"},
     {"teachers", "telemetry"},
     {"evaluate", "checkpoint"},
     {"engine"},
-    {"report", "assess", "demo", "ends"},
+    {"report", "assess", "demo"},
     {"cli", "__main__", "__init__"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}

@@ -25,10 +25,10 @@ from stillroom.engine.folder import machine, versions
 RESULTS = Path(__file__).parent / "results"
 METHODS = ("loss", "influence", "even")
 SETTINGS = {
-    "data.max_length": 256,
+    "data.max_length": 128,
     "train.batch_size": 4,
     "train.learning_rate": 5e-4,
-    "eval.max_batches": 4,
+    "eval.max_batches": 8,
     "eval.samples": 0,
     "precision.mode": "fp32",
 }

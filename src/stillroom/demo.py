@@ -9,6 +9,7 @@ baselines have learning rates and decay of their own, found by the search in ben
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ def run_demo(config: Config, folder: Path, *, device: str = "auto", listeners: L
 
 def _three_runs(config: Config, folder: Path, *, device: str, listeners: Listeners) -> Result:
     tell = _teller(listeners)
+    began = time.monotonic()
     (folder / "baselines").mkdir(exist_ok=True)  # marks the run as a demo from its first moment
     result = distill(config, folder, device=device, listeners=listeners)
     summary = dict(result.summary)
@@ -59,6 +61,7 @@ def _three_runs(config: Config, folder: Path, *, device: str, listeners: Listene
         kind = _FOLDERS[name].replace("-", " ")
         tell(f"now the same student on plain cross-entropy, at {kind}: {steps[name]:,} steps")
         plain = baseline_config(config, steps[name], **chosen)
+        plain = _with_minutes_left(plain, time.monotonic() - began)
         done = distill(plain, folder / "baselines" / _FOLDERS[name], device=device, listeners=listeners)
         summary[name] = _compared(done, config, device, chosen)
     summary["compute_ratio"] = ratio
@@ -71,6 +74,15 @@ def _three_runs(config: Config, folder: Path, *, device: str, listeners: Listene
             advice=["rebuild it with scripts/make_builtin_teacher.py", "or use a stronger teacher with --teacher"],
         )
     return Result(folder, summary)
+
+
+def _with_minutes_left(config: Config, seconds: float) -> Config:
+    """A time limit is one for the whole demo; a part that begins too late makes one step and stops."""
+    limit = config.train.max_minutes
+    if not limit:
+        return config
+    left = max(limit - seconds / 60, 1e-6)
+    return config.model_copy(update={"train": config.train.model_copy(update={"max_minutes": left})})
 
 
 def compute_ratio(teacher_parameters: int, student_parameters: int) -> float:

@@ -1,9 +1,10 @@
-"""Ends of a command that no room below foresaw: signals outside of training, and faults of ours."""
+"""Ends that nobody foresaw: signals outside of training, the machine's limits, and faults of ours."""
 
 from __future__ import annotations
 
 import os
 import platform
+import re
 import signal
 import sys
 import tempfile
@@ -16,6 +17,8 @@ from types import FrameType
 
 from stillroom.errors import CannotSave, Fault, Interrupted, OutOfMemory, StillroomError
 from stillroom.files import is_disk_full, reason_of
+
+_NO_MEMORY = re.compile(r"out of memory|can't allocate memory|cannot allocate memory|alloc_cpu", re.IGNORECASE)
 
 
 @contextmanager
@@ -44,13 +47,34 @@ def ending_politely() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
 
 
-def fault_of(error: Exception, folder: Path | None) -> StillroomError:
-    """The end that an error nobody expected becomes, with its traceback in a file."""
-    if isinstance(error, MemoryError):
-        return OutOfMemory("there is not enough memory", advice=["smaller batches, shorter rows, or a smaller model"])
+def explained(error: BaseException, where: str) -> StillroomError | None:
+    """The end that an error of memory or disk means; nothing for any other, which is a fault of ours."""
+    # Torch's own kind is a RuntimeError too, and the CPU's allocator raises nothing more special.
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error))):
+        return OutOfMemory(
+            f"there is not enough memory: {reason_of(error)}",
+            where=where,
+            advice=[
+                "smaller micro-batches, more of them: --set train.batch_size=1 with train.gradient_accumulation_steps",
+                "recompute activations: --set student.gradient_checkpointing=true",
+                "shorter rows: --set data.max_length=128",
+                "keep the teacher off the device: --set teacher.placement=offload",
+            ],
+        )
     if isinstance(error, OSError) and is_disk_full(error):
-        advice = ["free some space on that disk, then give the command again"]
-        return CannotSave(f"cannot write: {reason_of(error)}", where=str(error.filename or ""), advice=advice)
+        return CannotSave(
+            f"cannot write: {reason_of(error)}",
+            where=str(error.filename or where),
+            advice=["free some space on that disk, then give the command again"],
+        )
+    return None
+
+
+def fault_of(error: Exception, folder: Path | None) -> StillroomError:
+    """The end that an error nobody expected becomes; of a fault of ours the traceback is kept in a file."""
+    known = explained(error, str(folder or ""))
+    if known is not None:
+        return known
     return Fault(
         f"{type(error).__name__}: {reason_of(error)}",
         where=_keep_traceback(error, folder),

@@ -26,7 +26,8 @@ _JUMP_TO_SIGMA = 1.0 / 0.9539  # median |x - y| of two normal draws, in standard
 # A spike must also be large in itself: a very steady run has a spread so small that any wobble is many sigmas.
 _LEAST_LOSS_RISE = 0.25
 # The median jump says nothing about the tail: most steps of prompt and answer rows cost little, and now and then one
-# has a few hard tokens. The loss of one token scatters by about 2 nats, so the mean of n tokens does by 2 / sqrt(n).
+# has a few hard tokens. The loss of one token scatters by about 2 nats with an exponential tail; Bernstein's inequality
+# bounds the mean of n of them.
 _TOKEN_SPREAD = 2.0
 _IN_NATS = frozenset({"loss", "ce", "kd"})
 # Before there are statistics, a loss is a spike when it is three times the largest so far and 3 nats above it: warm-up
@@ -167,7 +168,8 @@ class Guard:
         """What a loss must exceed to be examined. A mean over few targets scatters more, so its bound is higher."""
         level = abs(window.level())
         spread = _TOKEN_SPREAD if name in _IN_NATS else level
-        least = self.config.spike_z * spread / math.sqrt(max(num_targets, 1))
+        sigmas = self.config.spike_z / math.sqrt(max(num_targets, 1))
+        least = spread * (sigmas + sigmas * sigmas / 2.0)
         if len(window) >= self.config.spike_warmup:
             return window.threshold(self.config.spike_z, max(_LEAST_LOSS_RISE * max(level, 0.1), least))
         # Only the weighted sum: a term alone may be 0 for a while and then begin.

@@ -20,7 +20,7 @@ from stillroom.engine.loop import Stop
 from stillroom.errors import ConfigError, Interrupted
 from stillroom.models import layer_choice
 from stillroom.models.bypass import Bypass
-from stillroom.models.layer_choice import cost_of_loss, evenly_spaced
+from stillroom.models.layer_choice import cost_of_loss, evenly_spaced, losses_without_one
 from stillroom.models.passages import mean_loss, num_positions, num_scored, passages
 from stillroom.models.probe import layers
 from stillroom.models.shrink import cut
@@ -65,17 +65,32 @@ def silence(teacher: Any, chosen: list[int]) -> None:
 # -- what is chosen --------------------------------------------------------------------------------------
 
 
+def test_a_candidate_is_given_up_only_where_it_is_worse_beyond_doubt() -> None:
+    teacher = teacher_of(num_layers=6)
+    texts = passages([batch(rows=4)], 76, CPU)
+    with torch.no_grad():
+        raced = losses_without_one(Bypass(teacher), range(6), range(6), texts)
+        alone = {layer: losses_without_one(Bypass(teacher), range(6), [layer], texts)[layer] for layer in range(6)}
+    assert raced == {layer: loss for layer, loss in alone.items() if layer in raced}
+    assert min(alone, key=alone.__getitem__) in raced
+    gone = torch.tensor([9.0, 9.5, 8.5]).double()
+    kept = {0: torch.tensor([1.0, 1.5, 0.9]).double(), 1: torch.tensor([1.1, 1.4, 1.0]).double()}
+    assert layer_choice._still_possible({**kept, 2: gone}).keys() == kept.keys()
+    broken = {0: kept[0], 1: torch.full((3,), torch.nan).double()}
+    assert layer_choice._still_possible(broken).keys() == {0, 1}, "and counts as infinite in the end"
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_loss_measured_without_a_layer_is_that_of_the_cut_student(family: str) -> None:
     """The measurement runs the teacher with stand-ins and begins above the layer: a student built anew must agree."""
     teacher = teacher_of(family)
     texts = passages([batch()], 40, CPU)
     kept = [0, 1, 3]
-    with torch.no_grad():
-        losses = layer_choice._losses_without_one(Bypass(teacher), kept, texts)
-    for layer, loss in losses.items():
+    for layer in kept:
+        with torch.no_grad():
+            found = losses_without_one(Bypass(teacher), kept, [layer], texts)
         student = cut(teacher, ShrinkConfig(layers=tuple(other for other in kept if other != layer))).model
-        assert loss / num_scored(texts) == pytest.approx(mean_loss(student, texts), rel=1e-4)
+        assert found[layer] == pytest.approx(mean_loss(student, texts), rel=1e-4)
 
 
 def test_layers_that_do_nothing_have_no_influence_and_go_first() -> None:
@@ -128,7 +143,7 @@ def test_padding_and_unscored_targets_have_no_say_in_the_choice() -> None:
     late = batch(length=400)
     late.targets[:, :390] = IGNORED
     (first, *_) = passages([late], 100, CPU)
-    assert first.ids.shape[1] == 64 + 9 and first.num_scored == 9, "a long prompt is cut before its answer, not after"
+    assert first.ids.shape[1] == 32 + 9 and first.num_scored == 9, "a long prompt is cut before its answer, not after"
 
 
 def test_widths_are_measured_in_what_is_left_of_the_teacher() -> None:
@@ -155,7 +170,7 @@ def test_auto_measures_the_loss_where_it_is_affordable_and_says_so(monkeypatch: 
     assert found.choice.method == "even" and found.kept_layers == (0, 3) and "no text" in " ".join(found.notes)
 
 
-def test_the_estimate_counts_the_operations_of_the_layers_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_estimate_counts_the_operations_of_the_layers_that_run() -> None:
     teacher = teacher_of("llama", 5)
     texts = passages([batch()], 57, CPU)
     done = 0
@@ -168,7 +183,7 @@ def test_the_estimate_counts_the_operations_of_the_layers_that_run(monkeypatch: 
         if isinstance(module, torch.nn.Linear):
             module.register_forward_hook(count)
     layer_choice.by_loss(teacher, 2, texts, lambda _layers: True, lambda _text: None)
-    assert cost_of_loss(teacher, 2, num_positions(texts)) == pytest.approx(done, rel=0.2)
+    assert 0.5 < done / cost_of_loss(teacher, 2, num_positions(texts)) < 1.25
 
 
 @pytest.mark.parametrize("method", ["loss", "influence"])

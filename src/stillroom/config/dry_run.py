@@ -6,19 +6,26 @@ from stillroom.config.load import Loaded
 from stillroom.config.schema import Config
 
 _STEPS = 5
-_BATCHES = 8  # of held-out data
+_BATCHES = 2  # of held-out data: teacher and student are evaluated before and after, whatever their size
+_SAMPLES, _SAMPLE_TOKENS = 1, 8
 
 
 def shortened(loaded: Loaded) -> Loaded:
     """For --dry-run. What is cut is said; what is shorter already stays."""
     config = loaded.config
     train = config.train.model_copy(update={"max_steps": _STEPS, "eval_steps": _STEPS, "save_steps": _STEPS})
-    held_out = config.eval.model_copy(update={"max_batches": min(config.eval.max_batches or _BATCHES, _BATCHES)})
+    held_out = config.eval.model_copy(
+        update={
+            "max_batches": min(config.eval.max_batches or _BATCHES, _BATCHES),
+            "samples": min(config.eval.samples, _SAMPLES),
+            "sample_tokens": min(config.eval.sample_tokens, _SAMPLE_TOKENS),
+        }
+    )
     router = config.teacher.router
     router = router.model_copy(update={"probe_steps": min(router.probe_steps, _STEPS)})
     teacher = config.teacher.model_copy(update={"router": router})
     short: Config = config.model_copy(update={"train": train, "eval": held_out, "teacher": teacher})
-    cut = [f"{_STEPS} steps", f"{held_out.max_batches} held-out batches"]
+    cut = [f"{_STEPS} steps", f"{held_out.max_batches} held-out batches", f"samples of {held_out.sample_tokens} tokens"]
     if router.probe_steps:
         cut.append(f"a router probe of {router.probe_steps} updates, too few to trust")
     return Loaded(short, (*loaded.notes, f"dry run: {', '.join(cut)}"))

@@ -199,13 +199,19 @@ class TrainConfig(Section):
         description="the student's gradient as a whole is clipped to this norm; projectors and trained gates, which "
         "have rates of their own, are clipped to the same norm by themselves",
     )
-    eval_steps: Annotated[int, Field(ge=0)] = Field(0, description="0: up to ten evaluations over the run")
-    save_steps: Annotated[int, Field(ge=0)] = Field(0, description="0: as often as evaluation")
+    eval_steps: Annotated[int, Field(ge=0)] = Field(
+        0, description="0: up to ten evaluations over the run, fewer where they would take more than a tenth of it"
+    )
+    save_steps: Annotated[int, Field(ge=0)] = Field(
+        0, description="0: with eval_steps, else up to ten checkpoints that take at most a twentieth of the time"
+    )
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     early_stopping: Annotated[int, Field(ge=0)] = Field(
         0, description="stop after this many evaluations without a better student; 0: never"
     )
-    max_minutes: Annotated[float, Field(ge=0)] = Field(0.0, description="save and stop with exit code 75; 0: no limit")
+    max_minutes: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="save and stop with exit code 75, loading and saving included; 0: no limit"
+    )
     peer_timeout_minutes: Annotated[float, Field(gt=0)] = Field(
         30.0, description="with several processes: how long one waits for another before the run ends with exit code 75"
     )
@@ -251,7 +257,7 @@ class GuardConfig(Section):
     )
     snapshot_steps: Annotated[int, Field(ge=1)] = Field(
         50,
-        description="applied steps between snapshots; before the first the state is checked after 1, 2, 4 ... steps",
+        description="applied steps between snapshots; before the first, the state is examined after 1, 2, 4, 8 ...",
     )
     snapshot_ring: Annotated[int, Field(ge=1)] = Field(2, description="snapshots kept in memory")
     learning_rate_backoff: Annotated[float, Field(gt=0, le=1)] = Field(

@@ -5,7 +5,7 @@ the first into windows of micro-batches, one window for each optimizer step; `fi
 in order.
 """
 
-from stillroom.data.bos import Bos, opening_ids
+from stillroom.data.bos import Bos, opening_difference, opening_ids
 from stillroom.data.corpus import Corpus, open_data, open_eval
 from stillroom.data.encode import Encoded, Encoder, Tokenizer
 from stillroom.data.loader import Loader, fixed_batches
@@ -27,6 +27,7 @@ __all__ = [
     "fixed_batches",
     "open_data",
     "open_eval",
+    "opening_difference",
     "opening_ids",
     "pack",
     "prompt_ids",

@@ -8,7 +8,7 @@ settings do not say. An opening has no bytes and is never a target, and a docume
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from stillroom.errors import ConfigError
 
@@ -58,6 +58,20 @@ def opening_note(tokenizer: Tokenizer, wanted: Bos, opening: Sequence[int]) -> s
     why = "data.bos is true" if not _added_before_text(tokenizer) else "the tokenizer adds it by itself"
     names = " ".join(str(tokenizer.convert_ids_to_tokens(number)) for number in opening)
     return f"each document begins with {names}: {why}"
+
+
+def opening_difference(teacher: Any, student: Any, wanted: Bos) -> list[str]:
+    """Say where the teacher's tokenizer begins texts otherwise than the student's, which is followed."""
+    if wanted != "auto" or _added_before_text(teacher) == _added_before_text(student):
+        return []
+    theirs, ours = (
+        " ".join(str(tokenizer.convert_ids_to_tokens(number)) for number in _added_before_text(tokenizer)) or "nothing"
+        for tokenizer in (teacher, student)
+    )
+    return [
+        f"the teacher's tokenizer begins texts with {theirs} and the student's with {ours}: documents begin as the "
+        "student's; data.bos = true or false decides for both"
+    ]
 
 
 def _added_before_text(tokenizer: Tokenizer) -> tuple[int, ...]:

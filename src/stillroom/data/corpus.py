@@ -150,7 +150,8 @@ def _tell_scoring(rows: Rows, max_length: int, tally: Tally) -> None:
     tally.note(f"each held-out document is scored by itself{told}")
     if num_documents < MIN_DOCUMENTS:
         tally.note(
-            f"{num_documents:,} held-out documents are too few to say how sure a result is: give more with data.eval"
+            f"held-out documents: {num_documents:,}, too few to say how sure a result is (it takes {MIN_DOCUMENTS}): "
+            "give more as data.eval"
         )
 
 
@@ -190,8 +191,9 @@ class _Reader:
         records = self._outside(spec, splits_text=True)
         share = self.config.eval_share
         train, evaluation = hold_out(records, share, spec, enough=ENOUGH_HELD_OUT)
-        is_raised = len(evaluation) > len(hold_out(records, share, spec)[1])
-        told = f", more than data.eval_share = {share:g}: fewer would not measure" if is_raised else ""
+        num_asked = len(hold_out(records, share, spec)[1])
+        is_raised = len(evaluation) > num_asked
+        told = f", not {num_asked:,} as data.eval_share = {share:g} says: so few would not measure" if is_raised else ""
         self.tally.note(f"{len(evaluation):,} of {len(records):,} records of {spec} are held out by content hash{told}")
         return train, evaluation
 

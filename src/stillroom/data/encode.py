@@ -256,13 +256,13 @@ class Encoder:
         ends = piece.ends.copy()
         ends[-1] = len(record.text)
         num_bytes, is_scored, ids = bytes_between(record.text, ends), is_scored.copy(), list(piece.ids)
-        num_opening = len(self.opening)
-        if is_opened(ids, self.opening):
-            num_bytes[:num_opening], is_scored[:num_opening] = 0, False
-        else:
+        if not is_opened(ids, self.opening):
             ids = [*self.opening, *ids]
-            num_bytes = np.concatenate([np.zeros(num_opening, np.int32), num_bytes])
-            is_scored = np.concatenate([np.zeros(num_opening, np.bool_), is_scored])
+            num_bytes = np.concatenate([np.zeros(len(self.opening), np.int32), num_bytes])
+            is_scored = np.concatenate([np.zeros(len(self.opening), np.bool_), is_scored])
+        bos = getattr(self.tokenizer, "bos_token_id", None)
+        num_opening = len(self.opening) or int(record.has_template and ids[0] == bos)
+        num_bytes[:num_opening], is_scored[:num_opening] = 0, False
         end_mark = self.tokenizer.eos_token_id
         if end_mark is not None and not (record.has_template and end_mark in ids[num_opening:]):
             ids.append(int(end_mark))

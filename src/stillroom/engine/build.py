@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from stillroom.checkpoint import CheckpointSnapshots, CheckpointStore, SnapshotRing, Snapshots
 from stillroom.config import Config
 from stillroom.curriculum import Curriculum
-from stillroom.data import Loader, open_data
+from stillroom.data import Loader, open_data, opening_difference
 from stillroom.engine.agree import Agreement
 from stillroom.engine.cut import cut_student, student_name, unused_name
 from stillroom.engine.inject import Injector
@@ -131,6 +131,7 @@ def load_models(
     size = student.anatomy.vocab_rows
     if teacher is not None:
         size = agree_on_vocabulary(teacher_tokenizer, tokenizer, teacher.anatomy.vocab_rows, size)
+        notes += opening_difference(teacher_tokenizer, tokenizer, config.data.bos)
     spoken = {"student": tokenizer, **({"teacher": teacher_tokenizer} if teacher is not None else {})}
     return Models(
         tokenizer,

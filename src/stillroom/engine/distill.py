@@ -236,13 +236,17 @@ def _finish(run: Run, state: RunState, stop: Stop) -> Result:
                 advice=[f"nothing is trained again: stillroom resume {run.folder}"],
             )
 
-    if state.best_step != state.applied:
+    # The best of a stretch that was rolled back may bear the number of the last step and be another student.
+    is_last_best = state.best_step == state.applied and state.evaluations_since_best == 0
+    if not is_last_best:
         load_best(run)
         whose = f"that of step {state.best_step}" if state.best_step else "the one before training"
         run.log.write("note", text=f"the best student is {whose}, and it is the one kept")
     # A teacher whose gates were trained is no yardstick: the result is compared with the one that was given.
     reference = run.router.original if run.router is not None else run.teacher
-    final = evaluate(run.student, run.eval_batches(), precision=run.precision, teacher=reference, between=ask)
+    final = run.evaluated if is_last_best and reference is run.teacher else None
+    if final is None:
+        final = evaluate(run.student, run.eval_batches(), precision=run.precision, teacher=reference, between=ask)
     ask()
     end = how_it_ended(state, final.perplexity, run.before["student_before"]["perplexity"])
     if not run.agree.is_first:

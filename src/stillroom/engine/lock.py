@@ -87,7 +87,8 @@ def _open(folder: Path, path: Path) -> FolderLock:
         lock = FolderLock(path, handle)
         if lock.holds():
             os.ftruncate(handle, 0)
-            os.pwrite(handle, json.dumps(_describe()).encode("utf-8"), 0)
+            os.lseek(handle, 0, os.SEEK_SET)
+            os.write(handle, json.dumps(_describe()).encode("utf-8"))
             return lock
         os.close(handle)  # its owner ended between our opening and our locking, and removed it
     raise _taken(folder, {})
@@ -119,7 +120,8 @@ def _describe() -> dict[str, Any]:
 def _read(handle: int) -> dict[str, Any]:
     """Who the file names; nobody where it is empty or damaged."""
     try:
-        found = json.loads(os.pread(handle, 4096, 0))
+        os.lseek(handle, 0, os.SEEK_SET)
+        found = json.loads(os.read(handle, 4096))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

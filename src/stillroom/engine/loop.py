@@ -18,7 +18,7 @@ import torch
 from stillroom.checkpoint import CheckpointSnapshots
 from stillroom.engine.gradients import is_due, term_gradients
 from stillroom.engine.pace import plan_evaluations
-from stillroom.engine.recover import holds, is_sound, keep_snapshot, take_snapshot
+from stillroom.engine.recover import is_sound, keep_snapshot, look, take_snapshot
 from stillroom.engine.routing import look_after_router
 from stillroom.engine.run import Run
 from stillroom.engine.saving import leave_student, save_checkpoint, settle_rollback
@@ -132,12 +132,15 @@ def after_applied_step(run: Run, state: RunState, outcome: StepOutcome) -> None:
     is_snapshot = state.applied % run.config.guard.snapshot_steps == 0
     # Before the first snapshot the statistics are few: look after 1, 2, 4, 8 ... steps.
     is_early = state.applied < run.config.guard.snapshot_steps and state.applied.bit_count() == 1
-    if (is_eval or is_save or is_snapshot or is_early) and not holds(run, state, outcome.evidence):
+    if not (is_eval or is_save or is_snapshot or is_early):
+        return
+    seen = look(run, state, outcome.evidence)
+    if seen is None:
         return
     if run.router is not None and (is_eval or is_save or is_snapshot):
         look_after_router(run, state, is_eval=is_eval)
     if is_snapshot:
-        take_snapshot(run, state)
+        take_snapshot(run, state, seen)
     evaluate_and_save(run, state, outcome.lesson, is_eval=is_eval, is_save=is_save)
 
 
@@ -172,6 +175,7 @@ def run_evaluation(run: Run, state: RunState, lesson: Lesson | None = None) -> E
     )
     result = replace(result, perplexity=run.agree.first(result.perplexity))
     check_twins(run)
+    run.evaluated = result
     is_best = is_better(result, state)
     run.log.write(
         "eval",

@@ -51,12 +51,12 @@ def plan_evaluations(num_steps: int, eval_rows: int, step_rows: int) -> tuple[in
     even = math.ceil(num_steps / _EVALUATIONS)
     ratio = eval_rows / max(step_rows, 1)
     affordable = math.ceil(ratio * (1 - _EVALUATION_SHARE) / _EVALUATION_SHARE)
-    if affordable <= even:
-        return max(even, 1), ""
     chosen = min(affordable, num_steps)
+    if chosen <= even:
+        return max(even, 1), ""
     reason = (
-        f"an evaluation reads as many rows as {ratio:,.0f} steps: evaluated every {chosen:,} steps instead of every "
+        f"an evaluation reads as many rows as {ratio:,.1f} steps: evaluated every {chosen:,} steps instead of every "
         f"{even:,}, so that it takes about a tenth of the run. eval.max_batches makes an evaluation cheaper, "
         "train.eval_steps sets the interval"
     )
-    return max(chosen, 1), reason
+    return chosen, reason

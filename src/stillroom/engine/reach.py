@@ -1,13 +1,15 @@
 """How large weights can have become by updates alone.
 
-AdamW moves no weight further than a few learning rates in one step: by the inequality of Cauchy and Schwarz, |m| over
-sqrt(v) is at most 1.2 at the usual betas, and 2.6 with the bias correction of the first steps. A weight that grew by
-more was changed by something else: a flipped bit, or a learning rate that is not the schedule's. No loss need show it:
-a student that knows nothing yet scores alike with such a weight and without.
+AdamW moves no weight further than a few learning rates in one step: |m| / sqrt(v) is bounded by its betas alone, by the
+inequality of Cauchy and Schwarz. A weight that grew by more was changed by something else: a flipped bit, or a learning
+rate that is not the schedule's. No loss need show it: a student that knows nothing yet scores alike with such a weight
+and without.
 """
 
 from __future__ import annotations
 
+import math
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,8 +18,22 @@ from torch import Tensor
 if TYPE_CHECKING:
     from stillroom.engine.run import Run
 
-_LONGEST_STEP = 4.0  # in learning rates
-_ROUNDING = 0.01  # of a weight, far more than FP16 storage or BF16 moments add
+_ROUNDING = 0.01  # of a weight, far more than FP16 storage adds
+_MARGIN = 1.5  # on the longest step: moments in BF16 are rounded
+_EARLY_STEPS = 1000  # in which the bias correction may lengthen a step
+
+
+@cache
+def longest_step(beta1: float, beta2: float) -> float:
+    """The most that one update of AdamW moves a weight, in learning rates, whatever the gradients; inf where nothing
+    bounds it. With m and v as sums over past gradients and the bias correction of step t."""
+    ratio = beta1 * beta1 / beta2 if beta2 else math.inf
+    if ratio >= 1.0:
+        return math.inf
+    worst = gain = (1 - beta1) ** 2 / (1 - beta2) / (1 - ratio)  # after very many steps
+    for t in range(1, _EARLY_STEPS + 1):
+        worst = max(worst, gain * (1 - ratio**t) * (1 - beta2**t) / (1 - beta1**t) ** 2)
+    return math.sqrt(worst)
 
 
 class Reach:
@@ -39,7 +55,8 @@ class Reach:
         """Whether no parameter has a weight that updates cannot have made. NaN is none that they can."""
         if self._peaks is None:
             return True
-        way = _LONGEST_STEP * self._factors * max(run.optimizer.rates.values())
+        step = _MARGIN * longest_step(*run.optimizer.betas) * max(run.optimizer.rates.values())
+        way = step * self._factors if self._factors else 0.0
         return bool((weight_peaks(run) <= self._peaks * (1.0 + _ROUNDING) + way).all())
 
 

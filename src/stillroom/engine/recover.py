@@ -48,21 +48,20 @@ def _is_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(tensor).all())
 
 
-def holds(run: Run, state: RunState, evidence: Evidence) -> bool:
-    """Whether the state after a step may be kept: finite, nowhere larger than updates can have made it, and the canary
-    not far worse than at its best.
+def look(run: Run, state: RunState, evidence: Evidence) -> Examination | None:
+    """What the state after a step looks like, or None when it could not stay and was rolled back.
 
-    Asked before anything is kept and at the first steps, when no statistics could show a loss that leaps. A state that
-    does not hold is rolled back here.
+    It stays when it is finite, nowhere larger than updates can have made it, and the canary is not far worse than at
+    its best. Asked before anything is kept, and at the first steps, when no statistics could show a loss that leaps.
     """
     exam = _at_a_glance(run) if is_sound(run) else examine(run)
     if exam.weights_finite and exam.moments_finite and exam.weights_reached and not is_astray(exam):
         run.reach.begin(run)
-        return True
+        return exam
     verdict = run.guard.diagnose(evidence, f"checked after step {state.applied}", exam)
     state.undone += 1
     carry_out(run, state, [], evidence, verdict)
-    return False
+    return None
 
 
 def _at_a_glance(run: Run) -> Examination:
@@ -78,14 +77,14 @@ def canary_loss(run: Run) -> float:
     return run.agree.worst(result.nll if result.unscored_tokens == 0 else float("inf"))
 
 
-def take_snapshot(run: Run, state: RunState) -> bool:
+def take_snapshot(run: Run, state: RunState, exam: Examination | None = None) -> bool:
     """Keep the present state for a rollback, unless the canary speaks against it. Returns whether it was kept.
 
     The caller has seen that weights and moments are finite. A canary that does worse than at the last snapshot may
     be the first sign of a divergence, so such a state is not kept; one that stays worse without any step being
     refused is the new normal, unless it is far worse than the canary ever was.
     """
-    exam = _at_a_glance(run)
+    exam = exam or _at_a_glance(run)
     if not math.isfinite(exam.canary_loss) or is_astray(exam):
         return False
     if not is_within_band(exam) and state.snapshots_refused < _PATIENCE:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from stillroom.checkpoint import CheckpointStore, Mark, Saved
 from stillroom.config import Config
+from stillroom.ends import explained
 from stillroom.engine.agree import Agreement
-from stillroom.engine.ends import explained
 from stillroom.engine.run import Run
 from stillroom.engine.state import RunState, lacks, restore
 from stillroom.errors import CheckpointUnusable, ConfigError, Fault, StillroomError

@@ -21,7 +21,7 @@ from stillroom.engine.pace import Pace
 from stillroom.engine.reach import Reach
 from stillroom.engine.state import RunState
 from stillroom.errors import CannotSave
-from stillroom.evaluate import go_on
+from stillroom.evaluate import Evaluation, go_on
 from stillroom.guard import Guard
 from stillroom.models import LoadedModel, Student
 from stillroom.objectives.mix import Mix
@@ -72,6 +72,7 @@ class Run:
     direction: Mapping[str, Tensor] = field(default_factory=dict)  # of this window's quiz, in sar-meta
     lock: FolderLock | None = None  # of the process that writes
     pace: Pace = field(default_factory=Pace)
+    evaluated: Evaluation | None = None  # the last evaluation of the student in this process
     saved_at: tuple[int, ...] = ()  # what the newest checkpoint was saved after: counters that tell states apart
 
     def check_folder(self) -> None:

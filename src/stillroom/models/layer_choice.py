@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from stillroom.config.schema import ShrinkConfig
@@ -31,6 +32,7 @@ BUDGET_CPU = 1e14
 BUDGET_GPU = 1e16
 
 _SECONDS_BETWEEN_WORDS = 20.0
+_SIGMAS = 4.0
 
 
 @dataclass(frozen=True)
@@ -126,9 +128,9 @@ def take_method(
 
 
 def cost_of_loss(teacher: Any, number: int, num_read: int) -> float:
-    """Floating-point operations of a choice by loss on so many positions, scored or not.
+    """Floating-point operations of a choice by loss on so many positions, scored or not: an upper bound.
 
-    All experts of a mixture count, so there it is an upper bound.
+    All experts of a mixture count, and candidates that are given up early.
     """
     blocks = blocks_of(teacher)
     layer = sum(parameter.numel() for block in blocks for parameter in block.parameters()) / len(blocks)
@@ -150,7 +152,7 @@ def by_loss(teacher: Any, number: int, texts: Sequence[Passage], fits: Fits, tel
     kept = list(range(bypass.num_layers))
     count = num_scored(texts)
     begun = spoken = time.monotonic()
-    whole = loss = finite(sum(text.loss(bypass.logits(text.ids)) for text in texts) / count)
+    whole = loss = finite(sum(float(text.losses(bypass.logits(text.ids)).sum()) for text in texts) / count)
     if loss == float("inf"):
         raise BrokenAtStart(
             "the teacher's loss is not finite on the text that its layers are chosen by",
@@ -159,11 +161,9 @@ def by_loss(teacher: Any, number: int, texts: Sequence[Passage], fits: Fits, tel
         )
     order: list[int] = []
     while len(kept) > number:
-        losses = _losses_without_one(bypass, kept, texts)
-        gone = _first_that_fits(teacher, kept, losses, fits, number)
+        gone, loss = _next_to_go(bypass, kept, texts, fits, number)
         kept.remove(gone)
         order.append(gone)
-        loss = losses[gone] / count
         if time.monotonic() - spoken > _SECONDS_BETWEEN_WORDS:
             spoken = time.monotonic()
             tell(f"choosing layers: {len(order)} of {bypass.num_layers - number} taken out in {spoken - begun:.0f} s")
@@ -174,22 +174,53 @@ def by_loss(teacher: Any, number: int, texts: Sequence[Passage], fits: Fits, tel
     return Choice(tuple(kept), "loss", (why,))
 
 
-def _losses_without_one(bypass: Bypass, kept: Sequence[int], texts: Sequence[Passage]) -> dict[int, float]:
-    """For each layer that is still there, the summed loss without it.
+def _next_to_go(
+    bypass: Bypass, kept: Sequence[int], texts: Sequence[Passage], fits: Fits, number: int
+) -> tuple[int, float]:
+    """The layer without which the loss is lowest among those that can go, with that loss."""
+    candidates = list(kept)
+    while candidates:
+        losses = losses_without_one(bypass, kept, candidates, texts)
+        for layer in sorted(losses, key=lambda layer: (losses[layer], layer)):
+            if fits(tuple(other for other in kept if other != layer)):
+                return layer, losses[layer]
+        candidates = [layer for layer in candidates if layer not in losses]
+    raise _none_can_go(bypass.model, kept, fits, number)
 
-    What enters the layer does not depend on it, so only the layers above are computed again.
+
+def losses_without_one(
+    bypass: Bypass, kept: Sequence[int], candidates: Sequence[int], texts: Sequence[Passage]
+) -> dict[int, float]:
+    """The mean loss without each candidate, one at a time; those that are certain not to be the lowest are left out.
+
+    What enters a layer does not depend on it, so only the layers above are computed again. A candidate is given up
+    between two texts once its loss is above the lowest by four standard errors of the difference (a race, Maron and
+    Moore 1994).
     """
     removed = set(range(bypass.num_layers)) - set(kept)
-    losses = dict.fromkeys(kept, 0.0)
+    losses: dict[int, Tensor] = {layer: torch.zeros(0, dtype=torch.float64) for layer in candidates}
     for text in texts:
         heard: dict[int, Any] = {}
         with bypass.without(removed), bypass.listening(heard):
             bypass.logits(text.ids)
-        for layer in kept:
+        for layer, before in losses.items():
             entering, _given = heard.pop(layer)
             with bypass.without(removed | {layer}, begin=layer, entering=entering):
-                losses[layer] += text.loss(bypass.logits(text.ids))
-    return {layer: finite(loss) for layer, loss in losses.items()}
+                losses[layer] = torch.cat([before, text.losses(bypass.logits(text.ids))])
+        losses = _still_possible(losses)
+    return {layer: finite(float(each.mean())) for layer, each in losses.items()}
+
+
+def _still_possible(losses: dict[int, Tensor]) -> dict[int, Tensor]:
+    """Without those whose mean is above the lowest beyond doubt."""
+    leader = losses[min(losses, key=lambda layer: (finite(float(losses[layer].mean())), layer))]
+    bound = _SIGMAS / max(1, leader.numel()) ** 0.5
+    # Compared so that a difference that is not a number gives nobody up.
+    return {
+        layer: each
+        for layer, each in losses.items()
+        if not float((each - leader).mean()) > bound * float((each - leader).std())
+    }
 
 
 def _first_that_fits(teacher: Any, kept: Sequence[int], scores: dict[int, float], fits: Fits, number: int) -> int:
@@ -197,8 +228,12 @@ def _first_that_fits(teacher: Any, kept: Sequence[int], scores: dict[int, float]
     for layer in sorted(kept, key=lambda layer: (scores[layer], layer)):
         if fits(tuple(other for other in kept if other != layer)):
             return layer
+    raise _none_can_go(teacher, kept, fits, number)
+
+
+def _none_can_go(teacher: Any, kept: Sequence[int], fits: Fits, number: int) -> ConfigError:
     first = tuple(range(number))
-    raise cannot_be_cut(
+    return cannot_be_cut(
         teacher,
         f"its layers are of several kinds, and no further one of {list(kept)} can be taken out so that its "
         "configuration still says which is which",

@@ -28,7 +28,9 @@ transformers_logging.disable_progress_bar()
 
 # Masks, positions and rotary tables that older versions of transformers saved among the weights. The model makes them
 # itself. `attn.bias` is a mask: the biases of an attention belong to its products and are named for them.
-_CONSTANTS = re.compile(r"(inv_freq|position_ids|masked_bias|(attn|attention)\.bias|causal_mask|(cos|sin)_cached)$")
+_CONSTANTS = re.compile(
+    r"(inv_freq|position_ids|masked_bias|(attn|attention)\.bias|causal_mask|(cos|sin)_cached|embed_positions\.weights)$"
+)
 _NAMED = 4  # names that are shown of a longer list
 
 
@@ -46,7 +48,7 @@ def explained(name: str, part: str) -> Iterator[None]:
         raise BrokenAtStart(
             f"cannot use the {part} of {name}: {one_line(error)}",
             where=type(error).__name__,
-            advice=[COMPLETE],
+            advice=["install the package it asks for"] if isinstance(error, ImportError) else [COMPLETE],
         ) from error
 
 
@@ -125,7 +127,8 @@ def ready_student(model: Any, section: StudentConfig) -> None:
 
 
 def _load(section: ModelSection, source: Source, dtype: torch.dtype) -> tuple[Any, list[str]]:
-    return _load_adapter(source, dtype) if source.is_adapter else _load_weights(section, source, dtype)
+    model, notes = _load_adapter(source, dtype) if source.is_adapter else _load_weights(section, source, dtype)
+    return model, [*([source.note] if source.note else []), *notes]
 
 
 def _load_weights(section: ModelSection, source: Source, dtype: torch.dtype) -> tuple[Any, list[str]]:

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from stillroom.types import IGNORED, Batch
 
-_LONGEST = 256  # positions of a passage
-_LEAD = 64  # positions before the first scored one, as context
+_LONGEST = 128  # positions of a passage: several short ones tell more, and sooner, than few long ones
+_LEAD = 32  # positions before the first scored one, as context
 
 
 @dataclass(frozen=True)
@@ -28,16 +28,17 @@ class Passage:
     def num_scored(self) -> int:
         return int((self.targets != IGNORED).sum())
 
-    def loss(self, logits: Tensor) -> float:
-        """Summed cross-entropy of the scored positions. logits: [L, V]"""
+    def losses(self, logits: Tensor) -> Tensor:
+        """Cross-entropy of each scored position, in main memory. logits: [L, V] -> [N]"""
         targets = self.targets.to(logits.device)
-        return float(F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum"))
+        each = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none")
+        return each[targets != IGNORED].double().cpu()
 
 
 def passages(batches: Iterable[Batch], num_tokens: int, device: torch.device) -> list[Passage]:
     """Passages from rows spread over the batches, until so many tokens are scored.
 
-    A row is cut to 256 positions from shortly before its first scored one on, so that several rows have a say. A row
+    A row is cut to 128 positions from shortly before its first scored one on, so that several rows have a say. A row
     without a scored token is passed over.
     """
     rows = [row for batch in batches for row in zip(batch.input_ids, batch.attention_mask, batch.targets, strict=True)]
@@ -73,7 +74,7 @@ def mean_loss(model: Any, texts: Sequence[Passage]) -> float:
     total = 0.0
     for text in texts:
         logits = model(input_ids=text.ids.to(device), use_cache=False).logits[0].float()
-        total += text.loss(logits)
+        total += float(text.losses(logits).sum())
     model.train(was_training)
     return finite(total / num_scored(texts))
 

@@ -76,7 +76,7 @@ def no_interval_lines(row: Fields) -> list[str]:
     documents = as_number(row.get("documents"))
     if documents is None or documents >= MIN_DOCUMENTS:
         return []
-    return [f"no 95 % interval: {format_count(documents)} held-out documents are too few, it takes {MIN_DOCUMENTS}"]
+    return [f"no 95 % interval: it takes {MIN_DOCUMENTS} held-out documents (scored: {format_count(documents)})"]
 
 
 # -- a model on its own ----------------------------------------------------------------------------------
@@ -130,6 +130,7 @@ def assessment_lines(result: Fields) -> list[str]:
     )
     lines += [f"memory  {memory}"] if memory else []
     lines += no_interval_lines(voices[0][1]) if voices and not has_intervals else []
+    lines += [f"note  {name}: {clean(text)}" for name, row in voices for text in row.get("notes") or ()]
     return [*lines, *(f"note  {clean(note)}" for note in items(result, "notes"))]
 
 
