@@ -105,6 +105,10 @@ def distilled(model: Path, data: Path, kept: list[int], steps: int) -> Record:
     }
 
 
+def told(perplexity: float) -> str:
+    return f"{perplexity:,.0f}" if perplexity >= 100 else f"{perplexity:.2f}"
+
+
 def draw(found: Record) -> str:
     runs = sorted(found["runs"], key=lambda run: METHODS.index(run["method"]))
     asked, facts, where = found["asked"], found["facts"], found["machine"]
@@ -112,13 +116,13 @@ def draw(found: Record) -> str:
     lines = []
     for run in runs:
         kept = ", ".join(map(str, run["kept"]))
-        rows.append(f"| {run['method']} | {kept} | {run['cpu_seconds']:,.0f} | {run['perplexity']:,.4g} |")
+        rows.append(f"| {run['method']} | {kept} | {run['cpu_seconds']:,.0f} | {told(run['perplexity'])} |")
         if "distilled" in run:
             trained = run["distilled"]
             lines.append(
                 f"Distilled for {trained['steps']} steps from the layers by {run['method']}, the student's perplexity "
-                f"on the run's own held-out batches went from {trained['before']:,.4g} to {trained['after']:,.4g} "
-                f"(teacher {trained['teacher']:,.4g})."
+                f"on the run's own held-out batches went from {told(trained['before'])} to {told(trained['after'])} "
+                f"(teacher {told(trained['teacher'])})."
             )
     settings = ", ".join(f"{name} = {value}" for name, value in found["settings"].items())
     parts = [
@@ -126,7 +130,7 @@ def draw(found: Record) -> str:
         f"`{asked['model']}` ({facts['teacher_parameters']:,} parameters, {facts['teacher_layers']} layers) cut to "
         f"{asked['layers']} layers ({runs[0]['parameters']:,} parameters) by text of `{asked['data']}`. Perplexity on "
         f"{facts['held_out_tokens']:,} held-out tokens of it, before any training; the teacher's is "
-        f"{facts['teacher_perplexity']:,.4g}, guessing is {facts['vocabulary']:,}.",
+        f"{told(facts['teacher_perplexity'])}, guessing is {facts['vocabulary']:,}.",
         "\n".join(rows),
         "CPU seconds, of all cores together, are those of choice and cut. One cut each: the choice is deterministic.",
         *lines,
