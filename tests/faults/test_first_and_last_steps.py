@@ -157,7 +157,7 @@ def test_the_command_line_writes_the_report_of_such_a_run(
     ],
 )
 def test_how_a_run_ended(applied: int, last: float | None, kept: float, status: str, has_advice: bool) -> None:
-    state = RunState(applied=applied, last_perplexity=last)
+    state = RunState(applied=applied, last_perplexity=last, best_step=applied if kept < 20.0 else 0)
     end = how_it_ended(state, kept, 20.0)
     assert end["status"] == status and bool(end["advice"]) == has_advice and bool(end["reason"]) == (status != "done")
 

@@ -18,10 +18,11 @@ from stillroom.engine.cut import student_name
 from stillroom.engine.first import first_forward
 from stillroom.engine.loop import Stop, judge_student, load_best, run_evaluation, save_student, training
 from stillroom.engine.outcome import DONE, FINISHED, doubts, how_it_ended
+from stillroom.engine.recover import state_to_return_to
 from stillroom.engine.routing import begin_router, finish_router
 from stillroom.engine.run import Run
 from stillroom.engine.scale import find_loss_scale
-from stillroom.engine.state import RunState, capture, restore
+from stillroom.engine.state import RunState, restore
 from stillroom.errors import BrokenAtStart, ConfigError, NoBetterStudent, StillroomError
 from stillroom.evaluate import Evaluation, evaluate
 from stillroom.models import Student, anatomy
@@ -121,12 +122,11 @@ def _carry(run: Run, state: RunState, saved: Saved | None) -> Result:
     """Train from where the state stands to the end, then write what is left to write."""
     run.before = _before(run, state) if saved is None else dict(saved.scalars["before"])
     if saved is None:
-        begin_router(run)  # before the initial state is kept: what the probe found is part of it
-    if run.config.guard.on_exhausted == "reset" and state.applied == 0:
-        run.initial = capture(run, state).copied()
-    if saved is None:
+        begin_router(run)  # before the initial state is kept: what the probes found is part of it
         first_forward(run, state)
         find_loss_scale(run, state)
+    if run.config.guard.on_exhausted == "reset" and state.applied == 0:
+        run.initial = state_to_return_to(run, state).copied()
     stop = Stop(run.config.train.max_minutes)
     with stop.on_signals():
         for _outcome in training(run, state, stop):

@@ -88,6 +88,7 @@ def training(run: Run, state: RunState, stop: Stop) -> Iterator[StepOutcome]:
         if outcome.verdict.action == "keep":
             after_applied_step(run, state, outcome)
         if run.agree.anyone(stop.is_wanted()) and state.applied < run.schedule.num_steps:
+            look(run, state, outcome.evidence)  # a resumed run begins with what is saved here, good or bad
             save_checkpoint(run, state)
             reason = stop.reason or "another process was asked to"
             raise Interrupted(

@@ -99,9 +99,14 @@ def take_snapshot(run: Run, state: RunState, exam: Examination | None = None) ->
 
 def keep_snapshot(run: Run, state: RunState) -> None:
     """Put the present state into the ring as it is: of a resumed run, it comes from a sealed checkpoint."""
+    run.ring.keep(state_to_return_to(run, state))
+
+
+def state_to_return_to(run: Run, state: RunState) -> Saved:
+    """The present state without the best student, which no rollback takes back."""
     saved = capture(run, state)
     without_best = {name: group for name, group in saved.tensors.items() if name != "best"}
-    run.ring.keep(Saved(saved.step, without_best, saved.scalars))
+    return Saved(saved.step, without_best, saved.scalars)
 
 
 def carry_out(run: Run, state: RunState, window: Sequence[Batch], evidence: Evidence, verdict: Verdict) -> None:
