@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import math
 import random
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +85,19 @@ def test_a_fault_in_the_last_step_costs_nothing_but_time(
     result = run(world, tmp_path / "run", fault, train__eval_steps=20)
     assert_ended_well(result)
     assert result.summary["student"]["perplexity"] == clean.summary["student"]["perplexity"]
+
+
+def test_a_run_killed_in_an_evaluation_after_a_rollback_ends_as_if_nothing_had_happened(
+    world: Path, tmp_path: Path, clean: Result
+) -> None:
+    settings = [f"--set={key}={value}" for key, value in tiny.settings(world, **BASE).items()]
+    words = ["distill", "--out", str(tmp_path / "run"), "--device", "cpu", "--no-progress", *settings]
+    faults = "nan_weight@3,kill_in_eval@10"
+    ended = subprocess.run([sys.executable, "-m", "stillroom", *words, "--inject", faults], capture_output=True)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
+    again = resume(tmp_path / "run", device="cpu")
+    assert_ended_well(again)
+    assert again.summary["student"]["perplexity"] == clean.summary["student"]["perplexity"]
 
 
 def test_a_fault_after_a_rollback_is_survived(world: Path, tmp_path: Path) -> None:
