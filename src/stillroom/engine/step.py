@@ -59,7 +59,7 @@ def train_step(run: Run, state: RunState, window: Sequence[Batch]) -> StepOutcom
     rate = run.injector.rate_factor(run.rate_factor(state))
     verdict = run.guard.judge(evidence)
     if verdict.action == "examine":
-        verdict = run.guard.diagnose(evidence, verdict.reason, examine(run))
+        verdict = run.guard.diagnose(evidence, verdict.reason, examine(run, state))
     state.attempted += 1
     if run.router is not None:
         settle(run, evidence, verdict, rate)
