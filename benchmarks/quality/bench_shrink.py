@@ -26,7 +26,7 @@ from stillroom.models.shrink import cut
 
 SIZES = (81_920, 819_200)
 TEACHER = nets.TeacherName("dense")
-WANTED = {"layers": 1, "width": 32, "mlp_width": 176, "heads": 2}
+WANTED = {"layers": 1, "method": "even", "width": 32, "mlp_width": 176, "heads": 2}
 
 
 @functools.cache

@@ -122,7 +122,7 @@ class Trained:
 def train(job: Job, model: Any, source: TeacherSource | None) -> Trained:
     """The product's step, by hand: score, backward, clip, update."""
     config = job.config()
-    student = Student(model, vocab_size=texts.VOCAB)
+    student = Student(model, vocab_size=texts.VOCAB, is_described=True)
     precision = resolve("fp32")
     inner = make_inner(config, model, getattr(source, "model", None), nets.CPU)
     optimizer = make_optimizer(model, precision, config, inner)
@@ -189,7 +189,7 @@ def held_out(student: Student, rows: Rows) -> float:
 
 def judge(model: Any, teacher: TeacherName, domain: str, side: str = "test") -> dict[str, float]:
     """Held-out loss, distance to the teacher and calibration, by the product's own evaluation."""
-    student = Student(model, vocab_size=texts.VOCAB)
+    student = Student(model, vocab_size=texts.VOCAB, is_described=True)
     rows = getattr(texts.domain(domain), side)
     against = nets.judge(teacher, domain, side)
     result = evaluate(student, fixed_batches(rows, _EVAL_BATCH), precision=resolve("fp32"), teacher=against)

@@ -10,9 +10,6 @@ run, byte by byte. Processes are forked from one that has loaded torch, which ma
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
-import os
 import random
 import shutil
 import signal
@@ -22,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from common import write
+from forked import TEXT, digest, run_forked, write_text
 
 POINTS = [
     "kill",
@@ -32,7 +30,6 @@ POINTS = [
     "kill_in_eval",
 ]
 STEPS = 12
-TEXT = Path(tempfile.gettempdir()) / "stillroom-bench-kill.jsonl"
 SETTING: dict[str, Any] = {
     "data.train": str(TEXT),
     "data.max_length": 32,
@@ -48,32 +45,8 @@ SETTING: dict[str, Any] = {
 }
 
 
-def run_here(folder: Path, precision: str, inject: str) -> None:
-    import torch
-
-    torch.set_num_threads(1)
-    from stillroom.config import load_config
-    from stillroom.engine.distill import distill
-
-    config = load_config(preset="demo", overrides={**SETTING, "precision.mode": precision})
-    distill(config, folder, device="cpu", inject=inject)
-
-
-def run_forked(folder: Path, precision: str, inject: str = "") -> int:
-    """The exit code of a run in a child: 0, or minus the signal that killed it."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            run_here(folder, precision, inject)
-            code = 0
-        finally:
-            os._exit(code)  # the child must never return into the parent's code
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def digest(folder: Path) -> str:
-    return hashlib.sha256((folder / "student" / "model.safetensors").read_bytes()).hexdigest()
+def run(folder: Path, precision: str, inject: str = "") -> int:
+    return run_forked(folder, "demo", {**SETTING, "precision.mode": precision}, inject)
 
 
 def trial(job: dict[str, Any]) -> dict[str, Any]:
@@ -83,7 +56,7 @@ def trial(job: dict[str, Any]) -> dict[str, Any]:
     try:
         while len(codes) < 8 and (not codes or codes[-1] != 0):
             inject = f"{job['point']}@{rng.randrange(1, STEPS + 1)}" if len(codes) < 3 else ""
-            codes.append(run_forked(folder, job["precision"], inject))
+            codes.append(run(folder, job["precision"], inject))
         same = codes[-1] == 0 and digest(folder) == job["reference"]
     finally:
         shutil.rmtree(folder.parent, ignore_errors=True)
@@ -110,7 +83,7 @@ def worker(jobs: list[dict[str, Any]], pipe: Any) -> None:
 
 def reference_of(precision: str) -> str:
     folder = Path(tempfile.mkdtemp()) / "run"
-    if run_forked(folder, precision) != 0:
+    if run(folder, precision) != 0:
         raise SystemExit("the undisturbed run failed")
     return digest(folder)
 
@@ -119,9 +92,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=4, help="for each of six points and two precisions")
     args = parser.parse_args()
-    # A small file instead of the standard library: opening the text would be most of a start.
-    lines_of_text = [f"line {n}: the square of {n} is {n * n}, its cube {n**3}, its half {n / 2}" for n in range(400)]
-    TEXT.write_text("\n".join(json.dumps({"text": line}) for line in lines_of_text))
+    write_text()
     jobs = []
     for precision in ("fp32", "fp16-split"):
         reference = reference_of(precision)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stillroom.config import Config, load_config
-from stillroom.errors import StillroomError
+from stillroom.errors import NoBetterStudent, StillroomError
 
 if TYPE_CHECKING:
     from stillroom.engine.distill import Result
@@ -30,6 +30,10 @@ def distill(config: Config, out: str | Path | None = None, **options: Any) -> Re
     from stillroom.report import write_report
 
     folder = out or Path("runs") / f"run-{datetime.now():%Y%m%d-%H%M%S}"
-    result = run(config, folder, **options)
+    try:
+        result = run(config, folder, **options)
+    except NoBetterStudent as error:  # the run is complete and its report worth reading
+        write_report(Path(str(error.folder)))
+        raise
     write_report(result.folder)
     return result

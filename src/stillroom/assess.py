@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from stillroom.config.schema import DataConfig, StudentConfig, TeacherConfig
-from stillroom.data import fixed_batches, open_eval
+from stillroom.config.schema import DataConfig, TeacherConfig
+from stillroom.data import Bos, fixed_batches, open_eval, prompt_ids
 from stillroom.engine.build import find_device
 from stillroom.engine.loop import memory
 from stillroom.evaluate import evaluate
-from stillroom.models import Student, agree_on_vocabulary, anatomy, load_teacher, load_tokenizer
+from stillroom.models import LoadedModel, agree_on_vocabulary, open_teacher
 from stillroom.models.generate import generate
+from stillroom.models.names import model_name
+from stillroom.models.probe import backbone
 from stillroom.precision import resolve
 from stillroom.teachers import LiveTeacher
 
@@ -27,46 +28,52 @@ def assess(
     max_length: int = 256,
     batch_size: int = 8,
     max_batches: int = 0,
+    bos: Bos = "auto",
     device: str = "auto",
 ) -> dict[str, Any]:
-    """Yardsticks of a model on a text, and of a teacher beside it, with size, speed and memory of each."""
-    where = find_device(device)
-    tokenizer = load_tokenizer(StudentConfig(model=model), model)
-    corpus = open_eval(data, tokenizer, DataConfig(train=data, max_length=max_length))
-    network = _load(model, where)
-    size = anatomy(network).vocab_rows
-    source = None
-    result: dict[str, Any] = {"model": model, "data": data, "device": str(where)}
-    if teacher is not None:
-        teacher_network = _load(teacher, where)
-        teacher_tokenizer = load_tokenizer(TeacherConfig(model=teacher), teacher)
-        size = agree_on_vocabulary(teacher_tokenizer, tokenizer, anatomy(teacher_network).vocab_rows, size)
-        source = LiveTeacher(teacher_network, vocab_size=size, device=where, offload=False, is_described=True)
+    """Yardsticks of a model on a text, and of a teacher beside it, with size, speed and memory of each.
 
-    def measure(network: Any, against: LiveTeacher | None) -> dict[str, Any]:
+    The folder of a run stands for its student.
+    """
+    where = find_device(device)
+    model, teacher = model_name(model), model_name(teacher) if teacher is not None else None
+    student = _open(model)
+    tokenizer = student.tokenizer
+    corpus = open_eval(data, tokenizer, DataConfig(train=data, max_length=max_length, bos=bos))
+    size = student.anatomy.vocab_rows
+    beside = None if teacher is None else _open(teacher)
+    source = None
+    if beside is not None:
+        size = agree_on_vocabulary(beside.tokenizer, tokenizer, beside.anatomy.vocab_rows, size)
+        source = LiveTeacher(
+            beside.network, vocab_size=size, device=where, offload=False, is_described=beside.is_described
+        )
+
+    def measure(loaded: LoadedModel) -> dict[str, Any]:
+        loaded.network.to(where)
         batches = fixed_batches(corpus.evaluation, batch_size, max_batches)
-        student = Student(network, vocab_size=size)
-        found = evaluate(student, batches, precision=resolve("fp32", where), teacher=against)
-        parameters = anatomy(network).num_parameters
+        found = evaluate(loaded.as_student(size), batches, precision=resolve("fp32", where), teacher=source)
+        parameters = loaded.anatomy.num_parameters
         return {
             **found.yardsticks(),
             "parameters": parameters,
             "weight_megabytes": parameters * 4 / 1e6,
             "unscored_tokens": found.unscored_tokens,
             "tokens": found.tokens,
-            "tokens_per_second": _speed(network, corpus, batch_size, where),
+            "tokens_per_second": _speed(loaded.network, corpus, batch_size, where),
+            "notes": list(loaded.notes),
         }
 
-    result["student"] = measure(network, source)
-    if source is not None:
-        result["teacher"] = measure(source.model, source)
+    result: dict[str, Any] = {"model": model, "data": data, "device": str(where), "student": measure(student)}
+    if beside is not None:
+        result["teacher"] = measure(beside)
         result["retention"] = result["teacher"]["perplexity"] / result["student"]["perplexity"]
     gpu, resident, _percent = memory(where)
-    return {**result, "gpu_memory_gb": gpu, "memory_gb": resident}
+    return {**result, "gpu_memory_gb": gpu, "memory_gb": resident, "notes": list(corpus.notes)}
 
 
-def _load(name: str, device: torch.device) -> Any:
-    return load_teacher(TeacherConfig(model=name), torch.float32).to(device)
+def _open(name: str) -> LoadedModel:
+    return open_teacher(TeacherConfig(model=name), torch.float32)
 
 
 @torch.no_grad()
@@ -76,7 +83,7 @@ def _speed(network: Any, corpus: Any, batch_size: int, device: torch.device) -> 
     tokens, seconds = 0, 0.0
     for number, batch in enumerate(batches):
         began = time.perf_counter()
-        network.base_model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False)
+        backbone(network)(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         if number or len(batches) == 1:
@@ -85,8 +92,15 @@ def _speed(network: Any, corpus: Any, batch_size: int, device: torch.device) -> 
     return tokens / max(seconds, 1e-9)
 
 
-def continue_text(name: str, prompt: str, *, device: str = "auto", **options: Any) -> str:
+def continue_text(
+    name: str, prompt: str, *, device: str = "auto", is_raw: bool = False, bos: Bos = "auto", **options: Any
+) -> tuple[str, bool]:
+    """What a model writes after a prompt, and whether it answers it as a turn of a chat.
+
+    A tokenizer with a chat template writes the prompt with it, unless `is_raw`. The folder of a run stands for its
+    student.
+    """
     where = find_device(device)
-    tokenizer = load_tokenizer(StudentConfig(model=name), name)
-    write: Callable[..., str] = generate
-    return write(_load(name, where), tokenizer, prompt, **options)
+    found = _open(model_name(name))
+    ids, is_chat = prompt_ids(found.tokenizer, prompt, bos=bos, is_raw=is_raw)
+    return str(generate(found.network.to(where), found.tokenizer, ids, **options)), is_chat

@@ -16,7 +16,7 @@ import typer
 from stillroom.config import load, parse_assignments, preset_names, preset_text, shortened
 from stillroom.config.faults import FAULTS
 from stillroom.ends import ending_politely, fault_of
-from stillroom.errors import ConfigError, StillroomError
+from stillroom.errors import ConfigError, NoBetterStudent, StillroomError
 
 if TYPE_CHECKING:
     from stillroom.engine.distill import Result
@@ -36,6 +36,9 @@ _NOT_THE_DEMO = ("teacher.", "student.", "data.", "objectives.")
 
 _INJECT_HELP = f"faults on purpose, e.g. nan_weight@40,teacher_nan@60x5 (xN: N attempts). Known: {', '.join(FAULTS)}"
 
+_BOS = {"auto": "auto", "true": True, "false": False}
+
+Bos = Annotated[str, typer.Option(help="begin-of-text token: auto (where the tokenizer adds it), true or false")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1; auto takes a GPU where there is one")]
 AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object instead of text")]
 
@@ -123,12 +126,13 @@ def resume(
 
 @app.command("eval")
 def eval_(
-    model: Annotated[str, typer.Option(help="folder, hub id, or builtin:teacher")],
+    model: Annotated[str, typer.Option(help="folder of a model or a run, hub id, or builtin:teacher")],
     data: Annotated[str, typer.Option(help="file, glob, hf:NAME, or builtin:stdlib")],
     teacher: Annotated[str | None, typer.Option(help="compare with this model")] = None,
     max_length: Annotated[int, typer.Option(help="tokens in a row")] = 256,
     batch_size: Annotated[int, typer.Option(help="rows at once")] = 8,
     max_batches: Annotated[int, typer.Option(help="0: all")] = 0,
+    bos: Bos = "auto",
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
@@ -142,6 +146,7 @@ def eval_(
         max_length=max_length,
         batch_size=batch_size,
         max_batches=max_batches,
+        bos=_wanted_bos(bos),
         device=device,
     )
     if as_json:
@@ -154,22 +159,66 @@ def eval_(
 
 
 @app.command()
+def data(
+    spec: Annotated[str, typer.Argument(help="file, glob, hf:NAME, or builtin:stdlib")],
+    model: Annotated[str, typer.Option(help="whose tokenizer and chat template: folder, hub id, builtin:teacher")],
+    rows: Annotated[int | None, typer.Option(min=0, help="documents to show, 0: all; else 5, as JSON 100")] = None,
+    max_length: Annotated[int | None, typer.Option(help="tokens in a row: show what fits")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="any setting, e.g. data.packing=rows")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """What would be trained on: shape, lengths, which characters are scored, what is left out and why."""
+    from stillroom.models.names import model_name
+
+    model = model_name(model)
+    named = {"data.train": spec, "student.model": model, "data.max_length": max_length}
+    overrides = {key: value for key, value in named.items() if value is not None} | parse_assignments(set_ or [])
+    config = load(overrides=overrides).config
+    from stillroom.data.preview import preview
+    from stillroom.models.load import has_tokenizer, load_tokenizer
+
+    if not has_tokenizer(config.student, model):
+        raise ConfigError(f"{model} brings no tokenizer", advice=["name the model whose tokenizer a run would use"])
+    tokenizer = load_tokenizer(config.student, model)
+    num_rows = rows if rows is not None else 100 if as_json else 5
+    result = preview(config.data, tokenizer, num_rows=num_rows, cuts="data.max_length" in overrides)
+    result = {"data": config.data.train, "model": model, **result}
+    if as_json:
+        _print_json(result)
+        return
+    from stillroom.telemetry.preview import show_preview
+
+    show_preview(result)
+
+
+@app.command()
 def generate(
-    model: Annotated[str, typer.Argument(help="folder, hub id, or builtin:teacher")],
-    prompt: Annotated[str, typer.Option(help="text to continue")],
+    model: Annotated[str, typer.Argument(help="folder of a model or a run, hub id, or builtin:teacher")],
+    prompt: Annotated[str, typer.Option(help="text to continue, or a question where the model has a chat template")],
+    raw: Annotated[bool, typer.Option("--raw", help="continue the text as it stands, without a chat template")] = False,
     max_new_tokens: Annotated[int, typer.Option(help="length of the continuation")] = 64,
     temperature: Annotated[float, typer.Option(help="0: the likeliest token each time")] = 0.0,
     seed: Annotated[int, typer.Option(help="of the sampling")] = 0,
+    bos: Bos = "auto",
     device: Device = "auto",
 ) -> None:
-    """Continue a prompt."""
+    """Continue a prompt; a model with a chat template answers it."""
     from stillroom.assess import continue_text
     from stillroom.telemetry.wording import clean
 
-    text = continue_text(
-        model, prompt, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, device=device
+    text, is_chat = continue_text(
+        model,
+        prompt,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        seed=seed,
+        device=device,
+        is_raw=raw,
+        bos=_wanted_bos(bos),
     )
-    typer.echo(clean(prompt + text, keep_lines=True))
+    typer.echo(clean(text.strip() if is_chat else prompt + text, keep_lines=True))
+    if not text.strip():
+        typer.echo("the model wrote nothing: its first token ends the text", err=True)
 
 
 @app.command()
@@ -223,23 +272,35 @@ def _run_and_report(job: Callable[[Any], Result], folder: Path, *, as_json: bool
     from stillroom.telemetry.console import ConsoleView
 
     is_first = _num_processes() == 1 or os.environ.get("RANK", "0") == "0"
+    failure: NoBetterStudent | None = None
     try:
         with ConsoleView("quiet" if as_json or not is_first else "auto" if progress else "plain") as view:
-            result = job(view)
-            if not is_first:  # the first of several processes speaks for all
-                return
-            from stillroom.report import write_report
+            try:
+                result = job(view)
+                where, summary = result.folder, result.summary
+            except NoBetterStudent as error:  # a finished run with a report to write, and no success
+                failure, where, summary = error, Path(str(error.folder)), dict(error.summary)
+            if is_first:  # the first of several processes speaks for all
+                from stillroom.report import write_report
 
-            path = write_report(result.folder)
-            with contextlib.suppress(BrokenPipeError):  # the run is done, whoever reads about it
-                if as_json:
-                    _print_json({"folder": str(result.folder), **result.summary})
-                else:
-                    view.finish(result.summary, path)
+                path = write_report(where)
+                with contextlib.suppress(BrokenPipeError):  # the run is done, whoever reads about it
+                    if as_json and failure is None:
+                        _print_json({"folder": str(where), **summary})
+                    else:
+                        view.finish(summary, path)
     except (StillroomError, BrokenPipeError):
         raise
     except Exception as error:
         raise fault_of(error, folder) from error
+    if failure is not None:
+        raise failure
+
+
+def _wanted_bos(word: str) -> Any:
+    if word not in _BOS:
+        raise ConfigError(f"--bos {word} is none of auto, true and false", where="--bos", advice=["--bos auto"])
+    return _BOS[word]
 
 
 def _num_processes() -> int:

@@ -24,7 +24,7 @@ from stillroom.engine.distill import Result, distill, write_summary
 from stillroom.engine.folder import owned, read_config
 from stillroom.errors import BrokenAtStart
 from stillroom.evaluate import evaluate
-from stillroom.models import Student, anatomy, load_student, load_teacher, load_tokenizer
+from stillroom.models import agree_on_vocabulary, load_tokenizer, open_student, open_teacher
 from stillroom.precision import resolve
 from stillroom.teachers import LiveTeacher
 
@@ -114,24 +114,28 @@ def _compared(done: Result, config: Config, device: str, chosen: dict[str, float
     """A baseline's student beside the teacher, on the same held-out batches."""
     where = find_device(device)
     section = config.student.model_copy(update={"model": str(done.folder / "student"), "init": "pretrained"})
-    student, _why = load_student(section, seed=config.train.seed)
-    tokenizer = load_tokenizer(section, section.model)
-    teacher = load_teacher(config.teacher, torch.float32)
-    size = anatomy(student).vocab_rows
-    corpus = open_eval(config.data.eval or config.data.train, tokenizer, config.data)
+    student = open_student(section, load_tokenizer(section, section.model), seed=config.train.seed)
+    teacher = open_teacher(config.teacher, torch.float32)
+    size = agree_on_vocabulary(
+        teacher.tokenizer, student.tokenizer, teacher.anatomy.vocab_rows, student.anatomy.vocab_rows
+    )
+    corpus = open_eval(config.data.eval or config.data.train, student.tokenizer, config.data)
     batches = fixed_batches(
         corpus.evaluation, config.eval.batch_size or config.train.batch_size, config.eval.max_batches
     )
+    student.network.to(where)
     found = evaluate(
-        Student(student.to(where), vocab_size=size),
+        student.as_student(size),
         batches,
         precision=resolve("fp32", where),
-        teacher=LiveTeacher(teacher, vocab_size=size, device=where, offload=False, is_described=True),
+        teacher=LiveTeacher(
+            teacher.network, vocab_size=size, device=where, offload=False, is_described=teacher.is_described
+        ),
     )
     summary = done.summary
     return {
         **found.yardsticks(),
-        "parameters": anatomy(student).num_parameters,
+        "parameters": student.anatomy.num_parameters,
         "steps": summary["steps"],
         "best_step": summary["best_step"],
         "tokens": summary["tokens"],

@@ -6,6 +6,9 @@ below the command line never prints and never exits: it raises one of these.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 
 class StillroomError(Exception):
     """An end with a reason. `advice` is what to try, most promising first."""
@@ -65,6 +68,20 @@ class Diverged(StillroomError):
 
     exit_code = 22
     title = "the run diverged"
+
+
+class NoBetterStudent(Diverged):
+    """All steps were taken, and no evaluation found a better student than the one before training.
+
+    `folder` and `summary` are the finished run's: its record is complete, and its report can be written.
+    """
+
+    title = "the student got worse"
+
+    def __init__(self, what: str, *, folder: object, summary: Mapping[str, Any], advice: list[str]) -> None:
+        super().__init__(what, where=str(folder), advice=advice)
+        self.folder = folder
+        self.summary = summary
 
 
 class LossScaleAtFloor(StillroomError):

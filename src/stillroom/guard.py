@@ -4,7 +4,8 @@ The ladder, mildest first: keep; retry with a smaller loss scale; skip the batch
 state; train on labels alone for a while; begin again; halt with advice. What tells a bad batch from a bad
 state is a closer look at a fixed canary batch: a student that still does well there was handed bad data.
 
-Statistics are medians over *accepted* steps, so nothing that was refused can poison them.
+Statistics are medians over *accepted* steps, so nothing that was refused can poison them. What may count as normal is
+bounded by the best the canary ever did, the student before training included.
 """
 
 from __future__ import annotations
@@ -24,11 +25,24 @@ _LEVEL_STEPS = 15
 _JUMP_TO_SIGMA = 1.0 / 0.9539  # median |x - y| of two normal draws, in standard deviations
 # A spike must also be large in itself: a very steady run has a spread so small that any wobble is many sigmas.
 _LEAST_LOSS_RISE = 0.25
+# The median jump says nothing about the tail: most steps of prompt and answer rows cost little, and now and then one
+# has a few hard tokens. The loss of one token scatters by about 2 nats with an exponential tail; Bernstein's inequality
+# bounds the mean of n of them.
+_TOKEN_SPREAD = 2.0
+_IN_NATS = frozenset({"loss", "ce", "kd"})
+# Before there are statistics, a loss is a spike when it is three times the largest so far and 3 nats above it: warm-up
+# and the first steps of a pretrained student at a high learning rate stay far below that.
+_EARLY_FACTOR = 3.0
+_EARLY_RISE = 3.0
 _LEAST_NORM_RISE = math.log(10.0)  # clipping makes a norm harmless; only a wild one says something about the batch
 # So many finite steps in a row that look like spikes to a sound student are not bad batches: the statistics are
 # those of another stretch of the run, and are learned anew.
 _RELEARN_AFTER = 8
 _CANARY_RISE = 0.10
+# A canary this far above its best is a lost student, whether or not any step looked odd. A pretrained student that is
+# pushed hard loses a few tenths of a nat at first; half its loss, and at least 1 nat, is not learned back as it was.
+_ASTRAY_SHARE = 0.5
+_ASTRAY_RISE = 1.0
 
 
 class Window:
@@ -50,6 +64,11 @@ class Window:
         spread = median(jumps) * _JUMP_TO_SIGMA if jumps else 0.0
         return self.level() + max(z * spread, least_rise)
 
+    def early_threshold(self, least_rise: float) -> float:
+        """The bound while there are too few values for a spread."""
+        largest = max(self.values)
+        return largest + max(_EARLY_RISE, (_EARLY_FACTOR - 1.0) * abs(largest), least_rise)
+
     def level(self) -> float:
         return median(list(self.values)[-_LEVEL_STEPS:])
 
@@ -68,6 +87,8 @@ class Guard:
         self._recent: deque[bool] = deque(maxlen=_BUDGET_WINDOW)  # True: refused
         self.consecutive = 0
         self.consecutive_teacher = 0
+        self.consecutive_spikes = 0  # finite steps refused to a sound student; empty and broken ones do not count
+        self.consecutive_floor = 0  # overflows at the smallest loss scale
         self.num_kept = 0
         self.num_rollbacks = 0
         self.has_reset = False
@@ -87,9 +108,12 @@ class Guard:
             return Verdict("examine", spike) if spike else Verdict("keep")
         what = _name_nonfinite(evidence)
         if math.isfinite(evidence.loss) and evidence.is_scaled and self._may_retry(evidence):
-            if evidence.is_scale_at_floor:
+            if not evidence.is_scale_at_floor:
+                return Verdict("retry", f"{what} at loss scale {evidence.loss_scale:g}")
+            # One batch may overflow at any scale; several in a row say that the student does.
+            self.consecutive_floor += 1
+            if self.consecutive_floor > self.config.max_retries:
                 return Verdict("halt", f"{what} at the smallest loss scale {evidence.loss_scale:g}", exit_code=23)
-            return Verdict("retry", f"{what} at loss scale {evidence.loss_scale:g}")
         if self.config.on_nonfinite == "halt":
             return Verdict("halt", what, exit_code=22)
         return Verdict("examine", what)
@@ -99,14 +123,19 @@ class Guard:
         if not (exam.weights_finite and exam.moments_finite):
             part = "weights" if not exam.weights_finite else "optimizer moments"
             return self._roll_back(f"{reason}; {part} not finite", backs_off=False)
-        if not is_within_band(exam):
+        if not exam.weights_reached:
+            return self._roll_back(f"{reason}; a weight is larger than updates can have made it", backs_off=False)
+        if is_astray(exam) or not is_within_band(exam):
+            against = min(exam.canary_reference, exam.canary_best)
             return self._roll_back(
-                f"{reason}; canary loss {exam.canary_loss:.4g} against {exam.canary_reference:.4g}", backs_off=True
+                f"{reason}; canary loss {exam.canary_loss:.4g} against {against:.4g}", backs_off=True
             )
-        is_finite = math.isfinite(evidence.loss) and math.isfinite(evidence.grad_norm)
-        if is_finite and self.consecutive >= _RELEARN_AFTER:
-            self._forget()
-            return Verdict("keep", f"{reason}; {self.consecutive} in a row and the student is sound: a new normal")
+        if math.isfinite(evidence.loss) and math.isfinite(evidence.grad_norm):
+            if self.consecutive_spikes >= _RELEARN_AFTER:
+                self._forget()
+                told = f"{self.consecutive_spikes} in a row and the student is sound: a new normal"
+                return Verdict("keep", f"{reason}; {told}")
+            self.consecutive_spikes += 1
         return self._refuse(f"{reason}; the student is sound, so the batch is at fault", evidence)
 
     def accept(self, evidence: Evidence) -> None:
@@ -117,25 +146,34 @@ class Guard:
             self._norms.add(math.log(max(evidence.grad_norm, 1e-30)))
             self.consecutive_teacher = 0
         self._recent.append(False)
-        self.consecutive = 0
+        self.consecutive = self.consecutive_spikes = self.consecutive_floor = 0
         self.num_kept += 1
 
     # -- parts of a verdict ------------------------------------------------------------------------------
 
     def _spike(self, evidence: Evidence) -> str:
-        if len(self._norms) < self.config.spike_warmup:
-            return ""
         for name, value in _values(evidence).items():
             window = self._losses.get(name)
-            if window is None or len(window) < self.config.spike_warmup:
-                continue
-            bound = window.threshold(self.config.spike_z, _LEAST_LOSS_RISE * max(abs(window.level()), 0.1))
-            if value > bound:
+            bound = self._loss_bound(name, window, evidence.num_targets) if window else math.inf
+            if window and value > bound:
                 return f"{name} {value:.4g} stands above {bound:.4g}, far outside the last {len(window)} steps"
+        if len(self._norms) < self.config.spike_warmup:
+            return ""
         bound = self._norms.threshold(self.config.spike_z, _LEAST_NORM_RISE)
         if math.log(max(evidence.grad_norm, 1e-30)) > bound:
             return f"gradient norm {evidence.grad_norm:.4g} stands above {math.exp(bound):.4g}"
         return ""
+
+    def _loss_bound(self, name: str, window: Window, num_targets: int) -> float:
+        """What a loss must exceed to be examined. A mean over few targets scatters more, so its bound is higher."""
+        level = abs(window.level())
+        spread = _TOKEN_SPREAD if name in _IN_NATS else level
+        sigmas = self.config.spike_z / math.sqrt(max(num_targets, 1))
+        least = spread * (sigmas + sigmas * sigmas / 2.0)
+        if len(window) >= self.config.spike_warmup:
+            return window.threshold(self.config.spike_z, max(_LEAST_LOSS_RISE * max(level, 0.1), least))
+        # Only the weighted sum: a term alone may be 0 for a while and then begin.
+        return window.early_threshold(least) if name == "loss" else math.inf
 
     def _without_teacher(self, evidence: Evidence) -> Verdict:
         """Rows the teacher spoiled were scored on their labels: sound, but not comparable with other steps."""
@@ -168,6 +206,7 @@ class Guard:
 
     def _roll_back(self, reason: str, *, backs_off: bool) -> Verdict:
         self.consecutive += 1  # its own budget is the number of rollbacks
+        self.consecutive_spikes = self.consecutive_floor = 0  # of a stretch that is now undone
         if self.num_rollbacks < self.config.max_rollbacks:
             self.num_rollbacks += 1
             return Verdict("rollback", reason, backs_off=backs_off)
@@ -207,6 +246,8 @@ class Guard:
             "recent": list(self._recent),
             "consecutive": self.consecutive,
             "consecutive_teacher": self.consecutive_teacher,
+            "consecutive_spikes": self.consecutive_spikes,
+            "consecutive_floor": self.consecutive_floor,
             "num_kept": self.num_kept,
             "num_rollbacks": self.num_rollbacks,
             "has_reset": self.has_reset,
@@ -217,6 +258,8 @@ class Guard:
         self._recent = deque((bool(value) for value in state["recent"]), maxlen=_BUDGET_WINDOW)
         self.consecutive = int(state["consecutive"])
         self.consecutive_teacher = int(state["consecutive_teacher"])
+        self.consecutive_spikes = int(state.get("consecutive_spikes", 0))  # not in older checkpoints
+        self.consecutive_floor = int(state.get("consecutive_floor", 0))
         self.num_kept = int(state["num_kept"])
         self.num_rollbacks = int(state["num_rollbacks"])
         self.has_reset = bool(state["has_reset"])
@@ -230,6 +273,12 @@ def _values(evidence: Evidence) -> dict[str, float]:
 def is_within_band(exam: Examination) -> bool:
     """Whether the canary still does about as well as at the last good snapshot. NaN does not."""
     return exam.canary_loss <= exam.canary_reference + _CANARY_RISE * max(abs(exam.canary_reference), 1.0)
+
+
+def is_astray(exam: Examination) -> bool:
+    """Whether the canary does far worse than at its best, the student before training included. NaN does."""
+    best = exam.canary_best
+    return not exam.canary_loss <= best + max(_ASTRAY_RISE, _ASTRAY_SHARE * abs(best))
 
 
 def _name_nonfinite(evidence: Evidence) -> str:

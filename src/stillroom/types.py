@@ -266,6 +266,8 @@ class Examination:
     moments_finite: bool
     canary_loss: float  # plain cross-entropy on a fixed batch, now
     canary_reference: float  # the same at the last good snapshot
+    canary_best: float = float("inf")  # the lowest it ever was, before training included
+    weights_reached: bool = True  # no weight is larger than the updates so far can have made it
 
 
 Action = Literal["keep", "retry", "examine", "skip", "rollback", "fallback", "reset", "halt"]

@@ -23,6 +23,7 @@ NUM_BINS = 15  # of confidence, equally wide (Guo et al. 2017)
 NUM_RESAMPLES = 1000
 COVERAGE = 0.95
 MAX_UNITS = 1000
+MIN_DOCUMENTS = 8  # with fewer, resampling says next to nothing: of two there are three different resamples
 _SEED = 20150
 _MAX_NLL = math.log(1e30)  # above this a perplexity is no longer a number worth printing
 
@@ -80,8 +81,8 @@ class Ledger:
         }
 
     def intervals(self) -> dict[str, tuple[float, float]]:
-        """The 95 % percentile interval of each yardstick that has a value; nothing below two documents."""
-        if self.num_documents < 2:
+        """The 95 % percentile interval of each yardstick that has a value; nothing below MIN_DOCUMENTS documents."""
+        if self.num_documents < MIN_DOCUMENTS:
             return {}
         sums = np.stack(list(self._sums.values()))
         if len(sums) > MAX_UNITS:

@@ -64,6 +64,16 @@ def test_perplexity_is_held_against_the_bound_or_the_untrained_student() -> None
     assert failed(good_run(), perplexity_before=None) == {"perplexity"}
 
 
+def test_a_student_that_is_worse_than_a_guess_fails_whatever_it_was_before() -> None:
+    """An untrained student may be worse than chance; to be better than it is no success."""
+    assert failed(good_run(), perplexity=1e17, perplexity_before=1e19) == set()  # without a vocabulary nothing is known
+    for over in ({}, {"max_perplexity": 1e18}):
+        found = judged(good_run(), perplexity=1e17, perplexity_before=1e19, vocab_size=32_000, **over)["perplexity"]
+        assert not found["passed"] and "a guess among all 32,000 tokens has 32,000" in found["text"]
+    assert failed(good_run(), vocab_size=30) == {"perplexity"}
+    assert failed(good_run(), vocab_size=31) == set()
+
+
 def test_the_guides_gap_of_six_fails_and_says_so() -> None:
     events = [*(step(number, train_loss=15.5) for number in range(1, 31)), evaluation(30, 95.86)]
     check = judged(events)["gap"]

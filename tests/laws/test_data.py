@@ -6,6 +6,7 @@ import json
 import sys
 import sysconfig
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from stillroom.data import Encoder, Loader, Record, Rows, Tally, fixed_batches, 
 from stillroom.data.encode import bytes_between, even_ends, token_ends
 from stillroom.data.records import content_key
 from stillroom.data.sources import pieces_of
+from stillroom.errors import StillroomError
 from stillroom.types import IGNORED, Batch
 
 END = "<|endoftext|>"
@@ -201,12 +203,33 @@ def test_padding_is_never_scored(tokenizer: PreTrainedTokenizerFast) -> None:
     assert (batch.attention_mask.diff(dim=1) <= 0).all()  # on the right only
 
 
-def test_a_long_record_is_cut_and_counted(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_record_longer_than_its_row_is_cut_and_counted(tokenizer: PreTrainedTokenizerFast) -> None:
     tally = Tally()
-    encoded = Encoder(tokenizer, tally)([document("z" * 50), document("q" * 5)])
+    records = [Record("long", (("z" * 5, False), ("q" * 50, True)), ""), document("q" * 5)]
+    encoded = Encoder(tokenizer, tally)(records)
     rows = pack(encoded, "rows", 10, tally)
     assert len(rows.row(0)) == 11 and len(rows.row(1)) == 6
-    assert tally.counters["truncated_tokens"] == len(encoded.ids) - 17
+    assert tally.counters["truncated_records"] == 1
+    assert tally.counters["truncated_tokens"] == tally.counters["truncated_targets"] == len(encoded.ids) - 17
+    assert rows.num_tokens == 17
+
+
+@given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=8), max_length=st.integers(8, 40))
+@settings(deadline=None, max_examples=50)
+def test_a_long_text_is_cut_into_rows_that_lose_nothing(lengths: list[int], max_length: int) -> None:
+    """Each document's tokens but its first are targets exactly once, in rows that never hold two documents."""
+    texts = [chr(97 + number) * length for number, length in enumerate(lengths)]
+    tokenizer = TOKENIZERS[False]
+    encoded = Encoder(tokenizer, Tally())([document(text) for text in texts])
+    tally = Tally()
+    rows = pack(encoded, "rows", max_length, tally)
+    targets = [int(t) for batch in fixed_batches(rows, 3) for row in batch.targets for t in row if t != IGNORED]
+    pairs = zip(encoded.bounds[:-1], encoded.bounds[1:], strict=True)
+    assert targets == [int(token) for start, end in pairs for token in encoded.ids[start + 1 : end]]
+    assert all(len(rows.row(i)) <= max_length + 1 for i in range(len(rows)))
+    assert all((rows.row(i)[:-1] != tokenizer.eos_token_id).all() for i in range(len(rows)))
+    assert tally.counters["truncated_tokens"] == 0
+    assert (rows.num_tokens, rows.num_documents) == (len(encoded.ids), len(texts))
 
 
 def test_rows_without_a_target_are_dropped_and_counted(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -281,6 +304,33 @@ def test_fixed_batches_keep_the_order_and_stop_when_told(tokenizer: PreTrainedTo
     assert names == [rows.sample_id(i) for i in range(len(rows))]
     limited = [name for batch in fixed_batches(rows, 3, max_batches=2) for name in batch.sample_ids]
     assert len(limited) == 6 and limited[0] == names[0] and names.index(limited[-1]) >= len(names) * 5 // 6 - 1
+
+
+def test_rows_and_batches_refuse_lengths_that_cannot_be(tokenizer: PreTrainedTokenizerFast) -> None:
+    encoded = Encoder(tokenizer, Tally())([document(line) for line in LINES[:4]])
+    rows = pack(encoded, "rows", 16, Tally())
+    bad: list[Any] = [
+        lambda: pack(encoded, "rows", 0, Tally()),
+        lambda: pack(encoded, "heaps", 16, Tally()),  # type: ignore[arg-type]
+        lambda: Rows(encoded, np.array([0, 4]), np.array([4])),
+        lambda: Rows(encoded, np.array([4]), np.array([4])),
+        lambda: Rows(encoded, np.array([0]), np.array([len(encoded.ids) + 1])),
+        lambda: replace(encoded, bounds=encoded.bounds[:-1]),
+        lambda: replace(encoded, num_bytes=encoded.num_bytes[1:]),
+        lambda: replace(encoded, has_prompt=(True,)),
+        lambda: list(fixed_batches(rows, 0)),
+        lambda: list(fixed_batches(rows, 4, -1)),
+        lambda: Loader(rows, batch_size=4, rank=2, num_ranks=2),
+        lambda: Loader(rows, batch_size=0),
+    ]
+    for attempt in bad:
+        with pytest.raises(StillroomError):
+            attempt()
+    for chosen in ([], [-1], [len(rows)]):
+        with pytest.raises(IndexError):
+            rows.batch(chosen)
+    with pytest.raises(IndexError):
+        rows.row(-1)
 
 
 # -- shapes ----------------------------------------------------------------------------------------------

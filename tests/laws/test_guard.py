@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 from hypothesis import given
@@ -16,7 +17,7 @@ SOUND = Examination(True, True, 2.0, 2.0)
 
 
 def evidence(loss: float = 2.0, norm: float = 1.0, **over: object) -> Evidence:
-    fields: dict[str, object] = {"step": 1, "loss": loss, "grad_norm": norm, "num_targets": 10}
+    fields: dict[str, object] = {"step": 1, "loss": loss, "grad_norm": norm, "num_targets": 1000}
     return Evidence(**{**fields, **over})  # type: ignore[arg-type]
 
 
@@ -56,9 +57,12 @@ def test_overflow_is_retried_with_a_smaller_scale_then_examined() -> None:
     assert [guard.judge(evidence(**overflow, attempt=n)).action for n in range(4)] == ["retry"] * 3 + ["examine"]
 
 
-def test_overflow_at_the_floor_ends_with_23() -> None:
-    verdict = Guard(GuardConfig()).judge(evidence(norm=math.inf, is_scaled=True, is_scale_at_floor=True))
-    assert (verdict.action, verdict.exit_code) == ("halt", 23)
+def test_one_overflow_at_the_floor_is_the_batch_s_and_several_in_a_row_end_with_23() -> None:
+    guard = Guard(GuardConfig(max_retries=2))
+    overflow = evidence(norm=math.inf, is_scaled=True, is_scale_at_floor=True)
+    verdicts = [guard.judge(overflow) for _ in range(3)]
+    assert [verdict.action for verdict in verdicts] == ["examine", "examine", "halt"]
+    assert verdicts[-1].exit_code == 23
 
 
 def test_an_unscaled_overflow_is_not_retried() -> None:
@@ -151,6 +155,78 @@ def test_state_survives_a_round_trip() -> None:
     twin.load_state_dict(guard.state_dict())
     assert twin.state_dict() == guard.state_dict()
     assert twin.judge(evidence(9.0)) == guard.judge(evidence(9.0))
+
+
+def test_before_there_are_statistics_a_threefold_loss_is_examined() -> None:
+    guard = Guard(GuardConfig())
+    assert guard.judge(evidence(6.0)).action == "keep", "nothing is known yet"
+    guard.accept(evidence(6.0))
+    assert guard.judge(evidence(11.0)).action == "keep"
+    assert guard.judge(evidence(40.0)).action == "examine"
+
+
+def test_a_loss_that_rises_while_the_rate_warms_up_is_kept() -> None:
+    guard = Guard(GuardConfig())
+    for index in range(30):
+        seen = evidence(2.0 + min(index, 9) * 0.15 - max(index - 9, 0) * 0.03, 3.0 ** (index % 3))
+        assert guard.judge(seen).action == "keep", index
+        guard.accept(seen)
+
+
+def test_a_canary_that_was_never_good_is_not_learned_as_normal() -> None:
+    """The reference may have been taken from a student that was lost already: its best bounds what is normal."""
+    guard = settled()
+    lost = Examination(True, True, 9.0, 9.0, canary_best=3.0)
+    verdicts = [guard.diagnose(evidence(9.0), "loss", lost) for _ in range(3)]
+    assert [verdict.action for verdict in verdicts] == ["rollback"] * 3
+    near = Examination(True, True, 3.2, 3.0, canary_best=3.0)
+    assert guard.diagnose(evidence(9.0), "loss", near).action == "skip"
+
+
+def test_a_weight_that_no_update_can_have_made_is_the_state_s_fault() -> None:
+    verdict = settled().diagnose(evidence(9.0), "loss", Examination(True, True, 2.0, 2.0, weights_reached=False))
+    assert verdict.action == "rollback" and not verdict.backs_off
+
+
+def test_empty_batches_do_not_make_the_next_spike_normal() -> None:
+    guard = settled()
+    for _ in range(12):
+        assert guard.judge(evidence(num_targets=0)).action == "skip"
+    assert guard.diagnose(evidence(9.0), "loss", SOUND).action == "skip"
+
+
+def test_a_rollback_forgets_the_spikes_that_it_undoes() -> None:
+    guard = settled()
+    for _ in range(7):
+        assert guard.diagnose(evidence(9.0), "loss", SOUND).action == "skip"
+    assert guard.diagnose(evidence(9.0), "loss", Examination(True, True, 8.0, 2.0)).action == "rollback"
+    assert [guard.diagnose(evidence(9.0), "loss", SOUND).action for _ in range(8)] == ["skip"] * 8
+
+
+def answers(rng: random.Random, level: float) -> tuple[float, int]:
+    """The loss of a batch of prompt and answer rows: few targets, most of them easy, some hard."""
+    num_targets = rng.choice([4, 8, 16, 48, 128, 400])
+    losses = [rng.expovariate(1.0 / 3.0) if rng.random() < level else rng.expovariate(20.0) for _ in range(num_targets)]
+    return sum(losses) / num_targets, num_targets
+
+
+@pytest.mark.parametrize("level", [0.05, 0.15, 0.5])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_noise_of_few_targets_is_not_refused(seed: int, level: float) -> None:
+    rng, guard = random.Random(seed), Guard(GuardConfig())
+    for index in range(2000):
+        loss, num_targets = answers(rng, level)
+        seen = evidence(loss, math.exp(rng.gauss(0.0, 0.4)), num_targets=num_targets, terms={"kd": loss / 2})
+        assert guard.judge(seen).action == "keep", f"step {index}: {loss:.3f} over {num_targets} targets"
+        guard.accept(seen)
+
+
+@pytest.mark.parametrize(("num_targets", "loss"), [(124, 4.0), (1024, 2.8), (16_384, 2.6)])
+def test_a_true_spike_is_examined_whatever_the_batch(num_targets: int, loss: float) -> None:
+    guard = Guard(GuardConfig())
+    for index in range(60):
+        guard.accept(evidence(2.0 + 0.05 * math.sin(index), num_targets=num_targets))
+    assert guard.judge(evidence(loss, num_targets=num_targets)).action == "examine"
 
 
 @pytest.mark.parametrize("wobble", [0.0, 1e-6])

@@ -47,7 +47,7 @@ class Pair:
         self.inner = plan_inner(config, inside(self.model), inside(self.teacher_model), seed=1)
         self.inner.projectors.to(dtype)
         self.mix = Mix(config, inner=self.inner)
-        self.student = Student(self.model, vocab_size=tiny.VOCAB)
+        self.student = Student(self.model, vocab_size=tiny.VOCAB, is_described=True)
         self.teacher = LiveTeacher(
             self.teacher_model,
             vocab_size=tiny.VOCAB,
@@ -230,7 +230,7 @@ def test_tapped_attention_is_the_models_own(family: str) -> None:
     attend_causally(model)
     show_attention(model)
     assert gives_attention(model, {0, 1})
-    student = Student(model, vocab_size=tiny.VOCAB)
+    student = Student(model, vocab_size=tiny.VOCAB, is_described=True)
     view = student.observe(batch, scored_rows(batch), Needs(attention_layers=frozenset({1})))
     assert set(view.taps) == {"attention.1"}
     torch.testing.assert_close(view.taps["attention.1"], own[1], rtol=1e-4, atol=1e-6)

@@ -62,7 +62,7 @@ def test_the_described_head_gives_the_model_s_own_logits(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_padding_does_not_matter(family: str) -> None:
     """Whatever stands in the padding, scored positions answer the same: attention is causal."""
-    student = Student(model_of(family), vocab_size=tiny.VOCAB)
+    student = Student(model_of(family), vocab_size=tiny.VOCAB, is_described=True)
     batch = batch_of(10, padding=4)
     other = replace(batch, input_ids=torch.where(batch.input_ids == 1, 7, batch.input_ids))
     rows = scored_rows(batch)
@@ -85,7 +85,7 @@ def test_maskless_causal_attention_changes_nothing(family: str) -> None:
 
 
 def test_taps_give_what_was_asked_for_and_nothing_else() -> None:
-    student = Student(model_of("llama"), vocab_size=tiny.VOCAB)
+    student = Student(model_of("llama"), vocab_size=tiny.VOCAB, is_described=True)
     batch = batch_of(10, padding=0)
     with torch.no_grad():
         view = student.observe(batch, scored_rows(batch), Needs(hidden_layers=frozenset({1})))
@@ -157,7 +157,7 @@ def test_the_builtin_mixture_spreads_its_choices_in_every_layer() -> None:
     Not all eight: the family balances its experts over all layers together, and some are hardly used in some layers.
     """
     config = TeacherConfig(model="builtin:moe-teacher")
-    model, words = load_teacher(config, torch.float32), load_tokenizer(config, config.model)
+    model, words = load_teacher(config, torch.float32)[0], load_tokenizer(config, config.model)
     held_out = [found for found in corpus.modules() if corpus.split_of(found.group) == "eval"]
     texts = [words(found.text[:2000])["input_ids"][:128] for found in held_out if len(found.text) > 2000]
     with torch.no_grad():

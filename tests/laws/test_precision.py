@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from stillroom.config.schema import PrecisionConfig, TrainConfig
+from stillroom.engine.reach import longest_step
+from stillroom.engine.scale import fitting_scale
 from stillroom.errors import ConfigError
-from stillroom.precision import LossScale, ParameterGroup, choose, resolve, rounding
+from stillroom.precision import AdamW, LossScale, ParameterGroup, choose, resolve, rounding
 from stillroom.precision.device import DeviceFacts
 from stillroom.precision.policy import POLICIES
 
@@ -122,6 +124,77 @@ def test_bf16_moments_decay() -> None:
     assert float(values.float().mean()) == pytest.approx(0.999**1000, rel=0.05)
 
 
+# -- how far an update goes ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.95), (0.9, 0.999), (0.5, 0.9), (0.8, 0.7)])
+@pytest.mark.parametrize("quiet", [0, 3, 400])
+def test_no_gradients_move_a_weight_further_than_its_longest_step(betas: tuple[float, float], quiet: int) -> None:
+    """Against torch's own AdamW, with gradients made to move a weight as far as they can: silence, then a burst."""
+    weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    optimizer = torch.optim.AdamW([weight], lr=1.0, betas=betas, weight_decay=0.0, eps=1e-30)
+    bound = longest_step(*betas)
+    moved = []
+    for index in range(quiet + 40):
+        growth = (betas[0] / betas[1]) ** -(index - quiet) if betas[1] < 0.99 else 1.0
+        weight.grad = torch.full_like(weight, growth if index >= quiet else 0.0)
+        before = weight.detach().clone()
+        optimizer.step()
+        moved.append(float((weight.detach() - before).abs()))
+    assert max(moved) <= bound * (1 + 1e-9) and bound < 10
+
+
+def test_betas_that_bound_nothing_are_known() -> None:
+    assert longest_step(0.9, 0.8) == float("inf") and longest_step(0.9, 0.0) == float("inf")
+    assert longest_step(0.9, 0.95) == pytest.approx(1.17, abs=0.02)
+    assert longest_step(0.9, 0.999) == pytest.approx(7.27, abs=0.02)
+
+
+# -- one count for each parameter ------------------------------------------------------------------------
+
+
+def late_steps(optimizer: object, early: nn.Parameter, late: nn.Parameter, step: object, num: int = 120) -> None:
+    """The second parameter has its first gradient after a hundred updates of the first."""
+    generator = torch.Generator().manual_seed(3)
+    for index in range(num):
+        early.grad = torch.randn(early.shape, generator=generator)
+        late.grad = torch.randn(late.shape, generator=generator) if index >= 100 else None
+        step()  # type: ignore[operator]
+
+
+def test_a_parameter_first_used_late_takes_the_steps_that_torch_gives_it() -> None:
+    ours = [nn.Parameter(torch.ones(8, 8)), nn.Parameter(torch.ones(8, 8))]
+    theirs = [nn.Parameter(parameter.detach().clone()) for parameter in ours]
+    train = TrainConfig(weight_decay=0.01)
+    group = ParameterGroup("student", 1e-2, (("early", ours[0]), ("late", ours[1])))
+    optimizer = resolve("fp32").optimizer([group], train)
+    reference = torch.optim.AdamW(theirs, lr=1e-2, betas=(train.beta1, train.beta2), weight_decay=0.01)
+    late_steps(optimizer, *ours, lambda: optimizer.step(1.0, {"student": 1.0}))
+    late_steps(reference, *theirs, reference.step)
+    for mine, wanted in zip(ours, theirs, strict=True):
+        assert torch.allclose(mine, wanted, rtol=1e-5, atol=1e-7)
+
+
+def test_counts_return_with_a_checkpoint_and_an_older_one_has_one_for_all() -> None:
+    def made() -> AdamW:
+        named = (("early", nn.Parameter(torch.ones(4, 4))), ("late", nn.Parameter(torch.ones(4, 4))))
+        return resolve("fp32").optimizer([ParameterGroup("student", 1e-2, named)], TrainConfig())
+
+    first = made()
+    early, late = (cell.parameter for cell in first.cells["student"])
+    late_steps(first, early, late, lambda: first.step(1.0, {"student": 1.0}), num=103)
+    saved = {name: tensor.clone() for name, tensor in first.tensors().items()}
+    assert saved["num_updates"].tolist() == [103, 3]
+    again, older = made(), made()
+    again.num_updates = older.num_updates = first.num_updates
+    again.load_tensors(saved)
+    older.load_tensors({name: tensor for name, tensor in saved.items() if name != "num_updates"})
+    assert [int(cell.num_updates) for cell in again.cells["student"]] == [103, 3]
+    assert [int(cell.num_updates) for cell in older.cells["student"]] == [103, 103]
+    with pytest.raises(ValueError, match="other parameters"):
+        again.load_tensors({**saved, "third.first": saved["early.first"]})
+
+
 # -- the loss scale --------------------------------------------------------------------------------------
 
 
@@ -133,6 +206,24 @@ def test_the_scale_follows_a_hand_written_table() -> None:
         seen.append(scale.scale)
     assert seen == [16, 16, 32, 16, 8, 4, 2, 2, 2, 4]
     assert LossScale(scale=2.0, floor=2.0).is_at_floor
+
+
+@pytest.mark.parametrize(
+    ("peak", "configured", "floor", "found"),
+    [
+        (0.0, 65536.0, 1.0, 65536.0),
+        (0.1, 65536.0, 1.0, 65536.0),
+        (8.0, 65536.0, 1.0, 512.0),
+        (1e9, 65536.0, 4.0, 4.0),
+        (float("inf"), 65536.0, 1.0, 1.0),
+        (float("nan"), 65536.0, 1.0, 1.0),
+        (8.0, 3000.0, 1000.0, 1000.0),
+    ],
+)
+def test_a_scale_fits_the_gradients_with_room_to_grow(
+    peak: float, configured: float, floor: float, found: float
+) -> None:
+    assert fitting_scale(peak, configured, floor) == found
 
 
 # -- the choice ------------------------------------------------------------------------------------------

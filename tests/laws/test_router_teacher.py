@@ -54,11 +54,13 @@ def teacher_of(model: Any, mode: str = "sar", *, rate: float = 1e-2, said: list[
     config = RouterConfig(**{"mode": mode, "every": 1, **over})
     tell = said.append if said is not None else lambda _text: None
     options = GateOptions(learning_rate=rate)
-    return RouterTeacher(model, config, vocab_size=tiny.VOCAB, device=CPU, options=options, tell=tell)
+    return RouterTeacher(
+        model, config, vocab_size=tiny.VOCAB, device=CPU, options=options, is_described=True, tell=tell
+    )
 
 
 def student_view(batch: Batch, seed: int = 5) -> StudentView:
-    student = Student(model_of("llama", seed, width=24, num_layers=1), vocab_size=tiny.VOCAB)
+    student = Student(model_of("llama", seed, width=24, num_layers=1), vocab_size=tiny.VOCAB, is_described=True)
     with torch.no_grad():
         return student.observe(batch, scored_rows(batch), Needs())
 
@@ -209,7 +211,9 @@ def test_the_joint_backward_reaches_gates_and_student_alike(weight: float) -> No
     """The gates' gradient of the joint form is that of KL(teacher || student), which is KD with the sides named."""
     model, batch = model_of("mixtral"), batch_of()
     joint = teacher_of(model, "sar-joint", student_weight=weight, truth_weight=0.0, anchor_weight=0.0)
-    student = Student(model_of("llama", 5, width=24, num_layers=1).requires_grad_(True), vocab_size=tiny.VOCAB)
+    student = Student(
+        model_of("llama", 5, width=24, num_layers=1).requires_grad_(True), vocab_size=tiny.VOCAB, is_described=True
+    )
     rows = scored_rows(batch)
     targets, count = scored_targets(batch, rows), batch.num_scored
     joint.begin([batch], 0)
@@ -294,12 +298,15 @@ def test_a_transient_step_moves_this_answer_alone(weight: float) -> None:
 def test_the_meta_gradient_is_that_of_the_quiz_after_one_step() -> None:
     """Against the loss of the quiz after a real student step, differentiated through the step by autograd."""
     model, batch, quiz = model_of("mixtral"), batch_of(), batch_of(seed=9)
-    student = Student(model_of("llama", 5, width=24, num_layers=1).requires_grad_(True), vocab_size=tiny.VOCAB)
+    student = Student(
+        model_of("llama", 5, width=24, num_layers=1).requires_grad_(True), vocab_size=tiny.VOCAB, is_described=True
+    )
     precision = resolve("fp32", "cpu")
     named = tuple(student.model.named_parameters())
     optimizer = AdamW([ParameterGroup("student", 1e-3, named)], store=lambda _n, p: Direct(p))
     optimizer.num_updates = 1
     for cell in optimizer.cells["student"]:
+        cell.num_updates.fill_(1)
         cell.second.values.fill_(0.05 * 1e-2)  # after bias correction every coordinate is divided by 0.1
     weights = {name: parameter.detach().clone() for name, parameter in named}
     direction = quiz_direction(student, optimizer, precision, quiz, rate=1e-3)

@@ -20,8 +20,9 @@ from stillroom.engine.distill import distill
 from stillroom.errors import ConfigError
 from stillroom.models import anatomy
 from stillroom.models.attention import attend_causally
+from stillroom.models.layer_choice import evenly_spaced, settled_layers
 from stillroom.models.probe import layers
-from stillroom.models.shrink import cut, kept_layers
+from stillroom.models.shrink import cut
 from stillroom.models.shrink_width import measure
 from stillroom.telemetry import read_events
 from stillroom.types import Batch
@@ -91,7 +92,7 @@ def logits(model: Any) -> Tensor:
 @given(st.integers(1, 90), st.data())
 def test_kept_layers_are_distinct_and_span_the_teacher(num_layers: int, data: st.DataObject) -> None:
     wanted = data.draw(st.integers(1, num_layers))
-    kept = kept_layers(wanted, num_layers)
+    kept = evenly_spaced(wanted, num_layers)
     assert len(set(kept)) == wanted and list(kept) == sorted(kept) and kept[0] == 0
     if wanted > 1:
         steps = [b - a for a, b in pairwise(kept)]
@@ -134,7 +135,7 @@ def test_the_teacher_is_not_changed_and_the_student_is_trainable() -> None:
 @pytest.mark.parametrize("wanted", [5, (0, 4), (2, 1), (1, 1), (-1, 2), ()])
 def test_layers_that_cannot_be_kept_are_refused(wanted: int | tuple[int, ...]) -> None:
     with pytest.raises(ConfigError) as caught:
-        kept_layers(wanted, 4)
+        settled_layers(wanted, 4)
     assert caught.value.where == "student.shrink.layers" and caught.value.advice
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stillroom.errors import ConfigError
+from stillroom.errors import ConfigError, DataError
 from stillroom.objectives import divergence as family
 from stillroom.objectives import fused_head_loss
 from stillroom.objectives.base import Divergence, Logits, RowKernel, RowPlan, Rows, TeacherRows
@@ -190,8 +190,17 @@ def test_rows_do_not_see_each_other(num_rows: int) -> None:
 @pytest.mark.parametrize("kernel", ["plain", "auto"])
 def test_a_target_outside_the_vocabulary_is_refused(kernel: str) -> None:
     hidden, weight = draw(0, 3, 4), draw(1, 11, 4)
-    with pytest.raises((IndexError, RuntimeError), match="out"):
-        fused_head_loss(hidden, weight, None, torch.tensor([1, 11, 2]), kd_weight=0.0, kernel=kernel)  # type: ignore[arg-type]
+    for validate, error in ((True, ConfigError), (False, DataError)):
+        with pytest.raises(error, match="outside the vocabulary of 11 tokens"):
+            fused_head_loss(
+                hidden,
+                weight,
+                None,
+                torch.tensor([1, 11, 2]),
+                kd_weight=0.0,
+                kernel=kernel,  # type: ignore[arg-type]
+                validate=validate,
+            )
 
 
 @pytest.mark.parametrize("kernel", ["plain", "auto"])

@@ -136,12 +136,13 @@ def run(job: RouterJob) -> books.Line:
             vocab_size=texts.VOCAB,
             device=nets.CPU,
             options=GateOptions(learning_rate=job.router_rate or job.learning_rate),
+            is_described=True,
             seed=job.seed,
         )
     seconds = _train(job, model, teacher)
     found = {
         **lab.judge(model, job.teacher, job.domain),
-        "dev": lab.held_out(Student(model, vocab_size=texts.VOCAB), texts.domain(job.domain).dev),
+        "dev": lab.held_out(Student(model, vocab_size=texts.VOCAB, is_described=True), texts.domain(job.domain).dev),
         "start": start_loss(regime.student, job.seed, regime.warm_steps, job.domain),
         "cpu_seconds": round(seconds, 3),
     }
@@ -159,18 +160,20 @@ def run(job: RouterJob) -> books.Line:
 
 @functools.cache
 def start_loss(kind: str, seed: int, warm_steps: int, domain: str) -> float:
-    student = Student(warm_student(kind, seed, warm_steps), vocab_size=texts.VOCAB)
+    student = Student(warm_student(kind, seed, warm_steps), vocab_size=texts.VOCAB, is_described=True)
     return lab.held_out(student, texts.domain(domain).test)
 
 
 @functools.cache
 def teacher_loss(name: nets.TeacherName, domain: str) -> float:
-    return lab.held_out(Student(nets.teacher_model(name), vocab_size=texts.VOCAB), texts.domain(domain).test)
+    return lab.held_out(
+        Student(nets.teacher_model(name), vocab_size=texts.VOCAB, is_described=True), texts.domain(domain).test
+    )
 
 
 def _train(job: RouterJob, model: Any, teacher: RouterTeacher | None) -> float:
     config = job.config()
-    student = Student(model, vocab_size=texts.VOCAB)
+    student = Student(model, vocab_size=texts.VOCAB, is_described=True)
     precision = resolve("fp32")
     optimizer = nets.optimizer_of(model, precision, config)
     loader = Loader(texts.transfer_set(job.domain, job.transfer_tokens), batch_size=texts.BATCH, seed=job.seed)

@@ -98,11 +98,20 @@ class ShrinkConfig(Section):
     layers: Annotated[int, Field(ge=0)] | tuple[int, ...] = Field(
         0, description="how many of the teacher's layers are kept, or which, counted from 0; 0: all"
     )
+    method: Literal["auto", "loss", "influence", "even"] = Field(
+        "auto",
+        description="how so many layers are chosen. loss: take out one at a time, the one whose absence raises the "
+        "loss least; influence: keep those that change the hidden states most; even: at equal steps, without looking "
+        "at text; auto: loss where it takes at most 1e14 operations on a CPU, 1e16 on a GPU, else influence",
+    )
+    choice_tokens: Annotated[int, Field(ge=16)] = Field(
+        768, description="tokens of training data that layers are chosen by"
+    )
     width: Annotated[int, Field(ge=0)] = Field(0, description="channels kept, by importance; 0: all")
     mlp_width: Annotated[int, Field(ge=0)] = Field(0, description="neurons kept in each layer, by importance; 0: all")
     heads: Annotated[int, Field(ge=0)] = Field(0, description="attention heads kept whole in each layer; 0: all")
     calibration_batches: Annotated[int, Field(ge=1)] = Field(
-        8, description="batches of training data that the importance is measured on"
+        8, description="batches of training data that the importance of widths is measured on"
     )
 
     @property
@@ -131,14 +140,19 @@ class DataConfig(Section):
     train: str = Field("builtin:stdlib", description="file, glob, hf:NAME[:CONFIG], builtin:stdlib or builtin:qa")
     eval: str | None = Field(None, description="held-out data; without it a share of `train` is held out")
     eval_share: Annotated[float, Field(gt=0, lt=1)] = Field(
-        0.05, description="share held out by content hash when `eval` is not given"
+        0.05, description="share held out by content hash when `eval` is not given; of few documents more are"
     )
     train_share: Annotated[float, Field(gt=0, le=1)] = Field(
         1.0, description="share of the training documents that is used, chosen by content hash"
     )
     max_length: Annotated[int, Field(ge=8)] = Field(256, description="tokens in a row")
-    packing: Literal["blocks", "rows"] = Field(
-        "blocks", description="blocks: documents end to end in full rows; rows: one record a row, padded"
+    packing: Literal["auto", "blocks", "rows"] = Field(
+        "auto",
+        description="of training data. blocks: documents end to end in full rows; rows: each record in rows of its "
+        "own, padded; auto: blocks for plain text, rows where records have a prompt. Held-out records are scored alone",
+    )
+    bos: Literal["auto"] | bool = Field(
+        "auto", description="begin each document with the begin-of-text token; auto: where the tokenizer does by itself"
     )
     train_on_prompt: bool = Field(False, description="score the prompt's tokens too")
     max_bad_share: Annotated[float, Field(ge=0, le=1)] = Field(
@@ -180,7 +194,11 @@ class TrainConfig(Section):
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
     epsilon: Annotated[float, Field(gt=0)] = Field(1e-8, description="of AdamW; always used in FP32")
-    max_grad_norm: Annotated[float, Field(gt=0)] = Field(1.0, description="gradients are clipped to this norm")
+    max_grad_norm: Annotated[float, Field(gt=0)] = Field(
+        1.0,
+        description="the student's gradient as a whole is clipped to this norm; projectors and trained gates, which "
+        "have rates of their own, are clipped to the same norm by themselves",
+    )
     eval_steps: Annotated[int, Field(ge=0)] = Field(
         0, description="0: up to ten evaluations over the run, fewer where they would take more than a tenth of it"
     )
@@ -204,9 +222,13 @@ class PrecisionConfig(Section):
     moments: Literal["float32", "bfloat16"] = Field(
         "float32", description="storage of AdamW's moments; bfloat16 is rounded stochastically and needs no bf16 unit"
     )
-    initial_loss_scale: Annotated[float, Field(ge=1)] = 65536.0
+    initial_loss_scale: Annotated[float, Field(ge=1)] = Field(
+        65536.0, description="the largest to begin with: one backward pass before the first step finds what fits"
+    )
     loss_scale_growth_steps: Annotated[int, Field(ge=1)] = Field(2000, description="good steps before it doubles")
-    min_loss_scale: Annotated[float, Field(gt=0)] = Field(1.0, description="below this the run stops, exit code 23")
+    min_loss_scale: Annotated[float, Field(gt=0)] = Field(
+        1.0, description="where batch after batch overflows at this scale, the run stops with exit code 23"
+    )
 
 
 class GuardConfig(Section):
@@ -214,7 +236,9 @@ class GuardConfig(Section):
         "recover", description="halt: stop at the first value that is not finite"
     )
     max_consecutive: Annotated[int, Field(ge=1)] = Field(20, description="refused steps in a row before the run stops")
-    max_retries: Annotated[int, Field(ge=0)] = Field(3, description="smaller loss scales tried on one batch")
+    max_retries: Annotated[int, Field(ge=0)] = Field(
+        3, description="smaller loss scales tried on one batch; at the smallest, batches in a row that may overflow"
+    )
     max_skip_share: Annotated[float, Field(gt=0, le=1)] = Field(
         0.10, description="share of the last 200 attempts that may be refused before the run stops, exit code 21"
     )
@@ -222,12 +246,19 @@ class GuardConfig(Section):
         6.0, description="robust standard deviations above the median at which a loss or norm is examined"
     )
     spike_window: Annotated[int, Field(ge=4)] = Field(50, description="accepted steps the median is taken over")
-    spike_warmup: Annotated[int, Field(ge=1)] = Field(10, description="accepted steps before spikes are looked for")
+    spike_warmup: Annotated[int, Field(ge=1)] = Field(
+        10,
+        description="accepted steps before there are statistics; until then a loss is examined at three times the "
+        "largest so far",
+    )
     max_rollbacks: Annotated[int, Field(ge=0)] = Field(5, description="returns to a good state before the run stops")
     on_exhausted: Literal["halt", "reset"] = Field(
         "halt", description="reset: begin again from the initial weights once when the rollbacks are spent"
     )
-    snapshot_steps: Annotated[int, Field(ge=1)] = Field(50, description="applied steps between snapshots")
+    snapshot_steps: Annotated[int, Field(ge=1)] = Field(
+        50,
+        description="applied steps between snapshots; before the first, the state is examined after 1, 2, 4, 8 ...",
+    )
     snapshot_ring: Annotated[int, Field(ge=1)] = Field(2, description="snapshots kept in memory")
     learning_rate_backoff: Annotated[float, Field(gt=0, le=1)] = Field(
         0.5, description="factor on the learning rate when a stretch diverges twice, recovering over 50 steps"

@@ -5,14 +5,17 @@ the first into windows of micro-batches, one window for each optimizer step; `fi
 in order.
 """
 
+from stillroom.data.bos import Bos, opening_difference, opening_ids
 from stillroom.data.corpus import Corpus, open_data, open_eval
 from stillroom.data.encode import Encoded, Encoder, Tokenizer
 from stillroom.data.loader import Loader, fixed_batches
 from stillroom.data.packing import Rows, pack
+from stillroom.data.prompts import prompt_ids
 from stillroom.data.records import BadRecord, Record, Tally
 
 __all__ = [
     "BadRecord",
+    "Bos",
     "Corpus",
     "Encoded",
     "Encoder",
@@ -24,5 +27,8 @@ __all__ = [
     "fixed_batches",
     "open_data",
     "open_eval",
+    "opening_difference",
+    "opening_ids",
     "pack",
+    "prompt_ids",
 ]

@@ -10,22 +10,28 @@ import difflib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from stillroom.builtin import corpus as stdlib
 from stillroom.config.schema import DataConfig
 from stillroom.data.chat import PlainChat, TemplateChat
-from stillroom.data.encode import Encoder, Tokenizer
+from stillroom.data.encode import Encoded, Encoder, Tokenizer
 from stillroom.data.packing import Rows, pack
 from stillroom.data.records import Record, Segments, Shaper, Tally, Unusable, content_key
 from stillroom.data.sources import HUB_PREFIX, pieces_of, read_files, read_hub
 from stillroom.errors import DataError
+from stillroom.yardsticks import MIN_DOCUMENTS
 
 BUILTIN_PREFIX = "builtin:"
+ENOUGH_HELD_OUT = 20  # documents to measure with: below, an interval over documents is too narrow
+_SHARE_FOR_ENOUGH = 5  # at most one document of so many is held out to reach that
 COUNTERS = (
     "records",
     "bad_records",
     "invalid_utf8",
+    "truncated_records",
     "truncated_tokens",
+    "truncated_targets",
     "rows_without_targets",
     "overlapping_records",
     "train_tokens",
@@ -68,33 +74,97 @@ def open_eval(spec: str, tokenizer: Tokenizer, config: DataConfig) -> Corpus:
     return _packed([], _Reader(config, tokenizer, tally).evaluation(spec), config, tokenizer, tally)
 
 
+def encode_training(config: DataConfig, tokenizer: Tokenizer) -> tuple[Encoded, Rows, Tally]:
+    """All of `config.train` that may be trained on, before any share is held out: documents, rows, and what was met."""
+    tally = Tally()
+    records = _Reader(config, tokenizer, tally).training(config.train)
+    encoded = Encoder(tokenizer, tally, config.bos)(records)
+    rows = pack(encoded, _train_packing(config, encoded, tally), config.max_length, tally)
+    _tell_cut("train", encoded, config.max_length, tally)
+    _tell_counts(tally)
+    return encoded, rows, tally
+
+
 def _packed(
     train: Sequence[Record], evaluation: Sequence[Record], config: DataConfig, tokenizer: Tokenizer, tally: Tally
 ) -> Corpus:
-    encode = Encoder(tokenizer, tally)
+    encode = Encoder(tokenizer, tally, config.bos)
     pad_id = next((known for known in (tokenizer.pad_token_id, tokenizer.eos_token_id) if known is not None), 0)
     sides: dict[str, Rows] = {}
     for side, records in (("train", train), ("eval", evaluation)):
-        rows = pack(encode(records), config.packing, config.max_length, tally, pad_id=pad_id)
+        encoded, met = encode(records), Tally()
+        packing = _train_packing(config, encoded, met) if side == "train" else "rows"
+        rows = pack(encoded, packing, config.max_length, met, pad_id=pad_id)
         if records and not len(rows):
             raise DataError(
-                f"the {side} data has {rows.num_tokens:,} tokens and no row with a target to score",
+                f"the {side} data has {len(encoded.ids):,} tokens and no row with a target to score",
                 advice=[f"raise data.max_length above {config.max_length}: prompts fill the rows", "give more text"],
             )
+        _tell_cut(side, encoded, config.max_length, met)
+        tally.absorb(met)
         tally.counters[f"{side}_tokens"] = rows.num_tokens
         tally.counters[f"{side}_targets"] = rows.num_targets
         tally.counters[f"{side}_documents"] = rows.num_documents
         sides[side] = rows
+    _tell_scoring(sides["eval"], config.max_length, tally)
     _tell_counts(tally)
     counters = {name: tally.counters[name] for name in sorted({*COUNTERS, *tally.counters})}
     return Corpus(sides["train"], sides["eval"], tuple(tally.notes), counters)
 
 
+def _train_packing(config: DataConfig, encoded: Encoded, tally: Tally) -> Literal["blocks", "rows"]:
+    """How training rows are made, decided by what the records are where the configuration leaves it open."""
+    num_prompted, num_documents = sum(encoded.has_prompt), encoded.num_documents
+    if not num_documents:
+        return "rows"
+    if config.packing == "blocks" and num_prompted:
+        tally.note("records share training rows, prompts and answers of several in one: data.packing is blocks")
+    if config.packing != "auto":
+        return config.packing
+    if num_prompted:
+        tally.note(f"each record is trained in rows of its own: {num_prompted:,} of {num_documents:,} have a prompt")
+        return "rows"
+    tally.note(f"documents are joined end to end in training rows of {config.max_length:,} tokens: all are plain text")
+    return "blocks"
+
+
+def _tell_cut(side: str, encoded: Encoded, max_length: int, tally: Tally) -> None:
+    """Say how much of the records with a prompt does not fit into their row."""
+    lost, scored = tally.counters["truncated_tokens"], tally.counters["truncated_targets"]
+    if lost:
+        name, whole = "training data" if side == "train" else "held-out data", len(encoded.ids)
+        tally.note(
+            f"{name}: {tally.counters['truncated_records']:,} of {encoded.num_documents:,} records are longer than "
+            f"data.max_length = {max_length:,}, and {lost:,} of {whole:,} tokens ({lost / whole:.0%}) are cut off, "
+            f"{scored:,} of {int(encoded.is_scored.sum()):,} targets among them"
+        )
+
+
+def _tell_scoring(rows: Rows, max_length: int, tally: Tally) -> None:
+    """Say how held-out documents are scored, and where they are too few for an interval."""
+    if not len(rows):
+        return
+    num_documents = rows.num_documents
+    is_cut = len(rows) > num_documents
+    told = f"; a text longer than {max_length:,} tokens is cut into consecutive rows" if is_cut else ""
+    tally.note(f"each held-out document is scored by itself{told}")
+    if num_documents < MIN_DOCUMENTS:
+        tally.note(
+            f"{num_documents:,} held-out documents are too few to say how sure a result is: give more with data.eval"
+        )
+
+
 def _tell_counts(tally: Tally) -> None:
     sentences = {
         "invalid_utf8": "{:,} texts held bytes that are not UTF-8; they were replaced",
+        "empty_answers": "{:,} answers of chats are empty and not scored",
         "unscored_turns": "{:,} answers are not scored: the chat template does not print them as they stand",
-        "truncated_tokens": "{:,} tokens lie beyond data.max_length and are not used",
+        "turns_not_marked_generated": "{:,} answers are not scored: the chat template does not mark them as generated",
+        "unprinted_thoughts": "{:,} answers lack their thought: the chat template does not print it",
+        "unprinted_turns": "{:,} turns of others than the assistant are not printed by the chat template",
+        "answers_without_end_mark": "{:,} answers are scored without an end mark: none was found after them",
+        "ignored_tools": "{:,} chats come with tools, which are not given to the chat template",
+        "straddling_tokens": "{:,} tokens hold both scored and unscored text and are not scored",
         "rows_without_targets": "{:,} rows are left out: no target in them is scored",
     }
     for name, sentence in sentences.items():
@@ -118,8 +188,12 @@ class _Reader:
         if spec.startswith(BUILTIN_PREFIX):
             return self._builtin(spec)
         records = self._outside(spec, splits_text=True)
-        train, evaluation = hold_out(records, self.config.eval_share, spec)
-        self.tally.note(f"{len(evaluation):,} of {len(records):,} records of {spec} are held out by content hash")
+        share = self.config.eval_share
+        train, evaluation = hold_out(records, share, spec, enough=ENOUGH_HELD_OUT)
+        num_asked = len(hold_out(records, share, spec)[1])
+        is_raised = len(evaluation) > num_asked
+        told = f", not {num_asked:,} as data.eval_share = {share:g} says: so few would not measure" if is_raised else ""
+        self.tally.note(f"{len(evaluation):,} of {len(records):,} records of {spec} are held out by content hash{told}")
         return train, evaluation
 
     def training(self, spec: str) -> list[Record]:
@@ -147,13 +221,15 @@ class _Reader:
         tally.counters["records"] += len(records)
         tally.judge(spec, self.config.max_bad_share)
         if not records:
-            raise DataError(f"{spec} holds no record", advice=["check how it was written or downloaded"])
+            why = f" that can be used: {tally.named_bad}" if tally.bad else ""
+            raise DataError(f"{spec} holds no record{why}", advice=["check how it was written or downloaded"])
         self.tally.absorb(tally)
         return records
 
     def _builtin(self, spec: str) -> tuple[list[Record], list[Record]]:
         records, is_whole = _builtin_records(spec, train_on_prompt=self.config.train_on_prompt)
         self.tally.counters["records"] += len(records)
+        self.tally.shapes["embedded"] += len(records)
         if not is_whole:
             self.tally.note(
                 "this Python carries no text of its standard library: stillroom's own source is used instead, "
@@ -223,11 +299,14 @@ def _embedded(document: stdlib.Document, segments: Segments) -> Record:
 # -- splitting -------------------------------------------------------------------------------------------
 
 
-def hold_out(records: Sequence[Record], share: float, spec: str) -> tuple[list[Record], list[Record]]:
+def hold_out(
+    records: Sequence[Record], share: float, spec: str, *, enough: int = 1
+) -> tuple[list[Record], list[Record]]:
     """(training, held out) by the hash of each record's group or content, neither side empty.
 
-    Equal contents share a hash, so they never stand on both sides. Where chance leaves a side empty, the
-    content nearest to it in hash moves over.
+    Equal contents share a hash, so they never stand on both sides. The lowest hashes are held out: those below `share`,
+    and beyond them as many as make `enough` contents, but for that no more than a fifth of all. So what is held out is
+    a function of the contents, and a smaller share is part of a larger one.
     """
     places = {record.group or record.key: stdlib.hash_share(record.group or record.key) for record in records}
     if len(places) < 2:
@@ -236,8 +315,10 @@ def hold_out(records: Sequence[Record], share: float, spec: str) -> tuple[list[R
             advice=["give held-out data of its own as data.eval", "give more text"],
         )
     in_order = sorted(places, key=lambda key: (places[key], key))
-    num_held_out = sum(place < share for place in places.values())
-    held_out = set(in_order[: min(max(num_held_out, 1), len(in_order) - 1)])
+    num_wanted = max(
+        1, min(enough, len(in_order) // _SHARE_FOR_ENOUGH), sum(place < share for place in places.values())
+    )
+    held_out = set(in_order[: min(num_wanted, len(in_order) - 1)])
     train = [record for record in records if (record.group or record.key) not in held_out]
     return train, [record for record in records if (record.group or record.key) in held_out]
 

@@ -1,25 +1,33 @@
 """From records to tokens, with the bytes of text that each token stands for.
 
-Two laws. The bytes of a document's tokens sum to the length of its text in UTF-8, so bits per byte can be
-compared between tokenizers. And no token holds both scored and unscored text: a segment is tokenized in
-its surroundings, and on its own only where a token would straddle its border.
+Three laws. The bytes of a document's tokens sum to the length of its text in UTF-8, so bits per byte can be
+compared between tokenizers. The tokens spell the text of the file: they decode to what the tokenizer makes of the
+whole text, with nothing put in or lost at the borders of segments. And no token holds both scored and unscored text:
+where one would straddle a border, the text is tokenized anew from the border on, as a model continues a prompt.
+Where a tokenizer cannot do that, the whole text's tokens stay, and the straddling one is not scored and counted.
 
 # T tokens of all documents end to end, D documents
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from stillroom.data.bos import Bos, is_opened, opening_ids, opening_note
 from stillroom.data.records import Record, Tally
+from stillroom.errors import DataError
 
 Ints = npt.NDArray[np.int64]
 
+# Put before the rest of a text so that a tokenizer does not take it for a beginning, which some mark with a space.
+_ANCHORS = ("\n", "|", ".", "0", "a", "e", "x", "\u4e00")
 _BATCH_CHARACTERS = 1 << 20  # bounds the memory of offsets, which are Python tuples
 
 
@@ -36,8 +44,13 @@ class Tokenizer(Protocol):
     def pad_token_id(self) -> Any: ...
     @property
     def chat_template(self) -> Any: ...
+    @property
+    def special_tokens_map(self) -> Any: ...
+    def get_chat_template(self) -> Any: ...
     def __call__(self, text: Any, **options: Any) -> Any: ...
     def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
+    def decode(self, token_ids: Any, **options: Any) -> Any: ...
+    def convert_ids_to_tokens(self, ids: Any) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -50,10 +63,23 @@ class Encoded:
     bounds: Ints  # [D + 1]
     names: tuple[str, ...]  # D
     groups: tuple[str, ...]  # D, what each document was held out with
+    has_prompt: tuple[bool, ...] = ()  # D, whether it is more than one plain text; empty: none is
+
+    def __post_init__(self) -> None:
+        num_tokens, num_documents = len(self.ids), len(self.names)
+        is_whole = len(self.num_bytes) == len(self.is_scored) == num_tokens and len(self.groups) == num_documents
+        is_bounded = len(self.bounds) == num_documents + 1 and self.bounds[0] == 0 and self.bounds[-1] == num_tokens
+        if not (is_whole and is_bounded and len(self.has_prompt) in (0, num_documents)):
+            raise DataError(f"{num_tokens} tokens of {num_documents} documents: the arrays do not belong together")
 
     @property
     def num_documents(self) -> int:
         return len(self.names)
+
+
+def spell(tokenizer: Tokenizer, ids: list[int]) -> str:
+    """The text of tokens, special ones included, as the tokenizer writes it."""
+    return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def token_ends(text: str, offsets: Sequence[tuple[int, int]]) -> Ints:
@@ -84,10 +110,22 @@ def bytes_between(text: str, ends: Ints) -> npt.NDArray[np.int32]:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Tokens of one text and the character at which each ends."""
+    """Tokens of one text, and the characters at which each starts and ends as the tokenizer says.
+
+    A tokenizer that marks the beginning of a text may give the mark the first character too: of `\u2581` and `qu` both
+    start at 0, and the first ends at 1.
+    """
 
     ids: list[int]
     ends: Ints
+    starts: Ints
+
+    def straddled(self, borders: Ints) -> Ints:
+        """The borders at which no token ends, or that lie inside a token."""
+        earliest = np.append(np.minimum.accumulate(self.starts[::-1])[::-1], np.iinfo(np.int64).max)
+        is_inside = earliest[np.searchsorted(self.ends, borders, side="right")] < borders
+        found: Ints = borders[is_inside | ~np.isin(borders, self.ends)]
+        return found
 
 
 @dataclass(frozen=True)
@@ -104,6 +142,12 @@ class Encoder:
 
     tokenizer: Tokenizer
     tally: Tally
+    bos: Bos = "auto"
+
+    @cached_property
+    def opening(self) -> tuple[int, ...]:
+        """The tokens that each document begins with."""
+        return opening_ids(self.tokenizer, self.bos)
 
     def __call__(self, records: Sequence[Record]) -> Encoded:
         self._admit()
@@ -119,10 +163,12 @@ class Encoder:
             bounds=np.cumsum([0, *(len(document.ids) for document in documents)], dtype=np.int64),
             names=tuple(document.record.id for document in documents),
             groups=tuple(document.record.group or document.record.id for document in documents),
+            has_prompt=tuple(_has_prompt(document.record) for document in documents),
         )
 
     def _admit(self) -> None:
-        """Say at once what this tokenizer cannot do."""
+        """Say at once what this tokenizer adds and what it cannot do."""
+        self.tally.note(opening_note(self.tokenizer, self.bos, self.opening))
         if not self.tokenizer.is_fast:
             self.tally.note("the tokenizer gives no offsets: bytes are shared evenly over the tokens of a text")
         if self.tokenizer.eos_token_id is None:
@@ -141,32 +187,84 @@ class Encoder:
         """Tokens whose borders include the segments' borders, and which of them are scored."""
         borders = np.cumsum([len(text) for text, _ in record.segments])
         flags = np.array([is_scored for _, is_scored in record.segments], dtype=np.bool_)
-        if len(flags) > 1 and not (self.tokenizer.is_fast and np.isin(borders[:-1], piece.ends).all()):
+        if not piece.ids:
+            return piece, np.empty(0, np.bool_)
+        if len(flags) > 1 and not self.tokenizer.is_fast:
             return self._segment_wise(record)
-        return piece, flags[np.searchsorted(borders, piece.ends, side="left")]
+        if len(straddled := piece.straddled(borders[:-1])):
+            piece = self._cut_at(record, piece, straddled, borders[:-1])
+        is_scored = flags[np.searchsorted(borders, piece.ends, side="left")]
+        if len(straddled := piece.straddled(borders[:-1])):
+            holds_both = np.unique(np.searchsorted(piece.ends, straddled, side="right"))
+            is_scored[holds_both] = False
+            self.tally.counters["straddling_tokens"] += len(holds_both)
+        return piece, is_scored
+
+    def _cut_at(self, record: Record, whole: _Piece, straddled: Ints, borders: Ints) -> _Piece:
+        """The text tokenized anew from each straddled border on; the tokens as they were where that fails."""
+        for cuts in (straddled, borders):  # new tokens may straddle a border that was none of the first
+            texts = [record.text[start:end] for start, end in itertools.pairwise([0, *cuts, len(record.text)])]
+            pieces = [self._pieces(texts[:1], keeps_special=record.has_template)[0]]
+            pieces += [self._continued(text, keeps_special=record.has_template) for text in texts[1:]]
+            joined = _Piece(
+                [token for piece in pieces for token in piece.ids],
+                np.concatenate([piece.ends + start for piece, start in zip(pieces, [0, *cuts], strict=True)]),
+                np.concatenate([piece.starts + start for piece, start in zip(pieces, [0, *cuts], strict=True)]),
+            )
+            said = (spell(self.tokenizer, whole.ids), record.text)
+            if not len(joined.straddled(borders)) and spell(self.tokenizer, joined.ids) in said:
+                return joined
+        return whole
+
+    def _continued(self, text: str, *, keeps_special: bool) -> _Piece:
+        """The tokens of a text that continues another one, or none where no anchor parts from it."""
+        for anchor in _ANCHORS:
+            piece = self._pieces([anchor + text], keeps_special=keeps_special)[0]
+            first = int(np.searchsorted(piece.ends, len(anchor), side="right"))
+            if first and not len(piece.straddled(np.array([len(anchor)]))):
+                return _Piece(piece.ids[first:], piece.ends[first:] - len(anchor), piece.starts[first:] - len(anchor))
+        return _Piece([], np.empty(0, np.int64), np.empty(0, np.int64))
 
     def _segment_wise(self, record: Record) -> tuple[_Piece, npt.NDArray[np.bool_]]:
+        """For a tokenizer without offsets: the tokens that each segment adds to those of the text before it."""
         texts = [text for text, _ in record.segments]
-        pieces = self._pieces(texts, keeps_special=record.has_template)
-        starts = np.cumsum([0, *(len(text) for text in texts[:-1])])
-        ends = [piece.ends + start for piece, start in zip(pieces, starts, strict=True)]
-        flags = [np.full(len(piece.ids), flag) for piece, (_, flag) in zip(pieces, record.segments, strict=True)]
-        return _Piece([token for piece in pieces for token in piece.ids], np.concatenate(ends)), np.concatenate(flags)
+        longer = ["".join(texts[: number + 1]) for number in range(len(texts))]
+        grown = [piece.ids for piece in self._pieces(longer, keeps_special=record.has_template)]
+        ids, cuts, straddling = grown[-1], [0], []
+        for shorter in grown[:-1]:
+            num_alike = _num_alike(shorter, ids)
+            is_straddled = num_alike < min(len(shorter), len(ids))  # what follows changes the tokens before it
+            straddling += [num_alike] * is_straddled
+            cuts.append(max(cuts[-1], num_alike + is_straddled))
+        cuts.append(len(ids))
+        starts = np.cumsum([0, *(len(text) for text in texts)])
+        spans = list(zip(texts, starts[:-1], np.diff(cuts), strict=True))
+        ends = np.concatenate([start + even_ends(text, int(count)) for text, start, count in spans])
+        is_scored = np.repeat([flag for _, flag in record.segments], np.diff(cuts))
+        is_scored[straddling] = False
+        self.tally.counters["straddling_tokens"] += len(straddling)
+        return _Piece(ids, ends, ends), is_scored
 
     def _finished(self, record: Record, piece: _Piece, is_scored: npt.NDArray[np.bool_]) -> _Document:
-        """The document with its end mark, scored and of no bytes, unless a template wrote one already."""
+        """The document with its opening and its end mark, unless a template wrote them already.
+
+        The opening has no bytes and is not scored, whoever wrote it; the end mark has no bytes and is scored.
+        """
         ends = piece.ends.copy()
         ends[-1] = len(record.text)
-        num_bytes = bytes_between(record.text, ends)
+        num_bytes, is_scored, ids = bytes_between(record.text, ends), is_scored.copy(), list(piece.ids)
+        num_opening = len(self.opening)
+        if is_opened(ids, self.opening):
+            num_bytes[:num_opening], is_scored[:num_opening] = 0, False
+        else:
+            ids = [*self.opening, *ids]
+            num_bytes = np.concatenate([np.zeros(num_opening, np.int32), num_bytes])
+            is_scored = np.concatenate([np.zeros(num_opening, np.bool_), is_scored])
         end_mark = self.tokenizer.eos_token_id
-        if end_mark is None or (record.has_template and end_mark in piece.ids):
-            return _Document(record, piece.ids, num_bytes, is_scored)
-        return _Document(
-            record,
-            [*piece.ids, int(end_mark)],
-            np.append(num_bytes, np.int32(0)),
-            np.append(is_scored, np.True_),
-        )
+        if end_mark is not None and not (record.has_template and end_mark in ids[num_opening:]):
+            ids.append(int(end_mark))
+            num_bytes, is_scored = np.append(num_bytes, np.int32(0)), np.append(is_scored, np.True_)
+        return _Document(record, ids, num_bytes, is_scored)
 
     def _pieces(self, texts: list[str], *, keeps_special: bool = False) -> list[_Piece]:
         answer = self.tokenizer(
@@ -180,9 +278,24 @@ class Encoder:
         )
         rows = [list(ids) for ids in answer["input_ids"]]
         if not self.tokenizer.is_fast:
-            return [_Piece(ids, even_ends(text, len(ids))) for text, ids in zip(texts, rows, strict=True)]
+            shared = [even_ends(text, len(ids)) for text, ids in zip(texts, rows, strict=True)]
+            return [_Piece(ids, ends, ends) for ids, ends in zip(rows, shared, strict=True)]
         offsets = answer["offset_mapping"]
-        return [_Piece(ids, token_ends(text, where)) for text, ids, where in zip(texts, rows, offsets, strict=True)]
+        return [
+            _Piece(ids, token_ends(text, where), np.array([start for start, _ in where], dtype=np.int64))
+            for text, ids, where in zip(texts, rows, offsets, strict=True)
+        ]
+
+
+def _num_alike(left: Sequence[int], right: Sequence[int]) -> int:
+    """How many items two sequences begin with alike."""
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((place for place, (one, other) in pairs if one != other), min(len(left), len(right)))
+
+
+def _has_prompt(record: Record) -> bool:
+    """Whether the record is a chat or a prompt with its answer, which belong together, and not one plain text."""
+    return record.has_template or len(record.segments) > 1
 
 
 def _batches(records: Sequence[Record]) -> Iterator[list[Record]]:

@@ -37,6 +37,11 @@ class Loader:
                 f"batch_size {batch_size}, accumulation {accumulation} and seed {seed} do not make a loader",
                 advice=["batch size and accumulation start at 1, the seed at 0"],
             )
+        if not 0 <= rank < num_ranks:
+            raise ConfigError(
+                f"process {rank} of {num_ranks} does not make a loader",
+                advice=["processes are counted from 0, as RANK and WORLD_SIZE of torchrun are"],
+            )
         if not len(rows):
             raise DataError("there is no row to train on", advice=["give data.train a spec with more text"])
         self._rows = rows
@@ -102,6 +107,11 @@ def fixed_batches(rows: Rows, batch_size: int, max_batches: int = 0) -> Iterator
     `max_batches` 0 means all. A limit takes rows evenly spread over the whole, because the first ones may all
     come from one document.
     """
+    if batch_size < 1 or max_batches < 0:
+        raise ConfigError(
+            f"batch size {batch_size} with at most {max_batches} batches is not possible",
+            advice=["a batch has at least one row; 0 batches means all"],
+        )
     num_rows = min(len(rows), max_batches * batch_size) if max_batches else len(rows)
     chosen = [number * len(rows) // num_rows for number in range(num_rows)]
     for number in range(-(-num_rows // batch_size)):

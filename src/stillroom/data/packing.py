@@ -1,11 +1,15 @@
 """Rows: which tokens stand together in one line of a batch.
 
-A row of n tokens has n - 1 inputs and n - 1 targets: its first token is only ever an input, because
-nothing in the row stands before it to predict it. Blocks therefore overlap by one token, the last target
-of a row being the first input of the next, so that over all rows each token of the stream but the very
-first is a target exactly once. With one record a row, the first token of each record is never a target.
+A row of n tokens has n - 1 inputs and n - 1 targets: its first token is only ever an input, because nothing in the row
+stands before it to predict it. Where a text is cut into several rows they overlap by one token, the last target of a
+row being the first input of the next, so that over all rows each token of the text but the very first is a target
+exactly once.
 
-# B rows of a batch, L positions, T tokens of all documents end to end
+"blocks" joins the documents end to end and cuts the whole: rows are full, and attention crosses from one document into
+the next. "rows" gives each document rows of its own: a plain text longer than a row is cut into consecutive rows, and a
+record with a prompt keeps the one row that begins with it, so what does not fit is left out and counted.
+
+# B rows of a batch, L positions, T tokens of all documents end to end, D documents
 """
 
 from __future__ import annotations
@@ -19,16 +23,19 @@ import torch
 
 from stillroom.data.encode import Encoded, Ints
 from stillroom.data.records import Tally
+from stillroom.errors import ConfigError, DataError
 from stillroom.types import IGNORED, Batch
 
 
 class Rows:
-    """Rows of at most max_length + 1 tokens over flat arrays. Row i is the tokens starts[i] to ends[i].
+    """Rows over flat arrays. Row i is the tokens starts[i] to ends[i].
 
     Frozen in effect: nothing here changes after it is built, and a batch copies what it takes.
     """
 
     def __init__(self, encoded: Encoded, starts: Ints, ends: Ints, *, pad_id: int = 0, names_offsets: bool = False):
+        if len(starts) != len(ends) or (starts < 0).any() or (ends <= starts).any() or (ends > len(encoded.ids)).any():
+            raise DataError(f"{len(starts)} starts and {len(ends)} ends are not rows of {len(encoded.ids)} tokens")
         self._encoded = encoded
         self._starts = starts
         self._ends = ends
@@ -40,18 +47,25 @@ class Rows:
         return len(self._starts)
 
     @property
+    def is_used(self) -> npt.NDArray[np.bool_]:
+        """[T] Which tokens stand in a row."""
+        return _is_covered(len(self._encoded.ids), self._starts, self._ends)
+
+    @property
     def groups(self) -> tuple[str, ...]:
         """For each row, the group of the document that it starts in: what a bootstrap draws as a whole."""
         return tuple(self._encoded.groups[document] for document in self._documents)
 
     @property
     def num_documents(self) -> int:
-        return self._encoded.num_documents
+        """Documents of which at least one token stands in a row."""
+        last = np.searchsorted(self._encoded.bounds, self._ends - 1, side="right") - 1
+        return int(_is_covered(self._encoded.num_documents, self._documents, last + 1).sum())
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the documents, end marks included, before any truncation."""
-        return len(self._encoded.ids)
+        """Tokens that stand in a row, each counted once, openings and end marks included."""
+        return int(_is_covered(len(self._encoded.ids), self._starts, self._ends).sum())
 
     @property
     def num_targets(self) -> int:
@@ -60,16 +74,31 @@ class Rows:
 
     def row(self, index: int) -> npt.NDArray[np.int32]:
         """The ids of one row, its first token (which is no target) included."""
+        self._check([index])
         return self._encoded.ids[self._starts[index] : self._ends[index]]
 
+    def question(self, index: int) -> tuple[list[int], list[int]]:
+        """What stands before the first target to score, and the scored tokens that follow each other from there.
+
+        Of a record with a prompt: its prompt and its first answer; of plain text: its first token and the rest.
+        """
+        ids = self.row(index).tolist()
+        is_scored = self._encoded.is_scored[self._starts[index] : self._ends[index]].copy()
+        is_scored[0] = False
+        first = int(is_scored.argmax())
+        num_answer = int(np.append(~is_scored[first:], np.True_).argmax())
+        return ids[:first], ids[first : first + num_answer]
+
     def sample_id(self, index: int) -> str:
-        """The document a row starts in, and in blocks the token of it: "asyncio.base_events@1024"."""
+        """The document a row starts in, and the token of it where that may not be its first: "asyncio.base@1024"."""
         document = self._documents[index]
         name = self._encoded.names[document]
-        return f"{name}@{self._starts[index] - self._encoded.bounds[document]}" if self._names_offsets else name
+        offset = int(self._starts[index] - self._encoded.bounds[document])
+        return f"{name}@{offset}" if self._names_offsets or offset else name
 
     def batch(self, indices: Sequence[int] | Ints, *, index: int = 0) -> Batch:
         """The named rows as tensors, padded on the right to the longest of them."""
+        self._check(indices)
         width = int(max(self._ends[row] - self._starts[row] for row in indices)) - 1
         shape = (len(indices), width)
         inputs = np.full(shape, self._pad_id, np.int64)
@@ -94,29 +123,56 @@ class Rows:
             documents=tuple(self._encoded.names[self._documents[int(row)]] for row in indices),
         )
 
+    def _check(self, indices: Sequence[int] | Ints) -> None:
+        if not len(indices) or min(indices) < 0 or max(indices) >= len(self):
+            raise IndexError(
+                f"rows {list(indices)[:8]}: there are {len(self)}, counted from 0, and a batch has at least 1"
+            )
+
 
 def pack(
     encoded: Encoded, packing: Literal["blocks", "rows"], max_length: int, tally: Tally, *, pad_id: int = 0
 ) -> Rows:
-    """Rows over the documents; those in which no target is scored are dropped and counted."""
+    """Rows of at most max_length inputs over the documents; those without a target to score are dropped and counted."""
+    if packing not in ("blocks", "rows") or max_length < 1:
+        raise ConfigError(
+            f"packing {packing!r} with rows of {max_length} tokens is not possible",
+            where="data.packing, data.max_length",
+            advice=["packing is 'blocks' or 'rows', and a row has at least one token"],
+        )
     if packing == "blocks":
-        starts, ends = _blocks(len(encoded.ids), max_length)
+        starts, ends = _consecutive(np.array([0, len(encoded.ids)]), np.array([True]), max_length)
     else:
-        starts, ends = _records(encoded.bounds, max_length)
-        tally.counters["truncated_tokens"] += int((encoded.bounds[1:] - ends).sum())
+        has_prompt = np.array(encoded.has_prompt or [False] * encoded.num_documents, dtype=np.bool_)
+        starts, ends = _consecutive(encoded.bounds, ~has_prompt, max_length)
+        _count_truncated(encoded, has_prompt, max_length, tally)
     has_targets = _num_targets(encoded, starts, ends) > 0
     tally.counters["rows_without_targets"] += int((~has_targets).sum())
     return Rows(encoded, starts[has_targets], ends[has_targets], pad_id=pad_id, names_offsets=packing == "blocks")
 
 
-def _blocks(num_tokens: int, max_length: int) -> tuple[Ints, Ints]:
-    """Cuts every max_length tokens. The last row may be short, but has an input and a target."""
-    starts = np.arange(0, max(num_tokens - 1, 0), max_length, dtype=np.int64)
-    return starts, np.minimum(starts + max_length + 1, num_tokens)
+def _consecutive(bounds: Ints, is_continued: npt.NDArray[np.bool_], max_length: int) -> tuple[Ints, Ints]:
+    """Rows from each bound to the next: as many as it takes where it is continued, otherwise the first.
+
+    The last row of a text may be short, but has an input and a target where the text has two tokens.
+    """
+    lengths = np.diff(bounds)
+    num_rows = np.where(is_continued, np.maximum(-(-(lengths - 1) // max_length), 1), 1) * (lengths > 0)
+    texts = np.repeat(np.arange(len(lengths)), num_rows)
+    places = np.arange(len(texts)) - np.repeat(np.cumsum(num_rows) - num_rows, num_rows)
+    starts: Ints = bounds[texts] + places * max_length
+    return starts, np.minimum(starts + max_length + 1, bounds[texts + 1])
 
 
-def _records(bounds: Ints, max_length: int) -> tuple[Ints, Ints]:
-    return bounds[:-1], np.minimum(bounds[:-1] + max_length + 1, bounds[1:])
+def _count_truncated(encoded: Encoded, has_prompt: npt.NDArray[np.bool_], max_length: int, tally: Tally) -> None:
+    """Count what of the records with a prompt lies beyond their row."""
+    beyond = np.minimum(encoded.bounds[:-1] + max_length + 1, encoded.bounds[1:])
+    num_lost = np.where(has_prompt, encoded.bounds[1:] - beyond, 0)
+    scored_before = np.concatenate([[0], np.cumsum(encoded.is_scored, dtype=np.int64)])
+    num_unscored = np.where(has_prompt, scored_before[encoded.bounds[1:]] - scored_before[beyond], 0)
+    tally.counters["truncated_records"] += int((num_lost > 0).sum())
+    tally.counters["truncated_tokens"] += int(num_lost.sum())
+    tally.counters["truncated_targets"] += int(num_unscored.sum())
 
 
 def _num_targets(encoded: Encoded, starts: Ints, ends: Ints) -> Ints:
@@ -124,3 +180,12 @@ def _num_targets(encoded: Encoded, starts: Ints, ends: Ints) -> Ints:
     before = np.concatenate([[0], np.cumsum(encoded.is_scored, dtype=np.int64)])
     counts: Ints = before[ends] - before[np.minimum(starts + 1, ends)]
     return counts
+
+
+def _is_covered(size: int, starts: Ints, ends: Ints) -> npt.NDArray[np.bool_]:
+    """Which of `size` places lie in at least one of the ranges, in whatever order these are."""
+    steps = np.zeros(size + 1, np.int64)
+    np.add.at(steps, starts, 1)
+    np.add.at(steps, ends, -1)
+    covered: npt.NDArray[np.bool_] = np.cumsum(steps[:-1]) > 0
+    return covered

@@ -25,6 +25,7 @@ SHAPES = (
     '{"instruction", "input", "output"}',
     '{"messages": [{"role", "content"}, ...]}',
 )
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # names of a thought that is given apart from the content
 FIELDS = ("messages", "prompt", "completion", "question", "answer", "instruction", "input", "output", "text")
 
 _NUM_BAD_KEPT = 20  # a file of the wrong kind has millions of bad records; the first few tell the story
@@ -70,6 +71,7 @@ class Tally:
     counters: Counter[str] = field(default_factory=Counter)
     notes: list[str] = field(default_factory=list)
     bad: list[BadRecord] = field(default_factory=list)
+    shapes: Counter[str] = field(default_factory=Counter)  # records by the fields they were read from
 
     def note(self, sentence: str) -> None:
         if sentence not in self.notes:
@@ -82,9 +84,15 @@ class Tally:
 
     def absorb(self, other: Tally) -> None:
         self.counters.update(other.counters)
+        self.shapes.update(other.shapes)
         self.bad.extend(other.bad)
         for sentence in other.notes:
             self.note(sentence)
+
+    @property
+    def named_bad(self) -> str:
+        """The first bad records with the reasons."""
+        return "; ".join(f"{bad.where}: {bad.why}" for bad in self.bad[:_NUM_BAD_NAMED])
 
     def judge(self, spec: str, max_bad_share: float) -> None:
         """Stop when more than `max_bad_share` of what was read cannot be used; otherwise say how many."""
@@ -92,7 +100,7 @@ class Tally:
         num_read = num_bad + self.counters["records"]
         if not num_bad:
             return
-        named = "; ".join(f"{bad.where}: {bad.why}" for bad in self.bad[:_NUM_BAD_NAMED])
+        named = self.named_bad
         told = f"{num_bad:,} of {num_read:,} records of {spec} cannot be used"
         if num_bad <= max_bad_share * num_read:
             self.note(f"{told} and are left out: {named}")
@@ -125,7 +133,28 @@ def is_blank(text: str) -> bool:
 
 # -- shapes ----------------------------------------------------------------------------------------------
 
-Turn = tuple[str, str]  # (role, content)
+
+@dataclass(frozen=True)
+class Turn:
+    """What one side of a chat says. A thought comes before the content, where the file gives it apart."""
+
+    role: str
+    content: str
+    thought: str = ""
+
+    @property
+    def is_empty_answer(self) -> bool:
+        return self.role == "assistant" and is_blank(self.content) and is_blank(self.thought)
+
+
+# What an object must have to be read in a shape, the first that fits.
+_NEEDED = {
+    "messages": ("messages",),
+    "prompt, completion": ("prompt", "completion"),
+    "question, answer": ("question", "answer"),
+    "instruction, output": ("instruction", "output"),
+    "text": ("text",),
+}
 ChatWriter = Callable[[tuple[Turn, ...]], tuple[Segments, bool]]  # -> segments, whether a template wrote them
 
 
@@ -140,19 +169,27 @@ class Shaper:
     def __call__(self, where: str, value: object) -> Record:
         if not isinstance(value, Mapping):
             raise Unusable(f"is {_kind(value)}, not an object with fields")
-        if "messages" in value:
-            return self._chat(where, value["messages"])
-        if "prompt" in value and "completion" in value:
-            return self._plain(where, self._text(value, "prompt"), self._full(value, "completion"))
-        if "question" in value and "answer" in value:
-            return self._plain(where, self._full(value, "question") + "\n", self._full(value, "answer"))
-        if "instruction" in value and "output" in value:
-            context = self._text(value, "input") if value.get("input") is not None else ""
-            prompt = self._full(value, "instruction") + (f"\n\n{context}" if context else "") + "\n\n"
-            return self._plain(where, prompt, self._full(value, "output"))
-        if "text" in value:
-            return self._plain(where, "", self._full(value, "text"))
-        raise Unusable(f"has no known fields, only {_listed(value)}")
+        shape = next((shape for shape in _NEEDED if all(name in value for name in _NEEDED[shape])), None)
+        if shape is None:
+            raise Unusable(f"has no known fields, only {_listed(value)}")
+        record = self._shaped(where, value, shape)
+        self.tally.shapes[shape] += 1
+        return record
+
+    def _shaped(self, where: str, value: Mapping[str, Any], shape: str) -> Record:
+        match shape:
+            case "messages":
+                self.tally.counters["ignored_tools"] += bool(value.get("tools"))
+                return self._chat(where, value["messages"])
+            case "prompt, completion":
+                return self._plain(where, self._text(value, "prompt"), self._full(value, "completion"))
+            case "question, answer":
+                return self._plain(where, self._full(value, "question") + "\n", self._full(value, "answer"))
+            case "instruction, output":
+                context = self._text(value, "input") if value.get("input") is not None else ""
+                prompt = self._full(value, "instruction") + (f"\n\n{context}" if context else "") + "\n\n"
+                return self._plain(where, prompt, self._full(value, "output"))
+        return self._plain(where, "", self._full(value, "text"))
 
     def _plain(self, where: str, prompt: str, answer: str) -> Record:
         segments = tuple(
@@ -164,24 +201,34 @@ class Shaper:
         if not isinstance(messages, list | tuple) or not messages:
             raise Unusable(f"messages is {_kind(messages)}, not a list of turns")
         turns = tuple(self._turn(number, message) for number, message in enumerate(messages, 1))
-        if not self.train_on_prompt and not any(role == "assistant" for role, _ in turns):
+        answers = [number for number, turn in enumerate(turns, 1) if turn.role == "assistant"]
+        empty = [number for number in answers if turns[number - 1].is_empty_answer]
+        if not self.train_on_prompt and not answers:
             raise Unusable("messages has no assistant turn to learn from")
+        if not self.train_on_prompt and answers == empty:
+            raise Unusable(f"messages, turn {empty[0]} is empty, and no other answer is there to learn from")
         segments, has_template = self.write_chat(turns)
+        self.tally.counters["empty_answers"] += len(empty)
         if self.train_on_prompt:
             segments = tuple((text, True) for text, _ in segments)
         if not any(text for text, is_scored in segments if is_scored):
             raise Unusable("the chat has nothing to score")
-        return Record(where, segments, content_key(json.dumps(turns)), has_template=has_template)
+        said = [[turn.role, turn.content, *([turn.thought] if turn.thought else [])] for turn in turns]
+        return Record(where, segments, content_key(json.dumps(said)), has_template=has_template)
 
     def _turn(self, number: int, message: object) -> Turn:
+        where = f"messages, turn {number}"
+        if isinstance(message, Mapping) and message.get("tool_calls"):
+            raise Unusable(f"{where} has tool_calls: calls of tools are not read")
         if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
-            raise Unusable(f"messages, turn {number}: needs role and content")
-        role, content = message["role"], message["content"]
+            raise Unusable(f"{where}: needs role and content")
+        role, content = message["role"], _parts_joined(where, message["content"])
         if not isinstance(role, str) or not isinstance(content, str):
-            raise Unusable(f"messages, turn {number}: role is {_kind(role)} and content is {_kind(content)}, not text")
-        if role == "assistant":
-            content = self._filled(f"messages, turn {number}", content)
-        return clean(role, self.tally), clean(content, self.tally)
+            raise Unusable(f"{where}: role is {_kind(role)} and content is {_kind(content)}, not text")
+        thought = next((message[name] for name in THOUGHTS if message.get(name) is not None), "")
+        if not isinstance(thought, str):
+            raise Unusable(f"{where}: its thought is {_kind(thought)}, not text")
+        return Turn(clean(role, self.tally), clean(content, self.tally), clean(thought, self.tally))
 
     def _text(self, value: Mapping[str, Any], name: str) -> str:
         found = value[name]
@@ -198,6 +245,19 @@ class Shaper:
         if is_blank(text):
             raise Unusable(f"{name} is empty")
         return clean(text, self.tally)
+
+
+def _parts_joined(where: str, content: object) -> object:
+    """The text of a content given as parts; one with parts of another kind cannot be used."""
+    if not isinstance(content, list | tuple) or not all(isinstance(part, Mapping) for part in content):
+        return content
+    kinds = [str(part.get("type", "text")) for part in content]
+    if other := next((kind for kind in kinds if kind != "text"), None):
+        raise Unusable(f"{where}: content has a part of type {other}, and only text is read")
+    texts = [part.get("text") for part in content]
+    if any(not isinstance(text, str) for text in texts):
+        raise Unusable(f"{where}: content has a part of type text without its text")
+    return "".join(str(text) for text in texts)
 
 
 def _kind(value: object) -> str:

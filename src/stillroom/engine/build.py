@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,9 @@ from accelerate import Accelerator
 from stillroom.checkpoint import CheckpointSnapshots, CheckpointStore, SnapshotRing, Snapshots
 from stillroom.config import Config
 from stillroom.curriculum import Curriculum
-from stillroom.data import Loader, open_data
+from stillroom.data import Loader, open_data, opening_difference
 from stillroom.engine.agree import Agreement
-from stillroom.engine.cut import cut_student, unused_name
+from stillroom.engine.cut import cut_student, student_name, unused_name
 from stillroom.engine.inject import Injector
 from stillroom.engine.inside import make_inner
 from stillroom.engine.routing import make_router, num_router_parameters, unused_router_settings
@@ -24,14 +25,13 @@ from stillroom.errors import BrokenAtStart, ConfigError
 from stillroom.files import reason_of
 from stillroom.guard import Guard
 from stillroom.models import (
-    Student,
+    LoadedModel,
     agree_on_vocabulary,
-    anatomy,
     has_tokenizer,
-    head_error,
-    load_student,
-    load_teacher,
     load_tokenizer,
+    open_student,
+    open_teacher,
+    tried,
     vocabulary_hash,
 )
 from stillroom.objectives.clamps import Clamps
@@ -42,8 +42,6 @@ from stillroom.schedule import Schedule, steps_of_run, warmup_of_run
 from stillroom.teachers import LiveTeacher
 from stillroom.telemetry import EventLog
 
-# Described and real logits may differ by the order of summation, not by more.
-_HEAD_TOLERANCE = 1e-2
 _SNAPSHOT_SHARE = 0.4
 
 
@@ -52,14 +50,21 @@ class Models:
     """Both models with the tokenizer they share."""
 
     tokenizer: Any
-    teacher: Any  # None when nothing asks for it
-    student: Any
+    loaded_teacher: LoadedModel | None  # None when nothing asks for it
+    loaded_student: LoadedModel
     vocab_size: int
-    is_student_described: bool
-    is_teacher_described: bool
     notes: tuple[str, ...]
     kept_layers: tuple[int, ...] | None = None  # of the teacher, where the student was cut from it
     vocabularies: dict[str, str] = field(default_factory=dict)  # hash of each model's table of tokens
+
+    @property
+    def teacher(self) -> Any:
+        """The teacher's network, or None."""
+        return self.loaded_teacher.network if self.loaded_teacher else None
+
+    @property
+    def student(self) -> Any:
+        return self.loaded_student.network
 
 
 def find_device(wanted: str) -> torch.device:
@@ -89,44 +94,51 @@ def find_device(wanted: str) -> torch.device:
     return device
 
 
-def load_models(config: Config, device: torch.device) -> Models:
-    """Load what the configuration names and check that the two understand each other."""
+def load_models(
+    config: Config,
+    device: torch.device,
+    *,
+    folder: Path | None = None,
+    agree: Agreement | None = None,
+    tell: Callable[[str], None] = lambda _text: None,
+) -> Models:
+    """Load what the configuration names, try it, and check that the two understand each other.
+
+    `folder` is the run's: a student that is cut from its teacher keeps there which layers it was made of.
+    """
     uses_teacher = Curriculum.of(config).uses_teacher
     notes = _unused_settings(config)
     is_cut = config.student.init == "shrink"
-    brings_own = not is_cut and has_tokenizer(config.student.model)
+    brings_own = not is_cut and has_tokenizer(config.student, config.student.model)
     teacher_tokenizer = None
     if uses_teacher or not brings_own:
         teacher_tokenizer = load_tokenizer(config.teacher, config.teacher.model)
     tokenizer = load_tokenizer(config.student, config.student.model) if brings_own else teacher_tokenizer
     if not brings_own:
         notes.append("the student brings no tokenizer: it takes the teacher's")
-    kept = None
+    kept = teacher = None
+    if uses_teacher or is_cut:
+        teacher = open_teacher(config.teacher, teacher_dtype(config, device), teacher_tokenizer)
     if is_cut:
-        teacher = load_teacher(config.teacher, teacher_dtype(config, device))
-        found = cut_student(config, teacher, tokenizer, device)
-        student, kept = found.model, found.kept_layers
+        assert teacher is not None
+        found = cut_student(config, teacher.network, tokenizer, device, folder=folder, agree=agree, tell=tell)
+        kept = found.kept_layers
+        notes += [*unused_name(config.student), *found.notes]
+        student = tried(found.model, tokenizer, name=student_name(config), role="student")
         teacher = teacher if uses_teacher else None
-        notes += [*unused_name(config.student), found.told]
     else:
-        student, why = load_student(config.student, seed=config.train.seed)
-        notes.append(why)
-        teacher = load_teacher(config.teacher, teacher_dtype(config, device)) if uses_teacher else None
-    rows = anatomy(student).vocab_rows
-    size = rows
+        student = open_student(config.student, tokenizer, seed=config.train.seed)
+    size = student.anatomy.vocab_rows
     if teacher is not None:
-        size = agree_on_vocabulary(teacher_tokenizer, tokenizer, anatomy(teacher).vocab_rows, rows)
-    described = {"student": _is_described(student, notes, "student")}
-    described["teacher"] = teacher is None or _is_described(teacher, notes, "teacher")
+        size = agree_on_vocabulary(teacher_tokenizer, tokenizer, teacher.anatomy.vocab_rows, size)
+        notes += opening_difference(teacher_tokenizer, tokenizer, config.data.bos)
     spoken = {"student": tokenizer, **({"teacher": teacher_tokenizer} if teacher is not None else {})}
     return Models(
         tokenizer,
         teacher,
         student,
         size,
-        described["student"],
-        described["teacher"],
-        tuple(notes),
+        (*notes, *student.notes, *(teacher.notes if teacher else ())),
         kept,
         {role: vocabulary_hash(table) for role, table in spoken.items()},
     )
@@ -148,19 +160,6 @@ def teacher_dtype(config: Config, device: torch.device) -> torch.dtype:
         dtype: torch.dtype = getattr(torch, config.teacher.dtype)
         return dtype
     return torch.float32 if device.type == "cpu" else torch.float16
-
-
-def _is_described(model: Any, notes: list[str], role: str) -> bool:
-    """Whether our description of the head gives the model's own logits, tried on a few tokens."""
-    ids = torch.arange(8).remainder(anatomy(model).vocab_rows).unsqueeze(0)
-    error = head_error(model, ids)
-    if error <= _HEAD_TOLERANCE:
-        return True
-    notes.append(
-        f"the {role}'s head is not one we can describe (logits differ by {error:.2g} of their spread): "
-        "its own logits are used, which keeps a [tokens, vocabulary] tensor"
-    )
-    return False
 
 
 def build_run(
@@ -185,7 +184,7 @@ def build_run(
         rank=agree.rank,
         num_ranks=agree.size,
     )
-    num_parameters = anatomy(models.student).num_parameters + num_router_parameters(config, models.teacher)
+    num_parameters = models.loaded_student.anatomy.num_parameters + num_router_parameters(config, models.teacher)
     precision = resolve(config.precision.mode, device, config=config.precision, num_parameters=num_parameters)
     models.student.to(device)
     inner = make_inner(config, models.student, models.teacher, device, kept=models.kept_layers)
@@ -193,7 +192,7 @@ def build_run(
     if agree.size > 1:
         optimizer.accumulate_in_fp32()
     injector = Injector(inject, tell=lambda text: log.write("note", text=text))
-    router = make_router(config, models.teacher, models.vocab_size, precision, models.is_teacher_described, log, agree)
+    router = make_router(config, models.loaded_teacher, models.vocab_size, precision, log, agree)
     teacher = router or make_teacher(config, models, device)
     clamps = Clamps(config.guard.logit_clamp, config.guard.loss_clamp)
     for text in clamps.check(models.vocab_size):
@@ -205,9 +204,10 @@ def build_run(
         folder=folder,
         device=device,
         tokenizer=models.tokenizer,
-        student=Student(models.student, vocab_size=models.vocab_size, is_described=models.is_student_described),
+        student=models.loaded_student.as_student(models.vocab_size),
         teacher=teacher,
         teacher_model=models.teacher,
+        loaded_teacher=models.loaded_teacher,
         corpus=corpus,
         loader=loader,
         mix=mix,
@@ -227,14 +227,14 @@ def build_run(
 
 
 def make_teacher(config: Config, models: Models, device: torch.device) -> LiveTeacher | None:
-    if models.teacher is None:
+    if models.loaded_teacher is None:
         return None
     return LiveTeacher(
-        models.teacher,
+        models.loaded_teacher.network,
         vocab_size=models.vocab_size,
         device=device,
         offload=config.teacher.placement == "offload",
-        is_described=models.is_teacher_described,
+        is_described=models.loaded_teacher.is_described,
     )
 
 

@@ -2,7 +2,8 @@
 
 Four named checks, judged from the run's own events, so that a run resumed five times is judged as one:
 
-1. The held-out perplexity is below the configured bound, or below that of the student before training.
+1. The held-out perplexity is below the configured bound, or below that of the student before training, and in either
+   case below that of a guess among all tokens, which is their number.
 2. The objective held out is less than twice the objective in training, both at the same weights of the terms.
 3. No attempted step of the last epoch had a loss or gradient that is not finite.
 4. Every term that has a weight has a share in the objective, in every phase, and a term without weight has none.
@@ -31,6 +32,7 @@ def success_checks(
     max_perplexity: float,
     min_share: float,
     epoch_steps: int,
+    vocab_size: int = 0,
 ) -> list[Check]:
     """The four checks, each with what was measured, the bound, and a sentence."""
     events = list(events)
@@ -41,7 +43,7 @@ def success_checks(
     evals = [event for event in events if event.get("event") == "eval" and isinstance(event.get("step"), int)]
     guards = [event for event in events if event.get("event") == "guard"]
     return [
-        check_perplexity(perplexity, perplexity_before, max_perplexity),
+        check_perplexity(perplexity, perplexity_before, max_perplexity, vocab_size),
         check_gap(kept, evals),
         check_finite([*steps, *guards], kept[-1]["step"] if kept else 0, epoch_steps),
         check_balance(kept, min_share),
@@ -52,13 +54,18 @@ def _check(name: str, passed: bool, value: float | None, bound: float | None, te
     return {"name": name, "passed": passed, "value": value, "bound": bound, "text": text}
 
 
-def check_perplexity(perplexity: float, before: float | None, max_perplexity: float) -> Check:
+def check_perplexity(perplexity: float, before: float | None, max_perplexity: float, vocab_size: int = 0) -> Check:
+    """Whether the student predicts the text. One that does worse than chance fails, whatever it was before."""
+    name = "held-out perplexity"
     bound = max_perplexity or before
     whose = "the bound set as eval.max_perplexity" if max_perplexity else "the student before training"
     if bound is None:
-        return _check("held-out perplexity", False, perplexity, None, "there is nothing to compare it with")
+        return _check(name, False, perplexity, None, "there is nothing to compare it with")
     text = f"{format_result(perplexity)} against {format_result(bound)}, {whose}"
-    return _check("held-out perplexity", perplexity < bound, perplexity, bound, text)
+    is_guess = bool(vocab_size) and not perplexity < vocab_size
+    if is_guess:
+        text += f"; a guess among all {format_count(vocab_size)} tokens has {format_count(vocab_size)}"
+    return _check(name, perplexity < bound and not is_guess, perplexity, bound, text)
 
 
 def check_gap(kept: Sequence[Event], evals: Sequence[Event]) -> Check:
@@ -115,7 +122,9 @@ def check_balance(kept: Sequence[Event], min_share: float) -> Check:
             if len(shares) > 1:
                 least = min(least, share)
                 if not min_share <= share <= 1.0 - min_share:
-                    flagged.append(f"{clean(term)} has {format_percent(share)} in phase {clean(phase)}")
+                    asked = _asked(steps, term)
+                    told = f", and {format_percent(asked)} of the weights, as configured" if asked < min_share else ""
+                    flagged.append(f"{clean(term)} has {format_percent(share)} in phase {clean(phase)}{told}")
         flagged += [f"{term} has no weight in phase {clean(phase)} and enters all the same" for term in _unasked(steps)]
     if not seen:
         return _check(name, False, None, min_share, "no step was recorded")
@@ -140,6 +149,16 @@ def _shares(steps: Sequence[Event]) -> dict[str, float]:
             if record.get("weight"):
                 found.setdefault(term, []).append(as_number(record.get("share")) or 0.0)
     return {term: sum(shares) / len(shares) for term, shares in found.items()}
+
+
+def _asked(steps: Sequence[Event], term: str) -> float:
+    """The mean share of a term in the sum of all weights: what the configuration asks for."""
+    shares = []
+    for event in steps:
+        weights = {name: as_number(record.get("weight")) or 0.0 for name, record in _terms(event).items()}
+        if weights.get(term):
+            shares.append(weights[term] / sum(weights.values()))
+    return sum(shares) / len(shares) if shares else 0.0
 
 
 def _unasked(steps: Sequence[Event]) -> list[str]:

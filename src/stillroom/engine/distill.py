@@ -16,25 +16,25 @@ from stillroom.engine import folder as run_folder
 from stillroom.engine.agree import Agreement, join
 from stillroom.engine.build import Models, build_run, find_device, load_models
 from stillroom.engine.checks import success_checks
-from stillroom.engine.cut import student_name
+from stillroom.engine.cut import student_name, told_of_start
 from stillroom.engine.first import first_forward
 from stillroom.engine.folder import Claim
-from stillroom.engine.loop import run_evaluation, training
+from stillroom.engine.loop import judge_student, run_evaluation, training
+from stillroom.engine.outcome import DONE, FINISHED, doubts, how_it_ended
 from stillroom.engine.resume import newest_state, open_log, put_back, recorded_end
 from stillroom.engine.routing import begin_router, finish_router
 from stillroom.engine.run import Run
+from stillroom.engine.samples import make_samples
 from stillroom.engine.saving import load_best, save_checkpoint, save_student
+from stillroom.engine.scale import find_loss_scale
 from stillroom.engine.state import RunState, capture, recall
 from stillroom.engine.stop import Stop
-from stillroom.errors import BrokenAtStart, CannotSave, Interrupted
+from stillroom.errors import BrokenAtStart, CannotSave, Interrupted, NoBetterStudent
 from stillroom.evaluate import Evaluation, evaluate
 from stillroom.files import reason_of, write_atomically
-from stillroom.models import Student, anatomy
-from stillroom.models.generate import generate
+from stillroom.models import anatomy
 from stillroom.telemetry import SilentLog
 from stillroom.telemetry.events import scan_events, strict
-
-_PROMPT_TOKENS = 32
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,9 @@ def distill(
             if agree.first(float(claim.is_resumed)) and not agree.is_first:
                 claim.is_resumed, claim.config = run_folder.look(claim.folder, config)
             finished, doubt = run_folder.read_summary(claim.folder) if claim.is_resumed else ({}, "")
-            if finished.get("status") == "done":
-                return Result(claim.folder, finished)
-            return _run(claim, agree, where, stop, inject, listeners, (*notes, doubt) if doubt else notes)
+            if finished.get("status") in FINISHED:
+                return answered(Result(claim.folder, finished))
+            return answered(_run(claim, agree, where, stop, inject, listeners, (*notes, doubt) if doubt else notes))
 
 
 def _run(
@@ -82,7 +82,7 @@ def _run(
     folder, config = claim.folder, claim.config
     saved, mark = newest_state(folder, config, agree) if claim.is_resumed else (None, None)
     with stop.while_loading():
-        models = load_models(config, where)
+        models = load_models(config, where, folder=folder, agree=agree, tell=_teller(listeners))
     if agree.is_first and not claim.is_resumed:
         claim.describe()
     log = open_log(folder, saved, mark) if agree.is_first else SilentLog()
@@ -114,6 +114,16 @@ def resume(
     return distill(config, folder, device=device, listeners=listeners)
 
 
+def _teller(listeners: tuple[Callable[[dict[str, Any]], None], ...]) -> Callable[[str], None]:
+    """For what takes long before there is a log."""
+
+    def tell(text: str) -> None:
+        for listener in listeners:
+            listener({"event": "note", "text": text})
+
+    return tell
+
+
 def _carry(run: Run, state: RunState, saved: Saved | None, mark: Mark | None, stop: Stop) -> Result:
     """Train from where the state stands to the end, then write what is left to write."""
     run.between_batches = stop.check_loading
@@ -124,6 +134,7 @@ def _carry(run: Run, state: RunState, saved: Saved | None, mark: Mark | None, st
         run.initial = capture(run, state).copied()
     if saved is None:
         first_forward(run, state)
+        find_loss_scale(run, state)
     stop.check_loading()
     if mark is not None:
         recall(run, state, mark)
@@ -155,11 +166,20 @@ def _before(run: Run, state: RunState) -> dict[str, Any]:
             advice=["check the model folder", "or start from random weights: --set student.init=random"],
         )
     found["student_before"] = _row(student, run.student.model)
+    judge_student(run, state, student)  # what training must beat: nothing worse is ever handed out
+    notes = doubts(run, student.perplexity)
+    if run.config.student.init == "shrink":
+        teacher_perplexity = found["teacher"]["perplexity"] if "teacher" in found else None
+        wanted = run.config.student.shrink
+        notes = [*notes, told_of_start(wanted, student.perplexity, run.student.vocab_size, teacher_perplexity)]
+    for text in notes:
+        run.log.write("note", text=text)
     return found
 
 
 def _evaluate_teacher(run: Run) -> Evaluation:
-    model = Student(run.teacher_model, vocab_size=run.student.vocab_size)
+    assert run.loaded_teacher is not None
+    model = run.loaded_teacher.as_student(run.student.vocab_size)
     run.teacher_model.to(run.device)
     result = evaluate(model, run.eval_batches(), precision=run.precision.plain(), teacher=run.teacher)
     if run.config.teacher.placement == "offload":
@@ -220,20 +240,22 @@ def _finish(run: Run, state: RunState, stop: Stop) -> Result:
     is_last_best = state.best_step == state.applied and state.evaluations_since_best == 0
     if not is_last_best:
         load_best(run)
-        run.log.write("note", text=f"the best student is that of step {state.best_step}, and it is the one kept")
+        whose = f"that of step {state.best_step}" if state.best_step else "the one before training"
+        run.log.write("note", text=f"the best student is {whose}, and it is the one kept")
     # A teacher whose gates were trained is no yardstick: the result is compared with the one that was given.
     reference = run.router.original if run.router is not None else run.teacher
     final = run.evaluated if is_last_best and reference is run.teacher else None
     if final is None:
         final = evaluate(run.student, run.eval_batches(), precision=run.precision, teacher=reference, between=ask)
     ask()
+    end = how_it_ended(state, final.perplexity, run.before["student_before"]["perplexity"])
     if not run.agree.is_first:
-        return Result(run.folder)
+        return Result(run.folder, dict(end))
     save_student(run)
     for sample in make_samples(run):
         run.log.write("sample", **sample)
     summary = {
-        "status": "done",
+        **end,
         "steps": state.applied,
         "tokens": state.tokens,
         "seconds": round(state.seconds, 3),
@@ -252,8 +274,24 @@ def _finish(run: Run, state: RunState, stop: Stop) -> Result:
     }
     summary["checks"] = _checks(run, summary)
     write_summary(run.folder, summary)
-    run.log.write("run_end", status="done", steps=state.applied, seconds=state.seconds, exit_code=0)
+    for text in summary["advice"]:
+        run.log.write("note", text=text)
+    code = 0 if end["status"] == DONE else NoBetterStudent.exit_code
+    reason = {"reason": end["reason"]} if end["reason"] else {}
+    run.log.write("run_end", status=end["status"], steps=state.applied, seconds=state.seconds, exit_code=code, **reason)
     return Result(run.folder, summary)
+
+
+def answered(result: Result) -> Result:
+    """The result, or the error of a run that went through all its steps and left no better student."""
+    if result.summary.get("status", DONE) == DONE:
+        return result
+    raise NoBetterStudent(
+        str(result.summary["reason"]),
+        folder=result.folder,
+        summary=result.summary,
+        advice=[str(text) for text in result.summary["advice"]],
+    )
 
 
 def _checks(run: Run, summary: dict[str, Any]) -> list[dict[str, Any]]:
@@ -266,6 +304,7 @@ def _checks(run: Run, summary: dict[str, Any]) -> list[dict[str, Any]]:
         max_perplexity=run.config.eval.max_perplexity,
         min_share=run.config.eval.min_share,
         epoch_steps=run.loader.num_windows,
+        vocab_size=run.student.vocab_size,
     )
 
 
@@ -282,26 +321,3 @@ def write_summary(folder: Path, summary: dict[str, Any]) -> None:
                 f"then continue, nothing is trained again: stillroom resume {folder}",
             ],
         ) from error
-
-
-def make_samples(run: Run) -> list[dict[str, str]]:
-    """The same beginnings continued by teacher and student, greedily."""
-    samples = []
-    rows = run.corpus.evaluation
-    wanted = min(run.config.eval.samples, len(rows))
-    for number in range(wanted):
-        ids = rows.row(number * len(rows) // wanted).tolist()
-        prompt, rest = ids[:_PROMPT_TOKENS], ids[_PROMPT_TOKENS : _PROMPT_TOKENS + run.config.eval.sample_tokens]
-        options = {"max_new_tokens": run.config.eval.sample_tokens}
-        with run.precision.half_products():
-            student = generate(run.student.model, run.tokenizer, prompt, **options)
-        sample = {
-            "prompt": run.tokenizer.decode(prompt),
-            "student": student,
-            "reference": run.tokenizer.decode(rest),
-        }
-        if run.teacher_model is not None:
-            run.teacher_model.to(run.device)
-            sample["teacher"] = generate(run.teacher_model, run.tokenizer, prompt, **options)
-        samples.append(sample)
-    return samples

@@ -55,7 +55,9 @@ class Injector:
 
     def before_step(self, run: Run, step: int) -> None:
         self.step = step
-        self._first_step = step if self._first_step is None else self._first_step
+        if self._first_step is None:
+            self._first_step = step
+            self._tell_what_is_out_of_range(run.schedule.num_steps)
         if not self.faults:
             return
         if self._strikes("kill"):
@@ -74,8 +76,13 @@ class Injector:
             if self._strikes("router_nan"):
                 self._spoil_gate(run)
             if self._strikes("nan_moment"):
-                tensors = run.optimizer.tensors()
-                next(t for name, t in tensors.items() if name.endswith(".first")).view(-1)[0] = float("nan")
+                next(run.optimizer.moments()).view(-1)[0] = float("nan")
+
+    def _tell_what_is_out_of_range(self, num_steps: int) -> None:
+        for fault in self.faults:
+            if fault.left > 0 and not (self._first_step or 0) <= fault.step <= num_steps:
+                steps = f"steps {self._first_step} to {num_steps}"
+                self.tell(f"{fault.name}@{fault.step} will not strike: this start of the run takes {steps}")
 
     def _spoil_gate(self, run: Run) -> None:
         if run.router is None:
@@ -100,7 +107,7 @@ class Injector:
         return batches
 
     def hidden(self, hidden: torch.Tensor) -> torch.Tensor:
-        if self.faults and self._strikes("inf_logit"):
+        if self.faults and hidden.numel() and self._strikes("inf_logit"):
             hidden = hidden.clone()
             hidden[0, 0] = float("inf")
         return hidden
@@ -121,8 +128,11 @@ class Injector:
             return
         for name, value in (("inf_grad", float("inf")), ("nan_grad", float("nan"))):
             if self._strikes(name):
-                _name, gradient = next(run.optimizer.named_gradients())
-                gradient.view(-1)[0] = value
+                _name, gradient = next(run.optimizer.named_gradients(), ("", None))
+                if gradient is None:
+                    self.tell(f"{name} did nothing: no token was scored, so there is no gradient")
+                else:
+                    gradient.view(-1)[0] = value
 
     def rate_factor(self, factor: float) -> float:
         return factor * 1000.0 if self.faults and self._strikes("lr_spike") else factor

@@ -18,7 +18,7 @@ import torch
 from stillroom.checkpoint import CheckpointSnapshots
 from stillroom.engine.gradients import is_due, term_gradients
 from stillroom.engine.pace import plan_evaluations
-from stillroom.engine.recover import is_sound, roll_back_unsound, take_snapshot
+from stillroom.engine.recover import is_sound, keep_snapshot, look, take_snapshot
 from stillroom.engine.routing import look_after_router
 from stillroom.engine.run import Run
 from stillroom.engine.saving import leave_student, save_checkpoint, settle_rollback
@@ -38,7 +38,10 @@ def training(run: Run, state: RunState, stop: Stop) -> Iterator[StepOutcome]:
     run.student.train()
     start, already = time.monotonic(), state.seconds
     plan(run)
-    if not (is_sound(run) and take_snapshot(run, state)):
+    run.reach.begin(run)
+    if state.applied > 0:
+        keep_snapshot(run, state)
+    elif not (is_sound(run) and take_snapshot(run, state)):
         run.log.write("note", text="the student is not finite before the first step")
     if state.applied == 0:
         save_checkpoint(run, state)
@@ -127,13 +130,17 @@ def after_applied_step(run: Run, state: RunState, outcome: StepOutcome) -> None:
     is_save = is_last or state.applied % run.pace.save_steps == 0
     # A NaN in the row of a token that no batch contained shows in no loss: before anything is kept, look.
     is_snapshot = state.applied % run.config.guard.snapshot_steps == 0
-    if (is_eval or is_save or is_snapshot) and not is_sound(run):
-        roll_back_unsound(run, state, outcome.evidence)
+    # Before the first snapshot the statistics are few: look after 1, 2, 4, 8 ... steps.
+    is_early = state.applied < run.config.guard.snapshot_steps and state.applied.bit_count() == 1
+    if not (is_eval or is_save or is_snapshot or is_early):
+        return
+    seen = look(run, state, outcome.evidence)
+    if seen is None:
         return
     if run.router is not None and (is_eval or is_save or is_snapshot):
         look_after_router(run, state, is_eval=is_eval)
     if is_snapshot:
-        take_snapshot(run, state)
+        take_snapshot(run, state, seen)
     evaluate_and_save(run, state, outcome.lesson, is_eval=is_eval, is_save=is_save)
 
 
@@ -192,7 +199,12 @@ def is_better(result: Evaluation, state: RunState) -> bool:
 
 
 def judge_student(run: Run, state: RunState, result: Evaluation) -> None:
-    """Keep the student if it is the best so far; end the run if it has not been for long enough."""
+    """Keep the student if it is the best so far; end the run if it has not been for long enough.
+
+    The student before training is judged first: whatever comes later must beat it.
+    """
+    is_scored = math.isfinite(result.perplexity) and not result.unscored_tokens
+    state.last_perplexity = result.perplexity if is_scored else None
     if is_better(result, state):
         state.best_perplexity, state.best_step = result.perplexity, state.applied
         state.evaluations_since_best = 0

@@ -8,14 +8,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from stillroom.checkpoint import Saved
+from stillroom.checkpoint import Saved, SnapshotRing
 from stillroom.engine.locate import locate
 from stillroom.engine.quarantine import keep_window
+from stillroom.engine.reach import weight_peaks
 from stillroom.engine.run import Run
 from stillroom.engine.state import RunState, capture, restore
 from stillroom.errors import BrokenAtStart, Diverged, LossScaleAtFloor, StillroomError, TooManySkips
 from stillroom.evaluate import evaluate
-from stillroom.guard import is_within_band
+from stillroom.guard import is_astray, is_within_band
 from stillroom.types import Batch, Evidence, Examination, Verdict
 
 _PATIENCE = 2
@@ -29,7 +30,8 @@ def examine(run: Run) -> Examination:
     weights = run.agree.every(_weights_are_finite(run))
     moments = run.agree.every(all(_is_finite(t) for t in run.optimizer.tensors().values()))
     loss = canary_loss(run) if weights else float("nan")
-    return Examination(weights, moments, loss, run.canary_reference)
+    is_reached = run.agree.every(run.reach.holds(run))
+    return Examination(weights, moments, loss, run.canary_reference, run.canary_best, is_reached)
 
 
 @torch.no_grad()
@@ -39,20 +41,33 @@ def is_sound(run: Run) -> bool:
 
 
 def _weights_are_finite(run: Run) -> bool:
-    return all(_is_finite(p) for p in (*run.student.model.parameters(), *run.mix.inner.projectors.parameters()))
+    return _is_finite(weight_peaks(run))
 
 
 def _is_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(tensor).all())
 
 
-def roll_back_unsound(run: Run, state: RunState, evidence: Evidence) -> None:
-    """Return to the last good state from one whose steps looked well but whose weights are not finite."""
-    exam = examine(run)
-    if exam.weights_finite and exam.moments_finite:
-        return  # a master mended its copy
-    verdict = run.guard.diagnose(evidence, f"checked before saving step {state.applied}", exam)
+def look(run: Run, state: RunState, evidence: Evidence) -> Examination | None:
+    """What the state after a step looks like, or None when it could not stay and was rolled back.
+
+    It stays when it is finite, nowhere larger than updates can have made it, and the canary is not far worse than at
+    its best. Asked before anything is kept, and at the first steps, when no statistics could show a loss that leaps.
+    """
+    exam = _at_a_glance(run) if is_sound(run) else examine(run)
+    if exam.weights_finite and exam.moments_finite and exam.weights_reached and not is_astray(exam):
+        run.reach.begin(run)
+        return exam
+    verdict = run.guard.diagnose(evidence, f"checked after step {state.applied}", exam)
+    state.undone += 1
     carry_out(run, state, [], evidence, verdict)
+    return None
+
+
+def _at_a_glance(run: Run) -> Examination:
+    """Of a state that is known to be finite."""
+    is_reached = run.agree.every(run.reach.holds(run))
+    return Examination(True, True, canary_loss(run), run.canary_reference, run.canary_best, is_reached)
 
 
 def canary_loss(run: Run) -> float:
@@ -62,25 +77,31 @@ def canary_loss(run: Run) -> float:
     return run.agree.worst(result.nll if result.unscored_tokens == 0 else float("inf"))
 
 
-def take_snapshot(run: Run, state: RunState) -> bool:
+def take_snapshot(run: Run, state: RunState, exam: Examination | None = None) -> bool:
     """Keep the present state for a rollback, unless the canary speaks against it. Returns whether it was kept.
 
     The caller has seen that weights and moments are finite. A canary that does worse than at the last snapshot may
     be the first sign of a divergence, so such a state is not kept; one that stays worse without any step being
-    refused is the new normal.
+    refused is the new normal, unless it is far worse than the canary ever was.
     """
-    exam = Examination(True, True, canary_loss(run), run.canary_reference)
-    if not math.isfinite(exam.canary_loss):
+    exam = exam or _at_a_glance(run)
+    if not math.isfinite(exam.canary_loss) or is_astray(exam):
         return False
     if not is_within_band(exam) and state.snapshots_refused < _PATIENCE:
         state.snapshots_refused += 1
         return False
     state.snapshots_refused = 0
     run.canary_reference = exam.canary_loss
+    run.canary_best = min(run.canary_best, exam.canary_loss)
+    keep_snapshot(run, state)
+    return True
+
+
+def keep_snapshot(run: Run, state: RunState) -> None:
+    """Put the present state into the ring as it is: of a resumed run, it comes from a sealed checkpoint."""
     saved = capture(run, state)
     without_best = {name: group for name, group in saved.tensors.items() if name != "best"}
     run.ring.keep(Saved(saved.step, without_best, saved.scalars))
-    return True
 
 
 def carry_out(run: Run, state: RunState, window: Sequence[Batch], evidence: Evidence, verdict: Verdict) -> None:
@@ -151,8 +172,6 @@ def roll_back(run: Run, state: RunState, verdict: Verdict) -> None:
         run.ring.drop_newest()
         newest = run.ring.newest() or newest
     restore(run, state, newest, keeps_history=True)
-    canary = newest.scalars["canary"]
-    run.canary_reference = float("inf") if canary is None else float(canary)
     state.rolled_back_to = newest.step
     if verdict.backs_off and is_second:
         state.backoff_at = state.applied
@@ -163,7 +182,15 @@ def roll_back(run: Run, state: RunState, verdict: Verdict) -> None:
 def _reset(run: Run, state: RunState) -> None:
     if run.initial is None:
         raise Diverged("the initial state was not kept, so the run cannot begin again", advice=_advice())
+    failed_at = state.applied
     restore(run, state, run.initial, keeps_history=True)
+    state.rolled_back_to = -1
+    run.canary_reference = run.canary_best = canary_loss(run)  # the initial state was kept before it was looked at
+    if isinstance(run.ring, SnapshotRing):  # what it holds is of the life that ended
+        while len(run.ring):
+            run.ring.drop_newest()
+        keep_snapshot(run, state)
+    run.injector.disarm(failed_at + 1)
     run.log.write("note", text="began again from the initial weights: all training so far is lost")
 
 

@@ -27,7 +27,7 @@ def replay(folder: Path, step: int, *, attempt_number: int | None = None, device
     config = run_folder.read_config(folder)
     facts, window = read_window(folder, step, attempt_number)
     where = find_device(device)
-    models = load_models(config, where)
+    models = load_models(config, where, folder=folder)
     # A log of its own: replaying must not write into the run's record.
     with EventLog(folder / "quarantine" / f"replay-{step:06d}.jsonl") as log:
         run = build_run(config, folder, log, device=where, models=models)

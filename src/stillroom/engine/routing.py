@@ -13,6 +13,7 @@ from stillroom.curriculum import Curriculum
 from stillroom.engine.agree import Agreement
 from stillroom.errors import CannotSave, ConfigError
 from stillroom.files import reason_of, replaced_folder
+from stillroom.models import LoadedModel
 from stillroom.models.routers import find_gates
 from stillroom.precision import Precision
 from stillroom.teachers.gates import GateOptions
@@ -56,15 +57,14 @@ def num_router_parameters(config: Config, model: Any) -> int:
 
 def make_router(
     config: Config,
-    model: Any,
+    teacher: LoadedModel | None,
     vocab_size: int,
     precision: Precision,
-    is_described: bool,
     log: EventLog,
     agree: Agreement,
 ) -> RouterTeacher | None:
     """A teacher with gates to look after, where the configuration asks for one."""
-    if model is None or config.teacher.router.mode == "frozen":
+    if teacher is None or config.teacher.router.mode == "frozen":
         return None
     if agree.size > 1:
         raise ConfigError(
@@ -82,13 +82,13 @@ def make_router(
         epsilon=train.epsilon,
     )
     return RouterTeacher(
-        model,
+        teacher.network,
         config.teacher.router,
         vocab_size=vocab_size,
         device=precision.device,
         options=options,
         offload=config.teacher.placement == "offload",
-        is_described=is_described,
+        is_described=teacher.is_described,
         seed=train.seed,
         tell=lambda text: log.write("note", text=text),
     )

@@ -18,11 +18,12 @@ from stillroom.engine.agree import Agreement
 from stillroom.engine.inject import Injector
 from stillroom.engine.lock import FolderLock
 from stillroom.engine.pace import Pace
+from stillroom.engine.reach import Reach
 from stillroom.engine.state import RunState
 from stillroom.errors import CannotSave
 from stillroom.evaluate import Evaluation, go_on
 from stillroom.guard import Guard
-from stillroom.models import Student
+from stillroom.models import LoadedModel, Student
 from stillroom.objectives.mix import Mix
 from stillroom.precision import AdamW, Precision
 from stillroom.schedule import Schedule
@@ -45,6 +46,7 @@ class Run:
     student: Student
     teacher: TeacherSource | None
     teacher_model: Any
+    loaded_teacher: LoadedModel | None
     corpus: Corpus
     loader: Loader
     mix: Mix
@@ -63,7 +65,9 @@ class Run:
     before: dict[str, Any] = field(default_factory=dict)  # teacher and student before training, for the summary
     sampled: dict[str, Tensor] = field(default_factory=dict)  # of the last update, read with the next evidence
     best_weights: dict[str, Tensor] = field(default_factory=dict)
-    canary_reference: float = float("inf")
+    canary_reference: float = float("inf")  # at the last good snapshot
+    canary_best: float = float("inf")  # of all good snapshots, the one before training included
+    reach: Reach = field(default_factory=Reach)
     router: RouterTeacher | None = None  # the teacher, where something is done at its gates
     direction: Mapping[str, Tensor] = field(default_factory=dict)  # of this window's quiz, in sar-meta
     lock: FolderLock | None = None  # of the process that writes

@@ -29,10 +29,12 @@ class RunState:
     skipped: int = 0
     retried: int = 0
     rollbacks: int = 0
+    undone: int = 0  # of the rollbacks, those decided between two steps: no attempt of theirs was refused
     seconds: float = 0.0
     best_step: int = -1
     best_perplexity: float | None = None
     evaluations_since_best: int = 0
+    last_perplexity: float | None = None  # of the last evaluation; None when it could not be scored everywhere
     quarantined: list[int] = field(default_factory=list)
     backoff_at: int = -1  # applied step of the last learning-rate backoff
     fallback_until: int = -1  # applied step until which the teacher is not used
@@ -49,7 +51,7 @@ class RunState:
     @property
     def applied_attempts(self) -> int:
         """Attempts that ended in an update, rolled-back ones included."""
-        return self.attempted - self.skipped - self.retried - self.rollbacks
+        return self.attempted - self.skipped - self.retried - (self.rollbacks - self.undone)
 
 
 # What a rollback must not undo: the record of what happened, and what is known to be bad.
@@ -58,6 +60,7 @@ _HISTORY = (
     "skipped",
     "retried",
     "rollbacks",
+    "undone",
     "seconds",
     "quarantined",
     "backoff_at",
@@ -66,6 +69,7 @@ _HISTORY = (
     "best_step",
     "best_perplexity",
     "evaluations_since_best",
+    "last_perplexity",
 )
 
 
@@ -109,6 +113,7 @@ def capture(run: Run, state: RunState) -> Saved:
         "events": run.log.position,
         "processes": run.agree.size,
         "canary": run.canary_reference if math.isfinite(run.canary_reference) else None,
+        "canary_best": run.canary_best if math.isfinite(run.canary_best) else None,
         "router": run.router.state_dict() if run.router is not None else None,
     }
     return Saved(state.applied, tensors, scalars, line=state.rollbacks)
@@ -148,12 +153,16 @@ def restore(run: Run, state: RunState, saved: Saved, *, keeps_history: bool = Fa
     _copy_into(weights_of(run.student.model), saved.tensors["student"])
     for group, living in projectors_of(run).items():
         _copy_into(living, saved.tensors.get(group, {}))
-    run.optimizer.load_tensors(saved.tensors["optimizer"])
     run.optimizer.num_updates = int(saved.scalars["num_updates"])
+    run.optimizer.load_tensors(saved.tensors["optimizer"])
     torch.set_rng_state(saved.tensors["random"]["cpu"])
     if "cuda" in saved.tensors["random"] and run.device.type == "cuda":
         torch.cuda.set_rng_state(saved.tensors["random"]["cuda"], run.device)
     run.precision.load_state_dict(saved.scalars["precision"])
+    run.reach.begin(run)
+    # Of that time: what the canary did later was the work of steps that are now undone.
+    run.canary_reference = _or_unknown(saved.scalars["canary"])
+    run.canary_best = _or_unknown(saved.scalars.get("canary_best", saved.scalars["canary"]))
     if run.router is not None:
         run.router.load(saved.tensors["router"], saved.scalars["router"], keeps_history=keeps_history)
     for name, value in saved.scalars["state"].items():
@@ -164,6 +173,10 @@ def restore(run: Run, state: RunState, saved: Saved, *, keeps_history: bool = Fa
     else:
         run.guard.load_state_dict(saved.scalars["guard"])
         run.best_weights = {name: tensor.clone() for name, tensor in saved.tensors.get("best", {}).items()}
+
+
+def _or_unknown(canary: float | None) -> float:
+    return float("inf") if canary is None else float(canary)
 
 
 def _copy_into(living: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:

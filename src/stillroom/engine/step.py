@@ -179,5 +179,6 @@ def _apply(run: Run, state: RunState, evidence: Evidence, rate: float) -> None:
     bound = run.config.train.max_grad_norm
     factors = {name: min(1.0, bound / (norm + 1e-12)) for name, norm in evidence.group_norms.items()}
     is_sampled = state.applied % run.config.telemetry.log_steps == 0
+    run.reach.extend(run.rate_factor(state))
     run.sampled = run.precision.step(run.optimizer, rate, factors, is_sampled=is_sampled)
     run.injector.mid_update()

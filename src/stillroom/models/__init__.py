@@ -1,13 +1,16 @@
 """Models: loading them, describing them, and asking them."""
 
-from stillroom.models.load import find, has_tokenizer, load_student, load_teacher, load_tokenizer
+from stillroom.models.load import has_tokenizer, load_student, load_teacher, load_tokenizer
+from stillroom.models.loaded import LoadedModel, open_student, open_teacher, tried
 from stillroom.models.probe import Anatomy, anatomy, head_error
+from stillroom.models.source import find
 from stillroom.models.student import Student, scored_rows, scored_targets
 from stillroom.models.taps import gives_attention
 from stillroom.models.vocabulary import agree_on_vocabulary, vocabulary_hash
 
 __all__ = [
     "Anatomy",
+    "LoadedModel",
     "Student",
     "agree_on_vocabulary",
     "anatomy",
@@ -18,7 +21,10 @@ __all__ = [
     "load_student",
     "load_teacher",
     "load_tokenizer",
+    "open_student",
+    "open_teacher",
     "scored_rows",
     "scored_targets",
+    "tried",
     "vocabulary_hash",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,32 +20,92 @@ def generate(
 ) -> str:
     """The continuation of a prompt, without the prompt. Greedy at temperature 0.
 
+    A prompt of tokens is taken as it stands; a text begins with what the tokenizer puts before texts by itself.
     Sampling is done here, in FP32 and with a generator of its own: FP16 logits that overflow would otherwise
     end in a device assertion, and the run's random state must not notice that someone looked.
     """
-    device = next(model.parameters()).device
-    ids = tokenizer(prompt, add_special_tokens=False)["input_ids"] if isinstance(prompt, str) else list(prompt)
-    if not ids:
-        ids = [tokenizer.bos_token_id or tokenizer.eos_token_id or 0]
-    limit = int(getattr(model.config.get_text_config(), "max_position_embeddings", 0) or 0) or len(ids) + max_new_tokens
+    ids = _begun(tokenizer, prompt) if isinstance(prompt, str) else list(prompt)
     generator = torch.Generator().manual_seed(seed)
+    limit = int(getattr(model.config.get_text_config(), "max_position_embeddings", 0) or 0)
+    ends = end_ids(model, tokenizer)
+    device = next(model.parameters()).device
+    written: list[int] = []
+    stopped = ""
     was_training = model.training
     model.eval()
-    written: list[int] = []
-    for _ in range(max_new_tokens):
-        context = torch.tensor([ids[-limit:]], device=device)
-        logits = model(input_ids=context, use_cache=False, logits_to_keep=1).logits[0, -1].float().cpu()
-        if not torch.isfinite(logits).all():
-            written_text = tokenizer.decode(written)
-            model.train(was_training)
-            return f"{written_text} [stopped: logits are not finite]"
-        chosen = int(_pick(logits[: len(tokenizer)], temperature, generator))
-        if chosen == tokenizer.eos_token_id:
-            break
-        ids.append(chosen)
-        written.append(chosen)
-    model.train(was_training)
-    return str(tokenizer.decode(written))
+    try:
+        while len(written) < max_new_tokens:
+            if limit and len(ids) + len(written) >= limit:
+                stopped = f" [stopped: the model's {limit:,} positions are full]"
+                break
+            context = torch.tensor([ids + written], device=device)
+            logits = model(input_ids=context, use_cache=False, logits_to_keep=1).logits[0, -1].float().cpu()
+            if not torch.isfinite(logits).all():
+                stopped = " [stopped: logits are not finite]"
+                break
+            chosen = int(_pick(logits[: len(tokenizer)], temperature, generator))
+            if chosen in ends:
+                break
+            written.append(chosen)
+    finally:
+        model.train(was_training)
+    return continuation(tokenizer, ids, written) + stopped
+
+
+def continuation(tokenizer: Any, before: Sequence[int], after: Sequence[int]) -> str:
+    """The text that tokens add to those before them.
+
+    Decoded alone, the first of them may lose its leading space, and half a character is none: so it is the text of all
+    tokens without what it has in common with the text of those before.
+    """
+    whole = str(tokenizer.decode([*before, *after], skip_special_tokens=True))
+    known = str(tokenizer.decode(list(before), skip_special_tokens=True))
+    pairs = zip(whole, known, strict=False)
+    return whole[next((place for place, (one, two) in enumerate(pairs) if one != two), min(len(whole), len(known))) :]
+
+
+def readable(tokenizer: Any, ids: Sequence[int]) -> str:
+    """Tokens as text for people: special tokens are left out, and where they part two texts a line ends."""
+    special = special_ids(tokenizer)
+    parts: list[list[int]] = [[]]
+    for number in ids:
+        if number in special:
+            parts.append([])
+        else:
+            parts[-1].append(number)
+    texts = [str(tokenizer.decode(part)) for part in parts if part]
+    if len(texts) < 2:
+        return "".join(texts)
+    return "\n".join(stripped for text in texts if (stripped := text.strip()))
+
+
+def special_ids(tokenizer: Any) -> set[int]:
+    """Tokens that are no text: those with a role, and those added as special, as the marks of turns are."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return set(tokenizer.all_special_ids) | {number for number, token in added.items() if token.special}
+
+
+def end_ids(model: Any, tokenizer: Any) -> set[int]:
+    """Tokens that end a text: the tokenizer's, and those that the model's own settings name, as the end of a turn.
+
+    Of the latter only special tokens count: a configuration made without a tokenizer names any number.
+    """
+    named = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    ends = {number for number in (named if isinstance(named, list | tuple) else [named]) if number is not None}
+    own = {tokenizer.eos_token_id} - {None}
+    return own | (ends & special_ids(tokenizer))
+
+
+def _begun(tokenizer: Any, prompt: str) -> list[int]:
+    """A text with what the tokenizer itself puts before it, and without what it puts after."""
+    bare = list(tokenizer(prompt, add_special_tokens=False)["input_ids"])
+    whole = list(tokenizer(prompt)["input_ids"])
+    starts = (start for start in range(len(whole)) if whole[start : start + len(bare)] == bare)
+    ids = whole[: next(starts, 0)] + bare
+    if ids:
+        return ids
+    marks = (tokenizer.bos_token_id, tokenizer.eos_token_id, 0)
+    return [next(int(mark) for mark in marks if mark is not None)]
 
 
 def _pick(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> torch.Tensor:

@@ -7,13 +7,19 @@ is checked against the model's own logits before anything relies on it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from stillroom.errors import BrokenAtStart
 from stillroom.types import HeadWeights
+
+_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # Gemma 2, RecurrentGemma, xLSTM
+_LARGE_LOGIT = 64.0  # beyond the caps in use, which are 15 to 50
 
 
 @dataclass(frozen=True)
@@ -53,18 +59,50 @@ def anatomy(model: Any) -> Anatomy:
 
 
 def backbone(model: Any) -> nn.Module:
-    """The model without its head: returns hidden states and makes no logits."""
+    """The model without its head: returns hidden states and makes no logits.
+
+    Some classes (Llama 4) name a base model that they do not have and answer with themselves: theirs is the part that
+    holds the embeddings.
+    """
     body: nn.Module = model.base_model
+    inputs = model.get_input_embeddings()
+    for part in body.children() if model.base_model is model else ():
+        if part is not inputs and any(module is inputs for module in part.modules()):
+            return part
     return body
 
 
 def layers(model: Any) -> list[nn.Module]:
     """The decoder's blocks: the one list of modules as long as the configuration says."""
-    wanted = int(model.config.get_text_config().num_hidden_layers)
-    for module in backbone(model).modules():
-        if isinstance(module, nn.ModuleList) and len(module) == wanted:
-            return list(module)
-    raise LookupError(f"no list of {wanted} layers in {type(model).__name__}")
+    found = layers_if_any(model)
+    if not found:
+        raise BrokenAtStart(
+            f"no list of {_num_layers(model)} layers in {type(model).__name__}: its layers cannot be looked at",
+            advice=["use objectives on the model's answers alone (kd, ce)"],
+        )
+    return found
+
+
+def layers_if_any(model: Any) -> list[nn.Module]:
+    """The decoder's blocks, or nothing for a model that is not a list of layers.
+
+    A model that also sees has two such lists: the decoder's is looked for first.
+    """
+    wanted = _num_layers(model)
+    for body in (*_decoders(model), backbone(model)):
+        for module in body.modules():
+            if isinstance(module, nn.ModuleList) and len(module) == wanted:
+                return list(module)
+    return []
+
+
+def _decoders(model: Any) -> list[nn.Module]:
+    found = model.get_decoder() if hasattr(model, "get_decoder") else None
+    return [found] if isinstance(found, nn.Module) else []
+
+
+def _num_layers(model: Any) -> int:
+    return int(model.config.get_text_config().num_hidden_layers)
 
 
 def head_of(model: Any, vocab_size: int | None = None) -> HeadWeights:
@@ -76,13 +114,13 @@ def head_of(model: Any, vocab_size: int | None = None) -> HeadWeights:
         scale = 1.0 / float(config.logits_scaling)
     if getattr(config, "logit_scale", None):  # Cohere: a factor
         scale = float(config.logit_scale)
-    softcap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
+    caps = [getattr(config, name, None) for name in _CAPS]
     rows = int(linear.weight.shape[0])
     return HeadWeights(
         weight=linear.weight,
         bias=getattr(linear, "bias", None),
         scale=scale,
-        softcap=float(softcap) if softcap else None,
+        softcap=next((float(cap) for cap in caps if cap), None),
         vocab_size=vocab_size if vocab_size and vocab_size < rows else None,
     )
 
@@ -101,14 +139,46 @@ def head_logits(head: HeadWeights, hidden: Tensor) -> Tensor:
 
 @torch.no_grad()
 def head_error(model: Any, input_ids: Tensor) -> float:
-    """The largest difference between described and real logits on a batch, relative to their spread."""
+    """The largest difference between described and real logits, relative to their spread.
+
+    Tried twice: as the model answers, and with its hidden states made so large that a cap would show. A fresh model's
+    logits are far below any cap, and training takes them there.
+    """
     was_training = model.training
     model.eval()
-    hidden = backbone(model)(input_ids=input_ids, use_cache=False).last_hidden_state
-    own = model(input_ids=input_ids, use_cache=False).logits.float()
-    described = head_logits(head_of(model), hidden)
-    model.train(was_training)
+    try:
+        hidden = getattr(backbone(model)(input_ids=input_ids, use_cache=False), "last_hidden_state", None)
+        head = head_of(model)
+        if hidden is None or head.weight.ndim != 2 or hidden.shape[-1] != head.weight.shape[1]:
+            return float("inf")
+        own = model(input_ids=input_ids, use_cache=False).logits
+        error = _difference(own, head_logits(head, hidden))
+        factor = max(1.0, _LARGE_LOGIT / max(float(own.float().abs().max()), 1e-6))
+        with _louder(model.get_output_embeddings(), factor) as calls:
+            own = model(input_ids=input_ids, use_cache=False).logits
+        return max(error, _difference(own, head_logits(head, hidden.float() * factor))) if calls else error
+    finally:
+        model.train(was_training)
+
+
+@contextmanager
+def _louder(head: nn.Module, factor: float) -> Iterator[list[int]]:
+    """Multiply what reaches the head. The answer has an entry for each call: some heads are used without one."""
+    calls: list[int] = []
+
+    def enlarge(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        calls.append(1)
+        return (inputs[0] * factor, *inputs[1:])
+
+    handle = head.register_forward_pre_hook(enlarge)
+    try:
+        yield calls
+    finally:
+        handle.remove()
+
+
+def _difference(own: Tensor, described: Tensor) -> float:
     if own.shape != described.shape:
         return float("inf")
-    spread = own.std().clamp_min(1e-6)
-    return float(((own - described).abs().max() / spread).item())
+    spread = own.float().std().clamp_min(1e-6)
+    return float((own.float() - described).abs().max() / spread)

@@ -7,7 +7,7 @@ more than any change of loss (Muralidharan et al. 2024). The result is an ordina
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,96 +17,75 @@ from torch import Tensor, nn
 from stillroom.config.schema import ShrinkConfig
 from stillroom.errors import ConfigError
 from stillroom.models import probe
-from stillroom.models.attention import NAME
+from stillroom.models.bypass import Bypass, blocks_of, cannot_be_cut
+from stillroom.models.layer_choice import Choice, Tell, choose_layers
+from stillroom.models.passages import passages
+from stillroom.models.shrink_proof import Fit, built, check_layers, check_logits
 from stillroom.models.shrink_width import Keep, check_widths, choose, measure, shrink_config, shrink_tensor
 from stillroom.types import Batch
-
-# One entry for each layer, and lists of layer numbers: both are rewritten for the layers that stay.
-_FOR_EACH_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")
-_LAYER_NUMBERS = ("mlp_only_layers",)
 
 
 @dataclass(frozen=True)
 class Cut:
-    """The student, which of the teacher's layers its own once were, and a sentence for the log."""
+    """The student, which of the teacher's layers its own once were, and sentences for the log."""
 
     model: Any
-    kept_layers: tuple[int, ...]
+    choice: Choice
     told: str
 
+    @property
+    def kept_layers(self) -> tuple[int, ...]:
+        return self.choice.layers
 
-def kept_layers(wanted: int | Sequence[int], num_layers: int) -> tuple[int, ...]:
-    """The teacher's layers that stay, counted from 0. 0 keeps all.
-
-    A number takes that many at equal steps from the first to the last: those two do what no other layer does, next to
-    the embedding and next to the head.
-    """
-    where = "student.shrink.layers"
-    if isinstance(wanted, int):
-        if not 0 <= wanted <= num_layers:
-            raise ConfigError(
-                f"{wanted} layers cannot be kept of a teacher that has {num_layers}",
-                where=where,
-                advice=[f"choose from 1 to {num_layers}"],
-            )
-        if wanted in (0, num_layers):
-            return tuple(range(num_layers))
-        if wanted == 1:
-            return (0,)
-        return tuple((2 * i * (num_layers - 1) + wanted - 1) // (2 * (wanted - 1)) for i in range(wanted))
-    chosen = tuple(wanted)
-    if not chosen or list(chosen) != sorted(set(chosen)) or chosen[0] < 0 or chosen[-1] >= num_layers:
-        raise ConfigError(
-            f"layers {list(chosen)} are not ascending numbers of the teacher's {num_layers} layers",
-            where=where,
-            advice=[
-                f"list each layer once, in order, from 0 to {num_layers - 1}",
-                f"for example [0, {num_layers - 1}]",
-            ],
-        )
-    return chosen
+    @property
+    def notes(self) -> tuple[str, ...]:
+        if self.choice.method in ("all", "given"):
+            return (self.told, *self.choice.why)
+        return (self.told, *(f"layers kept by {self.choice.method}: {text}" for text in self.choice.why))
 
 
-def cut(teacher: Any, wanted: ShrinkConfig, batches: Iterable[Batch] = ()) -> Cut:
+def cut(
+    teacher: Any,
+    wanted: ShrinkConfig,
+    batches: Iterable[Batch] = (),
+    *,
+    choice: Choice | None = None,
+    tell: Tell = lambda _text: None,
+) -> Cut:
     """A smaller model of the teacher's family, in FP32, with the teacher's weights where it has any.
 
-    `batches` tell which channels matter; they are looked at only where a width is cut.
+    `batches` tell which layers and channels matter. A `choice` of layers that was made before is taken as it is.
     """
-    blocks = probe.layers(teacher)
-    layers = kept_layers(wanted.layers, len(blocks))
-    keep = Keep()
     if wanted.cuts_width:
         check_widths(teacher, wanted)
-        keep = choose(teacher, wanted, measure(teacher, batches), layers)
-    config = _config_of(teacher, layers, wanted)
-    student = type(teacher)(config).float()
+    was_training = teacher.training
+    teacher.eval()
+    try:
+        return _cut(teacher, wanted, list(batches), choice, tell)
+    finally:
+        teacher.train(was_training)
+
+
+def _cut(teacher: Any, wanted: ShrinkConfig, looked_at: list[Batch], choice: Choice | None, tell: Tell) -> Cut:
+    if choice is None:
+        device = next(teacher.parameters()).device
+        texts = passages(looked_at, wanted.choice_tokens, device)
+        choice = choose_layers(teacher, wanted, texts, Fit(teacher), tell)
+    layers = choice.layers
+    keep = Keep()
+    if wanted.cuts_width:
+        removed = set(range(len(blocks_of(teacher)))) - set(layers)
+        with Bypass(teacher).without(removed):  # what matters to the student, not to the whole teacher
+            importance = measure(teacher, looked_at)
+        keep = choose(teacher, wanted, importance, layers)
+    student = built(teacher, layers, lambda text: shrink_config(text, wanted)).float()
+    _take_back_rescaling(teacher)
     _check_fit(teacher, student, _fill(teacher, student, layers, keep))
+    check_layers(teacher, student, layers, with_numbers=not wanted.cuts_width)
+    if not wanted.cuts_width:
+        check_logits(teacher, student, layers)
     student.generation_config = copy.deepcopy(teacher.generation_config)
-    return Cut(student, layers, _told(teacher, student, layers, wanted))
-
-
-def _config_of(teacher: Any, layers: tuple[int, ...], wanted: ShrinkConfig) -> Any:
-    config = copy.deepcopy(teacher.config)
-    text = config.get_text_config()
-    if getattr(text, "scale_attn_by_inverse_layer_idx", False) and layers != tuple(range(len(layers))):
-        raise ConfigError(
-            "this teacher scales attention by the number of the layer: layers from the middle cannot be taken out",
-            where="student.shrink.layers",
-            advice=[f"keep the first ones: student.shrink.layers = {list(range(len(layers)))}"],
-        )
-    text.num_hidden_layers = len(layers)
-    for name in _FOR_EACH_LAYER:
-        if isinstance(getattr(text, name, None), list):
-            setattr(text, name, [getattr(text, name)[layer] for layer in layers])
-    for name in _LAYER_NUMBERS:
-        if getattr(text, name, None):
-            setattr(text, name, [layers.index(layer) for layer in getattr(text, name) if layer in layers])
-    if getattr(text, "first_k_dense_replace", None):
-        text.first_k_dense_replace = sum(layer < text.first_k_dense_replace for layer in layers)
-    shrink_config(text, wanted)
-    if config._attn_implementation == NAME:
-        config._attn_implementation = "sdpa"  # ours is chosen again when the student is made ready
-    return config
+    return Cut(student, choice, _told(teacher, student, layers, wanted))
 
 
 @torch.no_grad()
@@ -128,6 +107,15 @@ def _fill(teacher: Any, student: Any, layers: tuple[int, ...], keep: Keep) -> li
     return misfits
 
 
+def _take_back_rescaling(teacher: Any) -> None:
+    """RWKV divides weights of later layers in place when it first evaluates; training mode multiplies them again."""
+    for module in teacher.modules():
+        if getattr(module, "layers_are_rescaled", False):
+            module.training = True
+            module._rescale_layers()
+            module.training = False
+
+
 def _prefix(model: Any) -> str:
     """How the names of a model's layers begin."""
     first = probe.layers(model)[0]
@@ -139,10 +127,10 @@ def _prefix(model: Any) -> str:
 
 def _check_fit(teacher: Any, student: Any, misfits: list[str]) -> None:
     if misfits:
-        raise ConfigError(
-            f"a cut {probe.anatomy(teacher).family} does not fit its own configuration: {', '.join(misfits[:3])}",
-            where="student.shrink",
-            advice=["its layers differ from one another: choose layers of one kind with student.shrink.layers = [...]"],
+        raise cannot_be_cut(
+            teacher,
+            f"the layers differ from one another, and {', '.join(misfits[:3])} has no counterpart",
+            ("choose layers of the right kinds with student.shrink.layers = [...]",),
         )
     if probe.anatomy(student).is_tied != probe.anatomy(teacher).is_tied:
         raise ConfigError("the teacher ties its embeddings in a way that a cut does not keep", where="student.shrink")

@@ -24,11 +24,11 @@ def scored_targets(batch: Batch, rows: Tensor) -> Tensor:
 class Student:
     """A language model that answers with hidden states at the scored positions."""
 
-    def __init__(self, model: Any, *, vocab_size: int, is_described: bool = True) -> None:
+    def __init__(self, model: Any, *, vocab_size: int, is_described: bool) -> None:
         self.model = model
         self.vocab_size = vocab_size
         self.is_described = is_described
-        self._blocks = probe.layers(model)
+        self._blocks = probe.layers_if_any(model)
 
     def observe(self, batch: Batch, rows: Tensor, needs: Needs) -> StudentView:
         with tapped(self._blocks, needs) as taps:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stillroom.errors import BrokenAtStart
 from stillroom.models import probe
 from stillroom.models.attention import attend_openly, attention_of
 from stillroom.types import Needs
@@ -37,6 +38,11 @@ def tapped(blocks: Sequence[nn.Module], needs: Needs) -> Iterator[dict[str, Tens
 
         return hook
 
+    if not blocks and (needs.hidden_layers or needs.attention_layers):
+        raise BrokenAtStart(
+            "the model is not a list of layers that can be looked at",
+            advice=["use objectives on the model's answers alone (kd, ce)"],
+        )
     attend_openly(blocks, needs.attention_layers)
     handles = [blocks[layer].register_forward_hook(keep_hidden(layer)) for layer in sorted(needs.hidden_layers)]
     for layer in sorted(needs.attention_layers):

@@ -49,3 +49,16 @@ def agree_on_vocabulary(teacher: Any, student: Any, teacher_rows: int, student_r
             advice=["resize the smaller model's embeddings to the tokenizer"],
         )
     return size
+
+
+def check_rows(tokenizer: Any, head_rows: int, embedding_rows: int, name: str) -> None:
+    """Every token of the tokenizer needs a row in the embeddings and in the head of the model that reads it."""
+    rows = min(head_rows, embedding_rows)
+    highest = max(tokenizer.get_vocab().values()) if tokenizer is not None else -1
+    if highest >= rows:
+        raise ConfigError(
+            f"the tokenizer goes up to token id {highest:,}, and {name} has {embedding_rows:,} embeddings and "
+            f"a head of {head_rows:,} rows",
+            where=name,
+            advice=["use the tokenizer the model was made with", "or resize the model's embeddings to the tokenizer"],
+        )

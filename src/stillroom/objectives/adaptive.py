@@ -28,24 +28,42 @@ from stillroom.objectives.base import Divergence, Slopes
 from stillroom.objectives.divergence import ForwardKL, register, unit_setting
 
 _HEAD_MASS = 0.5
+_NEAR = 0.1  # a target nearer to the student than this is described by its distance
+_MOST_STEP = 60.0  # in nats; exp of it times a probability of 0 is 0
 
 
 @dataclass(frozen=True)
 class Interpolated:
-    """TAID: KL(r, q) with a target on the geometric path from the student's own row to the teacher's, 0 < t < 1."""
+    """TAID: KL(r, q) with a target on the geometric path from the student's own row to the teacher's, 0 <= t < 1."""
 
     place: float
     name: ClassVar[str] = "taid"
 
+    def __post_init__(self) -> None:
+        unit_setting({"interpolation": self.place}, "interpolation", 1.0)
+
     def evaluate(self, student: Softmax, teacher: Softmax, *, wants_teacher: bool) -> Slopes:
-        target = Softmax.of_logits(torch.lerp(student.scores, teacher.scores, self.place))
-        log_ratio = target.take_log_probs().sub_(student.take_log_probs())
-        pointwise = log_ratio.mul_(target.probs)
+        if self.place < _NEAR:
+            target, log_ratio, slope = self._near_student(student, teacher)
+        else:
+            row = Softmax.of_logits(torch.lerp(student.scores, teacher.scores, self.place))
+            target, log_ratio = row.probs, row.take_log_probs().sub_(student.take_log_probs())
+            slope = None
+        pointwise = log_ratio.mul_(target)
         value = pointwise.sum(-1)
         teacher_slope = None
         if wants_teacher:  # d KL(r, q) / d log p = t r (log r - log q - D)
-            teacher_slope = pointwise.addcmul(target.probs, value[..., None], value=-1.0).mul_(self.place)
-        return Slopes(value, target.probs.neg_(), teacher_slope)
+            teacher_slope = pointwise.addcmul(target, value[..., None], value=-1.0).mul_(self.place)
+        return Slopes(value, target.neg_() if slope is None else slope, teacher_slope)
+
+    def _near_student(self, student: Softmax, teacher: Softmax) -> tuple[Tensor, Tensor, Tensor]:
+        """r, log r - log q and q - r, from x = t (log p - log q): r and q share all digits but those of x."""
+        step = teacher.scores.sub_(student.scores).mul_(self.place)
+        step.clamp_max_(_MOST_STEP)  # only what the student rules out has more, and that stays ruled out
+        log_norm = torch.log1p((torch.expm1(step) * student.probs).sum(-1, keepdim=True))
+        step.sub_(log_norm)
+        slope = torch.expm1(step).mul_(student.probs).neg_()
+        return student.probs - slope, step, slope
 
 
 @dataclass(frozen=True)

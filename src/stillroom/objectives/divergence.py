@@ -18,8 +18,13 @@ logits, where d/dz = (slope - q * sum(slope)) / T.
 The usual Jensen-Shannon of Agarwal et al. (2024) vanishes like beta(1 - beta) at its ends; ours is divided by
 that, so it runs into forward and reverse KL continuously (at beta = 0.5 it is 4 times theirs).
 
+Settings may lie anywhere in [0, 1]: a ramp comes as near to an end as rounding lets it. So the quotient of a small
+difference and a small setting is taken by log1p or expm1, and a slope that vanishes near an end is written as a product
+with what makes it vanish. `tests/laws/test_divergence_ends.py` holds values and gradients to 60 digits.
+
 Floor of reverse KL: where the teacher says less than exp(-50) (or exactly 0) it is read as exp(-50). The value
-is then too small by at most q * (-50 - log p) for such a token, and finite; the teacher's slope is 0 there.
+is then too small by at most q * (-50 - log p) for such a token, and finite; the teacher's slope is 0 there. alpha_beta
+has the same floor wherever the student says more than exp(-50).
 
 Legend: ... rows, V vocabulary.
 """
@@ -28,14 +33,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from stillroom.errors import ConfigError
-from stillroom.numerics import LOG_PROB_FLOOR, Softmax, log_mixture
+from stillroom.numerics import LOG_PROB_FLOOR, Softmax, log1p_rest
 from stillroom.objectives.base import Divergence, Slopes
+from stillroom.objectives.on_logits import on_logits as on_logits
+from stillroom.objectives.on_logits import softmax_pullback as softmax_pullback
+from stillroom.objectives.on_logits import student_gradient as student_gradient
 
 
 @dataclass(frozen=True)
@@ -84,12 +92,29 @@ class JensenShannon:
     beta: float
     name: ClassVar[str] = "jsd"
 
+    def __post_init__(self) -> None:
+        _check_inside("beta", self.beta, "for the two ends take forward_kl (0) or reverse_kl (1)")
+
     def evaluate(self, student: Softmax, teacher: Softmax, *, wants_teacher: bool) -> Slopes:
-        mixture = log_mixture(teacher.probs, student.probs, self.beta)
-        student_slope = student.take_log_of_probs().sub_(mixture).mul_(student.probs).div_(self.beta)
-        teacher_slope = teacher.take_log_of_probs().sub_(mixture).mul_(teacher.probs).div_(1.0 - self.beta)
+        if self.beta <= 0.5:
+            student_slope, teacher_slope = _mixture_slopes(student, teacher, self.beta)
+        else:
+            teacher_slope, student_slope = _mixture_slopes(teacher, student, 1.0 - self.beta)
         value = student_slope.sum(-1) + teacher_slope.sum(-1)
         return Slopes(value, student_slope, teacher_slope if wants_teacher else None)
+
+
+def _mixture_slopes(near: Softmax, far: Softmax, share: float) -> tuple[Tensor, Tensor]:
+    """a (log a - log m) / share and b (log b - log m) / (1 - share), m = share b + (1 - share) a, share <= 1/2.
+
+    log m - log a = log1p(share (b - a) / a): its argument is never below -1/2, so the quotient by the share keeps its
+    digits however small the share is.
+    """
+    base = near.probs.clamp_min(torch.finfo(near.probs.dtype).tiny)
+    rise = torch.sub(far.probs, near.probs).div_(base).mul_(share).log1p_()
+    log_near = torch.log(base, out=base)  # of the rounded probability, like all that it is subtracted from
+    far_slope = far.take_log_of_probs().sub_(log_near).sub_(rise).mul_(far.probs).div_(1.0 - share)
+    return rise.div_(-share).mul_(near.probs), far_slope
 
 
 @dataclass(frozen=True)
@@ -99,13 +124,12 @@ class SkewForwardKL:
     alpha: float
     name: ClassVar[str] = "skew_forward_kl"
 
+    def __post_init__(self) -> None:
+        _check_inside("alpha", self.alpha, "for alpha 0 take forward_kl; alpha 1 compares a distribution with itself")
+
     def evaluate(self, student: Softmax, teacher: Softmax, *, wants_teacher: bool) -> Slopes:
-        mixture = log_mixture(teacher.probs, student.probs, self.alpha)
-        pointwise = teacher.take_log_of_probs().sub_(mixture).mul_(teacher.probs)
-        # p (1 - alpha) q / m and, for the teacher, p - p alpha p / m: the same number.
-        moved = torch.div(student.probs, mixture.exp_(), out=mixture).mul_(teacher.probs).mul_(1.0 - self.alpha)
-        teacher_slope = pointwise + moved if wants_teacher else None
-        return Slopes(pointwise.sum(-1), moved.neg_(), teacher_slope)
+        value, teacher_slope, student_slope = _skewed(teacher, student, self.alpha, wants_own=wants_teacher)
+        return Slopes(value, student_slope, teacher_slope)
 
 
 @dataclass(frozen=True)
@@ -115,11 +139,40 @@ class SkewReverseKL:
     alpha: float
     name: ClassVar[str] = "skew_reverse_kl"
 
+    def __post_init__(self) -> None:
+        _check_inside("alpha", self.alpha, "for alpha 0 take reverse_kl; alpha 1 compares a distribution with itself")
+
     def evaluate(self, student: Softmax, teacher: Softmax, *, wants_teacher: bool) -> Slopes:
-        mixture = log_mixture(student.probs, teacher.probs, self.alpha)
-        pointwise = student.take_log_of_probs().sub_(mixture).mul_(student.probs)
-        moved = torch.div(teacher.probs, mixture.exp_(), out=mixture).mul_(student.probs).mul_(1.0 - self.alpha)
-        return Slopes(pointwise.sum(-1), pointwise + moved, moved.neg_() if wants_teacher else None)
+        value, student_slope, teacher_slope = _skewed(student, teacher, self.alpha, wants_own=True)
+        assert student_slope is not None
+        return Slopes(value, student_slope, teacher_slope if wants_teacher else None)
+
+
+STEEP = 0.9  # above it the two parts of a skewed slope are nearly equal and opposite
+
+
+def _skewed(own: Softmax, other: Softmax, alpha: float, *, wants_own: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+    """KL(a, m) with m = alpha a + (1 - alpha) b, and its slopes in log a (where wanted) and in log b.
+
+    With the multiples of a and b that the softmax removes taken out, the slopes are
+    a (log a - log m) + alpha (1 - alpha) a (b - a) / m and (1 - alpha)^2 b (b - a) / m: what vanishes near alpha = 1
+    is a factor, not a difference.
+    """
+    tiny, rest = torch.finfo(own.probs.dtype).tiny, 1.0 - alpha
+    mixture = (own.probs * alpha).add_(other.probs, alpha=rest).clamp_min_(tiny)
+    gap = other.probs - own.probs
+    slope = (gap / mixture).mul_(rest)  # (1 - alpha) (b - a) / m
+    pointwise = own.take_log_of_probs().sub_(mixture.log_()).mul_(own.probs)
+    value = pointwise.sum(-1)
+    own_slope = None
+    if wants_own and alpha <= STEEP:
+        own_slope = pointwise.addcmul_(slope, own.probs, value=alpha)
+    elif wants_own:
+        # alpha x / (1 + x) - log1p(x) with x = m / a - 1, which is of second order in x and 1 - alpha.
+        rise = gap.double().div_(own.probs.double().clamp_min_(tiny)).mul_(rest)
+        near = log1p_rest(rise).sub_((rise + rest).div_(rise + 1.0).mul_(rise))
+        own_slope = near.mul_(own.probs).to(own.probs.dtype)
+    return value, own_slope, slope.mul_(other.probs).mul_(rest)
 
 
 @dataclass(frozen=True)
@@ -137,7 +190,7 @@ class TotalVariation:
 
 @dataclass(frozen=True)
 class AlphaBeta:
-    """The alpha-beta divergence, alpha, beta > 0: two powers between forward KL (1, 0) and reverse KL (0, 1).
+    """The alpha-beta divergence: two powers between forward KL (1, 0) and reverse KL (0, 1), by limits where one is 0.
 
     Cichocki et al. (2011); for distillation Wang et al. (2025), who use (0.2, 0.7). A larger alpha looks at where the
     teacher is sure, a larger beta at where the student is.
@@ -147,16 +200,48 @@ class AlphaBeta:
     beta: float
     name: ClassVar[str] = "alpha_beta"
 
+    def __post_init__(self) -> None:
+        unit_setting({"alpha": self.alpha}, "alpha", 0.0)
+        unit_setting({"beta": self.beta}, "beta", 0.0)
+        if self.alpha + self.beta < _LEAST_POWER:
+            raise ConfigError(
+                f"alpha_beta with alpha {self.alpha:g} and beta {self.beta:g} would weigh every token alike",
+                advice=["set one of them well above 0, as alpha 0.2 and beta 0.7"],
+            )
+
     def evaluate(self, student: Softmax, teacher: Softmax, *, wants_teacher: bool) -> Slopes:
         a, b = self.alpha, self.beta
         log_p, log_q = teacher.take_log_probs(), student.take_log_probs()
+        dtype = log_p.dtype
+        if a + b < _SMALL_POWER:  # the value is what is left of two slopes that cancel up to a factor of a + b
+            log_p, log_q = log_p.double(), log_q.double()
+        floor = log_q.clamp_max(LOG_PROB_FLOOR)  # what neither side says needs no floor
+        is_floored = log_p < floor if wants_teacher else None
+        log_p = torch.maximum(log_p, floor, out=floor)
         p_a, p_b = (log_p * a).exp_(), (log_p * b).exp_()
         q_a, q_b = (log_q * a).exp_(), (log_q * b).exp_()
+        log_ratio = log_p.sub_(log_q)
         # Each token's part is positive, and the slopes say it in differences that vanish exactly where p = q.
-        toward = (p_b - q_b).mul_(p_a).div_(b)  # the teacher's slope
-        away = (q_a - p_a).mul_(q_b).div_(a)  # the student's slope
+        toward = _power_gap(p_b, q_b, log_ratio, b).mul_(p_a)  # the teacher's slope
+        away = _power_gap(q_a, p_a, log_ratio.neg_(), a).mul_(q_b)  # the student's slope
         value = (toward.sum(-1) + away.sum(-1)) / (a + b)  # D is homogeneous of degree a + b (Euler)
-        return Slopes(value, away, toward if wants_teacher else None)
+        if is_floored is not None:
+            toward.masked_fill_(is_floored, 0.0)
+        return Slopes(value.to(dtype), away.to(dtype), toward.to(dtype) if wants_teacher else None)
+
+
+_LEAST_POWER = 1e-6
+_SMALL_POWER = 0.05  # below it the difference of two powers over the power loses digits
+
+
+def _power_gap(upper: Tensor, lower: Tensor, log_ratio: Tensor, power: float) -> Tensor:
+    """(x^c - y^c) / c from both powers and log x - log y; log x - log y itself at c = 0."""
+    if power >= _SMALL_POWER:
+        return (upper - lower).div_(power)
+    if power == 0.0:
+        return log_ratio.clone()
+    gap = torch.expm1(log_ratio.abs().mul_(-power)).neg_().copysign_(log_ratio)
+    return gap.mul_(torch.maximum(upper, lower)).div_(power)
 
 
 # -- by name ---------------------------------------------------------------------------------------------
@@ -184,14 +269,24 @@ def make(name: str, settings: Mapping[str, float] | None = None) -> Divergence:
 def unit_setting(settings: Mapping[str, float], key: str, default: float) -> float:
     """A setting that lies between 0 and 1."""
     value = settings.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f"{key} is {value!r}, not a number", advice=[f"set {key} between 0 and 1"])
     if not 0.0 <= value <= 1.0:
         raise ConfigError(f"{key} is {value:g}", advice=[f"set {key} between 0 and 1"])
     return value
 
 
+def _check_inside(key: str, value: float, advice: str) -> None:
+    if unit_setting({key: value}, key, value) in (0.0, 1.0):
+        raise ConfigError(f"{key} is {value:g}", advice=[advice])
+
+
+_LEAST_SHARE = 2.0**-100  # below it FP32 cannot divide by the share: it is read as 0
+
+
 def _make_jsd(settings: Mapping[str, float]) -> Divergence:
     beta = unit_setting(settings, "beta", 0.5)
-    if beta == 0.0:
+    if beta < _LEAST_SHARE:
         return ForwardKL()
     return ReverseKL() if beta == 1.0 else JensenShannon(beta)
 
@@ -200,11 +295,6 @@ def _make_alpha_beta(settings: Mapping[str, float]) -> Divergence:
     alpha, beta = unit_setting(settings, "alpha", 0.2), unit_setting(settings, "beta", 0.7)
     if (alpha, beta) in ((1.0, 0.0), (0.0, 1.0)):
         return ForwardKL() if alpha else ReverseKL()
-    if alpha == 0.0 or beta == 0.0:
-        raise ConfigError(
-            f"alpha_beta with alpha {alpha:g} and beta {beta:g} is not defined",
-            advice=["set both above 0, as alpha 0.2 and beta 0.7", "for forward KL set alpha 1 and beta 0"],
-        )
     return AlphaBeta(alpha, beta)
 
 
@@ -225,49 +315,6 @@ register("alpha_beta", _make_alpha_beta)
 
 
 # -- on logits -------------------------------------------------------------------------------------------
-
-
-def student_gradient(slopes: Slopes, student: Softmax) -> Tensor:
-    """dD/dz of the student's logits over the temperature. Overwrites the slope."""
-    return slopes.student if slopes.is_pulled else softmax_pullback(slopes.student, student.probs)
-
-
-def softmax_pullback(slope: Tensor, probs: Tensor) -> Tensor:
-    """dD/dz = slope - softmax(z) * sum(slope). Overwrites `slope`."""
-    return slope.addcmul_(probs, slope.sum(-1, keepdim=True), value=-1.0)
-
-
-class _OnLogits(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, student_logits: Tensor, teacher_logits: Tensor, temperature: float, divergence: Divergence
-    ) -> Tensor:
-        student = Softmax.of_logits(student_logits, temperature)
-        teacher = Softmax.of_logits(teacher_logits, temperature)
-        slopes = divergence.evaluate(student, teacher, wants_teacher=ctx.needs_input_grad[1])
-        gradient = student_gradient(slopes, student)
-        teacher_gradient = None if slopes.teacher is None else softmax_pullback(slopes.teacher, teacher.probs)
-        ctx.save_for_backward(gradient, teacher_gradient)
-        ctx.temperature, ctx.dtypes = temperature, (student_logits.dtype, teacher_logits.dtype)
-        return slopes.value * temperature**2
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-        student, teacher = ctx.saved_tensors
-        scale = (upstream[0] * ctx.temperature)[..., None]  # T^2 of the term times 1/T of the softmax
-        gradient = (student * scale).to(ctx.dtypes[0])
-        return gradient, None if teacher is None else (teacher * scale).to(ctx.dtypes[1]), None, None
-
-
-def on_logits(
-    divergence: Divergence, student_logits: Tensor, teacher_logits: Tensor, temperature: float = 1.0
-) -> Tensor:
-    """T^2 * D(softmax(teacher / T), softmax(student / T)) for each row of [..., V]; differentiable in both.
-
-    Hinton et al. (2015) give the T^2: the gradient then keeps its size when T changes.
-    """
-    result: Tensor = _OnLogits.apply(student_logits, teacher_logits, float(temperature), divergence)  # type: ignore[no-untyped-call]
-    return result
 
 
 def forward_kl(student_logits: Tensor, teacher_logits: Tensor, temperature: float = 1.0) -> Tensor:

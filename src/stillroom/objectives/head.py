@@ -14,19 +14,22 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from stillroom.config.sections import LEAST_TEMPERATURE
 from stillroom.errors import ConfigError
 from stillroom.numerics import masked_sum, work_dtype
 from stillroom.objectives import divergence as family
+from stillroom.objectives.arguments import check_number
 from stillroom.objectives.base import Divergence, RowPlan
+from stillroom.objectives.border_values import check_values
+from stillroom.objectives.borders import check_labels, check_pass
 from stillroom.objectives.head_pass import HeadTask, run_pass
 from stillroom.objectives.kernel import KernelName, choose_kernel
 from stillroom.objectives.products import chunk_size
-from stillroom.objectives.sparse import check_pair, kind_of, select_rows
+from stillroom.objectives.sparse import select_rows
 from stillroom.types import IGNORED, DenseSignal, HeadWeights, SampledSignal, Signal, StudentView, Term, TopKSignal
 
 Weight = float | Tensor
@@ -61,6 +64,7 @@ class HeadLoss:
     loss: Tensor
     terms: Mapping[str, Term]
     counters: Mapping[str, Tensor]
+    fallback: Term | None = None  # cross-entropy of the rows that had no usable teacher, which carries their kd weight
 
 
 def fused_head_loss(
@@ -73,8 +77,9 @@ def fused_head_loss(
     ce_weight: float = 0.5,
     divergence: str | Divergence = "forward_kl",
     temperature: float = 2.0,
-    beta: float = 0.5,
-    alpha: float = 0.1,
+    beta: float | None = None,
+    alpha: float | None = None,
+    interpolation: float | None = None,
     top_k: int = 0,
     chunk_tokens: int = 512,
     token_weights: Tensor | None = None,
@@ -84,38 +89,56 @@ def fused_head_loss(
     student_softcap: float | None = None,
     vocab_size: int | None = None,
     kernel: KernelName = "auto",
+    validate: bool = True,
 ) -> HeadLoss:
-    """Mean over scored positions of kd_weight * T^2 D(teacher, student) + ce_weight * cross-entropy.
+    """Mean over scored positions of token_weight * (kd_weight * T^2 D(teacher, student) + ce_weight * cross-entropy).
 
-    `labels` [N] are already shifted; those of -100 are dropped before the head. `beta` belongs to jsd, `alpha` to
-    the skewed divergences. `vocab_size` is the real vocabulary where the weight has padding rows. `top_k` > 0 sees a
-    dense teacher through its k likeliest tokens and the mass of the rest. `chunk_tokens` 0 chooses.
+    `student_hidden` is [N, D] (or [..., D], and what belongs to positions then has the same leading axes or is flat),
+    `student_weight` [V, D]. `labels` [N] are already shifted; those of -100 are dropped before the head. Positions
+    whose `token_weights` [N] are 0 are dropped too, but counted. `vocab_size` is the real vocabulary where the weight
+    has padding rows. `top_k` > 0 sees a dense teacher through its k likeliest tokens and the mass of the rest.
+    `chunk_tokens` 0 chooses. With nothing to score the loss is 0 and so are its gradients.
+
+    Settings of a divergence that is given by name: `beta` of jsd (0.5) and alpha_beta (0.7), `alpha` of the skewed ones
+    (0.1) and alpha_beta (0.2), `interpolation` of taid (1, the teacher itself). Other divergences do not read them.
+
+    A teacher's row that is no distribution (NaN, +inf, or nothing possible) is not distilled: its kd weight goes to its
+    cross-entropy. `terms` holds sums over positions, unweighted but for the token weights: "kd" without such rows,
+    "ce", and "fallback", the cross-entropy of such rows; loss * N = kd_weight * (kd + fallback) + ce_weight * ce.
+    `counters["bad_teacher_rows"]` says how many there were. A student's row that is not finite makes the loss so.
+
+    Gradients reach the student's tensors and a dense teacher's hidden states, not its head. There is no second
+    derivative: asking for one raises. What cannot be computed raises ConfigError: shapes, dtypes, devices and settings
+    always, values (labels and ids outside the vocabulary, repeated ids, masses that do not sum to 1, negative weights)
+    with `validate`, which reads once from the device.
     """
-    labels = labels.reshape(-1)
-    hidden = student_hidden.reshape(-1, student_hidden.shape[-1])
-    signal = _as_signal(teacher, temperature) if kd_weight != 0.0 else None
-    scored = (labels != IGNORED).nonzero().squeeze(-1)
-    if scored.numel() != labels.numel():
-        labels, hidden, signal = labels[scored], hidden.index_select(0, scored), _select(signal, scored)
-        token_weights = None if token_weights is None else token_weights.reshape(-1)[scored]
-        token_temperature = None if token_temperature is None else token_temperature.reshape(-1)[scored]
+    check_number("kd_weight", kd_weight, least=0.0)
+    check_number("ce_weight", ce_weight, least=0.0)
     head = HeadWeights(student_weight, student_bias, student_scale, student_softcap, vocab_size)
-    count = max(1, labels.numel())
-    chosen = family.make(divergence, {"beta": beta, "alpha": alpha}) if isinstance(divergence, str) else divergence
-    return score_head(
-        StudentView(hidden, head),
-        signal,
-        labels,
-        kd_weight=kd_weight / count,
-        ce_weight=ce_weight / count,
-        divergence=chosen,
-        temperature=temperature,
-        token_weights=token_weights,
-        token_temperature=token_temperature,
-        top_k=top_k,
-        chunk_tokens=chunk_tokens,
-        kernel=kernel,
-    )
+    signal = _as_signal(teacher, temperature) if kd_weight != 0.0 else None
+    if top_k and signal is not None and not isinstance(signal, DenseSignal):
+        raise ConfigError("top_k belongs to a dense teacher; this one has its tokens already", where="top_k",
+                          advice=["leave top_k out"])  # fmt: skip
+    chosen = _chosen(divergence, {"beta": beta, "alpha": alpha, "interpolation": interpolation})
+    given = _flattened(student_hidden, labels, signal, token_weights, token_temperature)
+    options: dict[str, Any] = {"divergence": chosen, "temperature": temperature, "top_k": top_k}
+    options["chunk_tokens"] = chunk_tokens
+    check_pass(given.view(head), given.signal, given.labels, token_weights=given.weights,
+               token_temperature=given.temperatures, **options)  # fmt: skip
+    places = (given.labels != IGNORED).nonzero().squeeze(-1)
+    scored = given.select(places)
+    count = scored.labels.numel()
+    if scored.weights is not None:  # a row that weighs nothing may hold anything: NaN too
+        kept = (scored.weights != 0).nonzero().squeeze(-1)
+        scored, places = scored.select(kept), places[kept]
+    if validate:
+        check_values(scored.labels, scored.signal, scored.weights, scored.temperatures, head.num_real, places)
+    result = score_head(
+        scored.view(head), scored.signal, scored.labels,
+        kd_weight=kd_weight / max(1, count), ce_weight=ce_weight / max(1, count),
+        token_weights=scored.weights, token_temperature=scored.temperatures, kernel=kernel, **options,
+    )  # fmt: skip
+    return _with_fallback(result, count - scored.labels.numel())
 
 
 def score_head(
@@ -144,10 +167,15 @@ def score_head(
     `rest_to_label` and `label_margin` change what the teacher says with the label's help: see `RowPlan`.
     """
     has_kd, has_ce = not _is_zero(kd_weight), not _is_zero(ce_weight)
+    if has_kd and (signal is None or divergence is None):
+        raise ConfigError(
+            "a kd weight needs a divergence and a teacher's signal", advice=["pass both, or a kd weight of 0"]
+        )
     signal = signal if has_kd else None
+    check_pass(view, signal, targets, divergence, temperature, token_weights, token_temperature, top_k, chunk_tokens)
     if has_kd:
-        _check(view.head, signal, divergence, temperature, token_temperature, top_k)
-        _check_labels(signal, top_k, rest_to_label, label_margin)
+        check_labels(signal, top_k, rest_to_label, label_margin)
+    targets, signal = targets.long(), _with_long_ids(signal)
     ones = torch.ones(targets.shape, dtype=work_dtype(view.hidden, view.head.weight), device=view.hidden.device)
     weigh = ones if token_weights is None else ones * token_weights
     kd_weigh = weigh if kd_token_weights is None else weigh * kd_token_weights
@@ -177,12 +205,14 @@ def score_head(
         corrected=None if label_margin is None else torch.zeros_like(ones),
     )
     loss, kd, ce, is_bad = run_pass(view.hidden, view.head.weight, view.head.bias, teacher_hidden, task)
-    terms = {}
+    terms, fallback = {}, None
     if has_kd:
-        terms["kd"] = Term(masked_sum(kd * kd_weigh, kd_weigh != 0), (~is_bad).sum().to(ones.dtype))
+        num_bad = is_bad.sum().to(ones.dtype)
+        terms["kd"] = Term(masked_sum(kd * kd_weigh, kd_weigh != 0), targets.numel() - num_bad)
+        fallback = Term(masked_sum(ce * kd_weigh, is_bad & (kd_weigh != 0)), num_bad)
     if has_ce:
         terms["ce"] = Term(masked_sum(ce * weigh, weigh != 0), ones.sum())
-    return HeadLoss(loss, terms, {"bad_teacher_rows": is_bad.sum(), **_filled_counters(task)})
+    return HeadLoss(loss, terms, {"bad_teacher_rows": is_bad.sum(), **_filled_counters(task)}, fallback)
 
 
 def _filled_counters(task: HeadTask) -> dict[str, Tensor]:
@@ -211,64 +241,77 @@ def _as_signal(teacher: Teacher | None, temperature: float) -> Signal | None:
     return teacher
 
 
-def _select(signal: Signal | None, scored: Tensor) -> Signal | None:
-    if isinstance(signal, DenseSignal):
-        return replace(signal, hidden=signal.hidden.index_select(0, scored))
-    return None if signal is None else select_rows(signal, scored)
+def _with_long_ids(signal: Signal | None) -> Signal | None:
+    return replace(signal, ids=signal.ids.long()) if isinstance(signal, TopKSignal | SampledSignal) else signal
 
 
-def _check_labels(signal: Signal | None, top_k: int, rest_to_label: bool, label_margin: float | None) -> None:
-    """Labels can complete what a sparse teacher says, or correct what a whole one says."""
-    is_sparse = isinstance(signal, TopKSignal) or (isinstance(signal, DenseSignal) and top_k > 0)
-    if rest_to_label and not is_sparse:
-        raise ConfigError(
-            "a teacher that says everything leaves nothing over for the label",
-            advice=["set objectives.kd.top_k above 0", "set objectives.kd.on_wrong_teacher = 'mft'"],
-        )
-    if label_margin is None:
-        return
-    if is_sparse or not isinstance(signal, DenseSignal):
-        raise ConfigError(
-            "the label can lead only where the teacher's whole row is at hand",
-            advice=["set objectives.kd.top_k = 0", "set objectives.kd.on_wrong_teacher = 'label_residual'"],
-        )
-    if signal.hidden.requires_grad:
-        raise ConfigError(
-            "a teacher that is being trained is corrected by its own truth term",
-            advice=["set objectives.kd.on_wrong_teacher = 'keep'"],
+def _chosen(divergence: str | Divergence, settings: Mapping[str, float | None]) -> Divergence:
+    if not isinstance(divergence, str):
+        return divergence
+    return family.make(divergence, {name: value for name, value in settings.items() if value is not None})
+
+
+def _with_fallback(result: HeadLoss, num_weightless: int) -> HeadLoss:
+    """The result with its fallback among the terms; positions of weight 0 add nothing to a sum, and count."""
+    terms = {name: Term(term.total, term.count + num_weightless) for name, term in result.terms.items()}
+    if result.fallback is not None:
+        terms["fallback"] = result.fallback
+    return replace(result, terms=terms)
+
+
+# -- what a caller gives for each position -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Positions:
+    hidden: Tensor  # [N, D]
+    labels: Tensor  # [N]
+    signal: Signal | None
+    weights: Tensor | None  # [N]
+    temperatures: Tensor | None  # [N]
+
+    def view(self, head: HeadWeights) -> StudentView:
+        return StudentView(self.hidden, head)
+
+    def select(self, index: Tensor) -> _Positions:
+        """The positions of an ascending index."""
+        if index.numel() == self.labels.numel():
+            return self
+        signal = self.signal
+        if isinstance(signal, DenseSignal):
+            signal = replace(signal, hidden=signal.hidden.index_select(0, index))
+        elif signal is not None:
+            signal = select_rows(signal, index)
+        return _Positions(
+            self.hidden.index_select(0, index),
+            self.labels[index],
+            signal,
+            None if self.weights is None else self.weights[index],
+            None if self.temperatures is None else self.temperatures[index],
         )
 
 
-def _check(
-    head: HeadWeights,
-    signal: Signal | None,
-    divergence: Divergence | None,
-    temperature: float,
-    token_temperature: Tensor | None,
-    top_k: int,
-) -> None:
-    """Refuse what the pass cannot compute, with what to do instead."""
-    if signal is None or divergence is None:
-        raise ConfigError(
-            "a kd weight needs a divergence and a teacher's signal", advice=["pass both, or a kd weight of 0"]
-        )
-    if not LEAST_TEMPERATURE <= temperature < math.inf:
-        raise ConfigError(f"temperature is {temperature:g}", advice=[f"{LEAST_TEMPERATURE:g} or above; 1 is neutral"])
-    if isinstance(signal, DenseSignal):
-        if signal.head.num_real != head.num_real:
-            raise ConfigError(
-                f"teacher has {signal.head.num_real:,} tokens, student {head.num_real:,}",
-                advice=["if the difference is padding, give both the real vocabulary as vocab_size"],
-            )
-        if top_k and signal.hidden.requires_grad:
-            raise ConfigError(
-                "a teacher that is being trained needs its whole distribution",
-                advice=["set objectives.kd.top_k = 0", "detach the teacher's hidden states"],
-            )
-        return
-    if token_temperature is not None:
-        raise ConfigError(
-            "stored teacher answers have one temperature, not one for each token",
-            advice=["leave token_temperature out", "use the live teacher"],
-        )
-    check_pair(kind_of(signal), divergence.name, temperature, signal.temperature)
+def _flattened(
+    hidden: Tensor, labels: Tensor, signal: Signal | None, weights: Tensor | None, temperatures: Tensor | None
+) -> _Positions:
+    """Leading axes like those of the student's hidden states as one; anything else is left for `check_pass` to name."""
+    if not isinstance(hidden, Tensor) or hidden.ndim == 0:
+        raise ConfigError(f"student_hidden is a {type(hidden).__name__} without axes", where="student_hidden",
+                          advice=["hidden states [N, D] at the positions of the labels"])  # fmt: skip
+    leading = hidden.shape[:-1]
+
+    def flat(tensor: Any, num_own: int = 0) -> Any:
+        if not isinstance(tensor, Tensor) or tensor.shape[: tensor.ndim - num_own] != leading:
+            return tensor
+        return tensor.reshape(math.prod(leading), *tensor.shape[tensor.ndim - num_own :])
+
+    match signal:
+        case DenseSignal():
+            signal = replace(signal, hidden=flat(signal.hidden, 1))
+        case TopKSignal():
+            signal = replace(signal, ids=flat(signal.ids, 1), log_probs=flat(signal.log_probs, 1),
+                             tail_log_mass=flat(signal.tail_log_mass))  # fmt: skip
+        case SampledSignal():
+            signal = replace(signal, ids=flat(signal.ids, 1), weights=flat(signal.weights, 1),
+                             entropy=flat(signal.entropy))  # fmt: skip
+    return _Positions(flat(hidden, 1), flat(labels), signal, flat(weights), flat(temperatures))

@@ -19,6 +19,7 @@ from torch import Tensor
 from stillroom.numerics import masked_sum, work_dtype
 from stillroom.objectives.base import RowKernel, RowPlan, Rows, TeacherRows
 from stillroom.objectives.products import GivenLogits, Products
+from stillroom.objectives.second import only_once
 from stillroom.objectives.sparse import select_rows
 from stillroom.types import DenseSignal, HeadWeights, SampledSignal, Signal, TopKSignal
 
@@ -67,11 +68,12 @@ class _HeadPass(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        results = (
-            None if gradient is None else _multiplied(gradient, upstream[0]).to(dtype)
-            for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        )
-        return (*results, None)
+        with torch.no_grad():
+            results = [
+                None if gradient is None else _multiplied(gradient, upstream[0]).to(dtype)
+                for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+            ]
+        return (*only_once(results), None)
 
 
 def _multiplied(gradient: Tensor, upstream: Tensor) -> Tensor:

@@ -4,8 +4,8 @@ The build takes about two seconds. It is done when first asked for and not in th
 run uses depends on the machine and not on timing: a resumed run must repeat its numbers to the last bit.
 
 The library's name holds a hash of everything it was made from (source, flags, compiler, processor, torch), so a stale
-one is never loaded. OpenMP calls are left unresolved on purpose: they bind to the runtime that torch has loaded, and
-the two share one pool of threads.
+one is never loaded, and its own checksum, without which none is (`kernel_cache.py`). OpenMP calls are left unresolved
+on purpose: they bind to the runtime that torch has loaded, and the two share one pool of threads.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
+from stillroom.objectives.kernel_cache import choose_folder, fault_of, find, keep
 
 _SOURCE = Path(__file__).with_name("native")
 _COMMON = ("-std=c++17", "-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
@@ -47,20 +49,24 @@ def build() -> Built:
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", "g++"), "c++", "clang++"))), None)
     if compiler is None:
         return Built(None, "no C++ compiler found (g++, c++, clang++)")
-    path = _cache_folder() / f"rows-{_fingerprint(compiler)}.so"
-    if path.is_file():
-        return Built(path, f"built earlier: {path}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        return _compile(compiler, path)
+        folder, doubt = choose_folder()
+    except OSError as error:
+        return Built(None, f"no folder to build in: {error}")
+    try:
+        stem = f"rows-{_fingerprint(compiler)}"
+        path, damage = find(folder, stem)
+        built = Built(path, f"built earlier: {path}") if path else _compile(compiler, folder, stem)
     except (OSError, subprocess.SubprocessError) as error:
-        return Built(None, f"cannot build into {path.parent}: {error}")
+        return Built(None, f"cannot build into {folder}: {error}")
+    place = f"kept in {folder}, because {doubt}" if doubt else ""
+    return Built(built.path, "; ".join(filter(None, (built.reason, damage, place))))
 
 
-def _compile(compiler: str, path: Path) -> Built:
+def _compile(compiler: str, folder: Path, stem: str) -> Built:
     complaint = ""
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as folder:
-        made = Path(folder) / "rows.o", Path(folder) / "rows.so"
+    with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as scratch:
+        made = Path(scratch) / "rows.o", Path(scratch) / "rows.so"
         for flags in _ATTEMPTS:
             # Linked without -fopenmp, so that no second OpenMP runtime comes in.
             for command in (
@@ -72,14 +78,10 @@ def _compile(compiler: str, path: Path) -> Built:
                     complaint = done.stderr.strip().partition("\n")[0]
                     break
             else:
-                made[1].replace(path)  # whole or not at all: other processes may be building too
-                return Built(path, f"built with {Path(compiler).name}")
+                path = keep(made[1], folder, stem)
+                fault = fault_of(path)  # a full disk may say nothing
+                return Built(None, f"{path} {fault}") if fault else Built(path, f"built with {Path(compiler).name}")
     return Built(None, f"{Path(compiler).name} failed: {complaint}")
-
-
-def _cache_folder() -> Path:
-    home = os.environ.get("STILLROOM_CACHE") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "stillroom" / "kernels"
 
 
 def _fingerprint(compiler: str) -> str:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from stillroom.objectives import divergence as family
 from stillroom.objectives.base import Divergence, Logits, RowPlan, Rows, TeacherRows
-from stillroom.objectives.kernel_plain import PlainKernel, finish
-from stillroom.objectives.sparse import give_rest_to_label, keep_top_k
+from stillroom.objectives.kernel_plain import PlainKernel, finish, outside_vocabulary
+from stillroom.objectives.sparse import give_rest_to_label, keep_top_k, without_empty_tail
 from stillroom.types import SampledSignal, TopKSignal
 
 
@@ -50,6 +50,7 @@ class _Job(ctypes.Structure):
         ("kind", ctypes.c_int32),
         ("divergence", ctypes.c_int32),
         ("place", ctypes.c_float),
+        ("rest", ctypes.c_float),
         ("has_ce", ctypes.c_int32),
         ("wants_gradient", ctypes.c_int32),
     )
@@ -77,44 +78,54 @@ class CompiledKernel:
             return
         if isinstance(teacher, Logits) and plan.top_k:
             teacher = keep_top_k(finish(teacher), plan.top_k, rows.temperatures)
-        if isinstance(teacher, TopKSignal) and plan.rest_to_label:
-            teacher = give_rest_to_label(teacher, rows.targets)
+        if isinstance(teacher, TopKSignal):
+            teacher = without_empty_tail(teacher, raw.shape[1])
+            if plan.rest_to_label:
+                teacher = give_rest_to_label(teacher, rows.targets)
         job, kept_alive = _job(student, teacher, rows, plan, code)
         status = self._run(ctypes.byref(job))
         del kept_alive  # the job holds bare addresses: the tensors behind them had to outlive the call
         if status != 0:
-            raise IndexError(f"a target or a teacher's id lies outside the vocabulary of {raw.shape[1]:,} tokens")
+            raise outside_vocabulary(raw.shape[1])
 
 
 def _job(
     student: Logits, teacher: TeacherRows | None, rows: Rows, plan: RowPlan, code: tuple[int, float]
 ) -> tuple[_Job, list[Tensor]]:
-    """The call's arguments, and the tensors they point into."""
+    """The call's arguments, and the tensors they point into. Each has the length that the loops will read."""
     kept_alive: list[Tensor] = []
+    num_rows, num_columns = student.raw.shape
 
-    def address(tensor: Tensor, dtype: torch.dtype = torch.float32) -> int:
+    def address(tensor: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> int:
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"rows of the head: a tensor of shape {list(tensor.shape)} instead of {list(shape)}")
         tensor = tensor.to(dtype).contiguous()
         kept_alive.append(tensor)
         return tensor.data_ptr()
 
     def head(logits: Logits) -> _Head:
-        bias = None if logits.bias is None else address(logits.bias)
+        if tuple(logits.raw.shape) != (num_rows, num_columns) or logits.raw.stride(1) != 1:
+            raise ValueError(
+                f"rows of the head: logits of shape {list(logits.raw.shape)} beside {list(student.raw.shape)}"
+            )
+        bias = None if logits.bias is None else address(logits.bias, num_columns)
         return _Head(logits.raw.data_ptr(), logits.raw.stride(0), bias, logits.scale, logits.softcap or 0.0)
 
     job = _Job(
-        num_rows=student.raw.shape[0],
-        num_columns=student.raw.shape[1],
+        num_rows=num_rows,
+        num_columns=num_columns,
         num_threads=torch.get_num_threads(),
         student=head(student),
-        targets=address(rows.targets, torch.int64),
-        temperatures=address(rows.temperatures),
-        kd_weights=address(rows.kd_weights),
-        ce_weights=address(rows.ce_weights),
+        targets=address(rows.targets, num_rows, dtype=torch.int64),
+        temperatures=address(rows.temperatures, num_rows),
+        kd_weights=address(rows.kd_weights, num_rows),
+        ce_weights=address(rows.ce_weights, num_rows),
         kd=rows.kd.data_ptr(),
         ce=rows.ce.data_ptr(),
         is_bad=rows.is_bad.data_ptr(),
         divergence=code[0],
         place=code[1],
+        rest=1.0 - code[1],
         has_ce=plan.has_ce,
         wants_gradient=plan.wants_student,
     )
@@ -122,9 +133,10 @@ def _job(
         job.kind, job.teacher = _DENSE, head(teacher)
     elif teacher is not None:
         job.kind = _TOP_K if isinstance(teacher, TopKSignal) else _SAMPLED
-        job.num_kept, job.ids = teacher.ids.shape[1], address(teacher.ids, torch.int64)
-        job.values = address(teacher.weights if isinstance(teacher, SampledSignal) else teacher.log_probs)
-        job.side = address(teacher.entropy if isinstance(teacher, SampledSignal) else teacher.tail_log_mass)
+        kept = num_rows, teacher.ids.shape[-1]
+        job.num_kept, job.ids = kept[1], address(teacher.ids, *kept, dtype=torch.int64)
+        job.values = address(teacher.weights if isinstance(teacher, SampledSignal) else teacher.log_probs, *kept)
+        job.side = address(teacher.entropy if isinstance(teacher, SampledSignal) else teacher.tail_log_mass, num_rows)
     return job, kept_alive
 
 
@@ -141,12 +153,12 @@ def _code_of(divergence: Divergence | None) -> tuple[int, float] | None:
         case family.ReverseKL():
             return 1, 0.0
         case family.JensenShannon(beta):
-            return 2, beta
+            return 2 if beta <= 0.5 else 3, beta
         case family.SkewForwardKL(alpha):
-            return 3, alpha
-        case family.SkewReverseKL(alpha):
             return 4, alpha
+        case family.SkewReverseKL(alpha):
+            return 5 if alpha <= family.STEEP else 6, alpha
         case family.TotalVariation():
-            return 5, 0.0
+            return 7, 0.0
         case _:
             return None

@@ -13,10 +13,19 @@ import math
 import torch
 from torch import Tensor
 
+from stillroom.errors import DataError
 from stillroom.numerics import Softmax, softcap, softcap_slope
 from stillroom.objectives.base import Logits, RowPlan, Rows, TeacherRows
 from stillroom.objectives.divergence import softmax_pullback, student_gradient
-from stillroom.objectives.sparse import KdRows, give_rest_to_label, keep_top_k, sampled_rows, select_rows, topk_rows
+from stillroom.objectives.sparse import (
+    KdRows,
+    give_rest_to_label,
+    keep_top_k,
+    sampled_rows,
+    select_rows,
+    topk_rows,
+    without_empty_tail,
+)
 from stillroom.types import SampledSignal, TopKSignal
 
 _BLOCK_ELEMENTS = 1 << 19  # 2 MB of FP32 for each temporary
@@ -34,10 +43,28 @@ class PlainKernel:
         block = num_rows  # a GPU has no such cache, and each launch costs
         if student.raw.device.type == "cpu":
             _keep_freed_memory()
+            _check_inside(rows.targets, teacher, num_tokens)
             block = max(1, _BLOCK_ELEMENTS // num_tokens)
         for start in range(0, num_rows, max(1, block)):
             part = slice(start, min(start + block, num_rows))
             _run_block(student.rows(part), _teacher_rows(teacher, part), rows.rows(part), plan)
+
+
+def _check_inside(targets: Tensor, teacher: TeacherRows | None, num_tokens: int) -> None:
+    """Main memory is read for nothing; a GPU raises by itself, later and with less to say."""
+    ids = [targets] if teacher is None or isinstance(teacher, Logits) else [targets, teacher.ids]
+    for tensor in ids:
+        numbers = tensor.numpy()
+        if numbers.size and not 0 <= numbers.min() <= numbers.max() < num_tokens:
+            raise outside_vocabulary(num_tokens)
+
+
+def outside_vocabulary(num_tokens: int) -> DataError:
+    return DataError(
+        f"a label or an id of the teacher lies outside the vocabulary of {num_tokens:,} tokens",
+        where="labels, teacher.ids",
+        advice=["data, teacher and student must have one tokenizer", "vocab_size may be too small"],
+    )
 
 
 @functools.cache
@@ -96,6 +123,7 @@ def _kd_rows(logits: Tensor, own: Softmax, teacher: TeacherRows, rows: Rows, pla
             return _dense_rows(own, teacher, rows, plan)
         teacher = keep_top_k(finish(teacher), plan.top_k, rows.temperatures)
     if isinstance(teacher, TopKSignal):
+        teacher = without_empty_tail(teacher, logits.shape[-1])
         if plan.rest_to_label:
             teacher = give_rest_to_label(teacher, rows.targets)
         return topk_rows(logits, teacher, rows.temperatures, plan.divergence, wants_gradient=plan.wants_student)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from stillroom.config.objectives import ObjectivesConfig
-from stillroom.config.sections import Ramp
+from stillroom.config.objectives import KdConfig, ObjectivesConfig
+from stillroom.config.sections import Ramp, ends
 from stillroom.errors import ConfigError
 from stillroom.objectives import divergence as family
 from stillroom.objectives import tokens
@@ -58,7 +58,8 @@ class Mix:
         self.inner = inner or Inner({}, nn.ModuleDict())
         self._clamps = clamps or Clamps()
         self._kernel: KernelName = kernel or config.kernel
-        family.make(config.kd.divergence)  # an unknown name is refused when the run is built
+        for settings in _extremes(config.kd):  # an unknown name, or a ramp that ends nowhere, is refused here
+            family.make(config.kd.divergence, settings)
 
     def check_signal(self, kind: SignalKind, stored_temperature: float = 1.0) -> None:
         """Refuse, when the run is built, what a cached signal of this kind cannot serve."""
@@ -166,6 +167,12 @@ class Mix:
         if strength == 0.0:
             return Emphasis(weights)
         return Emphasis(weights, tokens.temperatures(hellinger, sequences, temperature, strength))
+
+
+def _extremes(kd: KdConfig) -> list[dict[str, float]]:
+    """The settings of the divergence at the two ends of whatever moves."""
+    names = _SETTINGS.get(kd.divergence, ())
+    return [{name: ends(getattr(kd, name))[place] for name in names} for place in (0, -1)]
 
 
 def _share(lesson: Lesson, counts: Mapping[str, float], term: str) -> float:

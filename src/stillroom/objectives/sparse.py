@@ -3,7 +3,8 @@
 Top-k + tail. The K kept tokens and one bucket for all others are two (K+1)-way distributions; any divergence of
 the family applies to them, and by the data-processing inequality bounds the full one from below. The kept
 values are never renormalised: that would teach the student that the tail is impossible. A pulled-back slope h
-of the (K+1)-way problem reaches the V logits as h_k at a kept token and as h_tail * q_j / q_tail at another.
+of the (K+1)-way problem reaches the V logits as h_k at a kept token and as h_tail * q_j / q_tail at another. Where all
+tokens are kept (K = V) no token is left for the tail, and its stored mass is not used.
 
 Samples (RS-KD, Anshumann et al. 2025). weights / sum is an unbiased estimate of the teacher, hence unbiased for
 what is linear in the teacher: forward KL. The stored entropy makes the value a KL and not a cross-entropy.
@@ -72,6 +73,13 @@ def keep_top_k(teacher_logits: Tensor, top_k: int, temperatures: Tensor) -> TopK
     ids = scaled.topk(min(top_k, scaled.shape[-1]), dim=-1).indices
     kept, tail, _ = head_and_tail(scaled, ids)
     return TopKSignal(ids, kept, tail, temperature=math.nan)  # at the rows' own temperatures
+
+
+def without_empty_tail(signal: TopKSignal, num_tokens: int) -> TopKSignal:
+    """The signal with a tail of no mass where every token was kept: what was stored for it is rounding."""
+    if signal.ids.shape[-1] < num_tokens:
+        return signal
+    return replace(signal, tail_log_mass=torch.full_like(signal.tail_log_mass, -math.inf))
 
 
 def give_rest_to_label(signal: TopKSignal, targets: Tensor) -> TopKSignal:

@@ -15,7 +15,7 @@ from torch import Tensor
 from stillroom.numerics import Softmax, head_and_tail, work_dtype
 from stillroom.objectives.kernel_plain import finish
 from stillroom.objectives.products import GivenLogits, Products, chunk_size
-from stillroom.objectives.sparse import keep_top_k, select_rows
+from stillroom.objectives.sparse import keep_top_k, select_rows, without_empty_tail
 from stillroom.types import DenseSignal, HeadWeights, Signal, StudentView, TopKSignal
 
 
@@ -68,6 +68,7 @@ def _distance(one: Tensor, other: Tensor) -> Tensor:
 
 
 def _kept_distance(logits: Tensor, kept: TopKSignal, temperature: float) -> Tensor:
+    kept = without_empty_tail(kept, logits.shape[-1])
     head, tail, _ = head_and_tail(logits / temperature, kept.ids)
     student = torch.cat((head, tail[:, None]), -1).exp()
     return _distance(student, torch.cat((kept.log_probs, kept.tail_log_mass[:, None]), -1).to(logits.dtype).exp())

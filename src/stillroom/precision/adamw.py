@@ -18,6 +18,7 @@ from torch.optim.adamw import adamw as adamw_update
 from stillroom.precision.storage import Moment, Storage
 
 _BUCKET_ELEMENTS = 1 << 22
+COUNTS = "num_updates"  # in a checkpoint: the updates of each parameter, in the order of the groups
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class _Cell:
     first: Moment
     second: Moment
     decay: float
+    num_updates: Tensor  # of this parameter, a scalar that the update itself counts up
     sums_in_fp32: bool = False
     accumulated: Tensor | None = None  # FP32 sum over micro-batches, where the parameter's own would be FP16
 
@@ -78,6 +80,12 @@ class AdamW:
         self.seed = seed
         self.num_updates = 0
         self.rates = {group.name: group.learning_rate for group in groups}
+        first = next(parameter for group in groups for _name, parameter in group.parameters)
+        self._generator = torch.Generator(device=first.device)
+        # A parameter that no batch used so far has had no update: counted with the others, its first would be 0.45 of
+        # what it should be after a hundred of theirs.
+        self._counts = torch.zeros(sum(len(group.parameters) for group in groups), device=first.device)
+        counts = iter(self._counts.unbind())
         self.cells: dict[str, list[_Cell]] = {}
         for group in groups:
             self.cells[group.name] = []
@@ -85,11 +93,9 @@ class AdamW:
                 storage = store(name, parameter)
                 # Biases and norm weights are not decayed: pulling a gain towards zero is not regularisation.
                 decay = weight_decay if parameter.ndim >= 2 else 0.0
-                self.cells[group.name].append(
-                    _Cell(name, storage, Moment(parameter, moment_dtype), Moment(parameter, moment_dtype), decay)
-                )
-        first = next(cell for cells in self.cells.values() for cell in cells)
-        self._generator = torch.Generator(device=first.parameter.device)
+                first_moment, second_moment = Moment(parameter, moment_dtype), Moment(parameter, moment_dtype)
+                cell = _Cell(name, storage, first_moment, second_moment, decay, next(counts))
+                self.cells[group.name].append(cell)
 
     # -- gradients ---------------------------------------------------------------------------------------
 
@@ -177,14 +183,13 @@ class AdamW:
         torch._foreach_mul_(gradients, factor)
         first = [cell.first.read() for cell in bucket]
         second = [cell.second.read() for cell in bucket]
-        steps = list(torch.full((len(bucket),), float(self.num_updates), device=weights[0].device).unbind())
         adamw_update(
             weights,
             gradients,
             first,
             second,
             [],
-            steps,
+            [cell.num_updates for cell in bucket],
             fused=True,
             amsgrad=False,
             beta1=self.betas[0],
@@ -207,9 +212,14 @@ class AdamW:
             for cell in self._all_cells():
                 cell.storage.refresh()
 
+    def moments(self) -> Iterator[Tensor]:
+        for cell in self._all_cells():
+            yield cell.first.values
+            yield cell.second.values
+
     def tensors(self) -> dict[str, Tensor]:
         """Everything a checkpoint needs beside the weights, under stable names."""
-        found: dict[str, Tensor] = {}
+        found: dict[str, Tensor] = {COUNTS: self._counts}
         for cell in self._all_cells():
             found[f"{cell.name}.first"] = cell.first.values
             found[f"{cell.name}.second"] = cell.second.values
@@ -219,7 +229,9 @@ class AdamW:
 
     @torch.no_grad()
     def load_tensors(self, saved: Mapping[str, Tensor]) -> None:
+        """Put a saved state back, `num_updates` first: a checkpoint without counts has one for all parameters."""
         mine = self.tensors()
+        saved = {COUNTS: torch.full_like(self._counts, self.num_updates), **saved}
         if set(mine) != set(saved):
             odd = sorted(set(mine) ^ set(saved))[:3]
             raise ValueError(f"optimizer state of other parameters or another precision: {', '.join(odd)}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -89,6 +90,10 @@ class Precision:
         """Something overflowed: try again with a smaller scale."""
         if self.scales_loss:
             self.scaler = self.scaler.after_overflow()
+
+    def start_at(self, scale: float) -> None:
+        """Begin with a scale that was found by a probe; nothing is counted as good or bad by it."""
+        self.scaler = replace(self.scaler, scale=scale, good_steps=0)
 
     @property
     def loss_scale(self) -> float:

@@ -20,6 +20,7 @@ from stillroom.telemetry.wording import (
     format_percent,
     format_result,
 )
+from stillroom.yardsticks import MIN_DOCUMENTS
 
 MAX_GUARD_ROWS = 60
 MAX_SAMPLES = 12
@@ -71,7 +72,9 @@ def yardsticks_table(run: RunRecord) -> Html | None:
         "error: how far confidence and accuracy of the likeliest token lie apart."
     )
     scored, held_out = as_number(run.result("student").get("documents")), _num_held_out(run)
-    if scored is not None:
+    if scored is not None and scored < MIN_DOCUMENTS:
+        told += f" {format_count(scored)} held-out documents are too few for an interval: it takes {MIN_DOCUMENTS}."
+    elif scored is not None:
         documents = f"{format_count(scored)} held-out documents"
         if held_out is not None and scored < held_out:
             documents = f"{format_count(scored)} of {format_count(held_out)} held-out documents, those that were scored"

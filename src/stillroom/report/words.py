@@ -40,7 +40,9 @@ def _how_it_ended(run: RunRecord) -> list[str]:
     if not status:
         return [f"The run did not finish: its record breaks off at {place}."]
     code_part = f" (exit code {code:.0f})" if code else ""
-    reason = clean(run.end.get("reason") or "").rstrip(".")
+    reason = clean(run.end.get("reason") or run.summary.get("reason") or "").rstrip(".")
+    if status == "diverged":
+        return [f"The run took all its steps and got worse{code_part}: {reason}."]
     if reason:
         return [f"The run did not finish: it ended at {place}{code_part}.", f"The reason given: {reason}."]
     return [f"The run did not finish: it ended as \u201c{status}\u201d at {place}{code_part}."]

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from stillroom.errors import BrokenAtStart
 from stillroom.models.routers import Gate, find_gates
 from stillroom.precision import AdamW, LossScale, ParameterGroup
+from stillroom.precision.adamw import COUNTS
 from stillroom.precision.storage import Direct
 
 _FORMAT = 1
@@ -179,6 +180,8 @@ class TrainedGates:
     def load(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any], *, keeps_history: bool = False) -> None:
         """Put a saved state back. After a rollback, what was skipped and mended stays counted."""
         living = self.tensors()
+        counts = f"optimizer.{COUNTS}"  # not in a checkpoint that has one count for all gates
+        tensors = {counts: torch.full_like(living[counts], int(state["num_updates"])), **tensors}
         if set(living) != set(tensors):
             odd = sorted(set(living) ^ set(tensors))[:3]
             raise ValueError(f"the saved router has other tensors: {', '.join(odd)}")

@@ -30,7 +30,7 @@ class LiveTeacher:
         self.device = device
         self.offload = offload
         self.is_described = is_described
-        self._blocks = probe.layers(model)
+        self._blocks = probe.layers_if_any(model)
         self._visits = 0
         if not offload:
             model.to(device)

@@ -53,12 +53,14 @@ def quiz_direction(student: Student, optimizer: AdamW, precision: Precision, qui
             view, None, targets, kd_weight=0.0, ce_weight=1.0 / max(targets.numel(), 1), divergence=None
         )
         precision.backward(scored.loss)
-    correction = 1.0 - optimizer.betas[1] ** optimizer.num_updates
     found = {}
     for cell in optimizer.cells["student"]:
         if cell.gradient is not None:
+            # A parameter without an update has no second moment to divide by: there the direction is 0.
+            count = cell.num_updates.double()
+            correction = 1.0 - optimizer.betas[1] ** count.clamp_min(1.0)
             spread = (cell.second.read() / correction).sqrt() + optimizer.epsilon
-            found[cell.name] = rate * (cell.gradient.float() / precision.loss_scale) / spread
+            found[cell.name] = (count > 0) * rate * (cell.gradient.float() / precision.loss_scale) / spread
     optimizer.zero_grad()
     return found
 

@@ -61,7 +61,7 @@ class RouterTeacher:
         device: torch.device,
         options: GateOptions,
         offload: bool = False,
-        is_described: bool = True,
+        is_described: bool,
         seed: int = 0,
         tell: Callable[[str], object] = lambda _text: None,
     ) -> None:
@@ -74,7 +74,7 @@ class RouterTeacher:
         self.is_frozen = False
         self.start_nll: float | None = None
         self.probed: dict[str, Any] | None = None
-        self._blocks = probe.layers(model)
+        self._blocks = probe.layers_if_any(model)
         self._is_due = False
         self._num_tokens = 0
         self._loss = torch.zeros((), device=device)

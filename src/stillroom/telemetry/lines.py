@@ -25,6 +25,7 @@ from stillroom.telemetry.wording import (
 
 NUM_SAMPLES_NAMED = 3
 SAMPLE_WIDTH = 66
+_MOSTLY = 0.9  # below this share of scored tokens, the share is told
 
 
 def _short(value: float) -> str:
@@ -74,7 +75,10 @@ def _model_line(role: str, model: Fields) -> str:
 def _data_line(split: str, data: Fields) -> str:
     label = "training data" if split == "train" else "held-out data"
     tokens, documents = show(data, f"{split}_tokens", format_count), show(data, f"{split}_documents", format_count)
-    return f"{label}  {tokens} tokens in {documents} documents"
+    targets, whole = (as_number(data.get(f"{split}_{unit}")) for unit in ("targets", "tokens"))
+    is_partly = targets is not None and whole is not None and targets < _MOSTLY * whole
+    scored = f", {show(data, f'{split}_targets', format_count)} of them scored" if is_partly else ""
+    return f"{label}  {tokens} tokens in {documents} documents{scored}"
 
 
 def first_forward_lines(event: Fields) -> list[str]:

@@ -15,6 +15,7 @@ from stillroom.telemetry.wording import (
     format_percent,
     format_result,
 )
+from stillroom.yardsticks import MIN_DOCUMENTS
 
 # The rows of the last table, as they are called in summary.json and on the screen.
 RESULT_ROWS = (
@@ -66,8 +67,16 @@ def _interval_line(student: Fields) -> list[str]:
         if show_interval(student, key, form)
     ]
     if not told:
-        return []
+        return no_interval_lines(student)
     return [f"95 % interval over {show(student, 'documents', format_count)} documents: student's {', '.join(told)}"]
+
+
+def no_interval_lines(row: Fields) -> list[str]:
+    """Why there is no interval, where the documents are too few for one."""
+    documents = as_number(row.get("documents"))
+    if documents is None or documents >= MIN_DOCUMENTS:
+        return []
+    return [f"no 95 % interval: {format_count(documents)} held-out documents are too few, it takes {MIN_DOCUMENTS}"]
 
 
 # -- a model on its own ----------------------------------------------------------------------------------
@@ -119,7 +128,10 @@ def assessment_lines(result: Fields) -> list[str]:
         for key, where in (("memory_gb", "of the process"), ("gpu_memory_gb", "on the GPU"))
         if as_number(result.get(key))
     )
-    return [*lines, f"memory  {memory}"] if memory else lines
+    lines += [f"memory  {memory}"] if memory else []
+    lines += no_interval_lines(voices[0][1]) if voices and not has_intervals else []
+    lines += [f"note  {name}: {clean(text)}" for name, row in voices for text in row.get("notes") or ()]
+    return [*lines, *(f"note  {clean(note)}" for note in items(result, "notes"))]
 
 
 # -- a quarantined batch ---------------------------------------------------------------------------------

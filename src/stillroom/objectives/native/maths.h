@@ -74,51 +74,100 @@ inline float tanh_of(float x) {
     return std::copysign(size < 0.25f ? near : far, x);
 }
 
-// -- divergences: `place` is beta or alpha ----------------------------------------------------------------------
+// log(1 + x) for x >= -1/2, accurate near 0 (Kahan): whatever 1 + x rounds away, the quotient puts back.
+inline float log1p_of(float x) {
+    const float sum = 1.0f + x;
+    return sum == 1.0f ? x : log_above_zero(sum) * (x / (sum - 1.0f));
+}
+
+// x - log(1 + x) for x > -1, accurate near 0: with s = x / (2 + x), log(1 + x) = 2 (s + s^3 / 3 + s^5 / 5 ...).
+inline float log1p_rest(float x) {
+    const float s = x / (2.0f + x), t = s * s;
+    float series = 0.0769230769f;
+    series = series * t + 0.0909090909f;
+    series = series * t + 0.1111111111f;
+    series = series * t + 0.1428571429f;
+    series = series * t + 0.2f;
+    series = series * t + 0.3333333333f;
+    return std::fabs(x) < 0.5f ? s * (x - 2.0f * t * series) : x - log_above_zero(1.0f + x);
+}
+
+// -- divergences -------------------------------------------------------------------------------------------------
+
+// beta or alpha, and 1 minus it from FP64: in FP32 that difference would be 0 near 1.
+struct Place {
+    float share, rest;
+};
 
 struct ForwardKL {
-    static inline void at(float, float lq, float p, float lp, float, float& value, float& slope) {
+    static inline void at(float, float lq, float p, float lp, const Place&, float& value, float& slope) {
         value = p > 0.0f ? p * (lp - lq) : 0.0f;
         slope = -p;
     }
 };
 
 struct ReverseKL {
-    static inline void at(float q, float lq, float, float lp, float, float& value, float& slope) {
+    static inline void at(float q, float lq, float, float lp, const Place&, float& value, float& slope) {
         const float floored = lp < kLogProbFloor ? kLogProbFloor : lp;
         value = q > 0.0f ? q * (lq - floored) : 0.0f;
         slope = value;
     }
 };
 
-inline float log_of_mixture(float mixture) { return log_above_zero(mixture < kSmallest ? kSmallest : mixture); }
+inline float at_least(float least, float x) { return x < least ? least : x; }  // NaN stays NaN
 
-struct JensenShannon {
-    static inline void at(float q, float lq, float p, float lp, float beta, float& value, float& slope) {
-        const float lm = log_of_mixture(beta * p + (1.0f - beta) * q);
-        slope = q > 0.0f ? q * (lq - lm) / beta : 0.0f;
-        value = slope + (p > 0.0f ? p * (lp - lm) / (1.0f - beta) : 0.0f);
+constexpr float kLogSmallest = -87.3365447f;
+
+// a (log a - log m) / share and b (log b - log m) / rest, m = share b + rest a, share <= 1/2: see divergence.py.
+inline void mixture_slopes(float a, float log_a, float b, float log_b, float share, float rest, float& near, float& far) {
+    const float rise = log1p_of(share * (b - a) / at_least(kSmallest, a));
+    near = -a * (rise / share);
+    far = b > 0.0f ? b * ((log_b - at_least(kLogSmallest, log_a)) - rise) / rest : 0.0f;
+}
+
+struct JensenShannonLow {  // beta <= 1/2
+    static inline void at(float q, float lq, float p, float lp, const Place& place, float& value, float& slope) {
+        float other;
+        mixture_slopes(q, lq, p, lp, place.share, place.rest, slope, other);
+        value = slope + other;
+    }
+};
+
+struct JensenShannonHigh {
+    static inline void at(float q, float lq, float p, float lp, const Place& place, float& value, float& slope) {
+        float other;
+        mixture_slopes(p, lp, q, lq, place.rest, place.share, other, slope);
+        value = slope + other;
     }
 };
 
 struct SkewForwardKL {
-    static inline void at(float q, float, float p, float lp, float alpha, float& value, float& slope) {
-        const float m = alpha * p + (1.0f - alpha) * q;
-        value = p > 0.0f ? p * (lp - log_of_mixture(m)) : 0.0f;
-        slope = m > 0.0f ? -p * ((1.0f - alpha) * q / m) : 0.0f;
+    static inline void at(float q, float, float p, float lp, const Place& place, float& value, float& slope) {
+        const float m = at_least(kSmallest, place.share * p + place.rest * q);
+        value = p > 0.0f ? p * (lp - log_above_zero(m)) : 0.0f;
+        slope = place.rest * place.rest * q * ((q - p) / m);
     }
 };
 
 struct SkewReverseKL {
-    static inline void at(float q, float lq, float p, float, float alpha, float& value, float& slope) {
-        const float m = (1.0f - alpha) * p + alpha * q;
-        value = q > 0.0f ? q * (lq - log_of_mixture(m)) : 0.0f;
-        slope = value + (m > 0.0f ? q * ((1.0f - alpha) * p / m) : 0.0f);
+    static inline void at(float q, float lq, float p, float, const Place& place, float& value, float& slope) {
+        const float m = at_least(kSmallest, place.rest * p + place.share * q);
+        value = q > 0.0f ? q * (lq - log_above_zero(m)) : 0.0f;
+        slope = value + place.share * place.rest * q * ((p - q) / m);
+    }
+};
+
+struct SteepSkewReverseKL {  // alpha near 1: alpha x / (1 + x) - log(1 + x) with x = m / q - 1 is of second order
+    static inline void at(float q, float lq, float p, float lp, const Place& place, float& value, float& slope) {
+        SkewReverseKL::at(q, lq, p, lp, place, value, slope);
+        const float x = place.rest * (p - q) / at_least(kSmallest, q);
+        const float near = log1p_rest(x) - x * ((place.rest + x) / (1.0f + x));
+        slope = std::fabs(x) < 0.5f ? q * near : slope;
     }
 };
 
 struct TotalVariation {
-    static inline void at(float q, float, float p, float, float, float& value, float& slope) {
+    static inline void at(float q, float, float p, float, const Place&, float& value, float& slope) {
         value = 0.5f * std::fabs(p - q);
         slope = q > p ? 0.5f * q : (q < p ? -0.5f * q : 0.0f);
     }

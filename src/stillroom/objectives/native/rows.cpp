@@ -33,7 +33,7 @@ struct Job {
     uint8_t* is_bad;
     int32_t kind;         // 0 no teacher, 1 dense, 2 top-k, 3 sampled
     int32_t divergence;
-    float place;          // beta or alpha
+    Place place;
     int32_t has_ce, wants_gradient;
 };
 
@@ -90,9 +90,11 @@ class Worker {
         switch (job_.divergence) {
             case 0: return distil_with<ForwardKL>(value);
             case 1: return distil_with<ReverseKL>(value);
-            case 2: return distil_with<JensenShannon>(value);
-            case 3: return distil_with<SkewForwardKL>(value);
-            case 4: return distil_with<SkewReverseKL>(value);
+            case 2: return distil_with<JensenShannonLow>(value);
+            case 3: return distil_with<JensenShannonHigh>(value);
+            case 4: return distil_with<SkewForwardKL>(value);
+            case 5: return distil_with<SkewReverseKL>(value);
+            case 6: return distil_with<SteepSkewReverseKL>(value);
             default: return distil_with<TotalVariation>(value);
         }
     }
@@ -124,7 +126,8 @@ class Worker {
         if constexpr (std::is_same_v<D, ForwardKL>) return forward_kl(t, top, value);
         const double norm = exponentials(t, top, inverse_, slope_.data(), size_).exps;
         if (!std::isfinite(norm)) return false;
-        const float p_scale = (float)(1.0 / norm), p_log_norm = (float)std::log(norm), place = job_.place;
+        const float p_scale = (float)(1.0 / norm), p_log_norm = (float)std::log(norm);
+        const Place place = job_.place;
         const float q_scale = tempered_.scale, q_log_norm = (float)tempered_.log_norm, q_top = top_, inverse = inverse_;
         const float *z = z_, *exps = tempered_.exps;
         float* slope = slope_.data();

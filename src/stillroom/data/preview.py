@@ -1,0 +1,104 @@
+"""What a run would train on, as text: each document as the model sees it, in scored and unscored pieces.
+
+The pieces are decoded from the very tokens that training reads, so nothing here can differ from a run.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from stillroom.config.schema import DataConfig
+from stillroom.data.corpus import encode_training
+from stillroom.data.encode import Encoded, Tokenizer, spell
+
+Pieces = list[tuple[str, bool]]  # (text, is scored), in reading order
+
+# Counters of what a run would not learn from, or not as the file has it.
+_LEFT_OUT = (
+    "bad_records",
+    "invalid_utf8",
+    "documents_without_tokens",
+    "empty_answers",
+    "unscored_turns",
+    "turns_not_marked_generated",
+    "unprinted_thoughts",
+    "unprinted_turns",
+    "answers_without_end_mark",
+    "ignored_tools",
+    "straddling_tokens",
+    "truncated_records",
+    "truncated_tokens",
+    "truncated_targets",
+    "rows_without_targets",
+)
+
+
+def preview(config: DataConfig, tokenizer: Tokenizer, *, num_rows: int, cuts: bool = False) -> dict[str, Any]:
+    """A summary of `config.train`, and its first `num_rows` documents in pieces (0: all).
+
+    Documents are shown whole; `cuts` shows only what `config.max_length` leaves of them. The summary always says how
+    much that is.
+    """
+    encoded, rows, tally = encode_training(config, tokenizer)
+    num_scored = int(encoded.is_scored.sum())
+    is_shown = rows.is_used if cuts else np.ones(len(encoded.ids), np.bool_)
+    shown = (_row(encoded, number, tokenizer, is_shown) for number in range(encoded.num_documents))
+    return {
+        "shapes": dict(tally.shapes),
+        "documents": encoded.num_documents,
+        "tokens": len(encoded.ids),
+        "scored_tokens": num_scored,
+        "scored_share": num_scored / max(len(encoded.ids), 1),
+        "lengths": _lengths(np.diff(encoded.bounds)),
+        "max_length": config.max_length,
+        "training_rows": len(rows),
+        "left_out": {name: tally.counters[name] for name in _LEFT_OUT if tally.counters[name]},
+        "bad_records": [{"where": bad.where, "why": bad.why} for bad in tally.bad],
+        "notes": list(tally.notes),
+        "rows": list(itertools.islice((row for row in shown if row["tokens"]), num_rows or None)),
+    }
+
+
+def _row(encoded: Encoded, number: int, tokenizer: Tokenizer, is_shown: npt.NDArray[np.bool_]) -> dict[str, Any]:
+    here = slice(int(encoded.bounds[number]), int(encoded.bounds[number + 1]))
+    ids, is_scored = encoded.ids[here][is_shown[here]].tolist(), encoded.is_scored[here][is_shown[here]].tolist()
+    return {
+        "id": encoded.names[number],
+        "tokens": len(ids),
+        "scored_tokens": sum(is_scored),
+        "pieces": token_pieces(tokenizer, ids, is_scored),
+    }
+
+
+def token_pieces(tokenizer: Tokenizer, ids: Sequence[int], is_scored: Sequence[bool]) -> Pieces:
+    """Tokens as text, cut where the score changes; joined it is what all the tokens decode to.
+
+    Some decoders drop a space at the start of what they are given, or need all bytes of a character. So a cut is
+    found by decoding the tokens up to it, as far as that agrees with the whole.
+    """
+    whole = spell(tokenizer, list(ids))
+    changes = [place for place in range(1, len(ids)) if is_scored[place] != is_scored[place - 1]]
+    cuts = [0]
+    for place in changes:
+        cuts.append(max(cuts[-1], _num_alike(spell(tokenizer, list(ids[:place])), whole)))
+    cuts.append(len(whole))
+    flags = [bool(is_scored[place]) for place in [0, *changes]] if ids else []
+    pieces = [(whole[start:end], flag) for (start, end), flag in zip(itertools.pairwise(cuts), flags, strict=False)]
+    return [(text, flag) for text, flag in pieces if text]
+
+
+def _num_alike(left: str, right: str) -> int:
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((place for place, (one, other) in pairs if one != other), min(len(left), len(right)))
+
+
+def _lengths(counts: Any) -> dict[str, int]:
+    if not len(counts):
+        return {}
+    low, middle, high, top = np.quantile(counts, [0, 0.5, 0.9, 1], method="nearest").tolist()
+    return {"shortest": int(low), "median": int(middle), "ninth_decile": int(high), "longest": int(top)}

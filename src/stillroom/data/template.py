@@ -1,0 +1,321 @@
+"""Chat templates are foreign programs: they are run in a sandbox that bounds their work and memory.
+
+A template comes with a model and may divide by zero, loop for hours or build a string of 10^10 characters. The
+environment here prints what `transformers` prints (the same sandbox, tags, filters and globals), and charges each
+loop step, call, operator and filter to a budget that grows with the length of the chat. The budget counts work and
+not time, so the same records are refused on every machine.
+
+Not bounded: parsing a template (sources above MAX_SOURCE are refused), and one built-in call over values that are
+themselves within bounds, such as sorting a list.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.exceptions import TemplateRuntimeError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
+
+from stillroom.data.records import Unusable
+
+MAX_SOURCE = 1_000_000
+_BASE_WORK, _WORK_PER_CHARACTER = 20_000_000, 200
+_BASE_SIZE, _SIZE_PER_CHARACTER = 1_000_000, 20
+_STEP = 16  # what a loop step, a call or an operator costs beside the characters it makes
+_MAX_WIDTH = 10_000  # of padding, indentation and batches
+_MAX_BITS = 100_000
+
+_WIDTH_FILTERS = frozenset({"batch", "center", "indent", "slice", "tojson", "truncate", "wordwrap"})
+_TEXT_FILTERS = _WIDTH_FILTERS | {
+    "capitalize", "e", "escape", "forceescape", "format", "join", "lower", "pprint", "replace", "string", "striptags",
+    "title", "trim", "upper", "urlencode", "urlize", "wordcount", "xmlattr",
+}  # fmt: skip
+
+
+class TooMuch(TemplateRuntimeError):
+    """The template makes more text, or takes more steps, than a chat of this length can need."""
+
+
+class Budget:
+    """What one print may still spend, and the largest value it may build."""
+
+    def __init__(self, num_characters: int) -> None:
+        self.left = _BASE_WORK + _WORK_PER_CHARACTER * num_characters
+        self.largest = _BASE_SIZE + _SIZE_PER_CHARACTER * num_characters
+
+    def spend(self, size: int = 0) -> None:
+        if size > self.largest:
+            raise TooMuch(f"it builds {size:.3g} characters, more than the {self.largest:,} allowed for this chat")
+        self.left -= _STEP + size
+        if self.left < 0:
+            raise TooMuch("it does more work than is allowed for this chat: an endless loop, or text doubled again")
+
+
+def printed_size(value: object, known: dict[int, int] | None = None) -> int:
+    """Characters of `str(value)`, about. A list that holds another one a thousand times counts it a thousand times."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, int):
+        return value.bit_length() // 3
+    if not isinstance(value, Mapping | Sequence | set | frozenset):
+        return _STEP
+    known = {} if known is None else known
+    if id(value) not in known:
+        known[id(value)] = 0  # a value inside itself is printed as dots
+        parts: Iterable[object] = [*value, *value.values()] if isinstance(value, Mapping) else value
+        if isinstance(value, range):
+            return 6 * len(value)
+        known[id(value)] = sum(2 + printed_size(part, known) for part in parts)
+    return known[id(value)]
+
+
+def _made(value: object) -> int:
+    """Cells of a value that was just made: what it holds existed before."""
+    return len(value) if isinstance(value, str | list | tuple | dict) else 0
+
+
+def _formatted_size(pattern: str, values: Iterable[object]) -> int:
+    """At most so many characters come out of a %-pattern or a {}-pattern."""
+    widths = sum(int(digits[:18]) for digits in re.findall(r"\d+", pattern))
+    widest = max([widths, *(value for value in values if isinstance(value, int))], default=0)
+    fields = pattern.count("{") + pattern.count("%")
+    return len(pattern) + widest + fields * sum(printed_size(value) for value in values)
+
+
+class _Charged(NodeTransformer):
+    """Routes loops and `~` through filters that charge the budget; the sandbox intercepts only `+` and its like."""
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802 - jinja calls it by this name
+        self.generic_visit(node)
+        node.iter = nodes.Filter(node.iter, "_charged_loop", [], [], None, None, lineno=node.lineno)
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        parts = nodes.List(node.nodes, lineno=node.lineno)
+        return nodes.Filter(parts, "_charged_join", [], [], None, None, lineno=node.lineno)
+
+
+class _Generation(Extension):
+    """`{% generation %}`: around what the assistant generates. Prints the environment's marks around it."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja's own spelling
+
+    def parse(self, parser: Any) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_print"), [], [], body).set_lineno(line)
+
+    def _print(self, caller: Callable[[], str]) -> str:
+        opening, closing = getattr(self.environment, "generation_marks", ("", ""))
+        return f"{opening}{caller()}{closing}"
+
+
+class BoundedEnvironment(ImmutableSandboxedEnvironment):
+    """The sandbox of `transformers` with a budget. One print at a time."""
+
+    intercepted_binops = frozenset({"+", "-", "*", "/", "//", "%", "**"})
+
+    def __init__(self) -> None:
+        self.budget = Budget(0)
+        self.generation_marks = ("", "")
+        self.now = datetime.now()
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            optimized=False,  # nothing is computed before there is a budget
+            finalize=self._finalized,
+            extensions=[_Generation, loopcontrols],
+        )
+        self.filters["tojson"] = _to_json
+        self.filters = {name: self._charged_filter(name, run) for name, run in self.filters.items()}
+        self.filters |= {"_charged_loop": self._charged_loop, "_charged_join": self._charged_join}
+        del self.globals["lipsum"]  # random text of any length
+        self.globals |= {"raise_exception": _raise, "strftime_now": self._strftime_now, "dict": dict}
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree: nodes.Template = _Charged().visit(super()._parse(source, name, filename))
+        tree.set_environment(self)
+        return tree
+
+    def concat(self, parts: Iterable[str]) -> str:
+        pieces = list(parts)
+        self.budget.spend(sum(map(len, pieces)))
+        return "".join(pieces)
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        self.budget.spend(_operator_size(operator, left, right))
+        return super().call_binop(context, operator, left, right)
+
+    def call(self, context: Any, called: Any, /, *args: Any, **kwargs: Any) -> Any:
+        args = tuple(list(value) if isinstance(value, Iterator) else value for value in args)
+        self.budget.spend(_call_size(called, args, kwargs))
+        result = super().call(context, called, *args, **kwargs)
+        self.budget.spend(_made(result))
+        return result
+
+    def _charged_filter(self, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        num_passed = 1 if hasattr(run, "jinja_pass_arg") else 0
+
+        @functools.wraps(run)
+        def charged(*args: Any, **kwargs: Any) -> Any:
+            passed, values = args[:num_passed], args[num_passed:]
+            if name in _TEXT_FILTERS:
+                values = tuple(list(value) if isinstance(value, Iterator) else value for value in values)
+                self.budget.spend(_filter_size(name, values, kwargs))
+            result = run(*passed, *values, **kwargs)
+            self.budget.spend(_made(result))
+            return result
+
+        return charged
+
+    def _charged_loop(self, values: Iterable[Any]) -> Iterator[Any]:
+        for value in values:
+            self.budget.spend()
+            yield value
+
+    def _charged_join(self, parts: list[Any]) -> str:
+        self.budget.spend(sum(printed_size(part) for part in parts))
+        return "".join(map(str, parts))
+
+    def _finalized(self, value: Any) -> Any:
+        self.budget.spend(printed_size(value))
+        return value
+
+    def _strftime_now(self, pattern: str) -> str:
+        self.budget.spend(_MAX_WIDTH + _formatted_size(pattern, ()))
+        return self.now.strftime(pattern)
+
+
+def _operator_size(operator: str, left: Any, right: Any) -> int:
+    match operator:
+        case "+":
+            return _made(left) + _made(right)
+        case "*" if isinstance(left, int) and isinstance(right, int):
+            return 0 if left.bit_length() + right.bit_length() <= _MAX_BITS else 1 << 62
+        case "*":
+            count = next((value for value in (left, right) if isinstance(value, int)), 1)
+            return count * max(_made(left), _made(right))
+        case "**" if isinstance(left, int) and isinstance(right, int):
+            return 0 if abs(right) * left.bit_length() <= _MAX_BITS else 1 << 62
+        case "%" if isinstance(left, str):
+            return _formatted_size(left, right if isinstance(right, tuple) else (right,))
+    return 0
+
+
+def _call_size(called: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Characters that a method of a text will make."""
+    method = getattr(called, "__wrapped__", called)  # the sandbox wraps str.format
+    text, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
+    if not isinstance(text, str):
+        return 0
+    values = [*args, *kwargs.values()]
+    match name:
+        case "replace" if len(values) > 1 and isinstance(values[0], str) and isinstance(values[1], str):
+            return len(text) + text.count(values[0]) * len(values[1])
+        case "join" if values and isinstance(values[0], Sequence | Mapping):
+            return printed_size(values[0]) + len(text) * len(values[0])
+        case "format" | "format_map":
+            return _formatted_size(text, values)
+        case "translate" if values and isinstance(values[0], Mapping):
+            return len(text) * max([1, *(printed_size(value) for value in values[0].values())])
+        case "expandtabs":
+            return len(text) + text.count("\t") * max([8, *(value for value in values if isinstance(value, int))])
+    return len(text) + max([0, *(value for value in values if isinstance(value, int))])
+
+
+def _filter_size(name: str, values: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Characters that a filter will make of its first value."""
+    if not values:
+        return 0
+    options = [*values[1:], *kwargs.values()]
+    if name in _WIDTH_FILTERS and any(isinstance(option, int) and option > _MAX_WIDTH for option in options):
+        raise TooMuch(f"the filter {name} is given {max(option for option in options if isinstance(option, int)):,}")
+    text = values[0]
+    if name == "replace" and len(options) > 1:
+        return printed_size(text) + str(text).count(str(options[0])) * printed_size(options[1])
+    if name == "join":
+        separators = sum(printed_size(option) for option in options)
+        return printed_size(text) + separators * (len(text) if isinstance(text, Sequence | Mapping) else 1)
+    if name == "format":
+        return _formatted_size(str(text), options)
+    if name == "indent":
+        width = max([4, *(option if isinstance(option, int) else printed_size(option) for option in options)])
+        return printed_size(text) + (str(text).count("\n") + 1) * width
+    return printed_size(text)
+
+
+def _raise(message: object) -> None:
+    raise jinja2.TemplateError(str(message))
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """As `transformers` has it: the filter of jinja escapes HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+@functools.lru_cache(maxsize=128)
+def _compiled(source: str) -> tuple[BoundedEnvironment, jinja2.Template]:
+    if len(source) > MAX_SOURCE:
+        raise jinja2.TemplateError(f"it is longer than {MAX_SOURCE:,} characters")
+    environment = BoundedEnvironment()
+    return environment, environment.from_string(source)
+
+
+@dataclass(frozen=True)
+class ChatPrinter:
+    """Prints chats with one template. `variables` are the tokenizer's special tokens by name."""
+
+    source: str
+    variables: Mapping[str, str]
+    now: datetime = field(default_factory=datetime.now)  # one moment for all prints, so that they can be compared
+
+    @property
+    def has_generation_marks(self) -> bool:
+        return re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", self.source) is not None
+
+    def __call__(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        opens_answer: bool = False,
+        generation_marks: tuple[str, str] = ("", ""),
+    ) -> str:
+        """The chat as the template prints it; raises `Unusable` with the template's reason where it does not."""
+        try:
+            environment, template = _compiled(self.source)
+            environment.now = self.now
+            environment.budget = Budget(printed_size(list(messages)))
+            environment.generation_marks = generation_marks
+            pieces = template.generate(
+                messages=list(messages),
+                tools=None,
+                documents=None,
+                add_generation_prompt=opens_answer,
+                **self.variables,
+            )
+            return environment.concat(pieces)
+        except Exception as error:  # a foreign program may raise anything, and all of it refuses the chat
+            reason = str(error) or type(error).__name__
+            if not isinstance(error, jinja2.TemplateError):
+                reason = f"{type(error).__name__}: {reason}"
+            raise Unusable(f"the chat template refuses it: {reason}") from error
+
+    def try_print(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str | None:
+        """The same, or None where the template refuses."""
+        try:
+            return self(messages, **options)
+        except Unusable:
+            return None

@@ -1,0 +1,112 @@
+"""What can be said of a run before its first step and after its last: will it move the student, and did it help?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from stillroom.engine.state import RunState
+from stillroom.telemetry.wording import format_lr, format_result
+
+if TYPE_CHECKING:
+    from stillroom.engine.run import Run
+
+DONE = "done"
+DIVERGED = "diverged"
+FINISHED = (DONE, DIVERGED)
+
+_WORSE = 1.005  # of the perplexity before training: less is the noise of the last steps
+_TRIAL_STEPS = 10  # fewer steps, a dry run's, may make a student worse without anything being wrong
+_HARDLY = 0.01  # nats of held-out loss
+
+
+def how_it_ended(state: RunState, kept: float, before: float) -> dict[str, Any]:
+    """Status, reason and advice. `kept` is the perplexity of the student that is handed out.
+
+    The student before training is a candidate, so what is kept is never worse; a run whose last student is worse, and
+    which never had a better one, has diverged and is not done.
+    """
+    last = state.last_perplexity
+    if kept < before:
+        gain = math.log(before / kept)
+        advice = [] if gain >= _HARDLY else [_hardly_moved(state, gain)]
+        return {"status": DONE, "reason": "", "advice": advice}
+    is_lost = last is None or (last > _WORSE * before and state.applied >= _TRIAL_STEPS)
+    ended = "cannot be scored" if last is None else f"has a held-out perplexity of {format_result(last)}"
+    reason = f"after {state.applied:,} steps the student {ended}, before training {format_result(before)}"
+    told = "no evaluation found a better student than the one before training, which is the one kept"
+    advice = [
+        "lower the learning rate, or warm up for longer: --set train.learning_rate=...",
+        "compare the teacher with the student before training: one that knows this text less cannot teach it",
+    ]
+    if is_lost:
+        return {"status": DIVERGED, "reason": f"{reason}: {told}", "advice": advice}
+    return {"status": DONE, "reason": "", "advice": [f"{told}: train for longer, or at another learning rate"]}
+
+
+def _hardly_moved(state: RunState, gain: float) -> str:
+    return (
+        f"the student hardly moved: {state.applied:,} steps lowered its held-out loss by {gain:.2g} nats. Raise "
+        "train.learning_rate, or train for longer"
+    )
+
+
+# -- before the first step -------------------------------------------------------------------------------
+
+_KNOWS_NOTHING = 0.5  # of the vocabulary's size: the perplexity of a student that guesses is all of it
+_LEAST_WAY = 1.0  # in standard deviations of the weights
+
+
+def doubts(run: Run, perplexity: float) -> list[str]:
+    """What the configuration makes unlikely to work, measured on the student before training."""
+    return [*_stands_still(run, perplexity), *_hardly_taught(run)]
+
+
+_HARDLY_TAUGHT = 0.02  # of all weights
+
+
+def _hardly_taught(run: Run) -> list[str]:
+    """A teacher whose terms weigh next to nothing throughout costs a forward pass and teaches nothing."""
+    if run.teacher is None:
+        return []
+    share = max(_teachers_share(run.curriculum.at(progress).weights) for progress in (0.0, 0.25, 0.5, 0.75, 1.0))
+    if share > _HARDLY_TAUGHT:
+        return []
+    return [
+        f"the teacher's terms have {share:.1%} of the weights: this is plain training with hardly any distillation. "
+        "Raise objectives.kd.weight, or leave the teacher out and save its forward passes: objectives.kd.weight=0"
+    ]
+
+
+def _teachers_share(weights: Mapping[str, float]) -> float:
+    total = sum(weights.values())
+    return sum(weight for name, weight in weights.items() if name != "ce") / total if total else 1.0
+
+
+def _stands_still(run: Run, perplexity: float) -> list[str]:
+    """A student that knows nothing must move its weights by about their own size; AdamW moves each by at most about
+    the learning rate a step."""
+    if perplexity < _KNOWS_NOTHING * run.student.vocab_size:
+        return []
+    rate = run.config.train.learning_rate
+    factors = sum(run.schedule.factor(step) for step in range(run.schedule.num_steps))
+    spread = _spread(run)
+    if rate * factors >= _LEAST_WAY * spread:
+        return []
+    steps = f"{run.schedule.num_steps:,} steps at learning rate {format_lr(rate)}"
+    return [
+        f"the student knows nothing yet, and {steps} move a weight by at most about {rate * factors:.2g}, while its "
+        f"weights scatter by {spread:.2g}: it will hardly learn. A small student from scratch wants 1e-3 to 1e-2 "
+        "(--set train.learning_rate=...), more steps, or pretrained weights"
+    ]
+
+
+@torch.no_grad()
+def _spread(run: Run) -> float:
+    """Root mean square of all matrices of the student."""
+    matrices = [parameter for parameter in run.student.model.parameters() if parameter.ndim >= 2]
+    squares = torch.stack([matrix.float().square().sum() for matrix in matrices]).sum()
+    return math.sqrt(float(squares) / sum(matrix.numel() for matrix in matrices))

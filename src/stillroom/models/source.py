@@ -1,0 +1,160 @@
+"""Where a model comes from: a folder, a hub id or a builtin name, always ending in a folder on this disk.
+
+A hub model is fetched as a folder of its safetensors, its configuration and its tokenizer, and is then treated like
+any other folder: pickled weights are not even downloaded. A name that looks like a path is never asked of a hub.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+
+from stillroom import builtin
+from stillroom.config.schema import ModelSection
+from stillroom.errors import BrokenAtStart, ConfigError
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
+# Variants and consolidated copies for other programs are not what is loaded.
+_WEIGHT_FILES = ("model.safetensors", "model-*-of-*.safetensors", "adapter_model.safetensors")
+_LEFT_OUT = ("*/*",)
+_FILE_ENDINGS = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".ckpt", ".json", ".toml", ".onnx", ".zip", ".tar.gz")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model comes from, after builtin names are resolved."""
+
+    name: str  # as the user wrote it
+    path: str  # a folder, or the hub id while it is not fetched
+    is_local: bool
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.path)
+
+    @property
+    def is_adapter(self) -> bool:
+        return self.is_local and (self.folder / "adapter_config.json").is_file()
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether the folder brings weights of any kind: pickled ones count, and are refused by name when read."""
+        return not self.is_local or any(
+            any(self.folder.glob(pattern))
+            for pattern in ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth")
+        )
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return any((self.folder / file).is_file() for file in _TOKENIZER_FILES)
+
+
+def find(name: str) -> Source:
+    """What a name means, by the disk and the name alone: nothing is fetched here."""
+    if name.startswith("builtin:"):
+        return _find_builtin(name)
+    path = Path(name).expanduser()
+    try:
+        if path.is_dir():
+            next(path.iterdir(), None)
+            return Source(name, str(path), is_local=True)
+        is_there = path.exists()
+    except OSError as error:  # no permission, or a name the disk does not take
+        raise BrokenAtStart(f"{name} cannot be read: {error.strerror}", advice=["check its permissions"]) from error
+    if is_there:
+        raise BrokenAtStart(f"{name} is a file, not a model folder", advice=[_WANTED])
+    reason = _why_a_path(name)
+    if reason:
+        raise BrokenAtStart(f"there is no model folder {name}", where=reason, advice=[*_neighbours(path), _WANTED])
+    return Source(name, name, is_local=False)
+
+
+_WANTED = "give the folder that holds config.json and the *.safetensors files, or a hub id like org/name"
+
+
+def _find_builtin(name: str) -> Source:
+    short = name.removeprefix("builtin:")
+    if short not in builtin.MODELS:
+        near = difflib.get_close_matches(short, builtin.MODELS, n=1)
+        raise ConfigError(
+            f"there is no builtin model {short!r}",
+            advice=[f"did you mean builtin:{known}?" for known in near]
+            + ["builtin models: " + ", ".join(f"builtin:{known}" for known in builtin.MODELS)],
+        )
+    return Source(name, str(builtin.model_path(short)), is_local=True)
+
+
+def _why_a_path(name: str) -> str:
+    """Why a name that is no folder can only have been meant as one; empty for what may be a hub id."""
+    if name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1:
+        return "the name is that of a path"
+    if "\\" in name or re.match(r"[A-Za-z]:", name):
+        return "the name is that of a path"
+    if name.lower().endswith(_FILE_ENDINGS):
+        return "the name is that of a file"
+    parent = name.rpartition("/")[0]
+    if parent and Path(parent).is_dir():
+        return f"the folder {parent} is here, so the name is taken for a path and not for a hub id"
+    return ""
+
+
+def _neighbours(path: Path) -> list[str]:
+    try:
+        names = [found.name for found in path.parent.iterdir() if found.is_dir()]
+    except OSError:  # nothing there to be named
+        return []
+    return [f"did you mean {path.parent / near}?" for near in difflib.get_close_matches(path.name, names, n=1)]
+
+
+def fetch(section: ModelSection, name: str, *, weights: bool) -> Source:
+    """The model as a folder on this disk. A hub model is downloaded, or found in the hub's cache without a network."""
+    source = find(name)
+    if source.is_local:
+        return source
+    wanted = [*_SMALL_FILES, *(("*.py",) if section.trust_remote_code else ())]
+    folder = _download(source, section, wanted)
+    if weights:
+        folder = _download(source, section, [*wanted, *_WEIGHT_FILES, *_indexed(folder)])
+    return replace(source, path=folder, is_local=True)
+
+
+def _download(source: Source, section: ModelSection, patterns: list[str]) -> str:
+    try:
+        return str(
+            snapshot_download(
+                source.name, revision=section.revision, allow_patterns=patterns, ignore_patterns=list(_LEFT_OUT)
+            )
+        )
+    except MemoryError:
+        raise
+    except Exception as error:  # the hub's errors are many, and each of them ends here with its cause
+        raise BrokenAtStart(
+            f"cannot fetch {source.name} from the hub: {one_line(error)}",
+            advice=[
+                "check the spelling of the hub id and the network; a private or gated model needs `hf auth login`",
+                "for a folder on this disk, check the path: there is none of this name here",
+                "download it elsewhere and give the folder instead",
+                "with HF_HUB_OFFLINE=1 only models already in the cache can be used",
+            ],
+        ) from error
+
+
+def _indexed(folder: str) -> list[str]:
+    """Safetensors an index names that the usual patterns would miss. A broken index is refused when it is read."""
+    try:
+        index = json.loads((Path(folder) / "model.safetensors.index.json").read_text(encoding="utf-8"))
+        return sorted({str(name) for name in index["weight_map"].values() if str(name).endswith(".safetensors")})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []
+
+
+def one_line(error: BaseException) -> str:
+    """An error of another library as one line of bounded length."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else text[:297] + "..."

@@ -1,0 +1,72 @@
+"""The preview of data on a terminal: a summary, and documents with what is scored in colour.
+
+Where there are no colours, scored text stands between [[ and ]].
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TextIO
+
+from rich.console import Console
+from rich.text import Text
+
+from stillroom.telemetry.reading import Fields, items, section, show
+from stillroom.telemetry.wording import clean, format_count, format_percent
+
+_SHOWN_CHARACTERS = 4000  # of one document
+_SCORED, _UNSCORED = "bold green", "dim"
+
+
+def show_preview(result: Fields, stream: TextIO | None = None) -> None:
+    console = Console(file=stream or sys.stdout, highlight=False, markup=False, emoji=False, soft_wrap=True)
+    has_colour = console.is_terminal and not console.no_color
+    for line in summary_lines(result):
+        console.print(line)
+    rows = items(result, "rows")
+    if rows:
+        console.print(f"\n{len(rows):,} of {show(result, 'documents', format_count)} documents, ", end="")
+        console.print(Text("scored in this colour", style=_SCORED) if has_colour else "scored between [[ and ]]")
+    for row in rows:
+        console.print(f"\n-- {clean(row['id'])}  {row['tokens']:,} tokens, {row['scored_tokens']:,} scored")
+        if has_colour:
+            pieces = [(text, _SCORED if is_scored else _UNSCORED) for text, is_scored in _shown(row["pieces"])]
+            console.print(Text.assemble(*pieces))
+        else:
+            console.print("".join(f"[[{text}]]" if is_scored else text for text, is_scored in _shown(row["pieces"])))
+
+
+def summary_lines(result: Fields) -> list[str]:
+    """What the data is, how long its documents are, how much is scored, and what is left out and why."""
+    shapes = ", ".join(f"{clean(name)} ({count:,})" for name, count in section(result, "shapes").items())
+    lengths = section(result, "lengths")
+    spread = ", ".join(f"{name.replace('_', ' ')} {show(lengths, name, format_count)}" for name in lengths)
+    lines = [
+        f"data      {clean(result.get('data'))}",
+        f"model     {clean(result.get('model'))}",
+        f"shape     {shapes or '-'}",
+        f"length    {show(result, 'tokens', format_count)} tokens in {show(result, 'documents', format_count)} "
+        f"documents: {spread}",
+        f"rows      {show(result, 'training_rows', format_count)} for training, of up to "
+        f"{show(result, 'max_length', format_count)} tokens",
+        f"scored    {show(result, 'scored_tokens', format_count)} tokens, "
+        f"{show(result, 'scored_share', format_percent)} of all",
+    ]
+    left_out = section(result, "left_out")
+    lines += [f"left out  {count:,} {clean(name.replace('_', ' '))}" for name, count in left_out.items()]
+    lines += [f"          {clean(bad['where'])}: {clean(bad['why'])}" for bad in items(result, "bad_records")]
+    return [*lines, *(f"note      {clean(note)}" for note in items(result, "notes"))]
+
+
+def _shown(pieces: Sequence[tuple[str, bool]]) -> Iterator[tuple[str, bool]]:
+    """The pieces of a document, without control characters and cut where it is long."""
+    left = _SHOWN_CHARACTERS
+    for text, is_scored in pieces:
+        if left <= 0:
+            break
+        yield clean(text[:left], keep_lines=True), is_scored
+        left -= len(text)
+    total = sum(len(text) for text, _ in pieces)
+    if total > _SHOWN_CHARACTERS:
+        yield f"\n... {total - _SHOWN_CHARACTERS:,} more characters", False
