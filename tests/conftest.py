@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -42,6 +43,17 @@ def moe_world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny.save_model(folder / "student", "llama", width=24, num_layers=1, seed=2)
     tiny.save_text(folder / "train.jsonl")
     return folder
+
+
+@pytest.fixture(scope="session")
+def sound_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save_model(tmp_path_factory.mktemp("sound") / "model", width=16, num_layers=1)
+
+
+@pytest.fixture
+def model_folder(sound_model: Path, tmp_path: Path) -> Path:
+    """A copy of a sound model that a test may damage."""
+    return Path(shutil.copytree(sound_model, tmp_path / "model"))
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@
 `kills`: each trial kills a run up to three times after a random time, wherever it is (loading, evaluating, updating,
 saving), starts it again until it is done, and compares the final student with an undisturbed run's byte by byte and the
 log of losses number by number. `faults`: each trial injects one to four faults at steps 1, 2, 11, the last one, in an
-evaluation or right after a rollback. Its end must have a code that is promised, a finite student no worse than the one it
-began with, and a log that agrees with its summary.
+evaluation or right after a rollback. Its end must have a code that is promised, a finite student no worse than the one
+it began with, and a log that agrees with its summary.
 """
 
 from __future__ import annotations

@@ -111,12 +111,13 @@ add_each(
         "template_builds_them_in_steps": "{% set x = 'a' * 100000 %}{% for i in range(99999) %}{{ x }}{% endfor %}",
         "template_calls_itself": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
         "template_reaches_for_python": "{{ ''.__class__.__mro__ }}",
-        "template_says_nothing": "",
         "template_leaves_the_answers_out": "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}",
         "template_takes_a_power": "{{ 10 ** 1000000000 }}",
     },
     _template,
 )
+
+add_each(DATA, 0, {"template_empty_is_none": ""}, _template)
 
 add_each(
     DATA,

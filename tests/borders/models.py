@@ -285,7 +285,7 @@ add_each(
 )
 
 
-@case(MODELS, 20, "320")
+@case(MODELS, (2, 20), "319")
 def tokenizer_larger_than_the_embeddings(place: Place) -> Words:
     import tiny
 

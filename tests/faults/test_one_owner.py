@@ -185,5 +185,5 @@ def test_a_model_that_was_local_is_never_asked_of_a_hub(
     config = load_config(overrides=tiny.settings(world, teacher__model="org/teacher"))
     stopped(config, tmp_path / "run", monkeypatch)
     shutil.rmtree(tmp_path / "org")
-    with pytest.raises(BrokenAtStart, match="model folder"):
+    with pytest.raises(BrokenAtStart, match="no model folder"):
         resume(tmp_path / "run", device="cpu")

@@ -164,6 +164,13 @@ def test_the_page_has_every_part(finished: Path) -> None:
     assert "2.13.0+cpu" in page.text
 
 
+def test_too_few_documents_for_an_interval_are_told(finished: Path) -> None:
+    record = RunRecord.load(finished)
+    student = {**record.result("student"), "documents": 2, "intervals": {}}
+    page = str(yardsticks_table(replace(record, summary={**record.summary, "student": student})))
+    assert "There are no intervals: it takes 8 held-out documents (scored: 2)." in page and "redrawn" not in page
+
+
 def test_documents_that_no_evaluation_scored_are_not_counted_among_the_scored(finished: Path) -> None:
     record = RunRecord.load(finished)
     student = {**record.result("student"), "documents": 54}

@@ -154,6 +154,20 @@ def test_a_chat_has_one_opening_whether_its_template_writes_it_or_not(
     assert not (batch.targets == tokenizer.bos_token_id).any()
 
 
+@pytest.mark.parametrize("kind", ["bos", "none"])
+def test_an_opening_that_a_template_wrote_is_no_target_either(tmp_path: Path, kind: str) -> None:
+    tokenizer = begun.byte_tokenizer(kind, chat_template=template("llama3"))
+    write(tmp_path / "c.jsonl", *({"messages": [*CHAT["messages"][:1], {"role": "assistant", "content": line}]}
+                                  for line in tiny.sentences(30, 3)))  # fmt: skip
+    config = DataConfig(train=str(tmp_path / "c.jsonl"), packing="blocks", train_on_prompt=True, max_length=32)
+    rows = open_data(config, tokenizer).train
+    bos = tokenizer.bos_token_id
+    batches = list(fixed_batches(rows, 4))
+    assert sum(int((batch.input_ids == bos).sum()) for batch in batches) > 8
+    assert not any((batch.targets == bos).any() for batch in batches)
+    assert (rows._encoded.num_bytes[rows._encoded.ids == bos] == 0).all()
+
+
 def test_a_prompt_of_a_chat_has_one_opening() -> None:
     for name in ("llama3", "qwen2_5"):
         tokenizer = begun.byte_tokenizer(chat_template=template(name))
@@ -194,6 +208,7 @@ def test_training_canary_first_batch_and_calibration_begin_alike(tmp_path: Path)
     embedding = run.teacher_model.get_input_embeddings()
     with embedding.register_forward_pre_hook(lambda _module, inputs: calibration.append(inputs[0])):
         cut_student(type(config).model_validate(table), run.teacher_model, tokenizer, device)
+    calibration = [ids for ids in calibration if len(ids) == config.train.batch_size]  # not the trials of a structure
     assert calibration
     batches = [run.canary(), *run.loader.window(0), *run.eval_batches()]
     for ids in [*calibration, *(batch.input_ids for batch in batches)]:

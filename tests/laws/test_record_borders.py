@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from stillroom.config.schema import DataConfig
@@ -175,6 +175,21 @@ def test_a_token_that_cannot_be_parted_is_not_scored_and_counted() -> None:
     assert found.ids.tolist() == [3, 2, 3, 1]
     assert found.is_scored.tolist() == [False, False, True, True]
     assert tally.counters["straddling_tokens"] == 1
+
+
+def test_an_end_mark_that_takes_in_the_line_break_stays_one_token_and_is_scored() -> None:
+    """As the marks of Phi-3: the break after them is text of the next header, and no token of its own."""
+    tokenizer = byte_level(trims=False, adds_space=False)
+    marks = [AddedToken(mark, rstrip=True, special=True) for mark in ("<|user|>", "<|assistant|>", "<|end|>")]
+    tokenizer.add_tokens(marks, special_tokens=True)
+    turn = (("<|user|>\nq<|end|>\n<|assistant|>\n", False), ("No<|end|>", True))
+    for parts in ((*turn, ("\n", False), *turn, ("\n", False)), (*turn, ("\n", False), (END, True))):
+        text = "".join(part for part, _ in parts)
+        found = Encoder(tokenizer, Tally())([Record("x", parts, "", has_template=True)])
+        uncut = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert found.ids[: len(uncut)].tolist() == uncut
+        scored = tokenizer.decode(found.ids[found.is_scored].tolist())
+        assert scored == "".join(part for part, is_scored in parts if is_scored).removesuffix(END) + END
 
 
 class WithoutOffsets:

@@ -256,6 +256,6 @@ def test_a_gate_that_cannot_be_trained_is_said(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
     RouterTeacher(
         model, RouterConfig(mode="truth"), vocab_size=tiny.VOCAB, device=torch.device("cpu"),
-        options=GateOptions(learning_rate=1e-3), tell=said.append,
+        options=GateOptions(learning_rate=1e-3), is_described=True, tell=said.append,
     )  # fmt: skip
     assert any("do not depend on the logits of 2 of 2 gates" in text for text in said)

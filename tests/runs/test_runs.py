@@ -173,7 +173,7 @@ def test_the_best_student_is_kept_not_the_last(world: Path, tmp_path: Path) -> N
 
 def test_early_stopping_ends_the_run(world: Path, tmp_path: Path) -> None:
     result = run(
-        world, tmp_path / "run", train__max_steps=30, train__eval_steps=2, train__early_stopping=2,
+        world, tmp_path / "run", train__max_steps=30, train__eval_steps=2, train__early_stopping=1,
         train__learning_rate=0.2, guard__spike_warmup=1000,
     )  # fmt: skip
     assert result.summary["steps"] < 30

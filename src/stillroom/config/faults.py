@@ -33,7 +33,7 @@ FAULTS = {
     "kill_in_eval": "the process is killed during an evaluation",
 }
 
-_WORD = re.compile(r"^(?P<name>[a-z_]+)@(?P<step>\d+)(?:x(?P<times>\d+))?$")
+_WORD = re.compile(r"^(?P<name>[a-z_]+)@(?P<step>\d{1,9})(?:x(?P<times>[1-9]\d{0,8}))?$")
 
 
 @dataclass

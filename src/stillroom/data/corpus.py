@@ -150,7 +150,8 @@ def _tell_scoring(rows: Rows, max_length: int, tally: Tally) -> None:
     tally.note(f"each held-out document is scored by itself{told}")
     if num_documents < MIN_DOCUMENTS:
         tally.note(
-            f"{num_documents:,} held-out documents are too few to say how sure a result is: give more with data.eval"
+            f"held-out documents: {num_documents:,}, too few to say how sure a result is (it takes {MIN_DOCUMENTS}): "
+            "give more as data.eval"
         )
 
 
@@ -160,7 +161,7 @@ def _tell_counts(tally: Tally) -> None:
         "empty_answers": "{:,} answers of chats are empty and not scored",
         "unscored_turns": "{:,} answers are not scored: the chat template does not print them as they stand",
         "turns_not_marked_generated": "{:,} answers are not scored: the chat template does not mark them as generated",
-        "unprinted_thoughts": "{:,} answers lack their thought: the chat template does not print it",
+        "unprinted_thoughts": "{:,} answers lack a part, such as an earlier thought: the template does not print it",
         "unprinted_turns": "{:,} turns of others than the assistant are not printed by the chat template",
         "answers_without_end_mark": "{:,} answers are scored without an end mark: none was found after them",
         "ignored_tools": "{:,} chats come with tools, which are not given to the chat template",

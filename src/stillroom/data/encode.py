@@ -191,17 +191,19 @@ class Encoder:
             return piece, np.empty(0, np.bool_)
         if len(flags) > 1 and not self.tokenizer.is_fast:
             return self._segment_wise(record)
-        if len(straddled := piece.straddled(borders[:-1])):
-            piece = self._cut_at(record, piece, straddled, borders[:-1])
+        piece, inner = self._snapped(record.text, piece, borders[:-1])
+        straddled = piece.straddled(inner)
+        if len(straddled) and (parted := self._cut_at(record, piece, straddled, borders[:-1])):
+            piece, straddled = parted, straddled[:0]
         is_scored = flags[np.searchsorted(borders, piece.ends, side="left")]
-        if len(straddled := piece.straddled(borders[:-1])):
+        if len(straddled):
             holds_both = np.unique(np.searchsorted(piece.ends, straddled, side="right"))
             is_scored[holds_both] = False
             self.tally.counters["straddling_tokens"] += len(holds_both)
         return piece, is_scored
 
-    def _cut_at(self, record: Record, whole: _Piece, straddled: Ints, borders: Ints) -> _Piece:
-        """The text tokenized anew from each straddled border on; the tokens as they were where that fails."""
+    def _cut_at(self, record: Record, whole: _Piece, straddled: Ints, borders: Ints) -> _Piece | None:
+        """The text tokenized anew from each straddled border on; None where that changes it or parts no tokens."""
         for cuts in (straddled, borders):  # new tokens may straddle a border that was none of the first
             texts = [record.text[start:end] for start, end in itertools.pairwise([0, *cuts, len(record.text)])]
             pieces = [self._pieces(texts[:1], keeps_special=record.has_template)[0]]
@@ -211,10 +213,11 @@ class Encoder:
                 np.concatenate([piece.ends + start for piece, start in zip(pieces, [0, *cuts], strict=True)]),
                 np.concatenate([piece.starts + start for piece, start in zip(pieces, [0, *cuts], strict=True)]),
             )
+            joined, inner = self._snapped(record.text, joined, borders)
             said = (spell(self.tokenizer, whole.ids), record.text)
-            if not len(joined.straddled(borders)) and spell(self.tokenizer, joined.ids) in said:
+            if not len(joined.straddled(inner)) and spell(self.tokenizer, joined.ids) in said:
                 return joined
-        return whole
+        return None
 
     def _continued(self, text: str, *, keeps_special: bool) -> _Piece:
         """The tokens of a text that continues another one, or none where no anchor parts from it."""
@@ -253,13 +256,13 @@ class Encoder:
         ends = piece.ends.copy()
         ends[-1] = len(record.text)
         num_bytes, is_scored, ids = bytes_between(record.text, ends), is_scored.copy(), list(piece.ids)
-        num_opening = len(self.opening)
-        if is_opened(ids, self.opening):
-            num_bytes[:num_opening], is_scored[:num_opening] = 0, False
-        else:
+        if not is_opened(ids, self.opening):
             ids = [*self.opening, *ids]
-            num_bytes = np.concatenate([np.zeros(num_opening, np.int32), num_bytes])
-            is_scored = np.concatenate([np.zeros(num_opening, np.bool_), is_scored])
+            num_bytes = np.concatenate([np.zeros(len(self.opening), np.int32), num_bytes])
+            is_scored = np.concatenate([np.zeros(len(self.opening), np.bool_), is_scored])
+        bos = getattr(self.tokenizer, "bos_token_id", None)
+        num_opening = len(self.opening) or int(record.has_template and ids[0] == bos)
+        num_bytes[:num_opening], is_scored[:num_opening] = 0, False
         end_mark = self.tokenizer.eos_token_id
         if end_mark is not None and not (record.has_template and end_mark in ids[num_opening:]):
             ids.append(int(end_mark))
@@ -285,6 +288,25 @@ class Encoder:
             _Piece(ids, token_ends(text, where), np.array([start for start, _ in where], dtype=np.int64))
             for text, ids, where in zip(texts, rows, offsets, strict=True)
         ]
+
+    def _snapped(self, text: str, piece: _Piece, borders: Ints) -> tuple[_Piece, Ints]:
+        """Let borders into the white space that special tokens take in, which is no part of them.
+
+        The piece with such a token ending at the first border there, and the borders that lie elsewhere.
+        """
+        ends, is_free = piece.ends.copy(), np.zeros(len(borders), np.bool_)
+        for place in np.flatnonzero(np.isin(piece.ids, self._takes_space)) if len(self._takes_space) else ():
+            start, end = int(piece.starts[place]), int(piece.ends[place])
+            inside = (borders >= start + len(text[start:end].rstrip())) & (borders <= end)
+            ends[place] = borders[inside][0] if inside.any() else end
+            is_free |= inside
+        return _Piece(piece.ids, ends, piece.starts), borders[~is_free]
+
+    @cached_property
+    def _takes_space(self) -> Ints:
+        """Special tokens that take in the white space after them, as those of Phi-3 do."""
+        added = getattr(self.tokenizer, "added_tokens_decoder", {})
+        return np.array([number for number, token in added.items() if getattr(token, "rstrip", False)], dtype=np.int64)
 
 
 def _num_alike(left: Sequence[int], right: Sequence[int]) -> int:

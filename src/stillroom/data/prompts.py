@@ -17,7 +17,8 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str, *, bos: Bos = "auto", is_raw: 
     """
     is_chat = bool(tokenizer.chat_template) and not is_raw
     text = _asked(tokenizer, prompt) if is_chat else prompt
-    ids = tokenizer([text], add_special_tokens=False, split_special_tokens=not is_chat)["input_ids"][0] if text else []
+    options = {"add_special_tokens": False, "split_special_tokens": not is_chat, "verbose": False}
+    ids = tokenizer([text], **options)["input_ids"][0] if text else []
     found = opened(list(ids), opening_ids(tokenizer, bos))
     if found:
         return found, is_chat

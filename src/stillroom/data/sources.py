@@ -62,9 +62,13 @@ def read_files(spec: str, tally: Tally) -> Iterator[Item]:
 def locate(spec: str) -> list[Path]:
     """The files that a spec names, sorted; at least one, each of a kind we read."""
     path = Path(spec).expanduser()
+    try:
+        is_there = path.exists()
+    except OSError as error:  # a name that no file system takes
+        raise DataError(f"{spec[:80]} is no name of a file: {error.strerror}", advice=["check data.train"]) from error
     if path.is_dir():
         raise DataError(f"{spec} is a folder, not a file", advice=_globs_for(path))
-    if path.exists():
+    if is_there:
         paths = [path]
     elif glob.has_magic(spec):
         found_names = glob.glob(str(path), recursive=True)  # noqa: PTH207 - Path.glob refuses absolute patterns

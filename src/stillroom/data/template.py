@@ -33,6 +33,7 @@ _BASE_WORK, _WORK_PER_CHARACTER = 20_000_000, 200
 _BASE_SIZE, _SIZE_PER_CHARACTER = 1_000_000, 20
 _STEP = 16  # what a loop step, a call or an operator costs beside the characters it makes
 _MAX_WIDTH = 10_000  # of padding, indentation and batches
+_MAX_INDENT = 16  # of JSON, where it is printed for each value and each level
 _MAX_BITS = 100_000
 
 _WIDTH_FILTERS = frozenset({"batch", "center", "indent", "slice", "tojson", "truncate", "wordwrap"})
@@ -239,7 +240,8 @@ def _filter_size(name: str, values: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if not values:
         return 0
     options = [*values[1:], *kwargs.values()]
-    if name in _WIDTH_FILTERS and any(isinstance(option, int) and option > _MAX_WIDTH for option in options):
+    widest = _MAX_INDENT if name == "tojson" else _MAX_WIDTH
+    if name in _WIDTH_FILTERS and any(isinstance(option, int) and option > widest for option in options):
         raise TooMuch(f"the filter {name} is given {max(option for option in options if isinstance(option, int)):,}")
     text = values[0]
     if name == "replace" and len(options) > 1:

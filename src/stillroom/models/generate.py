@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from stillroom.errors import ConfigError
+
 
 @torch.no_grad()
 def generate(
@@ -24,6 +26,11 @@ def generate(
     Sampling is done here, in FP32 and with a generator of its own: FP16 logits that overflow would otherwise
     end in a device assertion, and the run's random state must not notice that someone looked.
     """
+    if max_new_tokens < 1 or not 0.0 <= temperature < float("inf"):
+        raise ConfigError(
+            f"{max_new_tokens} tokens at temperature {temperature:g} cannot be written",
+            advice=["ask for at least one token", "use a temperature of 0 (the likeliest token) or above"],
+        )
     ids = _begun(tokenizer, prompt) if isinstance(prompt, str) else list(prompt)
     generator = torch.Generator().manual_seed(seed)
     limit = int(getattr(model.config.get_text_config(), "max_position_embeddings", 0) or 0)

@@ -127,7 +127,8 @@ def ready_student(model: Any, section: StudentConfig) -> None:
 
 
 def _load(section: ModelSection, source: Source, dtype: torch.dtype) -> tuple[Any, list[str]]:
-    return _load_adapter(source, dtype) if source.is_adapter else _load_weights(section, source, dtype)
+    model, notes = _load_adapter(source, dtype) if source.is_adapter else _load_weights(section, source, dtype)
+    return model, [*([source.note] if source.note else []), *notes]
 
 
 def _load_weights(section: ModelSection, source: Source, dtype: torch.dtype) -> tuple[Any, list[str]]:

@@ -10,9 +10,10 @@ import difflib
 import json
 import re
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
+from huggingface_hub import HfApi, snapshot_download
 
 from stillroom import builtin
 from stillroom.config.schema import ModelSection
@@ -23,6 +24,7 @@ _SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 # Variants and consolidated copies for other programs are not what is loaded.
 _WEIGHT_FILES = ("model.safetensors", "model-*-of-*.safetensors", "adapter_model.safetensors")
 _LEFT_OUT = ("*/*",)
+_HUB_SECONDS = 10.0
 _FILE_ENDINGS = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".ckpt", ".json", ".toml", ".onnx", ".zip", ".tar.gz")
 
 
@@ -33,6 +35,7 @@ class Source:
     name: str  # as the user wrote it
     path: str  # a folder, or the hub id while it is not fetched
     is_local: bool
+    note: str = ""  # how it was fetched, where that is worth a line
 
     @property
     def folder(self) -> Path:
@@ -121,21 +124,44 @@ def fetch(section: ModelSection, name: str, *, weights: bool) -> Source:
     folder = _download(source, section, wanted)
     if weights:
         folder = _download(source, section, [*wanted, *_WEIGHT_FILES, *_indexed(folder)])
-    return replace(source, path=folder, is_local=True)
+    answer = _ask_hub(name, section.revision)
+    note = ""
+    if isinstance(answer, Exception):
+        note = f"{name} is taken from the hub's cache as it is, because the hub did not answer: {one_line(answer)}"
+    return replace(source, path=folder, is_local=True, note=note)
+
+
+@lru_cache(maxsize=64)
+def _ask_hub(name: str, revision: str | None) -> str | Exception:
+    """The commit a hub model stands at, or why the hub does not say. Asked once: all its files are of one commit.
+
+    The downloader's own question has no time limit, and transformers repeats its for over a minute.
+    """
+    try:
+        return str(HfApi().model_info(name, revision=revision, timeout=_HUB_SECONDS).sha)
+    except Exception as error:  # noqa: BLE001, raised by the caller with this as its cause, unless the cache has the model
+        return error
 
 
 def _download(source: Source, section: ModelSection, patterns: list[str]) -> str:
+    answer = _ask_hub(source.name, section.revision)
+    is_away = isinstance(answer, Exception)
     try:
         return str(
             snapshot_download(
-                source.name, revision=section.revision, allow_patterns=patterns, ignore_patterns=list(_LEFT_OUT)
+                source.name,
+                revision=section.revision if is_away else str(answer),
+                allow_patterns=patterns,
+                ignore_patterns=list(_LEFT_OUT),
+                local_files_only=is_away,
             )
         )
     except MemoryError:
         raise
     except Exception as error:  # the hub's errors are many, and each of them ends here with its cause
+        reason = one_line(answer if isinstance(answer, Exception) else error)
         raise BrokenAtStart(
-            f"cannot fetch {source.name} from the hub: {one_line(error)}",
+            f"cannot fetch {source.name} from the hub: {reason}",
             advice=[
                 "check the spelling of the hub id and the network; a private or gated model needs `hf auth login`",
                 "for a folder on this disk, check the path: there is none of this name here",

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from stillroom.numerics import LOG_ZERO, work_dtype
+from stillroom.objectives.arguments import check_number, check_tensor
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ def relative_error(student: Tensor, teacher: Tensor) -> Distances:
     width nor on the size of the activations, which differ a hundredfold between layers and between models; a plain
     mean square would be ruled by the few positions with massive activations (Sun et al. 2024).
     """
+    student, teacher = _alike(student, teacher)
     teacher, energy, is_bad = _usable(teacher)
     error = (student - teacher).square().sum(-1) / energy
     return Distances(torch.where(is_bad, torch.zeros_like(error), error), is_bad)
@@ -46,6 +48,7 @@ def cosine_distance(student: Tensor, teacher: Tensor) -> Distances:
 
     A student's state of zero has no direction: its distance is 1 and its gradient 0.
     """
+    student, teacher = _alike(student, teacher)
     teacher, energy, is_bad = _usable(teacher)
     product = (_unit(student) * (teacher * energy.rsqrt()[..., None])).sum(-1)
     return Distances(torch.where(is_bad, torch.zeros_like(product), 1.0 - product), is_bad)
@@ -58,6 +61,9 @@ def attention_distance(student: Tensor, teacher: Tensor, rows: Tensor) -> Distan
     and the padding behind the query has no part in it. Where the teacher has other heads, a student's head is
     compared with the mean of the teacher's heads that lie at the same place: a mean of distributions is one too.
     """
+    check_tensor("student", student, ["B", "H", "L", "K"], device=student.device)
+    shape: list[int | str] = [student.shape[0], "H", *student.shape[2:]]
+    check_tensor("teacher", teacher, shape, device=student.device, advice="maps of the same queries and keys")
     student, teacher = _queries(student, rows), _queries(teacher, rows)
     is_bad = ~torch.isfinite(teacher).flatten(1).all(1)
     teacher = torch.where(is_bad[:, None, None], torch.zeros_like(teacher), teacher)
@@ -93,6 +99,10 @@ def info_nce(student: Tensor, teacher: Tensor, is_row: Tensor, temperature: floa
     The other rows of the micro-batch are the negatives, so the value of a row depends on its company: eight
     micro-batches of one do not equal one of eight here, and a row alone has nothing to be told from: exactly 0.
     """
+    check_number("temperature", temperature, above=0.0)
+    check_tensor("student", student, ["B", "D"], device=student.device)
+    check_tensor("is_row", is_row, [student.shape[0]], device=student.device, dtypes="real")
+    student, teacher = _alike(student, teacher)
     teacher, energy, is_bad = _usable(teacher)
     is_bad = is_bad & is_row
     is_counted = is_row & ~is_bad
@@ -106,6 +116,14 @@ def _queries(probs: Tensor, rows: Tensor) -> Tensor:
     """Attention maps [B, H, L, K] as [N, H, K] at the chosen queries, in FP32 or better."""
     chosen = probs.transpose(1, 2).flatten(0, 1).index_select(0, rows)
     return chosen.to(work_dtype(probs))
+
+
+def _alike(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in FP32 or better. Shapes that differ would be broadcast in silence: they are refused."""
+    check_tensor("student", student, [*student.shape], device=student.device)
+    advice = "states of the same positions in the same width: a projector brings the student's to the teacher's"
+    check_tensor("teacher", teacher, [*student.shape], device=student.device, advice=advice)
+    return student.to(work_dtype(student)), teacher.to(work_dtype(teacher))
 
 
 def _usable(teacher: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from stillroom.errors import ConfigError
 from stillroom.numerics import Softmax, head_and_tail, is_distribution
+from stillroom.objectives.arguments import check_number, check_tensor
 from stillroom.objectives.base import Divergence
 from stillroom.objectives.divergence import student_gradient
 from stillroom.types import SampledSignal, Signal, TopKSignal
@@ -68,7 +69,13 @@ def sampled_rows(logits: Tensor, signal: SampledSignal, temperatures: Tensor, *,
 
 
 def keep_top_k(teacher_logits: Tensor, top_k: int, temperatures: Tensor) -> TopKSignal:
-    """The top-k + tail view of a dense teacher's logits [C, V], each row at its own temperature."""
+    """The top-k + tail view of a dense teacher's logits [C, V], each row at its own temperature.
+
+    A row that is no distribution is none afterwards either. More than V tokens are V tokens, and no tail.
+    """
+    check_tensor("teacher_logits", teacher_logits, ["C", "V"], device=teacher_logits.device)
+    check_tensor("temperatures", temperatures, [teacher_logits.shape[0]], device=teacher_logits.device)
+    check_number("top_k", top_k, least=1)
     scaled = teacher_logits / temperatures[:, None]
     ids = scaled.topk(min(top_k, scaled.shape[-1]), dim=-1).indices
     kept, tail, _ = head_and_tail(scaled, ids)

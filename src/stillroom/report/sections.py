@@ -73,7 +73,9 @@ def yardsticks_table(run: RunRecord) -> Html | None:
     )
     scored, held_out = as_number(run.result("student").get("documents")), _num_held_out(run)
     if scored is not None and scored < MIN_DOCUMENTS:
-        told += f" {format_count(scored)} held-out documents are too few for an interval: it takes {MIN_DOCUMENTS}."
+        told += (
+            f" There are no intervals: it takes {MIN_DOCUMENTS} held-out documents (scored: {format_count(scored)})."
+        )
     elif scored is not None:
         documents = f"{format_count(scored)} held-out documents"
         if held_out is not None and scored < held_out:

@@ -7,7 +7,7 @@ trains is held by both, watched on held-out text, and taken back when the teache
 A teacher outside of a run:
 
     teacher = RouterTeacher(model, RouterConfig(mode="sar"), vocab_size=512, device=torch.device("cpu"),
-                            options=GateOptions(learning_rate=1e-2))
+                            options=GateOptions(learning_rate=1e-2), is_described=True)
     teacher.start(held_out)                                   # its loss before anything is trained
     for step, batch in enumerate(batches):
         rows, needs = scored_rows(batch), Needs()

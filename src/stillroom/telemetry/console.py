@@ -1,7 +1,7 @@
 """What a person sees while a run goes on, drawn from events and from nothing else.
 
 Three screens behind one protocol: a live line on a terminal, plain lines in a pipe, and silence. Besides
-the command line this is the only file that knows rich.
+the command line only this file and `preview` know rich.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def no_interval_lines(row: Fields) -> list[str]:
     documents = as_number(row.get("documents"))
     if documents is None or documents >= MIN_DOCUMENTS:
         return []
-    return [f"no 95 % interval: {format_count(documents)} held-out documents are too few, it takes {MIN_DOCUMENTS}"]
+    return [f"no 95 % interval: it takes {MIN_DOCUMENTS} held-out documents (scored: {format_count(documents)})"]
 
 
 # -- a model on its own ----------------------------------------------------------------------------------
