@@ -181,7 +181,8 @@ def _evaluate_teacher(run: Run) -> Evaluation:
     assert run.loaded_teacher is not None
     model = run.loaded_teacher.as_student(run.student.vocab_size)
     run.teacher_model.to(run.device)
-    result = evaluate(model, run.eval_batches(), precision=run.precision.plain(), teacher=run.teacher)
+    batches, plain = run.eval_batches(), run.precision.plain()
+    result = evaluate(model, batches, precision=plain, teacher=run.teacher, between=run.between_batches)
     if run.config.teacher.placement == "offload":
         run.teacher_model.to("cpu")
     return result

@@ -25,6 +25,7 @@ from stillroom.errors import CannotSave, ConfigError, StillroomError
 from stillroom.files import reason_of, write_atomically
 
 CONFIG, EVENTS, SUMMARY = "config.json", "events.jsonl", "summary.json"
+_CUT = "cut.json"  # written by engine/cut.py while the models are loaded, before the run is described
 
 # May change between a run and its resumption without making it another run.
 _NOT_THE_RUN = ("train.max_minutes", "train.peer_timeout_minutes", "telemetry", "checkpoint")
@@ -79,7 +80,7 @@ class Claim:
         """Leave no trace of a run that could not begin: its mended configuration may want the same folder."""
         if self.is_resumed or self.is_begun:
             return
-        for name in (CONFIG, EVENTS):
+        for name in (CONFIG, EVENTS, _CUT):
             (self.folder / name).unlink(missing_ok=True)
         if self.lock is not None:
             self.lock.release()
@@ -108,6 +109,8 @@ def owned(folder: Path, config: Config, *, is_first: bool = True) -> Iterator[Cl
         raise ConfigError(f"{folder} cannot be a folder: {error}", where="--out") from error
     try:
         claim.is_resumed, claim.config = look(folder, config)  # another process may have begun it in between
+        if not claim.is_resumed:
+            (folder / _CUT).unlink(missing_ok=True)  # of a run that was killed before it was described
         yield claim
     except BaseException:
         claim.withdraw()
@@ -121,7 +124,7 @@ def look(folder: Path, config: Config) -> tuple[bool, Config]:
     """(whether a run of this very configuration is there, the configuration with its paths as they are found now)."""
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder} is a file", where="--out", advice=["choose another folder with --out"])
-    if not folder.exists() or not any(path for path in folder.iterdir() if path.name != lock.NAME):
+    if not folder.exists() or {path.name for path in folder.iterdir()} <= {lock.NAME, _CUT}:
         return False, config
     if not (folder / CONFIG).exists():
         raise ConfigError(
