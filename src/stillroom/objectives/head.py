@@ -205,14 +205,14 @@ def score_head(
         corrected=None if label_margin is None else torch.zeros_like(ones),
     )
     loss, kd, ce, is_bad = run_pass(view.hidden, view.head.weight, view.head.bias, teacher_hidden, task)
-    terms, fallback = {}, None
-    if has_kd:
-        num_bad = is_bad.sum().to(ones.dtype)
-        terms["kd"] = Term(masked_sum(kd * kd_weigh, kd_weigh != 0), targets.numel() - num_bad)
-        fallback = Term(masked_sum(ce * kd_weigh, is_bad & (kd_weigh != 0)), num_bad)
-    if has_ce:
-        terms["ce"] = Term(masked_sum(ce * weigh, weigh != 0), ones.sum())
-    return HeadLoss(loss, terms, {"bad_teacher_rows": is_bad.sum(), **_filled_counters(task)}, fallback)
+    counters = {"bad_teacher_rows": is_bad.sum(), **_filled_counters(task)}
+    terms = {"ce": Term(masked_sum(ce * weigh, weigh != 0), ones.sum())} if has_ce else {}
+    if not has_kd:
+        return HeadLoss(loss, terms, counters)
+    num_bad = is_bad.sum().to(ones.dtype)
+    taught = Term(masked_sum(kd * kd_weigh, kd_weigh != 0), targets.numel() - num_bad)
+    fallback = Term(masked_sum(ce * kd_weigh, is_bad & (kd_weigh != 0)), num_bad)
+    return HeadLoss(loss, {"kd": taught, **terms}, counters, fallback)
 
 
 def _filled_counters(task: HeadTask) -> dict[str, Tensor]:
