@@ -275,7 +275,7 @@ def test_fp16_on_a_cpu_must_be_asked_for_and_says_how_it_computes() -> None:
 
 @pytest.mark.parametrize("device", ["nosuch", "cuda:7", "\x1b[31m"])
 def test_a_device_that_is_not_there_is_refused_by_name(device: str) -> None:
-    with pytest.raises(BrokenAtStart, match="device|sees no"):
+    with pytest.raises(BrokenAtStart, match=r"device|sees no"):
         resolve("fp32", device)
 
 
