@@ -68,7 +68,7 @@ def _taps(view: StudentView, signal: Signal, kind: str, pair: tuple[int, int]) -
     student, teacher = view.taps[f"{kind}.{pair[0]}"], signal.taps[f"{kind}.{pair[1]}"].detach()
     positions = slice(0, 2) if kind == "hidden" else slice(2, 4)
     if (
-        view.rows is None
+        view.positions is None
         or student.shape[0] != teacher.shape[0]
         or student.shape[positions] != teacher.shape[positions]
     ):
@@ -77,7 +77,7 @@ def _taps(view: StudentView, signal: Signal, kind: str, pair: tuple[int, int]) -
             where="objectives",
             advice=["inner objectives need one tokenizer for both", "set the weights of the inner objectives to 0"],
         )
-    return student, teacher, view.rows
+    return student, teacher, view.positions
 
 
 def _mean_of_pairs(found: Sequence[Distances]) -> InnerScore:
