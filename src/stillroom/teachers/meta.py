@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -75,10 +76,7 @@ def both_ways(
         with _moved(student, direction, sign), _looking(student), precision.autocast():
             view = student.observe(batch, Needs())
             # The head's weight is a living tensor that moves back when the body ends.
-            head = type(view.head)(
-                view.head.weight.clone(), view.head.bias, view.head.scale, view.head.softcap, view.head.vocab_size
-            )
-            views.append(StudentView(view.hidden, head))
+            views.append(StudentView(view.hidden, replace(view.head, weight=view.head.weight.clone())))
     return views[0], views[1]
 
 

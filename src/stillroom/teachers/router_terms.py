@@ -90,7 +90,7 @@ def _as_signal(view: StudentView) -> DenseSignal:
     """The student as something to compare with: detached, because the gates learn here and not the student."""
     head = view.head
     bias = None if head.bias is None else head.bias.detach()
-    return DenseSignal(view.hidden.detach(), replace(head, weight=head.weight.detach(), bias=bias, clamp=None))
+    return DenseSignal(view.hidden.detach(), replace(head, weight=head.weight.detach(), bias=bias))
 
 
 def _gate_terms(aims: Aims, routing: Routing, batch: Batch, num_tokens: int, terms: dict[str, Term]) -> Tensor:
