@@ -62,6 +62,8 @@ bench-reliability: $(BENCH_STAMP)
 	$(BENCH)/bin/python benchmarks/reliability/bench_faults.py ultra
 	$(BENCH)/bin/python benchmarks/reliability/bench_faults.py clean
 	$(BENCH)/bin/python benchmarks/reliability/bench_kill.py
+	$(BENCH)/bin/python benchmarks/reliability/bench_borders.py kills --trials 60
+	$(BENCH)/bin/python benchmarks/reliability/bench_borders.py faults --trials 40
 	$(BENCH)/bin/python benchmarks/reliability/bench_overhead.py
 	$(BENCH)/bin/python benchmarks/reliability/bench_peers.py
 

@@ -176,14 +176,13 @@ def table() -> None:
         "plain training, equal tokens": "baseline",
         "untrained student": "student_before",
     }
-    lines = ["| | perplexity | bits per byte | steps | seconds |", "|---|---|---|---|---|"]
+    lines = ["| | perplexity | bits per byte | steps |", "|---|---|---|---|"]
     for label, key in rows.items():
         cells = [f"{mean([run[key]['perplexity'] for run in runs]):.1f}"]
         cells.append(f"{mean([run[key]['bits_per_byte'] for run in runs]):.2f}")
         own = {"student": lambda run: run, "baseline": lambda run: run["baseline"]}
         own["baseline_equal_compute"] = lambda run: run["baseline_equal_compute"]
-        for field in ("steps", "seconds"):
-            cells.append(f"{mean([own[key](run)[field] for run in runs]):.0f}" if key in own else "")
+        cells.append(f"{mean([own[key](run)['steps'] for run in runs]):.0f}" if key in own else "")
         lines.append(f"| {label} | " + " | ".join(cells) + " |")
     readme = Path(__file__).parents[2] / "README.md"
     before, rest = readme.read_text().split("<!-- demo table", 1)

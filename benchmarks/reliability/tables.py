@@ -104,6 +104,32 @@ def peers(found: dict[str, Any]) -> str:
     return table(f"The same faults in trl {found['trl']}'s GKD trainer (FP32)", heads, rows)
 
 
+def borders_kills(found: dict[str, Any]) -> str:
+    rows = [
+        [preset, len(lines), sum(r["kills"] for r in lines), sum(r["is_exact"] for r in lines),
+         sum(r["is_consistent"] for r in lines)]
+        for preset, lines in _by_preset(found).items()
+    ]  # fmt: skip
+    heads = ["preset", "runs", "kills", "bit-exact at the end", "the same log of losses"]
+    return table("SIGKILL after a random time, over all presets and precisions", heads, rows)
+
+
+def borders_faults(found: dict[str, Any]) -> str:
+    rows = [
+        [r["preset"], r["precision"], r["inject"].replace(",", " "), r["code"], r.get("rollbacks"), r.get("skipped"),
+         r.get("before"), r.get("after"), r["is_good"]]
+        for r in found["lines"]
+    ]  # fmt: skip
+    heads = ["preset", "precision", "faults", "exit code", "rollbacks", "skipped", "perplexity before", "after", "good"]
+    title = "Sequences of faults in the first, the eleventh and the last step, in evaluations and after rollbacks"
+    return table(title, heads, rows)
+
+
+def _by_preset(found: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    names = dict.fromkeys(line["preset"] for line in found["lines"])
+    return {name: [line for line in found["lines"] if line["preset"] == name] for name in names}
+
+
 PARTS: dict[str, Callable[[dict[str, Any]], str]] = {
     "faults": faults,
     "parity": parity,
@@ -114,6 +140,8 @@ PARTS: dict[str, Callable[[dict[str, Any]], str]] = {
     "clean": clean,
     "overhead": overhead,
     "peers": peers,
+    "borders_kills": borders_kills,
+    "borders_faults": borders_faults,
 }
 
 
