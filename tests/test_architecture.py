@@ -18,7 +18,7 @@ LAYERS = [
     {"numerics", "curriculum", "schedule", "guard", "builtin", "yardsticks"},
     {"objectives", "precision", "data", "models"},
     {"teachers", "telemetry"},
-    {"evaluate", "checkpoint"},
+    {"evaluation", "checkpoint"},
     {"engine"},
     {"report", "assess", "demo"},
     {"cli", "__main__", "__init__"},

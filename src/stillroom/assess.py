@@ -11,7 +11,7 @@ from stillroom.config.schema import DataConfig, TeacherConfig
 from stillroom.data import Bos, fixed_batches, open_eval, prompt_ids
 from stillroom.engine.build import find_device
 from stillroom.engine.loop import memory
-from stillroom.evaluate import evaluate
+from stillroom.evaluation import evaluate
 from stillroom.models import LoadedModel, agree_on_vocabulary, open_teacher
 from stillroom.models.generate import generate
 from stillroom.models.names import model_name

@@ -30,7 +30,7 @@ from stillroom.engine.scale import find_loss_scale
 from stillroom.engine.state import RunState, capture, recall
 from stillroom.engine.stop import Stop
 from stillroom.errors import BrokenAtStart, CannotSave, Interrupted, NoBetterStudent
-from stillroom.evaluate import Evaluation, evaluate
+from stillroom.evaluation import Evaluation, evaluate
 from stillroom.files import reason_of, write_atomically
 from stillroom.models import anatomy
 from stillroom.telemetry import SilentLog
