@@ -21,7 +21,7 @@ LAYERS = [
     {"evaluation", "checkpoint"},
     {"engine"},
     {"report", "assess", "demo"},
-    {"cli", "__main__", "__init__"},
+    {"api", "cli", "__main__", "__init__"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 
