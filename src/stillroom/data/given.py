@@ -93,7 +93,9 @@ def _records_of(data: Any, role: str) -> Iterable[Any]:
         raise _wrong(role, "is a set, whose order changes from process to process", "sort it: sorted(records)")
     if isinstance(data, bytes | bytearray | memoryview):
         raise _wrong(role, f"is {type(data).__name__}", "give a list of texts")
-    if isinstance(data, Iterable) and not isinstance(data, type):
+    if isinstance(data, type):
+        raise _wrong(role, f"is the class {data.__name__} itself")
+    if isinstance(data, Iterable):
         return data
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):  # a torch dataset
         return (data[place] for place in range(len(data)))

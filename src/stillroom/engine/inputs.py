@@ -50,6 +50,7 @@ class Inputs:
         if not self.models and not self.data:
             return ()
         try:
+            remove(folder, keeps_whole=is_resumed)  # what a kill left
             if is_resumed:
                 self._compare(folder)
                 return ()
@@ -116,13 +117,16 @@ def _digests(folder: Path) -> dict[str, str]:
 
 def is_ours(path: Path) -> bool:
     """Whether a path is the inputs of a run, whole or half-written."""
-    is_whole = path.name == FOLDER and (path / DIGESTS).is_file()
-    return is_whole or (path.name.startswith(f"{TEMPORARY}{FOLDER}-") and path.is_dir())
+    return _is_whole(path) or (path.name.startswith(f"{TEMPORARY}{FOLDER}-") and path.is_dir())
 
 
-def remove(folder: Path) -> None:
-    """Remove the inputs of a run that could not begin."""
+def _is_whole(path: Path) -> bool:
+    return path.name == FOLDER and (path / DIGESTS).is_file()
+
+
+def remove(folder: Path, *, keeps_whole: bool = False) -> None:
+    """Remove the inputs of a run that could not begin, or only what is half-written of them."""
     if folder.is_dir():
         for path in folder.iterdir():
-            if is_ours(path):
+            if is_ours(path) and not (keeps_whole and _is_whole(path)):
                 shutil.rmtree(path, ignore_errors=True)
