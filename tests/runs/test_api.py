@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import stillroom
 import tiny
@@ -98,12 +98,13 @@ def test_objects_train_what_names_train_and_stay_as_they_were(world: Path, tmp_p
     objects = given(world)
     teacher, student = objects["teacher"][0], objects["student"][0]
     teacher.train()
-    student.model.embed_tokens.weight.requires_grad_(False)
-    before = state_of(teacher), state_of(student)
+    teacher.model.embed_tokens.weight.requires_grad_(False)
+    before, random = (state_of(teacher), state_of(student)), torch.random.get_rng_state()
     config = stillroom.load_config(overrides=tiny.settings(world))
     by_name = stillroom.distill(config, tmp_path / "names", device="cpu")
     by_object = stillroom.distill(**objects, out=tmp_path / "objects", settings=quick(world), device="cpu")
     assert same_state(before[0], state_of(teacher)) and same_state(before[1], state_of(student))
+    assert torch.equal(random, torch.random.get_rng_state()), "the caller's random numbers are not those of the run"
     assert losses(by_name.folder) == losses(by_object.folder)
     assert are_equal(weights(by_name.folder), weights(by_object.folder))
     trained, tokenizer = by_object.load_student()
@@ -148,13 +149,17 @@ def test_a_folder_is_not_continued_with_other_objects(world: Path, tmp_path: Pat
     assert not list((tmp_path / "run").glob(".tmp-*"))
 
 
-def test_a_bare_teacher_takes_the_tokenizer_of_the_student_and_it_is_said(world: Path, tmp_path: Path) -> None:
+def test_what_is_not_as_the_objects_suggest_is_said(world: Path, tmp_path: Path) -> None:
     objects = given(world)
     objects["teacher"] = objects["teacher"][0]
+    objects["teacher"].lm_head.register_forward_hook(lambda *_parts: None)
+    objects["student"][0].requires_grad_(False)
     settings = quick(world, train__max_steps=1, eval__samples=0)
     result = stillroom.distill(**objects, out=tmp_path / "run", settings=settings, device="cpu")
     notes = [event["text"] for event in read_events(result.folder / "events.jsonl") if event["event"] == "note"]
     assert any("it takes the student's" in text for text in notes)
+    assert any("hooks on 1 of its modules" in text for text in notes)
+    assert any("all its weights are frozen" in text for text in notes)
     assert any("given as objects: kept in inputs/" in text for text in notes)
     objects["student"] = objects["student"][0]
     with pytest.raises(ConfigError, match="teacher comes without a tokenizer"):
@@ -309,6 +314,15 @@ class Wrapped(torch.nn.Module):
         self.module = module
 
 
+class Louder(LlamaForCausalLM):
+    """A user's own class: saved and loaded, its copy would be a plain Llama."""
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        found = super().forward(*args, **options)
+        found.logits = found.logits * 2
+        return found
+
+
 def wrong_models(world: Path) -> Iterator[tuple[Any, str]]:
     model = load(world / "student")
     yield 42, "student is a int"
@@ -320,6 +334,13 @@ def wrong_models(world: Path) -> Iterator[tuple[Any, str]]:
     yield (model, "tokenizer"), "has a str in the place of its tokenizer"
     yield (tiny.tokenizer(), model), "in the place of its tokenizer"
     yield model.model, "no language-model head"
+    yield Louder(model.config), "does not load from its configuration"
+    patched = load(world / "student")
+    patched.model.layers[0].forward = lambda hidden, **_options: hidden
+    yield patched, "forward of its own in model.layers.0"
+    frozen = load(world / "student")
+    frozen.lm_head.requires_grad_(False)
+    yield frozen, "1 weights that are frozen, lm_head.weight among them"
     with torch.device("meta"):
         yield AutoModelForCausalLM.from_config(model.config), "meta device"
 

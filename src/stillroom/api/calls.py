@@ -192,6 +192,8 @@ def generate(
 
 def _reported(job: Callable[..., Result], progress: bool | None) -> Result:
     """Run a job with a view on its events and write the report. Of several processes the first does so for all."""
+    import torch
+
     from stillroom.report import write_report
     from stillroom.telemetry.console import ConsoleView
     from stillroom.telemetry.notebook import is_notebook
@@ -200,7 +202,8 @@ def _reported(job: Callable[..., Result], progress: bool | None) -> Result:
     is_shown = progress if progress is not None else is_notebook() or sys.stdout.isatty()
     with ConsoleView("auto" if is_shown and is_first else "quiet") as view:
         try:
-            result = job(view.handle)
+            with torch.random.fork_rng(range(torch.cuda.device_count())):  # a run seeds; its caller's state stays
+                result = job(view.handle)
         except NoBetterStudent as error:  # the run is complete and its report worth reading
             if is_first:
                 view.finish(error.summary, write_report(Path(str(error.folder))))

@@ -28,11 +28,12 @@ def sorted_out(given: Mapping[str, Any]) -> tuple[dict[str, str], Inputs]:
     names: dict[str, str] = {}
     models: dict[str, GivenModel] = {}
     data: dict[str, Any] = {}
-    notes: tuple[str, ...] = ()
+    notes: list[str] = []
     for role, value in given.items():
         found = GivenModel.of(value, role) if role in ("teacher", "student") else None
         if found is not None:
             models[role] = found
+            notes += found.check_kept()
         elif role in ("teacher", "student") or is_name(value, role):
             names[SETTING[role]] = str(value)
         else:
@@ -42,8 +43,8 @@ def sorted_out(given: Mapping[str, Any]) -> tuple[dict[str, str], Inputs]:
         if student is None or student.tokenizer is None:
             raise without_tokenizer("teacher")
         models["teacher"] = GivenModel("teacher", teacher.network, student.tokenizer)
-        notes = ("the teacher was given without a tokenizer: it takes the student's",)
-    return names, Inputs(models, data, notes)
+        notes.append("the teacher was given without a tokenizer: it takes the student's")
+    return names, Inputs(models, data, tuple(notes))
 
 
 def opened(model: Model, teacher: Model | None) -> tuple[tuple[str, LoadedModel], LoadedModel | None]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from stillroom.errors import BrokenAtStart, CannotSave, ConfigError, StillroomError
 from stillroom.files import is_disk_full, reason_of
@@ -68,6 +68,44 @@ class GivenModel:
         is_placed = getattr(self.network, "hf_device_map", None) is not None
         if not is_placed and any(weight.is_meta for weight in self.network.parameters()):
             raise _wrong(self.role, "has no weights: they are on the meta device", "load the weights first")
+
+    def check_kept(self) -> list[str]:
+        """Refuse what a saved and loaded copy would not do as the object does. Answers with notes."""
+        kind = type(self.network)
+        known = AutoModelForCausalLM._model_mapping.get(type(self.network.config), ())
+        if kind not in (known if isinstance(known, tuple) else (known,)):
+            raise _wrong(
+                self.role,
+                f"is a {kind.__name__}, which AutoModelForCausalLM does not load from its configuration: a run "
+                "works on a copy that it saves and loads",
+                "give the name of its folder, with trust_remote_code and a revision where it needs its own code",
+                "or make the class known: AutoModelForCausalLM.register(config_class, model_class)",
+            )
+        # Where accelerate placed a model, it put hooks around each forward: those belong to the place.
+        changed = [name for name, part in self.network.named_modules() if _is_changed(part)]
+        if changed:
+            raise _wrong(
+                self.role,
+                f"has a forward of its own in {changed[0] or kind.__name__}, which a saved copy does not have",
+                "make it part of a class, and that class known to AutoModelForCausalLM",
+            )
+        return self._notes()
+
+    def _notes(self) -> list[str]:
+        hooked = [part for part in self.network.modules() if part._forward_hooks or part._forward_pre_hooks]
+        notes = [f"{self.role}: hooks on {len(hooked):,} of its modules are not part of the run"] if hooked else []
+        if self.role != "student":
+            return notes
+        frozen = [name for name, weight in self.network.named_parameters() if not weight.requires_grad]
+        if not frozen:
+            return notes
+        if len(frozen) < len(list(self.network.parameters())):
+            raise _wrong(
+                self.role,
+                f"has {len(frozen):,} weights that are frozen, {frozen[0]} among them: a run trains every weight",
+                "allow it: student.requires_grad_(True)",
+            )
+        return [*notes, "student: all its weights are frozen, and its copy is trained nevertheless"]
 
     def fingerprint(self) -> str:
         """sha256 of the weights, of what the configuration says of the model, and of the tokenizer."""
@@ -138,6 +176,10 @@ def _unwrap(network: object) -> list[str]:
     if hasattr(network, "merge_and_unload"):
         return ["merge the adapter: model.merge_and_unload()"]
     return []
+
+
+def _is_changed(part: Any) -> bool:
+    return "forward" in vars(part) and not hasattr(part, "_hf_hook")
 
 
 def _tokenizer_words(tokenizer: Any) -> str:
