@@ -1,32 +1,43 @@
 """Which layers a student cut from a real model keeps, and what that is worth before and after a few steps.
 
-python benchmarks/quality/bench_cut.py MODEL_FOLDER DATA_FILE --layers 15
+python benchmarks/quality/bench_cut.py MODEL_FOLDER DATA_FILE --layers 15 --distill loss
 
-One run of `stillroom distill` for each way of choosing layers, everything else equal: held-out perplexity of the
-teacher, of the student right after the cut, and after a few steps, with the seconds that cut and choice took. Results
-go to results/cut.json with machine and versions, the table to results/cut.md. A method that is in the file for the same
-model, data and settings is not run again; `--draw` only draws.
+Each way of choosing layers cuts the same model: the layers kept, the CPU seconds of choice and cut, and the held-out
+perplexity right after it. The methods named with --distill are then trained for a few steps by `stillroom distill`.
+Results go to results/cut.json with machine and versions as they come, the table to results/cut.md; what is in the file
+for the same model, data and settings is not measured again. `--chosen METHOD=CUT_JSON` takes a choice from the cut.json
+of a run with the same data and settings instead of making it again; `--draw` only draws.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from stillroom.config.schema import DataConfig, ShrinkConfig, TeacherConfig
+from stillroom.data import fixed_batches, open_data
 from stillroom.engine.folder import machine, versions
+from stillroom.models.layer_choice import Choice
+from stillroom.models.load import load_teacher, load_tokenizer
+from stillroom.models.passages import mean_loss, num_scored, passages
+from stillroom.models.shrink import cut
 
 RESULTS = Path(__file__).parent / "results"
 METHODS = ("loss", "influence", "even")
+LENGTH, BATCH = 128, 4
+HELD_OUT_TOKENS = 4096
 SETTINGS = {
-    "data.max_length": 128,
-    "train.batch_size": 4,
+    "data.max_length": LENGTH,
+    "train.batch_size": BATCH,
     "train.learning_rate": 5e-4,
     "eval.max_batches": 8,
     "eval.samples": 0,
@@ -36,16 +47,46 @@ SETTINGS = {
 Record = dict[str, Any]
 
 
-def measure(model: Path, data: Path, method: str, layers: int, steps: int) -> Record:
-    """One run through the command line, and what it left in its folder."""
-    settings = {
-        **SETTINGS,
-        "student.init": "shrink",
-        "student.shrink.layers": layers,
-        "student.shrink.method": method,
-        "train.max_steps": steps,
-        "train.eval_steps": steps,
-    }
+class Cutter:
+    """The teacher and the text, loaded once."""
+
+    def __init__(self, model: Path, data: Path) -> None:
+        section = TeacherConfig(model=str(model))
+        corpus = open_data(DataConfig(train=str(data), max_length=LENGTH), load_tokenizer(section, section.model))
+        self.teacher = load_teacher(section, torch.float32)
+        self.batches = list(fixed_batches(corpus.train, BATCH, ShrinkConfig().calibration_batches))
+        held_out = fixed_batches(corpus.evaluation, BATCH, 2 * HELD_OUT_TOKENS // (BATCH * LENGTH))
+        self.held_out = passages(held_out, HELD_OUT_TOKENS, torch.device("cpu"))
+
+    def facts(self) -> Record:
+        return {
+            "vocabulary": int(self.teacher.get_output_embeddings().weight.shape[0]),
+            "teacher_perplexity": math.exp(mean_loss(self.teacher, self.held_out)),
+            "teacher_parameters": self.teacher.num_parameters(),
+            "teacher_layers": int(self.teacher.config.num_hidden_layers),
+            "held_out_tokens": num_scored(self.held_out),
+        }
+
+    def measure(self, method: Any, layers: int, chosen: Record | None) -> Record:
+        choice = Choice(tuple(chosen["layers"]), method, tuple(chosen["why"])) if chosen else None
+        began, cpu_began = time.monotonic(), time.process_time()
+        found = cut(self.teacher, ShrinkConfig(layers=layers, method=method), self.batches, choice=choice)
+        spent = {"seconds": time.monotonic() - began, "cpu_seconds": time.process_time() - cpu_began}
+        return {
+            "method": method,
+            "kept": list(found.kept_layers),
+            "why": list(found.choice.why),
+            "seconds": chosen["seconds"] if chosen else spent["seconds"],
+            "cpu_seconds": chosen["cpu_seconds"] if chosen else spent["cpu_seconds"],
+            "parameters": found.model.num_parameters(),
+            "perplexity": math.exp(mean_loss(found.model, self.held_out)),
+        }
+
+
+def distilled(model: Path, data: Path, kept: list[int], steps: int) -> Record:
+    """A few steps through the command line from these layers, and what the run says of itself."""
+    settings = {**SETTINGS, "student.init": "shrink", "student.shrink.layers": kept}
+    settings |= {"train.max_steps": steps, "train.eval_steps": steps}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
         command = [sys.executable, "-m", "stillroom", "distill", "--teacher", str(model), "--data", str(data)]
@@ -54,89 +95,101 @@ def measure(model: Path, data: Path, method: str, layers: int, steps: int) -> Re
             command += ["--set", f"{name}={value}"]
         subprocess.run(command, check=True, stdout=sys.stderr)
         summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
-        cut = json.loads((out / "cut.json").read_text(encoding="utf-8"))
     return {
-        "method": method,
-        "kept": cut["layers"],
-        "of": cut["of"],
-        "why": cut["why"],
-        "cut_seconds": cut["seconds"],
-        "cut_cpu_seconds": cut["cpu_seconds"],
-        "teacher_perplexity": summary["teacher"]["perplexity"],
-        "perplexity_after_cut": summary["student_before"]["perplexity"],
-        "perplexity_after_steps": summary["student"]["perplexity"],
-        "parameters": [summary["student"]["parameters"], summary["teacher"]["parameters"]],
-        "training_seconds": summary["seconds"],
+        "steps": steps,
+        "teacher": summary["teacher"]["perplexity"],
+        "before": summary["student_before"]["perplexity"],
+        "after": summary["student"]["perplexity"],
+        "seconds": summary["seconds"],
         "skipped": summary["skipped"],
     }
 
 
+def told(perplexity: float) -> str:
+    return f"{perplexity:,.0f}" if perplexity >= 100 else f"{perplexity:.2f}"
+
+
 def draw(found: Record) -> str:
     runs = sorted(found["runs"], key=lambda run: METHODS.index(run["method"]))
-    steps, first = found["asked"]["steps"], runs[0]
-    rows = [
-        f"| method | layers kept | CPU seconds | perplexity after the cut | after {steps} steps |",
-        "|---|---|---|---|---|",
-    ]
+    asked, facts, where = found["asked"], found["facts"], found["machine"]
+    rows = ["| method | layers kept | CPU seconds | perplexity after the cut |", "|---|---|---|---|"]
+    lines = []
     for run in runs:
         kept = ", ".join(map(str, run["kept"]))
-        rows.append(
-            f"| {run['method']} | {kept} | {run['cut_cpu_seconds']:,.0f} | {run['perplexity_after_cut']:,.4g} "
-            f"| {run['perplexity_after_steps']:,.4g} |"
-        )
-    asked, where = found["asked"], found["machine"]
+        rows.append(f"| {run['method']} | {kept} | {run['cpu_seconds']:,.0f} | {told(run['perplexity'])} |")
+        if "distilled" in run:
+            trained = run["distilled"]
+            lines.append(
+                f"Distilled for {trained['steps']} steps from the layers by {run['method']}, the student's perplexity "
+                f"on the run's own held-out batches went from {told(trained['before'])} to {told(trained['after'])} "
+                f"(teacher {told(trained['teacher'])})."
+            )
     settings = ", ".join(f"{name} = {value}" for name, value in found["settings"].items())
-    return "\n".join(
-        [
-            "# Layers of a cut student, chosen in three ways",
-            "",
-            f"`{asked['model']}` ({first['parameters'][1]:,} parameters, {first['of']} layers) cut to "
-            f"{asked['layers']} layers ({first['parameters'][0]:,} parameters) and distilled for {steps} steps on "
-            f"`{asked['data']}`. "
-            f"Held-out perplexity; the teacher's is {first['teacher_perplexity']:,.4g}, guessing is "
-            f"{found['vocabulary']:,}.",
-            "",
-            *rows,
-            "",
-            "CPU seconds, of all cores together, are those of the choice and the cut. One run each: the choice is "
-            "deterministic, the order of the text the same.",
-            "",
-            f"Settings: {settings}. {where['cores']} cores ({where['processor']}), {where['threads']} threads, torch "
-            f"{found['versions']['torch']}, transformers {found['versions']['transformers']}. Drawn from `cut.json` by "
-            "`bench_cut.py`.",
-            "",
-        ]
-    )
+    parts = [
+        "# Layers of a cut student, chosen in three ways",
+        f"`{asked['model']}` ({facts['teacher_parameters']:,} parameters, {facts['teacher_layers']} layers) cut to "
+        f"{asked['layers']} layers ({runs[0]['parameters']:,} parameters) by text of `{asked['data']}`. Perplexity on "
+        f"{facts['held_out_tokens']:,} held-out tokens of it, before any training; the teacher's is "
+        f"{told(facts['teacher_perplexity'])}, guessing is {facts['vocabulary']:,}.",
+        "\n".join(rows),
+        "CPU seconds, of all cores together, are those of choice and cut. One cut each: the choice is deterministic.",
+        *lines,
+        f"Settings: {settings}. {where['cores']} cores ({where['processor']}), {where['threads']} threads, torch "
+        f"{found['versions']['torch']}, transformers {found['versions']['transformers']}. Drawn from `cut.json` by "
+        "`bench_cut.py`.",
+    ]
+    return "\n\n".join(parts) + "\n"
 
 
-def main() -> None:
+def save(found: Record) -> None:
+    found["versions"] = versions()
+    found["machine"] = {**machine(), "threads": torch.get_num_threads()}
+    (RESULTS / "cut.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    (RESULTS / "cut.md").write_text(draw(found), encoding="utf-8")
+
+
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, nargs="?", help="folder of a model")
-    parser.add_argument("data", type=Path, nargs="?", help="text to choose, train and hold out from")
+    parser.add_argument("data", type=Path, nargs="?", help="text to choose by, train on and hold out from")
     parser.add_argument("--name", help="what the model is called in the table; its folder's name without it")
     parser.add_argument("--layers", type=int, default=15)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--methods", default=",".join(METHODS))
+    parser.add_argument("--distill", default="", help="methods whose cut is trained for --steps steps")
+    parser.add_argument("--chosen", action="append", default=[], metavar="METHOD=CUT_JSON")
     parser.add_argument("--draw", action="store_true", help="only draw the table")
     wanted = parser.parse_args()
+    if not wanted.draw and (wanted.model is None or wanted.data is None):
+        parser.error("give the folder of a model and a file of text")
+    return wanted
+
+
+def main() -> None:
+    wanted = arguments()
     path = RESULTS / "cut.json"
     found: Record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    if not wanted.draw:
-        if wanted.model is None or wanted.data is None:
-            parser.error("give the folder of a model and a file of text")
-        name = wanted.name or wanted.model.name
-        asked = {"model": name, "data": wanted.data.name, "layers": wanted.layers, "steps": wanted.steps}
-        vocabulary = json.loads((wanted.model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
-        if found.get("asked") != asked or found.get("settings") != SETTINGS:
-            found = {"asked": asked, "settings": SETTINGS, "vocabulary": vocabulary, "runs": []}
-        for method in wanted.methods.split(","):
-            if any(run["method"] == method for run in found["runs"]):
-                continue
-            found["runs"].append(measure(wanted.model, wanted.data, method, wanted.layers, wanted.steps))
-            found["versions"] = versions()
-            found["machine"] = {**machine(), "threads": torch.get_num_threads()}
-            path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    (RESULTS / "cut.md").write_text(draw(found), encoding="utf-8")
+    if wanted.draw:
+        (RESULTS / "cut.md").write_text(draw(found), encoding="utf-8")
+        return
+    asked = {"model": wanted.name or wanted.model.name, "data": wanted.data.name, "layers": wanted.layers}
+    if found.get("asked") != asked or found.get("settings") != SETTINGS:
+        found = {"asked": asked, "settings": SETTINGS, "runs": []}
+    measured = {run["method"]: run for run in found["runs"]}
+    missing = [method for method in wanted.methods.split(",") if method not in measured]
+    if missing:
+        chosen = dict(pair.split("=", 1) for pair in wanted.chosen)
+        cutter = Cutter(wanted.model, wanted.data)
+        found["facts"] = cutter.facts()
+        for method in missing:
+            given = json.loads(Path(chosen[method]).read_text(encoding="utf-8")) if method in chosen else None
+            measured[method] = cutter.measure(method, wanted.layers, given)
+            found["runs"] = list(measured.values())
+            save(found)
+    for method in filter(None, wanted.distill.split(",")):
+        if "distilled" not in measured[method]:
+            measured[method]["distilled"] = distilled(wanted.model, wanted.data, measured[method]["kept"], wanted.steps)
+            save(found)
 
 
 if __name__ == "__main__":

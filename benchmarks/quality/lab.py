@@ -27,7 +27,7 @@ from stillroom.data import Loader, Rows, fixed_batches
 from stillroom.engine.build import make_optimizer, make_schedule
 from stillroom.engine.inside import make_inner
 from stillroom.evaluation import evaluate
-from stillroom.models import Student, scored_rows, scored_targets
+from stillroom.models import Student
 from stillroom.models.probe import head_logits
 from stillroom.objectives.mix import Mix
 from stillroom.precision import resolve
@@ -167,12 +167,11 @@ def check_steps(steps: int, checks: int) -> set[int]:
 def score_batch(
     student: Student, source: TeacherSource | None, mix: Mix, lesson: Lesson, counts: Any, batch: Any, precision: Any
 ) -> None:
-    rows = scored_rows(batch)
     needs = mix.needs(lesson)
-    signal = source.observe(batch, rows, needs.teacher) if source is not None and lesson.asks_teacher else None
+    signal = source.observe(batch, needs.teacher) if source is not None and lesson.asks_teacher else None
     with precision.autocast():
-        view = student.observe(batch, rows, needs.student)
-    precision.backward(mix.score(view, signal, scored_targets(batch, rows), lesson, counts).loss)
+        view = student.observe(batch, needs.student)
+    precision.backward(mix.score(view, signal, batch, lesson, counts).loss)
 
 
 def _check(found: Trained, student: Student, dev: Rows, step: int) -> None:
@@ -207,11 +206,10 @@ def calibration_error(student: Student, rows: Rows) -> float:
     student.eval()
     weight, right, sure = (torch.zeros(_ECE_BINS, dtype=torch.float64) for _ in range(3))
     for batch in fixed_batches(rows, _EVAL_BATCH):
-        picked = scored_rows(batch)
-        view = student.observe(batch, picked, Needs())
+        view = student.observe(batch, Needs())
         confidence, guess = torch.softmax(head_logits(view.head, view.hidden), dim=-1).max(dim=-1)
         bins = (confidence * _ECE_BINS).long().clamp_max(_ECE_BINS - 1)
         weight += torch.bincount(bins, minlength=_ECE_BINS)
-        right += torch.bincount(bins, (guess == scored_targets(batch, picked)).double(), minlength=_ECE_BINS)
+        right += torch.bincount(bins, (guess == batch.scored_targets).double(), minlength=_ECE_BINS)
         sure += torch.bincount(bins, confidence.double(), minlength=_ECE_BINS)
     return float((right - sure).abs().sum() / weight.sum())

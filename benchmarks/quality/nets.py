@@ -26,7 +26,7 @@ from stillroom.engine.build import make_schedule
 from stillroom.models.attention import attend_causally
 from stillroom.precision import AdamW, ParameterGroup, Precision, resolve
 from stillroom.teachers import LiveTeacher
-from stillroom.types import Batch, DenseSignal, Needs
+from stillroom.types import Batch, DenseSignal, HeadWeights, Needs
 
 CPU = torch.device("cpu")
 BALANCE_WEIGHT = 0.01  # of the load-balancing term while a mixture is trained
@@ -164,11 +164,11 @@ class Remembered:
         self._hidden = _hidden_states(model, rows)  # [rows, L, D]
         self.num_asked = 0
 
-    def observe(self, batch: Batch, rows: Tensor, needs: Needs) -> DenseSignal:
+    def observe(self, batch: Batch, needs: Needs) -> DenseSignal:
         places = torch.tensor([self._places[name] for name in batch.sample_ids])
-        hidden = self._hidden[places].reshape(-1, self._hidden.shape[-1]).index_select(0, rows)
+        hidden = self._hidden[places].reshape(-1, self._hidden.shape[-1]).index_select(0, batch.positions)
         self.num_asked += 1
-        return DenseSignal(hidden, self._head)
+        return DenseSignal(hidden, HeadWeights(self._head))
 
 
 @torch.no_grad()

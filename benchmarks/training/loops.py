@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 from world import Size, settings
 
@@ -24,7 +23,6 @@ from stillroom.engine.build import build_run, find_device, load_models
 from stillroom.engine.run import Run
 from stillroom.engine.state import RunState
 from stillroom.engine.step import train_step
-from stillroom.models import scored_rows
 from stillroom.objectives.sparse import keep_top_k
 from stillroom.telemetry import EventLog
 from stillroom.types import Batch, Needs, TopKSignal
@@ -73,15 +71,15 @@ class MemoryTeacher:
     @torch.no_grad()
     def _ask(run: Run, batch: Batch) -> TopKSignal:
         assert run.teacher is not None
-        signal: Any = run.teacher.observe(batch, scored_rows(batch), Needs())
+        signal: Any = run.teacher.observe(batch, Needs())
         parts = [
-            keep_top_k(F.linear(rows, signal.weight), NUM_KEPT, torch.ones(len(rows)))
+            keep_top_k(F.linear(rows, signal.head.weight), NUM_KEPT, torch.ones(len(rows)))
             for rows in signal.hidden.split(256)
         ]
         return TopKSignal(*(torch.cat([getattr(part, name) for part in parts]) for name in ("ids", "log_probs")),
                           torch.cat([part.tail_log_mass for part in parts]))  # fmt: skip
 
-    def observe(self, batch: Batch, rows: Tensor, needs: Needs) -> TopKSignal:
+    def observe(self, batch: Batch, needs: Needs) -> TopKSignal:
         return self._signals[batch.sample_ids]
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from stillroom.models.probe import head_logits
-from stillroom.models.student import Student, scored_rows, scored_targets
+from stillroom.models.student import Student
 from stillroom.objectives.mix import Mix
 from stillroom.precision import Precision
 from stillroom.teachers import TeacherSource
@@ -92,41 +92,41 @@ def evaluate(
     try:
         for batch in held:
             between()
-            rows = scored_rows(batch)
-            on_device, rows_there = batch.to(precision.device), rows.to(precision.device)
+            there = batch.to(precision.device)
             with precision.autocast():
-                view = student.observe(on_device, rows_there, needs.student)
-            signal = teacher.observe(on_device, rows_there, needs.teacher) if teacher else None
-            table = _measure(view, signal, on_device, rows_there)
+                view = student.observe(there, needs.student)
+            signal = teacher.observe(there, needs.teacher) if teacher else None
+            table = _measure(view, signal, there)
             ledger.add(batch.documents or batch.sample_ids, table.cpu().numpy())
             if mix and lesson:
-                _add_terms(window, mix, view, signal, scored_targets(on_device, rows_there), lesson)
+                _add_terms(window, mix, view, signal, there, lesson)
     finally:
         student.model.train(was_training)
     return _result(ledger, window, lesson if mix else None, time.monotonic() - start)
 
 
 def _add_terms(
-    window: _Window, mix: Mix, view: StudentView, signal: Signal | None, targets: Tensor, lesson: Lesson
+    window: _Window, mix: Mix, view: StudentView, signal: Signal | None, batch: Batch, lesson: Lesson
 ) -> None:
-    score = mix.score(view, signal, targets, lesson, window.counts)
+    score = mix.score(view, signal, batch, lesson, window.counts)
     window.loss += float(score.loss)
     for name, term in score.terms.items():
         window.totals[name] = window.totals.get(name, 0.0) + float(term.total)
 
 
-def _measure(view: StudentView, signal: Signal | None, batch: Batch, rows: Tensor) -> Tensor:
+def _measure(view: StudentView, signal: Signal | None, batch: Batch) -> Tensor:
     """The yardsticks' sums for each row of a batch, a chunk of positions at a time. [B, F] in FP64."""
     dense = signal if isinstance(signal, DenseSignal) else None
     num_rows, length = batch.targets.shape
-    targets, sizes = scored_targets(batch, rows), batch.target_bytes.reshape(-1).index_select(0, rows)
-    table = torch.zeros(num_rows, NUM_COLUMNS, dtype=torch.float64, device=rows.device)
+    targets, positions = batch.scored_targets, batch.positions
+    sizes = batch.target_bytes.reshape(-1).index_select(0, positions)
+    table = torch.zeros(num_rows, NUM_COLUMNS, dtype=torch.float64, device=positions.device)
     for begin in range(0, int(targets.numel()), _CHUNK):
         part = slice(begin, begin + _CHUNK)
         log_q = torch.log_softmax(head_logits(view.head, view.hidden[part]), dim=-1)
         log_p = torch.log_softmax(head_logits(dense.head, dense.hidden[part]), dim=-1) if dense else None
         values = _columns(log_q, log_p, targets[part], sizes[part])
-        table.index_add_(0, rows[part] // length, values)
+        table.index_add_(0, positions[part] // length, values)
     return table
 
 

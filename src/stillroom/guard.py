@@ -142,8 +142,10 @@ class Guard:
         """The step was applied: its numbers enter the statistics."""
         if not evidence.bad_teacher_rows:
             for name, value in _values(evidence).items():
-                self._losses.setdefault(name, Window(self.config.spike_window)).add(value)
-            self._norms.add(math.log(max(evidence.grad_norm, 1e-30)))
+                if math.isfinite(value):  # one NaN would make every later threshold NaN
+                    self._losses.setdefault(name, Window(self.config.spike_window)).add(value)
+            if math.isfinite(evidence.grad_norm):
+                self._norms.add(math.log(max(evidence.grad_norm, 1e-30)))
             self.consecutive_teacher = 0
         self._recent.append(False)
         self.consecutive = self.consecutive_spikes = self.consecutive_floor = 0

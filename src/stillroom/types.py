@@ -8,9 +8,11 @@ Legend for shapes: B rows, L positions, N scored positions of a batch, V vocabul
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -27,7 +29,11 @@ _EMPTY: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of tokens. `targets[b, l]` is the token that follows position l, or IGNORED."""
+    """Rows of tokens. `targets[b, l]` is the token that follows position l, or IGNORED.
+
+    What follows from the tensors is computed once, in main memory, where the batch is made, and moves with it: asking
+    costs the device nothing. `dataclasses.replace` computes it anew, so it never belongs to other targets.
+    """
 
     input_ids: Tensor  # [B, L]
     attention_mask: Tensor  # [B, L], 1 where there is a token
@@ -36,22 +42,50 @@ class Batch:
     sample_ids: tuple[str, ...]  # B names, for reports and quarantine
     index: int = 0  # which micro-batch of the run this is
     documents: tuple[str, ...] = ()  # B documents the rows start in: what a bootstrap draws as a whole
+    other: Batch | None = None  # the same text as another tokenizer reads it
+    positions: Tensor = field(init=False)  # [N], flat places of the scored positions in [B, L], in row order
+    scored_targets: Tensor = field(init=False)  # [N]
+    keys: tuple[str, ...] = field(init=False)  # B digests of what each row holds, whatever batch it stands in
+
+    def __post_init__(self) -> None:
+        device, flat = self.targets.device, self.targets.reshape(-1).cpu()
+        positions = (flat != IGNORED).nonzero().squeeze(-1)
+        object.__setattr__(self, "positions", positions.to(device))
+        object.__setattr__(self, "scored_targets", flat.index_select(0, positions).to(device))
+        object.__setattr__(self, "keys", _content_keys(self))
 
     @property
     def num_scored(self) -> int:
-        """Counted where the data is made, in main memory: asking costs the device nothing."""
-        return int((self.targets.cpu().numpy() != IGNORED).sum())
+        return len(self.positions)
 
     def to(self, device: Any) -> Batch:
-        return Batch(
-            self.input_ids.to(device, non_blocking=True),
-            self.attention_mask.to(device, non_blocking=True),
-            self.targets.to(device, non_blocking=True),
-            self.target_bytes.to(device, non_blocking=True),
-            self.sample_ids,
-            self.index,
-            self.documents,
+        moved = copy(self)
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if isinstance(value, Batch):
+                object.__setattr__(moved, one.name, value.to(device))
+            elif hasattr(value, "to"):  # a tensor
+                object.__setattr__(moved, one.name, value.to(device, non_blocking=True))
+        return moved
+
+    def without_targets(self) -> Batch:
+        """The same rows with no target to score."""
+        return replace(
+            self,
+            targets=self.targets.new_full(self.targets.shape, IGNORED),
+            target_bytes=self.target_bytes.new_zeros(self.target_bytes.shape),
+            other=self.other.without_targets() if self.other is not None else None,
         )
+
+
+def _content_keys(batch: Batch) -> tuple[str, ...]:
+    """A digest of each row's tokens and targets. Padding is no part of it, nor are the row's name and neighbours."""
+    ids, targets = batch.input_ids.cpu().long().numpy(), batch.targets.cpu().long().numpy()
+    is_used = (batch.attention_mask.cpu().numpy() != 0) | (targets != IGNORED)
+    return tuple(
+        hashlib.blake2b(ids[row][used].tobytes() + targets[row][used].tobytes(), digest_size=16).hexdigest()
+        for row, used in enumerate(is_used)
+    )
 
 
 # -- what models answer ----------------------------------------------------------------------------------
@@ -101,7 +135,7 @@ class StudentView:
     hidden: Tensor  # [N, D]
     head: HeadWeights
     taps: Mapping[str, Tensor] = field(default_factory=lambda: _EMPTY)  # hidden.<layer> [B, L, D], attention.<layer>
-    rows: Tensor | None = None  # [N], flat places of the scored positions in [B, L]: where taps count
+    positions: Tensor | None = None  # [N], flat places of the scored positions in [B, L]: where taps count
     sequences: Tensor | None = None  # [N], which row of the batch each position belongs to; None: all to one
     num_sequences: int = 1
 
@@ -111,17 +145,8 @@ class DenseSignal:
     """The teacher's full answer, as hidden states and the head that turns them into logits."""
 
     hidden: Tensor  # [N, D]
-    weight: Tensor  # [V, D]
-    bias: Tensor | None = None
-    scale: float = 1.0
-    softcap: float | None = None
-    vocab_size: int | None = None
+    head: HeadWeights
     taps: Mapping[str, Tensor] = field(default_factory=lambda: _EMPTY)
-    clamp: float | None = None
-
-    @property
-    def head(self) -> HeadWeights:
-        return HeadWeights(self.weight, self.bias, self.scale, self.softcap, self.vocab_size, self.clamp)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import math
 import random
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +87,19 @@ def test_a_fault_in_the_last_step_costs_nothing_but_time(
     assert result.summary["student"]["perplexity"] == clean.summary["student"]["perplexity"]
 
 
+def test_a_run_killed_in_an_evaluation_after_a_rollback_ends_as_if_nothing_had_happened(
+    world: Path, tmp_path: Path, clean: Result
+) -> None:
+    settings = [f"--set={key}={value}" for key, value in tiny.settings(world, **BASE).items()]
+    words = ["distill", "--out", str(tmp_path / "run"), "--device", "cpu", "--no-progress", *settings]
+    faults = "nan_weight@3,kill_in_eval@10"
+    ended = subprocess.run([sys.executable, "-m", "stillroom", *words, "--inject", faults], capture_output=True)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
+    again = resume(tmp_path / "run", device="cpu")
+    assert_ended_well(again)
+    assert again.summary["student"]["perplexity"] == clean.summary["student"]["perplexity"]
+
+
 def test_a_fault_after_a_rollback_is_survived(world: Path, tmp_path: Path) -> None:
     assert_ended_well(run(world, tmp_path / "run", "nan_weight@3,lr_spike@4,huge_weight@6,nan_weight@8"))
 
@@ -100,6 +116,7 @@ def test_a_resumed_run_judges_as_the_whole_one_does(world: Path, tmp_path: Path)
     assert again.summary["student"] == whole.summary["student"]
     for state in (before, after):
         state["state"].pop("seconds")
+        state.pop("events")  # the log of the resumed run has what it said on resuming
     assert after == before
 
 
@@ -157,7 +174,7 @@ def test_the_command_line_writes_the_report_of_such_a_run(
     ],
 )
 def test_how_a_run_ended(applied: int, last: float | None, kept: float, status: str, has_advice: bool) -> None:
-    state = RunState(applied=applied, last_perplexity=last)
+    state = RunState(applied=applied, last_perplexity=last, best_step=applied if kept < 20.0 else 0)
     end = how_it_ended(state, kept, 20.0)
     assert end["status"] == status and bool(end["advice"]) == has_advice and bool(end["reason"]) == (status != "done")
 

@@ -134,7 +134,7 @@ def test_a_file_that_cannot_be_written_ends_with_24_and_leaves_the_old_one(
         with pytest.raises(SystemExit) as ended:
             main(words)
     assert ended.value.code == 24
-    said = capsys.readouterr().err
+    said = " ".join(capsys.readouterr().err.split())  # where a line breaks depends on the length of the path
     assert "No space left" in said and "Traceback" not in said
     main(words)
     assert (tmp_path / "run" / name).exists() and not list((tmp_path / "run").glob("*.tmp"))

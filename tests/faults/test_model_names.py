@@ -122,12 +122,13 @@ def test_the_folder_of_a_run_points_to_its_student(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="everything may be read")
-def test_a_folder_without_permission(model_folder: Path) -> None:
-    model_folder.chmod(0)
+@pytest.mark.parametrize("part", ["", "config.json", "model.safetensors", "tokenizer.json"])
+def test_a_folder_without_permission(model_folder: Path, part: str) -> None:
+    (model_folder / part).chmod(0)
     try:
-        refused(model_folder, "permission")
+        refused(model_folder, "Permission denied")
     finally:
-        model_folder.chmod(0o700)
+        (model_folder / part).chmod(0o700)
 
 
 @pytest.mark.parametrize("command", ["eval", "generate", "distill"])

@@ -62,6 +62,13 @@ def test_a_folder_left_by_a_process_killed_while_loading_can_be_used(world: Path
         assert not claim.is_resumed
 
 
+def test_what_a_killed_start_left_does_not_make_a_folder_foreign(world: Path, tmp_path: Path) -> None:
+    """A choice of layers is kept before the run is described; it is of a run that never began."""
+    (tmp_path / "cut.json").write_text("{}")
+    with owned(tmp_path, load_config(overrides=tiny.settings(world))) as claim:
+        assert not claim.is_resumed and not (tmp_path / "cut.json").exists()
+
+
 def test_another_thread_is_another_owner(tmp_path: Path) -> None:
     held, found = lock.take(tmp_path), []
 

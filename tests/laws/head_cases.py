@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from stillroom.objectives import divergence as family
 from stillroom.objectives.base import Divergence
-from stillroom.types import DenseSignal, HeadWeights, StudentView
+from stillroom.types import Batch, DenseSignal, HeadWeights, StudentView
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,10 @@ class Case:
     @property
     def view(self) -> StudentView:
         return StudentView(self.hidden, self.head)
+
+    @property
+    def batch(self) -> Batch:
+        return batch_of(self.targets)
 
     def leaves(self) -> dict[str, Tensor]:
         named = {
@@ -39,7 +43,7 @@ class Case:
         def leaf(tensor: Tensor) -> Tensor:
             return tensor.detach().clone().to(dtype or tensor.dtype).requires_grad_()
 
-        bias = self.head.bias
+        bias, goal = self.head.bias, self.teacher.head
         teacher_hidden = leaf(self.teacher.hidden).requires_grad_(trains_teacher)
         return Case(
             leaf(self.hidden),
@@ -47,11 +51,20 @@ class Case:
             replace(
                 self.teacher,
                 hidden=teacher_hidden,
-                weight=self.teacher.weight.to(dtype or self.teacher.weight.dtype),
-                bias=None if self.teacher.bias is None else self.teacher.bias.to(dtype or self.teacher.bias.dtype),
+                head=replace(
+                    goal,
+                    weight=goal.weight.to(dtype or goal.weight.dtype),
+                    bias=None if goal.bias is None else goal.bias.to(dtype or goal.bias.dtype),
+                ),
             ),
             self.targets,
         )
+
+
+def batch_of(targets: Tensor) -> Batch:
+    """One row with these targets."""
+    row = targets.unsqueeze(0)
+    return Batch(torch.zeros_like(row), torch.ones_like(row), row, torch.zeros_like(row), ("row",))
 
 
 def make_case(
@@ -78,11 +91,9 @@ def make_case(
     )
     teacher = DenseSignal(
         draw(num_rows, widths[1]),
-        draw(teacher_rows, widths[1]),
-        draw(teacher_rows) if has_bias else None,
-        scale,
-        softcap,
-        num_tokens,
+        HeadWeights(
+            draw(teacher_rows, widths[1]), draw(teacher_rows) if has_bias else None, scale, softcap, num_tokens
+        ),
     )
     targets = torch.randint(num_tokens, (num_rows,), generator=generator)
     return Case(draw(num_rows, widths[0]), head, teacher, targets)

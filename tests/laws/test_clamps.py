@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -68,7 +67,7 @@ def test_an_identity_head_scores_like_the_head_it_stands_for() -> None:
     """A model whose head cannot be described answers with logits: same loss, same gradient."""
     torch.manual_seed(0)
     hidden, weight = torch.randn(6, 4), torch.randn(11, 4)
-    teacher, targets = DenseSignal(torch.randn(6, 3), torch.randn(11, 3)), torch.arange(6)
+    teacher, targets = DenseSignal(torch.randn(6, 3), HeadWeights(torch.randn(11, 3))), torch.arange(6)
     from stillroom.objectives import divergence as family
 
     options = {"kd_weight": 0.5, "ce_weight": 0.5, "divergence": family.make("forward_kl"), "temperature": 2.0}
@@ -77,7 +76,7 @@ def test_an_identity_head_scores_like_the_head_it_stands_for() -> None:
     described.loss.backward()
     two = hidden.clone().requires_grad_()
     logits = two @ weight.T
-    plain_teacher = replace(teacher, hidden=teacher.hidden @ teacher.weight.T, weight=torch.empty(0), vocab_size=11)
+    plain_teacher = DenseSignal(teacher.hidden @ teacher.head.weight.T, HeadWeights(torch.empty(0), vocab_size=11))
     given_logits = score_head(
         StudentView(logits, HeadWeights(torch.empty(0), vocab_size=11)), plain_teacher, targets, **options
     )

@@ -23,7 +23,6 @@ from stillroom.objectives import DenseTeacher, Mix, TopKTeacher, fused_head_loss
 from stillroom.objectives import divergence as family
 from stillroom.objectives.kernel import KernelName, choose_kernel
 from stillroom.objectives.sparse import keep_top_k
-from stillroom.types import DenseSignal
 
 CHOICE = choose_kernel("auto")
 both_kernels = pytest.mark.parametrize(
@@ -173,7 +172,7 @@ def test_tokens_that_one_side_rules_out_stay_finite_near_the_ends(name: str, pla
     head = torch.zeros(NUM_TOKENS, 1)  # -inf comes by the bias: a product with it would be NaN
     hidden, bias = torch.zeros(1, 1), student[0].clone().requires_grad_()
     out = fused_head_loss(
-        hidden, head, DenseSignal(hidden, head, teacher[0]), torch.zeros(1, dtype=torch.long), student_bias=bias,
+        hidden, head, DenseTeacher(hidden, head, teacher[0]), torch.zeros(1, dtype=torch.long), student_bias=bias,
         kd_weight=1.0, ce_weight=0.0, divergence=divergence, temperature=1.0, kernel=kernel,
     )  # fmt: skip
     out.loss.backward()

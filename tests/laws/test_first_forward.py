@@ -17,7 +17,6 @@ from stillroom.data.loader import Loader
 from stillroom.engine.distill import distill
 from stillroom.engine.first import SHIFTS, check_targets, judge_alignment, shifted_losses
 from stillroom.errors import BrokenAtStart, ConfigError
-from stillroom.models import scored_rows
 from stillroom.models.probe import backbone, head_of
 from stillroom.telemetry import read_events
 from stillroom.telemetry.lines import component_lines, first_forward_lines
@@ -38,10 +37,10 @@ def text_batch(rows: int = 8) -> Batch:
 
 def judged(path: Path, batch: Batch) -> tuple[dict[str, float], str]:
     model = AutoModelForCausalLM.from_pretrained(path)
-    rows = scored_rows(batch)
     with torch.no_grad():
         hidden = backbone(model)(input_ids=batch.input_ids).last_hidden_state
-        return judge_alignment(shifted_losses(hidden.reshape(-1, hidden.shape[-1])[rows], head_of(model), batch, rows))
+        chosen = hidden.reshape(-1, hidden.shape[-1])[batch.positions]
+        return judge_alignment(shifted_losses(chosen, head_of(model), batch))
 
 
 def shifted(batch: Batch, by: int) -> Batch:

@@ -235,3 +235,12 @@ def test_a_very_steady_run_tolerates_a_small_wobble(wobble: float) -> None:
     for index in range(60):
         guard.accept(evidence(2.0 + wobble * (index % 2)))
     assert guard.judge(evidence(2.1, 1.5)).action == "keep"
+
+
+def test_a_term_that_is_not_finite_never_enters_the_statistics() -> None:
+    guard = settled(20)
+    guard.accept(evidence(2.0, math.nan, terms={"ce": math.nan}))
+    windows = guard.windows()
+    assert all(math.isfinite(value) for values in windows["losses"].values() for value in values)
+    assert all(math.isfinite(value) for value in windows["norms"])
+    assert guard.judge(evidence(1e6)).action == "examine", "a spike is still seen"

@@ -93,11 +93,16 @@ def test_unscored_rows_do_not_matter(seed: int) -> None:
     labels = torch.where(is_scored, case.targets, torch.full_like(case.targets, -100))
     spoiled = torch.where(is_scored[:, None], case.hidden, torch.full_like(case.hidden, math.nan))
     some = spoiled.clone().requires_grad_()
-    masked = fused_head_loss(some, case.head.weight, DenseTeacher(case.teacher.hidden, case.teacher.weight), labels)
+    masked = fused_head_loss(
+        some, case.head.weight, DenseTeacher(case.teacher.hidden, case.teacher.head.weight), labels
+    )
     masked.loss.backward()
     kept = case.hidden[is_scored].clone().requires_grad_()
     short = fused_head_loss(
-        kept, case.head.weight, DenseTeacher(case.teacher.hidden[is_scored], case.teacher.weight), labels[is_scored]
+        kept,
+        case.head.weight,
+        DenseTeacher(case.teacher.hidden[is_scored], case.teacher.head.weight),
+        labels[is_scored],
     )
     short.loss.backward()
     torch.testing.assert_close(masked.loss, short.loss)
@@ -115,7 +120,7 @@ def test_loss_is_the_mean_over_scored_tokens_of_the_weighted_sum() -> None:
     out = fused_head_loss(
         case.hidden,
         case.head.weight,
-        DenseTeacher(case.teacher.hidden, case.teacher.weight),
+        DenseTeacher(case.teacher.hidden, case.teacher.head.weight),
         labels,
         kd_weight=0.25,
         ce_weight=0.75,
@@ -133,7 +138,7 @@ def test_nothing_scored_gives_zero_loss_and_zero_gradients() -> None:
     case = make_case(0, 4).copy(torch.float32)
     labels = torch.full((4,), -100)
     out = fused_head_loss(
-        case.hidden, case.head.weight, DenseTeacher(case.teacher.hidden.detach(), case.teacher.weight), labels
+        case.hidden, case.head.weight, DenseTeacher(case.teacher.hidden.detach(), case.teacher.head.weight), labels
     )
     out.loss.backward()
     assert out.loss == 0
@@ -236,7 +241,7 @@ def test_the_loss_scale_reaches_fp16_gradients_before_the_cast() -> None:
 @pytest.mark.parametrize("member", MEMBERS[:3], ids=repr)
 def test_impossible_tokens_equal_a_smaller_vocabulary(member: Divergence) -> None:
     case = make_case(4, 6, has_bias=True)
-    assert case.teacher.bias is not None
+    assert case.teacher.head.bias is not None
     assert case.head.bias is not None
     minus = torch.full((4,), -math.inf, dtype=torch.float64)
     longer = Case(
@@ -246,9 +251,10 @@ def test_impossible_tokens_equal_a_smaller_vocabulary(member: Divergence) -> Non
         ),
         replace(
             case.teacher,
-            weight=torch.cat((case.teacher.weight, torch.ones(4, 5, dtype=torch.float64))),
-            bias=torch.cat((case.teacher.bias, minus)),
-            vocab_size=None,
+            head=HeadWeights(
+                torch.cat((case.teacher.head.weight, torch.ones(4, 5, dtype=torch.float64))),
+                torch.cat((case.teacher.head.bias, minus)),
+            ),
         ),
         case.targets,
     )

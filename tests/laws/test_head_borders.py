@@ -18,7 +18,7 @@ from stillroom.objectives import divergence as family
 from stillroom.objectives.base import Logits, RowPlan, Rows
 from stillroom.objectives.kernel import choose_kernel
 from stillroom.objectives.sparse import keep_top_k
-from stillroom.types import DenseSignal, TopKSignal
+from stillroom.types import DenseSignal, HeadWeights, TopKSignal
 
 N, V, K = 7, 13, 4
 CHOICE = choose_kernel("auto")
@@ -30,12 +30,12 @@ Arguments = dict[str, Any]
 def dense(**over: Any) -> Arguments:
     """Arguments that are right, in FP32: what the compiled kernel serves."""
     case = make_case(1, N, V, has_bias=True, dtype=torch.float32)
-    assert case.teacher.bias is not None
+    assert case.teacher.head.bias is not None
     return {
         "student_hidden": case.hidden,
         "student_weight": case.head.weight,
         "student_bias": case.head.bias,
-        "teacher": DenseTeacher(case.teacher.hidden, case.teacher.weight, case.teacher.bias),
+        "teacher": DenseTeacher(case.teacher.hidden, case.teacher.head.weight, case.teacher.head.bias),
         "labels": case.targets,
     } | over
 
@@ -321,7 +321,9 @@ def test_the_terms_say_what_a_bad_teacher_row_became(
 ) -> None:
     given = make()
     answer = given["teacher"]
-    name = {"DenseSignal": "hidden", "TopKTeacher": "tail_log_mass", "SampledTeacher": "entropy"}[type(answer).__name__]
+    name = {"DenseTeacher": "hidden", "TopKTeacher": "tail_log_mass", "SampledTeacher": "entropy"}[
+        type(answer).__name__
+    ]
     broken = teacher(given, **{name: changed(getattr(answer, name), [1, 4], math.nan)})
     weights = torch.linspace(0.5, 1.5, N)
     out = call(broken, kd_weight=0.7, ce_weight=ce_weight, token_weights=weights, kernel=kernel)
@@ -378,7 +380,10 @@ def test_each_divergence_gets_its_own_settings(name: str, given: Arguments, sett
 def test_values_are_read_once_and_not_at_all_by_the_mix(count_reads: Callable[[], list[str]]) -> None:
     given = top_k(token_weights=torch.ones(N))
     case = Case(
-        given["student_hidden"], make_case().head, DenseSignal(torch.zeros(N, 5), torch.zeros(V, 5)), given["labels"]
+        given["student_hidden"],
+        make_case().head,
+        DenseSignal(torch.zeros(N, 5), HeadWeights(torch.zeros(V, 5))),
+        given["labels"],
     )
     reads = count_reads()
     call(given)

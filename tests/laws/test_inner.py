@@ -14,7 +14,7 @@ from torch import Tensor
 from stillroom.config.objectives import LayerMap
 from stillroom.errors import ConfigError
 from stillroom.objectives.inner import (
-    at_rows,
+    at_positions,
     attention_distance,
     cosine_distance,
     head_map,
@@ -174,8 +174,8 @@ def test_fp16_activations_give_what_float64_gives(size: float) -> None:
     teacher = (size * draw(1, 2, 8, 64).clamp(-1, 1)).half()
     rows = torch.arange(16)
     for distance in (relative_error, cosine_distance):
-        found = distance(at_rows(student, rows), at_rows(teacher, rows)).values
-        expected = distance(at_rows(student.double(), rows), at_rows(teacher.double(), rows)).values
+        found = distance(at_positions(student, rows), at_positions(teacher, rows)).values
+        expected = distance(at_positions(student.double(), rows), at_positions(teacher.double(), rows)).values
         assert found.dtype == torch.float32
         assert torch.isfinite(found).all()
         torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=0)

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 import tiny
 from stillroom.config.objectives import ObjectivesConfig
 from stillroom.errors import ConfigError
-from stillroom.models import Student, anatomy, gives_attention, scored_rows, scored_targets
+from stillroom.models import Student, anatomy, gives_attention
 from stillroom.models.attention import attend_causally, show_attention
 from stillroom.objectives import Mix
 from stillroom.objectives.inner_terms import Inner, Inside, plan_inner
@@ -57,11 +57,10 @@ class Pair:
         )
 
     def score(self, batch: Batch, lesson: Lesson, counts: dict[str, int] | None = None) -> Score:
-        rows = scored_rows(batch)
         needs = self.mix.needs(lesson)
-        signal = self.teacher.observe(batch, rows, needs.teacher)
-        view = self.student.observe(batch, rows, needs.student)
-        return self.mix.score(view, signal, scored_targets(batch, rows), lesson, counts or self.mix.counts([batch]))
+        signal = self.teacher.observe(batch, needs.teacher)
+        view = self.student.observe(batch, needs.student)
+        return self.mix.score(view, signal, batch, lesson, counts or self.mix.counts([batch]))
 
     def gradients(self) -> dict[str, Tensor]:
         named = [*self.model.named_parameters(), *self.inner.projectors.named_parameters(prefix="projectors")]
@@ -231,7 +230,7 @@ def test_tapped_attention_is_the_models_own(family: str) -> None:
     show_attention(model)
     assert gives_attention(model, {0, 1})
     student = Student(model, vocab_size=tiny.VOCAB, is_described=True)
-    view = student.observe(batch, scored_rows(batch), Needs(attention_layers=frozenset({1})))
+    view = student.observe(batch, Needs(attention_layers=frozenset({1})))
     assert set(view.taps) == {"attention.1"}
     torch.testing.assert_close(view.taps["attention.1"], own[1], rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(model(batch.input_ids).logits, before, rtol=1e-4, atol=1e-4)
@@ -319,38 +318,36 @@ def test_a_layer_out_of_range_is_refused_when_the_run_is_planned() -> None:
 
 def test_different_positions_are_refused() -> None:
     pair, batch = Pair(), ragged()
-    rows, lesson = scored_rows(batch), PHASES[1]
+    lesson = PHASES[1]
     needs = pair.mix.needs(lesson)
-    view = pair.student.observe(batch, rows, needs.student)
-    signal = pair.teacher.observe(rows_of(batch, slice(0, 4)), rows[:3], needs.teacher)
+    view = pair.student.observe(batch, needs.student)
+    signal = pair.teacher.observe(rows_of(batch, slice(0, 4)), needs.teacher)
     with pytest.raises(ConfigError, match="different positions"):
         pair.inner.scores(view, signal, lesson)
 
 
 def test_a_teacher_s_bad_state_counts_as_a_bad_row() -> None:
     pair, batch = Pair(), ragged()
-    rows, lesson = scored_rows(batch), PHASES[1]
+    lesson = PHASES[1]
     needs = pair.mix.needs(lesson)
-    signal = pair.teacher.observe(batch, rows, needs.teacher)
+    signal = pair.teacher.observe(batch, needs.teacher)
     spoiled = {name: tap.clone() for name, tap in signal.taps.items()}
-    spoiled["hidden.3"].view(-1, 48)[rows[2]] = float("nan")
-    view = pair.student.observe(batch, rows, needs.student)
-    score = pair.mix.score(
-        view, replace(signal, taps=spoiled), scored_targets(batch, rows), lesson, pair.mix.counts([batch])
-    )
+    spoiled["hidden.3"].view(-1, 48)[batch.positions[2]] = float("nan")
+    view = pair.student.observe(batch, needs.student)
+    score = pair.mix.score(view, replace(signal, taps=spoiled), batch, lesson, pair.mix.counts([batch]))
     score.loss.backward()
     assert float(score.counters["bad_teacher_rows"]) == 1 and torch.isfinite(score.loss)
-    assert float(score.terms["feature"].count) == rows.numel() - 1
+    assert float(score.terms["feature"].count) == batch.num_scored - 1
     assert all(torch.isfinite(gradient).all() for gradient in pair.gradients().values())
 
 
 def test_the_teacher_is_the_goal_and_gets_no_gradient() -> None:
     pair, batch = Pair(), ragged()
-    rows, lesson = scored_rows(batch), PHASES[2]
+    lesson = PHASES[2]
     needs = pair.mix.needs(lesson)
-    signal = pair.teacher.observe(batch, rows, needs.teacher)
+    signal = pair.teacher.observe(batch, needs.teacher)
     taps = {name: tap.clone().requires_grad_() for name, tap in signal.taps.items()}
-    view = pair.student.observe(batch, rows, needs.student)
+    view = pair.student.observe(batch, needs.student)
     total = sum(found.total for found in pair.inner.scores(view, replace(signal, taps=taps), lesson).values())
     total.backward()  # type: ignore[union-attr]
     assert len(taps) == 4 and all(tap.grad is None for tap in taps.values())

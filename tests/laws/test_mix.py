@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
-from head_cases import Case, grads_of, make_case
+from head_cases import Case, batch_of, grads_of, make_case
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,9 +23,9 @@ MIX = Mix(ObjectivesConfig(chunk_tokens=3))
 LESSON = Lesson("train", {"kd": 0.9, "ce": 0.1}, {"kd.temperature": 2.0, "kd.beta": 0.5})
 
 
-def part_of(case: Case, part: slice) -> tuple[StudentView, object, torch.Tensor]:
-    teacher = type(case.teacher)(case.teacher.hidden[part], case.teacher.weight)
-    return StudentView(case.hidden[part], case.head), teacher, case.targets[part]
+def part_of(case: Case, part: slice) -> tuple[StudentView, object, Batch]:
+    teacher = replace(case.teacher, hidden=case.teacher.hidden[part])
+    return StudentView(case.hidden[part], case.head), teacher, batch_of(case.targets[part])
 
 
 @pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
@@ -34,7 +35,7 @@ def test_eight_micro_batches_equal_one(divergence: Divergence, top_k: int, seed:
     mix = Mix(ObjectivesConfig(chunk_tokens=3, kd=KdConfig(divergence=divergence, top_k=top_k)))
     whole, split = make_case(seed, 16).copy(), make_case(seed, 16).copy()
     counts = {"kd": 16, "ce": 16}
-    one = mix.score(whole.view, whole.teacher, whole.targets, LESSON, counts)
+    one = mix.score(whole.view, whole.teacher, whole.batch, LESSON, counts)
     one.loss.backward()
     edges = [0, *sorted(cuts), 16]
     losses, totals = [], []
@@ -50,16 +51,16 @@ def test_eight_micro_batches_equal_one(divergence: Divergence, top_k: int, seed:
 
 def test_loss_is_weights_times_means() -> None:
     case = make_case(1, 16)
-    score = MIX.score(case.view, case.teacher, case.targets, LESSON, {"kd": 16, "ce": 16})
+    score = MIX.score(case.view, case.teacher, case.batch, LESSON, {"kd": 16, "ce": 16})
     torch.testing.assert_close(score.loss, 0.9 * score.terms["kd"].mean + 0.1 * score.terms["ce"].mean)
 
 
 def test_eval_equals_train_on_the_same_batch() -> None:
     case = make_case(1, 16).copy(torch.float32)
     counts = {"kd": 16, "ce": 16}
-    trained = MIX.score(case.view, case.teacher, case.targets, LESSON, counts)
+    trained = MIX.score(case.view, case.teacher, case.batch, LESSON, counts)
     with torch.no_grad():
-        evaluated = MIX.score(case.view, case.teacher, case.targets, LESSON, counts)
+        evaluated = MIX.score(case.view, case.teacher, case.batch, LESSON, counts)
     assert torch.equal(trained.loss.detach(), evaluated.loss)
     assert not trained.terms["kd"].total.requires_grad
     assert trained.terms["kd"].total.dtype == torch.float32
@@ -67,7 +68,7 @@ def test_eval_equals_train_on_the_same_batch() -> None:
 
 def test_without_a_teacher_the_weight_moves_to_cross_entropy() -> None:
     case = make_case(1, 16)
-    score = MIX.score(case.view, None, case.targets, LESSON, {"kd": 16, "ce": 16})
+    score = MIX.score(case.view, None, case.batch, LESSON, {"kd": 16, "ce": 16})
     assert set(score.terms) == {"ce"}
     torch.testing.assert_close(score.loss, score.terms["ce"].mean)
 
@@ -89,7 +90,7 @@ def test_nothing_is_read_back_to_the_host(count_reads: Callable[[], list[str]], 
     case = make_case(1, 16).copy(torch.float32)
     mix = Mix(ObjectivesConfig(), kernel=kernel)
     reads = count_reads()
-    mix.score(case.view, case.teacher, case.targets, LESSON, {"kd": 16, "ce": 16}).loss.backward()
+    mix.score(case.view, case.teacher, case.batch, LESSON, {"kd": 16, "ce": 16}).loss.backward()
     assert reads == []
 
 
@@ -99,10 +100,10 @@ def test_settings_of_the_lesson_rule() -> None:
     jsd = Mix(ObjectivesConfig(kd=KdConfig(divergence="jsd")))
     forward = Mix(ObjectivesConfig(kd=KdConfig(divergence="forward_kl")))
     at_end = Lesson("train", {"kd": 1.0}, {"kd.temperature": 3.0, "kd.beta": 0.0})
-    one = jsd.score(case.view, case.teacher, case.targets, at_end, counts)
-    assert torch.equal(one.loss, forward.score(case.view, case.teacher, case.targets, at_end, counts).loss)
+    one = jsd.score(case.view, case.teacher, case.batch, at_end, counts)
+    assert torch.equal(one.loss, forward.score(case.view, case.teacher, case.batch, at_end, counts).loss)
     few = Lesson("train", {"kd": 1.0}, {"kd.temperature": 3.0, "kd.top_k": 2})
-    assert forward.score(case.view, case.teacher, case.targets, few, counts).loss < one.loss
+    assert forward.score(case.view, case.teacher, case.batch, few, counts).loss < one.loss
 
 
 def test_a_cache_that_cannot_serve_the_config_is_refused_when_the_run_is_built() -> None:

@@ -21,7 +21,6 @@ from stillroom.models import (
     head_error,
     load_teacher,
     load_tokenizer,
-    scored_rows,
     vocabulary_hash,
 )
 from stillroom.models.attention import attend_causally
@@ -65,10 +64,9 @@ def test_padding_does_not_matter(family: str) -> None:
     student = Student(model_of(family), vocab_size=tiny.VOCAB, is_described=True)
     batch = batch_of(10, padding=4)
     other = replace(batch, input_ids=torch.where(batch.input_ids == 1, 7, batch.input_ids))
-    rows = scored_rows(batch)
     with torch.no_grad():
-        one = student.observe(batch, rows, Needs()).hidden
-        two = student.observe(other, rows, Needs()).hidden
+        one = student.observe(batch, Needs()).hidden
+        two = student.observe(other, Needs()).hidden
     assert torch.allclose(one, two, atol=1e-5)
 
 
@@ -88,8 +86,8 @@ def test_taps_give_what_was_asked_for_and_nothing_else() -> None:
     student = Student(model_of("llama"), vocab_size=tiny.VOCAB, is_described=True)
     batch = batch_of(10, padding=0)
     with torch.no_grad():
-        view = student.observe(batch, scored_rows(batch), Needs(hidden_layers=frozenset({1})))
-        plain = student.observe(batch, scored_rows(batch), Needs())
+        view = student.observe(batch, Needs(hidden_layers=frozenset({1})))
+        plain = student.observe(batch, Needs())
         own = student.model.base_model(batch.input_ids, output_hidden_states=True).hidden_states
     assert set(view.taps) == {"hidden.1"} and not plain.taps
     assert view.taps["hidden.1"].shape == own[2].shape

@@ -11,7 +11,7 @@ from torch import nn
 from stillroom.config.schema import PrecisionConfig, TrainConfig
 from stillroom.engine.reach import longest_step
 from stillroom.engine.scale import fitting_scale
-from stillroom.errors import ConfigError
+from stillroom.errors import BrokenAtStart, ConfigError
 from stillroom.precision import AdamW, LossScale, ParameterGroup, choose, resolve, rounding
 from stillroom.precision.device import DeviceFacts
 from stillroom.precision.policy import POLICIES
@@ -271,3 +271,18 @@ def test_a_card_without_kernels_is_seen_before_it_is_used(
 
 def test_fp16_on_a_cpu_must_be_asked_for_and_says_how_it_computes() -> None:
     assert "computed in FP32 and rounded" in resolve("fp16-split").reason
+
+
+@pytest.mark.parametrize("device", ["nosuch", "cuda:7", "\x1b[31m"])
+def test_a_device_that_is_not_there_is_refused_by_name(device: str) -> None:
+    with pytest.raises(BrokenAtStart, match=r"device|sees no"):
+        resolve("fp32", device)
+
+
+def test_a_mode_that_does_not_exist_is_refused_wherever_it_is_asked_for() -> None:
+    facts = DeviceFacts("cpu")
+    for ask in (lambda: choose("fp8", facts), lambda: resolve("fp8")):
+        with pytest.raises(ConfigError, match="no precision"):
+            ask()
+    with pytest.raises(ConfigError, match="cannot be trained"):
+        choose("auto", facts, -1)

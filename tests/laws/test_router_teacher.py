@@ -15,7 +15,7 @@ import tiny
 from stillroom.config.objectives import ObjectivesConfig
 from stillroom.config.schema import RouterConfig
 from stillroom.errors import ConfigError
-from stillroom.models import Student, scored_rows, scored_targets
+from stillroom.models import Student
 from stillroom.objectives.mix import Mix
 from stillroom.objectives.router import entropy, gate_log_probs, load_balance
 from stillroom.precision import AdamW, ParameterGroup, resolve
@@ -62,13 +62,12 @@ def teacher_of(model: Any, mode: str = "sar", *, rate: float = 1e-2, said: list[
 def student_view(batch: Batch, seed: int = 5) -> StudentView:
     student = Student(model_of("llama", seed, width=24, num_layers=1), vocab_size=tiny.VOCAB, is_described=True)
     with torch.no_grad():
-        return student.observe(batch, scored_rows(batch), Needs())
+        return student.observe(batch, Needs())
 
 
 def learn(teacher: Any, batch: Batch, view: StudentView | None = None, **options: Any) -> None:
     teacher.begin([batch], 0)
-    rows = scored_rows(batch)
-    teacher.learn(batch, rows, scored_targets(batch, rows), view, num_targets=batch.num_scored, **options)
+    teacher.learn(batch, view, num_targets=batch.num_scored, **options)
 
 
 def gradients(teacher: Any) -> dict[str, torch.Tensor]:
@@ -88,8 +87,7 @@ def reference(
     model: Any, batch: Batch, view: StudentView, aims: Aims, trained: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """The router's loss written out with whole log-softmaxes, and its gradient by autograd on the model's own gates."""
-    rows = scored_rows(batch)
-    targets = scored_targets(batch, rows)
+    rows, targets = batch.positions, batch.scored_targets
     with torch.no_grad():
         original = torch.log_softmax(model(batch.input_ids).logits.flatten(0, 1)[rows], -1)
         for name, weight in trained.items():
@@ -169,8 +167,7 @@ def test_eight_micro_batches_equal_one() -> None:
     ]  # fmt: skip
     many.begin(parts, 0)
     for part in parts:
-        rows = scored_rows(part)
-        many.learn(part, rows, scored_targets(part, rows), student_view(part), num_targets=whole.num_scored, aims=aims)
+        many.learn(part, student_view(part), num_targets=whole.num_scored, aims=aims)
     assert close(gradients(many), gradients(one), 1e-4)
 
 
@@ -214,14 +211,13 @@ def test_the_joint_backward_reaches_gates_and_student_alike(weight: float) -> No
     student = Student(
         model_of("llama", 5, width=24, num_layers=1).requires_grad_(True), vocab_size=tiny.VOCAB, is_described=True
     )
-    rows = scored_rows(batch)
-    targets, count = scored_targets(batch, rows), batch.num_scored
+    count = batch.num_scored
     joint.begin([batch], 0)
     mix, lesson = Mix(ObjectivesConfig()), Lesson("x", {"kd": 1.0, "ce": 0.0})
-    with joint.sitting(batch, rows):
-        (signal,) = joint.signals(batch, rows, Needs())
-        score = mix.score(student.observe(batch, rows, Needs()), signal, targets, lesson, {"kd": count, "ce": count})
-        joint.joined(score.loss, batch, targets, count).backward()
+    with joint.sitting(batch):
+        (signal,) = joint.signals(batch, Needs())
+        score = mix.score(student.observe(batch, Needs()), signal, batch, lesson, {"kd": count, "ce": count})
+        joint.joined(score.loss, batch, count).backward()
     assert all(p.grad is not None for p in student.model.parameters())
     alternating = teacher_of(model, "sar")
     learn(alternating, batch, student_view(batch), aims=Aims(student=weight))
@@ -236,10 +232,7 @@ def test_the_joint_backward_reaches_gates_and_student_alike(weight: float) -> No
 def test_all_experts_change_the_answer_and_train_nothing() -> None:
     model, batch = model_of("mixtral"), batch_of()
     teacher = teacher_of(model, "all-experts")
-    rows = scored_rows(batch)
-    assert not torch.equal(
-        teacher.observe(batch, rows, Needs()).hidden, teacher.original.observe(batch, rows, Needs()).hidden
-    )
+    assert not torch.equal(teacher.observe(batch, Needs()).hidden, teacher.original.observe(batch, Needs()).hidden)
     learn(teacher, batch)
     teacher.settle(is_kept=True, rate_factor=1.0)
     assert teacher.gates.optimizer.num_updates == 0
@@ -248,10 +241,9 @@ def test_all_experts_change_the_answer_and_train_nothing() -> None:
 def test_augmented_passes_differ_and_come_again_the_same() -> None:
     batch, other = batch_of(), batch_of(seed=3)
     teacher = teacher_of(model_of("mixtral"), "knowledge-augmentation", augmentation_lambda=0.5, augmentation_passes=3)
-    rows = scored_rows(batch)
-    first = [signal.hidden for signal in teacher.signals(batch, rows, Needs())]
-    teacher.signals(other, scored_rows(other), Needs())
-    again = [signal.hidden for signal in teacher.signals(batch, rows, Needs())]
+    first = [signal.hidden for signal in teacher.signals(batch, Needs())]
+    teacher.signals(other, Needs())
+    again = [signal.hidden for signal in teacher.signals(batch, Needs())]
     assert len(first) == 3 and not torch.equal(first[0], first[1])
     assert all(torch.equal(one, two) for one, two in zip(first, again, strict=True))
 
@@ -276,7 +268,7 @@ def test_the_average_of_one_score_is_itself_and_of_two_their_mean() -> None:
 
 
 def kl_to(view: StudentView, signal: DenseSignal) -> float:
-    p = torch.log_softmax(signal.hidden @ signal.weight.T, -1)
+    p = torch.log_softmax(signal.hidden @ signal.head.weight.T, -1)
     q = torch.log_softmax(view.hidden @ view.head.weight.T, -1)
     return float((p.exp() * (p - q)).sum(-1).mean())
 
@@ -286,13 +278,13 @@ def test_a_transient_step_moves_this_answer_alone(weight: float) -> None:
     model, batch = model_of("mixtral"), batch_of()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     teacher = teacher_of(model, "sar-transient", truth_weight=0.0, student_weight=weight, offset_bound=0.1)
-    rows, view = scored_rows(batch), student_view(batch)
-    (moved,) = teacher.reconsidered(batch, rows, scored_targets(batch, rows), view, Needs())
-    plain = teacher.observe(batch, rows, Needs())
+    view = student_view(batch)
+    (moved,) = teacher.reconsidered(batch, view, Needs())
+    plain = teacher.observe(batch, Needs())
     assert not moved.hidden.requires_grad
     assert (kl_to(view, moved) < kl_to(view, plain)) == (weight > 0), "towards the student, or away from it"
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert torch.equal(plain.hidden, teacher.original.observe(batch, rows, Needs()).hidden), "nothing is kept"
+    assert torch.equal(plain.hidden, teacher.original.observe(batch, Needs()).hidden), "nothing is kept"
 
 
 def test_the_meta_gradient_is_that_of_the_quiz_after_one_step() -> None:
@@ -310,27 +302,26 @@ def test_the_meta_gradient_is_that_of_the_quiz_after_one_step() -> None:
         cell.second.values.fill_(0.05 * 1e-2)  # after bias correction every coordinate is divided by 0.1
     weights = {name: parameter.detach().clone() for name, parameter in named}
     direction = quiz_direction(student, optimizer, precision, quiz, rate=1e-3)
-    rows = scored_rows(batch)
-    plus, minus = both_ways(student, precision, batch, rows, direction)
+    plus, minus = both_ways(student, precision, batch, direction)
     assert all(torch.equal(parameter, weights[name]) for name, parameter in named), "back to the last bit"
     assert all(parameter.grad is None for _name, parameter in named)
     teacher = teacher_of(model, "sar-meta")
     learn(teacher, batch, plus, aims=Aims(student=1.0), opposite=minus)
     found = gradients(teacher)
 
-    targets, quiz_rows = scored_targets(batch, rows), scored_rows(quiz)
+    rows = batch.positions
     gates = {n: p.requires_grad_(True) for n, p in model.named_parameters() if n.endswith("mlp.gate.weight")}
     p = torch.log_softmax(model(batch.input_ids).logits.flatten(0, 1)[rows], -1)
     with sdpa_kernel(SDPBackend.MATH):  # the fast kernels have no second derivative
         q = torch.log_softmax(student.model(batch.input_ids).logits.flatten(0, 1)[rows], -1)
     kd = (p.exp() * (p.detach() - q)).sum(-1).mean()
     slopes = torch.autograd.grad(kd, [parameter for _n, parameter in named], create_graph=True)
-    logits = student.model(quiz.input_ids).logits.flatten(0, 1)[quiz_rows]
-    loss = torch.nn.functional.cross_entropy(logits, scored_targets(quiz, quiz_rows))
+    logits = student.model(quiz.input_ids).logits.flatten(0, 1)[quiz.positions]
+    loss = torch.nn.functional.cross_entropy(logits, quiz.scored_targets)
     asked = torch.autograd.grad(loss, [parameter for _n, parameter in named])
     change = -sum((1e-3 * a.detach() / (0.1 + 1e-8) * s).sum() for a, s in zip(asked, slopes, strict=True))
     wanted = dict(zip(gates, torch.autograd.grad(change, list(gates.values())), strict=True))
-    assert targets.numel() and close(found, wanted, 2e-2)
+    assert batch.num_scored and close(found, wanted, 2e-2)
 
 
 # -- the guard, the alarm, the probe ---------------------------------------------------------------------

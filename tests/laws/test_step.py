@@ -13,6 +13,7 @@ import tiny
 from stillroom.config import load_config
 from stillroom.config.faults import parse
 from stillroom.engine.build import build_run, find_device, load_models
+from stillroom.engine.recover import look, take_snapshot
 from stillroom.engine.run import Run
 from stillroom.engine.state import RunState, weights_of
 from stillroom.engine.step import attempt, train_step
@@ -125,3 +126,19 @@ def test_the_best_case_loses_no_update(make: Any) -> None:
     train_step(run, state, run.loader.window(0))
     outcome = train_step(run, state, run.loader.window(1))
     assert outcome.evidence.samples["noop_update_fraction"] < 0.05
+
+
+@pytest.mark.parametrize("trains_tokens", [True, False])
+def test_the_canary_says_nothing_while_no_term_looks_at_tokens(make: Any, trains_tokens: bool) -> None:
+    """A stretch on hidden states alone may make the student say anything; the next one begins from there."""
+    later = {"start": 0.0, "end": 1.0, "begin": 0.5, "until": 1.0}
+    weight = 1.0 if trains_tokens else later
+    run = make(objectives__kd__weight=weight, objectives__ce__weight=0.0, objectives__feature__weight=1.0)
+    state = RunState()
+    take_snapshot(run, state)
+    outcome = train_step(run, state, run.loader.window(0))
+    run.canary_reference = run.canary_best = 0.1  # far below what an untrained student reaches
+    seen = look(run, state, outcome.evidence)
+    assert (seen is None) == trains_tokens
+    if seen is not None:
+        assert run.canary_reference == run.canary_best == seen.canary_loss > 1.0

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from head_cases import Case, grads_of, logits_of, make_case
+from head_cases import Case, batch_of, grads_of, logits_of, make_case
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -51,7 +51,7 @@ def sequences(lengths: tuple[int, ...] = LENGTHS) -> Tensor:
 def scored(mix: Mix, case: Case, part: slice, index: Tensor, counts: dict[str, int]) -> Tensor:
     view = StudentView(case.hidden[part], case.head, sequences=index, num_sequences=int(index.max()) + 1)
     signal = replace(case.teacher, hidden=case.teacher.hidden[part])
-    score = mix.score(view, signal, case.targets[part], LESSON, counts)
+    score = mix.score(view, signal, batch_of(case.targets[part]), LESSON, counts)
     score.loss.backward()
     return score.loss.detach()
 
@@ -77,9 +77,9 @@ def test_eval_equals_train_on_the_same_batch(settings: dict[str, object]) -> Non
     mix, case = mix_of(settings), make_case(3, sum(LENGTHS)).copy(torch.float32)
     view = StudentView(case.hidden, case.head, sequences=sequences(), num_sequences=len(LENGTHS))
     counts = {"kd": sum(LENGTHS), "ce": sum(LENGTHS)}
-    trained = mix.score(view, case.teacher, case.targets, LESSON, counts)
+    trained = mix.score(view, case.teacher, case.batch, LESSON, counts)
     with torch.no_grad():
-        evaluated = mix.score(view, case.teacher, case.targets, LESSON, counts)
+        evaluated = mix.score(view, case.teacher, case.batch, LESSON, counts)
     assert torch.equal(trained.loss.detach(), evaluated.loss)
 
 
@@ -144,7 +144,7 @@ def test_cross_entropy_is_not_weighted() -> None:
     view = StudentView(case.hidden, case.head, sequences=sequences(), num_sequences=len(LENGTHS))
     counts = {"kd": sum(LENGTHS), "ce": sum(LENGTHS)}
     uniform, chosen = (
-        mix_of(settings).score(view, case.teacher, case.targets, LESSON, counts)
+        mix_of(settings).score(view, case.teacher, case.batch, LESSON, counts)
         for settings in ({}, {"token_fraction": 0.3})
     )
     assert torch.equal(uniform.terms["ce"].total, chosen.terms["ce"].total)

@@ -115,7 +115,7 @@ def test_ctrl_c_outside_of_training_says_what_is_left(
     def interrupted(_name: str) -> str:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("stillroom.cli.preset_text", interrupted)
+    monkeypatch.setattr("stillroom.cli.views.preset_text", interrupted)
     with pytest.raises(SystemExit) as ended:
         main(["presets", "base"])
     assert ended.value.code == 130

@@ -36,7 +36,7 @@ from stillroom.config.schema import RouterConfig
 from stillroom.curriculum import Curriculum
 from stillroom.data import Loader, fixed_batches
 from stillroom.engine.build import make_schedule
-from stillroom.models import Student, scored_rows, scored_targets
+from stillroom.models import Student
 from stillroom.objectives.mix import Mix
 from stillroom.precision import resolve
 from stillroom.teachers.gates import GateOptions
@@ -214,21 +214,20 @@ def _learn(
     student: Student, teacher: RouterTeacher, mix: Mix, lesson: Any, counts: dict[str, int], batch: Any, precision: Any,
     direction: Any,
 ) -> None:  # fmt: skip
-    rows, needs = scored_rows(batch), mix.needs(lesson)
-    targets = scored_targets(batch, rows)
-    with teacher.sitting(batch, rows):
-        signals = [] if teacher.looks_first else teacher.signals(batch, rows, needs.teacher)
-        view = student.observe(batch, rows, needs.student)
+    needs = mix.needs(lesson)
+    with teacher.sitting(batch):
+        signals = [] if teacher.looks_first else teacher.signals(batch, needs.teacher)
+        view = student.observe(batch, needs.student)
         if teacher.looks_first:
-            signals = teacher.reconsidered(batch, rows, targets, view, needs.teacher)
-        score = Score.average([mix.score(view, signal, targets, lesson, counts) for signal in signals])
-        precision.backward(teacher.joined(score.loss, batch, targets, counts["ce"]))
+            signals = teacher.reconsidered(batch, view, needs.teacher)
+        score = Score.average([mix.score(view, signal, batch, lesson, counts) for signal in signals])
+        precision.backward(teacher.joined(score.loss, batch, counts["ce"]))
     opposite = None
     if teacher.config.mode == "sar-meta":
         if not direction:
             return  # before the student's first update there is no step to look along
-        view, opposite = both_ways(student, precision, batch, rows, direction)
-    teacher.learn(batch, rows, targets, view, num_targets=counts["ce"], opposite=opposite)
+        view, opposite = both_ways(student, precision, batch, direction)
+    teacher.learn(batch, view, num_targets=counts["ce"], opposite=opposite)
 
 
 def draw(book: Book) -> None:

@@ -48,7 +48,6 @@ class TemplateChat:
         self._printer = _printer(self.tokenizer)
         if "strftime_now" in self._printer.source:
             self.tally.note("the chat template may print the day: a run continued on another day would read other text")
-
         self._wants_parts = _wants_parts(self._printer)
 
     def __call__(self, turns: tuple[Turn, ...]) -> tuple[Segments, bool]:

@@ -12,15 +12,13 @@ over all of them is that of one process with n times the accumulation.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
-import torch
 
 from stillroom.data.encode import Ints
 from stillroom.data.packing import Rows
 from stillroom.errors import ConfigError, DataError
-from stillroom.types import IGNORED, Batch
+from stillroom.types import Batch
 
 
 class Loader:
@@ -70,7 +68,7 @@ class Loader:
         if self._num_ranks == 1:
             return self.whole_window(index)
         whole = self.whole_window(index)
-        return whole[self._rank :: self._num_ranks] or [without_targets(whole[0])]
+        return whole[self._rank :: self._num_ranks] or [whole[0].without_targets()]
 
     def whole_window(self, index: int) -> list[Batch]:
         """The micro-batches of optimizer step `index`, counted from 0 over all epochs, of all processes."""
@@ -90,15 +88,6 @@ class Loader:
         if self._kept is None or self._kept[0] != epoch:
             self._kept = (epoch, np.random.default_rng([self._seed, epoch]).permutation(len(self._rows)))
         return self._kept[1]
-
-
-def without_targets(batch: Batch) -> Batch:
-    """The same rows with no target to score."""
-    return replace(
-        batch,
-        targets=torch.full_like(batch.targets, IGNORED),
-        target_bytes=torch.zeros_like(batch.target_bytes),
-    )
 
 
 def fixed_batches(rows: Rows, batch_size: int, max_batches: int = 0) -> Iterator[Batch]:

@@ -21,6 +21,7 @@ from stillroom.engine.folder import Claim
 from stillroom.engine.inputs import Inputs
 from stillroom.engine.loop import judge_student, run_evaluation, training
 from stillroom.engine.outcome import DONE, FINISHED, doubts, how_it_ended
+from stillroom.engine.recover import state_to_return_to
 from stillroom.engine.result import Result
 from stillroom.engine.resume import newest_state, open_log, put_back, recorded_end
 from stillroom.engine.routing import begin_router, finish_router
@@ -28,7 +29,7 @@ from stillroom.engine.run import Run
 from stillroom.engine.samples import make_samples
 from stillroom.engine.saving import load_best, save_checkpoint, save_student
 from stillroom.engine.scale import find_loss_scale
-from stillroom.engine.state import RunState, capture, recall
+from stillroom.engine.state import RunState, recall
 from stillroom.engine.stop import Stop
 from stillroom.errors import BrokenAtStart, CannotSave, Interrupted, NoBetterStudent
 from stillroom.evaluation import Evaluation, evaluate
@@ -133,12 +134,11 @@ def _carry(run: Run, state: RunState, saved: Saved | None, mark: Mark | None, st
     run.between_batches = stop.check_loading
     run.before = _before(run, state) if saved is None else dict(saved.scalars["before"])
     if saved is None:
-        begin_router(run)  # before the initial state is kept: what the probe found is part of it
-    if run.config.guard.on_exhausted == "reset" and state.applied == 0:
-        run.initial = capture(run, state).copied()
-    if saved is None:
+        begin_router(run)  # before the initial state is kept: what the probes found is part of it
         first_forward(run, state)
         find_loss_scale(run, state)
+    if run.config.guard.on_exhausted == "reset" and state.applied == 0:
+        run.initial = state_to_return_to(run, state).copied()
     stop.check_loading()
     if mark is not None:
         recall(run, state, mark)
@@ -185,7 +185,8 @@ def _evaluate_teacher(run: Run) -> Evaluation:
     assert run.loaded_teacher is not None
     model = run.loaded_teacher.as_student(run.student.vocab_size)
     run.teacher_model.to(run.device)
-    result = evaluate(model, run.eval_batches(), precision=run.precision.plain(), teacher=run.teacher)
+    batches, plain = run.eval_batches(), run.precision.plain()
+    result = evaluate(model, batches, precision=plain, teacher=run.teacher, between=run.between_batches)
     if run.config.teacher.placement == "offload":
         run.teacher_model.to("cpu")
     return result

@@ -16,7 +16,6 @@ from torch import Tensor
 from stillroom.engine.run import Run
 from stillroom.engine.state import RunState
 from stillroom.errors import BrokenAtStart
-from stillroom.models import scored_rows, scored_targets
 from stillroom.models.probe import head_logits
 from stillroom.types import IGNORED, Batch, DenseSignal, HeadWeights
 
@@ -32,24 +31,23 @@ def first_forward(run: Run, state: RunState) -> None:
     """Look at the first batch with both models, write what was seen, and stop where it is certain to be wrong."""
     batch = run.loader.window(0)[0]
     check_targets(batch)
-    rows = scored_rows(batch).to(run.device)
     batch = batch.to(run.device)
     lesson = run.lesson(state)
     needs = run.mix.needs(lesson)
     run.student.eval()
     with run.precision.autocast():
-        view = run.student.observe(batch, rows, needs.student)
+        view = run.student.observe(batch, needs.student)
     run.student.train()
-    signal = run.teacher.observe(batch, rows, needs.teacher) if run.teacher else None
+    signal = run.teacher.observe(batch, needs.teacher) if run.teacher else None
     dense = signal if isinstance(signal, DenseSignal) else None
     judge, hidden, head = ("teacher", dense.hidden, dense.head) if dense else ("student", view.hidden, view.head)
-    losses = shifted_losses(hidden, head, batch, rows)
+    losses = shifted_losses(hidden, head, batch)
     found, doubt = judge_alignment(losses)
     run.log.write(
         "first_forward",
         rows=batch.input_ids.shape[0],
         positions=batch.input_ids.shape[1],
-        scored=int(scored_targets(batch, rows).numel()),
+        scored=batch.num_scored,
         student_hidden=list(view.hidden.shape),
         teacher_hidden=list(dense.hidden.shape) if dense else None,
         student_logits=[view.hidden.shape[0], view.head.num_real],
@@ -103,14 +101,14 @@ def check_targets(batch: Batch) -> None:
         )
 
 
-def shifted_losses(hidden: Tensor, head: HeadWeights, batch: Batch, rows: Tensor) -> Tensor:
+def shifted_losses(hidden: Tensor, head: HeadWeights, batch: Batch) -> Tensor:
     """Cross-entropy of the scored positions under three alignments of the targets. [3, N], in the order of SHIFTS.
 
     Only positions that have all three are used, so that the three means are over the same text.
     """
     ahead = torch.full_like(batch.targets, IGNORED)
     ahead[:, :-1] = batch.targets[:, 1:]
-    aligned = torch.stack([batch.targets, batch.input_ids, ahead]).reshape(3, -1).index_select(1, rows)
+    aligned = torch.stack([batch.targets, batch.input_ids, ahead]).reshape(3, -1).index_select(1, batch.positions)
     chosen = (aligned[2] != IGNORED).nonzero().squeeze(-1)
     losses = []
     for begin in range(0, int(chosen.numel()), _CHUNK):

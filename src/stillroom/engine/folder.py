@@ -25,6 +25,7 @@ from stillroom.errors import CannotSave, ConfigError, StillroomError
 from stillroom.files import reason_of, write_atomically
 
 CONFIG, EVENTS, SUMMARY = "config.json", "events.jsonl", "summary.json"
+_CUT = "cut.json"  # written by engine/cut.py while the models are loaded, before the run is described
 
 # May change between a run and its resumption without making it another run.
 _NOT_THE_RUN = ("train.max_minutes", "train.peer_timeout_minutes", "telemetry", "checkpoint")
@@ -79,7 +80,7 @@ class Claim:
         """Leave no trace of a run that could not begin: its mended configuration may want the same folder."""
         if self.is_resumed or self.is_begun:
             return
-        for name in (CONFIG, EVENTS):
+        for name in (CONFIG, EVENTS, _CUT):
             (self.folder / name).unlink(missing_ok=True)
         inputs.remove(self.folder)
         if self.lock is not None:
@@ -109,6 +110,8 @@ def owned(folder: Path, config: Config, *, is_first: bool = True) -> Iterator[Cl
         raise ConfigError(f"{folder} cannot be a folder: {error}", where="--out") from error
     try:
         claim.is_resumed, claim.config = look(folder, config)  # another process may have begun it in between
+        if not claim.is_resumed:
+            (folder / _CUT).unlink(missing_ok=True)  # of a run that was killed before it was described
         yield claim
     except BaseException:
         claim.withdraw()
@@ -122,7 +125,7 @@ def look(folder: Path, config: Config) -> tuple[bool, Config]:
     """(whether a run of this very configuration is there, the configuration with its paths as they are found now)."""
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder} is a file", where="--out", advice=["choose another folder with --out"])
-    if not folder.exists() or not any(not _is_before_a_run(path) for path in folder.iterdir()):
+    if not folder.exists() or all(_is_before_a_run(path) for path in folder.iterdir()):
         return False, config
     if not (folder / CONFIG).exists():
         raise ConfigError(
@@ -145,7 +148,7 @@ def look(folder: Path, config: Config) -> tuple[bool, Config]:
 
 def _is_before_a_run(path: Path) -> bool:
     """What a process that was killed before its run began may leave in the run's folder."""
-    return path.name == lock.NAME or inputs.is_ours(path)
+    return path.name in (lock.NAME, _CUT) or inputs.is_ours(path)
 
 
 def _make(folder: Path) -> tuple[Path, ...]:

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from stillroom.engine.run import Run
 from stillroom.engine.state import RunState
-from stillroom.models import scored_rows, scored_targets
 from stillroom.types import Batch, Lesson, Signal
 
 
@@ -35,16 +34,15 @@ def term_gradients(run: Run, state: RunState, window: Sequence[Batch]) -> dict[s
         return {"terms": {}, "cosines": {}}
     lesson = run.lesson(state)
     batch = batch.to(run.device)
-    rows = scored_rows(batch)
     devices = [run.device] if run.device.type == "cuda" else []
     found: dict[str, list[Tensor]] = {}
     with torch.random.fork_rng(devices=devices):
         signal = None
         if run.teacher is not None and lesson.asks_teacher:
-            signal = run.teacher.observe(batch, rows, run.mix.needs(lesson).teacher)
+            signal = run.teacher.observe(batch, run.mix.needs(lesson).teacher)
         for term, weight in lesson.weights.items():
             if weight:
-                found[term] = _gradient(run, batch, rows, signal, _alone(lesson, term))
+                found[term] = _gradient(run, batch, signal, _alone(lesson, term))
     return _compared(found)
 
 
@@ -52,15 +50,15 @@ def _alone(lesson: Lesson, term: str) -> Lesson:
     return replace(lesson, weights={name: weight if name == term else 0.0 for name, weight in lesson.weights.items()})
 
 
-def _gradient(run: Run, batch: Batch, rows: Tensor, signal: Signal | None, lesson: Lesson) -> list[Tensor]:
+def _gradient(run: Run, batch: Batch, signal: Signal | None, lesson: Lesson) -> list[Tensor]:
     """The gradient of one lesson's score, one FP32 tensor for each trained parameter, unscaled."""
     devices = [run.device] if run.device.type == "cuda" else []
     trained = [parameter for parameter in run.student.model.parameters() if parameter.requires_grad]
     # Every term sees the dropout that the step itself will see.
     with torch.random.fork_rng(devices=devices):
         with run.precision.autocast():
-            view = run.student.observe(batch, rows, run.mix.needs(lesson).student)
-        score = run.mix.score(view, signal, scored_targets(batch, rows), lesson, run.mix.counts([batch]))
+            view = run.student.observe(batch, run.mix.needs(lesson).student)
+        score = run.mix.score(view, signal, batch, lesson, run.mix.counts([batch]))
         scale = run.precision.loss_scale
         with run.precision.half_products():
             gradients = torch.autograd.grad(score.loss * scale, trained, allow_unused=True)

@@ -92,10 +92,7 @@ class Injector:
 
     def window(self, batches: list[Batch], vocab_size: int) -> list[Batch]:
         if self._strikes("all_masked"):
-            batches = [
-                replace(b, targets=torch.full_like(b.targets, IGNORED), target_bytes=torch.zeros_like(b.target_bytes))
-                for b in batches
-            ]
+            batches = [batch.without_targets() for batch in batches]
         if self._strikes("bad_batch"):
             generator = torch.Generator().manual_seed(self.step)
             noisy = []

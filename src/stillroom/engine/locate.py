@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from stillroom.engine.run import Run
-from stillroom.models import scored_rows, scored_targets
 from stillroom.types import Batch, DenseSignal, Lesson
 
 
@@ -38,10 +37,9 @@ def locate(run: Run, window: Sequence[Batch], lesson: Lesson) -> str:
 
 
 def _in_forward(run: Run, batch: Batch, lesson: Lesson) -> str:
-    rows = scored_rows(batch).to(run.device)
     batch = batch.to(run.device)
     needs = run.mix.needs(lesson)
-    signal = run.teacher.observe(batch, rows, needs.teacher) if run.teacher and lesson.asks_teacher else None
+    signal = run.teacher.observe(batch, needs.teacher) if run.teacher and lesson.asks_teacher else None
     if isinstance(signal, DenseSignal) and not _is_finite(signal.hidden):
         return "the teacher's last hidden states are not finite"
     first: list[str] = []
@@ -59,14 +57,14 @@ def _in_forward(run: Run, batch: Batch, lesson: Lesson) -> str:
     run.student.eval()
     try:
         with run.precision.autocast():
-            view = run.student.observe(batch, rows, needs.student)
+            view = run.student.observe(batch, needs.student)
     finally:
         run.student.model.train(was_training)
         for handle in handles:
             handle.remove()
     if first:
         return f"the output of {first[0]} of the student is not finite"
-    score = run.mix.score(view, signal, scored_targets(batch, rows), lesson, run.mix.counts([batch]))
+    score = run.mix.score(view, signal, batch, lesson, run.mix.counts([batch]))
     for name, term in score.terms.items():
         if not _is_finite(term.total):
             return f"the {name} term is not finite, though student and teacher are"

@@ -68,8 +68,10 @@ def training(run: Run, state: RunState, stop: Stop) -> Iterator[StepOutcome]:
             if outcome.verdict.action == "keep":
                 after_applied_step(run, state, outcome)
                 settle_rollback(run, state)
-            if state.applied < run.schedule.num_steps:
-                grant(run, stop)
+            if state.applied < run.schedule.num_steps and run.agree.anyone(stop.is_wanted()):
+                look(run, state, outcome.evidence)  # a resumed run begins with what is saved here, good or bad
+                settle_rollback(run, state)
+                raise _Granted
 
 
 class _Granted(Exception):

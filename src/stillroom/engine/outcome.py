@@ -30,7 +30,7 @@ def how_it_ended(state: RunState, kept: float, before: float) -> dict[str, Any]:
     which never had a better one, has diverged and is not done.
     """
     last = state.last_perplexity
-    if kept < before:
+    if state.best_step and kept < before:
         gain = math.log(before / kept)
         advice = [] if gain >= _HARDLY else [_hardly_moved(state, gain)]
         return {"status": DONE, "reason": "", "advice": advice}

@@ -11,6 +11,7 @@ from typing import Any
 
 from safetensors.torch import save
 
+from stillroom.engine.kept import facts_of, tensors_of
 from stillroom.engine.run import Run
 from stillroom.engine.state import RunState
 from stillroom.files import reason_of, write_atomically
@@ -57,12 +58,9 @@ def keep_window(
 
 
 def _write(path: Path, window: Sequence[Batch], facts: dict[str, Any]) -> None:
-    tensors = {}
-    for number, batch in enumerate(window):
-        tensors[f"{number}.input_ids"] = batch.input_ids
-        tensors[f"{number}.attention_mask"] = batch.attention_mask
-        tensors[f"{number}.targets"] = batch.targets
-        tensors[f"{number}.target_bytes"] = batch.target_bytes
+    tensors = {
+        f"{number}.{name}": tensor for number, batch in enumerate(window) for name, tensor in tensors_of(batch).items()
+    }
     write_atomically(path.with_suffix(".safetensors"), save(tensors))
     write_atomically(path.with_suffix(".json"), json.dumps(strict(facts), indent=1, allow_nan=False).encode("utf-8"))
 
@@ -77,12 +75,7 @@ def _facts(
         "located": located,
         "evidence": {**asdict(evidence), "terms": dict(evidence.terms), "group_norms": dict(evidence.group_norms)},
         "batches": [
-            {
-                "index": batch.index,
-                "sample_ids": list(batch.sample_ids),
-                "text": [_text(run, row.tolist()) for row in batch.input_ids],
-            }
-            for batch in window
+            {**facts_of(batch), "text": [_text(run, row.tolist()) for row in batch.input_ids]} for batch in window
         ],
     }
 

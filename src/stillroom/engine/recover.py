@@ -20,10 +20,11 @@ from stillroom.guard import is_astray, is_within_band
 from stillroom.types import Batch, Evidence, Examination, Verdict
 
 _PATIENCE = 2
+_LEAST_TOKEN_SHARE = 0.1  # of all weights, for cross-entropy and distillation together
 
 
 @torch.no_grad()
-def examine(run: Run) -> Examination:
+def examine(run: Run, state: RunState) -> Examination:
     """A slow, careful look at the state: used only when a step is suspicious."""
     # A damaged FP16 copy beside a sound master is mended here, for the cost of a copy.
     run.optimizer.refresh()
@@ -31,7 +32,7 @@ def examine(run: Run) -> Examination:
     moments = run.agree.every(all(_is_finite(t) for t in run.optimizer.tensors().values()))
     loss = canary_loss(run) if weights else float("nan")
     is_reached = run.agree.every(run.reach.holds(run))
-    return Examination(weights, moments, loss, run.canary_reference, run.canary_best, is_reached)
+    return Examination(weights, moments, loss, *_canary_bounds(run, state), is_reached)
 
 
 @torch.no_grad()
@@ -54,9 +55,11 @@ def look(run: Run, state: RunState, evidence: Evidence) -> Examination | None:
     It stays when it is finite, nowhere larger than updates can have made it, and the canary is not far worse than at
     its best. Asked before anything is kept, and at the first steps, when no statistics could show a loss that leaps.
     """
-    exam = _at_a_glance(run) if is_sound(run) else examine(run)
+    exam = _at_a_glance(run, state) if is_sound(run) else examine(run, state)
     if exam.weights_finite and exam.moments_finite and exam.weights_reached and not is_astray(exam):
         run.reach.begin(run)
+        if exam.canary_best == float("inf"):
+            run.canary_reference = run.canary_best = exam.canary_loss
         return exam
     verdict = run.guard.diagnose(evidence, f"checked after step {state.applied}", exam)
     state.undone += 1
@@ -64,10 +67,22 @@ def look(run: Run, state: RunState, evidence: Evidence) -> Examination | None:
     return None
 
 
-def _at_a_glance(run: Run) -> Examination:
+def _at_a_glance(run: Run, state: RunState) -> Examination:
     """Of a state that is known to be finite."""
     is_reached = run.agree.every(run.reach.holds(run))
-    return Examination(True, True, canary_loss(run), run.canary_reference, run.canary_best, is_reached)
+    return Examination(True, True, canary_loss(run), *_canary_bounds(run, state), is_reached)
+
+
+def _canary_bounds(run: Run, state: RunState) -> tuple[float, float]:
+    """What the canary is held against: its reference and its best.
+
+    Nothing, in a stretch that trains hidden states alone: hardly a term looks at tokens then, so what the student says
+    of them may get worse without being wrong, and the next stretch begins from there.
+    """
+    weights = run.lesson(state).weights
+    if sum(weights.get(term, 0.0) for term in ("kd", "ce")) >= _LEAST_TOKEN_SHARE * sum(weights.values()):
+        return run.canary_reference, run.canary_best
+    return float("inf"), float("inf")
 
 
 def canary_loss(run: Run) -> float:
@@ -84,7 +99,7 @@ def take_snapshot(run: Run, state: RunState, exam: Examination | None = None) ->
     be the first sign of a divergence, so such a state is not kept; one that stays worse without any step being
     refused is the new normal, unless it is far worse than the canary ever was.
     """
-    exam = exam or _at_a_glance(run)
+    exam = exam or _at_a_glance(run, state)
     if not math.isfinite(exam.canary_loss) or is_astray(exam):
         return False
     if not is_within_band(exam) and state.snapshots_refused < _PATIENCE:
@@ -92,16 +107,21 @@ def take_snapshot(run: Run, state: RunState, exam: Examination | None = None) ->
         return False
     state.snapshots_refused = 0
     run.canary_reference = exam.canary_loss
-    run.canary_best = min(run.canary_best, exam.canary_loss)
+    run.canary_best = min(exam.canary_best, exam.canary_loss)
     keep_snapshot(run, state)
     return True
 
 
 def keep_snapshot(run: Run, state: RunState) -> None:
     """Put the present state into the ring as it is: of a resumed run, it comes from a sealed checkpoint."""
+    run.ring.keep(state_to_return_to(run, state))
+
+
+def state_to_return_to(run: Run, state: RunState) -> Saved:
+    """The present state without the best student, which no rollback takes back."""
     saved = capture(run, state)
     without_best = {name: group for name, group in saved.tensors.items() if name != "best"}
-    run.ring.keep(Saved(saved.step, without_best, saved.scalars))
+    return Saved(saved.step, without_best, saved.scalars)
 
 
 def carry_out(run: Run, state: RunState, window: Sequence[Batch], evidence: Evidence, verdict: Verdict) -> None:

@@ -12,6 +12,7 @@ from safetensors.torch import load
 
 from stillroom.engine import folder as run_folder
 from stillroom.engine.build import build_run, find_device, load_models
+from stillroom.engine.kept import batch_of
 from stillroom.engine.locate import locate
 from stillroom.engine.quarantine import find_windows
 from stillroom.engine.resume import newest_checkpoint
@@ -91,17 +92,7 @@ def read_window(folder: Path, step: int, attempt_number: int | None = None) -> t
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
         tensors = load(path.with_suffix(".safetensors").read_bytes())
-        window = [
-            Batch(
-                tensors[f"{number}.input_ids"],
-                tensors[f"{number}.attention_mask"],
-                tensors[f"{number}.targets"],
-                tensors[f"{number}.target_bytes"],
-                tuple(batch["sample_ids"]),
-                int(batch["index"]),
-            )
-            for number, batch in enumerate(facts["batches"])
-        ]
+        window = [batch_of(tensors, batch, prefix=f"{number}.") for number, batch in enumerate(facts["batches"])]
     except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
         raise DataError(
             f"{path} cannot be read: {error}", advice=["the files of a quarantined batch belong together"]

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
-from torch import Tensor
 
 from stillroom.config import Config
 from stillroom.curriculum import Curriculum
@@ -120,16 +119,14 @@ def begin_window(run: Run, state: RunState, window: Sequence[Batch]) -> None:
         run.direction = quiz_direction(run.student, run.optimizer, run.precision, quiz, rate)
 
 
-def teach(
-    run: Run, router: RouterTeacher, batch: Batch, rows: Tensor, targets: Tensor, view: StudentView, num_targets: int
-) -> None:
+def teach(run: Run, router: RouterTeacher, batch: Batch, view: StudentView, num_targets: int) -> None:
     """The gates' part of a micro-batch, after the student's."""
     opposite = None
     if router.config.mode == "sar-meta" and router.is_due and run.direction:
-        view, opposite = both_ways(run.student, run.precision, batch, rows, run.direction)
+        view, opposite = both_ways(run.student, run.precision, batch, run.direction)
     elif router.config.mode == "sar-meta":
         return  # before the student's first update there is no step to look along
-    router.learn(batch, rows, targets, view, num_targets=num_targets, opposite=opposite)
+    router.learn(batch, view, num_targets=num_targets, opposite=opposite)
 
 
 def settle(run: Run, evidence: Evidence, verdict: Verdict, rate: float) -> None:

@@ -106,12 +106,12 @@ class Run:
             factor *= backoff + (1.0 - backoff) * since / _RECOVERY_STEPS
         return factor
 
-    def answers(self, batch: Batch, rows: Tensor, needs: Needs) -> list[Signal]:
+    def answers(self, batch: Batch, needs: Needs) -> list[Signal]:
         """The teacher's answers to a training batch: one, unless its experts answer several times."""
         if self.router is not None:
-            return [*self.router.signals(batch, rows, needs)]
+            return [*self.router.signals(batch, needs)]
         assert self.teacher is not None
-        return [self.teacher.observe(batch, rows, needs)]
+        return [self.teacher.observe(batch, needs)]
 
     def eval_batches(self) -> list[Batch]:
         size = self.config.eval.batch_size or self.config.train.batch_size

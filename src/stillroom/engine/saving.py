@@ -103,7 +103,8 @@ def leave_student(run: Run, state: RunState) -> None:
     """Write the best student of a run that is stopped, to try it. The run's state is saved already and goes unused."""
     if not run.agree.is_first:
         return
-    if run.best_weights:
+    is_judged = state.best_step > 0 or state.evaluations_since_best > 0
+    if run.best_weights and is_judged:
         load_best(run)
         which = f"the best student so far, that of step {state.best_step}"
     else:

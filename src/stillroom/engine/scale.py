@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stillroom.engine.run import Run
 from stillroom.engine.state import RunState
-from stillroom.models import scored_rows, scored_targets
 from stillroom.types import Batch
 
 _PROBE_SCALE = (
@@ -76,7 +75,6 @@ def _peak_at(run: Run, state: RunState, batch: Batch, counts: dict[str, int]) ->
     """The largest FP16 gradient of a micro-batch at the present scale, in activations and weights."""
     lesson = run.lesson(state)
     needs = run.mix.needs(lesson)
-    rows = scored_rows(batch).to(run.device)
     batch = batch.to(run.device)
     watch = PeakWatch()
     devices = [run.device] if run.device.type == "cuda" else []
@@ -84,10 +82,10 @@ def _peak_at(run: Run, state: RunState, batch: Batch, counts: dict[str, int]) ->
         stack.enter_context(torch.random.fork_rng(devices=devices))
         run.student.train()
         uses_teacher = run.teacher is not None and lesson.asks_teacher
-        signal = run.teacher.observe(batch, rows, needs.teacher) if run.teacher and uses_teacher else None
+        signal = run.teacher.observe(batch, needs.teacher) if run.teacher and uses_teacher else None
         with run.precision.autocast():
-            view = run.student.observe(batch, rows, needs.student)
-        score = run.mix.score(view, signal, scored_targets(batch, rows), lesson, counts)
+            view = run.student.observe(batch, needs.student)
+        score = run.mix.score(view, signal, batch, lesson, counts)
         with watch:
             run.precision.backward(score.loss)
     run.optimizer.zero_grad()

@@ -18,7 +18,6 @@ from stillroom.engine.recover import carry_out, examine
 from stillroom.engine.routing import begin_window, settle, teach
 from stillroom.engine.run import Run
 from stillroom.engine.state import RunState
-from stillroom.models import scored_rows, scored_targets
 from stillroom.types import Batch, Evidence, Lesson, Score, Signal, TermRecord, Verdict
 
 
@@ -59,7 +58,7 @@ def train_step(run: Run, state: RunState, window: Sequence[Batch]) -> StepOutcom
     rate = run.injector.rate_factor(run.rate_factor(state))
     verdict = run.guard.judge(evidence)
     if verdict.action == "examine":
-        verdict = run.guard.diagnose(evidence, verdict.reason, examine(run))
+        verdict = run.guard.diagnose(evidence, verdict.reason, examine(run, state))
     state.attempted += 1
     if run.router is not None:
         settle(run, evidence, verdict, rate)
@@ -113,27 +112,25 @@ def _share_gradients(run: Run) -> None:
 
 def _learn(run: Run, batch: Batch, lesson: Lesson, counts: dict[str, int]) -> Score:
     """Forward and backward of one micro-batch."""
-    rows = scored_rows(batch).to(run.device)
     batch = batch.to(run.device)
     needs = run.mix.needs(lesson)
-    targets = scored_targets(batch, rows)
     uses_teacher = run.teacher is not None and lesson.asks_teacher
     router = run.router if uses_teacher else None
-    with router.sitting(batch, rows) if router else nullcontext():
+    with router.sitting(batch) if router else nullcontext():
         signals: list[Signal | None] = [None]
         if uses_teacher and not (router and router.looks_first):
-            signals = [run.injector.signal(signal) for signal in run.answers(batch, rows, needs.teacher)]
+            signals = [run.injector.signal(signal) for signal in run.answers(batch, needs.teacher)]
         with run.precision.autocast():
-            view = run.student.observe(batch, rows, needs.student)
+            view = run.student.observe(batch, needs.student)
         if run.injector.faults:
             view = replace(view, hidden=run.injector.hidden(view.hidden))
         if router and router.looks_first:
-            signals = [*router.reconsidered(batch, rows, targets, view, needs.teacher)]
-        score = Score.average([run.mix.score(view, signal, targets, lesson, counts) for signal in signals])
-        loss = router.joined(score.loss, batch, targets, counts["ce"]) if router else score.loss
+            signals = [*router.reconsidered(batch, view, needs.teacher)]
+        score = Score.average([run.mix.score(view, signal, batch, lesson, counts) for signal in signals])
+        loss = router.joined(score.loss, batch, counts["ce"]) if router else score.loss
         run.precision.backward(loss)
     if router:
-        teach(run, router, batch, rows, targets, view, counts["ce"])
+        teach(run, router, batch, view, counts["ce"])
     return score
 
 

@@ -4,7 +4,7 @@ from stillroom.models.load import has_tokenizer, load_student, load_teacher, loa
 from stillroom.models.loaded import LoadedModel, open_student, open_teacher, tried
 from stillroom.models.probe import Anatomy, anatomy, head_error
 from stillroom.models.source import find
-from stillroom.models.student import Student, scored_rows, scored_targets
+from stillroom.models.student import Student
 from stillroom.models.taps import gives_attention
 from stillroom.models.vocabulary import agree_on_vocabulary, vocabulary_hash
 
@@ -23,8 +23,6 @@ __all__ = [
     "load_tokenizer",
     "open_student",
     "open_teacher",
-    "scored_rows",
-    "scored_targets",
     "tried",
     "vocabulary_hash",
 ]

@@ -7,6 +7,7 @@ cache is made of links. A loader would follow an index to any file, and hand one
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,10 +37,20 @@ def check_weight_files(source: Source) -> list[str]:
             advice=["remove transformers_weights from config.json"],
         )
     if (source.folder / _SINGLE).is_file() and named != _INDEX:
-        return [_SINGLE]
+        return _readable(source, [_SINGLE])
     if (source.folder / _INDEX).is_file():
-        return _check_index(source)
+        return _readable(source, _check_index(source))
     raise _without_safetensors(source, _SINGLE)
+
+
+def _readable(source: Source, files: list[str]) -> list[str]:
+    """safetensors are written for their owner alone, and to others their reader says that there is no such file."""
+    for file in files:
+        if not os.access(source.folder / file, os.R_OK):
+            raise BrokenAtStart(
+                f"{source.folder / file} cannot be read: Permission denied", advice=["check its permissions"]
+            )
+    return files
 
 
 def check_adapter_files(source: Source) -> None:

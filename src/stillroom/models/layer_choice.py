@@ -26,8 +26,8 @@ from stillroom.models.passages import Passage, finite, num_positions, num_scored
 
 Method = Literal["loss", "influence", "even", "given", "all"]
 
-# Floating-point operations that `auto` spends on a choice by loss: about a quarter of an hour on two CPU cores, some
-# minutes on a data-centre GPU. Operations and not seconds: the answer must not depend on how busy a machine is.
+# Floating-point operations that `auto` spends on a choice by loss: some ten minutes on two CPU cores; on a data-centre
+# GPU some minutes by estimate. Operations and not seconds: the answer must not depend on how busy a machine is.
 BUDGET_CPU = 1e14
 BUDGET_GPU = 1e16
 

@@ -9,16 +9,7 @@ from torch import Tensor
 
 from stillroom.models import probe
 from stillroom.models.taps import tapped
-from stillroom.types import IGNORED, Batch, HeadWeights, Needs, StudentView
-
-
-def scored_rows(batch: Batch) -> Tensor:
-    """Flat indices of the scored positions of a batch, in row order. [N]"""
-    return (batch.targets.reshape(-1) != IGNORED).nonzero().squeeze(-1)
-
-
-def scored_targets(batch: Batch, rows: Tensor) -> Tensor:
-    return batch.targets.reshape(-1).index_select(0, rows)
+from stillroom.types import Batch, HeadWeights, Needs, StudentView
 
 
 class Student:
@@ -30,12 +21,13 @@ class Student:
         self.is_described = is_described
         self._blocks = probe.layers_if_any(model)
 
-    def observe(self, batch: Batch, rows: Tensor, needs: Needs) -> StudentView:
+    def observe(self, batch: Batch, needs: Needs) -> StudentView:
         with tapped(self._blocks, needs) as taps:
             hidden, head = last_hidden(self.model, batch, self.vocab_size, self.is_described)
         num_rows, length = batch.input_ids.shape
-        chosen = hidden.reshape(-1, hidden.shape[-1]).index_select(0, rows)
-        return StudentView(chosen, head, taps, rows, rows // length, num_rows)
+        positions = batch.positions
+        chosen = hidden.reshape(-1, hidden.shape[-1]).index_select(0, positions)
+        return StudentView(chosen, head, taps, positions, positions // length, num_rows)
 
     def train(self) -> None:
         self.model.train()

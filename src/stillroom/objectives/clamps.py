@@ -55,7 +55,9 @@ class Clamps:
         return replace(view, head=replace(view.head, clamp=self.logits)) if self.logits else view
 
     def on_signal(self, signal: Signal | None) -> Signal | None:
-        return replace(signal, clamp=self.logits) if self.logits and isinstance(signal, DenseSignal) else signal
+        if not self.logits or not isinstance(signal, DenseSignal):
+            return signal
+        return replace(signal, head=replace(signal.head, clamp=self.logits))
 
     def on_loss(self, loss: Tensor, share: float) -> tuple[Tensor, Tensor | None]:
         """The clamped loss of a micro-batch that is `share` of its window, and whether it was cut (0 or 1)."""

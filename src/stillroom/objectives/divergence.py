@@ -286,9 +286,8 @@ _LEAST_SHARE = 2.0**-100  # below it FP32 cannot divide by the share: it is read
 
 def _make_jsd(settings: Mapping[str, float]) -> Divergence:
     beta = unit_setting(settings, "beta", 0.5)
-    if beta < _LEAST_SHARE:
-        return ForwardKL()
-    return ReverseKL() if beta == 1.0 else JensenShannon(beta)
+    ends: dict[float, Divergence] = {0.0: ForwardKL(), 1.0: ReverseKL()}
+    return ends.get(0.0 if beta < _LEAST_SHARE else beta) or JensenShannon(beta)
 
 
 def _make_alpha_beta(settings: Mapping[str, float]) -> Divergence:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -33,7 +33,24 @@ from stillroom.objectives.sparse import select_rows
 from stillroom.types import IGNORED, DenseSignal, HeadWeights, SampledSignal, Signal, StudentView, Term, TopKSignal
 
 Weight = float | Tensor
-DenseTeacher = DenseSignal
+
+
+@dataclass(frozen=True)
+class DenseTeacher:
+    """The teacher's last hidden states and the head that turns them into logits."""
+
+    hidden: Tensor  # [N, D]
+    weight: Tensor  # [V, D]
+    bias: Tensor | None = None  # [V]
+    scale: float = 1.0
+    softcap: float | None = None
+    vocab_size: int | None = None  # real vocabulary where the weight has padding rows
+    taps: Mapping[str, Tensor] = field(default_factory=dict)  # kept with the answer; the head does not read them
+    clamp: float | None = None  # logits beyond +-clamp are cut
+
+    @property
+    def head(self) -> HeadWeights:
+        return HeadWeights(self.weight, self.bias, self.scale, self.softcap, self.vocab_size, self.clamp)
 
 
 @dataclass(frozen=True)
@@ -54,7 +71,7 @@ class SampledTeacher:
     entropy: Tensor  # [N]
 
 
-Teacher = DenseSignal | TopKTeacher | SampledTeacher | TopKSignal | SampledSignal
+Teacher = DenseTeacher | TopKTeacher | SampledTeacher | Signal
 
 
 @dataclass(frozen=True)
@@ -205,14 +222,14 @@ def score_head(
         corrected=None if label_margin is None else torch.zeros_like(ones),
     )
     loss, kd, ce, is_bad = run_pass(view.hidden, view.head.weight, view.head.bias, teacher_hidden, task)
-    terms, fallback = {}, None
-    if has_kd:
-        num_bad = is_bad.sum().to(ones.dtype)
-        terms["kd"] = Term(masked_sum(kd * kd_weigh, kd_weigh != 0), targets.numel() - num_bad)
-        fallback = Term(masked_sum(ce * kd_weigh, is_bad & (kd_weigh != 0)), num_bad)
-    if has_ce:
-        terms["ce"] = Term(masked_sum(ce * weigh, weigh != 0), ones.sum())
-    return HeadLoss(loss, terms, {"bad_teacher_rows": is_bad.sum(), **_filled_counters(task)}, fallback)
+    counters = {"bad_teacher_rows": is_bad.sum(), **_filled_counters(task)}
+    terms = {"ce": Term(masked_sum(ce * weigh, weigh != 0), ones.sum())} if has_ce else {}
+    if not has_kd:
+        return HeadLoss(loss, terms, counters)
+    num_bad = is_bad.sum().to(ones.dtype)
+    taught = Term(masked_sum(kd * kd_weigh, kd_weigh != 0), targets.numel() - num_bad)
+    fallback = Term(masked_sum(ce * kd_weigh, is_bad & (kd_weigh != 0)), num_bad)
+    return HeadLoss(loss, {"kd": taught, **terms}, counters, fallback)
 
 
 def _filled_counters(task: HeadTask) -> dict[str, Tensor]:
@@ -234,6 +251,8 @@ def _any_requires_grad(*tensors: Tensor | None) -> bool:
 
 
 def _as_signal(teacher: Teacher | None, temperature: float) -> Signal | None:
+    if isinstance(teacher, DenseTeacher):
+        return DenseSignal(teacher.hidden, teacher.head, teacher.taps)
     if isinstance(teacher, TopKTeacher):
         return TopKSignal(teacher.ids, teacher.log_probs, teacher.tail_log_mass, temperature)
     if isinstance(teacher, SampledTeacher):

@@ -25,9 +25,9 @@ class Distances:
     is_bad: Tensor  # [...], bool
 
 
-def at_rows(states: Tensor, rows: Tensor) -> Tensor:
-    """States [B, L, D] at the flat positions `rows` [N], in FP32 or better. What stands elsewhere does not matter."""
-    return states.reshape(-1, states.shape[-1]).index_select(0, rows).to(work_dtype(states))
+def at_positions(states: Tensor, positions: Tensor) -> Tensor:
+    """States [B, L, D] at the flat `positions` [N], in FP32 or better. What stands elsewhere does not matter."""
+    return states.reshape(-1, states.shape[-1]).index_select(0, positions).to(work_dtype(states))
 
 
 def relative_error(student: Tensor, teacher: Tensor) -> Distances:
@@ -54,8 +54,8 @@ def cosine_distance(student: Tensor, teacher: Tensor) -> Distances:
     return Distances(torch.where(is_bad, torch.zeros_like(product), 1.0 - product), is_bad)
 
 
-def attention_distance(student: Tensor, teacher: Tensor, rows: Tensor) -> Distances:
-    """Squared distance of attention maps [B, H, L, K] at the queries `rows` [N], mean over the student's heads.
+def attention_distance(student: Tensor, teacher: Tensor, positions: Tensor) -> Distances:
+    """Squared distance of attention maps [B, H, L, K] at the queries `positions` [N], mean over the student's heads.
 
     Each map is a distribution over the keys before the query, so the value lies between 0 and 2 whatever the length,
     and the padding behind the query has no part in it. Where the teacher has other heads, a student's head is
@@ -64,7 +64,7 @@ def attention_distance(student: Tensor, teacher: Tensor, rows: Tensor) -> Distan
     check_tensor("student", student, ["B", "H", "L", "K"], device=student.device)
     shape: list[int | str] = [student.shape[0], "H", *student.shape[2:]]
     check_tensor("teacher", teacher, shape, device=student.device, advice="maps of the same queries and keys")
-    student, teacher = _queries(student, rows), _queries(teacher, rows)
+    student, teacher = _queries(student, positions), _queries(teacher, positions)
     is_bad = ~torch.isfinite(teacher).flatten(1).all(1)
     teacher = torch.where(is_bad[:, None, None], torch.zeros_like(teacher), teacher)
     if student.shape[1] != teacher.shape[1]:
@@ -83,11 +83,11 @@ def head_map(num_student: int, num_teacher: int) -> Tensor:
     return weights
 
 
-def pooled(states: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+def pooled(states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """The mean state of each row over its scored positions [B, D], and which rows have any [B]."""
     num_rows, length, _width = states.shape
     is_scored = torch.zeros(num_rows * length, dtype=torch.bool, device=states.device)
-    is_scored = is_scored.index_fill(0, rows, True).view(num_rows, length)
+    is_scored = is_scored.index_fill(0, positions, True).view(num_rows, length)
     states = torch.where(is_scored[..., None], states.to(work_dtype(states)), 0.0)
     number = is_scored.sum(1)
     return states.sum(1) / number.clamp_min(1)[:, None], number > 0
@@ -112,9 +112,9 @@ def info_nce(student: Tensor, teacher: Tensor, is_row: Tensor, temperature: floa
     return Distances(torch.where(is_counted, values, torch.zeros_like(values)), is_bad)
 
 
-def _queries(probs: Tensor, rows: Tensor) -> Tensor:
+def _queries(probs: Tensor, positions: Tensor) -> Tensor:
     """Attention maps [B, H, L, K] as [N, H, K] at the chosen queries, in FP32 or better."""
-    chosen = probs.transpose(1, 2).flatten(0, 1).index_select(0, rows)
+    chosen = probs.transpose(1, 2).flatten(0, 1).index_select(0, positions)
     return chosen.to(work_dtype(probs))
 
 

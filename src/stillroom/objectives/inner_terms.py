@@ -66,18 +66,14 @@ def _num_scored(batches: Iterable[Batch]) -> int:
 def _taps(view: StudentView, signal: Signal, kind: str, pair: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
     """Student's tap, teacher's tap and the scored places. The teacher is the goal: no gradient goes there."""
     student, teacher = view.taps[f"{kind}.{pair[0]}"], signal.taps[f"{kind}.{pair[1]}"].detach()
-    positions = slice(0, 2) if kind == "hidden" else slice(2, 4)
-    if (
-        view.rows is None
-        or student.shape[0] != teacher.shape[0]
-        or student.shape[positions] != teacher.shape[positions]
-    ):
+    axes = slice(0, 2) if kind == "hidden" else slice(2, 4)
+    if view.positions is None or student.shape[0] != teacher.shape[0] or student.shape[axes] != teacher.shape[axes]:
         raise ConfigError(
             f"student and teacher answer on different positions: {list(student.shape)} and {list(teacher.shape)}",
             where="objectives",
             advice=["inner objectives need one tokenizer for both", "set the weights of the inner objectives to 0"],
         )
-    return student, teacher, view.rows
+    return student, teacher, view.positions
 
 
 def _mean_of_pairs(found: Sequence[Distances]) -> InnerScore:
@@ -106,9 +102,10 @@ class StateTerm:
         return _mean_of_pairs([self._compare(view, signal, pair) for pair in self.pairs])
 
     def _compare(self, view: StudentView, signal: Signal, pair: tuple[int, int]) -> Distances:
-        student, teacher, rows = _taps(view, signal, "hidden", pair)
+        student, teacher, positions = _taps(view, signal, "hidden", pair)
         return self._distance(
-            _project(self._projectors, pair, inner.at_rows(student, rows)), inner.at_rows(teacher, rows)
+            _project(self._projectors, pair, inner.at_positions(student, positions)),
+            inner.at_positions(teacher, positions),
         )
 
 
@@ -143,9 +140,9 @@ class ContrastiveTerm:
     def score(self, view: StudentView, signal: Signal) -> InnerScore:
         found = []
         for pair in self.pairs:
-            student, teacher, rows = _taps(view, signal, "hidden", pair)
-            student, is_row = inner.pooled(student, rows)
-            teacher, _same = inner.pooled(teacher, rows)
+            student, teacher, positions = _taps(view, signal, "hidden", pair)
+            student, is_row = inner.pooled(student, positions)
+            teacher, _same = inner.pooled(teacher, positions)
             student = _project(self._projectors, pair, student)
             found.append(inner.info_nce(student, teacher, is_row, self._temperature))
         score = _mean_of_pairs(found)

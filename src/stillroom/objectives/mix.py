@@ -99,7 +99,7 @@ class Mix:
         return {"kd": num_targets, "ce": num_targets, **self.inner.counts(batches)}
 
     def score(
-        self, view: StudentView, signal: Signal | None, targets: Tensor, lesson: Lesson, counts: Mapping[str, float]
+        self, view: StudentView, signal: Signal | None, batch: Batch, lesson: Lesson, counts: Mapping[str, float]
     ) -> Score:
         """The loss of one micro-batch, already divided by the counts of the window, and its terms.
 
@@ -122,7 +122,7 @@ class Mix:
         scored = score_head(
             view,
             signal,
-            targets,
+            batch.scored_targets,
             kd_weight=kd_weight,
             ce_weight=ce_weight,
             divergence=family.make(kd.divergence, settings),
@@ -141,7 +141,7 @@ class Mix:
             terms[name] = found.term
             counters |= found.counters
             counters["bad_teacher_rows"] = torch.maximum(counters["bad_teacher_rows"], found.num_bad)
-        share = targets.numel() / max(1.0, max(counts.values()))
+        share = batch.num_scored / max(1.0, max(counts.values()))
         loss, was_cut = self._clamps.on_loss(loss, share)
         if was_cut is not None:
             counters["clamped_losses"] = was_cut

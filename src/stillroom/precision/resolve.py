@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from stillroom.config.schema import PrecisionConfig
-from stillroom.errors import ConfigError
+from stillroom.errors import BrokenAtStart, ConfigError
 from stillroom.precision.device import DeviceFacts, check_device, facts_of
 from stillroom.precision.policy import POLICIES, Precision
 
@@ -28,6 +28,10 @@ def choose(mode: str, facts: DeviceFacts, num_parameters: int = 0) -> tuple[str,
 
     `num_parameters` counts everything that is trained, routers included.
     """
+    if mode != "auto" and mode not in _WHY_ASKED:
+        raise ConfigError(f"there is no precision {mode!r}", advice=[f"modes: auto, {', '.join(_WHY_ASKED)}"])
+    if num_parameters < 0:
+        raise ConfigError(f"{num_parameters} parameters cannot be trained", where="num_parameters")
     if mode != "auto":
         if mode == "bf16-mixed" and facts.kind == "cuda" and not facts.has_native_bf16:
             raise ConfigError(
@@ -63,10 +67,13 @@ def resolve(
     num_parameters: int = 0,
 ) -> Precision:
     """The policy for a mode on a device; `.mode` and `.reason` say what was chosen and why."""
-    device = torch.device(device)
+    try:
+        device = torch.device(device)
+    except RuntimeError as error:
+        raise BrokenAtStart(f"there is no device {device!r}", advice=["use cpu, cuda or cuda:1"]) from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise BrokenAtStart(f"torch sees no {device}", advice=["use cpu", "check the driver with nvidia-smi"])
     facts = facts_of(device)
     check_device(facts)
-    if mode != "auto" and mode not in POLICIES:
-        raise ConfigError(f"there is no precision {mode!r}", advice=[f"modes: auto, {', '.join(POLICIES)}"])
     chosen, reason = choose(mode, facts, num_parameters)
     return POLICIES[chosen](device, reason, config)

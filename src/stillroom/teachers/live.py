@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from stillroom.models import probe
 from stillroom.models.student import last_hidden
@@ -18,7 +18,7 @@ from stillroom.types import Batch, DenseSignal, Needs, Signal
 class TeacherSource(Protocol):
     """Whatever answers a batch: a live model, or a store of answers."""
 
-    def observe(self, batch: Batch, rows: Tensor, needs: Needs) -> Signal: ...
+    def observe(self, batch: Batch, needs: Needs) -> Signal: ...
 
 
 class LiveTeacher:
@@ -36,20 +36,19 @@ class LiveTeacher:
             model.to(device)
 
     @torch.no_grad()
-    def observe(self, batch: Batch, rows: Tensor, needs: Needs) -> DenseSignal:
-        return self.answer(batch, rows, needs)
+    def observe(self, batch: Batch, needs: Needs) -> DenseSignal:
+        return self.answer(batch, needs)
 
-    def answer(self, batch: Batch, rows: Tensor, needs: Needs) -> DenseSignal:
+    def answer(self, batch: Batch, needs: Needs) -> DenseSignal:
         """`observe` for callers that may want a gradient: those stay `at_work` until after their backward."""
         with self.at_work(), tapped(self._blocks, needs) as taps:
             hidden, head = last_hidden(self.model, batch, self.vocab_size, self.is_described)
-            weight, bias = head.weight, head.bias
             if self.offload:
                 # The head outlives the visit: the objectives need it after the body has left the device.
-                weight = weight.to(self.device, copy=True)
-                bias = bias.to(self.device, copy=True) if bias is not None else None
-        chosen = hidden.reshape(-1, hidden.shape[-1]).index_select(0, rows)
-        return DenseSignal(chosen, weight, bias, head.scale, head.softcap, head.vocab_size, taps)
+                bias = head.bias.to(self.device, copy=True) if head.bias is not None else None
+                head = replace(head, weight=head.weight.to(self.device, copy=True), bias=bias)
+        chosen = hidden.reshape(-1, hidden.shape[-1]).index_select(0, batch.positions)
+        return DenseSignal(chosen, head, taps)
 
     @contextmanager
     def at_work(self) -> Iterator[None]:

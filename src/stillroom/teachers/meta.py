@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from stillroom.errors import ConfigError
-from stillroom.models import Student, scored_rows, scored_targets
+from stillroom.models import Student
 from stillroom.objectives.head import score_head
 from stillroom.precision import AdamW, Precision
 from stillroom.types import Batch, Needs, StudentView
@@ -43,15 +44,12 @@ def quiz_direction(student: Student, optimizer: AdamW, precision: Precision, qui
     """
     if not optimizer.num_updates or not quiz.num_scored:
         return {}
-    rows = scored_rows(quiz).to(precision.device)
     there = quiz.to(precision.device)
     with _looking(student):
         with precision.autocast():
-            view = student.observe(there, rows, Needs())
-        targets = scored_targets(there, rows)
-        scored = score_head(
-            view, None, targets, kd_weight=0.0, ce_weight=1.0 / max(targets.numel(), 1), divergence=None
-        )
+            view = student.observe(there, Needs())
+        ce_weight = 1.0 / max(there.num_scored, 1)
+        scored = score_head(view, None, there.scored_targets, kd_weight=0.0, ce_weight=ce_weight, divergence=None)
         precision.backward(scored.loss)
     found = {}
     for cell in optimizer.cells["student"]:
@@ -67,7 +65,7 @@ def quiz_direction(student: Student, optimizer: AdamW, precision: Precision, qui
 
 @torch.no_grad()
 def both_ways(
-    student: Student, precision: Precision, batch: Batch, rows: Tensor, direction: Direction
+    student: Student, precision: Precision, batch: Batch, direction: Direction
 ) -> tuple[StudentView, StudentView]:
     """The student's views of a batch one step along the direction and one step against it.
 
@@ -76,12 +74,9 @@ def both_ways(
     views = []
     for sign in (1.0, -1.0):
         with _moved(student, direction, sign), _looking(student), precision.autocast():
-            view = student.observe(batch, rows, Needs())
+            view = student.observe(batch, Needs())
             # The head's weight is a living tensor that moves back when the body ends.
-            head = type(view.head)(
-                view.head.weight.clone(), view.head.bias, view.head.scale, view.head.softcap, view.head.vocab_size
-            )
-            views.append(StudentView(view.hidden, head))
+            views.append(StudentView(view.hidden, replace(view.head, weight=view.head.weight.clone())))
     return views[0], views[1]
 
 

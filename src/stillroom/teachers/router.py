@@ -10,14 +10,12 @@ A teacher outside of a run:
                             options=GateOptions(learning_rate=1e-2), is_described=True)
     teacher.start(held_out)                                   # its loss before anything is trained
     for step, batch in enumerate(batches):
-        rows, needs = scored_rows(batch), Needs()
-        targets = scored_targets(batch, rows)
         teacher.begin([batch], step)
-        view = student.observe(batch, rows, needs)
-        score = Score.average([mix.score(view, signal, targets, lesson, counts)
-                         for signal in teacher.signals(batch, rows, needs)])
+        view = student.observe(batch, Needs())
+        score = Score.average([mix.score(view, signal, batch, lesson, counts)
+                         for signal in teacher.signals(batch, Needs())])
         score.loss.backward(); optimizer.step(...)
-        teacher.learn(batch, rows, targets, view, num_targets=targets.numel())
+        teacher.learn(batch, view, num_targets=batch.num_scored)
         teacher.settle(is_kept=True, rate_factor=1.0)
     teacher.watch(teacher.assess(held_out))                   # restores and freezes a teacher that got worse
 
@@ -98,15 +96,15 @@ class RouterTeacher:
 
     # -- answering ---------------------------------------------------------------------------------------
 
-    def observe(self, batch: Batch, rows: Tensor, needs: Needs) -> DenseSignal:
+    def observe(self, batch: Batch, needs: Needs) -> DenseSignal:
         """The teacher as it stands, without a gradient and without chance."""
         routing = self.routing()
         if not routing.weights and routing.num_chosen is None:
-            return self.original.observe(batch, rows, needs)
+            return self.original.observe(batch, needs)
         with routed(self.found, routing):
-            return self.original.observe(batch, rows, needs)
+            return self.original.observe(batch, needs)
 
-    def signals(self, batch: Batch, rows: Tensor, needs: Needs) -> list[DenseSignal]:
+    def signals(self, batch: Batch, needs: Needs) -> list[DenseSignal]:
         """The answers of one training batch: one, or with knowledge-augmentation several that are averaged."""
         if self.config.mode == "knowledge-augmentation":
             found = []
@@ -116,16 +114,14 @@ class RouterTeacher:
                 # A batch draws the same experts whenever it comes: a resumed run sees what the whole one saw.
                 routing.seed = (self.seed * 1_000_003 + batch.index) * 101 + number
                 with routed(self.found, routing):
-                    found.append(self.original.observe(batch, rows, needs))
+                    found.append(self.original.observe(batch, needs))
             return found
         if self._live is not None:
-            self._answer = self.original.answer(batch, rows, needs)
+            self._answer = self.original.answer(batch, needs)
             return [_weighed(self._answer, self.config.student_weight)]
-        return [self.observe(batch, rows, needs)]
+        return [self.observe(batch, needs)]
 
-    def reconsidered(
-        self, batch: Batch, rows: Tensor, targets: Tensor, view: StudentView, needs: Needs
-    ) -> list[DenseSignal]:
+    def reconsidered(self, batch: Batch, view: StudentView, needs: Needs) -> list[DenseSignal]:
         """An answer with each token's gates moved by a bounded step downhill. No weight is changed, nothing is kept."""
         num_tokens = int(batch.input_ids.numel())
         device = self.original.device
@@ -135,10 +131,10 @@ class RouterTeacher:
         }
         aims = Aims(truth=self.config.truth_weight, student=self.config.student_weight)
         with torch.enable_grad(), self.opened(Routing(offsets=offsets)) as routing:
-            answer = self.original.answer(batch, rows, Needs())
-            loss, _terms = own_terms(aims, answer, targets, view, None, routing, batch, targets.numel(), num_tokens)
+            answer = self.original.answer(batch, Needs())
+            loss, _terms = own_terms(aims, answer, view, None, routing, batch, batch.num_scored, num_tokens)
             # One over the number of targets would flush FP16 gradients to zero; only directions are used.
-            slopes = torch.autograd.grad(loss * targets.numel(), list(offsets.values()))
+            slopes = torch.autograd.grad(loss * batch.num_scored, list(offsets.values()))
         moved = {}
         for name, slope in zip(offsets, slopes, strict=True):
             length = slope.norm(dim=1, keepdim=True)
@@ -147,7 +143,7 @@ class RouterTeacher:
             moved[name] = torch.where(is_usable, step, torch.zeros_like(step))
             self._note("unmoved_tokens", Term((~is_usable).sum().float(), torch.tensor(float(len(length)))))
         with routed(self.found, Routing(offsets=moved)):
-            return [self.original.observe(batch, rows, needs)]
+            return [self.original.observe(batch, needs)]
 
     def routing(self) -> Routing:
         """What the mode does at the gates, chance left out."""
@@ -173,12 +169,12 @@ class RouterTeacher:
         self.gates.discard()
 
     @contextmanager
-    def sitting(self, batch: Batch, rows: Tensor) -> Iterator[None]:
+    def sitting(self, batch: Batch) -> Iterator[None]:
         """Around a micro-batch's forward and backward: in sar-joint the student's backward goes through the gates."""
         if self.config.mode != "sar-joint" or not self._is_due:
             yield
             return
-        self._held = self._anchor(batch, rows)  # before the trained gates take their place
+        self._held = self._anchor(batch)  # before the trained gates take their place
         with self.opened(Routing(weights=self.gates.weights)) as routing:
             self._live = routing
             try:
@@ -186,19 +182,19 @@ class RouterTeacher:
             finally:
                 self._live, self._answer, self._held = None, None, None
 
-    def joined(self, loss: Tensor, batch: Batch, targets: Tensor, num_targets: int) -> Tensor:
+    def joined(self, loss: Tensor, batch: Batch, num_targets: int) -> Tensor:
         """In sar-joint, the student's loss with the router's own terms; in other modes the loss as it is."""
         if self._live is None or self._answer is None:
             return loss
         own, terms = own_terms(
-            self.aims(has_student=False), self._answer, targets, None, self._held, self._live, batch, num_targets,
+            self.aims(has_student=False), self._answer, None, self._held, self._live, batch, num_targets,
             self._num_tokens,
         )  # fmt: skip
         self._add(own, terms)
         return loss + own
 
     def learn(
-        self, batch: Batch, rows: Tensor, targets: Tensor, view: StudentView | None, *, num_targets: int,
+        self, batch: Batch, view: StudentView | None, *, num_targets: int,
         aims: Aims | None = None, opposite: StudentView | None = None,
     ) -> None:  # fmt: skip
         """Add one micro-batch to the gates' gradient. `num_targets` are those of the whole window.
@@ -209,12 +205,10 @@ class RouterTeacher:
         if not self._is_due or self.config.mode == "sar-joint":
             return
         aims = aims or self.aims(has_student=view is not None)
-        anchor = self._anchor(batch, rows) if aims.anchor else None
+        anchor = self._anchor(batch) if aims.anchor else None
         with torch.enable_grad(), self.opened(Routing(weights=self.gates.weights)) as routing:
-            answer = self.original.answer(batch, rows, Needs())
-            loss, terms = own_terms(
-                aims, answer, targets, view, anchor, routing, batch, num_targets, self._num_tokens, opposite
-            )
+            answer = self.original.answer(batch, Needs())
+            loss, terms = own_terms(aims, answer, view, anchor, routing, batch, num_targets, self._num_tokens, opposite)
             if loss.requires_grad:
                 (loss * self.gates.loss_scale).backward()  # type: ignore[no-untyped-call]
         self._add(loss, terms)
@@ -240,9 +234,9 @@ class RouterTeacher:
             config.truth_weight, student, config.anchor_weight, config.load_balance_weight, config.entropy_weight
         )
 
-    def _anchor(self, batch: Batch, rows: Tensor) -> DenseSignal | None:
+    def _anchor(self, batch: Batch) -> DenseSignal | None:
         """The original teacher's answer to the same batch."""
-        return self.original.observe(batch, rows, Needs()) if self.config.anchor_weight else None
+        return self.original.observe(batch, Needs()) if self.config.anchor_weight else None
 
     @contextmanager
     def opened(self, routing: Routing) -> Iterator[Routing]:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from stillroom.models import scored_rows, scored_targets
 from stillroom.teachers.router import RouterTeacher
 from stillroom.teachers.router_terms import Aims
 from stillroom.types import Batch
@@ -52,9 +51,7 @@ def _tune(teacher: RouterTeacher, window: Sequence[Batch], progress: float) -> N
     num_targets = sum(batch.num_scored for batch in window)
     for batch in window:
         if batch.num_scored:
-            rows, there = scored_rows(batch).to(device), batch.to(device)
-            targets = scored_targets(there, rows)
-            teacher.learn(there, rows, targets, None, num_targets=num_targets, aims=Aims(truth=1.0))
+            teacher.learn(batch.to(device), None, num_targets=num_targets, aims=Aims(truth=1.0))
     teacher.settle(is_kept=True, rate_factor=_FLOOR + (1.0 - _FLOOR) * 0.5 * (1.0 + math.cos(math.pi * progress)))
 
 

@@ -7,13 +7,12 @@ student (or the original teacher) is the signal. No [tokens, vocabulary] tensor 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from stillroom.models import scored_rows, scored_targets
 from stillroom.models.routers import Routing, routed
 from stillroom.objectives.divergence import make
 from stillroom.objectives.head import score_head
@@ -40,7 +39,6 @@ class Aims:
 def own_terms(
     aims: Aims,
     answer: DenseSignal,
-    targets: Tensor,
     view: StudentView | None,
     anchor: DenseSignal | None,
     routing: Routing,
@@ -53,7 +51,7 @@ def own_terms(
 
     truth * CE(T) + student * KL(T || S) + anchor * KL(T0 || T) + load_balance * L - entropy * H
     """
-    teacher = StudentView(answer.hidden, answer.head)
+    teacher, targets = StudentView(answer.hidden, answer.head), batch.scored_targets
     student = None if view is None else _as_signal(view)
     per_target = 1.0 / max(num_targets, 1)
     terms: dict[str, Term] = {}
@@ -92,7 +90,7 @@ def _as_signal(view: StudentView) -> DenseSignal:
     """The student as something to compare with: detached, because the gates learn here and not the student."""
     head = view.head
     bias = None if head.bias is None else head.bias.detach()
-    return DenseSignal(view.hidden.detach(), head.weight.detach(), bias, head.scale, head.softcap, head.vocab_size)
+    return DenseSignal(view.hidden.detach(), replace(head, weight=head.weight.detach(), bias=bias))
 
 
 def _gate_terms(aims: Aims, routing: Routing, batch: Batch, num_tokens: int, terms: dict[str, Term]) -> Tensor:
@@ -146,15 +144,13 @@ def assess(teacher: RouterTeacher, held_out: Iterable[Batch]) -> Assessment:
     entropies = {gate.name: torch.zeros((), device=device) for gate in teacher.found}
     num_tokens = torch.zeros((), device=device)
     for batch in held_out:
-        rows = scored_rows(batch).to(device)
         there = batch.to(device)
-        targets = scored_targets(there, rows)
         with routed(teacher.found, teacher.routing()) as routing:
-            answer = teacher.original.observe(there, rows, Needs())
+            answer = teacher.original.observe(there, Needs())
         anchor = None
         if teacher.trains and teacher.gates.num_applied:
-            anchor = teacher.original.observe(there, rows, Needs())
-        scored = score_head(StudentView(answer.hidden, answer.head), anchor, targets, ce_weight=1.0,
+            anchor = teacher.original.observe(there, Needs())
+        scored = score_head(StudentView(answer.hidden, answer.head), anchor, there.scored_targets, ce_weight=1.0,
                             kd_weight=0.0 if anchor is None else 1.0, divergence=make("forward_kl"))  # fmt: skip
         kl = scored.terms["kd"].total if "kd" in scored.terms else torch.zeros((), device=device)
         sums += torch.stack([scored.terms["ce"].total, kl, scored.terms["ce"].count]).double()

@@ -18,12 +18,10 @@ _TRIAL_TOKENS = 32
 
 def try_out(teacher: RouterTeacher) -> None:
     """Refuse a teacher whose experts cannot be chosen as the mode asks; tell of gates that hardly can be trained."""
-    device = teacher.original.device
-    rows = torch.arange(_TRIAL_TOKENS, device=device)
-    ids = rows.remainder(teacher.original.vocab_size).unsqueeze(0)
-    batch = Batch(ids, torch.ones_like(ids), ids, torch.zeros_like(ids), ("trial",))
+    ids = torch.arange(_TRIAL_TOKENS).remainder(teacher.original.vocab_size).unsqueeze(0)
+    batch = Batch(ids, torch.ones_like(ids), ids, torch.zeros_like(ids), ("trial",)).to(teacher.original.device)
     try:
-        teacher.observe(batch, rows, Needs())
+        teacher.observe(batch, Needs())
     except (RuntimeError, IndexError) as error:
         raise ConfigError(
             f"this teacher's experts cannot be chosen as teacher.router.mode {teacher.config.mode} asks: {error}",
@@ -34,7 +32,7 @@ def try_out(teacher: RouterTeacher) -> None:
         return
     gates = teacher.gates
     with torch.enable_grad(), teacher.opened(Routing(weights=gates.weights)):
-        answer = teacher.original.answer(batch, rows, Needs())
+        answer = teacher.original.answer(batch, Needs())
         answer.hidden.float().square().sum().backward()  # type: ignore[no-untyped-call]
     slopes = {gate.name: gates.weights[gate.weight].grad for gate in teacher.found}
     still = [name for name, slope in slopes.items() if slope is None or not bool(slope.any())]

@@ -1,0 +1,38 @@
+"""The application that commands are added to, and the options and answers that several of them share."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from stillroom.errors import ConfigError
+
+app = typer.Typer(
+    name="stillroom",
+    help="Distil a large language model into a small one, and do not fall over.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+_BOS = {"auto": "auto", "true": True, "false": False}
+
+Bos = Annotated[str, typer.Option(help="begin-of-text token: auto (where the tokenizer adds it), true or false")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1; auto takes a GPU where there is one")]
+AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object instead of text")]
+
+
+def wanted_bos(word: str) -> Any:
+    if word not in _BOS:
+        raise ConfigError(f"--bos {word} is none of auto, true and false", where="--bos", advice=["--bos auto"])
+    return _BOS[word]
+
+
+def print_json(value: dict[str, Any]) -> None:
+    from stillroom.telemetry.events import strict
+
+    typer.echo(json.dumps(strict(value), indent=1, allow_nan=False))

@@ -1,0 +1,144 @@
+"""Commands that train: distill and resume."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from stillroom.cli.app import AsJson, Device, app, print_json
+from stillroom.config import load, parse_assignments, shortened
+from stillroom.config.faults import FAULTS
+from stillroom.ends import fault_of
+from stillroom.errors import ConfigError, NoBetterStudent, StillroomError
+
+if TYPE_CHECKING:
+    from stillroom.engine.distill import Result
+
+# Settings that make a run something else than the embedded demo with its baselines.
+_NOT_THE_DEMO = ("teacher.", "student.", "data.", "objectives.")
+
+_INJECT_HELP = f"faults on purpose, e.g. nan_weight@40,teacher_nan@60x5 (xN: N attempts). Known: {', '.join(FAULTS)}"
+
+
+@app.command()
+def distill(
+    config: Annotated[Path | None, typer.Argument(help="TOML or JSON file; without it the embedded demo runs")] = None,
+    preset: Annotated[str | None, typer.Option(help="named settings to start from, see `stillroom presets`")] = None,
+    teacher: Annotated[str | None, typer.Option(help="folder, hub id, or builtin:teacher")] = None,
+    student: Annotated[str | None, typer.Option(help="folder, hub id, or builtin:student")] = None,
+    data: Annotated[str | None, typer.Option(help="file, glob, hf:NAME, or builtin:stdlib")] = None,
+    eval_data: Annotated[str | None, typer.Option(help="held-out data; else a share of --data is held out")] = None,
+    out: Annotated[Path | None, typer.Option(help="folder of the run; one with an unfinished run is resumed")] = None,
+    max_steps: Annotated[int | None, typer.Option(help="optimizer steps")] = None,
+    precision: Annotated[str | None, typer.Option(help="auto, fp32, fp16-mixed, fp16-master, fp16-split ...")] = None,
+    device: Device = "auto",
+    seed: Annotated[int | None, typer.Option(help="of weights, order and rounding")] = None,
+    dry_run: Annotated[bool, typer.Option(help="five real steps with evaluation, save and report")] = False,
+    max_minutes: Annotated[float | None, typer.Option(help="save and stop after so long, exit code 75")] = None,
+    strict: Annotated[bool, typer.Option(help="halt at the first value that is not finite")] = False,
+    inject: Annotated[str, typer.Option(help=_INJECT_HELP)] = "",
+    set_: Annotated[list[str] | None, typer.Option("--set", help="any setting, e.g. train.learning_rate=1e-4")] = None,
+    progress: Annotated[bool, typer.Option(help="live progress on a terminal")] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Distil a teacher into a student. With no argument: the embedded demo."""
+    named = {
+        "teacher.model": teacher,
+        "student.model": student,
+        "data.train": data,
+        "data.eval": eval_data,
+        "train.max_steps": max_steps,
+        "train.seed": seed,
+        "train.max_minutes": max_minutes,
+        "precision.mode": precision,
+    }
+    overrides: dict[str, Any] = {key: value for key, value in named.items() if value is not None}
+    if strict:
+        overrides["guard.on_nonfinite"] = "halt"
+    overrides.update(parse_assignments(set_ or []))
+    is_demo = config is None and preset is None and not any(key.startswith(_NOT_THE_DEMO) for key in overrides)
+    loaded = load(config, preset=preset or ("demo" if is_demo else None), overrides=overrides)
+    if dry_run:
+        loaded = shortened(loaded)
+    if _num_processes() > 1 and (is_demo or out is None):
+        raise ConfigError(
+            "several processes train one run in one folder; the demo is three runs, and without --out there is none",
+            advice=["name a configuration or a preset, and the folder with --out"],
+        )
+    folder = out or Path("runs") / f"{config.stem if config else preset or 'demo'}-{datetime.now():%Y%m%d-%H%M%S}"
+
+    def job(view: Any) -> Result:
+        if is_demo and not dry_run and not inject:
+            from stillroom.demo import run_demo
+
+            return run_demo(loaded.config, folder, device=device, listeners=(view.handle,))
+        from stillroom.engine.distill import distill as run
+
+        return run(loaded.config, folder, device=device, inject=inject, listeners=(view.handle,), notes=loaded.notes)
+
+    _run_and_report(job, folder, as_json=as_json, progress=progress)
+
+
+@app.command()
+def resume(
+    run: Annotated[Path, typer.Argument(help="folder of a run")],
+    device: Device = "auto",
+    max_minutes: Annotated[float | None, typer.Option(help="save and stop after so long, exit code 75")] = None,
+    progress: Annotated[bool, typer.Option(help="live progress on a terminal")] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Continue a run, bit for bit."""
+
+    def job(view: Any) -> Result:
+        from stillroom.demo import is_demo_run, resume_demo
+        from stillroom.engine.distill import resume as go_on
+
+        listeners = (view.handle,)
+        if is_demo_run(run):
+            return resume_demo(run, device=device, max_minutes=max_minutes, listeners=listeners)
+        return go_on(run, device=device, max_minutes=max_minutes, listeners=listeners)
+
+    _run_and_report(job, run, as_json=as_json, progress=progress)
+
+
+def _run_and_report(job: Callable[[Any], Result], folder: Path, *, as_json: bool, progress: bool) -> None:
+    """Run a job with a view on its events, write the report, and end with the result."""
+    from stillroom.telemetry.console import ConsoleView
+
+    is_first = _num_processes() == 1 or os.environ.get("RANK", "0") == "0"
+    failure: NoBetterStudent | None = None
+    try:
+        with ConsoleView("quiet" if as_json or not is_first else "auto" if progress else "plain") as view:
+            try:
+                result = job(view)
+                where, summary = result.folder, result.summary
+            except NoBetterStudent as error:  # a finished run with a report to write, and no success
+                failure, where, summary = error, Path(str(error.folder)), dict(error.summary)
+            if is_first:  # the first of several processes speaks for all
+                from stillroom.report import write_report
+
+                path = write_report(where)
+                with contextlib.suppress(BrokenPipeError):  # the run is done, whoever reads about it
+                    if as_json and failure is None:
+                        print_json({"folder": str(where), **summary})
+                    else:
+                        view.finish(summary, path)
+    except (StillroomError, BrokenPipeError):
+        raise
+    except Exception as error:
+        raise fault_of(error, folder) from error
+    if failure is not None:
+        raise failure
+
+
+def _num_processes() -> int:
+    try:
+        return int(os.environ.get("WORLD_SIZE", "1"))
+    except ValueError:
+        raise ConfigError("WORLD_SIZE is not a number", where="environment", advice=["unset WORLD_SIZE"]) from None

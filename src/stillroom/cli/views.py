@@ -1,0 +1,152 @@
+"""Commands that look: at a model, at data, at presets, at what a run left behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from stillroom.cli.app import AsJson, Bos, Device, app, print_json, wanted_bos
+from stillroom.config import load, parse_assignments, preset_names, preset_text
+from stillroom.errors import ConfigError
+
+
+@app.command("eval")
+def eval_(
+    model: Annotated[str, typer.Option(help="folder of a model or a run, hub id, or builtin:teacher")],
+    data: Annotated[str, typer.Option(help="file, glob, hf:NAME, or builtin:stdlib")],
+    teacher: Annotated[str | None, typer.Option(help="compare with this model")] = None,
+    max_length: Annotated[int, typer.Option(min=8, help="tokens in a row")] = 256,
+    batch_size: Annotated[int, typer.Option(min=1, help="rows at once")] = 8,
+    max_batches: Annotated[int, typer.Option(min=0, help="0: all")] = 0,
+    bos: Bos = "auto",
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Perplexity and bits per byte of a model; against a teacher also KL, agreement and acceptance rate."""
+    from stillroom.assess import assess
+
+    result = assess(
+        model,
+        data,
+        teacher=teacher,
+        max_length=max_length,
+        batch_size=batch_size,
+        max_batches=max_batches,
+        bos=wanted_bos(bos),
+        device=device,
+    )
+    if as_json:
+        print_json(result)
+        return
+    from stillroom.telemetry.results import assessment_lines
+
+    for line in assessment_lines(result):
+        typer.echo(line)
+
+
+@app.command()
+def data(
+    spec: Annotated[str, typer.Argument(help="file, glob, hf:NAME, or builtin:stdlib")],
+    model: Annotated[str, typer.Option(help="whose tokenizer and chat template: folder, hub id, builtin:teacher")],
+    rows: Annotated[int | None, typer.Option(min=0, help="documents to show, 0: all; else 5, as JSON 100")] = None,
+    max_length: Annotated[int | None, typer.Option(min=8, help="tokens in a row: show what fits")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="any setting, e.g. data.packing=rows")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """What would be trained on: shape, lengths, which characters are scored, what is left out and why."""
+    from stillroom.models.names import model_name
+
+    model = model_name(model)
+    named = {"data.train": spec, "student.model": model, "data.max_length": max_length}
+    overrides = {key: value for key, value in named.items() if value is not None} | parse_assignments(set_ or [])
+    config = load(overrides=overrides).config
+    from stillroom.data.preview import preview
+    from stillroom.models.load import has_tokenizer, load_tokenizer
+
+    if not has_tokenizer(config.student, model):
+        raise ConfigError(f"{model} brings no tokenizer", advice=["name the model whose tokenizer a run would use"])
+    tokenizer = load_tokenizer(config.student, model)
+    num_rows = rows if rows is not None else 100 if as_json else 5
+    result = preview(config.data, tokenizer, num_rows=num_rows, cuts="data.max_length" in overrides)
+    result = {"data": config.data.train, "model": model, **result}
+    if as_json:
+        print_json(result)
+        return
+    from stillroom.telemetry.preview import show_preview
+
+    show_preview(result)
+
+
+@app.command()
+def generate(
+    model: Annotated[str, typer.Argument(help="folder of a model or a run, hub id, or builtin:teacher")],
+    prompt: Annotated[str, typer.Option(help="text to continue, or a question where the model has a chat template")],
+    raw: Annotated[bool, typer.Option("--raw", help="continue the text as it stands, without a chat template")] = False,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="length of the continuation")] = 64,
+    temperature: Annotated[float, typer.Option(help="0: the likeliest token each time")] = 0.0,
+    seed: Annotated[int, typer.Option(help="of the sampling")] = 0,
+    bos: Bos = "auto",
+    device: Device = "auto",
+) -> None:
+    """Continue a prompt; a model with a chat template answers it."""
+    from stillroom.assess import continue_text
+    from stillroom.telemetry.wording import clean
+
+    text, is_chat = continue_text(
+        model,
+        prompt,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        seed=seed,
+        device=device,
+        is_raw=raw,
+        bos=wanted_bos(bos),
+    )
+    typer.echo(clean(text.strip() if is_chat else prompt + text, keep_lines=True))
+    if not text.strip():
+        typer.echo("the model wrote nothing: its first token ends the text", err=True)
+
+
+@app.command()
+def replay(
+    run: Annotated[Path, typer.Argument(help="folder of a run")],
+    step: Annotated[int, typer.Argument(help="step of a quarantined batch")],
+    attempt: Annotated[int | None, typer.Option(help="which, where the step has several")] = None,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Run a quarantined batch again and say where it goes wrong."""
+    from stillroom.engine.replay import replay as again
+
+    result = again(run, step, attempt_number=attempt, device=device)
+    if as_json:
+        print_json(result)
+        return
+    from stillroom.telemetry.results import replay_lines
+
+    for line in replay_lines(result):
+        typer.echo(line)
+
+
+@app.command()
+def presets(name: Annotated[str | None, typer.Argument(help="print this one with its reasons")] = None) -> None:
+    """List the presets, or print one with its reasons."""
+    if name is not None:
+        typer.echo(preset_text(name).rstrip())
+        return
+    width = max(len(known) for known in preset_names())
+    for known in preset_names():
+        first = preset_text(known).splitlines()[0].lstrip("# ")
+        typer.echo(f"{known:<{width}}  {first}")
+
+
+@app.command()
+def report(run: Annotated[Path, typer.Argument(help="folder of a run")]) -> None:
+    """Write (or rewrite) report.html of a run."""
+    from stillroom.report import write_report
+
+    if not (run / "events.jsonl").exists():
+        raise ConfigError(f"{run} holds no run: there is no events.jsonl", advice=["give the folder of a run"])
+    typer.echo(str(write_report(run)))
