@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 import io
 import json
@@ -23,7 +24,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 import stillroom
 import tiny
 from stillroom.engine.inputs import FOLDER
-from stillroom.errors import BrokenAtStart, ConfigError, Interrupted, NoBetterStudent, StillroomError
+from stillroom.errors import (
+    BrokenAtStart,
+    CannotSave,
+    ConfigError,
+    DataError,
+    Interrupted,
+    NoBetterStudent,
+    StillroomError,
+)
 from stillroom.models.given import GivenModel
 from stillroom.telemetry import read_events
 
@@ -209,6 +218,39 @@ def test_a_kill_before_the_run_began_does_not_block_its_folder(world: Path, tmp_
     settings = quick(world, train__max_steps=1, eval__samples=0)
     assert stillroom.distill(**given(world), out=out, settings=settings, device="cpu").summary["steps"] == 1
     assert not list(out.glob(".tmp-*"))
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"), [(ConnectionError("reset by peer"), DataError), (KeyError("row"), KeyError)]
+)
+def test_records_that_break_off_are_no_full_disk(
+    world: Path, tmp_path: Path, fault: Exception, told: type[Exception]
+) -> None:
+    """A stream of a network ends as unreadable data, a fault of the generator's own as itself; no folder is left."""
+
+    def records() -> Iterator[str]:
+        yield "one text"
+        raise fault
+
+    with pytest.raises(told) as found:
+        stillroom.distill(
+            **{**given(world), "data": records()}, out=tmp_path / "run", settings=quick(world), device="cpu"
+        )
+    if isinstance(found.value, DataError):
+        assert found.value.where == "record 2" and "reset by peer" in found.value.what
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_disk_that_is_full_of_inputs_ends_with_24(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_args: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("stillroom.engine.inputs.write_records", full)
+    with pytest.raises(CannotSave, match="cannot write what was given") as found:
+        stillroom.distill(**given(world), out=tmp_path / "run", settings=quick(world), device="cpu")
+    assert found.value.exit_code == 24 and not (tmp_path / "run").exists()
 
 
 def test_a_folder_called_inputs_that_is_not_ours_is_left_alone(world: Path, tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from stillroom.api import arguments as check
 from stillroom.api.configuration import configured, new_folder, with_settings
 from stillroom.config import Config
-from stillroom.errors import ConfigError, NoBetterStudent
+from stillroom.errors import CannotSave, ConfigError, NoBetterStudent
+from stillroom.files import reason_of
 
 if TYPE_CHECKING:
     import torch
@@ -132,7 +133,11 @@ def evaluate(
         spec, shown = str(data), str(data)
         if not has_name:
             spec = str(Path(scratch) / "data.jsonl")
-            shown = f"{write_records(data, Path(spec), 'data').num_records:,} records"
+            try:
+                shown = f"{write_records(data, Path(spec), 'data').num_records:,} records"
+            except OSError as error:
+                advice = ["free some space there", "or name another place in TMPDIR", "or give the data by name"]
+                raise CannotSave(f"cannot write data: {reason_of(error)}", where=scratch, advice=advice) from error
         found = compare(
             student[1],
             beside,
@@ -199,7 +204,7 @@ def _reported(job: Callable[..., Result], progress: bool | None) -> Result:
     from stillroom.telemetry.notebook import is_notebook
 
     is_first = check.is_first_process()
-    is_shown = progress if progress is not None else is_notebook() or sys.stdout.isatty()
+    is_shown = progress if progress is not None else is_notebook() or (sys.stdout is not None and sys.stdout.isatty())
     with ConsoleView("auto" if is_shown and is_first else "quiet") as view:
         try:
             with torch.random.fork_rng(range(torch.cuda.device_count())):  # a run seeds; its caller's state stays

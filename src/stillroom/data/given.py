@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from stillroom.data.records import FIELDS, SHAPES
 from stillroom.data.sources import READERS
 from stillroom.errors import ConfigError, DataError
+from stillroom.files import reason_of
 
 EXPECTED = (
     "expected a name (file, glob, hf:NAME, builtin:...), or an iterable of records: mappings like "
@@ -56,7 +57,7 @@ def write_records(data: object, path: Path, role: str) -> Written:
     """Write each record as a line of JSON. Lines are numbered as the records are."""
     digest, left_out, number = hashlib.sha256(), dict[str, None](), 0
     with path.open("wb") as file:
-        for number, value in enumerate(_items(data, role), 1):
+        for number, value in enumerate(_readable(_items(data, role), role), 1):
             record = _record(value, number, role)
             kept = {name: record[name] for name in _KEPT if name in record}
             if kept:
@@ -109,6 +110,24 @@ def _items(data: object, role: str) -> Iterator[Any]:
             yield from _unbatched(batch, number, role)
         return
     yield from _not_file_names(records, role)
+
+
+def _readable(items: Iterator[Any], role: str) -> Iterator[Any]:
+    """The items; an iterable that cannot read its source says so here, and not as a file that cannot be written."""
+    number = 0
+    while True:
+        number += 1
+        try:
+            value = next(items)
+        except StopIteration:
+            return
+        except OSError as error:
+            raise DataError(
+                f"{role} cannot be read: {reason_of(error)}",
+                where=f"record {number}",
+                advice=["see to where the records come from", "or write them to a file first, and give its name"],
+            ) from error
+        yield value
 
 
 def _unbatched(batch: Any, number: int, role: str) -> Iterator[Any]:

@@ -65,9 +65,9 @@ class GivenModel:
             raise _wrong(self.role, "has an adapter that is not merged", "merge it with peft: merge_and_unload()")
         if self.network.get_output_embeddings() is None:
             raise _wrong(self.role, f"is a {type(self.network).__name__}, which has no language-model head")
-        is_placed = getattr(self.network, "hf_device_map", None) is not None
-        if not is_placed and any(weight.is_meta for weight in self.network.parameters()):
-            raise _wrong(self.role, "has no weights: they are on the meta device", "load the weights first")
+        if any(weight.is_meta for weight in self.network.parameters()):
+            advice = "load it without a device map that puts weights on disk", "or give the name of its folder"
+            raise _wrong(self.role, "has weights that are not in memory but on the meta device", *advice)
 
     def check_kept(self) -> list[str]:
         """Refuse what a saved and loaded copy would not do as the object does. Answers with notes."""
