@@ -44,7 +44,7 @@ def test_every_block_of_the_page_runs(reader: Path) -> None:
     done = [path.parent.name for path in sorted(reader.glob("runs/*/report.html"))]
     kinds = [f"kind-{number}" for number in range(4)]
     assert done == ["configured", "cut", *kinds, "named", "objects", "watched"]
-    assert len(names["losses"]) == 60  # type: ignore[arg-type]
+    assert len(names["losses"]) == 20  # type: ignore[arg-type]
     texts = {(reader / "runs" / kind / "inputs" / "train.jsonl").read_bytes() for kind in kinds}
     assert len(texts) == 1, "the same records, however they are given"
 
