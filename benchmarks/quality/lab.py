@@ -26,7 +26,7 @@ from stillroom.curriculum import Curriculum
 from stillroom.data import Loader, Rows, fixed_batches
 from stillroom.engine.build import make_optimizer, make_schedule
 from stillroom.engine.inside import make_inner
-from stillroom.evaluate import evaluate
+from stillroom.evaluation import evaluate
 from stillroom.models import Student
 from stillroom.models.probe import head_logits
 from stillroom.objectives.mix import Mix

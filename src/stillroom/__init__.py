@@ -1,39 +1,77 @@
 """Stillroom distils a large language model into a small one and does not fall over.
 
 import stillroom
-result = stillroom.distill(stillroom.load_config("run.toml"), out="runs/mine")
+result = stillroom.distill(teacher="org/large", student="org/small", data="texts.jsonl", out="runs/mine")
+model, tokenizer = result.load_student()
+
+Names are loaded when they are first used: `import stillroom` loads no torch.
 """
 
 from __future__ import annotations
 
-from datetime import datetime
-from pathlib import Path
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from stillroom.config import Config, load_config
-from stillroom.errors import NoBetterStudent, StillroomError
+from stillroom.errors import StillroomError
 
 if TYPE_CHECKING:
-    from stillroom.engine.distill import Result
+    from stillroom.api.calls import distill, evaluate, generate, resume
+    from stillroom.assess import Assessment, Scores
+    from stillroom.engine.result import Result
+    from stillroom.objectives import DenseTeacher, SampledTeacher, TopKTeacher, fused_head_loss
+    from stillroom.objectives.divergence import make as make_divergence
+    from stillroom.objectives.divergence import names as divergence_names
+    from stillroom.objectives.divergence import register as register_divergence
 
 __version__ = "0.1.0"
-__all__ = ["Config", "StillroomError", "distill", "load_config"]
+__all__ = [
+    "Assessment",
+    "Config",
+    "DenseTeacher",
+    "Result",
+    "SampledTeacher",
+    "Scores",
+    "StillroomError",
+    "TopKTeacher",
+    "distill",
+    "divergence_names",
+    "evaluate",
+    "fused_head_loss",
+    "generate",
+    "load_config",
+    "make_divergence",
+    "register_divergence",
+    "resume",
+]
+
+# Where each name that is loaded late is defined, and what it is called there.
+_LATE = {
+    "Assessment": ("stillroom.assess", "Assessment"),
+    "DenseTeacher": ("stillroom.objectives", "DenseTeacher"),
+    "Result": ("stillroom.engine.result", "Result"),
+    "SampledTeacher": ("stillroom.objectives", "SampledTeacher"),
+    "Scores": ("stillroom.assess", "Scores"),
+    "TopKTeacher": ("stillroom.objectives", "TopKTeacher"),
+    "distill": ("stillroom.api.calls", "distill"),
+    "divergence_names": ("stillroom.objectives.divergence", "names"),
+    "evaluate": ("stillroom.api.calls", "evaluate"),
+    "fused_head_loss": ("stillroom.objectives", "fused_head_loss"),
+    "generate": ("stillroom.api.calls", "generate"),
+    "make_divergence": ("stillroom.objectives.divergence", "make"),
+    "register_divergence": ("stillroom.objectives.divergence", "register"),
+    "resume": ("stillroom.api.calls", "resume"),
+}
 
 
-def distill(config: Config, out: str | Path | None = None, **options: Any) -> Result:
-    """Distil as configured and write the report. Without `out`, a new folder below `runs` is made.
+def __getattr__(name: str) -> Any:
+    if name not in _LATE:
+        raise AttributeError(f"module 'stillroom' has no attribute {name!r}")
+    module, attribute = _LATE[name]
+    found = getattr(importlib.import_module(module), attribute)
+    globals()[name] = found
+    return found
 
-    Options: `device`, `inject`, `listeners`.
-    """
-    # Torch is loaded here and not at import: reading a configuration must stay quick.
-    from stillroom.engine.distill import distill as run
-    from stillroom.report import write_report
 
-    folder = out or Path("runs") / f"run-{datetime.now():%Y%m%d-%H%M%S}"
-    try:
-        result = run(config, folder, **options)
-    except NoBetterStudent as error:  # the run is complete and its report worth reading
-        write_report(Path(str(error.folder)))
-        raise
-    write_report(result.folder)
-    return result
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATE})

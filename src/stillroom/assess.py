@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,13 +13,62 @@ from stillroom.config.schema import DataConfig, TeacherConfig
 from stillroom.data import Bos, fixed_batches, open_eval, prompt_ids
 from stillroom.engine.build import find_device
 from stillroom.engine.loop import memory
-from stillroom.evaluate import evaluate
+from stillroom.evaluation import evaluate
 from stillroom.models import LoadedModel, agree_on_vocabulary, open_teacher
 from stillroom.models.generate import generate
 from stillroom.models.names import model_name
 from stillroom.models.probe import backbone
 from stillroom.precision import resolve
 from stillroom.teachers import LiveTeacher
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a model is worth on held-out text. Comparisons with a teacher are None where there was none."""
+
+    perplexity: float
+    bits_per_byte: float
+    kl: float | None
+    agreement: float | None
+    top5_agreement: float | None
+    top5_overlap: float | None
+    acceptance: float | None
+    calibration_error: float
+    intervals: Mapping[str, Sequence[float]]  # 95 %, by name; empty with too few documents
+    documents: int
+    tokens: int  # that were scored
+    unscored_tokens: int
+    uncompared_tokens: int
+    parameters: int
+    weight_megabytes: float
+    tokens_per_second: float
+    notes: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Assessment:
+    """A model on held-out text, and a teacher beside it."""
+
+    model: str
+    data: str
+    device: str
+    student: Scores  # of the model itself
+    teacher: Scores | None
+    retention: float | None  # the teacher's perplexity over the model's
+    memory_gb: float
+    gpu_memory_gb: float
+    notes: Sequence[str]
+
+    @property
+    def perplexity(self) -> float:
+        return self.student.perplexity
+
+    @classmethod
+    def of(cls, found: Mapping[str, Any]) -> Assessment:
+        """From the answer of `assess`."""
+        teacher = Scores(**found["teacher"]) if "teacher" in found else None
+        given = {"teacher": teacher, "retention": found.get("retention"), "student": Scores(**found["student"])}
+        return cls(**{**found, **given})
 
 
 def assess(
@@ -37,11 +88,34 @@ def assess(
     """
     where = find_device(device)
     model, teacher = model_name(model), model_name(teacher) if teacher is not None else None
-    student = _open(model)
+    found = compare(
+        open_model(model),
+        None if teacher is None else open_model(teacher),
+        data,
+        max_length=max_length,
+        batch_size=batch_size,
+        max_batches=max_batches,
+        bos=bos,
+        where=where,
+    )
+    return {"model": model, "data": data, **found}
+
+
+def compare(
+    student: LoadedModel,
+    beside: LoadedModel | None,
+    data: str,
+    *,
+    max_length: int,
+    batch_size: int,
+    max_batches: int,
+    bos: Bos,
+    where: torch.device,
+) -> dict[str, Any]:
+    """The same for models that are loaded, which are moved to the device."""
     tokenizer = student.tokenizer
     corpus = open_eval(data, tokenizer, DataConfig(train=data, max_length=max_length, bos=bos))
     size = student.anatomy.vocab_rows
-    beside = None if teacher is None else _open(teacher)
     source = None
     if beside is not None:
         size = agree_on_vocabulary(beside.tokenizer, tokenizer, beside.anatomy.vocab_rows, size)
@@ -64,7 +138,7 @@ def assess(
             "notes": list(loaded.notes),
         }
 
-    result: dict[str, Any] = {"model": model, "data": data, "device": str(where), "student": measure(student)}
+    result: dict[str, Any] = {"device": str(where), "student": measure(student)}
     if beside is not None:
         result["teacher"] = measure(beside)
         result["retention"] = result["teacher"]["perplexity"] / result["student"]["perplexity"]
@@ -72,7 +146,7 @@ def assess(
     return {**result, "gpu_memory_gb": gpu, "memory_gb": resident, "notes": list(corpus.notes)}
 
 
-def _open(name: str) -> LoadedModel:
+def open_model(name: str) -> LoadedModel:
     return open_teacher(TeacherConfig(model=name), torch.float32)
 
 
@@ -101,6 +175,6 @@ def continue_text(
     student.
     """
     where = find_device(device)
-    found = _open(model_name(name))
+    found = open_model(model_name(name))
     ids, is_chat = prompt_ids(found.tokenizer, prompt, bos=bos, is_raw=is_raw)
     return str(generate(found.network.to(where), found.tokenizer, ids, **options)), is_chat

@@ -23,7 +23,7 @@ from stillroom.engine.build import find_device
 from stillroom.engine.distill import Result, distill, write_summary
 from stillroom.engine.folder import owned, read_config
 from stillroom.errors import BrokenAtStart
-from stillroom.evaluate import evaluate
+from stillroom.evaluation import evaluate
 from stillroom.models import agree_on_vocabulary, load_tokenizer, open_student, open_teacher
 from stillroom.precision import resolve
 from stillroom.teachers import LiveTeacher

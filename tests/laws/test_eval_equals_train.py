@@ -19,7 +19,7 @@ from stillroom.engine.build import build_run, find_device, load_models
 from stillroom.engine.run import Run
 from stillroom.engine.state import RunState
 from stillroom.engine.step import attempt
-from stillroom.evaluate import Evaluation, evaluate
+from stillroom.evaluation import Evaluation, evaluate
 from stillroom.telemetry import EventLog
 from stillroom.types import Lesson
 

@@ -16,7 +16,7 @@ import tiny
 from stillroom.assess import assess
 from stillroom.config.schema import DataConfig
 from stillroom.data import fixed_batches, open_data, open_eval
-from stillroom.evaluate import evaluate
+from stillroom.evaluation import evaluate
 from stillroom.models import Student
 from stillroom.precision import resolve
 from stillroom.telemetry.lines import start_lines

@@ -17,7 +17,7 @@ from objective_runs import CASES, WITHIN_A_BATCH, Seen, make_run
 
 from stillroom.engine.state import RunState
 from stillroom.engine.step import attempt
-from stillroom.evaluate import evaluate
+from stillroom.evaluation import evaluate
 from stillroom.telemetry import EventLog
 
 every_case = pytest.mark.parametrize("over", CASES.values(), ids=CASES.keys())

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import families
 import tiny
 from stillroom.errors import BrokenAtStart
-from stillroom.evaluate import evaluate
+from stillroom.evaluation import evaluate
 from stillroom.models import tried
 from stillroom.models.probe import layers_if_any
 from stillroom.precision import resolve

@@ -19,7 +19,7 @@ from stillroom.engine.run import Run
 from stillroom.engine.state import RunState, capture, restore
 from stillroom.engine.step import attempt, train_step
 from stillroom.errors import ConfigError, Interrupted
-from stillroom.evaluate import evaluate
+from stillroom.evaluation import evaluate
 from stillroom.telemetry import EventLog, read_events
 
 ALL = {f"objectives.{name}.weight": 0.1 for name in ("feature", "attention", "layerwise", "contrastive")}

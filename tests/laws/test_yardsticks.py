@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 import tiny
 from stillroom.config.schema import DataConfig
 from stillroom.data import fixed_batches, open_eval
-from stillroom.evaluate import Evaluation, evaluate
+from stillroom.evaluation import Evaluation, evaluate
 from stillroom.models import Student
 from stillroom.precision import resolve
 from stillroom.teachers import LiveTeacher

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,11 @@ from stillroom.engine.checks import success_checks
 from stillroom.engine.cut import student_name, told_of_start
 from stillroom.engine.first import first_forward
 from stillroom.engine.folder import Claim
+from stillroom.engine.inputs import Inputs
 from stillroom.engine.loop import judge_student, run_evaluation, training
 from stillroom.engine.outcome import DONE, FINISHED, doubts, how_it_ended
 from stillroom.engine.recover import state_to_return_to
+from stillroom.engine.result import Result
 from stillroom.engine.resume import newest_state, open_log, put_back, recorded_end
 from stillroom.engine.routing import begin_router, finish_router
 from stillroom.engine.run import Run
@@ -31,19 +32,13 @@ from stillroom.engine.scale import find_loss_scale
 from stillroom.engine.state import RunState, recall
 from stillroom.engine.stop import Stop
 from stillroom.errors import BrokenAtStart, CannotSave, Interrupted, NoBetterStudent
-from stillroom.evaluate import Evaluation, evaluate
+from stillroom.evaluation import Evaluation, evaluate
 from stillroom.files import reason_of, write_atomically
 from stillroom.models import anatomy
 from stillroom.telemetry import SilentLog
 from stillroom.telemetry.events import scan_events, strict
 
-
-@dataclass(frozen=True)
-class Result:
-    """What a finished run leaves: its folder and its summary."""
-
-    folder: Path
-    summary: dict[str, Any] = field(default_factory=dict)
+__all__ = ["Result", "distill", "resume"]
 
 
 def distill(
@@ -54,8 +49,12 @@ def distill(
     inject: str = "",
     listeners: tuple[Callable[[dict[str, Any]], None], ...] = (),
     notes: tuple[str, ...] = (),
+    inputs: Inputs | None = None,
 ) -> Result:
-    """Distil as configured into a folder. A folder with an unfinished run of the same configuration is resumed."""
+    """Distil as configured into a folder. A folder with an unfinished run of the same configuration is resumed.
+
+    `inputs` are the objects that `inputs.settings(out)` in the configuration name: the first process writes them there.
+    """
     stop = Stop(config.train.max_minutes)
     with stop.on_signals():
         with stop.while_loading():
@@ -64,6 +63,11 @@ def distill(
         with run_folder.owned(Path(out), config, is_first=agree.is_first) as claim:
             if agree.first(float(claim.is_resumed)) and not agree.is_first:
                 claim.is_resumed, claim.config = run_folder.look(claim.folder, config)
+            if inputs is not None:
+                with stop.while_loading():
+                    kept = inputs.keep(claim.folder, is_resumed=claim.is_resumed) if agree.is_first else ()
+                    agree.wait()
+                notes = (*notes, *kept)
             finished, doubt = run_folder.read_summary(claim.folder) if claim.is_resumed else ({}, "")
             if finished.get("status") in FINISHED:
                 return answered(Result(claim.folder, finished))

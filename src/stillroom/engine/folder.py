@@ -19,7 +19,7 @@ import psutil
 from stillroom import __version__
 from stillroom.config import Config
 from stillroom.config.load import build
-from stillroom.engine import lock, paths
+from stillroom.engine import inputs, lock, paths
 from stillroom.engine.lock import FolderLock
 from stillroom.errors import CannotSave, ConfigError, StillroomError
 from stillroom.files import reason_of, write_atomically
@@ -82,6 +82,7 @@ class Claim:
             return
         for name in (CONFIG, EVENTS, _CUT):
             (self.folder / name).unlink(missing_ok=True)
+        inputs.remove(self.folder)
         if self.lock is not None:
             self.lock.release()
         for made in self.made:
@@ -124,7 +125,7 @@ def look(folder: Path, config: Config) -> tuple[bool, Config]:
     """(whether a run of this very configuration is there, the configuration with its paths as they are found now)."""
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder} is a file", where="--out", advice=["choose another folder with --out"])
-    if not folder.exists() or {path.name for path in folder.iterdir()} <= {lock.NAME, _CUT}:
+    if not folder.exists() or all(_is_before_a_run(path) for path in folder.iterdir()):
         return False, config
     if not (folder / CONFIG).exists():
         raise ConfigError(
@@ -143,6 +144,11 @@ def look(folder: Path, config: Config) -> tuple[bool, Config]:
             advice=["choose another folder with --out", f"or continue that run: stillroom resume {folder}"],
         )
     return True, here
+
+
+def _is_before_a_run(path: Path) -> bool:
+    """What a process that was killed before its run began may leave in the run's folder."""
+    return path.name in (lock.NAME, _CUT) or inputs.is_ours(path)
 
 
 def _make(folder: Path) -> tuple[Path, ...]:

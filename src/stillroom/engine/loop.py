@@ -27,7 +27,7 @@ from stillroom.engine.step import StepOutcome, train_step
 from stillroom.engine.stop import Stop
 from stillroom.engine.twins import check_twins
 from stillroom.errors import Interrupted
-from stillroom.evaluate import Evaluation, evaluate, go_on
+from stillroom.evaluation import Evaluation, evaluate, go_on
 from stillroom.types import Lesson
 
 __all__ = ["Stop", "memory", "run_evaluation", "training"]

@@ -15,7 +15,7 @@ from stillroom.engine.reach import weight_peaks
 from stillroom.engine.run import Run
 from stillroom.engine.state import RunState, capture, restore
 from stillroom.errors import BrokenAtStart, Diverged, LossScaleAtFloor, StillroomError, TooManySkips
-from stillroom.evaluate import evaluate
+from stillroom.evaluation import evaluate
 from stillroom.guard import is_astray, is_within_band
 from stillroom.types import Batch, Evidence, Examination, Verdict
 

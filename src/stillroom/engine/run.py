@@ -21,7 +21,7 @@ from stillroom.engine.pace import Pace
 from stillroom.engine.reach import Reach
 from stillroom.engine.state import RunState
 from stillroom.errors import CannotSave
-from stillroom.evaluate import Evaluation, go_on
+from stillroom.evaluation import Evaluation, go_on
 from stillroom.guard import Guard
 from stillroom.models import LoadedModel, Student
 from stillroom.objectives.mix import Mix

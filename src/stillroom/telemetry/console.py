@@ -1,7 +1,7 @@
 """What a person sees while a run goes on, drawn from events and from nothing else.
 
-Three screens behind one protocol: a live line on a terminal, plain lines in a pipe, and silence. Besides
-the command line only this file and `preview` know rich.
+Four screens behind one protocol: a live line on a terminal, one updated text in a notebook, plain lines in a pipe, and
+silence. Besides the command line only this file and `preview` know rich.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from rich.text import Text
 
 from stillroom.errors import StillroomError
 from stillroom.telemetry import lines as say
+from stillroom.telemetry.notebook import UpdatedText, is_notebook
 from stillroom.telemetry.reading import section
 from stillroom.telemetry.results import summary_lines
 from stillroom.telemetry.router_lines import router_line
@@ -37,6 +38,7 @@ ConsoleMode = Literal["auto", "plain", "quiet"]
 LINE_WIDTH = 100  # plain lines of prose are wrapped here; a line of numbers is shorter by itself
 ERROR_WIDTH = 80
 REDRAW_SECONDS = 0.1
+NOTEBOOK_SECONDS = 0.5  # each update is a message to the browser
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,26 @@ class PlainScreen:
     def _write(self, lines: list[str]) -> None:
         self._stream.write("".join(_encodable(line, self._stream) + "\n" for line in lines))
         self._stream.flush()
+
+
+class NotebookScreen(PlainScreen):
+    """Lines for what stays, and the step's numbers in one text that is updated."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self._text = UpdatedText()
+        self._drawn_at = -math.inf
+
+    def step(self, moment: Moment) -> None:
+        if moment.components:
+            self._write([moment.line, *moment.components])
+            return
+        now, step = time.monotonic(), moment.event.get("step")
+        if now - self._drawn_at < NOTEBOOK_SECONDS and step != moment.num_steps:
+            return
+        self._drawn_at = now
+        place = f"\n{as_number(step) or 0:,.0f} of {moment.num_steps:,} steps" if moment.num_steps else ""
+        self._text.show(moment.line + place)
 
 
 class EnduringConsole(Console):
@@ -253,6 +275,8 @@ class ConsoleView:
 def _screen_for(mode: ConsoleMode, stream: TextIO, width: int | None) -> Screen:
     if mode == "quiet":
         return SilentScreen()
+    if mode == "auto" and stream is sys.stdout and is_notebook():
+        return NotebookScreen(stream)
     # Asked of the stream itself: rich would also say yes to a pipe when FORCE_COLOR is set.
     is_terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
     return LiveScreen(stream, width) if mode == "auto" and is_terminal else PlainScreen(stream)

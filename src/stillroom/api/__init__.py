@@ -1,0 +1,1 @@
+"""The functions of the package for Python programs. See docs/api.md."""

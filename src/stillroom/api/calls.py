@@ -1,0 +1,218 @@
+"""Distil, resume, evaluate, generate, by name or with objects.
+
+Nothing heavy is imported before a function is called. See docs/api.md.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from stillroom.api import arguments as check
+from stillroom.api.configuration import configured, new_folder, with_settings
+from stillroom.config import Config
+from stillroom.errors import CannotSave, ConfigError, NoBetterStudent
+from stillroom.files import reason_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from stillroom.api.objects import Model, Records
+    from stillroom.assess import Assessment
+    from stillroom.engine.result import Result
+
+Listener: TypeAlias = Callable[[dict[str, Any]], None]
+
+
+def distill(
+    config: Config | None = None,
+    out: str | Path | None = None,
+    *,
+    teacher: Model | None = None,
+    student: Model | None = None,
+    data: Records | None = None,
+    eval_data: Records | None = None,
+    preset: str | None = None,
+    settings: Mapping[str, Any] | None = None,
+    device: str | torch.device = "auto",
+    inject: str = "",
+    listeners: Sequence[Listener] = (),
+    progress: bool | None = None,
+) -> Result:
+    """Distil a teacher into a student and write the report.
+
+    Give a configuration, or the parts of one; parts win over the configuration and the preset, and `settings` are its
+    dotted keys (`{"train.max_steps": 100}`). Models are names, transformers models, or pairs (model, tokenizer); data
+    are names or iterables of records. Objects are left as they are: they are written to `inputs/` of the run's folder,
+    and a copy of the student is trained. Without `out`, a new folder below `runs` is made; one that holds an unfinished
+    run of the same configuration and the same objects is resumed.
+
+    `listeners` are called with each event of the run. `progress` shows it on standard output; by default in a terminal
+    and in a notebook only.
+    """
+    given = {"teacher": teacher, "student": student, "data": data, "eval_data": eval_data}
+    given = {role: value for role, value in given.items() if value is not None}
+    chosen = configured(config, preset, check.settings(settings, given), given)
+    folder = new_folder(out)
+    handlers, where = check.listeners(listeners), check.device(device)
+    check.text(inject, "inject")
+    check.flag(progress, "progress")
+
+    from stillroom.api.objects import sorted_out
+
+    names, inputs = sorted_out(given)
+    chosen = with_settings(chosen, {**names, **inputs.settings(folder)})
+
+    from stillroom.engine.distill import distill as run
+
+    def job(*views: Listener) -> Result:
+        told = (*views, *handlers)
+        return run(chosen, folder, device=where, inject=inject, listeners=told, inputs=inputs)
+
+    return _reported(job, progress)
+
+
+def resume(
+    folder: str | Path,
+    *,
+    device: str | torch.device = "auto",
+    max_minutes: float | None = None,
+    listeners: Sequence[Listener] = (),
+    progress: bool | None = None,
+) -> Result:
+    """Continue the run in a folder, bit for bit, and write its report; a finished run is simply returned."""
+    path, handlers, where = check.path(folder, "folder"), check.listeners(listeners), check.device(device)
+    check.flag(progress, "progress")
+    if max_minutes is not None:
+        check.number(max_minutes, "max_minutes", least=0)
+
+    from stillroom.demo import is_demo_run, resume_demo
+    from stillroom.engine.distill import resume as go_on
+
+    def job(*views: Listener) -> Result:
+        go = resume_demo if is_demo_run(path) else go_on
+        return go(path, device=where, max_minutes=max_minutes, listeners=(*views, *handlers))
+
+    return _reported(job, progress)
+
+
+def evaluate(
+    model: Model,
+    data: Records,
+    *,
+    teacher: Model | None = None,
+    max_length: int = 256,
+    batch_size: int = 8,
+    max_batches: int = 0,
+    bos: Literal["auto"] | bool = "auto",
+    device: str | torch.device = "auto",
+) -> Assessment:
+    """Perplexity and bits per byte of a model on held-out data; against a teacher also KL, agreement and acceptance.
+
+    Models are scored in FP32. An object is copied for that, and left as it is. The folder of a run stands for its
+    student.
+    """
+    check.whole(max_length, "max_length", least=8)
+    check.whole(batch_size, "batch_size", least=1)
+    check.whole(max_batches, "max_batches", least=0)
+    check.bos(bos)
+    wanted = check.device(device)
+
+    from stillroom.api.objects import opened
+    from stillroom.assess import Assessment, compare
+    from stillroom.data.given import is_name, write_records
+    from stillroom.engine.build import find_device
+
+    where = find_device(wanted)
+    has_name = is_name(data, "data")
+    student, beside = opened(model, teacher)
+    with tempfile.TemporaryDirectory(prefix="stillroom-") as scratch:
+        spec, shown = str(data), str(data)
+        if not has_name:
+            spec = str(Path(scratch) / "data.jsonl")
+            try:
+                shown = f"{write_records(data, Path(spec), 'data').num_records:,} records"
+            except OSError as error:
+                advice = ["free some space there", "or name another place in TMPDIR", "or give the data by name"]
+                raise CannotSave(f"cannot write data: {reason_of(error)}", where=scratch, advice=advice) from error
+        found = compare(
+            student[1],
+            beside,
+            spec,
+            max_length=max_length,
+            batch_size=batch_size,
+            max_batches=max_batches,
+            bos=bos,
+            where=where,
+        )
+    return Assessment.of({"model": student[0], "data": shown, **found})
+
+
+def generate(
+    model: Model,
+    prompt: str,
+    *,
+    max_new_tokens: int = 64,
+    temperature: float = 0.0,
+    seed: int = 0,
+    raw: bool = False,
+    bos: Literal["auto"] | bool = "auto",
+    device: str | torch.device = "auto",
+) -> str:
+    """What a model writes after a prompt, without the prompt; one with a chat template answers it, unless `raw`.
+
+    A pair (model, tokenizer) is used where it is and as it is. The folder of a run stands for its student.
+    """
+    check.text(prompt, "prompt")
+    check.whole(max_new_tokens, "max_new_tokens", least=1)
+    check.whole(seed, "seed", least=0)
+    check.number(temperature, "temperature", least=0)
+    check.flag(raw, "raw", may_be_none=False)
+    check.bos(bos)
+    where = check.device(device)
+
+    from stillroom.api.objects import without_tokenizer
+    from stillroom.assess import continue_text
+    from stillroom.data import prompt_ids
+    from stillroom.models.generate import generate as write
+    from stillroom.models.given import GivenModel
+
+    given = GivenModel.of(model, "model")
+    if given is None:
+        options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
+        return continue_text(str(model), prompt, device=where, is_raw=raw, bos=bos, **options)[0]
+    if where != "auto":
+        raise ConfigError("a model object stays on its device", where="device", advice=["leave device out"])
+    if given.tokenizer is None:
+        raise without_tokenizer("model")
+    ids, _is_chat = prompt_ids(given.tokenizer, prompt, bos=bos, is_raw=raw)
+    return write(given.network, given.tokenizer, ids, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
+
+
+# -- the run ---------------------------------------------------------------------------------------------
+
+
+def _reported(job: Callable[..., Result], progress: bool | None) -> Result:
+    """Run a job with a view on its events and write the report. Of several processes the first does so for all."""
+    import torch
+
+    from stillroom.report import write_report
+    from stillroom.telemetry.console import ConsoleView
+    from stillroom.telemetry.notebook import is_notebook
+
+    is_first = check.is_first_process()
+    is_shown = progress if progress is not None else is_notebook() or (sys.stdout is not None and sys.stdout.isatty())
+    with ConsoleView("auto" if is_shown and is_first else "quiet") as view:
+        try:
+            with torch.random.fork_rng(range(torch.cuda.device_count())):  # a run seeds; its caller's state stays
+                result = job(view.handle)
+        except NoBetterStudent as error:  # the run is complete and its report worth reading
+            if is_first:
+                view.finish(error.summary, write_report(Path(str(error.folder))))
+            raise
+        if is_first:
+            view.finish(result.summary, write_report(result.folder))
+    return result

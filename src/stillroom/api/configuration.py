@@ -1,0 +1,90 @@
+"""The configuration that a call means: a given one or a preset, with what the call says on top."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from stillroom.api import arguments as check
+from stillroom.config import Config
+from stillroom.config.load import build, put, read_preset
+from stillroom.curriculum import Curriculum
+from stillroom.errors import ConfigError
+
+
+def configured(
+    config: Config | None, preset: str | None, settings: Mapping[str, Any], given: Mapping[str, object]
+) -> Config:
+    """The configuration before what was given by name or as an object is put into it."""
+    if config is not None and not isinstance(config, Config):
+        advice = ["read a file with stillroom.load_config(path)"] if isinstance(config, str | Path) else []
+        raise ConfigError(
+            f"config is a {type(config).__name__}, not a stillroom.Config",
+            where="config",
+            advice=[*advice, "or give teacher, student and data as keywords"],
+        )
+    if config is not None and preset is not None:
+        raise ConfigError(
+            "a configuration and a preset are both given",
+            where="preset",
+            advice=["stillroom.load_config(path, preset=...) reads a file on top of a preset"],
+        )
+    if config is None:
+        table = read_preset(check.text(preset, "preset")) if preset is not None else {}
+        chosen = _put(table, settings)
+        if preset is None:
+            _refuse_gaps(chosen, settings, given)
+    else:
+        chosen = with_settings(config, settings)
+    if chosen.student.init == "shrink" and "student" in given:
+        raise ConfigError(
+            "student is given, and student.init = 'shrink' cuts the student from the teacher",
+            where="student",
+            advice=["leave student out", "or leave student.init out"],
+        )
+    return chosen
+
+
+def _refuse_gaps(config: Config, settings: Mapping[str, Any], given: Mapping[str, object]) -> None:
+    """Without a configuration nothing takes the embedded default in silence."""
+    is_cut = config.student.init == "shrink"
+    needed = {"teacher": is_cut or Curriculum.of(config).uses_teacher, "student": not is_cut, "data": True}
+    missing = [
+        role
+        for role, is_needed in needed.items()
+        if is_needed and role not in given and check.SETTING[role] not in settings
+    ]
+    if missing:
+        raise ConfigError(
+            f"{' and '.join(missing)} not given",
+            where="distill",
+            advice=["give teacher, student and data", "or a configuration", "or a preset, such as preset='demo'"],
+        )
+
+
+def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
+    return _put(config.to_dict(), settings) if settings else config
+
+
+def _put(table: dict[str, Any], settings: Mapping[str, Any]) -> Config:
+    for key, value in settings.items():
+        put(table, key, value)
+    return build(table, "settings")
+
+
+def new_folder(out: str | Path | None) -> Path:
+    if out is not None:
+        return check.path(out, "out")
+    if check.num_processes() > 1:
+        raise ConfigError(
+            "several processes train one run in one folder, and none is named",
+            where="out",
+            advice=["name the folder with out"],
+        )
+    first = Path("runs") / f"run-{datetime.now():%Y%m%d-%H%M%S}"
+    folder, number = first, 2
+    while folder.exists():
+        folder, number = first.with_name(f"{first.name}-{number}"), number + 1
+    return folder

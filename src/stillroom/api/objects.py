@@ -1,0 +1,72 @@
+"""Models and data as a caller gives them: names go to settings, objects are checked and handed on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from stillroom.api.arguments import SETTING
+from stillroom.assess import open_model
+from stillroom.data.given import is_name
+from stillroom.engine.inputs import Inputs
+from stillroom.errors import ConfigError
+from stillroom.models.given import GivenModel
+from stillroom.models.loaded import LoadedModel
+from stillroom.models.names import model_name
+
+if TYPE_CHECKING:
+    from torch.utils.data import Dataset as TorchDataset
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    Model: TypeAlias = str | Path | PreTrainedModel | tuple[PreTrainedModel, PreTrainedTokenizerBase]
+    Records: TypeAlias = str | Path | Iterable[Mapping[str, Any] | str] | TorchDataset[Any]
+
+
+def sorted_out(given: Mapping[str, Any]) -> tuple[dict[str, str], Inputs]:
+    """(the settings of what is given by name, what is given as an object)."""
+    names: dict[str, str] = {}
+    models: dict[str, GivenModel] = {}
+    data: dict[str, Any] = {}
+    notes: list[str] = []
+    for role, value in given.items():
+        found = GivenModel.of(value, role) if role in ("teacher", "student") else None
+        if found is not None:
+            models[role] = found
+            notes += found.check_kept()
+        elif role in ("teacher", "student") or is_name(value, role):
+            names[SETTING[role]] = str(value)
+        else:
+            data[role] = value
+    teacher, student = models.get("teacher"), models.get("student")
+    if teacher is not None and teacher.tokenizer is None:
+        if student is None or student.tokenizer is None:
+            raise without_tokenizer("teacher")
+        models["teacher"] = GivenModel("teacher", teacher.network, student.tokenizer)
+        notes.append("the teacher was given without a tokenizer: it takes the student's")
+    return names, Inputs(models, data, tuple(notes))
+
+
+def opened(model: Model, teacher: Model | None) -> tuple[tuple[str, LoadedModel], LoadedModel | None]:
+    """((name, model), teacher) for evaluation. One tokenizer serves both where only one of them brings it."""
+    given = GivenModel.of(model, "model")
+    beside = None if teacher is None else GivenModel.of(teacher, "teacher")
+    loaded = open_model(model_name(str(model))) if given is None else None
+    loaded_beside = open_model(model_name(str(teacher))) if teacher is not None and beside is None else None
+    brought = [found.tokenizer for found in (given, beside, loaded, loaded_beside) if found is not None]
+    known = [tokenizer for tokenizer in brought if tokenizer is not None]
+    for role, found in (("model", given), ("teacher", beside)):
+        if found is not None and not known:
+            raise without_tokenizer(role)
+    if given is not None:
+        loaded = given.copied(known[0])
+    if beside is not None:
+        loaded_beside = beside.copied(beside.tokenizer if beside.tokenizer is not None else known[0])
+    assert loaded is not None
+    return (given.name if given is not None else model_name(str(model)), loaded), loaded_beside
+
+
+def without_tokenizer(role: str) -> ConfigError:
+    return ConfigError(
+        f"{role} comes without a tokenizer", where=role, advice=[f"give a pair: {role}=(model, tokenizer)"]
+    )
