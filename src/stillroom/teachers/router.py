@@ -41,6 +41,7 @@ from stillroom.teachers.base import Answers, SignalKind, Teacher
 from stillroom.teachers.gates import GateOptions, TrainedGates
 from stillroom.teachers.live import LiveTeacher
 from stillroom.teachers.router_terms import Aims, Assessment, assess, own_terms
+from stillroom.teachers.router_transient import downhill_offsets
 from stillroom.teachers.router_trial import try_out
 from stillroom.types import Batch, DenseSignal, Evidence, Needs, StudentView, Term, Verdict
 
@@ -76,7 +77,7 @@ class RouterTeacher(Teacher):
         self.start_nll: float | None = None
         self.probed: dict[str, Any] | None = None
         self._blocks = probe.layers_if_any(model)
-        self._is_due = False
+        self.is_due = False  # whether the gates learn from this window
         self._num_tokens = 0
         self._loss = torch.zeros((), device=device)
         self._terms: dict[str, Term] = {}
@@ -134,25 +135,9 @@ class RouterTeacher(Teacher):
 
     def _moved_answer(self, batch: Batch, view: StudentView, needs: Needs) -> DenseSignal:
         """An answer with each token's gates moved by a bounded step downhill. No weight is changed, nothing is kept."""
-        num_tokens = int(batch.input_ids.numel())
-        device = self.original.device
-        offsets = {
-            gate.name: torch.zeros(num_tokens, gate.num_experts, device=device, requires_grad=True)
-            for gate in self.found
-        }
-        aims = Aims(truth=self.config.truth_weight, student=self.config.student_weight)
-        with torch.enable_grad(), self.opened(Routing(offsets=offsets)) as routing:
-            answer = self.original.answer(batch, Needs())
-            loss, _terms = own_terms(aims, answer, view, None, routing, batch, batch.num_scored, num_tokens)
-            # One over the number of targets would flush FP16 gradients to zero; only directions are used.
-            slopes = torch.autograd.grad(loss * batch.num_scored, list(offsets.values()))
-        moved = {}
-        for name, slope in zip(offsets, slopes, strict=True):
-            length = slope.norm(dim=1, keepdim=True)
-            is_usable = torch.isfinite(length) & (length > 0)
-            step = -self.config.offset_bound * slope / torch.where(is_usable, length, torch.ones_like(length))
-            moved[name] = torch.where(is_usable, step, torch.zeros_like(step))
-            self._note("unmoved_tokens", Term((~is_usable).sum().float(), torch.tensor(float(len(length)))))
+        moved, unmoved = downhill_offsets(self, batch, view)
+        for term in unmoved:
+            self._note("unmoved_tokens", term)
         with routed(self.found, Routing(offsets=moved)):
             return self.original.observe(batch, needs)
 
@@ -165,15 +150,10 @@ class RouterTeacher(Teacher):
                 return Routing(num_chosen=lambda num_experts: num_experts - 1)
         return Routing(weights=self.gates.weights) if self.trains else Routing()
 
-    @property
-    def is_due(self) -> bool:
-        """Whether the gates learn from this window."""
-        return self._is_due
-
     # -- learning ----------------------------------------------------------------------------------------
 
     def begin(self, window: Sequence[Batch], step: int, cursor: int = 0) -> None:
-        self._is_due = self.trains and (step + 1) % self.config.every == 0
+        self.is_due = self.trains and (step + 1) % self.config.every == 0
         self._num_tokens = sum(int(batch.attention_mask.cpu().sum()) for batch in window)
         self._loss = torch.zeros_like(self._loss)
         self.gates.discard()
@@ -181,7 +161,7 @@ class RouterTeacher(Teacher):
     @contextmanager
     def joint_graph(self, batch: Batch) -> Iterator[None]:
         """In sar-joint the student's backward goes through the gates."""
-        if self.config.mode != "sar-joint" or not self._is_due:
+        if self.config.mode != "sar-joint" or not self.is_due:
             yield
             return
         self._held = self._anchor(batch)  # before the trained gates take their place
@@ -215,7 +195,7 @@ class RouterTeacher(Teacher):
         `opposite` belongs to sar-meta: `view` and `opposite` are then the student a little further and a little
         back along the step that a lookahead batch asks for.
         """
-        if not self._is_due or self.config.mode == "sar-joint":
+        if not self.is_due or self.config.mode == "sar-joint":
             return
         aims = aims or self.aims(has_student=view is not None)
         anchor = self._anchor(batch) if aims.anchor else None
