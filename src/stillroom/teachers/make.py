@@ -10,9 +10,7 @@ from stillroom.errors import ConfigError
 from stillroom.models import LoadedModel
 from stillroom.models.routers import find_gates
 from stillroom.teachers.base import NO_TEACHER, Teacher
-from stillroom.teachers.gates import GateOptions
 from stillroom.teachers.live import LiveTeacher
-from stillroom.teachers.meta import check_precision
 from stillroom.teachers.router import TRAINING_MODES
 from stillroom.teachers.router_run import RunRouter, Surroundings
 
@@ -28,11 +26,13 @@ def make_teacher(
     """No teacher where none was loaded, a router where something is done at its gates, else the model as it is."""
     if loaded is None:
         return NO_TEACHER
-    device, train = surroundings.precision.device, config.train
-    offload = config.teacher.placement == "offload"
     if config.teacher.router.mode == "frozen":
         return LiveTeacher(
-            loaded.network, vocab_size=vocab_size, device=device, offload=offload, is_described=loaded.is_described
+            loaded.network,
+            vocab_size=vocab_size,
+            device=surroundings.precision.device,
+            offload=config.teacher.placement == "offload",
+            is_described=loaded.is_described,
         )
     if num_processes > 1:
         raise ConfigError(
@@ -40,29 +40,11 @@ def make_teacher(
             where="teacher.router.mode",
             advice=["set teacher.router.mode = 'frozen'", "start a single process"],
         )
-    if config.teacher.router.mode == "sar-meta":
-        check_precision(surroundings.precision)
-    return RunRouter(
-        loaded.network,
-        config.teacher.router,
-        vocab_size=vocab_size,
-        device=device,
-        options=GateOptions(
-            learning_rate=train.router_learning_rate or train.learning_rate,
-            max_grad_norm=train.max_grad_norm,
-            betas=(train.beta1, train.beta2),
-            epsilon=train.epsilon,
-        ),
-        offload=offload,
-        is_described=loaded.is_described,
-        seed=train.seed,
-        tell=lambda text: surroundings.write("note", text=text),
-        surroundings=surroundings,
-    )
+    return RunRouter(config, loaded, vocab_size, surroundings)
 
 
 def unused_teacher_settings(config: Config) -> list[str]:
-    """Settings that would do nothing are said aloud, and those that cannot work (together) are refused."""
+    """Settings that would do nothing are said aloud, and those that cannot work are refused."""
     if config.teacher.cache:
         raise ConfigError(
             "training from a stored teacher is not part of this version",

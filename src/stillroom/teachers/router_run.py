@@ -9,11 +9,13 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from stillroom.config import Config
 from stillroom.errors import CannotSave
 from stillroom.files import reason_of, replaced_folder
-from stillroom.models import Student
+from stillroom.models import LoadedModel, Student
 from stillroom.precision import AdamW, Precision
-from stillroom.teachers.meta import Direction, both_ways, lookahead_direction
+from stillroom.teachers.gates import GateOptions
+from stillroom.teachers.meta import Direction, both_ways, check_precision, lookahead_direction
 from stillroom.teachers.router import TRAINING_MODES, RouterTeacher
 from stillroom.teachers.router_probe import probe_gates, verdict_of
 from stillroom.types import Batch, StudentView
@@ -35,8 +37,26 @@ class Surroundings:
 class RunRouter(RouterTeacher):
     """A `RouterTeacher` with the run around it."""
 
-    def __init__(self, *args: Any, surroundings: Surroundings, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, config: Config, loaded: LoadedModel, vocab_size: int, surroundings: Surroundings) -> None:
+        if config.teacher.router.mode == "sar-meta":
+            check_precision(surroundings.precision)
+        train = config.train
+        super().__init__(
+            loaded.network,
+            config.teacher.router,
+            vocab_size=vocab_size,
+            device=surroundings.precision.device,
+            options=GateOptions(
+                learning_rate=train.router_learning_rate or train.learning_rate,
+                max_grad_norm=train.max_grad_norm,
+                betas=(train.beta1, train.beta2),
+                epsilon=train.epsilon,
+            ),
+            offload=config.teacher.placement == "offload",
+            is_described=loaded.is_described,
+            seed=train.seed,
+            tell=lambda text: surroundings.write("note", text=text),
+        )
         self._run = surroundings
         self._direction: Direction = {}  # of this window's lookahead batch, in sar-meta
 
