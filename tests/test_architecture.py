@@ -85,6 +85,25 @@ def test_a_file_has_one_subject(path: Path) -> None:
             assert length <= 60, f"{node.name} has {length} lines"
 
 
+def test_a_step_knows_no_kind_of_teacher_and_no_fault() -> None:
+    """What a teacher or a fault does to a step is behind `Teacher` and `Hooks`, whose bases do nothing."""
+    text = (SOURCE / "engine" / "step.py").read_text(encoding="utf-8")
+    for word in ("router", "inject", "isinstance", "teacher is"):
+        assert word not in text, f"engine/step.py mentions {word}"
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef):
+            assert node.end_lineno is not None and node.end_lineno - node.lineno < 45, f"{node.name} is too long"
+
+
+def test_nothing_in_the_engine_reaches_past_the_teacher() -> None:
+    """A stored or served teacher has no model: what needs one asks `Teacher.as_model`, which may answer None."""
+    for path in (SOURCE / "engine").rglob("*.py"):
+        found = re.search(
+            r"teacher_model|RouterTeacher|LiveTeacher|run\.router|\.gates\b", path.read_text(encoding="utf-8")
+        )
+        assert not found, f"engine/{path.name} mentions {found and found[0]}"
+
+
 def test_maths_files_contain_maths() -> None:
     for path in (SOURCE / "objectives").rglob("*.py"):
         text = path.read_text(encoding="utf-8")

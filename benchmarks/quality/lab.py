@@ -31,7 +31,7 @@ from stillroom.models import Student
 from stillroom.models.probe import head_logits
 from stillroom.objectives.mix import Mix
 from stillroom.precision import resolve
-from stillroom.teachers import TeacherSource
+from stillroom.teachers import Teacher
 from stillroom.types import Lesson, Needs
 
 _EVAL_BATCH = 64
@@ -98,7 +98,7 @@ def run(job: Job, model: Any = None) -> dict[str, Any]:
     }
 
 
-def source_of(job: Job) -> TeacherSource | None:
+def source_of(job: Job) -> Teacher | None:
     if not job.uses_teacher:
         return None
     if job.looks_inside:  # a copy: showing attention maps changes how a model computes them
@@ -119,7 +119,7 @@ class Trained:
     seconds: float
 
 
-def train(job: Job, model: Any, source: TeacherSource | None) -> Trained:
+def train(job: Job, model: Any, source: Teacher | None) -> Trained:
     """The product's step, by hand: score, backward, clip, update."""
     config = job.config()
     student = Student(model, vocab_size=texts.VOCAB, is_described=True)
@@ -165,7 +165,7 @@ def check_steps(steps: int, checks: int) -> set[int]:
 
 
 def score_batch(
-    student: Student, source: TeacherSource | None, mix: Mix, lesson: Lesson, counts: Any, batch: Any, precision: Any
+    student: Student, source: Teacher | None, mix: Mix, lesson: Lesson, counts: Any, batch: Any, precision: Any
 ) -> None:
     needs = mix.needs(lesson)
     signal = source.observe(batch, needs.teacher) if source is not None and lesson.asks_teacher else None

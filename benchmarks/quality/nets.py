@@ -25,7 +25,7 @@ from stillroom.data import Loader, Rows
 from stillroom.engine.build import make_schedule
 from stillroom.models.attention import attend_causally
 from stillroom.precision import AdamW, ParameterGroup, Precision, resolve
-from stillroom.teachers import LiveTeacher
+from stillroom.teachers import LiveTeacher, Teacher
 from stillroom.types import Batch, DenseSignal, HeadWeights, Needs
 
 CPU = torch.device("cpu")
@@ -155,8 +155,10 @@ def live(model: Any) -> LiveTeacher:
     return LiveTeacher(model, vocab_size=texts.VOCAB, device=CPU, offload=False, is_described=True)
 
 
-class Remembered:
+class Remembered(Teacher):
     """A teacher whose last hidden states on a set of rows are kept: answers like the live one, without its forward."""
+
+    kind = "dense"
 
     def __init__(self, model: Any, rows: Rows) -> None:
         self._head = model.get_output_embeddings().weight

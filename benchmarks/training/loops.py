@@ -24,6 +24,7 @@ from stillroom.engine.run import Run
 from stillroom.engine.state import RunState
 from stillroom.engine.step import train_step
 from stillroom.objectives.sparse import keep_top_k
+from stillroom.teachers import Teacher
 from stillroom.telemetry import EventLog
 from stillroom.types import Batch, Needs, TopKSignal
 
@@ -58,19 +59,19 @@ def _steps_of(run: Run) -> Step:
     return step
 
 
-class MemoryTeacher:
+class MemoryTeacher(Teacher):
     """The teacher's 64 likeliest tokens and the mass of the rest for every batch, in main memory."""
+
+    kind = "top-k"
 
     def __init__(self, run: Run) -> None:
         self._signals: dict[tuple[str, ...], TopKSignal] = {}
-        assert run.teacher is not None
         for batch in _batches(run):
             self._signals[batch.sample_ids] = self._ask(run, batch)
 
     @staticmethod
     @torch.no_grad()
     def _ask(run: Run, batch: Batch) -> TopKSignal:
-        assert run.teacher is not None
         signal: Any = run.teacher.observe(batch, Needs())
         parts = [
             keep_top_k(F.linear(rows, signal.head.weight), NUM_KEPT, torch.ones(len(rows)))
@@ -87,7 +88,6 @@ def stillroom_stored(folder: Path, size: Size, **over: Any) -> Step:
     """The same with the teacher's answers at hand: the teacher itself is gone."""
     run = make_run(folder, size, **over)
     run.teacher = MemoryTeacher(run)
-    run.teacher_model = None
     return _steps_of(run)
 
 
@@ -105,7 +105,7 @@ def _batches(run: Run) -> list[Batch]:
 def limit(folder: Path, size: Size) -> Step:
     """Both backbones, the four products of the heads and a fused AdamW: what no trainer can leave out."""
     run = make_run(folder, size)
-    student, teacher, batches = run.student.model, run.teacher_model, _batches(run)
+    student, teacher, batches = run.student.model, run.teacher.as_model().model, _batches(run)
     optimizer = torch.optim.AdamW(student.parameters(), lr=1e-4, fused=True)
     turn = iter(range(10**9))
 
@@ -131,7 +131,7 @@ def limit(folder: Path, size: Size) -> Step:
 def seeds_loop(folder: Path, size: Size) -> Step:
     """The loop of the seeds: full logits of both models, kl_div, half cross-entropy, AdamW as it comes."""
     run = make_run(folder, size)
-    student, teacher, batches = run.student.model, run.teacher_model, _batches(run)
+    student, teacher, batches = run.student.model, run.teacher.as_model().model, _batches(run)
     optimizer = torch.optim.AdamW(student.parameters(), lr=1e-4)
     turn = iter(range(10**9))
 
@@ -210,7 +210,7 @@ def trl_gkd(beta: float) -> Callable[[Path, Size], Step]:
         )  # fmt: skip
         rows = [row.tolist() for batch in _batches(run) for row in batch.input_ids]
         trainer = GKDTrainer(
-            model=run.student.model, teacher_model=run.teacher_model, args=args, data_collator=collate,
+            model=run.student.model, teacher_model=run.teacher.as_model().model, args=args, data_collator=collate,
             processing_class=copy.copy(run.tokenizer), train_dataset=Dataset.from_dict({"input_ids": rows}),
             callbacks=[OneByOne()],
         )  # fmt: skip

@@ -120,7 +120,7 @@ def trl() -> list[dict[str, float]]:
         gradient_checkpointing=False, bf16=False, fp16=False, disable_tqdm=True, dataloader_num_workers=0, seed=0,
     )  # fmt: skip
     InOrder(
-        model=run.student.model, teacher_model=run.teacher_model, args=args, data_collator=collate,
+        model=run.student.model, teacher_model=run.teacher.as_model().model, args=args, data_collator=collate,
         processing_class=run.tokenizer, train_dataset=Dataset.from_dict({"input_ids": rows}), callbacks=[Watch()],
     ).train()  # fmt: skip
     return clock.points

@@ -20,7 +20,7 @@ from stillroom.models.probe import head_logits
 from stillroom.models.student import Student
 from stillroom.objectives.mix import Mix
 from stillroom.precision import Precision
-from stillroom.teachers import TeacherSource
+from stillroom.teachers import Teacher
 from stillroom.types import Batch, BothNeeds, DenseSignal, Lesson, Signal, StudentView, TermRecord
 from stillroom.yardsticks import COLUMNS, NUM_BINS, NUM_COLUMNS, TOP_K, Ledger
 
@@ -73,7 +73,7 @@ def evaluate(
     batches: Iterable[Batch],
     *,
     precision: Precision,
-    teacher: TeacherSource | None = None,
+    teacher: Teacher | None = None,
     mix: Mix | None = None,
     lesson: Lesson | None = None,
     between: Callable[[], None] = go_on,

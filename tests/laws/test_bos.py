@@ -205,9 +205,11 @@ def test_training_canary_first_batch_and_calibration_begin_alike(tmp_path: Path)
     table = config.to_dict()
     table["student"] |= {"init": "shrink", "shrink": {"mlp_width": 32}}
     calibration: list[torch.Tensor] = []
-    embedding = run.teacher_model.get_input_embeddings()
+    teacher = run.teacher.as_model()
+    assert teacher is not None
+    embedding = teacher.model.get_input_embeddings()
     with embedding.register_forward_pre_hook(lambda _module, inputs: calibration.append(inputs[0])):
-        cut_student(type(config).model_validate(table), run.teacher_model, tokenizer, device)
+        cut_student(type(config).model_validate(table), teacher.model, tokenizer, device)
     calibration = [ids for ids in calibration if len(ids) == config.train.batch_size]  # not the trials of a structure
     assert calibration
     batches = [run.canary(), *run.loader.window(0), *run.eval_batches()]

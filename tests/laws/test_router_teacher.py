@@ -21,7 +21,7 @@ from stillroom.objectives.router import entropy, gate_log_probs, load_balance
 from stillroom.precision import AdamW, ParameterGroup, resolve
 from stillroom.precision.storage import Direct
 from stillroom.teachers import GateOptions, RouterTeacher, probe_gates
-from stillroom.teachers.meta import both_ways, quiz_direction
+from stillroom.teachers.meta import both_ways, lookahead_direction
 from stillroom.teachers.router_terms import Aims
 from stillroom.types import IGNORED, Batch, DenseSignal, Lesson, Needs, Score, StudentView, Term
 
@@ -133,7 +133,7 @@ def test_an_anchored_teacher_stays_nearer_to_the_original() -> None:
         teacher, batch = teacher_of(model_of("mixtral"), rate=1e-2), batch_of()
         for _ in range(8):
             learn(teacher, batch, aims=Aims(truth=1.0, anchor=anchor))
-            teacher.settle(is_kept=True, rate_factor=1.0)
+            teacher.update_gates(is_kept=True, rate_factor=1.0)
         found: float = teacher.assess([batch]).kl_to_original
         return found
 
@@ -148,7 +148,7 @@ def test_learning_moves_every_gate_and_nothing_else(family: str, aims: Aims) -> 
     teacher = teacher_of(model)
     for seed in range(2):
         learn(teacher, batch_of(seed=seed), aims=aims)
-        teacher.settle(is_kept=True, rate_factor=1.0)
+        teacher.update_gates(is_kept=True, rate_factor=1.0)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items()), "bit for bit"
     for gate in teacher.found:
         assert teacher.gates.drift(gate.weight) > 0
@@ -214,15 +214,16 @@ def test_the_joint_backward_reaches_gates_and_student_alike(weight: float) -> No
     count = batch.num_scored
     joint.begin([batch], 0)
     mix, lesson = Mix(ObjectivesConfig()), Lesson("x", {"kd": 1.0, "ce": 0.0})
-    with joint.sitting(batch):
-        (signal,) = joint.signals(batch, Needs())
-        score = mix.score(student.observe(batch, Needs()), signal, batch, lesson, {"kd": count, "ce": count})
-        joint.joined(score.loss, batch, count).backward()
+    with joint.joint_graph(batch):
+        (signal,) = joint.answers(batch, Needs())
+        view = student.observe(batch, Needs())
+        score = mix.score(view, signal, batch, lesson, {"kd": count, "ce": count})
+        (score.loss + joint.extra_loss(batch, view, num_targets=count)).backward()
     assert all(p.grad is not None for p in student.model.parameters())
     alternating = teacher_of(model, "sar")
     learn(alternating, batch, student_view(batch), aims=Aims(student=weight))
     assert close(gradients(joint), gradients(alternating))
-    joint.settle(is_kept=True, rate_factor=1.0)
+    joint.update_gates(is_kept=True, rate_factor=1.0)
     assert joint.gates.optimizer.num_updates == 1
 
 
@@ -234,16 +235,16 @@ def test_all_experts_change_the_answer_and_train_nothing() -> None:
     teacher = teacher_of(model, "all-experts")
     assert not torch.equal(teacher.observe(batch, Needs()).hidden, teacher.original.observe(batch, Needs()).hidden)
     learn(teacher, batch)
-    teacher.settle(is_kept=True, rate_factor=1.0)
+    teacher.update_gates(is_kept=True, rate_factor=1.0)
     assert teacher.gates.optimizer.num_updates == 0
 
 
 def test_augmented_passes_differ_and_come_again_the_same() -> None:
     batch, other = batch_of(), batch_of(seed=3)
     teacher = teacher_of(model_of("mixtral"), "knowledge-augmentation", augmentation_lambda=0.5, augmentation_passes=3)
-    first = [signal.hidden for signal in teacher.signals(batch, Needs())]
-    teacher.signals(other, Needs())
-    again = [signal.hidden for signal in teacher.signals(batch, Needs())]
+    first = [signal.hidden for signal in teacher.answers(batch, Needs())]
+    teacher.answers(other, Needs())
+    again = [signal.hidden for signal in teacher.answers(batch, Needs())]
     assert len(first) == 3 and not torch.equal(first[0], first[1])
     assert all(torch.equal(one, two) for one, two in zip(first, again, strict=True))
 
@@ -279,7 +280,7 @@ def test_a_transient_step_moves_this_answer_alone(weight: float) -> None:
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     teacher = teacher_of(model, "sar-transient", truth_weight=0.0, student_weight=weight, offset_bound=0.1)
     view = student_view(batch)
-    (moved,) = teacher.reconsidered(batch, view, Needs())
+    (moved,) = teacher.signals_after_student([], batch, view, Needs())
     plain = teacher.observe(batch, Needs())
     assert not moved.hidden.requires_grad
     assert (kl_to(view, moved) < kl_to(view, plain)) == (weight > 0), "towards the student, or away from it"
@@ -287,9 +288,9 @@ def test_a_transient_step_moves_this_answer_alone(weight: float) -> None:
     assert torch.equal(plain.hidden, teacher.original.observe(batch, Needs()).hidden), "nothing is kept"
 
 
-def test_the_meta_gradient_is_that_of_the_quiz_after_one_step() -> None:
-    """Against the loss of the quiz after a real student step, differentiated through the step by autograd."""
-    model, batch, quiz = model_of("mixtral"), batch_of(), batch_of(seed=9)
+def test_the_meta_gradient_is_that_of_the_lookahead_batch_after_one_step() -> None:
+    """Against its loss after a real student step, differentiated through the step by autograd."""
+    model, batch, ahead = model_of("mixtral"), batch_of(), batch_of(seed=9)
     student = Student(
         model_of("llama", 5, width=24, num_layers=1).requires_grad_(True), vocab_size=tiny.VOCAB, is_described=True
     )
@@ -301,7 +302,7 @@ def test_the_meta_gradient_is_that_of_the_quiz_after_one_step() -> None:
         cell.num_updates.fill_(1)
         cell.second.values.fill_(0.05 * 1e-2)  # after bias correction every coordinate is divided by 0.1
     weights = {name: parameter.detach().clone() for name, parameter in named}
-    direction = quiz_direction(student, optimizer, precision, quiz, rate=1e-3)
+    direction = lookahead_direction(student, optimizer, precision, ahead, rate=1e-3)
     plus, minus = both_ways(student, precision, batch, direction)
     assert all(torch.equal(parameter, weights[name]) for name, parameter in named), "back to the last bit"
     assert all(parameter.grad is None for _name, parameter in named)
@@ -316,8 +317,8 @@ def test_the_meta_gradient_is_that_of_the_quiz_after_one_step() -> None:
         q = torch.log_softmax(student.model(batch.input_ids).logits.flatten(0, 1)[rows], -1)
     kd = (p.exp() * (p.detach() - q)).sum(-1).mean()
     slopes = torch.autograd.grad(kd, [parameter for _n, parameter in named], create_graph=True)
-    logits = student.model(quiz.input_ids).logits.flatten(0, 1)[quiz.positions]
-    loss = torch.nn.functional.cross_entropy(logits, quiz.scored_targets)
+    logits = student.model(ahead.input_ids).logits.flatten(0, 1)[ahead.positions]
+    loss = torch.nn.functional.cross_entropy(logits, ahead.scored_targets)
     asked = torch.autograd.grad(loss, [parameter for _n, parameter in named])
     change = -sum((1e-3 * a.detach() / (0.1 + 1e-8) * s).sum() for a, s in zip(asked, slopes, strict=True))
     wanted = dict(zip(gates, torch.autograd.grad(change, list(gates.values())), strict=True))
@@ -330,7 +331,7 @@ def test_the_meta_gradient_is_that_of_the_quiz_after_one_step() -> None:
 def test_a_refused_student_step_leaves_the_gates_alone() -> None:
     teacher, batch = teacher_of(model_of("mixtral")), batch_of()
     learn(teacher, batch, student_view(batch))
-    teacher.settle(is_kept=False, rate_factor=1.0)
+    teacher.update_gates(is_kept=False, rate_factor=1.0)
     assert teacher.gates.optimizer.num_updates == 0 and not teacher.gates.has_gradient
     assert all(teacher.gates.drift(gate.weight) == 0 for gate in teacher.found)
 
@@ -339,11 +340,11 @@ def test_a_router_gradient_that_is_not_finite_costs_one_update() -> None:
     said: list[str] = []
     teacher, batch = teacher_of(model_of("mixtral"), "truth", said=said), batch_of()
     learn(teacher, batch)
-    teacher.settle(is_kept=True, rate_factor=1.0)
+    teacher.update_gates(is_kept=True, rate_factor=1.0)
     kept = {name: weight.clone() for name, weight in teacher.gates.weights.items()}
     learn(teacher, batch)
     next(iter(teacher.gates.weights.values())).grad[0, 0] = float("inf")
-    teacher.settle(is_kept=True, rate_factor=1.0)
+    teacher.update_gates(is_kept=True, rate_factor=1.0)
     assert teacher.gates.num_skipped == 1 and teacher.gates.num_mended == 0
     assert all(torch.equal(weight, kept[name]) for name, weight in teacher.gates.weights.items())
     assert any("skipped" in text for text in said)
@@ -355,7 +356,7 @@ def test_gates_that_never_become_finite_are_given_up() -> None:
         if teacher.trains:
             learn(teacher, batch)
             next(iter(teacher.gates.weights.values())).grad[0, 0] = float("nan")
-            teacher.settle(is_kept=True, rate_factor=1.0)
+            teacher.update_gates(is_kept=True, rate_factor=1.0)
     assert teacher.is_frozen and teacher.gates.num_skipped == 20
 
 
@@ -365,7 +366,7 @@ def test_an_fp16_teacher_is_trained_through_a_loss_scale() -> None:
     assert all(weight.dtype == torch.float32 for weight in teacher.gates.weights.values())
     for _ in range(3):
         learn(teacher, batch)
-        teacher.settle(is_kept=True, rate_factor=1.0)
+        teacher.update_gates(is_kept=True, rate_factor=1.0)
     assert teacher.gates.optimizer.num_updates + teacher.gates.num_skipped == 3
     assert teacher.gates.optimizer.num_updates >= 1
 
@@ -382,7 +383,7 @@ def test_truth_makes_the_teacher_better_on_what_it_sees_and_the_alarm_is_silent(
     start = teacher.start([batch]).nll
     for _ in range(15):
         learn(teacher, batch)
-        teacher.settle(is_kept=True, rate_factor=1.0)
+        teacher.update_gates(is_kept=True, rate_factor=1.0)
     found = teacher.assess([batch])
     assert found.nll < start and not teacher.watch(found) and teacher.trains
 
@@ -404,11 +405,11 @@ def test_state_goes_out_and_comes_back() -> None:
     one.start([batch])
     for _ in range(3):
         learn(one, batch)
-        one.settle(is_kept=True, rate_factor=1.0)
+        one.update_gates(is_kept=True, rate_factor=1.0)
     two.load({name: tensor.clone() for name, tensor in one.tensors().items()}, one.state_dict())
     for teacher in (one, two):
         learn(teacher, batch)
-        teacher.settle(is_kept=True, rate_factor=1.0)
+        teacher.update_gates(is_kept=True, rate_factor=1.0)
     assert all(torch.equal(weight, two.gates.weights[name]) for name, weight in one.gates.weights.items())
     assert one.state_dict() == two.state_dict()
 

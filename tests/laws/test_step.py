@@ -11,8 +11,8 @@ import torch
 
 import tiny
 from stillroom.config import load_config
-from stillroom.config.faults import parse
 from stillroom.engine.build import build_run, find_device, load_models
+from stillroom.engine.inject import Injector
 from stillroom.engine.recover import look, take_snapshot
 from stillroom.engine.run import Run
 from stillroom.engine.state import RunState, weights_of
@@ -59,7 +59,7 @@ def test_a_skipped_step_changes_neither_weights_nor_moments(make: Any, precision
     before = {
         name: tensor.clone() for name, tensor in {**weights_of(run.student.model), **run.optimizer.tensors()}.items()
     }
-    run.injector.faults = parse("nan_grad@4")
+    run.hooks = Injector("nan_grad@4")
     outcome = train_step(run, state, run.loader.window(3))
     assert outcome.verdict.action == "skip"
     after = {**weights_of(run.student.model), **run.optimizer.tensors()}

@@ -111,6 +111,14 @@ def test_a_nan_in_a_gate_is_survived(moe_world: Path, tmp_path: Path, mode: str,
             assert not tensor.is_floating_point() or torch.isfinite(tensor).all(), f"{path}: {name}"
 
 
+@pytest.mark.parametrize("mode", ["all-experts", "knowledge-augmentation", *TRAINED, "sar-transient", "sar-meta"])
+def test_a_teacher_that_answers_nan_is_counted_in_every_mode(moe_world: Path, tmp_path: Path, mode: str) -> None:
+    run(moe_world, tmp_path / "run", "teacher_nan@2", teacher__router__mode=mode, train__max_steps=3)
+    bad = [event["bad_teacher_rows"] for event in events(tmp_path / "run", "step")]
+    assert bad[0] == bad[2] == 0 and bad[1] > 0
+    assert "injected teacher_nan" in notes(tmp_path / "run")
+
+
 def test_the_alarm_restores_and_freezes_a_teacher_that_got_worse(moe_world: Path, tmp_path: Path) -> None:
     """Pulled to an untrained student with nothing to hold it, a teacher gets worse at once."""
     result = run(

@@ -40,7 +40,7 @@ from stillroom.models import Student
 from stillroom.objectives.mix import Mix
 from stillroom.precision import resolve
 from stillroom.teachers.gates import GateOptions
-from stillroom.teachers.meta import both_ways, quiz_direction
+from stillroom.teachers.meta import both_ways, lookahead_direction
 from stillroom.teachers.router import RouterTeacher
 from stillroom.types import Score
 
@@ -193,14 +193,14 @@ def _train(job: RouterJob, model: Any, teacher: RouterTeacher | None) -> float:
         else:
             teacher.begin([batch], step)
             direction = None
-            if teacher.config.mode == "sar-meta" and teacher.is_due:  # the quiz is the next batch: no other text
-                quiz = loader.window(step + 1)[0]
-                direction = quiz_direction(student, optimizer, precision, quiz, job.learning_rate)
+            if teacher.config.mode == "sar-meta" and teacher.is_due:  # look at the next batch: no other text
+                ahead = loader.window(step + 1)[0]
+                direction = lookahead_direction(student, optimizer, precision, ahead, job.learning_rate)
             _learn(student, teacher, mix, lesson, counts, batch, precision, direction)
         norm = float(optimizer.squared_norms()["student"].sqrt())
         factor = schedule.factor(step)
         if teacher is not None:
-            teacher.settle(is_kept=True, rate_factor=factor)
+            teacher.update_gates(is_kept=True, rate_factor=factor)
         precision.step(optimizer, factor, {"student": min(1.0, config.train.max_grad_norm / norm)})
         optimizer.zero_grad()
         if teacher is not None and step + 1 in looks:
@@ -215,13 +215,12 @@ def _learn(
     direction: Any,
 ) -> None:  # fmt: skip
     needs = mix.needs(lesson)
-    with teacher.sitting(batch):
-        signals = [] if teacher.looks_first else teacher.signals(batch, needs.teacher)
+    with teacher.joint_graph(batch):
+        answers = teacher.answers(batch, needs.teacher)
         view = student.observe(batch, needs.student)
-        if teacher.looks_first:
-            signals = teacher.reconsidered(batch, view, needs.teacher)
+        signals = teacher.signals_after_student(answers, batch, view, needs.teacher)
         score = Score.average([mix.score(view, signal, batch, lesson, counts) for signal in signals])
-        precision.backward(teacher.joined(score.loss, batch, counts["ce"]))
+        precision.backward(score.loss + teacher.extra_loss(batch, view, num_targets=counts["ce"]))
     opposite = None
     if teacher.config.mode == "sar-meta":
         if not direction:

@@ -17,10 +17,9 @@ from stillroom.curriculum import Curriculum
 from stillroom.data import Loader, open_data, opening_difference
 from stillroom.engine.agree import Agreement
 from stillroom.engine.cut import cut_student, student_name, unused_name
-from stillroom.engine.inject import Injector
+from stillroom.engine.inject import make_hooks
 from stillroom.engine.inside import make_inner
-from stillroom.engine.routing import make_router, num_router_parameters, unused_router_settings
-from stillroom.engine.run import Run
+from stillroom.engine.run import Run, held_out_batches
 from stillroom.errors import BrokenAtStart, ConfigError
 from stillroom.files import reason_of
 from stillroom.guard import Guard
@@ -39,7 +38,8 @@ from stillroom.objectives.inner_terms import Inner
 from stillroom.objectives.mix import Mix
 from stillroom.precision import AdamW, ParameterGroup, Precision, resolve
 from stillroom.schedule import Schedule, steps_of_run, warmup_of_run
-from stillroom.teachers import LiveTeacher
+from stillroom.teachers import Surroundings, make_teacher
+from stillroom.teachers.make import num_trained_by_teacher, unused_teacher_settings
 from stillroom.telemetry import EventLog
 
 _SNAPSHOT_SHARE = 0.4
@@ -107,7 +107,7 @@ def load_models(
     `folder` is the run's: a student that is cut from its teacher keeps there which layers it was made of.
     """
     uses_teacher = Curriculum.of(config).uses_teacher
-    notes = _unused_settings(config)
+    notes = unused_teacher_settings(config)
     is_cut = config.student.init == "shrink"
     brings_own = not is_cut and has_tokenizer(config.student, config.student.model)
     teacher_tokenizer = None
@@ -144,17 +144,6 @@ def load_models(
     )
 
 
-def _unused_settings(config: Config) -> list[str]:
-    """Settings that would do nothing are refused or said aloud, never passed over."""
-    if config.teacher.cache:
-        raise ConfigError(
-            "training from a stored teacher is not part of this version",
-            where="teacher.cache",
-            advice=["leave teacher.cache out: the teacher then answers live"],
-        )
-    return unused_router_settings(config)
-
-
 def teacher_dtype(config: Config, device: torch.device) -> torch.dtype:
     if config.teacher.dtype != "auto":
         dtype: torch.dtype = getattr(torch, config.teacher.dtype)
@@ -184,30 +173,37 @@ def build_run(
         rank=agree.rank,
         num_ranks=agree.size,
     )
-    num_parameters = models.loaded_student.anatomy.num_parameters + num_router_parameters(config, models.teacher)
+    num_parameters = models.loaded_student.anatomy.num_parameters + num_trained_by_teacher(config, models.teacher)
     precision = resolve(config.precision.mode, device, config=config.precision, num_parameters=num_parameters)
     models.student.to(device)
     inner = make_inner(config, models.student, models.teacher, device, kept=models.kept_layers)
     optimizer = make_optimizer(models.student, precision, config, inner)
     if agree.size > 1:
         optimizer.accumulate_in_fp32()
-    injector = Injector(inject, tell=lambda text: log.write("note", text=text))
-    router = make_router(config, models.loaded_teacher, models.vocab_size, precision, log, agree)
-    teacher = router or make_teacher(config, models, device)
+    hooks = make_hooks(inject, tell=lambda text: log.write("note", text=text))
+    student = models.loaded_student.as_student(models.vocab_size)
+    surroundings = Surroundings(
+        student=student,
+        optimizer=optimizer,
+        precision=precision,
+        learning_rate=config.train.learning_rate,
+        window=loader.window,
+        held_out=lambda: held_out_batches(config, corpus),
+        write=log.write,
+    )
+    teacher = make_teacher(config, models.loaded_teacher, models.vocab_size, surroundings, num_processes=agree.size)
     clamps = Clamps(config.guard.logit_clamp, config.guard.loss_clamp)
     for text in clamps.check(models.vocab_size):
         log.write("note", text=text)
     mix = Mix(config.objectives, clamps=clamps, inner=inner)
-    checkpoints = CheckpointStore(folder / "checkpoints", config.checkpoint.keep, injector.checkpoint_point)
+    checkpoints = CheckpointStore(folder / "checkpoints", config.checkpoint.keep, hooks.checkpoint_point)
     return Run(
         config=config,
         folder=folder,
         device=device,
         tokenizer=models.tokenizer,
-        student=models.loaded_student.as_student(models.vocab_size),
-        teacher=teacher,
-        teacher_model=models.teacher,
-        loaded_teacher=models.loaded_teacher,
+        student=student,
+        teacher=hooks.teacher(teacher),
         corpus=corpus,
         loader=loader,
         mix=mix,
@@ -219,22 +215,9 @@ def build_run(
         log=log,
         checkpoints=checkpoints,
         ring=make_snapshots(config, optimizer, models.student, checkpoints, log, agree),
-        injector=injector,
+        hooks=hooks,
         agree=agree,
         vocabularies=models.vocabularies,
-        router=router,
-    )
-
-
-def make_teacher(config: Config, models: Models, device: torch.device) -> LiveTeacher | None:
-    if models.loaded_teacher is None:
-        return None
-    return LiveTeacher(
-        models.loaded_teacher.network,
-        vocab_size=models.vocab_size,
-        device=device,
-        offload=config.teacher.placement == "offload",
-        is_described=models.loaded_teacher.is_described,
     )
 
 

@@ -24,7 +24,6 @@ from stillroom.engine.outcome import DONE, FINISHED, doubts, how_it_ended
 from stillroom.engine.recover import state_to_return_to
 from stillroom.engine.result import Result
 from stillroom.engine.resume import newest_state, open_log, put_back, recorded_end
-from stillroom.engine.routing import begin_router, finish_router
 from stillroom.engine.run import Run
 from stillroom.engine.samples import make_samples
 from stillroom.engine.saving import load_best, save_checkpoint, save_student
@@ -34,7 +33,7 @@ from stillroom.engine.stop import Stop
 from stillroom.errors import BrokenAtStart, CannotSave, Interrupted, NoBetterStudent
 from stillroom.evaluation import Evaluation, evaluate
 from stillroom.files import reason_of, write_atomically
-from stillroom.models import anatomy
+from stillroom.models import Student, anatomy
 from stillroom.telemetry import SilentLog
 from stillroom.telemetry.events import scan_events, strict
 
@@ -134,7 +133,7 @@ def _carry(run: Run, state: RunState, saved: Saved | None, mark: Mark | None, st
     run.between_batches = stop.check_loading
     run.before = _before(run, state) if saved is None else dict(saved.scalars["before"])
     if saved is None:
-        begin_router(run)  # before the initial state is kept: what the probes found is part of it
+        run.teacher.begin_run()  # before the initial state is kept: what the probes found is part of it
         first_forward(run, state)
         find_loss_scale(run, state)
     if run.config.guard.on_exhausted == "reset" and state.applied == 0:
@@ -154,8 +153,9 @@ def _carry(run: Run, state: RunState, saved: Saved | None, mark: Mark | None, st
 def _before(run: Run, state: RunState) -> dict[str, Any]:
     """Teacher and untrained student on the held-out text, before anything is changed."""
     found: dict[str, Any] = {}
-    if run.teacher_model is not None:
-        found["teacher"] = _row(_evaluate_teacher(run), run.teacher_model)
+    teacher = run.teacher.as_model()
+    if teacher is not None:
+        found["teacher"] = _row(_evaluate_teacher(run, teacher), teacher.model)
         if not _is_number(found["teacher"]["perplexity"]):
             raise BrokenAtStart(
                 "the teacher's held-out loss is not finite",
@@ -181,15 +181,10 @@ def _before(run: Run, state: RunState) -> dict[str, Any]:
     return found
 
 
-def _evaluate_teacher(run: Run) -> Evaluation:
-    assert run.loaded_teacher is not None
-    model = run.loaded_teacher.as_student(run.student.vocab_size)
-    run.teacher_model.to(run.device)
+def _evaluate_teacher(run: Run, model: Student) -> Evaluation:
     batches, plain = run.eval_batches(), run.precision.plain()
-    result = evaluate(model, batches, precision=plain, teacher=run.teacher, between=run.between_batches)
-    if run.config.teacher.placement == "offload":
-        run.teacher_model.to("cpu")
-    return result
+    with run.teacher.at_work():
+        return evaluate(model, batches, precision=plain, teacher=run.teacher, between=run.between_batches)
 
 
 def _is_number(value: float) -> bool:
@@ -221,7 +216,7 @@ def _announce(run: Run, models: Models, notes: tuple[str, ...], saved: Saved | N
         student={"name": student_name(config), **anatomy(models.student).to_dict()},
         data={**run.corpus.counters, "notes": list(run.corpus.notes)},
     )
-    for text in (*notes, *models.notes, *run.mix.notes(run.device.type)):
+    for text in (*notes, *models.notes, *run.teacher.notes, *run.mix.notes(run.device.type)):
         run.log.write("note", text=text)
     if saved is not None:
         for reason in saved.rejected:
@@ -248,7 +243,7 @@ def _finish(run: Run, state: RunState, stop: Stop) -> Result:
         whose = f"that of step {state.best_step}" if state.best_step else "the one before training"
         run.log.write("note", text=f"the best student is {whose}, and it is the one kept")
     # A teacher whose gates were trained is no yardstick: the result is compared with the one that was given.
-    reference = run.router.original if run.router is not None else run.teacher
+    reference = run.teacher.original
     final = run.evaluated if is_last_best and reference is run.teacher else None
     if final is None:
         final = evaluate(run.student, run.eval_batches(), precision=run.precision, teacher=reference, between=ask)
@@ -257,6 +252,7 @@ def _finish(run: Run, state: RunState, stop: Stop) -> Result:
     if not run.agree.is_first:
         return Result(run.folder, dict(end))
     save_student(run)
+    run.teacher.save(run.folder)
     for sample in make_samples(run):
         run.log.write("sample", **sample)
     summary = {
@@ -275,7 +271,7 @@ def _finish(run: Run, state: RunState, stop: Stop) -> Result:
         "weight_decay": run.config.train.weight_decay,
         **run.before,
         "student": {**_row(final, run.student.model), "steps": state.applied, "tokens": state.tokens},
-        **finish_router(run),
+        **run.teacher.summary(),
     }
     summary["checks"] = _checks(run, summary)
     write_summary(run.folder, summary)

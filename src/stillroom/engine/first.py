@@ -38,7 +38,7 @@ def first_forward(run: Run, state: RunState) -> None:
     with run.precision.autocast():
         view = run.student.observe(batch, needs.student)
     run.student.train()
-    signal = run.teacher.observe(batch, needs.teacher) if run.teacher else None
+    signal = run.teacher.observe(batch, needs.teacher)
     dense = signal if isinstance(signal, DenseSignal) else None
     judge, hidden, head = ("teacher", dense.hidden, dense.head) if dense else ("student", view.hidden, view.head)
     losses = shifted_losses(hidden, head, batch)

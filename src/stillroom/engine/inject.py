@@ -10,29 +10,37 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from stillroom.config.faults import FAULTS, parse
-from stillroom.types import IGNORED, Batch, DenseSignal, Signal
+from stillroom.engine.hooks import Hooks
+from stillroom.precision import AdamW
+from stillroom.teachers import FaultyTeacher, Teacher
+from stillroom.types import IGNORED, Batch, StudentView
 
 if TYPE_CHECKING:
     from stillroom.engine.run import Run
 
 
-class Injector:
-    """Strikes when asked at each place where a fault can occur. With no faults it does nothing."""
+def make_hooks(spec: str, *, tell: Callable[[str], object]) -> Hooks:
+    """What `--inject` asks for, or hooks that do nothing."""
+    return Injector(spec, tell=tell) if parse(spec) else Hooks()
 
-    def __init__(self, spec: str = "", *, tell: Callable[[str], object] | None = None) -> None:
+
+class Injector(Hooks):
+    """Strikes when asked at each place where a fault can occur."""
+
+    def __init__(self, spec: str, *, tell: Callable[[str], object] | None = None) -> None:
         self.faults = parse(spec)
         self.tell = tell or (lambda _text: None)
         self.step = 0  # the optimizer step being attempted, set by the engine
         self._first_step: int | None = None
 
-    def _strikes(self, name: str) -> bool:
+    def strikes(self, name: str) -> bool:
         for fault in self.faults:
             # A run resumed beyond a fault's step has had it already.
             is_due = (self._first_step or 0) <= fault.step <= self.step
@@ -42,7 +50,7 @@ class Injector:
                 return True
         return False
 
-    def disarm(self, step: int) -> None:
+    def after_return(self, step: int) -> None:
         """A rollback goes back to before what struck up to this step: it does not strike again.
 
         A kill that has not struck yet waits for its place, which the rollback itself may be.
@@ -53,29 +61,31 @@ class Injector:
 
     # -- places ------------------------------------------------------------------------------------------
 
+    def teacher(self, teacher: Teacher) -> Teacher:
+        for fault in self.faults:
+            if fault.name.startswith("teacher_") and not teacher.gives_signals:
+                self.tell(f"{fault.name}@{fault.step} will not strike: no objective asks a teacher")
+        return FaultyTeacher(teacher, self.strikes, self.tell)
+
     def before_step(self, run: Run, step: int) -> None:
         self.step = step
         if self._first_step is None:
             self._first_step = step
             self._tell_what_is_out_of_range(run.schedule.num_steps)
-        if not self.faults:
-            return
-        if self._strikes("kill"):
+        if self.strikes("kill"):
             _die()
         embedding = run.student.model.get_input_embeddings().weight
         head = run.student.model.get_output_embeddings().weight
         matrices = [p for p in run.student.model.parameters() if p.ndim >= 2]
         inner = [p for p in matrices if p is not embedding and p is not head][-1]
         with torch.no_grad():
-            if self._strikes("nan_weight"):
+            if self.strikes("nan_weight"):
                 inner.view(-1)[inner.numel() // 2] = float("nan")
-            if self._strikes("nan_embedding"):
+            if self.strikes("nan_embedding"):
                 embedding.view(-1)[-1] = float("nan")
-            if self._strikes("huge_weight"):
+            if self.strikes("huge_weight"):
                 inner.view(-1)[:8] = 3e4
-            if self._strikes("router_nan"):
-                self._spoil_gate(run)
-            if self._strikes("nan_moment"):
+            if self.strikes("nan_moment"):
                 next(run.optimizer.moments()).view(-1)[0] = float("nan")
 
     def _tell_what_is_out_of_range(self, num_steps: int) -> None:
@@ -84,16 +94,11 @@ class Injector:
                 steps = f"steps {self._first_step} to {num_steps}"
                 self.tell(f"{fault.name}@{fault.step} will not strike: this start of the run takes {steps}")
 
-    def _spoil_gate(self, run: Run) -> None:
-        if run.router is None:
-            self.tell("router_nan did nothing: no gate is trained in this run")
-            return
-        next(iter(run.router.gates.weights.values())).view(-1)[0] = float("nan")
-
-    def window(self, batches: list[Batch], vocab_size: int) -> list[Batch]:
-        if self._strikes("all_masked"):
+    def window(self, window: Sequence[Batch], vocab_size: int) -> Sequence[Batch]:
+        batches = list(window)
+        if self.strikes("all_masked"):
             batches = [batch.without_targets() for batch in batches]
-        if self._strikes("bad_batch"):
+        if self.strikes("bad_batch"):
             generator = torch.Generator().manual_seed(self.step)
             noisy = []
             for batch in batches:
@@ -103,52 +108,37 @@ class Injector:
             batches = noisy
         return batches
 
-    def hidden(self, hidden: torch.Tensor) -> torch.Tensor:
-        if self.faults and hidden.numel() and self._strikes("inf_logit"):
-            hidden = hidden.clone()
-            hidden[0, 0] = float("inf")
-        return hidden
+    def view(self, view: StudentView) -> StudentView:
+        if not (view.hidden.numel() and self.strikes("inf_logit")):
+            return view
+        hidden = view.hidden.clone()
+        hidden[0, 0] = float("inf")
+        return replace(view, hidden=hidden)
 
-    def signal(self, signal: Signal) -> Signal:
-        if not self.faults or not isinstance(signal, DenseSignal):
-            return signal
-        if self._strikes("teacher_nan"):
-            signal = replace(signal, hidden=torch.full_like(signal.hidden, float("nan")))
-        if self._strikes("teacher_garbage"):
-            generator = torch.Generator(device=signal.hidden.device).manual_seed(self.step)
-            noise = torch.randn(signal.hidden.shape, generator=generator, device=signal.hidden.device)
-            signal = replace(signal, hidden=(noise * 10 * signal.hidden.float().std()).to(signal.hidden.dtype))
-        return signal
-
-    def gradients(self, run: Run) -> None:
-        if not self.faults:
-            return
+    def gradients(self, optimizer: AdamW) -> None:
         for name, value in (("inf_grad", float("inf")), ("nan_grad", float("nan"))):
-            if self._strikes(name):
-                _name, gradient = next(run.optimizer.named_gradients(), ("", None))
+            if self.strikes(name):
+                _name, gradient = next(optimizer.named_gradients(), ("", None))
                 if gradient is None:
                     self.tell(f"{name} did nothing: no token was scored, so there is no gradient")
                 else:
                     gradient.view(-1)[0] = value
 
     def rate_factor(self, factor: float) -> float:
-        return factor * 1000.0 if self.faults and self._strikes("lr_spike") else factor
+        return factor * 1000.0 if self.strikes("lr_spike") else factor
 
     def mid_update(self) -> None:
-        if self.faults and self._strikes("kill_mid_update"):
+        if self.strikes("kill_mid_update"):
             _die()
 
     def in_eval(self) -> None:
-        if self.faults and self._strikes("kill_in_eval"):
+        if self.strikes("kill_in_eval"):
             _die()
 
     def checkpoint_point(self, point: str) -> None:
-        """Called by the checkpoint store between the stages of a save."""
-        if not self.faults:
-            return
-        if point == "while_writing" and self._strikes("disk_full"):
+        if point == "while_writing" and self.strikes("disk_full"):
             raise OSError(28, os.strerror(28))
-        if self._strikes(f"kill_{point}"):
+        if self.strikes(f"kill_{point}"):
             _die()
 
 

@@ -19,7 +19,6 @@ from stillroom.checkpoint import CheckpointSnapshots
 from stillroom.engine.gradients import is_due, term_gradients
 from stillroom.engine.pace import plan_evaluations
 from stillroom.engine.recover import is_sound, keep_snapshot, look, take_snapshot
-from stillroom.engine.routing import look_after_router
 from stillroom.engine.run import Run
 from stillroom.engine.saving import leave_student, save_checkpoint, settle_rollback
 from stillroom.engine.state import RunState, weights_of
@@ -139,8 +138,8 @@ def after_applied_step(run: Run, state: RunState, outcome: StepOutcome) -> None:
     seen = look(run, state, outcome.evidence)
     if seen is None:
         return
-    if run.router is not None and (is_eval or is_save or is_snapshot):
-        look_after_router(run, state, is_eval=is_eval)
+    if is_eval or is_save or is_snapshot:
+        run.teacher.look_after(state.applied, is_eval=is_eval)
     if is_snapshot:
         take_snapshot(run, state, seen)
     evaluate_and_save(run, state, outcome.lesson, is_eval=is_eval, is_save=is_save)
@@ -165,7 +164,7 @@ def evaluate_and_save(run: Run, state: RunState, lesson: Lesson, *, is_eval: boo
 def run_evaluation(run: Run, state: RunState, lesson: Lesson | None = None) -> Evaluation:
     """Evaluate with the lesson of the step just taken, so that train and eval objectives compare."""
     lesson = lesson or run.lesson(state)
-    run.injector.in_eval()
+    run.hooks.in_eval()
     result = evaluate(
         run.student,
         run.eval_batches(),

@@ -70,7 +70,7 @@ _HARDLY_TAUGHT = 0.02  # of all weights
 
 def _hardly_taught(run: Run) -> list[str]:
     """A teacher whose terms weigh next to nothing throughout costs a forward pass and teaches nothing."""
-    if run.teacher is None:
+    if not run.teacher.gives_signals:
         return []
     share = max(_teachers_share(run.curriculum.at(progress).weights) for progress in (0.0, 0.25, 0.5, 0.75, 1.0))
     if share > _HARDLY_TAUGHT:

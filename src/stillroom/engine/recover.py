@@ -195,7 +195,7 @@ def roll_back(run: Run, state: RunState, verdict: Verdict) -> None:
     state.rolled_back_to = newest.step
     if verdict.backs_off and is_second:
         state.backoff_at = state.applied
-    run.injector.disarm(failed_at + 1)
+    run.hooks.after_return(failed_at + 1)
     run.log.write("note", text=f"rolled back from step {failed_at} to step {state.applied}")
 
 
@@ -210,7 +210,7 @@ def _reset(run: Run, state: RunState) -> None:
         while len(run.ring):
             run.ring.drop_newest()
         keep_snapshot(run, state)
-    run.injector.disarm(failed_at + 1)
+    run.hooks.after_return(failed_at + 1)
     run.log.write("note", text="began again from the initial weights: all training so far is lost")
 
 

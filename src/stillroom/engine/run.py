@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from stillroom.config import Config
 from stillroom.curriculum import Curriculum
 from stillroom.data import Corpus, Loader, fixed_batches
 from stillroom.engine.agree import Agreement
-from stillroom.engine.inject import Injector
+from stillroom.engine.hooks import Hooks
 from stillroom.engine.lock import FolderLock
 from stillroom.engine.pace import Pace
 from stillroom.engine.reach import Reach
@@ -23,16 +23,21 @@ from stillroom.engine.state import RunState
 from stillroom.errors import CannotSave
 from stillroom.evaluation import Evaluation, go_on
 from stillroom.guard import Guard
-from stillroom.models import LoadedModel, Student
+from stillroom.models import Student
 from stillroom.objectives.mix import Mix
 from stillroom.precision import AdamW, Precision
 from stillroom.schedule import Schedule
-from stillroom.teachers import RouterTeacher, TeacherSource
+from stillroom.teachers import NO_TEACHER, Teacher
 from stillroom.telemetry import EventLog
-from stillroom.types import Batch, Lesson, Needs, Signal
+from stillroom.types import Batch, Lesson
 
 _RECOVERY_STEPS = 50
 _CANARY_ROWS = 4
+
+
+def held_out_batches(config: Config, corpus: Corpus) -> list[Batch]:
+    size = config.eval.batch_size or config.train.batch_size
+    return list(fixed_batches(corpus.evaluation, size, config.eval.max_batches))
 
 
 @dataclass
@@ -44,9 +49,7 @@ class Run:
     device: torch.device
     tokenizer: Any
     student: Student
-    teacher: TeacherSource | None
-    teacher_model: Any
-    loaded_teacher: LoadedModel | None
+    teacher: Teacher
     corpus: Corpus
     loader: Loader
     mix: Mix
@@ -58,7 +61,7 @@ class Run:
     log: EventLog
     checkpoints: CheckpointStore
     ring: Snapshots
-    injector: Injector
+    hooks: Hooks = field(default_factory=Hooks)
     agree: Agreement = field(default_factory=Agreement)
     vocabularies: dict[str, str] = field(default_factory=dict)  # hash of each model's table of tokens
     initial: Saved | None = None  # kept only where the guard may begin again
@@ -68,8 +71,6 @@ class Run:
     canary_reference: float = float("inf")  # at the last good snapshot
     canary_best: float = float("inf")  # of all good snapshots, the one before training included
     reach: Reach = field(default_factory=Reach)
-    router: RouterTeacher | None = None  # the teacher, where something is done at its gates
-    direction: Mapping[str, Tensor] = field(default_factory=dict)  # of this window's quiz, in sar-meta
     lock: FolderLock | None = None  # of the process that writes
     pace: Pace = field(default_factory=Pace)
     evaluated: Evaluation | None = None  # the last evaluation of the student in this process
@@ -106,16 +107,12 @@ class Run:
             factor *= backoff + (1.0 - backoff) * since / _RECOVERY_STEPS
         return factor
 
-    def answers(self, batch: Batch, needs: Needs) -> list[Signal]:
-        """The teacher's answers to a training batch: one, unless its experts answer several times."""
-        if self.router is not None:
-            return [*self.router.signals(batch, needs)]
-        assert self.teacher is not None
-        return [self.teacher.observe(batch, needs)]
+    def teacher_of(self, lesson: Lesson) -> Teacher:
+        """Who answers in a lesson: nobody where no term asks."""
+        return self.teacher if lesson.asks_teacher else NO_TEACHER
 
     def eval_batches(self) -> list[Batch]:
-        size = self.config.eval.batch_size or self.config.train.batch_size
-        return list(fixed_batches(self.corpus.evaluation, size, self.config.eval.max_batches))
+        return held_out_batches(self.config, self.corpus)
 
     def canary(self) -> Batch:
         """A fixed batch that tells whether the student is sound.

@@ -11,7 +11,7 @@ PROMPT_TOKENS = 32
 
 def make_samples(run: Run) -> list[dict[str, str]]:
     """Questions answered, and texts continued from their first tokens, by both models and by the record itself."""
-    samples = []
+    samples, teacher = [], run.teacher.as_model()
     rows = run.corpus.evaluation
     wanted = min(run.config.eval.samples, len(rows))
     for number in range(wanted):
@@ -24,9 +24,9 @@ def make_samples(run: Run) -> list[dict[str, str]]:
             "student": student,
             "reference": continuation(run.tokenizer, prompt, rest[: run.config.eval.sample_tokens]),
         }
-        if run.teacher_model is not None:
-            run.teacher_model.to(run.device)
-            sample["teacher"] = generate(run.teacher_model, run.tokenizer, prompt, **options)
+        if teacher is not None:
+            with run.teacher.at_work():
+                sample["teacher"] = generate(teacher.model, run.tokenizer, prompt, **options)
         samples.append(sample)
     return samples
 

@@ -81,8 +81,7 @@ def _peak_at(run: Run, state: RunState, batch: Batch, counts: dict[str, int]) ->
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=devices))
         run.student.train()
-        uses_teacher = run.teacher is not None and lesson.asks_teacher
-        signal = run.teacher.observe(batch, needs.teacher) if run.teacher and uses_teacher else None
+        signal = run.teacher_of(lesson).observe(batch, needs.teacher)
         with run.precision.autocast():
             view = run.student.observe(batch, needs.student)
         score = run.mix.score(view, signal, batch, lesson, counts)

@@ -54,6 +54,7 @@ class RunState:
         return self.attempted - self.skipped - self.retried - (self.rollbacks - self.undone)
 
 
+_TEACHER = "router"  # the name in a checkpoint of what the teacher keeps
 # What a rollback must not undo: the record of what happened, and what is known to be bad.
 _HISTORY = (
     "attempted",
@@ -100,8 +101,8 @@ def capture(run: Run, state: RunState) -> Saved:
         "optimizer": run.optimizer.tensors(),
         "random": random,
     }
-    if run.router is not None:
-        tensors["router"] = run.router.tensors()
+    if learned := run.teacher.tensors():
+        tensors[_TEACHER] = learned
     if run.best_weights:
         tensors["best"] = run.best_weights
     scalars = {
@@ -114,7 +115,7 @@ def capture(run: Run, state: RunState) -> Saved:
         "processes": run.agree.size,
         "canary": run.canary_reference if math.isfinite(run.canary_reference) else None,
         "canary_best": run.canary_best if math.isfinite(run.canary_best) else None,
-        "router": run.router.state_dict() if run.router is not None else None,
+        _TEACHER: run.teacher.state_dict() or None,
     }
     return Saved(state.applied, tensors, scalars, line=state.rollbacks)
 
@@ -163,8 +164,8 @@ def restore(run: Run, state: RunState, saved: Saved, *, keeps_history: bool = Fa
     # Of that time: what the canary did later was the work of steps that are now undone.
     run.canary_reference = _or_unknown(saved.scalars["canary"])
     run.canary_best = _or_unknown(saved.scalars.get("canary_best", saved.scalars["canary"]))
-    if run.router is not None:
-        run.router.load(saved.tensors["router"], saved.scalars["router"], keeps_history=keeps_history)
+    teacher = saved.tensors.get(_TEACHER, {}), saved.scalars.get(_TEACHER) or {}
+    run.teacher.load(*teacher, keeps_history=keeps_history)
     for name, value in saved.scalars["state"].items():
         if not (keeps_history and name in _HISTORY):
             setattr(state, name, list(value) if isinstance(value, list) else value)

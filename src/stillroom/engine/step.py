@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from stillroom.engine.recover import carry_out, examine
-from stillroom.engine.routing import begin_window, settle, teach
 from stillroom.engine.run import Run
 from stillroom.engine.state import RunState
-from stillroom.types import Batch, Evidence, Lesson, Score, Signal, TermRecord, Verdict
+from stillroom.types import Batch, Evidence, Lesson, Score, TermRecord, Verdict
 
 
 @dataclass
@@ -52,16 +50,15 @@ class StepOutcome:
 
 def train_step(run: Run, state: RunState, window: Sequence[Batch]) -> StepOutcome:
     """Attempt one optimizer step over a window of micro-batches."""
-    run.injector.before_step(run, state.applied + 1)
-    window = run.injector.window(list(window), run.student.vocab_size)
+    run.hooks.before_step(run, state.applied + 1)
+    window = run.hooks.window(window, run.student.vocab_size)
     evidence, lesson = attempt(run, state, window)
-    rate = run.injector.rate_factor(run.rate_factor(state))
+    rate = run.hooks.rate_factor(run.rate_factor(state))
     verdict = run.guard.judge(evidence)
     if verdict.action == "examine":
         verdict = run.guard.diagnose(evidence, verdict.reason, examine(run, state))
     state.attempted += 1
-    if run.router is not None:
-        settle(run, evidence, verdict, rate)
+    run.teacher.end_window(verdict, evidence, rate)
     if verdict.action == "keep":
         _apply(run, state, evidence, rate)
         run.guard.accept(evidence)
@@ -85,15 +82,14 @@ def attempt(run: Run, state: RunState, window: Sequence[Batch]) -> tuple[Evidenc
     # Of the whole window and of all processes, before any forward: the one divisor.
     counts = run.agree.counts(run.mix.counts(window))
     tally = Tally()
-    if run.router is not None:
-        begin_window(run, state, window)
+    run.teacher.begin(window, state.applied, state.cursor)
     scored = [batch for batch in window if batch.num_scored]
     if run.agree.size > 1:
         _seed(run, state)
         scored = scored or list(window[:1])  # a process with nothing to learn adds zeros under the same names
     for batch in scored:
         tally.add(_learn(run, batch, lesson, counts))
-    run.injector.gradients(run)
+    run.hooks.gradients(run.optimizer)
     _share_gradients(run)
     return _read_evidence(run, state, tally, lesson, counts), lesson
 
@@ -113,24 +109,16 @@ def _share_gradients(run: Run) -> None:
 def _learn(run: Run, batch: Batch, lesson: Lesson, counts: dict[str, int]) -> Score:
     """Forward and backward of one micro-batch."""
     batch = batch.to(run.device)
-    needs = run.mix.needs(lesson)
-    uses_teacher = run.teacher is not None and lesson.asks_teacher
-    router = run.router if uses_teacher else None
-    with router.sitting(batch) if router else nullcontext():
-        signals: list[Signal | None] = [None]
-        if uses_teacher and not (router and router.looks_first):
-            signals = [run.injector.signal(signal) for signal in run.answers(batch, needs.teacher)]
+    needs, teacher = run.mix.needs(lesson), run.teacher_of(lesson)
+    with teacher.joint_graph(batch):
+        answers = teacher.answers(batch, needs.teacher)
         with run.precision.autocast():
             view = run.student.observe(batch, needs.student)
-        if run.injector.faults:
-            view = replace(view, hidden=run.injector.hidden(view.hidden))
-        if router and router.looks_first:
-            signals = [*router.reconsidered(batch, view, needs.teacher)]
+        view = run.hooks.view(view)
+        signals = teacher.signals_after_student(answers, batch, view, needs.teacher)
         score = Score.average([run.mix.score(view, signal, batch, lesson, counts) for signal in signals])
-        loss = router.joined(score.loss, batch, counts["ce"]) if router else score.loss
-        run.precision.backward(loss)
-    if router:
-        teach(run, router, batch, view, counts["ce"])
+        run.precision.backward(score.loss + teacher.extra_loss(batch, view, num_targets=counts["ce"]))
+    teacher.after_student(batch, view, num_targets=counts["ce"])
     return score
 
 
@@ -178,4 +166,4 @@ def _apply(run: Run, state: RunState, evidence: Evidence, rate: float) -> None:
     is_sampled = state.applied % run.config.telemetry.log_steps == 0
     run.reach.extend(run.rate_factor(state))
     run.sampled = run.precision.step(run.optimizer, rate, factors, is_sampled=is_sampled)
-    run.injector.mid_update()
+    run.hooks.mid_update()

@@ -5,24 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from stillroom.models import probe
+from stillroom.models import Student, probe
 from stillroom.models.student import last_hidden
 from stillroom.models.taps import tapped
-from stillroom.types import Batch, DenseSignal, Needs, Signal
+from stillroom.teachers.base import SignalKind, Teacher
+from stillroom.types import Batch, DenseSignal, Needs
 
 
-class TeacherSource(Protocol):
-    """Whatever answers a batch: a live model, or a store of answers."""
-
-    def observe(self, batch: Batch, needs: Needs) -> Signal: ...
-
-
-class LiveTeacher:
+class LiveTeacher(Teacher):
     """A frozen model, on the device for good or only while it answers."""
+
+    kind: SignalKind = "dense"
 
     def __init__(self, model: Any, *, vocab_size: int, device: torch.device, offload: bool, is_described: bool) -> None:
         self.model = model
@@ -49,6 +46,9 @@ class LiveTeacher:
                 head = replace(head, weight=head.weight.to(self.device, copy=True), bias=bias)
         chosen = hidden.reshape(-1, hidden.shape[-1]).index_select(0, batch.positions)
         return DenseSignal(chosen, head, taps)
+
+    def as_model(self) -> Student:
+        return Student(self.model, vocab_size=self.vocab_size, is_described=self.is_described)
 
     @contextmanager
     def at_work(self) -> Iterator[None]:

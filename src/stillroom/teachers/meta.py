@@ -1,11 +1,13 @@
 """sar-meta: which answers of the teacher would have made the student's next step better on other text.
 
-The gradient of forward KL is linear in the teacher's probabilities p, so the change of a quiz's loss after one
-student step is, to first order, sum_v p(v) d log q(v) along the quiz's own preconditioned step u, and its gradient
-for the gates needs no second derivative. The derivative along u is a central difference: two students, one a step
-further along u and one a step back, and the difference of the teacher's divergences from them.
+The gradient of forward KL is linear in the teacher's probabilities p, so the change of another batch's loss
+(the lookahead batch) after one student step is, to first order, sum_v p(v) d log q(v) along that batch's own
+preconditioned step u, and its gradient for the gates needs no second derivative. The derivative along u is a central
+difference: two students, one a step further along u and one a step back, and the difference of the teacher's
+divergences from them.
 
-Experimental. One step of it is real progress, a run of it is not: it looks one step ahead and overfits its quiz.
+Experimental. One step of it is real progress, a run of it is not: it looks one step ahead and overfits the lookahead
+batch.
 """
 
 from __future__ import annotations
@@ -36,15 +38,17 @@ def check_precision(precision: Precision) -> None:
         )
 
 
-def quiz_direction(student: Student, optimizer: AdamW, precision: Precision, quiz: Batch, rate: float) -> Direction:
-    """The step that the quiz's cross-entropy asks for, as AdamW would take it at this rate, against its gradient.
+def lookahead_direction(
+    student: Student, optimizer: AdamW, precision: Precision, lookahead_batch: Batch, rate: float
+) -> Direction:
+    """The step that the batch's cross-entropy asks for, as AdamW would take it at this rate, against its gradient.
 
     Called between windows: the student holds no gradient before, and none after. Empty before the first update,
     when there is no second moment to divide by.
     """
-    if not optimizer.num_updates or not quiz.num_scored:
+    if not optimizer.num_updates or not lookahead_batch.num_scored:
         return {}
-    there = quiz.to(precision.device)
+    there = lookahead_batch.to(precision.device)
     with _looking(student):
         with precision.autocast():
             view = student.observe(there, Needs())

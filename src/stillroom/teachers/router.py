@@ -13,10 +13,10 @@ A teacher outside of a run:
         teacher.begin([batch], step)
         view = student.observe(batch, Needs())
         score = Score.average([mix.score(view, signal, batch, lesson, counts)
-                         for signal in teacher.signals(batch, Needs())])
+                         for signal in teacher.answers(batch, Needs())])
         score.loss.backward(); optimizer.step(...)
         teacher.learn(batch, view, num_targets=batch.num_scored)
-        teacher.settle(is_kept=True, rate_factor=1.0)
+        teacher.update_gates(is_kept=True, rate_factor=1.0)
     teacher.watch(teacher.assess(held_out))                   # restores and freezes a teacher that got worse
 
 `probe_gates` of `teachers.router_probe` tells beforehand whether any of this is worthwhile.
@@ -34,21 +34,25 @@ import torch
 from torch import Tensor
 
 from stillroom.config.schema import RouterConfig
-from stillroom.models import probe
+from stillroom.models import Student, probe
 from stillroom.models.recompute import recomputed
 from stillroom.models.routers import Routing, describe, find_gates, routed
+from stillroom.teachers.base import Answers, SignalKind, Teacher
 from stillroom.teachers.gates import GateOptions, TrainedGates
 from stillroom.teachers.live import LiveTeacher
 from stillroom.teachers.router_terms import Aims, Assessment, assess, own_terms
+from stillroom.teachers.router_transient import downhill_offsets
 from stillroom.teachers.router_trial import try_out
-from stillroom.types import Batch, DenseSignal, Needs, StudentView, Term
+from stillroom.types import Batch, DenseSignal, Evidence, Needs, StudentView, Term, Verdict
 
 TRAINING_MODES = frozenset({"truth", "sar", "sar-joint", "sar-meta"})
 EXPERIMENTAL_MODES = frozenset({"sar-transient", "sar-meta"})
 
 
-class RouterTeacher:
+class RouterTeacher(Teacher):
     """Answers like any teacher; between answers its gates may learn."""
+
+    kind: SignalKind = "dense"
 
     def __init__(
         self,
@@ -64,7 +68,7 @@ class RouterTeacher:
         tell: Callable[[str], object] = lambda _text: None,
     ) -> None:
         self.config, self.seed, self.tell = config, seed, tell
-        self.original = LiveTeacher(
+        self._original = LiveTeacher(
             model, vocab_size=vocab_size, device=device, offload=offload, is_described=is_described
         )
         self.found = find_gates(model, config.patterns)
@@ -73,7 +77,7 @@ class RouterTeacher:
         self.start_nll: float | None = None
         self.probed: dict[str, Any] | None = None
         self._blocks = probe.layers_if_any(model)
-        self._is_due = False
+        self.is_due = False  # whether the gates learn from this window
         self._num_tokens = 0
         self._loss = torch.zeros((), device=device)
         self._terms: dict[str, Term] = {}
@@ -90,9 +94,12 @@ class RouterTeacher:
         return self.config.mode in TRAINING_MODES and not self.is_frozen
 
     @property
-    def looks_first(self) -> bool:
-        """Whether the student answers before the teacher does."""
+    def needs_student_first(self) -> bool:
         return self.config.mode == "sar-transient"
+
+    @property
+    def original(self) -> LiveTeacher:
+        return self._original
 
     # -- answering ---------------------------------------------------------------------------------------
 
@@ -104,8 +111,10 @@ class RouterTeacher:
         with routed(self.found, routing):
             return self.original.observe(batch, needs)
 
-    def signals(self, batch: Batch, needs: Needs) -> list[DenseSignal]:
-        """The answers of one training batch: one, or with knowledge-augmentation several that are averaged."""
+    def answers(self, batch: Batch, needs: Needs) -> list[DenseSignal]:
+        """One, with knowledge-augmentation several, and none while the student's view is waited for."""
+        if self.needs_student_first:
+            return []
         if self.config.mode == "knowledge-augmentation":
             found = []
             for number in range(self.config.augmentation_passes):
@@ -121,29 +130,16 @@ class RouterTeacher:
             return [_weighed(self._answer, self.config.student_weight)]
         return [self.observe(batch, needs)]
 
-    def reconsidered(self, batch: Batch, view: StudentView, needs: Needs) -> list[DenseSignal]:
+    def signals_after_student(self, answers: Answers, batch: Batch, view: StudentView, needs: Needs) -> Answers:
+        return [self._moved_answer(batch, view, needs)] if self.needs_student_first else answers
+
+    def _moved_answer(self, batch: Batch, view: StudentView, needs: Needs) -> DenseSignal:
         """An answer with each token's gates moved by a bounded step downhill. No weight is changed, nothing is kept."""
-        num_tokens = int(batch.input_ids.numel())
-        device = self.original.device
-        offsets = {
-            gate.name: torch.zeros(num_tokens, gate.num_experts, device=device, requires_grad=True)
-            for gate in self.found
-        }
-        aims = Aims(truth=self.config.truth_weight, student=self.config.student_weight)
-        with torch.enable_grad(), self.opened(Routing(offsets=offsets)) as routing:
-            answer = self.original.answer(batch, Needs())
-            loss, _terms = own_terms(aims, answer, view, None, routing, batch, batch.num_scored, num_tokens)
-            # One over the number of targets would flush FP16 gradients to zero; only directions are used.
-            slopes = torch.autograd.grad(loss * batch.num_scored, list(offsets.values()))
-        moved = {}
-        for name, slope in zip(offsets, slopes, strict=True):
-            length = slope.norm(dim=1, keepdim=True)
-            is_usable = torch.isfinite(length) & (length > 0)
-            step = -self.config.offset_bound * slope / torch.where(is_usable, length, torch.ones_like(length))
-            moved[name] = torch.where(is_usable, step, torch.zeros_like(step))
-            self._note("unmoved_tokens", Term((~is_usable).sum().float(), torch.tensor(float(len(length)))))
+        moved, unmoved = downhill_offsets(self, batch, view)
+        for term in unmoved:
+            self._note("unmoved_tokens", term)
         with routed(self.found, Routing(offsets=moved)):
-            return [self.original.observe(batch, needs)]
+            return self.original.observe(batch, needs)
 
     def routing(self) -> Routing:
         """What the mode does at the gates, chance left out."""
@@ -154,24 +150,18 @@ class RouterTeacher:
                 return Routing(num_chosen=lambda num_experts: num_experts - 1)
         return Routing(weights=self.gates.weights) if self.trains else Routing()
 
-    @property
-    def is_due(self) -> bool:
-        """Whether the gates learn from this window."""
-        return self._is_due
-
     # -- learning ----------------------------------------------------------------------------------------
 
-    def begin(self, window: Sequence[Batch], step: int) -> None:
-        """A window of micro-batches begins; `step` student steps have been applied before it."""
-        self._is_due = self.trains and (step + 1) % self.config.every == 0
+    def begin(self, window: Sequence[Batch], step: int, cursor: int = 0) -> None:
+        self.is_due = self.trains and (step + 1) % self.config.every == 0
         self._num_tokens = sum(int(batch.attention_mask.cpu().sum()) for batch in window)
         self._loss = torch.zeros_like(self._loss)
         self.gates.discard()
 
     @contextmanager
-    def sitting(self, batch: Batch) -> Iterator[None]:
-        """Around a micro-batch's forward and backward: in sar-joint the student's backward goes through the gates."""
-        if self.config.mode != "sar-joint" or not self._is_due:
+    def joint_graph(self, batch: Batch) -> Iterator[None]:
+        """In sar-joint the student's backward goes through the gates."""
+        if self.config.mode != "sar-joint" or not self.is_due:
             yield
             return
         self._held = self._anchor(batch)  # before the trained gates take their place
@@ -182,16 +172,19 @@ class RouterTeacher:
             finally:
                 self._live, self._answer, self._held = None, None, None
 
-    def joined(self, loss: Tensor, batch: Batch, num_targets: int) -> Tensor:
-        """In sar-joint, the student's loss with the router's own terms; in other modes the loss as it is."""
+    def extra_loss(self, batch: Batch, view: StudentView, *, num_targets: int) -> Tensor | float:
+        """In sar-joint the router's own terms."""
         if self._live is None or self._answer is None:
-            return loss
+            return 0.0
         own, terms = own_terms(
             self.aims(has_student=False), self._answer, None, self._held, self._live, batch, num_targets,
             self._num_tokens,
         )  # fmt: skip
         self._add(own, terms)
-        return loss + own
+        return own
+
+    def after_student(self, batch: Batch, view: StudentView, *, num_targets: int) -> None:
+        self.learn(batch, view, num_targets=num_targets)
 
     def learn(
         self, batch: Batch, view: StudentView | None, *, num_targets: int,
@@ -200,9 +193,9 @@ class RouterTeacher:
         """Add one micro-batch to the gates' gradient. `num_targets` are those of the whole window.
 
         `opposite` belongs to sar-meta: `view` and `opposite` are then the student a little further and a little
-        back along the step that a quiz asks for.
+        back along the step that a lookahead batch asks for.
         """
-        if not self._is_due or self.config.mode == "sar-joint":
+        if not self.is_due or self.config.mode == "sar-joint":
             return
         aims = aims or self.aims(has_student=view is not None)
         anchor = self._anchor(batch) if aims.anchor else None
@@ -213,8 +206,16 @@ class RouterTeacher:
                 (loss * self.gates.loss_scale).backward()  # type: ignore[no-untyped-call]
         self._add(loss, terms)
 
-    def settle(self, *, is_kept: bool, rate_factor: float, joint_scale: float = 1.0, bad_rows: int = 0) -> None:
-        """End a window: update the gates from what was gathered, or drop it with the student's refused step."""
+    def end_window(self, verdict: Verdict, evidence: Evidence, rate_factor: float) -> None:
+        self.update_gates(
+            is_kept=verdict.action == "keep",
+            rate_factor=rate_factor,
+            joint_scale=evidence.loss_scale,
+            bad_rows=evidence.bad_teacher_rows,
+        )
+
+    def update_gates(self, *, is_kept: bool, rate_factor: float, joint_scale: float = 1.0, bad_rows: int = 0) -> None:
+        """Update the gates from what a window gathered, or drop it with the student's refused step."""
         if bad_rows and self.trains:
             self.gates.mend()
         if not self.gates.has_gradient:
@@ -310,6 +311,17 @@ class RouterTeacher:
         }
 
     # -- state -------------------------------------------------------------------------------------------
+
+    def as_model(self) -> Student:
+        return self.original.as_model()
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        with self.original.at_work():
+            yield
+
+    def trained_weights(self) -> Mapping[str, Tensor]:
+        return self.gates.weights
 
     def tensors(self) -> dict[str, Tensor]:
         return self.gates.tensors()

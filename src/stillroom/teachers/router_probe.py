@@ -52,7 +52,7 @@ def _tune(teacher: RouterTeacher, window: Sequence[Batch], progress: float) -> N
     for batch in window:
         if batch.num_scored:
             teacher.learn(batch.to(device), None, num_targets=num_targets, aims=Aims(truth=1.0))
-    teacher.settle(is_kept=True, rate_factor=_FLOOR + (1.0 - _FLOOR) * 0.5 * (1.0 + math.cos(math.pi * progress)))
+    teacher.update_gates(is_kept=True, rate_factor=_FLOOR + (1.0 - _FLOOR) * 0.5 * (1.0 + math.cos(math.pi * progress)))
 
 
 def verdict_of(probed: dict[str, Any]) -> str:

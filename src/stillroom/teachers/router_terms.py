@@ -22,7 +22,7 @@ from stillroom.types import Batch, DenseSignal, Needs, StudentView, Term
 if TYPE_CHECKING:
     from stillroom.teachers.router import RouterTeacher
 
-_META_STEP = 2.0  # the two students lie this many quiz steps apart
+_META_STEP = 2.0  # width of the central difference, in lookahead steps
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def own_terms(
     if "kd" in scored.terms:
         terms["student"] = scored.terms["kd"]
     if opposite is not None and aims.student:
-        # sum_v p(v) d log q(v) along the quiz's step, as a difference of two divergences from the same teacher.
+        # sum_v p(v) d log q(v) along the lookahead step, as a difference of two divergences from the same teacher.
         back = score_head(teacher, _as_signal(opposite), targets, kd_weight=aims.student * per_target / _META_STEP,
                           ce_weight=0.0, divergence=make("reverse_kl"))  # fmt: skip
         loss = loss + back.loss

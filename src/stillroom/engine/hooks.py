@@ -1,0 +1,48 @@
+"""The places of a run where something may step in. Here nothing does; `engine/inject.py` overrides them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from stillroom.precision import AdamW
+from stillroom.teachers import Teacher
+from stillroom.types import Batch, StudentView
+
+if TYPE_CHECKING:
+    from stillroom.engine.run import Run
+
+
+class Hooks:
+    """No-ops, in the order in which a run calls them."""
+
+    def teacher(self, teacher: Teacher) -> Teacher:
+        """When the run is built."""
+        return teacher
+
+    def before_step(self, run: Run, step: int) -> None:
+        """`step` is the optimizer step that is attempted."""
+
+    def window(self, window: Sequence[Batch], vocab_size: int) -> Sequence[Batch]:
+        return window
+
+    def view(self, view: StudentView) -> StudentView:
+        return view
+
+    def gradients(self, optimizer: AdamW) -> None:
+        """After the last backward of a window, before gradients are summed over processes."""
+
+    def rate_factor(self, factor: float) -> float:
+        return factor
+
+    def mid_update(self) -> None:
+        """After the student's weights were written, before the step is counted."""
+
+    def in_eval(self) -> None:
+        """Before an evaluation."""
+
+    def checkpoint_point(self, point: str) -> None:
+        """Between the stages of a save."""
+
+    def after_return(self, step: int) -> None:
+        """After a rollback or a reset from `step` to an earlier one."""

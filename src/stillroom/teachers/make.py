@@ -1,0 +1,76 @@
+"""Which teacher a configuration asks for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stillroom.config import Config
+from stillroom.curriculum import Curriculum
+from stillroom.errors import ConfigError
+from stillroom.models import LoadedModel
+from stillroom.models.routers import find_gates
+from stillroom.teachers.base import NO_TEACHER, Teacher
+from stillroom.teachers.live import LiveTeacher
+from stillroom.teachers.router import TRAINING_MODES
+from stillroom.teachers.router_run import RunRouter, Surroundings
+
+
+def make_teacher(
+    config: Config,
+    loaded: LoadedModel | None,
+    vocab_size: int,
+    surroundings: Surroundings,
+    *,
+    num_processes: int = 1,
+) -> Teacher:
+    """No teacher where none was loaded, a router where something is done at its gates, else the model as it is."""
+    if loaded is None:
+        return NO_TEACHER
+    if config.teacher.router.mode == "frozen":
+        return LiveTeacher(
+            loaded.network,
+            vocab_size=vocab_size,
+            device=surroundings.precision.device,
+            offload=config.teacher.placement == "offload",
+            is_described=loaded.is_described,
+        )
+    if num_processes > 1:
+        raise ConfigError(
+            f"teacher.router.mode = {config.teacher.router.mode!r} works in one process, and there are {num_processes}",
+            where="teacher.router.mode",
+            advice=["set teacher.router.mode = 'frozen'", "start a single process"],
+        )
+    return RunRouter(config, loaded, vocab_size, surroundings)
+
+
+def unused_teacher_settings(config: Config) -> list[str]:
+    """Settings that would do nothing are said aloud, and those that cannot work are refused."""
+    if config.teacher.cache:
+        raise ConfigError(
+            "training from a stored teacher is not part of this version",
+            where="teacher.cache",
+            advice=["leave teacher.cache out: the teacher then answers live"],
+        )
+    router, train = config.teacher.router, config.train
+    if router.mode == "sar-joint" and config.objectives.kd.top_k:
+        raise ConfigError(
+            "sar-joint sends the student's gradient into the teacher, which needs its whole distribution",
+            where="objectives.kd.top_k",
+            advice=["--set objectives.kd.top_k=0", "--set teacher.router.mode=sar"],
+        )
+    notes = []
+    if router.mode != "frozen" and not Curriculum.of(config).uses_teacher:
+        notes.append(f"teacher.router.mode {router.mode} has no effect: no objective asks the teacher")
+    if train.router_learning_rate and router.mode not in TRAINING_MODES:
+        notes.append(f"train.router_learning_rate has no effect: teacher.router.mode is {router.mode}")
+    return notes
+
+
+def num_trained_by_teacher(config: Config, model: Any) -> int:
+    """Weights that are trained beside the student's: they count when a precision is chosen."""
+    router = config.teacher.router
+    if model is None or router.mode not in TRAINING_MODES:
+        return 0
+    own = dict(model.named_parameters())
+    names = [name for gate in find_gates(model, router.patterns) for name in gate.parameter_names()]
+    return sum(int(own[name].numel()) for name in names)
