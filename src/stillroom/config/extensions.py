@@ -113,7 +113,7 @@ class Registry(Generic[T]):
             )
         if not self._accepts(thing):
             raise ConfigError(
-                f"{name!r} is a {type(thing).__name__}, which is no {self._noun}",
+                f"{name!r} is of type {type(thing).__name__}, which is no {self._noun}",
                 where=where,
                 advice=["docs/extending.md shows one of each kind"],
             )
