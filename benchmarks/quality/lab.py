@@ -25,7 +25,7 @@ from stillroom.config import Config
 from stillroom.curriculum import Curriculum
 from stillroom.data import Loader, Rows, fixed_batches
 from stillroom.engine.build import make_optimizer, make_schedule
-from stillroom.engine.inside import make_inner
+from stillroom.engine.inside import make_objectives
 from stillroom.evaluation import evaluate
 from stillroom.models import Student
 from stillroom.models.probe import head_logits
@@ -124,14 +124,14 @@ def train(job: Job, model: Any, source: Teacher | None) -> Trained:
     config = job.config()
     student = Student(model, vocab_size=texts.VOCAB, is_described=True)
     precision = resolve("fp32")
-    inner = make_inner(config, model, getattr(source, "model", None), nets.CPU)
-    optimizer = make_optimizer(model, precision, config, inner)
+    planned = make_objectives(config, model, getattr(source, "model", None), nets.CPU)
+    optimizer = make_optimizer(model, precision, config, planned)
     rows = texts.transfer_set(job.domain, job.transfer_tokens)
     loader = Loader(rows, batch_size=texts.BATCH, seed=job.seed)
     schedule, curriculum, mix = (
         make_schedule(config, loader.num_batches),
         Curriculum.of(config),
-        Mix(config.objectives, inner=inner),
+        Mix(config.objectives, planned=planned),
     )
     at_step = check_steps(job.steps, job.checks)
     found = Trained({}, float("inf"), 0, [], 0.0)

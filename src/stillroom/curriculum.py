@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stillroom.config.schema import Config, PhaseConfig
 from stillroom.config.sections import Ramp, Scalar
@@ -38,22 +38,20 @@ class Curriculum:
     weights: Mapping[str, Scalar]
     settings: Mapping[str, Scalar]
     phases: tuple[PhaseConfig, ...] = ()
+    unaided: frozenset[str] = frozenset({"ce"})  # terms that do without the teacher
 
     @staticmethod
     def of(config: Config) -> Curriculum:
-        kd, ce = config.objectives.kd, config.objectives.ce
+        """Everything that an objective of the configuration lets move."""
+        sections = config.objectives.sections
+        weights = config.objectives.weights
         return Curriculum(
-            weights={"kd": kd.weight, "ce": ce.weight, **config.objectives.inner_weights},
+            weights=weights,
             settings={
-                "kd.temperature": kd.temperature,
-                "kd.beta": kd.beta,
-                "kd.alpha": kd.alpha,
-                "kd.interpolation": kd.interpolation,
-                "kd.top_k": kd.top_k if isinstance(kd.top_k, Ramp) else float(kd.top_k),
-                "kd.token_fraction": kd.token_fraction,
-                "kd.token_temperature": kd.token_temperature,
+                f"{name}.{setting}": value for name in weights for setting, value in sections[name].settings.items()
             },
             phases=config.curriculum.phases,
+            unaided=frozenset(name for name in weights if not sections[name].needs_teacher),
         )
 
     def at(self, progress: float) -> Lesson:
@@ -62,6 +60,7 @@ class Curriculum:
             phase=self.phase_at(progress),
             weights={name: value_at(scalar, progress) for name, scalar in self.weights.items()},
             settings={name: value_at(scalar, progress) for name, scalar in self.settings.items()},
+            unaided=self.unaided,
         )
 
     def phase_at(self, progress: float) -> str:
@@ -73,8 +72,8 @@ class Curriculum:
     @property
     def uses_teacher(self) -> bool:
         """Whether any moment of the run asks for the teacher."""
-        return any(weight != 0.0 for name, weight in self.weights.items() if name != "ce")
+        return any(weight != 0.0 for name, weight in self.weights.items() if name not in self.unaided)
 
     def without_teacher(self) -> Curriculum:
         """The same run on labels alone: all weight goes to cross-entropy."""
-        return Curriculum({"kd": 0.0, "ce": 1.0}, self.settings, self.phases)
+        return replace(self, weights={"kd": 0.0, "ce": 1.0})

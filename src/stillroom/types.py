@@ -184,14 +184,15 @@ class Lesson:
     phase: str
     weights: Mapping[str, float]
     settings: Mapping[str, float] = field(default_factory=lambda: _EMPTY)
+    unaided: frozenset[str] = frozenset({"ce"})  # terms that do without the teacher
 
     def weight(self, term: str) -> float:
         return self.weights.get(term, 0.0)
 
     @property
     def asks_teacher(self) -> bool:
-        """Whether any term now needs the teacher: all but cross-entropy do."""
-        return any(weight != 0.0 for name, weight in self.weights.items() if name != "ce")
+        """Whether any term now needs the teacher."""
+        return any(weight != 0.0 for name, weight in self.weights.items() if name not in self.unaided)
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ def make(world: Path, tmp_path: Path) -> Iterator[Any]:
 
 
 def projectors(run: Run) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in run.mix.inner.projectors.state_dict().items()}
+    return {name: tensor.clone() for name, tensor in run.mix.projectors.state_dict().items()}
 
 
 # -- one step --------------------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ def test_a_projector_that_is_not_finite_is_a_broken_state_and_not_a_bad_batch(ma
     run.ring.keep(capture(run, state))
     train_step(run, state, run.loader.window(0))
     with torch.no_grad():
-        next(run.mix.inner.projectors.parameters())[0, 0] = float("nan")
+        next(run.mix.projectors.parameters())[0, 0] = float("nan")
     outcome = train_step(run, state, run.loader.window(1))
     assert outcome.verdict.action == "rollback"
     assert train_step(run, state, run.loader.window(0)).verdict.action == "keep"
@@ -227,5 +227,5 @@ def test_a_layer_that_does_not_exist_is_refused_before_training(make: Any) -> No
 
 def test_settings_without_effect_are_said(make: Any) -> None:
     run = make({"objectives.attention.weight": 0.1, "objectives.attention.attention_layers": 0})
-    assert "the attention term is off" in run.mix.inner.notes[0] and not run.mix.inner.terms
-    assert "no effect" in make({"train.projector_learning_rate": 0.1}).mix.inner.notes[0]
+    assert "the attention term is off" in run.mix.planned.notes[0] and not run.mix.planned.objectives
+    assert "no effect" in make({"train.projector_learning_rate": 0.1}).mix.planned.notes[0]

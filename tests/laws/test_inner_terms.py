@@ -16,7 +16,8 @@ from stillroom.errors import ConfigError
 from stillroom.models import Student, anatomy, gives_attention
 from stillroom.models.attention import attend_causally, show_attention
 from stillroom.objectives import Mix
-from stillroom.objectives.inner_terms import Inner, Inside, plan_inner
+from stillroom.objectives.inner_terms import InnerObjective
+from stillroom.objectives.objective import Inside, Planned, plan_objectives
 from stillroom.teachers import LiveTeacher
 from stillroom.types import IGNORED, Batch, Lesson, Needs, Score
 
@@ -44,9 +45,9 @@ class Pair:
             attend_causally(model)
             show_attention(model)
         config = ObjectivesConfig.model_validate({name: {"weight": 0.1} for name in NAMES})
-        self.inner = plan_inner(config, inside(self.model), inside(self.teacher_model), seed=1)
+        self.inner = plan_objectives(config, inside(self.model), inside(self.teacher_model), seed=1)
         self.inner.projectors.to(dtype)
-        self.mix = Mix(config, inner=self.inner)
+        self.mix = Mix(config, planned=self.inner)
         self.student = Student(self.model, vocab_size=tiny.VOCAB, is_described=True)
         self.teacher = LiveTeacher(
             self.teacher_model,
@@ -203,8 +204,8 @@ def test_the_attention_maps_of_other_layers_are_never_made(monkeypatch: pytest.M
     monkeypatch.setattr(attention, "_attend_in_the_open", lambda *args: (opened.append(1), original(*args))[1])
     pair, batch = Pair(), ragged()
     config = ObjectivesConfig.model_validate({"attention": {"weight": 0.1, "attention_layers": 1}})
-    pair.inner = plan_inner(config, inside(pair.model), inside(pair.teacher_model))
-    pair.mix = Mix(config, inner=pair.inner)
+    pair.inner = plan_objectives(config, inside(pair.model), inside(pair.teacher_model))
+    pair.mix = Mix(config, planned=pair.inner)
     pair.score(batch, PHASES[0])
     assert opened == []
     pair.score(batch, PHASES[1])
@@ -271,8 +272,8 @@ def test_gradient_checkpointing_gives_the_same_gradients(teacher: str, student: 
 # -- plans -----------------------------------------------------------------------------------------------
 
 
-def planned(student: Inside, teacher: Inside, **sections: Any) -> Inner:
-    return plan_inner(ObjectivesConfig.model_validate(sections), student, teacher)
+def planned(student: Inside, teacher: Inside, **sections: Any) -> Planned:
+    return plan_objectives(ObjectivesConfig.model_validate(sections), student, teacher)
 
 
 def test_a_projector_stands_only_where_widths_differ() -> None:
@@ -299,7 +300,7 @@ def test_a_fresh_projector_keeps_the_size_of_an_entry(narrow: int, wide: int) ->
 def test_projectors_depend_on_the_seed_alone() -> None:
     config = ObjectivesConfig.model_validate({"feature": {"weight": 1.0}})
     before = torch.get_rng_state()
-    one, two, other = (plan_inner(config, Inside(2, 8), Inside(2, 16), seed=seed) for seed in (3, 3, 4))
+    one, two, other = (plan_objectives(config, Inside(2, 8), Inside(2, 16), seed=seed) for seed in (3, 3, 4))
     assert torch.equal(before, torch.get_rng_state())
     weights = [inner.projectors["feature_1_1"].weight for inner in (one, two, other)]
     assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])  # type: ignore[arg-type]
@@ -307,8 +308,9 @@ def test_projectors_depend_on_the_seed_alone() -> None:
 
 def test_attention_layers_keeps_the_last_pairs() -> None:
     inner = planned(Inside(4, 8), Inside(8, 8), attention={"weight": 1.0, "attention_layers": 2})
-    assert inner.terms["attention"].pairs == ((2, 5), (3, 7))
-    assert not planned(Inside(4, 8), Inside(8, 8), attention={"weight": 1.0, "attention_layers": 0}).terms
+    (attention,) = inner.objectives
+    assert isinstance(attention, InnerObjective) and attention.pairs == ((2, 5), (3, 7))
+    assert not planned(Inside(4, 8), Inside(8, 8), attention={"weight": 1.0, "attention_layers": 0}).objectives
 
 
 def test_a_layer_out_of_range_is_refused_when_the_run_is_planned() -> None:
@@ -323,7 +325,7 @@ def test_different_positions_are_refused() -> None:
     view = pair.student.observe(batch, needs.student)
     signal = pair.teacher.observe(rows_of(batch, slice(0, 4)), needs.teacher)
     with pytest.raises(ConfigError, match="different positions"):
-        pair.inner.scores(view, signal, lesson)
+        pair.inner.objectives[0].score(view, signal, batch, lesson, {"feature": 1.0})
 
 
 def test_a_teacher_s_bad_state_counts_as_a_bad_row() -> None:
@@ -348,6 +350,5 @@ def test_the_teacher_is_the_goal_and_gets_no_gradient() -> None:
     signal = pair.teacher.observe(batch, needs.teacher)
     taps = {name: tap.clone().requires_grad_() for name, tap in signal.taps.items()}
     view = pair.student.observe(batch, needs.student)
-    total = sum(found.total for found in pair.inner.scores(view, replace(signal, taps=taps), lesson).values())
-    total.backward()  # type: ignore[union-attr]
+    pair.mix.score(view, replace(signal, taps=taps), batch, lesson, pair.mix.counts([batch])).loss.backward()
     assert len(taps) == 4 and all(tap.grad is None for tap in taps.values())

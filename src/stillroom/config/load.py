@@ -17,6 +17,8 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from stillroom.config import seeds
+from stillroom.config.extensions import OBJECTIVES
+from stillroom.config.objectives import ObjectivesConfig
 from stillroom.config.schema import Config
 from stillroom.errors import ConfigError
 
@@ -253,6 +255,11 @@ def all_keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]
             yield from all_keys(kind, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}"
+    if model is ObjectivesConfig:
+        read = OBJECTIVES.loaded()
+        for name in (name for name in OBJECTIVES.names() if name not in model.model_fields):
+            # What was not read yet is known by its name alone: a message imports nothing.
+            yield from all_keys(read[name].section, f"{prefix}{name}.") if name in read else (f"{prefix}{name}",)
 
 
 def nearest_key(key: str) -> str | None:

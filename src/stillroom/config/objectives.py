@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import difflib
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import InitErrorDetails
 
-from stillroom.config.sections import Ramp, Scalar, Section, Share, Temperature, Weight, between
-
-Divergence = Literal[
-    "forward_kl",
-    "reverse_kl",
-    "jsd",
-    "skew_forward_kl",
-    "skew_reverse_kl",
-    "total_variation",
-    "alpha_beta",
-    "taid",
-    "todi",
-    "akl",
-]
+from stillroom.config.extensions import DIVERGENCES, OBJECTIVES
+from stillroom.config.sections import ObjectiveSection, Ramp, Scalar, Section, Share, Temperature, Weight, between
 
 
-class KdConfig(Section):
+def _known_divergence(name: str) -> str:
+    if name not in DIVERGENCES:
+        near = difflib.get_close_matches(name, DIVERGENCES.names(), n=1)
+        meant = f"did you mean {near[0]}? " if near else ""
+        raise ValueError(f"no divergence has this name: {meant}one of {', '.join(DIVERGENCES.names())}")
+    return name
+
+
+Divergence = Annotated[str, AfterValidator(_known_divergence)]
+
+
+class KdConfig(ObjectiveSection):
+    looks_inside = False
+
     weight: Weight = Field(1.0, description="weight of the distillation term")
     divergence: Divergence = Field("forward_kl", description="forward_kl for base models; reverse_kl seeks modes")
     temperature: Temperature = Field(1.0, description="softens both sides; the term is multiplied by its square")
@@ -65,7 +69,10 @@ class KdConfig(Section):
         return self.token_weight != "uniform" or self.token_fraction != 1.0 or self.token_temperature != 0.0
 
 
-class CeConfig(Section):
+class CeConfig(ObjectiveSection):
+    needs_teacher = False
+    looks_inside = False
+
     weight: Weight = Field(0.0, description="weight of cross-entropy on the data's own tokens")
 
 
@@ -73,7 +80,7 @@ LayerMap = Literal["last", "proportional"] | tuple[tuple[int, int], ...]
 _PAIRS = "last, proportional, or pairs [[student, teacher], ...] counted from 0, or from the end with -1"
 
 
-class FeatureConfig(Section):
+class FeatureConfig(ObjectiveSection):
     weight: Weight = Field(0.0, description="weight of matching hidden states; 0: not computed at all")
     kind: Literal["mse", "cosine"] = Field(
         "mse", description="mse: squared error over the teacher's own square; cosine: direction alone"
@@ -89,15 +96,19 @@ class LayerwiseConfig(FeatureConfig):
     layers: LayerMap = Field("proportional", description=f"which layers are matched: {_PAIRS}")
 
 
-class AttentionConfig(Section):
+class AttentionConfig(ObjectiveSection):
     weight: Weight = Field(0.0, description="weight of matching attention maps; 0: not computed at all")
     layers: LayerMap = Field("proportional", description=f"which layers are matched: {_PAIRS}")
     attention_layers: Annotated[int, Field(ge=0)] = Field(
         2, description="at most so many pairs, the last ones; each keeps [rows, heads, length, length]; 0: none"
     )
 
+    @property
+    def used_weight(self) -> Scalar:
+        return self.weight if self.attention_layers else 0.0
 
-class ContrastiveConfig(Section):
+
+class ContrastiveConfig(ObjectiveSection):
     weight: Weight = Field(0.0, description="weight of telling the batch's rows apart; 0: not computed at all")
     layers: LayerMap = Field("last", description=f"which layers are pooled: {_PAIRS}")
     projector: Literal["auto", "always"] = Field("auto", description="as in objectives.feature")
@@ -105,6 +116,10 @@ class ContrastiveConfig(Section):
 
 
 class ObjectivesConfig(Section):
+    """Our objectives, and under their own names those that other packages bring (`config/extensions.py`)."""
+
+    model_config = ConfigDict(extra="allow")
+
     kd: KdConfig = Field(default_factory=KdConfig)
     ce: CeConfig = Field(default_factory=CeConfig)
     feature: FeatureConfig = Field(default_factory=FeatureConfig)
@@ -118,13 +133,47 @@ class ObjectivesConfig(Section):
         "auto", description="rows of the head: compiled C++ where a compiler is found and agrees, else plain PyTorch"
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _read_brought(cls, table: Any) -> Any:
+        """Sections of objectives that are not ours, each checked by its own class; a name nobody brings is refused."""
+        if not isinstance(table, Mapping):
+            return table
+        read, problems = dict(table), list[InitErrorDetails]()
+        for name in [name for name in table if name not in cls.model_fields]:
+            if name not in OBJECTIVES:
+                problems.append({"type": "extra_forbidden", "loc": (name,), "input": table[name]})
+                continue
+            try:
+                read[name] = OBJECTIVES.find(name).section.model_validate(table[name])
+            except ValidationError as error:
+                problems += [_placed(problem, name) for problem in error.errors()]
+        if problems:
+            raise ValidationError.from_exception_data(cls.__name__, problems)
+        return read
+
+    @property
+    def sections(self) -> dict[str, ObjectiveSection]:
+        """Every objective that has a section here, ours first."""
+        own = {name: getattr(self, name) for name in type(self).model_fields}
+        found = {**own, **(self.model_extra or {})}
+        return {name: section for name, section in found.items() if isinstance(section, ObjectiveSection)}
+
+    @property
+    def weights(self) -> dict[str, Scalar]:
+        """Weights of `kd` and `ce`, and of the others where they are anything but 0 throughout."""
+        found = {name: section.used_weight for name, section in self.sections.items()}
+        return {name: weight for name, weight in found.items() if name in ("kd", "ce") or weight != 0.0}
+
     @property
     def inner_weights(self) -> dict[str, Scalar]:
-        """Weights of the terms that look inside the models, where they are anything but 0 throughout."""
-        weights: dict[str, Scalar] = {
-            "feature": self.feature.weight,
-            "attention": self.attention.weight if self.attention.attention_layers else 0.0,
-            "layerwise": self.layerwise.weight,
-            "contrastive": self.contrastive.weight,
-        }
-        return {name: weight for name, weight in weights.items() if weight != 0.0}
+        """Of these weights, those of the terms that look inside the models."""
+        return {name: weight for name, weight in self.weights.items() if self.sections[name].looks_inside}
+
+
+def _placed(problem: Any, name: str) -> InitErrorDetails:
+    """A problem of a section, at its place among the objectives."""
+    placed: InitErrorDetails = {"type": problem["type"], "loc": (name, *problem["loc"]), "input": problem["input"]}
+    if "ctx" in problem:
+        placed["ctx"] = problem["ctx"]
+    return placed

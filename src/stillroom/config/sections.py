@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -56,3 +56,26 @@ def between(least: float, most: float = math.inf) -> AfterValidator:
 Weight = Annotated[Scalar, between(0.0)]
 Share = Annotated[Scalar, between(0.0, 1.0)]
 Temperature = Annotated[Scalar, between(LEAST_TEMPERATURE)]
+
+
+class ObjectiveSection(Section):
+    """What every objective can be told: its weight. A field of type `Scalar` is a setting that may move over a run."""
+
+    needs_teacher: ClassVar[bool] = True  # False: it is scored without the teacher's answer
+    looks_inside: ClassVar[bool] = True  # False: what a stored teacher answers is enough
+
+    weight: Weight = Field(0.0, description="weight of the term; 0: not computed at all")
+
+    @property
+    def used_weight(self) -> Scalar:
+        """The weight, or 0 where other settings switch the objective off."""
+        return self.weight
+
+    @property
+    def settings(self) -> dict[str, Scalar]:
+        """What a curriculum may move beside the weight, by the name of its field."""
+        return {
+            name: getattr(self, name)
+            for name, info in type(self).model_fields.items()
+            if name != "weight" and Ramp in get_args(info.annotation)
+        }

@@ -16,8 +16,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from stillroom.config.extensions import READERS
 from stillroom.data.records import FIELDS, SHAPES
-from stillroom.data.sources import READERS
 from stillroom.errors import ConfigError, DataError
 from stillroom.files import reason_of
 

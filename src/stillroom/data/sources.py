@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from stillroom.config.extensions import READERS
 from stillroom.data.records import FIELDS, Tally, is_blank
 from stillroom.errors import DataError
 
@@ -29,6 +30,7 @@ PIECE_CHARACTERS = 8_000
 HUB_PREFIX = "hf:"
 
 _UTF8_MARK = b"\xef\xbb\xbf"
+_TEXTS = (".csv", ".json", ".jsonl", ".txt")
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 _DOCUMENT_BREAK = re.compile(r"^[ \t]*(?:\f|<\|endoftext\|>)[ \t\r]*(?:\n|\Z)", re.MULTILINE)
 
@@ -43,7 +45,7 @@ def read_files(spec: str, tally: Tally) -> Iterator[Item]:
         num_bad = tally.counters["bad_records"]
         try:
             _refuse_utf16(path)
-            for item in READERS[path.suffix.lower()](path, name, tally):
+            for item in READERS.find(path.suffix.lower())(path, name, tally):
                 is_empty = False
                 yield item
         except OSError as error:
@@ -82,15 +84,15 @@ def locate(spec: str) -> list[Path]:
             raise DataError(
                 f"{found} has the extension {found.suffix or 'of no kind'!r}, which is not read",
                 where=spec if len(paths) > 1 else "",
-                advice=[f"rename or convert it to one of {', '.join(sorted(READERS))}"],
+                advice=[f"rename or convert it to one of {', '.join(READERS.names())}"],
             )
     return paths
 
 
 def _globs_for(folder: Path) -> list[str]:
-    suffixes = sorted({path.suffix.lower() for path in folder.iterdir()} & set(READERS))
+    suffixes = sorted({path.suffix.lower() for path in folder.iterdir()} & {*READERS.names()})
     if not suffixes:
-        return [f"it holds no {', '.join(sorted(READERS))}; name a file or a glob"]
+        return [f"it holds no {', '.join(READERS.names())}; name a file or a glob"]
     return [f"name its files with a glob: '{folder / f'*{suffix}'}'" for suffix in suffixes]
 
 
@@ -109,7 +111,7 @@ def _similar_names(path: Path) -> list[str]:
 
 def _refuse_utf16(path: Path) -> None:
     with path.open("rb") as file:
-        if path.suffix.lower() != ".parquet" and file.read(2) in _UTF16_MARKS:
+        if path.suffix.lower() in _TEXTS and file.read(2) in _UTF16_MARKS:
             raise DataError(f"{path} is encoded as UTF-16", advice=["save it as UTF-8"])
 
 
@@ -214,13 +216,16 @@ def _read_text(path: Path, name: str, tally: Tally) -> Iterator[Item]:
         start = next_start
 
 
-READERS: dict[str, Reader] = {
-    ".csv": _read_csv,
-    ".json": _read_json,
-    ".jsonl": _read_jsonl,
-    ".parquet": _read_parquet,
-    ".txt": _read_text,
-}
+def register(suffix: str, reader: Reader) -> None:
+    """Read files of a suffix such as ".md", in this process. Packages use an entry point that names the function."""
+    READERS.register(suffix, reader)
+
+
+register(".csv", _read_csv)
+register(".json", _read_json)
+register(".jsonl", _read_jsonl)
+register(".parquet", _read_parquet)
+register(".txt", _read_text)
 
 
 def pieces_of(text: str) -> list[tuple[int, str]]:

@@ -18,7 +18,7 @@ from stillroom.data import Loader, open_data, opening_difference
 from stillroom.engine.agree import Agreement
 from stillroom.engine.cut import cut_student, student_name, unused_name
 from stillroom.engine.inject import make_hooks
-from stillroom.engine.inside import make_inner
+from stillroom.engine.inside import make_objectives
 from stillroom.engine.run import Run, held_out_batches
 from stillroom.errors import BrokenAtStart, ConfigError
 from stillroom.files import reason_of
@@ -34,8 +34,8 @@ from stillroom.models import (
     vocabulary_hash,
 )
 from stillroom.objectives.clamps import Clamps
-from stillroom.objectives.inner_terms import Inner
 from stillroom.objectives.mix import Mix
+from stillroom.objectives.objective import Planned
 from stillroom.precision import AdamW, ParameterGroup, Precision, resolve
 from stillroom.schedule import Schedule, steps_of_run, warmup_of_run
 from stillroom.teachers import Surroundings, make_teacher
@@ -176,8 +176,8 @@ def build_run(
     num_parameters = models.loaded_student.anatomy.num_parameters + num_trained_by_teacher(config, models.teacher)
     precision = resolve(config.precision.mode, device, config=config.precision, num_parameters=num_parameters)
     models.student.to(device)
-    inner = make_inner(config, models.student, models.teacher, device, kept=models.kept_layers)
-    optimizer = make_optimizer(models.student, precision, config, inner)
+    planned = make_objectives(config, models.student, models.teacher, device, kept=models.kept_layers)
+    optimizer = make_optimizer(models.student, precision, config, planned)
     if agree.size > 1:
         optimizer.accumulate_in_fp32()
     hooks = make_hooks(inject, tell=lambda text: log.write("note", text=text))
@@ -195,7 +195,7 @@ def build_run(
     clamps = Clamps(config.guard.logit_clamp, config.guard.loss_clamp)
     for text in clamps.check(models.vocab_size):
         log.write("note", text=text)
-    mix = Mix(config.objectives, clamps=clamps, inner=inner)
+    mix = Mix(config.objectives, clamps=clamps, planned=planned)
     checkpoints = CheckpointStore(folder / "checkpoints", config.checkpoint.keep, hooks.checkpoint_point)
     return Run(
         config=config,
@@ -238,11 +238,11 @@ def make_snapshots(
     return CheckpointSnapshots(checkpoints)
 
 
-def make_optimizer(student: Any, precision: Precision, config: Config, inner: Inner) -> AdamW:
+def make_optimizer(student: Any, precision: Precision, config: Config, planned: Planned) -> AdamW:
     train = config.train
     trained = tuple((name, parameter) for name, parameter in student.named_parameters() if parameter.requires_grad)
     groups = [ParameterGroup("student", train.learning_rate, trained)]
-    projectors = tuple(inner.projectors.named_parameters(prefix="projectors"))
+    projectors = tuple(planned.projectors.named_parameters(prefix="projectors"))
     if projectors:
         groups.append(ParameterGroup("projectors", train.projector_learning_rate or train.learning_rate, projectors))
     return precision.optimizer(groups, train)

@@ -1,4 +1,4 @@
-"""The inner objectives of a run: planned from two real models and checked on them, with what there is to tell."""
+"""The objectives of a run beside `kd` and `ce`: planned from two real models and tried on them."""
 
 from __future__ import annotations
 
@@ -6,40 +6,44 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from stillroom.config import Config
 from stillroom.errors import ConfigError
 from stillroom.models import anatomy, gives_attention
 from stillroom.models.attention import show_attention
-from stillroom.objectives.inner_terms import Inner, Inside, plan_inner
+from stillroom.objectives.inner_terms import InnerObjective
+from stillroom.objectives.objective import Inside, Planned, plan_objectives, union
+from stillroom.types import BothNeeds
 
 
-def make_inner(
+def make_objectives(
     config: Config, student: Any, teacher: Any, device: torch.device, *, kept: Sequence[int] | None = None
-) -> Inner:
-    """The inner terms of the configuration, with their projectors on the device, and notes for the log."""
+) -> Planned:
+    """The objectives beside `kd` and `ce`, with what they train on the device, and notes for the log."""
     objectives = config.objectives
     notes: list[str] = []
     if objectives.attention.weight != 0.0 and not objectives.attention.attention_layers:
         notes.append("objectives.attention.attention_layers = 0: the attention term is off")
-    if not objectives.inner_weights:
+    if set(objectives.weights) == {"kd", "ce"}:
         if config.train.projector_learning_rate:
             notes.append("train.projector_learning_rate has no effect: no inner objective is used")
-        return Inner({}, nn.ModuleDict(), tuple(notes))
-    inner = plan_inner(objectives, _inside(student), _inside(teacher), seed=config.train.seed, kept=kept)
-    inner.projectors.to(device)
-    for name, term in inner.terms.items():
-        pairs = ", ".join(f"{mine} to {goal}" for mine, goal in term.pairs)
-        notes.append(f"{name}: layers of the student to layers of the teacher, counted from 0: {pairs}")
-    num_projected = sum(parameter.numel() for parameter in inner.projectors.parameters())
+        return Planned((), tuple(notes))
+    inside = _inside(student), None if teacher is None else _inside(teacher)
+    planned = plan_objectives(objectives, *inside, seed=config.train.seed, kept=kept)
+    planned.projectors.to(device)
+    for objective in planned.objectives:
+        if isinstance(objective, InnerObjective):
+            pairs = ", ".join(f"{mine} to {goal}" for mine, goal in objective.pairs)
+            notes.append(f"{objective.name}: layers of the student to layers of the teacher, counted from 0: {pairs}")
+    num_projected = sum(parameter.numel() for parameter in planned.projectors.parameters())
     if num_projected:
         notes.append(f"projectors of {num_projected:,} parameters are trained beside the student and are no part of it")
-    if "attention" in inner.terms:
-        notes += _open_attention(inner, student, teacher, config.data.max_length)
-    if "contrastive" in inner.terms:
+    asked = union(objective.asked for objective in planned.objectives)
+    if asked.student.attention_layers or asked.teacher.attention_layers:
+        notes += _open_attention(asked, student, teacher, config.data.max_length)
+    if planned.find("contrastive"):
         notes.append(_on_contrast(config.train.batch_size))
-    return Inner(inner.terms, inner.projectors, tuple(notes))
+    return Planned(planned.objectives, tuple(notes))
 
 
 def _inside(model: Any) -> Inside:
@@ -47,10 +51,12 @@ def _inside(model: Any) -> Inside:
     return Inside(found.num_layers, found.width)
 
 
-def _open_attention(inner: Inner, student: Any, teacher: Any, length: int) -> list[str]:
+def _open_attention(asked: BothNeeds, student: Any, teacher: Any, length: int) -> list[str]:
     """Let both models show the maps that are asked for, or refuse while nothing is lost yet."""
-    watched, notes = inner.watched, []
-    for role, model, needs in (("student", student, watched.student), ("teacher", teacher, watched.teacher)):
+    notes = []
+    for role, model, needs in (("student", student, asked.student), ("teacher", teacher, asked.teacher)):
+        if not needs.attention_layers:
+            continue
         how = show_attention(model)
         if not gives_attention(model, needs.attention_layers):
             raise ConfigError(

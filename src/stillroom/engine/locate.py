@@ -22,7 +22,7 @@ def locate(run: Run, window: Sequence[Batch], lesson: Lesson) -> str:
     for name, parameter in run.student.model.named_parameters():
         if not _is_finite(parameter):
             return f"weight {name} of the student is not finite"
-    for name, parameter in run.mix.inner.projectors.named_parameters():
+    for name, parameter in run.mix.projectors.named_parameters():
         if not _is_finite(parameter):
             return f"projector {name} is not finite"
     for batch in window:

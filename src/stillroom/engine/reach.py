@@ -63,5 +63,5 @@ class Reach:
 @torch.no_grad()
 def weight_peaks(run: Run) -> Tensor:
     """The largest magnitude in each trained parameter; NaN where there is one. [parameters]"""
-    found = (*run.student.model.parameters(), *run.mix.inner.projectors.parameters())
+    found = (*run.student.model.parameters(), *run.mix.projectors.parameters())
     return torch.stack([parameter.detach().abs().amax().float() for parameter in found if parameter.numel()])

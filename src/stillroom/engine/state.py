@@ -86,7 +86,7 @@ def weights_of(model: Any) -> dict[str, Tensor]:
 
 def projectors_of(run: Run) -> dict[str, Mapping[str, Tensor]]:
     """The matrices that inner objectives train beside the student, as a group of their own; none where none is."""
-    found = weights_of(run.mix.inner.projectors)
+    found = weights_of(run.mix.projectors)
     return {"projectors": found} if found else {}
 
 

@@ -17,7 +17,7 @@ def check_twins(run: Run) -> None:
     """Stop when the processes no longer hold the same weights, to the last bit: what is trained would be no one's."""
     if run.agree.size == 1:
         return
-    trained = {**weights_of(run.student.model), **dict(run.mix.inner.projectors.named_parameters())}
+    trained = {**weights_of(run.student.model), **dict(run.mix.projectors.named_parameters())}
     if not run.agree.is_alike(fingerprint(trained)):
         raise Diverged(
             f"the students of the {run.agree.size} processes are not the same",

@@ -1,6 +1,7 @@
 """What the student is asked to do. `fused_head_loss` and the divergences are usable without the rest."""
 
 from stillroom.objectives import adaptive as adaptive  # registers its members by name
+from stillroom.objectives import inner_terms as inner_terms  # registers its objectives by name
 from stillroom.objectives.head import (
     DenseTeacher,
     HeadLoss,
@@ -10,13 +11,20 @@ from stillroom.objectives.head import (
     score_head,
 )
 from stillroom.objectives.mix import Mix
+from stillroom.objectives.objective import Inside, Objective, Plan, Recipe, plan_objectives, register
 
 __all__ = [
     "DenseTeacher",
     "HeadLoss",
+    "Inside",
     "Mix",
+    "Objective",
+    "Plan",
+    "Recipe",
     "SampledTeacher",
     "TopKTeacher",
     "fused_head_loss",
+    "plan_objectives",
+    "register",
     "score_head",
 ]

@@ -127,6 +127,6 @@ def _make_taid(settings: Mapping[str, float]) -> Divergence:
     return ForwardKL() if place == 1.0 else Interpolated(place)
 
 
-register("taid", _make_taid)
+register("taid", _make_taid, ("interpolation",))
 register("todi", lambda settings: TokenWise())
 register("akl", lambda settings: HeadAndTail())

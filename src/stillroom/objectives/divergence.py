@@ -38,6 +38,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from stillroom.config.extensions import DIVERGENCES
 from stillroom.errors import ConfigError
 from stillroom.numerics import LOG_PROB_FLOOR, Softmax, log1p_rest
 from stillroom.objectives.base import Divergence, Slopes
@@ -247,23 +248,43 @@ def _power_gap(upper: Tensor, lower: Tensor, log_ratio: Tensor, power: float) ->
 # -- by name ---------------------------------------------------------------------------------------------
 
 Factory = Callable[[Mapping[str, float]], Divergence]
-_REGISTRY: dict[str, Factory] = {}
 
 
-def register(name: str, factory: Factory) -> None:
-    """Make a divergence available by name; the factory gets the settings of the lesson (beta, alpha ...)."""
-    _REGISTRY[name] = factory
+@dataclass(frozen=True)
+class Member:
+    """A divergence by name: what makes it, and which settings of `objectives.kd` beside the temperature it is given."""
+
+    make: Factory
+    settings: tuple[str, ...] = ()  # of beta, alpha, interpolation: each between 0 and 1, and possibly a ramp
+
+
+def register(name: str, factory: Factory, settings: tuple[str, ...] = ()) -> None:
+    """Make a divergence available by name, in this process. Packages use an entry point that names a `Member`."""
+    DIVERGENCES.register(name, Member(factory, settings))
 
 
 def names() -> tuple[str, ...]:
-    return tuple(sorted(_REGISTRY))
+    return DIVERGENCES.names()
+
+
+def settings_of(name: str) -> tuple[str, ...]:
+    """The settings that the divergence of that name is given."""
+    member: Member = DIVERGENCES.find(name)
+    if strange := set(member.settings) - set(_SETTINGS):
+        raise ConfigError(
+            f"the divergence {name} asks for {', '.join(sorted(strange))}, which objectives.kd does not have",
+            advice=[f"settings are {', '.join(_SETTINGS)}"],
+        )
+    return member.settings
+
+
+_SETTINGS = ("beta", "alpha", "interpolation")
 
 
 def make(name: str, settings: Mapping[str, float] | None = None) -> Divergence:
     """The divergence of that name; settings that are missing take the family's defaults."""
-    if name not in _REGISTRY:
-        raise ConfigError(f"no divergence is called {name!r}", advice=[f"one of {', '.join(names())}"])
-    return _REGISTRY[name](settings or {})
+    member: Member = DIVERGENCES.find(name)
+    return member.make(settings or {})
 
 
 def unit_setting(settings: Mapping[str, float], key: str, default: float) -> float:
@@ -306,11 +327,11 @@ def _make_skew(settings: Mapping[str, float], skewed: Callable[[float], Divergen
 
 register("forward_kl", lambda settings: ForwardKL())
 register("reverse_kl", lambda settings: ReverseKL())
-register("jsd", _make_jsd)
-register("skew_forward_kl", lambda settings: _make_skew(settings, SkewForwardKL, ForwardKL()))
-register("skew_reverse_kl", lambda settings: _make_skew(settings, SkewReverseKL, ReverseKL()))
+register("jsd", _make_jsd, ("beta",))
+register("skew_forward_kl", lambda settings: _make_skew(settings, SkewForwardKL, ForwardKL()), ("alpha",))
+register("skew_reverse_kl", lambda settings: _make_skew(settings, SkewReverseKL, ReverseKL()), ("alpha",))
 register("total_variation", lambda settings: TotalVariation())
-register("alpha_beta", _make_alpha_beta)
+register("alpha_beta", _make_alpha_beta, ("alpha", "beta"))
 
 
 # -- on logits -------------------------------------------------------------------------------------------

@@ -11,56 +11,20 @@ rows), so the window's counts divide them like any other term's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from stillroom.config.objectives import ObjectivesConfig
+from stillroom.config.extensions import Recipe
+from stillroom.config.objectives import AttentionConfig, ContrastiveConfig, FeatureConfig, LayerMap, LayerwiseConfig
 from stillroom.errors import ConfigError
 from stillroom.objectives import inner
 from stillroom.objectives.inner import Distances
 from stillroom.objectives.layer_map import Pairs, resolve_pairs
-from stillroom.types import IGNORED, Batch, BothNeeds, Lesson, Needs, Signal, StudentView, Term
-
-
-@dataclass(frozen=True)
-class Inside:
-    """What a term must know of a model to be planned."""
-
-    num_layers: int
-    width: int
-
-
-@dataclass(frozen=True)
-class InnerScore:
-    """One term of a micro-batch: a sum that carries the gradient, how many are in it, and what could not be used."""
-
-    total: Tensor
-    count: Tensor
-    num_bad: Tensor
-    counters: Mapping[str, Tensor] = field(default_factory=dict)
-
-    @property
-    def term(self) -> Term:
-        return Term(self.total.detach(), self.count)
-
-
-class InnerTerm(Protocol):
-    """A comparison of paired layers: what it asks for, what it counts, what it makes of the answers."""
-
-    @property
-    def pairs(self) -> Pairs: ...
-    @property
-    def needs(self) -> BothNeeds: ...
-    def count(self, batches: Iterable[Batch]) -> int: ...
-    def score(self, view: StudentView, signal: Signal) -> InnerScore: ...
-
-
-def _num_scored(batches: Iterable[Batch]) -> int:
-    return sum(batch.num_scored for batch in batches)
+from stillroom.objectives.objective import Objective, Plan, register
+from stillroom.types import IGNORED, Batch, BothNeeds, Lesson, Needs, Score, Signal, StudentView
 
 
 def _taps(view: StudentView, signal: Signal, kind: str, pair: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
@@ -76,171 +40,141 @@ def _taps(view: StudentView, signal: Signal, kind: str, pair: tuple[int, int]) -
     return student, teacher, view.positions
 
 
-def _mean_of_pairs(found: Sequence[Distances]) -> InnerScore:
+@dataclass(frozen=True)
+class _Mean:
+    """A sum over places of the mean over pairs, how many places are in it, and how many the teacher spoiled."""
+
+    total: Tensor
+    count: Tensor
+    num_bad: Tensor
+
+
+def _mean_of_pairs(found: Sequence[Distances]) -> _Mean:
     """Mean over pairs, sum over places; a place that the teacher spoiled in any pair is left out and counted."""
     values = torch.stack([distances.values for distances in found]).mean(0)
     is_bad = torch.stack([distances.is_bad for distances in found]).any(0)
     total = torch.where(is_bad, torch.zeros_like(values), values).sum()
-    return InnerScore(total, (~is_bad).sum().to(values.dtype), is_bad.sum())
+    return _Mean(total, (~is_bad).sum().to(values.dtype), is_bad.sum())
 
 
-class StateTerm:
+class InnerObjective(Objective):
+    """A comparison of paired layers. Where the widths differ, or it is asked for, a projector stands between."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan.name, plan.section)
+        self.pairs = self._paired(plan)
+        self.asked = BothNeeds(*(self._side(frozenset(side)) for side in zip(*self.pairs, strict=True)))
+        self._projectors = self._make_projectors(plan)
+        self.modules = {f"{pair[0]}_{pair[1]}": module for pair, module in self._projectors.items()}
+
+    def _paired(self, plan: Plan) -> Pairs:
+        assert plan.teacher is not None
+        layers: LayerMap = plan.section.layers  # type: ignore[attr-defined]
+        where = f"objectives.{plan.name}.layers"
+        return resolve_pairs(layers, plan.student.num_layers, plan.teacher.num_layers, where=where, kept=plan.kept)
+
+    def _side(self, layers: frozenset[int]) -> Needs:
+        """What is asked of one model: hidden states."""
+        return Needs(hidden_layers=layers)
+
+    def _make_projectors(self, plan: Plan) -> dict[tuple[int, int], nn.Module]:
+        assert plan.teacher is not None
+        if plan.student.width == plan.teacher.width and getattr(plan.section, "projector", "auto") == "auto":
+            return {}
+        return {pair: _projector(plan.student.width, plan.teacher.width) for pair in self.pairs}
+
+    def _project(self, pair: tuple[int, int], states: Tensor) -> Tensor:
+        """States in the teacher's width. No projector means that the widths are equal and nothing stands between."""
+        if pair not in self._projectors:
+            return states
+        projected: Tensor = self._projectors[pair](states)
+        return projected
+
+    def compare(self, view: StudentView, signal: Signal) -> tuple[_Mean, Mapping[str, Tensor]]:
+        """The distance of the two models' layers, and what else was counted."""
+        raise NotImplementedError
+
+    def score(
+        self, view: StudentView, signal: Signal | None, batch: Batch, lesson: Lesson, shares: Mapping[str, float]
+    ) -> Score:
+        assert signal is not None
+        mean, counters = self.compare(view, signal)
+        return self.scored(mean.total, mean.count, shares[self.name], {"bad_teacher_rows": mean.num_bad, **counters})
+
+
+class States(InnerObjective):
     """Hidden states of paired layers at the scored positions."""
 
-    def __init__(self, pairs: Pairs, projectors: Mapping[tuple[int, int], nn.Module], kind: str) -> None:
-        self.pairs = pairs
-        self._projectors = projectors
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan)
+        assert isinstance(plan.section, FeatureConfig)
         self._distance: Callable[[Tensor, Tensor], Distances] = (
-            inner.cosine_distance if kind == "cosine" else inner.relative_error
+            inner.cosine_distance if plan.section.kind == "cosine" else inner.relative_error
         )
-        self.needs = BothNeeds(*(Needs(hidden_layers=frozenset(side)) for side in zip(*pairs, strict=True)))
 
-    def count(self, batches: Iterable[Batch]) -> int:
-        return _num_scored(batches)
+    def compare(self, view: StudentView, signal: Signal) -> tuple[_Mean, Mapping[str, Tensor]]:
+        return _mean_of_pairs([self._distance_at(view, signal, pair) for pair in self.pairs]), {}
 
-    def score(self, view: StudentView, signal: Signal) -> InnerScore:
-        return _mean_of_pairs([self._compare(view, signal, pair) for pair in self.pairs])
-
-    def _compare(self, view: StudentView, signal: Signal, pair: tuple[int, int]) -> Distances:
+    def _distance_at(self, view: StudentView, signal: Signal, pair: tuple[int, int]) -> Distances:
         student, teacher, positions = _taps(view, signal, "hidden", pair)
         return self._distance(
-            _project(self._projectors, pair, inner.at_positions(student, positions)),
+            self._project(pair, inner.at_positions(student, positions)),
             inner.at_positions(teacher, positions),
         )
 
 
-class AttentionTerm:
+class AttentionMaps(InnerObjective):
     """Attention maps of paired layers at the scored queries."""
 
-    def __init__(self, pairs: Pairs) -> None:
-        self.pairs = pairs
-        self.needs = BothNeeds(*(Needs(attention_layers=frozenset(side)) for side in zip(*pairs, strict=True)))
+    def _paired(self, plan: Plan) -> Pairs:
+        assert isinstance(plan.section, AttentionConfig)
+        return super()._paired(plan)[-plan.section.attention_layers :]
 
-    def count(self, batches: Iterable[Batch]) -> int:
-        return _num_scored(batches)
+    def _side(self, layers: frozenset[int]) -> Needs:
+        return Needs(attention_layers=layers)
 
-    def score(self, view: StudentView, signal: Signal) -> InnerScore:
-        return _mean_of_pairs(
-            [inner.attention_distance(*_taps(view, signal, "attention", pair)) for pair in self.pairs]
-        )
+    def _make_projectors(self, plan: Plan) -> dict[tuple[int, int], nn.Module]:
+        return {}
+
+    def compare(self, view: StudentView, signal: Signal) -> tuple[_Mean, Mapping[str, Tensor]]:
+        found = [inner.attention_distance(*_taps(view, signal, "attention", pair)) for pair in self.pairs]
+        return _mean_of_pairs(found), {}
 
 
-class ContrastiveTerm:
+class Contrast(InnerObjective):
     """Each row's mean state against the means of the other rows of its micro-batch."""
 
-    def __init__(self, pairs: Pairs, projectors: Mapping[tuple[int, int], nn.Module], temperature: float) -> None:
-        self.pairs = pairs
-        self._projectors = projectors
-        self._temperature = temperature
-        self.needs = BothNeeds(*(Needs(hidden_layers=frozenset(side)) for side in zip(*pairs, strict=True)))
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan)
+        assert isinstance(plan.section, ContrastiveConfig)
+        self._temperature = plan.section.temperature
 
-    def count(self, batches: Iterable[Batch]) -> int:
-        return sum(int((batch.targets.cpu().numpy() != IGNORED).any(axis=1).sum()) for batch in batches)
+    def counts(self, batches: Sequence[Batch]) -> Mapping[str, int]:
+        rows = (int((batch.targets.cpu().numpy() != IGNORED).any(axis=1).sum()) for batch in batches)
+        return {self.name: sum(rows)}
 
-    def score(self, view: StudentView, signal: Signal) -> InnerScore:
+    def compare(self, view: StudentView, signal: Signal) -> tuple[_Mean, Mapping[str, Tensor]]:
         found = []
         for pair in self.pairs:
             student, teacher, positions = _taps(view, signal, "hidden", pair)
             student, is_row = inner.pooled(student, positions)
             teacher, _same = inner.pooled(teacher, positions)
-            student = _project(self._projectors, pair, student)
+            student = self._project(pair, student)
             found.append(inner.info_nce(student, teacher, is_row, self._temperature))
-        score = _mean_of_pairs(found)
-        num_rows = is_row.sum() - score.num_bad
+        mean = _mean_of_pairs(found)
+        num_rows = is_row.sum() - mean.num_bad
         counters = {"rows_without_contrast": torch.where(num_rows == 1, num_rows, torch.zeros_like(num_rows))}
-        return InnerScore(score.total, num_rows.to(score.total.dtype), score.num_bad, counters)
-
-
-def _project(projectors: Mapping[tuple[int, int], nn.Module], pair: tuple[int, int], states: Tensor) -> Tensor:
-    """States in the teacher's width. No projector means that the widths are equal and nothing stands between."""
-    if pair not in projectors:
-        return states
-    projected: Tensor = projectors[pair](states)
-    return projected
-
-
-class Inner:
-    """The inner terms of a run under their names, and the projectors they train.
-
-    Projectors belong to training, not to the student: they are in checkpoints, and no exported model has them.
-    """
-
-    def __init__(self, terms: Mapping[str, InnerTerm], projectors: nn.ModuleDict, notes: tuple[str, ...] = ()) -> None:
-        self.terms = terms
-        self.projectors = projectors
-        self.notes = notes  # what a person should know about these terms, said when the run starts
-
-    def active(self, lesson: Lesson) -> dict[str, InnerTerm]:
-        return {name: term for name, term in self.terms.items() if lesson.weight(name) != 0.0}
-
-    def needs(self, lesson: Lesson) -> BothNeeds:
-        asked = [term.needs for term in self.active(lesson).values()]
-        return BothNeeds(_union([both.student for both in asked]), _union([both.teacher for both in asked]))
-
-    @property
-    def watched(self) -> BothNeeds:
-        """Everything that any lesson may ask for."""
-        asked = [term.needs for term in self.terms.values()]
-        return BothNeeds(_union([both.student for both in asked]), _union([both.teacher for both in asked]))
-
-    def scores(self, view: StudentView, signal: Signal | None, lesson: Lesson) -> dict[str, InnerScore]:
-        """The terms of this lesson; none of them where the teacher does not answer."""
-        if signal is None:
-            return {}
-        return {name: term.score(view, signal) for name, term in self.active(lesson).items()}
-
-    def counts(self, batches: Sequence[Batch]) -> dict[str, int]:
-        return {name: term.count(batches) for name, term in self.terms.items()}
-
-
-def _union(needs: Sequence[Needs]) -> Needs:
-    return Needs(
-        frozenset(layer for need in needs for layer in need.hidden_layers),
-        frozenset(layer for need in needs for layer in need.attention_layers),
-    )
-
-
-def plan_inner(
-    config: ObjectivesConfig, student: Inside, teacher: Inside, *, seed: int = 0, kept: Sequence[int] | None = None
-) -> Inner:
-    """The terms that the configuration ever uses. Layers that do not exist are refused here, before any training.
-
-    Projectors are drawn from the seed alone: semi-orthogonal, and scaled so that the size of an entry is kept
-    whatever the two widths are.
-    """
-    used = config.inner_weights
-    projectors = nn.ModuleDict()
-    terms: dict[str, InnerTerm] = {}
-
-    def pairs_of(name: str) -> Pairs:
-        where = f"objectives.{name}.layers"
-        return resolve_pairs(
-            getattr(config, name).layers, student.num_layers, teacher.num_layers, where=where, kept=kept
-        )
-
-    def made(name: str, pairs: Pairs) -> dict[tuple[int, int], nn.Module]:
-        if student.width == teacher.width and getattr(config, name).projector == "auto":
-            return {}
-        found: dict[tuple[int, int], nn.Module] = {}
-        for pair in pairs:
-            found[pair] = projectors[f"{name}_{pair[0]}_{pair[1]}"] = _projector(student.width, teacher.width)
-        return found
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        for name in ("feature", "layerwise"):
-            if name in used:
-                pairs = pairs_of(name)
-                terms[name] = StateTerm(pairs, made(name, pairs), getattr(config, name).kind)
-        if "attention" in used:
-            terms["attention"] = AttentionTerm(pairs_of("attention")[-config.attention.attention_layers :])
-        if "contrastive" in used:
-            pairs = pairs_of("contrastive")
-            terms["contrastive"] = ContrastiveTerm(pairs, made("contrastive", pairs), config.contrastive.temperature)
-    return Inner(terms, projectors)
+        return _Mean(mean.total, num_rows.to(mean.total.dtype), mean.num_bad), counters
 
 
 def _projector(student_width: int, teacher_width: int) -> nn.Linear:
+    """Semi-orthogonal, and scaled so that the size of an entry is kept whatever the two widths are."""
     linear = nn.Linear(student_width, teacher_width, bias=False)
     nn.init.orthogonal_(linear.weight, gain=max(1.0, teacher_width / student_width) ** 0.5)
     return linear
+
+
+register("feature", Recipe(FeatureConfig, States))
+register("layerwise", Recipe(LayerwiseConfig, States))
+register("attention", Recipe(AttentionConfig, AttentionMaps))
+register("contrastive", Recipe(ContrastiveConfig, Contrast))

@@ -1,0 +1,133 @@
+"""What the teacher answers ("kd") and what the data says ("ce"): two terms of one pass over the head.
+
+They are one objective, because they share the student's logits, and because a row whose teacher is no distribution, or
+a batch that no teacher answered, moves its weight from the first to the second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stillroom.config.objectives import KdConfig, ObjectivesConfig
+from stillroom.config.sections import Ramp, ends
+from stillroom.errors import ConfigError
+from stillroom.objectives import divergence as family
+from stillroom.objectives import tokens
+from stillroom.objectives.head import score_head
+from stillroom.objectives.kernel import KernelName, describe_kernel
+from stillroom.objectives.objective import Objective
+from stillroom.objectives.sparse import SignalKind, check_pair
+from stillroom.objectives.survey import survey
+from stillroom.types import Batch, Lesson, Score, Signal, StudentView
+
+
+@dataclass(frozen=True)
+class Emphasis:
+    """How much each position counts in the kd term and how softly it is taught; None: all alike."""
+
+    weights: Tensor | None = None  # [N], mean 1 in each sequence
+    temperatures: Tensor | None = None  # [N]
+
+
+class Answers(Objective):
+    """Distillation and cross-entropy on the scored targets of a batch. Its settings are those of `objectives.kd`."""
+
+    def __init__(self, config: ObjectivesConfig, kernel: KernelName | None = None) -> None:
+        super().__init__("kd", config.kd)
+        self.terms = ("kd", "ce")
+        self._config = config
+        self._kernel: KernelName = kernel or config.kernel
+        for settings in _extremes(config.kd):  # a ramp that ends nowhere is refused here
+            family.make(config.kd.divergence, settings)
+
+    def is_scored(self, lesson: Lesson, signal: Signal | None) -> bool:
+        """Always: the gradient of the head is there whatever the weights are, zeros included."""
+        return True
+
+    def check_signal(self, kind: SignalKind, stored_temperature: float) -> None:
+        kd = self._config.kd
+        if kind != "dense" and isinstance(kd.temperature, Ramp):
+            raise ConfigError(
+                "a cached teacher answers at one temperature, and objectives.kd.temperature moves",
+                advice=[f"set objectives.kd.temperature = {stored_temperature:g}", "use the live teacher"],
+            )
+        if kind != "dense" and kd.token_temperature != 0.0:
+            raise ConfigError(
+                "a cached teacher answers at one temperature, objectives.kd.token_temperature gives each token its own",
+                advice=["set objectives.kd.token_temperature = 0", "use the live teacher"],
+            )
+        temperature = stored_temperature if isinstance(kd.temperature, Ramp) else kd.temperature
+        check_pair(kind, kd.divergence, temperature, stored_temperature)
+
+    def notes(self, device_type: str) -> tuple[str, ...]:
+        twice = "token weights look at both models' rows first: the head's logits are made twice"
+        return self._kernel_note(device_type), *((twice,) if self._config.kd.looks_at_rows else ())
+
+    def _kernel_note(self, device_type: str) -> str:
+        kd = self._config.kd
+        given = {name: getattr(kd, name) for name in family.settings_of(kd.divergence)}
+        settings = {name: 0.5 if isinstance(value, Ramp) else value for name, value in given.items()}
+        return describe_kernel(self._kernel, family.make(kd.divergence, settings), device_type)
+
+    def score(
+        self, view: StudentView, signal: Signal | None, batch: Batch, lesson: Lesson, shares: Mapping[str, float]
+    ) -> Score:
+        """Without a signal (the teacher fell back) the weight of distillation moves to cross-entropy."""
+        kd_weight, ce_weight = shares["kd"], shares["ce"]
+        if signal is None:
+            kd_weight, ce_weight = 0.0, ce_weight + kd_weight
+        kd = self._config.kd
+        settings = {name: self.setting(lesson, name) for name in family.settings_of(kd.divergence)}
+        temperature = self.setting(lesson, "temperature")
+        top_k = round(self.setting(lesson, "top_k"))
+        emphasis = Emphasis()
+        if kd.looks_at_rows and signal is not None and kd_weight != 0.0:
+            emphasis = self._emphasise(view, signal, lesson, temperature, top_k)
+        scored = score_head(
+            view,
+            signal,
+            batch.scored_targets,
+            kd_weight=kd_weight,
+            ce_weight=ce_weight,
+            divergence=family.make(kd.divergence, settings),
+            temperature=temperature,
+            kd_token_weights=emphasis.weights,
+            token_temperature=emphasis.temperatures,
+            top_k=top_k,
+            rest_to_label=kd.on_wrong_teacher == "label_residual",
+            label_margin=kd.label_margin if kd.on_wrong_teacher == "mft" else None,
+            chunk_tokens=self._config.chunk_tokens,
+            kernel=self._kernel,
+        )
+        return Score(scored.loss, scored.terms, scored.counters)
+
+    def _emphasise(self, view: StudentView, signal: Signal, lesson: Lesson, temperature: float, top_k: int) -> Emphasis:
+        """Weights and temperatures of the positions, from a first look at both models' rows."""
+        kd = self._config.kd
+        facts = survey(view, signal, chunk_tokens=self._config.chunk_tokens, top_k=top_k)
+        index = view.sequences
+        if index is None:
+            index = torch.zeros(facts.entropy.shape, dtype=torch.long, device=facts.entropy.device)
+        sequences = tokens.Sequences(index, view.num_sequences)
+        # A row whose teacher is no distribution is left to cross-entropy by the pass; here it must not spread.
+        hellinger = facts.hellinger.nan_to_num(nan=0.0)
+        weights = tokens.entropy_weights(facts.entropy, sequences) if kd.token_weight == "entropy" else None
+        fraction = self.setting(lesson, "token_fraction")
+        if fraction < 1.0:
+            criterion = facts.entropy if kd.token_criterion == "entropy" else hellinger
+            chosen = tokens.top_fraction(criterion, sequences, fraction)
+            weights = chosen if weights is None else weights * chosen
+        strength = self.setting(lesson, "token_temperature")
+        if strength == 0.0:
+            return Emphasis(weights)
+        return Emphasis(weights, tokens.temperatures(hellinger, sequences, temperature, strength))
+
+
+def _extremes(kd: KdConfig) -> list[dict[str, float]]:
+    """The settings of the divergence at the two ends of whatever moves."""
+    names = family.settings_of(kd.divergence)
+    return [{name: ends(getattr(kd, name))[place] for name in names} for place in (0, -1)]
