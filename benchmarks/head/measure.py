@@ -24,8 +24,8 @@ import torch
 from contenders import CONTENDERS, Data, Problem, Step, bare_products
 
 from stillroom import objectives
-from stillroom.objectives.kernel import choose_kernel
-from stillroom.objectives.products import Products
+from stillroom.objectives.head.kernel import choose_kernel
+from stillroom.objectives.head.products import Products
 
 Turns = dict[str, list[float]]  # of one contender: wall and CPU seconds, and how many times the limit each was
 

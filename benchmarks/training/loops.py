@@ -23,7 +23,7 @@ from stillroom.engine.build import build_run, find_device, load_models
 from stillroom.engine.run import Run
 from stillroom.engine.state import RunState
 from stillroom.engine.step import train_step
-from stillroom.objectives.sparse import keep_top_k
+from stillroom.objectives.head.sparse import keep_top_k
 from stillroom.teachers import Teacher
 from stillroom.telemetry import EventLog
 from stillroom.types import Batch, Needs, TopKSignal

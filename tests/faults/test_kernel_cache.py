@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from stillroom.objectives import kernel, kernel_build
-from stillroom.objectives.kernel_build import Built
+from stillroom.objectives.head import kernel, kernel_build
+from stillroom.objectives.head.kernel_build import Built
 
 CONTENT = b"made by the stub"
 STUB = """#!/bin/sh
@@ -200,7 +200,8 @@ def test_two_processes_may_build_at_once(calls: Path) -> None:
     stub = Path(os.environ["CXX"])
     stub.write_text(STUB.format(calls=calls, seconds=1))
     code = (
-        "from stillroom.objectives.kernel_build import build; b = build(); print(b.path.read_text() if b.path else b)"
+        "from stillroom.objectives.head.kernel_build import build; b = build();"
+        "print(b.path.read_text() if b.path else b)"
     )
     both = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)]
     assert [process.communicate(timeout=120)[0].strip() for process in both] == [CONTENT.decode()] * 2

@@ -21,8 +21,8 @@ from stillroom.curriculum import value_at
 from stillroom.errors import ConfigError
 from stillroom.objectives import DenseTeacher, Mix, TopKTeacher, fused_head_loss
 from stillroom.objectives import divergence as family
-from stillroom.objectives.kernel import KernelName, choose_kernel
-from stillroom.objectives.sparse import keep_top_k
+from stillroom.objectives.head.kernel import KernelName, choose_kernel
+from stillroom.objectives.head.sparse import keep_top_k
 
 CHOICE = choose_kernel("auto")
 both_kernels = pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from stillroom.errors import ConfigError
 from stillroom.objectives import DenseTeacher, fused_head_loss, score_head
 from stillroom.objectives import divergence as family
 from stillroom.objectives.base import Divergence
-from stillroom.objectives.products import chunk_size
+from stillroom.objectives.head.products import chunk_size
 from stillroom.types import HeadWeights
 
 FORWARD_KL = family.make("forward_kl")
@@ -173,7 +173,9 @@ def test_a_term_of_weight_zero_is_not_computed() -> None:
 def test_without_grad_no_gradient_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case().copy(torch.float32)
     trained = run(case)
-    monkeypatch.setattr("stillroom.objectives.products.Products.pull_back", lambda *_: pytest.fail("worked in vain"))
+    monkeypatch.setattr(
+        "stillroom.objectives.head.products.Products.pull_back", lambda *_: pytest.fail("worked in vain")
+    )
     with torch.no_grad():
         scored = run(case)
     assert not scored.loss.requires_grad

@@ -13,11 +13,12 @@ from head_cases import Case, make_case
 from torch import Tensor
 
 from stillroom.errors import ConfigError, DataError
-from stillroom.objectives import DenseTeacher, HeadLoss, SampledTeacher, TopKTeacher, fused_head_loss, inner, score_head
+from stillroom.objectives import DenseTeacher, HeadLoss, SampledTeacher, TopKTeacher, fused_head_loss, score_head
 from stillroom.objectives import divergence as family
 from stillroom.objectives.base import Logits, RowPlan, Rows
-from stillroom.objectives.kernel import choose_kernel
-from stillroom.objectives.sparse import keep_top_k
+from stillroom.objectives.head.kernel import choose_kernel
+from stillroom.objectives.head.sparse import keep_top_k
+from stillroom.objectives.inner import distances
 from stillroom.types import DenseSignal, HeadWeights, TopKSignal
 
 N, V, K = 7, 13, 4
@@ -403,13 +404,13 @@ STATES, MAPS = torch.ones(3, 5), torch.ones(2, 4, 3, 3)
 @pytest.mark.parametrize(
     "ask",
     [
-        lambda: inner.relative_error(STATES, torch.ones(1, 5)),
-        lambda: inner.cosine_distance(STATES, torch.ones(5)),
-        lambda: inner.cosine_distance(STATES, torch.ones(3, 5, dtype=torch.long)),
-        lambda: inner.attention_distance(MAPS, torch.ones(2, 4, 3, 1), torch.arange(3)),
-        lambda: inner.attention_distance(MAPS, torch.ones(1, 4, 3, 3), torch.arange(3)),
-        lambda: inner.info_nce(STATES, STATES, torch.ones(2, dtype=torch.bool), 0.1),
-        lambda: inner.info_nce(STATES, STATES, torch.ones(3, dtype=torch.bool), 0.0),
+        lambda: distances.relative_error(STATES, torch.ones(1, 5)),
+        lambda: distances.cosine_distance(STATES, torch.ones(5)),
+        lambda: distances.cosine_distance(STATES, torch.ones(3, 5, dtype=torch.long)),
+        lambda: distances.attention_distance(MAPS, torch.ones(2, 4, 3, 1), torch.arange(3)),
+        lambda: distances.attention_distance(MAPS, torch.ones(1, 4, 3, 3), torch.arange(3)),
+        lambda: distances.info_nce(STATES, STATES, torch.ones(2, dtype=torch.bool), 0.1),
+        lambda: distances.info_nce(STATES, STATES, torch.ones(3, dtype=torch.bool), 0.0),
         lambda: keep_top_k(STATES, 0, torch.ones(3)),
         lambda: keep_top_k(STATES, 2, torch.ones(1)),
     ],
@@ -422,7 +423,7 @@ def test_neighbours_refuse_what_they_would_broadcast(ask: Callable[[], object]) 
 
 def test_inner_distances_of_half_precision_states_are_made_in_fp32() -> None:
     large = torch.full((2, 64), 300.0, dtype=torch.float16)  # their squares are infinite in FP16
-    for distance in (inner.relative_error, inner.cosine_distance):
+    for distance in (distances.relative_error, distances.cosine_distance):
         found = distance(large, large)
         assert found.values.dtype == torch.float32
         assert found.values.abs().max() < 1e-6 and not found.is_bad.any()

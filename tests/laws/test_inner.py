@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stillroom.config.objectives import LayerMap
 from stillroom.errors import ConfigError
-from stillroom.objectives.inner import (
+from stillroom.objectives.inner.distances import (
     at_positions,
     attention_distance,
     cosine_distance,
@@ -22,7 +22,7 @@ from stillroom.objectives.inner import (
     pooled,
     relative_error,
 )
-from stillroom.objectives.layer_map import resolve_pairs
+from stillroom.objectives.inner.layer_map import resolve_pairs
 
 SEEDS = st.integers(0, 9999)
 

@@ -16,7 +16,7 @@ from stillroom.errors import ConfigError
 from stillroom.models import Student, anatomy, gives_attention
 from stillroom.models.attention import attend_causally, show_attention
 from stillroom.objectives import Mix
-from stillroom.objectives.inner_terms import InnerObjective
+from stillroom.objectives.inner.terms import InnerObjective
 from stillroom.objectives.objective import Inside, Planned, plan_objectives
 from stillroom.teachers import LiveTeacher
 from stillroom.types import IGNORED, Batch, Lesson, Needs, Score

@@ -16,7 +16,7 @@ from stillroom.config.objectives import Divergence, KdConfig, ObjectivesConfig
 from stillroom.config.sections import Ramp
 from stillroom.errors import ConfigError
 from stillroom.objectives import Mix
-from stillroom.objectives.kernel import KernelName
+from stillroom.objectives.head.kernel import KernelName
 from stillroom.types import Batch, Lesson, StudentView
 
 MIX = Mix(ObjectivesConfig(chunk_tokens=3))

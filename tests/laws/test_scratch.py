@@ -9,8 +9,8 @@ import torch
 from head_cases import grads_of, make_case
 from test_head import run
 
-from stillroom.objectives import products
-from stillroom.objectives.scratch import Shelf
+from stillroom.objectives.head import products
+from stillroom.objectives.head.scratch import Shelf
 
 CPU = torch.device("cpu")
 

@@ -18,7 +18,7 @@ from stillroom.numerics import log1mexp, tail_log_mass
 from stillroom.objectives import SampledTeacher, TopKTeacher, fused_head_loss, score_head
 from stillroom.objectives import divergence as family
 from stillroom.objectives.base import Divergence
-from stillroom.objectives.sparse import check_pair, keep_top_k
+from stillroom.objectives.head.sparse import check_pair, keep_top_k
 from stillroom.types import SampledSignal, TopKSignal
 
 FORWARD_KL = family.make("forward_kl")

@@ -17,8 +17,8 @@ from stillroom.objectives import divergence as family
 from stillroom.objectives import fused_head_loss
 from stillroom.objectives.base import Divergence, Logits, RowKernel, RowPlan, Rows, TeacherRows
 from stillroom.objectives.head import DenseTeacher
-from stillroom.objectives.kernel import choose_kernel
-from stillroom.objectives.kernel_plain import PlainKernel
+from stillroom.objectives.head.kernel import choose_kernel
+from stillroom.objectives.head.kernel_plain import PlainKernel
 from stillroom.types import SampledSignal, TopKSignal
 
 CHOICE = choose_kernel("auto")
@@ -265,7 +265,7 @@ def test_the_choice_can_be_made_from_outside(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_without_a_compiler_the_plain_kernel_runs_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    from stillroom.objectives import kernel, kernel_build
+    from stillroom.objectives.head import kernel, kernel_build
 
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
     monkeypatch.delenv("CXX", raising=False)

@@ -166,6 +166,6 @@ def test_a_registry_is_empty_until_something_is_in_it() -> None:
     assert registry.names() == () and "one" not in registry
     registry.register("one", 1)
     assert registry.find("one") == 1
-    with pytest.raises(ConfigError, match="there is no number 'on'") as caught:
+    with pytest.raises(ConfigError, match="no number is called 'on'") as caught:
         registry.find("on")
     assert "did you mean one?" in caught.value.advice

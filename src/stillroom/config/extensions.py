@@ -81,7 +81,7 @@ class Registry(Generic[T]):
         if name not in self._entries():
             near = difflib.get_close_matches(name, self.names(), n=1)
             raise ConfigError(
-                f"there is no {self._noun} {name!r}",
+                f"no {self._noun} is called {name!r}",
                 advice=[f"did you mean {known}?" for known in near] + [f"one of {', '.join(self.names())}"],
             )
         first, *others = self._entries()[name]

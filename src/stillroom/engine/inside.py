@@ -11,7 +11,7 @@ from stillroom.config import Config
 from stillroom.errors import ConfigError
 from stillroom.models import anatomy, gives_attention
 from stillroom.models.attention import show_attention
-from stillroom.objectives.inner_terms import InnerObjective
+from stillroom.objectives.inner.terms import InnerObjective
 from stillroom.objectives.objective import Inside, Planned, plan_objectives, union
 from stillroom.types import BothNeeds
 

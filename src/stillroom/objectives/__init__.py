@@ -1,7 +1,6 @@
 """What the student is asked to do. `fused_head_loss` and the divergences are usable without the rest."""
 
 from stillroom.objectives import adaptive as adaptive  # registers its members by name
-from stillroom.objectives import inner_terms as inner_terms  # registers its objectives by name
 from stillroom.objectives.head import (
     DenseTeacher,
     HeadLoss,
@@ -10,6 +9,7 @@ from stillroom.objectives.head import (
     fused_head_loss,
     score_head,
 )
+from stillroom.objectives.inner import terms as terms  # registers its objectives by name
 from stillroom.objectives.mix import Mix
 from stillroom.objectives.objective import Inside, Objective, Plan, Recipe, plan_objectives, register
 

@@ -18,10 +18,10 @@ from stillroom.errors import ConfigError
 from stillroom.objectives import divergence as family
 from stillroom.objectives import tokens
 from stillroom.objectives.head import score_head
-from stillroom.objectives.kernel import KernelName, describe_kernel
+from stillroom.objectives.head.kernel import KernelName, describe_kernel
+from stillroom.objectives.head.sparse import SignalKind, check_pair
+from stillroom.objectives.head.survey import survey
 from stillroom.objectives.objective import Objective
-from stillroom.objectives.sparse import SignalKind, check_pair
-from stillroom.objectives.survey import survey
 from stillroom.types import Batch, Lesson, Score, Signal, StudentView
 
 

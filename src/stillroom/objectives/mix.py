@@ -15,9 +15,9 @@ from stillroom.config.objectives import ObjectivesConfig
 from stillroom.errors import ConfigError
 from stillroom.objectives.answers import Answers
 from stillroom.objectives.clamps import Clamps
-from stillroom.objectives.kernel import KernelName
+from stillroom.objectives.head.kernel import KernelName
+from stillroom.objectives.head.sparse import SignalKind
 from stillroom.objectives.objective import Objective, Planned, union
-from stillroom.objectives.sparse import SignalKind
 from stillroom.types import Batch, BothNeeds, Lesson, Score, Signal, StudentView, Term
 
 

@@ -17,7 +17,7 @@ from stillroom.config.extensions import Recipe as Recipe
 from stillroom.config.objectives import ObjectivesConfig
 from stillroom.config.sections import ObjectiveSection, Ramp, Scalar
 from stillroom.errors import ConfigError
-from stillroom.objectives.sparse import SignalKind
+from stillroom.objectives.head.sparse import SignalKind
 from stillroom.types import Batch, BothNeeds, Lesson, Needs, Score, Signal, StudentView, Term
 
 

@@ -24,12 +24,12 @@ from stillroom.numerics import masked_sum, work_dtype
 from stillroom.objectives import divergence as family
 from stillroom.objectives.arguments import check_number
 from stillroom.objectives.base import Divergence, RowPlan
-from stillroom.objectives.border_values import check_values
-from stillroom.objectives.borders import check_labels, check_pass
-from stillroom.objectives.head_pass import HeadTask, run_pass
-from stillroom.objectives.kernel import KernelName, choose_kernel
-from stillroom.objectives.products import chunk_size
-from stillroom.objectives.sparse import select_rows
+from stillroom.objectives.head.border_values import check_values
+from stillroom.objectives.head.borders import check_labels, check_pass
+from stillroom.objectives.head.kernel import KernelName, choose_kernel
+from stillroom.objectives.head.passes import HeadTask, run_pass
+from stillroom.objectives.head.products import chunk_size
+from stillroom.objectives.head.sparse import select_rows
 from stillroom.types import IGNORED, DenseSignal, HeadWeights, SampledSignal, Signal, StudentView, Term, TopKSignal
 
 Weight = float | Tensor

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from stillroom.config.sections import LEAST_TEMPERATURE
 from stillroom.errors import ConfigError
-from stillroom.objectives.sparse import without_empty_tail
+from stillroom.objectives.head.sparse import without_empty_tail
 from stillroom.types import SampledSignal, Signal, TopKSignal
 
 _SLACK = 0.02  # how far the masses of a stored row may be from 1: BF16 log-probs of a flat row are off by as much

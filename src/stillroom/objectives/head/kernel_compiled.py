@@ -14,8 +14,8 @@ from torch import Tensor
 
 from stillroom.objectives import divergence as family
 from stillroom.objectives.base import Divergence, Logits, RowPlan, Rows, TeacherRows
-from stillroom.objectives.kernel_plain import PlainKernel, finish, outside_vocabulary
-from stillroom.objectives.sparse import give_rest_to_label, keep_top_k, without_empty_tail
+from stillroom.objectives.head.kernel_plain import PlainKernel, finish, outside_vocabulary
+from stillroom.objectives.head.sparse import give_rest_to_label, keep_top_k, without_empty_tail
 from stillroom.types import SampledSignal, TopKSignal
 
 

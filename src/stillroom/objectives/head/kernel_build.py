@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from stillroom.objectives.kernel_cache import choose_folder, fault_of, find, keep
+from stillroom.objectives.head.kernel_cache import choose_folder, fault_of, find, keep
 
 _SOURCE = Path(__file__).with_name("native")
 _COMMON = ("-std=c++17", "-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math")

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from stillroom.config.extensions import Recipe
 from stillroom.config.objectives import AttentionConfig, ContrastiveConfig, FeatureConfig, LayerMap, LayerwiseConfig
 from stillroom.errors import ConfigError
-from stillroom.objectives import inner
-from stillroom.objectives.inner import Distances
-from stillroom.objectives.layer_map import Pairs, resolve_pairs
+from stillroom.objectives.inner import distances
+from stillroom.objectives.inner.distances import Distances
+from stillroom.objectives.inner.layer_map import Pairs, resolve_pairs
 from stillroom.objectives.objective import Objective, Plan, register
 from stillroom.types import IGNORED, Batch, BothNeeds, Lesson, Needs, Score, Signal, StudentView
 
@@ -51,8 +51,8 @@ class _Mean:
 
 def _mean_of_pairs(found: Sequence[Distances]) -> _Mean:
     """Mean over pairs, sum over places; a place that the teacher spoiled in any pair is left out and counted."""
-    values = torch.stack([distances.values for distances in found]).mean(0)
-    is_bad = torch.stack([distances.is_bad for distances in found]).any(0)
+    values = torch.stack([one.values for one in found]).mean(0)
+    is_bad = torch.stack([one.is_bad for one in found]).any(0)
     total = torch.where(is_bad, torch.zeros_like(values), values).sum()
     return _Mean(total, (~is_bad).sum().to(values.dtype), is_bad.sum())
 
@@ -109,7 +109,7 @@ class States(InnerObjective):
         super().__init__(plan)
         assert isinstance(plan.section, FeatureConfig)
         self._distance: Callable[[Tensor, Tensor], Distances] = (
-            inner.cosine_distance if plan.section.kind == "cosine" else inner.relative_error
+            distances.cosine_distance if plan.section.kind == "cosine" else distances.relative_error
         )
 
     def compare(self, view: StudentView, signal: Signal) -> tuple[_Mean, Mapping[str, Tensor]]:
@@ -118,8 +118,8 @@ class States(InnerObjective):
     def _distance_at(self, view: StudentView, signal: Signal, pair: tuple[int, int]) -> Distances:
         student, teacher, positions = _taps(view, signal, "hidden", pair)
         return self._distance(
-            self._project(pair, inner.at_positions(student, positions)),
-            inner.at_positions(teacher, positions),
+            self._project(pair, distances.at_positions(student, positions)),
+            distances.at_positions(teacher, positions),
         )
 
 
@@ -137,7 +137,7 @@ class AttentionMaps(InnerObjective):
         return {}
 
     def compare(self, view: StudentView, signal: Signal) -> tuple[_Mean, Mapping[str, Tensor]]:
-        found = [inner.attention_distance(*_taps(view, signal, "attention", pair)) for pair in self.pairs]
+        found = [distances.attention_distance(*_taps(view, signal, "attention", pair)) for pair in self.pairs]
         return _mean_of_pairs(found), {}
 
 
@@ -157,10 +157,10 @@ class Contrast(InnerObjective):
         found = []
         for pair in self.pairs:
             student, teacher, positions = _taps(view, signal, "hidden", pair)
-            student, is_row = inner.pooled(student, positions)
-            teacher, _same = inner.pooled(teacher, positions)
+            student, is_row = distances.pooled(student, positions)
+            teacher, _same = distances.pooled(teacher, positions)
             student = self._project(pair, student)
-            found.append(inner.info_nce(student, teacher, is_row, self._temperature))
+            found.append(distances.info_nce(student, teacher, is_row, self._temperature))
         mean = _mean_of_pairs(found)
         num_rows = is_row.sum() - mean.num_bad
         counters = {"rows_without_contrast": torch.where(num_rows == 1, num_rows, torch.zeros_like(num_rows))}

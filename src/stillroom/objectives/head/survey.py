@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from stillroom.numerics import Softmax, head_and_tail, work_dtype
-from stillroom.objectives.kernel_plain import finish
-from stillroom.objectives.products import GivenLogits, Products, chunk_size
-from stillroom.objectives.sparse import keep_top_k, select_rows, without_empty_tail
+from stillroom.objectives.head.kernel_plain import finish
+from stillroom.objectives.head.products import GivenLogits, Products, chunk_size
+from stillroom.objectives.head.sparse import keep_top_k, select_rows, without_empty_tail
 from stillroom.types import DenseSignal, HeadWeights, Signal, StudentView, TopKSignal
 
 

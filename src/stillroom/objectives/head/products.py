@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from stillroom.objectives.base import Logits
-from stillroom.objectives.scratch import SHELF
+from stillroom.objectives.head.scratch import SHELF
 from stillroom.types import HeadWeights
 
 _STRIDE = 64  # an odd row length makes the logits product a third slower: rows start at multiples of this

@@ -16,7 +16,7 @@ from torch import Tensor
 from stillroom.errors import ConfigError
 from stillroom.objectives.arguments import check_count, check_number, check_temperature, check_tensor
 from stillroom.objectives.base import Divergence
-from stillroom.objectives.sparse import check_pair, kind_of
+from stillroom.objectives.head.sparse import check_pair, kind_of
 from stillroom.types import DenseSignal, HeadWeights, SampledSignal, Signal, StudentView, TopKSignal
 
 

@@ -16,9 +16,9 @@ import torch
 from stillroom.errors import ConfigError
 from stillroom.objectives import divergence as family
 from stillroom.objectives.base import Divergence, Logits, RowKernel, RowPlan, Rows
-from stillroom.objectives.kernel_build import build
-from stillroom.objectives.kernel_compiled import CompiledKernel, knows
-from stillroom.objectives.kernel_plain import PlainKernel
+from stillroom.objectives.head.kernel_build import build
+from stillroom.objectives.head.kernel_compiled import CompiledKernel, knows
+from stillroom.objectives.head.kernel_plain import PlainKernel
 
 KernelName = Literal["auto", "plain", "compiled"]
 

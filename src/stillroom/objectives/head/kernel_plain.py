@@ -17,7 +17,7 @@ from stillroom.errors import DataError
 from stillroom.numerics import Softmax, softcap, softcap_slope
 from stillroom.objectives.base import Logits, RowPlan, Rows, TeacherRows
 from stillroom.objectives.divergence import softmax_pullback, student_gradient
-from stillroom.objectives.sparse import (
+from stillroom.objectives.head.sparse import (
     KdRows,
     give_rest_to_label,
     keep_top_k,
