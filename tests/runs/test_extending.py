@@ -107,6 +107,11 @@ def test_its_section_is_checked_like_ours(installed: Path) -> None:
         with pytest.raises(ConfigError) as caught:
             load_config(overrides={**KEYS, key: value})
         assert said in caught.value.what and advice in " ".join(caught.value.advice)
+    several = {"objectives.loud.weight": 1.0, "objectives.loudness.bound": 99.0, "objectives.kd.temperature": -1.0}
+    with pytest.raises(ConfigError) as caught:
+        load_config(overrides=several)
+    for word in ("objectives.loud;", "objectives.loudness.bound", "objectives.kd.temperature: must be at least"):
+        assert word in caught.value.what, "all that is wrong is told at once"
 
 
 def test_its_divergence_has_the_slopes_it_says(installed: Path) -> None:

@@ -144,7 +144,7 @@ OBJECTIVES: Registry[Recipe] = Registry(
     known=("kd", "ce", "feature", "layerwise", "attention", "contrastive"),
 )
 
-# Members are maths, so only their names are known here; `objectives/divergence.py` says what a member is.
+# Members are maths, so only their names are known here; `objectives/named.py` says what a member is.
 DIVERGENCES: Registry[Any] = Registry(
     "stillroom.divergences",
     "divergence",

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, model_validator
 from pydantic_core import InitErrorDetails
 
 from stillroom.config.extensions import DIVERGENCES, OBJECTIVES
@@ -133,14 +133,15 @@ class ObjectivesConfig(Section):
         "auto", description="rows of the head: compiled C++ where a compiler is found and agrees, else plain PyTorch"
     )
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _read_brought(cls, table: Any) -> Any:
+    def _read_brought(cls, table: Any, read_own: ModelWrapValidatorHandler[ObjectivesConfig]) -> ObjectivesConfig:
         """Sections of objectives that are not ours, each checked by its own class; a name nobody brings is refused."""
         if not isinstance(table, Mapping):
-            return table
-        read, problems = dict(table), list[InitErrorDetails]()
-        for name in [name for name in table if name not in cls.model_fields]:
+            return read_own(table)
+        read = {name: value for name, value in table.items() if name in cls.model_fields}
+        problems: list[InitErrorDetails] = []
+        for name in (name for name in table if name not in read):
             if name not in OBJECTIVES:
                 problems.append({"type": "extra_forbidden", "loc": (name,), "input": table[name]})
                 continue
@@ -148,9 +149,13 @@ class ObjectivesConfig(Section):
                 read[name] = OBJECTIVES.find(name).section.model_validate(table[name])
             except ValidationError as error:
                 problems += [_placed(problem, name) for problem in error.errors()]
-        if problems:
-            raise ValidationError.from_exception_data(cls.__name__, problems)
-        return read
+        if not problems:
+            return read_own(read)
+        try:
+            read_own(read)  # what is wrong with ours is told together with it
+        except ValidationError as error:
+            problems += [_placed(problem) for problem in error.errors()]
+        raise ValidationError.from_exception_data(cls.__name__, problems)
 
     @property
     def sections(self) -> dict[str, ObjectiveSection]:
@@ -171,9 +176,9 @@ class ObjectivesConfig(Section):
         return {name: weight for name, weight in self.weights.items() if self.sections[name].looks_inside}
 
 
-def _placed(problem: Any, name: str) -> InitErrorDetails:
+def _placed(problem: Any, *name: str) -> InitErrorDetails:
     """A problem of a section, at its place among the objectives."""
-    placed: InitErrorDetails = {"type": problem["type"], "loc": (name, *problem["loc"]), "input": problem["input"]}
+    placed: InitErrorDetails = {"type": problem["type"], "loc": (*name, *problem["loc"]), "input": problem["input"]}
     if "ctx" in problem:
         placed["ctx"] = problem["ctx"]
     return placed

@@ -38,10 +38,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from stillroom.config.extensions import DIVERGENCES
 from stillroom.errors import ConfigError
 from stillroom.numerics import LOG_PROB_FLOOR, Softmax, log1p_rest
 from stillroom.objectives.base import Divergence, Slopes
+from stillroom.objectives.named import Member as Member
+from stillroom.objectives.named import make as make
+from stillroom.objectives.named import names as names
+from stillroom.objectives.named import register as register
+from stillroom.objectives.named import settings_of as settings_of
 from stillroom.objectives.on_logits import on_logits as on_logits
 from stillroom.objectives.on_logits import softmax_pullback as softmax_pullback
 from stillroom.objectives.on_logits import student_gradient as student_gradient
@@ -246,45 +250,6 @@ def _power_gap(upper: Tensor, lower: Tensor, log_ratio: Tensor, power: float) ->
 
 
 # -- by name ---------------------------------------------------------------------------------------------
-
-Factory = Callable[[Mapping[str, float]], Divergence]
-
-
-@dataclass(frozen=True)
-class Member:
-    """A divergence by name: what makes it, and which settings of `objectives.kd` beside the temperature it is given."""
-
-    make: Factory
-    settings: tuple[str, ...] = ()  # of beta, alpha, interpolation: each between 0 and 1, and possibly a ramp
-
-
-def register(name: str, factory: Factory, settings: tuple[str, ...] = ()) -> None:
-    """Make a divergence available by name, in this process. Packages use an entry point that names a `Member`."""
-    DIVERGENCES.register(name, Member(factory, settings))
-
-
-def names() -> tuple[str, ...]:
-    return DIVERGENCES.names()
-
-
-def settings_of(name: str) -> tuple[str, ...]:
-    """The settings that the divergence of that name is given."""
-    member: Member = DIVERGENCES.find(name)
-    if strange := set(member.settings) - set(_SETTINGS):
-        raise ConfigError(
-            f"the divergence {name} asks for {', '.join(sorted(strange))}, which objectives.kd does not have",
-            advice=[f"settings are {', '.join(_SETTINGS)}"],
-        )
-    return member.settings
-
-
-_SETTINGS = ("beta", "alpha", "interpolation")
-
-
-def make(name: str, settings: Mapping[str, float] | None = None) -> Divergence:
-    """The divergence of that name; settings that are missing take the family's defaults."""
-    member: Member = DIVERGENCES.find(name)
-    return member.make(settings or {})
 
 
 def unit_setting(settings: Mapping[str, float], key: str, default: float) -> float:
