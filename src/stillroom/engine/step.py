@@ -145,7 +145,7 @@ def _read_evidence(run: Run, state: RunState, tally: Tally, lesson: Lesson, coun
         step=state.applied + 1,
         loss=values["loss"],
         grad_norm=math.sqrt(sum(norm * norm for norm in group_norms.values())),
-        num_targets=max(counts.values(), default=0),
+        num_targets=counts["ce"],
         loss_scale=scale,
         terms=means,
         group_norms=group_norms,
