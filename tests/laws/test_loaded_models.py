@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, RwkvConfig
 
 import families
 import tiny
 from stillroom import demo
 from stillroom.assess import assess
 from stillroom.config import load_config
-from stillroom.config.schema import DataConfig, TeacherConfig
+from stillroom.config.schema import DataConfig, StudentConfig, TeacherConfig
 from stillroom.data import fixed_batches, open_eval
 from stillroom.engine.build import find_device, load_models
 from stillroom.engine.distill import Result, distill
 from stillroom.errors import BrokenAtStart, ConfigError
-from stillroom.models import head_error, open_teacher, tried
+from stillroom.models import head_error, open_student, open_teacher, tried
 from stillroom.models.attention import NAME
 from stillroom.types import IGNORED
 
@@ -178,3 +178,15 @@ def test_a_tokenizer_that_does_not_fit_is_refused_without_a_teacher(odd: Path, t
     over |= {"objectives.kd.weight": 0.0, "objectives.ce.weight": 1.0}
     with pytest.raises(ConfigError, match=r"token id 377.*320 embeddings"):
         load_models(load_config(overrides=over), find_device("cpu"))
+
+
+def test_looking_at_a_student_does_not_change_its_weights(tmp_path: Path) -> None:
+    """RWKV with more than six layers halves weights in place when it evaluates: a student must be saved as trained."""
+    torch.manual_seed(0)
+    sizes = {"context_length": 128, "intermediate_size": 32, "hidden_size": 16, "num_hidden_layers": 8}
+    AutoModelForCausalLM.from_config(RwkvConfig(**sizes, vocab_size=tiny.VOCAB)).save_pretrained(tmp_path / "student")
+    tiny.tokenizer().save_pretrained(tmp_path / "student")
+    loaded = open_student(StudentConfig(model=str(tmp_path / "student")), tiny.tokenizer(), seed=0)
+    before = {name: tensor.clone() for name, tensor in loaded.network.state_dict().items()}
+    loaded.network.eval()(torch.arange(2, 10)[None])
+    assert all(torch.equal(tensor, before[name]) for name, tensor in loaded.network.state_dict().items())

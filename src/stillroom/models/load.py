@@ -124,6 +124,10 @@ def ready_student(model: Any, section: StudentConfig) -> None:
     if section.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.config.use_cache = False
+    if getattr(model.config, "rescale_every", 0):
+        # RWKV halves weights of its later layers in place whenever it evaluates, against overflow in half precision: a
+        # student saved after an evaluation would be another one.
+        model.config.rescale_every = 0
 
 
 def _load(section: ModelSection, source: Source, dtype: torch.dtype) -> tuple[Any, list[str]]:
