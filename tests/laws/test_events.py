@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stillroom.errors import CannotSave, DataError
-from stillroom.telemetry.events import EVAL_KEYS, STEP_KEYS, EventLog, problems, read_events, scan_events, strict
+from stillroom.telemetry.events import EVAL_KEYS, STEP_KEYS, EventLog, problems, read_events, scan_events
+from stillroom.telemetry.strict import strict
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),

@@ -33,6 +33,6 @@ def wanted_bos(word: str) -> Any:
 
 
 def print_json(value: dict[str, Any]) -> None:
-    from stillroom.telemetry.events import strict
+    from stillroom.telemetry.strict import strict
 
     typer.echo(json.dumps(strict(value), indent=1, allow_nan=False))

@@ -35,7 +35,8 @@ from stillroom.evaluation import Evaluation, evaluate
 from stillroom.files import reason_of, write_atomically
 from stillroom.models import Student, anatomy
 from stillroom.telemetry import SilentLog
-from stillroom.telemetry.events import scan_events, strict
+from stillroom.telemetry.events import scan_events
+from stillroom.telemetry.strict import strict
 
 __all__ = ["Result", "distill", "resume"]
 

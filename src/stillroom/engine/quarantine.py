@@ -15,7 +15,7 @@ from stillroom.engine.kept import facts_of, tensors_of
 from stillroom.engine.run import Run
 from stillroom.engine.state import RunState
 from stillroom.files import reason_of, write_atomically
-from stillroom.telemetry.events import strict
+from stillroom.telemetry.strict import strict
 from stillroom.types import Batch, Evidence, Verdict
 
 MAX_FILES = 50

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from stillroom.checkpoint import Mark, Saved
-from stillroom.telemetry.events import strict
+from stillroom.telemetry.strict import strict
 
 if TYPE_CHECKING:
     from stillroom.engine.run import Run

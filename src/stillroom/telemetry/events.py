@@ -11,8 +11,6 @@ import contextlib
 import dataclasses
 import errno
 import json
-import math
-import numbers
 import os
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
@@ -21,6 +19,7 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from stillroom.errors import CannotSave, DataError
+from stillroom.telemetry.strict import NONFINITE, NONFINITE_WORDS, strict
 
 SCHEMA = 1
 
@@ -57,58 +56,6 @@ TERM_KEYS = ("raw", "weight", "scaled", "share")
 # What a run writes again when it goes over the same steps a second time after a resume.
 _WRITTEN_AGAIN = frozenset({"step", "eval", "checkpoint", "guard", "phase", "gradients", "router"})
 _WRITTEN_ONCE = frozenset({"sample", "first_forward", "router_probe"})  # at the beginning or the end, without a step
-_NONFINITE = "_nonfinite"
-_NONFINITE_WORDS = ("nan", "inf", "-inf")
-
-
-# -- strict values ---------------------------------------------------------------------------------------
-
-
-def strict(fields: Mapping[Any, Any]) -> dict[str, Any]:
-    """The same mapping as plain JSON values, with a sibling for each value that is not finite.
-
-    Inside a list the sibling of the list says which places: `"norms": [0.5, null], "norms_nonfinite":
-    {"1": "nan"}`; places in nested lists are joined by dots.
-    """
-    plain: dict[str, Any] = {}
-    siblings: dict[str, Any] = {}
-    for key, value in fields.items():
-        lost: dict[str, str] = {}
-        plain[str(key)] = _plain(value, "", lost)
-        if lost:
-            siblings[f"{key}{_NONFINITE}"] = lost.get("", lost)
-    return plain | siblings
-
-
-def _plain(value: Any, place: str, lost: dict[str, str]) -> Any:
-    """`value` as JSON; what is not finite becomes None and is noted in `lost` under its place in the list."""
-    match value:
-        case None | bool() | str():
-            return value
-        case numbers.Integral():
-            return int(value)
-        case numbers.Real():  # numpy's scalars register here too
-            number = float(value)
-            if math.isfinite(number):
-                return number
-            lost[place] = _word(number)
-            return None
-        case Mapping():
-            return strict(value)
-        case list() | tuple():
-            below = f"{place}." if place else ""
-            return [_plain(item, f"{below}{index}", lost) for index, item in enumerate(value)]
-        case os.PathLike():
-            return os.fspath(value)
-        case _ if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            return strict({field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
-    raise TypeError(f"{type(value).__name__} has no place in an event: give numbers, text, lists or mappings")
-
-
-def _word(number: float) -> str:
-    if math.isnan(number):
-        return "nan"
-    return "inf" if number > 0 else "-inf"
 
 
 # -- writing ---------------------------------------------------------------------------------------------
@@ -361,8 +308,8 @@ def problems(record: Mapping[str, Any]) -> list[str]:
 def _false_siblings(name: str, scope: Mapping[str, Any]) -> list[str]:
     found = []
     for key, word in scope.items():
-        if key.endswith(_NONFINITE) and isinstance(word, str):
-            value = scope.get(key.removesuffix(_NONFINITE))
-            if word not in _NONFINITE_WORDS or value is not None:
+        if key.endswith(NONFINITE) and isinstance(word, str):
+            value = scope.get(key.removesuffix(NONFINITE))
+            if word not in NONFINITE_WORDS or value is not None:
                 found.append(f"{name}: {key} says {word!r} beside {value!r}")
     return found

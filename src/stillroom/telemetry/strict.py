@@ -1,0 +1,60 @@
+"""Values as strict JSON: a number that is not finite is null, with a sibling that says which it was."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+import os
+from collections.abc import Mapping
+from typing import Any
+
+NONFINITE = "_nonfinite"
+NONFINITE_WORDS = ("nan", "inf", "-inf")
+
+
+def strict(fields: Mapping[Any, Any]) -> dict[str, Any]:
+    """The same mapping as plain JSON values, with a sibling for each value that is not finite.
+
+    Inside a list the sibling of the list says which places: `"norms": [0.5, null], "norms_nonfinite":
+    {"1": "nan"}`; places in nested lists are joined by dots.
+    """
+    plain: dict[str, Any] = {}
+    siblings: dict[str, Any] = {}
+    for key, value in fields.items():
+        lost: dict[str, str] = {}
+        plain[str(key)] = _plain(value, "", lost)
+        if lost:
+            siblings[f"{key}{NONFINITE}"] = lost.get("", lost)
+    return plain | siblings
+
+
+def _plain(value: Any, place: str, lost: dict[str, str]) -> Any:
+    """`value` as JSON; what is not finite becomes None and is noted in `lost` under its place in the list."""
+    match value:
+        case None | bool() | str():
+            return value
+        case numbers.Integral():
+            return int(value)
+        case numbers.Real():  # numpy's scalars register here too
+            number = float(value)
+            if math.isfinite(number):
+                return number
+            lost[place] = _word(number)
+            return None
+        case Mapping():
+            return strict(value)
+        case list() | tuple():
+            below = f"{place}." if place else ""
+            return [_plain(item, f"{below}{index}", lost) for index, item in enumerate(value)]
+        case os.PathLike():
+            return os.fspath(value)
+        case _ if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return strict({field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
+    raise TypeError(f"{type(value).__name__} has no place in an event: give numbers, text, lists or mappings")
+
+
+def _word(number: float) -> str:
+    if math.isnan(number):
+        return "nan"
+    return "inf" if number > 0 else "-inf"
