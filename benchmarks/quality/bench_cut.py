@@ -53,7 +53,7 @@ class Cutter:
     def __init__(self, model: Path, data: Path) -> None:
         section = TeacherConfig(model=str(model))
         corpus = open_data(DataConfig(train=str(data), max_length=LENGTH), load_tokenizer(section, section.model))
-        self.teacher = load_teacher(section, torch.float32)
+        self.teacher = load_teacher(section, torch.float32)[0]
         self.batches = list(fixed_batches(corpus.train, BATCH, ShrinkConfig().calibration_batches))
         held_out = fixed_batches(corpus.evaluation, BATCH, 2 * HELD_OUT_TOKENS // (BATCH * LENGTH))
         self.held_out = passages(held_out, HELD_OUT_TOKENS, torch.device("cpu"))
