@@ -17,7 +17,7 @@ LAYERS = [
     {"types", "config", "ends"},
     {"numerics", "curriculum", "schedule", "guard", "builtin", "yardsticks"},
     {"objectives", "precision", "data", "models"},
-    {"teachers", "telemetry"},
+    {"teachers", "telemetry", "parallel"},
     {"evaluation", "checkpoint"},
     {"engine"},
     {"report", "assess", "demo"},

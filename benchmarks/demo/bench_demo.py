@@ -58,13 +58,14 @@ def one_run(job: dict[str, Any]) -> dict[str, Any]:
 
 def parameters() -> dict[str, int]:
     from stillroom.config import load_config
-    from stillroom.engine.build import find_device, load_models
-    from stillroom.models import anatomy
+    from stillroom.engine.building.device import find_device
+    from stillroom.engine.building.models import load_models
+    from stillroom.models import anatomy_of
 
     models = load_models(load_config(preset="demo"), find_device("cpu"))
     return {
-        "teacher_parameters": anatomy(models.teacher).num_parameters,
-        "student_parameters": anatomy(models.student).num_parameters,
+        "teacher_parameters": anatomy_of(models.teacher).num_parameters,
+        "student_parameters": anatomy_of(models.student).num_parameters,
     }
 
 
@@ -116,7 +117,7 @@ def seeds(count: int) -> None:
 
 
 def write(name: str, value: dict[str, Any]) -> None:
-    from stillroom.engine.folder import machine, versions
+    from stillroom.engine.run_folder.folder import machine, versions
 
     RESULTS.mkdir(parents=True, exist_ok=True)
     path = RESULTS / f"{name}.json"

@@ -9,12 +9,12 @@ import book as books
 import standard
 from book import Book
 
-from stillroom.objectives import divergence
+from stillroom.objectives import divergences
 
 
 def sweep(book: Book) -> None:
     standard.baselines()
-    for name in divergence.names():
+    for name in divergences.names():
         if name != "forward_kl":  # that one is a baseline
             standard.tune(book, name, {"kd.weight": 1.0, "kd.divergence": name})
 

@@ -22,7 +22,7 @@ from book import Book
 from stillroom.config.schema import ShrinkConfig
 from stillroom.data import fixed_batches
 from stillroom.models.attention import attend_causally
-from stillroom.models.shrink import cut
+from stillroom.models.shrink.cut import cut
 
 SIZES = (81_920, 819_200)
 TEACHER = nets.TeacherName("dense")

@@ -24,11 +24,11 @@ from torch import Tensor
 from stillroom.config import Config
 from stillroom.curriculum import Curriculum
 from stillroom.data import Loader, Rows, fixed_batches
-from stillroom.engine.build import make_optimizer, make_schedule
-from stillroom.engine.inside import make_objectives
+from stillroom.engine.building.assemble import make_optimizer, make_schedule
+from stillroom.engine.building.inner_build import make_objectives
 from stillroom.evaluation import evaluate
 from stillroom.models import Student
-from stillroom.models.probe import head_logits
+from stillroom.models.anatomy import head_logits
 from stillroom.objectives.mix import Mix
 from stillroom.precision import resolve
 from stillroom.teachers import Teacher

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qw
 
 from stillroom.config import Config
 from stillroom.data import Loader, Rows
-from stillroom.engine.build import make_schedule
+from stillroom.engine.building.assemble import make_schedule
 from stillroom.models.attention import attend_causally
 from stillroom.precision import AdamW, ParameterGroup, Precision, resolve
 from stillroom.teachers import LiveTeacher, Teacher

@@ -50,7 +50,9 @@ class Meter:
 def one_run(steps: int) -> dict[str, float]:
     from stillroom.config import load_config
     from stillroom.engine import loop
-    from stillroom.engine.build import build_run, find_device, load_models
+    from stillroom.engine.building.assemble import build_run
+    from stillroom.engine.building.device import find_device
+    from stillroom.engine.building.models import load_models
     from stillroom.engine.loop import Stop, training
     from stillroom.engine.state import RunState
     from stillroom.telemetry import EventLog

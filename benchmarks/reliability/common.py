@@ -104,7 +104,7 @@ def run_all(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def write(name: str, value: dict[str, Any]) -> None:
-    from stillroom.engine.folder import machine, versions
+    from stillroom.engine.run_folder.folder import machine, versions
 
     RESULTS.mkdir(parents=True, exist_ok=True)
     path = RESULTS / f"{name}.json"

@@ -19,7 +19,9 @@ from torch.nn import functional as F
 from world import Size, settings
 
 from stillroom.config import load_config
-from stillroom.engine.build import build_run, find_device, load_models
+from stillroom.engine.building.assemble import build_run
+from stillroom.engine.building.device import find_device
+from stillroom.engine.building.models import load_models
 from stillroom.engine.run import Run
 from stillroom.engine.state import RunState
 from stillroom.engine.step import train_step
@@ -87,7 +89,7 @@ class MemoryTeacher(Teacher):
 def stillroom_stored(folder: Path, size: Size, **over: Any) -> Step:
     """The same with the teacher's answers at hand: the teacher itself is gone."""
     run = make_run(folder, size, **over)
-    run.teacher = MemoryTeacher(run)
+    run = replace(run, teacher=MemoryTeacher(run))
     return _steps_of(run)
 
 

@@ -65,7 +65,9 @@ class Clock:
 
 def _run() -> Any:
     from stillroom.config import load_config
-    from stillroom.engine.build import build_run, find_device, load_models
+    from stillroom.engine.building.assemble import build_run
+    from stillroom.engine.building.device import find_device
+    from stillroom.engine.building.models import load_models
     from stillroom.telemetry import EventLog
 
     config = load_config(preset="demo", overrides=SETTING)

@@ -18,11 +18,11 @@ from stillroom.errors import StillroomError
 if TYPE_CHECKING:
     from stillroom.api.calls import distill, evaluate, generate, resume
     from stillroom.assess import Assessment, Scores
-    from stillroom.engine.result import Result
+    from stillroom.engine.ending.result import Result
     from stillroom.objectives import DenseTeacher, SampledTeacher, TopKTeacher, fused_head_loss
-    from stillroom.objectives.divergence import make as make_divergence
-    from stillroom.objectives.divergence import names as divergence_names
-    from stillroom.objectives.divergence import register as register_divergence
+    from stillroom.objectives.divergences import make as make_divergence
+    from stillroom.objectives.divergences import names as divergence_names
+    from stillroom.objectives.divergences import register as register_divergence
 
 __version__ = "0.1.0"
 __all__ = [
@@ -49,17 +49,17 @@ __all__ = [
 _LATE = {
     "Assessment": ("stillroom.assess", "Assessment"),
     "DenseTeacher": ("stillroom.objectives", "DenseTeacher"),
-    "Result": ("stillroom.engine.result", "Result"),
+    "Result": ("stillroom.engine.ending.result", "Result"),
     "SampledTeacher": ("stillroom.objectives", "SampledTeacher"),
     "Scores": ("stillroom.assess", "Scores"),
     "TopKTeacher": ("stillroom.objectives", "TopKTeacher"),
     "distill": ("stillroom.api.calls", "distill"),
-    "divergence_names": ("stillroom.objectives.divergence", "names"),
+    "divergence_names": ("stillroom.objectives.divergences", "names"),
     "evaluate": ("stillroom.api.calls", "evaluate"),
     "fused_head_loss": ("stillroom.objectives", "fused_head_loss"),
     "generate": ("stillroom.api.calls", "generate"),
-    "make_divergence": ("stillroom.objectives.divergence", "make"),
-    "register_divergence": ("stillroom.objectives.divergence", "register"),
+    "make_divergence": ("stillroom.objectives.divergences", "make"),
+    "register_divergence": ("stillroom.objectives.divergences", "register"),
     "resume": ("stillroom.api.calls", "resume"),
 }
 

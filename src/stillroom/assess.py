@@ -11,15 +11,15 @@ import torch
 
 from stillroom.config.schema import DataConfig, TeacherConfig
 from stillroom.data import Bos, fixed_batches, open_eval, prompt_ids
-from stillroom.engine.build import find_device
-from stillroom.engine.loop import memory
+from stillroom.engine.building.device import find_device
 from stillroom.evaluation import evaluate
 from stillroom.models import LoadedModel, agree_on_vocabulary, open_teacher
+from stillroom.models.anatomy import backbone
 from stillroom.models.generate import generate
-from stillroom.models.names import model_name
-from stillroom.models.probe import backbone
+from stillroom.models.load.names import model_name
 from stillroom.precision import resolve
 from stillroom.teachers import LiveTeacher
+from stillroom.telemetry.memory import memory_in_use
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def compare(
     if beside is not None:
         result["teacher"] = measure(beside)
         result["retention"] = result["teacher"]["perplexity"] / result["student"]["perplexity"]
-    gpu, resident, _percent = memory(where)
+    gpu, resident, _percent = memory_in_use(where)
     return {**result, "gpu_memory_gb": gpu, "memory_gb": resident, "notes": list(corpus.notes)}
 
 

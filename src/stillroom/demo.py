@@ -19,9 +19,9 @@ import torch
 from stillroom import builtin
 from stillroom.config import Config
 from stillroom.data import fixed_batches, open_eval
-from stillroom.engine.build import find_device
+from stillroom.engine.building.device import find_device
 from stillroom.engine.distill import Result, distill, write_summary
-from stillroom.engine.folder import owned, read_config
+from stillroom.engine.run_folder.folder import owned, read_config
 from stillroom.errors import BrokenAtStart
 from stillroom.evaluation import evaluate
 from stillroom.models import agree_on_vocabulary, load_tokenizer, open_student, open_teacher

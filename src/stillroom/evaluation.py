@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stillroom.models.probe import head_logits
+from stillroom.models.anatomy import head_logits
 from stillroom.models.student import Student
 from stillroom.objectives.mix import Mix
 from stillroom.precision import Precision

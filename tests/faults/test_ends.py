@@ -238,7 +238,7 @@ def test_a_manifest_without_a_field_falls_back_and_then_ends_with_25(run: Path, 
         path.write_text(json.dumps(manifest))
 
     spoil(newest)
-    saved = room.newest_state(run, load_config(), room.Agreement())[0]
+    saved = room.newest_state(run, load_config(), room.Parallel())[0]
     assert saved is not None and saved.step == 4 and "step-000008" in saved.rejected[0]
     spoil(older)
     with pytest.raises(CheckpointUnusable) as caught:

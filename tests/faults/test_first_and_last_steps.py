@@ -20,7 +20,7 @@ from stillroom.cli import main
 from stillroom.config import load_config
 from stillroom.config.faults import FAULTS
 from stillroom.engine.distill import Result, distill, resume
-from stillroom.engine.outcome import how_it_ended
+from stillroom.engine.ending.outcome import how_it_ended
 from stillroom.engine.state import RunState
 from stillroom.errors import Diverged, NoBetterStudent
 from stillroom.telemetry import read_events

@@ -32,7 +32,7 @@ def no_hub(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         assert timeout > 0, "a question without a limit may hang for good"
         raise ConnectionError("no route to host")
 
-    monkeypatch.setattr("stillroom.models.source.HfApi.model_info", model_info)
+    monkeypatch.setattr("stillroom.models.load.source.HfApi.model_info", model_info)
     source._ask_hub.cache_clear()
     return asked
 
@@ -83,8 +83,8 @@ def test_a_model_of_the_hub_is_a_folder_like_any_other(
         return str(snapshot)
 
     hub = SimpleNamespace(model_info=lambda _name, **_options: SimpleNamespace(sha="c0ffee"))
-    monkeypatch.setattr("stillroom.models.source.snapshot_download", snapshot_download)
-    monkeypatch.setattr("stillroom.models.source.HfApi", lambda: hub)
+    monkeypatch.setattr("stillroom.models.load.source.snapshot_download", snapshot_download)
+    monkeypatch.setattr("stillroom.models.load.source.HfApi", lambda: hub)
     source._ask_hub.cache_clear()
     found = open_teacher(TeacherConfig(model="org/name"), torch.float32)
     assert found.is_described and "model.safetensors" in asked

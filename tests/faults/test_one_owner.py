@@ -16,10 +16,10 @@ import pytest
 
 import tiny
 from stillroom.config import Config, load_config
-from stillroom.engine import lock
 from stillroom.engine.distill import distill, resume
-from stillroom.engine.folder import owned, read_config
 from stillroom.engine.loop import Stop
+from stillroom.engine.run_folder import lock
+from stillroom.engine.run_folder.folder import owned, read_config
 from stillroom.errors import BrokenAtStart, CannotSave, ConfigError, Interrupted, StillroomError
 
 

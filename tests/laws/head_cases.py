@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from stillroom.objectives import divergence as family
-from stillroom.objectives.base import Divergence
+from stillroom.objectives import divergences
+from stillroom.objectives.divergences.base import Divergence
 from stillroom.types import Batch, DenseSignal, HeadWeights, StudentView
 
 
@@ -112,9 +112,9 @@ def reference_rows(case: Case, divergence: Divergence, temperature: float | Tens
     student, teacher = logits_of(case.hidden, case.head), logits_of(case.teacher.hidden, case.teacher.head)
     if isinstance(temperature, Tensor):
         column = temperature.double()[:, None]
-        kd = family.on_logits(divergence, student / column, teacher / column) * temperature.double() ** 2
+        kd = divergences.on_logits(divergence, student / column, teacher / column) * temperature.double() ** 2
     else:
-        kd = family.on_logits(divergence, student, teacher, temperature)
+        kd = divergences.on_logits(divergence, student, teacher, temperature)
     return kd, functional.cross_entropy(student, case.targets, reduction="none")
 
 

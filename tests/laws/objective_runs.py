@@ -16,16 +16,18 @@ import torch
 
 import tiny
 from stillroom.config import load_config
-from stillroom.engine.agree import Agreement, join
-from stillroom.engine.build import build_run, find_device, load_models
+from stillroom.engine.building.assemble import build_run
+from stillroom.engine.building.device import find_device
+from stillroom.engine.building.models import load_models
 from stillroom.engine.run import Run
 from stillroom.engine.state import RunState
 from stillroom.engine.step import attempt
-from stillroom.objectives import divergence
+from stillroom.objectives import divergences
+from stillroom.parallel import Parallel, join
 from stillroom.telemetry import EventLog
 
 KD: dict[str, dict[str, Any]] = {
-    **{name: {"divergence": name} for name in divergence.names()},
+    **{name: {"divergence": name} for name in divergences.names()},
     "tempered": {"temperature": 3.0},
     "taid halfway": {"divergence": "taid", "interpolation": 0.5},
     "top-k": {"top_k": 8},
@@ -72,23 +74,23 @@ class Seen:
         return cls(evidence.loss, evidence.grad_norm, dict(evidence.terms), whole)
 
 
-def make_run(world: Path, log: EventLog, over: dict[str, Any], agree: Agreement | None = None) -> Run:
+def make_run(world: Path, log: EventLog, over: dict[str, Any], parallel: Parallel | None = None) -> Run:
     config = load_config(overrides={**tiny.settings(world), **SHARED, **over})
     device = find_device("cpu")
     models = load_models(config, device)
-    run = build_run(config, log.path.parent, log, device=device, models=models, agree=agree)
+    run = build_run(config, log.path.parent, log, device=device, models=models, parallel=parallel)
     run.student.train()
     return run
 
 
 def main(world: str, out: str) -> None:
     torch.set_num_threads(1)
-    agree = join(timeout_minutes=3)
+    parallel = join(timeout_minutes=3)
     found = {}
-    with EventLog(Path(out).with_suffix(f".{agree.rank}.jsonl")) as log:
+    with EventLog(Path(out).with_suffix(f".{parallel.rank}.jsonl")) as log:
         for name, over in {**CASES, **WITHIN_A_BATCH}.items():
-            found[name] = Seen.of(make_run(Path(world), log, over, agree)).__dict__
-    if agree.is_first:
+            found[name] = Seen.of(make_run(Path(world), log, over, parallel)).__dict__
+    if parallel.is_first:
         torch.save(found, out)
 
 

@@ -20,7 +20,7 @@ from stillroom.data.loader import Loader
 from stillroom.data.packing import pack
 from stillroom.data.records import Tally
 from stillroom.engine.inject import Injector
-from stillroom.engine.kept import batch_of, facts_of, tensors_of
+from stillroom.engine.recovery.batch_file import batch_of, facts_of, tensors_of
 from stillroom.engine.replay import read_window
 from stillroom.errors import DataError
 from stillroom.types import IGNORED, Batch

@@ -16,8 +16,10 @@ from stillroom.builtin import model_path
 from stillroom.config import load_config
 from stillroom.config.schema import DataConfig
 from stillroom.data import Encoder, Record, Tally, fixed_batches, open_data, open_eval, opening_ids, pack, prompt_ids
-from stillroom.engine.build import build_run, find_device, load_models
-from stillroom.engine.cut import cut_student
+from stillroom.engine.building.assemble import build_run
+from stillroom.engine.building.device import find_device
+from stillroom.engine.building.models import load_models
+from stillroom.engine.building.shrink_student import cut_student
 from stillroom.errors import ConfigError
 from stillroom.telemetry import EventLog
 from stillroom.types import IGNORED

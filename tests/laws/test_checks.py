@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import tiny
 from stillroom.config import load_config
-from stillroom.engine.checks import check_gap, check_perplexity, success_checks
 from stillroom.engine.distill import distill
+from stillroom.engine.ending.success_checks import check_gap, check_perplexity, success_checks
 from stillroom.types import TermRecord
 
 BOUNDS: dict[str, Any] = {

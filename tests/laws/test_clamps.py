@@ -68,9 +68,9 @@ def test_an_identity_head_scores_like_the_head_it_stands_for() -> None:
     torch.manual_seed(0)
     hidden, weight = torch.randn(6, 4), torch.randn(11, 4)
     teacher, targets = DenseSignal(torch.randn(6, 3), HeadWeights(torch.randn(11, 3))), torch.arange(6)
-    from stillroom.objectives import divergence as family
+    from stillroom.objectives import divergences
 
-    options = {"kd_weight": 0.5, "ce_weight": 0.5, "divergence": family.make("forward_kl"), "temperature": 2.0}
+    options = {"kd_weight": 0.5, "ce_weight": 0.5, "divergence": divergences.make("forward_kl"), "temperature": 2.0}
     one = hidden.clone().requires_grad_()
     described = score_head(StudentView(one, HeadWeights(weight)), teacher, targets, **options)
     described.loss.backward()

@@ -19,8 +19,7 @@ from stillroom.config.objectives import KdConfig, ObjectivesConfig
 from stillroom.config.sections import Ramp
 from stillroom.curriculum import value_at
 from stillroom.errors import ConfigError
-from stillroom.objectives import DenseTeacher, Mix, TopKTeacher, fused_head_loss
-from stillroom.objectives import divergence as family
+from stillroom.objectives import DenseTeacher, Mix, TopKTeacher, divergences, fused_head_loss
 from stillroom.objectives.head.kernel import KernelName, choose_kernel
 from stillroom.objectives.head.sparse import keep_top_k
 
@@ -74,7 +73,9 @@ def exact(law: Callable[[Row, Row], Decimal], student: Tensor, teacher: Tensor) 
         return float(law(p, softmax(z))), [float(slope) for slope in gradient]
 
 
-def ours(student: Tensor, teacher: Tensor, kernel: KernelName, divergence: family.Divergence) -> tuple[Tensor, Tensor]:
+def ours(
+    student: Tensor, teacher: Tensor, kernel: KernelName, divergence: divergences.Divergence
+) -> tuple[Tensor, Tensor]:
     """The same through the public function: with a head of ones, hidden states are logits."""
     hidden, head = student.clone().requires_grad_(), torch.eye(NUM_TOKENS)
     out = fused_head_loss(
@@ -90,7 +91,7 @@ def assert_exact(
     name: str, settings: dict[str, float], law: Callable[[Row, Row], Decimal], kernel: KernelName, spread: float
 ) -> None:
     student, teacher = draw(1, spread), draw(2, spread)
-    loss, gradient = ours(student, teacher, kernel, family.make(name, settings))
+    loss, gradient = ours(student, teacher, kernel, divergences.make(name, settings))
     value, slopes = exact(law, student, teacher)
     assert float(loss) == pytest.approx(value, rel=1e-5, abs=1e-6)
     expected = torch.tensor(slopes, dtype=torch.float64)
@@ -130,7 +131,7 @@ def test_alpha_beta_is_exact_near_its_special_points(alpha: float, beta: float) 
 def test_alpha_beta_with_a_power_of_zero_is_its_limit(settings: tuple[float, float]) -> None:
     student, teacher = draw(1, 1.0), draw(2, 1.0)
     at_zero, near = (
-        ours(student, teacher, "plain", family.make("alpha_beta", {"alpha": a, "beta": b}))
+        ours(student, teacher, "plain", divergences.make("alpha_beta", {"alpha": a, "beta": b}))
         for a, b in (settings, (max(settings[0], 1e-9), max(settings[1], 1e-9)))
     )
     torch.testing.assert_close(at_zero, near, rtol=1e-5, atol=1e-7)
@@ -139,7 +140,7 @@ def test_alpha_beta_with_a_power_of_zero_is_its_limit(settings: tuple[float, flo
 @pytest.mark.parametrize("place", [0.0, 1e-12, 2.5e-8, 1e-4, 0.05, 0.0999, 0.1, 0.5, 1 - 1e-7, 1.0])
 def test_taid_is_exact_over_the_whole_interval(place: float) -> None:
     student, teacher = draw(1, 1.0), draw(2, 1.0)
-    loss, gradient = ours(student, teacher, "plain", family.make("taid", {"interpolation": place}))
+    loss, gradient = ours(student, teacher, "plain", divergences.make("taid", {"interpolation": place}))
     with decimal.localcontext(decimal.Context(prec=60)):
         z, t = ([Decimal(x) for x in row[0].tolist()] for row in (student, teacher))
         target, q = softmax(mix(t, z, Decimal(place))), softmax(z)
@@ -155,10 +156,10 @@ def test_a_long_cosine_ramp_of_beta_never_leaves_the_numbers(end: str, kernel: K
     """The first and the last steps of 100,000 lie nearer to 0 and 1 than FP32 can say beside 1."""
     ramp = Ramp(start=0.0, end=1.0, until=1.0, shape="cosine")
     student, teacher = draw(1, 2.0), draw(2, 2.0)
-    limit = ours(student, teacher, kernel, family.make("forward_kl" if end == "start" else "reverse_kl"))
+    limit = ours(student, teacher, kernel, divergences.make("forward_kl" if end == "start" else "reverse_kl"))
     for step in range(8):
         beta = value_at(ramp, (step if end == "start" else 100_000 - step) / 100_000)
-        found = ours(student, teacher, kernel, family.make("jsd", {"beta": beta}))
+        found = ours(student, teacher, kernel, divergences.make("jsd", {"beta": beta}))
         torch.testing.assert_close(found, limit, rtol=2e-5, atol=2e-6)
 
 
@@ -168,7 +169,7 @@ def test_a_long_cosine_ramp_of_beta_never_leaves_the_numbers(end: str, kernel: K
 def test_tokens_that_one_side_rules_out_stay_finite_near_the_ends(name: str, place: float, kernel: KernelName) -> None:
     student = torch.tensor([[0.0, -1e4, 1.0, -200.0, 3.0, -math.inf]])
     teacher = torch.tensor([[-1e4, 0.0, 1.0, -math.inf, -200.0, -math.inf]])
-    divergence = family.make(name, {"beta": place, "alpha": place})
+    divergence = divergences.make(name, {"beta": place, "alpha": place})
     head = torch.zeros(NUM_TOKENS, 1)  # -inf comes by the bias: a product with it would be NaN
     hidden, bias = torch.zeros(1, 1), student[0].clone().requires_grad_()
     out = fused_head_loss(
@@ -211,14 +212,14 @@ def test_a_tail_of_no_tokens_has_no_mass(name: str, tail: float, kernel: KernelN
 @pytest.mark.parametrize(
     "build",
     [
-        lambda: family.JensenShannon(0.0),
-        lambda: family.JensenShannon(math.nan),
-        lambda: family.SkewForwardKL(1.0),
-        lambda: family.SkewReverseKL(-0.1),
-        lambda: family.AlphaBeta(0.0, 0.0),
-        lambda: family.AlphaBeta(1.5, 0.5),
-        lambda: family.make("taid", {"interpolation": 2.0}),
-        lambda: family.make("jsd", {"beta": "half"}),  # type: ignore[dict-item]
+        lambda: divergences.JensenShannon(0.0),
+        lambda: divergences.JensenShannon(math.nan),
+        lambda: divergences.SkewForwardKL(1.0),
+        lambda: divergences.SkewReverseKL(-0.1),
+        lambda: divergences.AlphaBeta(0.0, 0.0),
+        lambda: divergences.AlphaBeta(1.5, 0.5),
+        lambda: divergences.make("taid", {"interpolation": 2.0}),
+        lambda: divergences.make("jsd", {"beta": "half"}),  # type: ignore[dict-item]
     ],
 )
 def test_a_setting_outside_its_interval_is_refused_with_advice(build: Callable[[], object]) -> None:

@@ -15,7 +15,9 @@ import pytest
 
 import tiny
 from stillroom.config import load_config
-from stillroom.engine.build import build_run, find_device, load_models
+from stillroom.engine.building.assemble import build_run
+from stillroom.engine.building.device import find_device
+from stillroom.engine.building.models import load_models
 from stillroom.engine.run import Run
 from stillroom.engine.state import RunState
 from stillroom.engine.step import attempt

@@ -14,7 +14,7 @@ import tiny
 from stillroom.errors import BrokenAtStart
 from stillroom.evaluation import evaluate
 from stillroom.models import tried
-from stillroom.models.probe import layers_if_any
+from stillroom.models.anatomy import layers_if_any
 from stillroom.precision import resolve
 from stillroom.types import IGNORED, Batch
 

@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import tiny
 from stillroom.config import load_config
 from stillroom.data.loader import Loader
+from stillroom.engine.building.preflight import SHIFTS, check_targets, judge_alignment, shifted_losses
 from stillroom.engine.distill import distill
-from stillroom.engine.first import SHIFTS, check_targets, judge_alignment, shifted_losses
 from stillroom.errors import BrokenAtStart, ConfigError
-from stillroom.models.probe import backbone, head_of
+from stillroom.models.anatomy import backbone, head_of
 from stillroom.telemetry import read_events
 from stillroom.telemetry.lines import component_lines, first_forward_lines
 from stillroom.types import IGNORED, Batch

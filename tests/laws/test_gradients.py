@@ -12,7 +12,9 @@ from safetensors.torch import load_file
 
 import tiny
 from stillroom.config import load_config
-from stillroom.engine.build import build_run, find_device, load_models
+from stillroom.engine.building.assemble import build_run
+from stillroom.engine.building.device import find_device
+from stillroom.engine.building.models import load_models
 from stillroom.engine.distill import distill, resume
 from stillroom.engine.gradients import term_gradients
 from stillroom.engine.state import RunState

@@ -14,13 +14,12 @@ from hypothesis import strategies as st
 from test_divergence import MEMBERS, every_member, every_smooth_member
 
 from stillroom.errors import ConfigError
-from stillroom.objectives import DenseTeacher, fused_head_loss, score_head
-from stillroom.objectives import divergence as family
-from stillroom.objectives.base import Divergence
+from stillroom.objectives import DenseTeacher, divergences, fused_head_loss, score_head
+from stillroom.objectives.divergences.base import Divergence
 from stillroom.objectives.head.products import chunk_size
 from stillroom.types import HeadWeights
 
-FORWARD_KL = family.make("forward_kl")
+FORWARD_KL = divergences.make("forward_kl")
 HEADS: dict[str, dict[str, Any]] = {
     "bare": {},
     "bias": {"has_bias": True},

@@ -13,10 +13,17 @@ from head_cases import Case, make_case
 from torch import Tensor
 
 from stillroom.errors import ConfigError, DataError
-from stillroom.objectives import DenseTeacher, HeadLoss, SampledTeacher, TopKTeacher, fused_head_loss, score_head
-from stillroom.objectives import divergence as family
-from stillroom.objectives.base import Logits, RowPlan, Rows
+from stillroom.objectives import (
+    DenseTeacher,
+    HeadLoss,
+    SampledTeacher,
+    TopKTeacher,
+    divergences,
+    fused_head_loss,
+    score_head,
+)
 from stillroom.objectives.head.kernel import choose_kernel
+from stillroom.objectives.head.row_kernel import Logits, RowPlan, Rows
 from stillroom.objectives.head.sparse import keep_top_k
 from stillroom.objectives.inner import distances
 from stillroom.types import DenseSignal, HeadWeights, TopKSignal
@@ -190,7 +197,7 @@ def test_the_compiled_kernel_reads_no_tensor_of_another_length(field: str) -> No
     rows = short(rows) if hasattr(rows, field) else rows
     signal = short(signal) if hasattr(signal, field) else signal
     student = short(student) if hasattr(student, field) else student
-    plan = RowPlan(family.make("jsd"), True, True, True, False)
+    plan = RowPlan(divergences.make("jsd"), True, True, True, False)
     with pytest.raises(ValueError, match="rows of the head"):
         CHOICE.kernel.run(student, signal, rows, plan)
 
@@ -353,7 +360,7 @@ def test_a_second_derivative_is_refused_and_a_first_is_not(kernel: str) -> None:
 
 def test_a_second_derivative_of_a_bare_divergence_is_refused() -> None:
     logits = torch.randn(2, 5, requires_grad=True)
-    (gradient,) = torch.autograd.grad(family.jsd(logits, torch.randn(2, 5)).sum(), logits, create_graph=True)
+    (gradient,) = torch.autograd.grad(divergences.jsd(logits, torch.randn(2, 5)).sum(), logits, create_graph=True)
     with pytest.raises(ConfigError, match="second derivative"):
         gradient.square().sum().backward()
 
@@ -374,7 +381,7 @@ def test_a_second_derivative_of_a_bare_divergence_is_refused() -> None:
     ],
 )
 def test_each_divergence_gets_its_own_settings(name: str, given: Arguments, settings: Arguments) -> None:
-    made = family.make(name, settings)
+    made = divergences.make(name, settings)
     assert torch.equal(call(dense(divergence=name, **given)).loss, call(dense(divergence=made)).loss)
 
 
@@ -393,7 +400,7 @@ def test_values_are_read_once_and_not_at_all_by_the_mix(count_reads: Callable[[]
     assert reads == ["tolist"]
     score_head(
         replace(case.view, head=replace(case.head, weight=given["student_weight"])), case.teacher, case.targets,
-        kd_weight=1.0, ce_weight=1.0, divergence=family.make("jsd"),
+        kd_weight=1.0, ce_weight=1.0, divergence=divergences.make("jsd"),
     )  # fmt: skip
     assert reads == ["tolist"]
 
@@ -442,7 +449,9 @@ BARE = [
 ]
 
 
-@pytest.mark.parametrize("law", [family.forward_kl, family.reverse_kl, family.jsd, family.total_variation])
+@pytest.mark.parametrize(
+    "law", [divergences.forward_kl, divergences.reverse_kl, divergences.jsd, divergences.total_variation]
+)
 @pytest.mark.parametrize(("make", "match"), BARE)
 def test_a_bare_divergence_refuses_what_it_cannot_compute(law: Any, make: Callable[[], Arguments], match: str) -> None:
     with pytest.raises(ConfigError, match=match):

@@ -13,7 +13,9 @@ from transformers import AutoModelForCausalLM
 import tiny
 from stillroom.checkpoint import CheckpointStore
 from stillroom.config import load_config
-from stillroom.engine.build import build_run, find_device, load_models
+from stillroom.engine.building.assemble import build_run
+from stillroom.engine.building.device import find_device
+from stillroom.engine.building.models import load_models
 from stillroom.engine.distill import distill, resume
 from stillroom.engine.run import Run
 from stillroom.engine.state import RunState, capture, restore

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 import tiny
 from stillroom.config.objectives import ObjectivesConfig
 from stillroom.errors import ConfigError
-from stillroom.models import Student, anatomy, gives_attention
+from stillroom.models import Student, anatomy_of, gives_attention
 from stillroom.models.attention import attend_causally, show_attention
 from stillroom.objectives import Mix
 from stillroom.objectives.inner.terms import InnerObjective
@@ -72,7 +72,7 @@ class Pair:
 
 
 def inside(model: Any) -> Inside:
-    return Inside(anatomy(model).num_layers, anatomy(model).width)
+    return Inside(anatomy_of(model).num_layers, anatomy_of(model).width)
 
 
 def ragged(num_rows: int = 8, length: int = 12) -> Batch:

@@ -14,16 +14,15 @@ from transformers import AutoModelForCausalLM
 import tiny
 from stillroom.config import load_config
 from stillroom.config.schema import ShrinkConfig
-from stillroom.engine.cut import told_of_start
+from stillroom.engine.building.shrink_student import told_of_start
 from stillroom.engine.distill import distill, resume
 from stillroom.engine.loop import Stop
 from stillroom.errors import ConfigError, Interrupted
-from stillroom.models import layer_choice
-from stillroom.models.bypass import Bypass
-from stillroom.models.layer_choice import cost_of_loss, evenly_spaced, losses_without_one
-from stillroom.models.passages import mean_loss, num_positions, num_scored, passages
-from stillroom.models.probe import layers
-from stillroom.models.shrink import cut
+from stillroom.models.anatomy import layers_of
+from stillroom.models.shrink.bypass import Bypass
+from stillroom.models.shrink.cut import cut, layer_choice
+from stillroom.models.shrink.layer_choice import cost_of_loss, evenly_spaced, losses_without_one
+from stillroom.models.shrink.passages import mean_loss, num_positions, num_scored, passages
 from stillroom.telemetry import read_events
 from stillroom.types import IGNORED, Batch
 
@@ -57,7 +56,7 @@ def batch(rows: int = 3, length: int = 20, *, padding: int = 0) -> Batch:
 def silence(teacher: Any, chosen: list[int]) -> None:
     """Layers that hand on what they are given."""
     for layer in chosen:
-        block = layers(teacher)[layer]
+        block = layers_of(teacher)[layer]
         block.self_attn.o_proj.weight.zero_()
         block.mlp.down_proj.weight.zero_()
 
@@ -126,8 +125,8 @@ def test_a_choice_leaves_the_teacher_as_it_was() -> None:
     teacher = teacher_of().train()
     before = {name: tensor.clone() for name, tensor in teacher.state_dict().items()}
     first = cut(teacher, ShrinkConfig(layers=2, method="loss"), [batch()])
-    assert teacher.training and not any("forward" in vars(block) for block in layers(teacher))
-    assert not any(block._forward_hooks for block in layers(teacher))
+    assert teacher.training and not any("forward" in vars(block) for block in layers_of(teacher))
+    assert not any(block._forward_hooks for block in layers_of(teacher))
     assert all(torch.equal(tensor, before[name]) for name, tensor in teacher.state_dict().items())
     assert cut(teacher, ShrinkConfig(layers=2, method="loss"), [batch()]).choice == first.choice, "and is repeatable"
 
@@ -149,7 +148,7 @@ def test_padding_and_unscored_targets_have_no_say_in_the_choice() -> None:
 def test_widths_are_measured_in_what_is_left_of_the_teacher() -> None:
     teacher = teacher_of(num_layers=3)
     heard: list[int] = []
-    for number, block in enumerate(layers(teacher)):
+    for number, block in enumerate(layers_of(teacher)):
         block.mlp.register_forward_hook(lambda *_args, number=number: heard.append(number))
     cut(teacher, ShrinkConfig(layers=(0, 2), mlp_width=32), [batch()])
     assert heard.count(0) == heard.count(2) == heard.count(1) + 1, "a layer that goes is not asked"

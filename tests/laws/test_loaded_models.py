@@ -18,7 +18,8 @@ from stillroom.assess import assess
 from stillroom.config import load_config
 from stillroom.config.schema import DataConfig, StudentConfig, TeacherConfig
 from stillroom.data import fixed_batches, open_eval
-from stillroom.engine.build import find_device, load_models
+from stillroom.engine.building.device import find_device
+from stillroom.engine.building.models import load_models
 from stillroom.engine.distill import Result, distill
 from stillroom.errors import BrokenAtStart, ConfigError
 from stillroom.models import head_error, open_student, open_teacher, tried
@@ -115,7 +116,7 @@ def test_a_cap_is_noticed_before_logits_reach_it(monkeypatch: pytest.MonkeyPatch
         model.get_output_embeddings().weight.mul_(1e-2)
     ids = torch.arange(12).unsqueeze(0)
     assert head_error(model, ids) < 1e-3
-    monkeypatch.setattr("stillroom.models.probe._CAPS", ())
+    monkeypatch.setattr("stillroom.models.anatomy._CAPS", ())
     assert head_error(model, ids) > 0.1
 
 
@@ -164,7 +165,7 @@ def test_a_model_is_tried_once_in_a_run(odd: Path, monkeypatch: pytest.MonkeyPat
         assert ids.shape[1] > 8 and ids.max() > 64 and len(ids.unique()) > 16, "tokens of the whole vocabulary"
         return 0.0
 
-    monkeypatch.setattr("stillroom.models.probe.head_error", count)
+    monkeypatch.setattr("stillroom.models.anatomy.head_error", count)
     over = tiny.settings(odd, teacher__model=str(odd / "recurrent_gemma"))
     load_models(load_config(overrides=over), find_device("cpu"))
     assert sorted(asked) == ["LlamaForCausalLM", "RecurrentGemmaForCausalLM"]

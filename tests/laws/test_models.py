@@ -16,16 +16,15 @@ from stillroom.errors import BrokenAtStart, ConfigError
 from stillroom.models import (
     Student,
     agree_on_vocabulary,
-    anatomy,
     find,
     head_error,
     load_teacher,
     load_tokenizer,
     vocabulary_hash,
 )
+from stillroom.models.anatomy import anatomy_of, head_of, layers_of
 from stillroom.models.attention import attend_causally
 from stillroom.models.generate import generate
-from stillroom.models.probe import head_of, layers
 from stillroom.types import IGNORED, Batch, Needs
 
 FAMILIES = [
@@ -91,7 +90,9 @@ def test_taps_give_what_was_asked_for_and_nothing_else() -> None:
         own = student.model.base_model(batch.input_ids, output_hidden_states=True).hidden_states
     assert set(view.taps) == {"hidden.1"} and not plain.taps
     assert view.taps["hidden.1"].shape == own[2].shape
-    assert not any("keep" in repr(hook) for module in layers(student.model) for hook in module._forward_hooks.values())
+    assert not any(
+        "keep" in repr(hook) for module in layers_of(student.model) for hook in module._forward_hooks.values()
+    )
 
 
 def test_a_head_of_another_kind_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +161,7 @@ def test_the_builtin_mixture_spreads_its_choices_in_every_layer() -> None:
     texts = [words(found.text[:2000])["input_ids"][:128] for found in held_out if len(found.text) > 2000]
     with torch.no_grad():
         logits = model(torch.tensor(texts[:16]), output_router_logits=True).router_logits
-    assert len(logits) == anatomy(model).num_layers
+    assert len(logits) == anatomy_of(model).num_layers
     for of_layer in logits:
         chosen = of_layer.topk(model.config.num_experts_per_tok, dim=-1).indices
         shares = torch.bincount(chosen.flatten(), minlength=of_layer.shape[-1]) / chosen.numel()
@@ -176,8 +177,8 @@ def test_a_path_that_is_no_folder_is_broken_at_start(tmp_path: Path) -> None:
 def test_tied_weights_are_counted_once() -> None:
     config = tiny.config("llama")
     config.tie_word_embeddings = True
-    tied = anatomy(AutoModelForCausalLM.from_config(config))
-    free = anatomy(AutoModelForCausalLM.from_config(tiny.config("llama")))
+    tied = anatomy_of(AutoModelForCausalLM.from_config(config))
+    free = anatomy_of(AutoModelForCausalLM.from_config(tiny.config("llama")))
     assert tied.is_tied and not free.is_tied
     assert free.num_parameters - tied.num_parameters == tiny.VOCAB * 32
     assert head_of(AutoModelForCausalLM.from_config(config)).weight.shape[0] == tiny.VOCAB

@@ -17,7 +17,9 @@ from stillroom.config.extensions import OBJECTIVES
 from stillroom.config.objectives import ObjectivesConfig
 from stillroom.config.sections import ObjectiveSection, Ramp, Scalar
 from stillroom.curriculum import Curriculum
-from stillroom.engine.build import build_run, find_device, load_models
+from stillroom.engine.building.assemble import build_run
+from stillroom.engine.building.device import find_device
+from stillroom.engine.building.models import load_models
 from stillroom.engine.run import Run
 from stillroom.engine.state import RunState, capture
 from stillroom.engine.step import attempt, train_step

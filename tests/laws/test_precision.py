@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from stillroom.config.schema import PrecisionConfig, TrainConfig
-from stillroom.engine.reach import longest_step
-from stillroom.engine.scale import fitting_scale
+from stillroom.engine.building.loss_scale import fitting_scale
+from stillroom.engine.recovery.reach import longest_step
 from stillroom.errors import BrokenAtStart, ConfigError
 from stillroom.precision import AdamW, LossScale, ParameterGroup, choose, resolve, rounding
 from stillroom.precision.device import DeviceFacts

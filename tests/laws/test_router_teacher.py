@@ -16,13 +16,13 @@ from stillroom.config.objectives import ObjectivesConfig
 from stillroom.config.schema import RouterConfig
 from stillroom.errors import ConfigError
 from stillroom.models import Student
+from stillroom.objectives.gate_terms import entropy, gate_log_probs, load_balance
 from stillroom.objectives.mix import Mix
-from stillroom.objectives.router import entropy, gate_log_probs, load_balance
 from stillroom.precision import AdamW, ParameterGroup, resolve
 from stillroom.precision.storage import Direct
 from stillroom.teachers import GateOptions, RouterTeacher, probe_gates
-from stillroom.teachers.meta import both_ways, lookahead_direction
-from stillroom.teachers.router_terms import Aims
+from stillroom.teachers.router.meta import both_ways, lookahead_direction
+from stillroom.teachers.router.terms import Aims
 from stillroom.types import IGNORED, Batch, DenseSignal, Lesson, Needs, Score, StudentView, Term
 
 CPU = torch.device("cpu")

@@ -18,12 +18,12 @@ from stillroom.config import load_config
 from stillroom.config.schema import ShrinkConfig
 from stillroom.engine.distill import distill
 from stillroom.errors import ConfigError
-from stillroom.models import anatomy
+from stillroom.models import anatomy_of
+from stillroom.models.anatomy import layers_of
 from stillroom.models.attention import attend_causally
-from stillroom.models.layer_choice import evenly_spaced, settled_layers
-from stillroom.models.probe import layers
-from stillroom.models.shrink import cut
-from stillroom.models.shrink_width import measure
+from stillroom.models.shrink.cut import cut
+from stillroom.models.shrink.layer_choice import evenly_spaced, settled_layers
+from stillroom.models.shrink.width import measure
 from stillroom.telemetry import read_events
 from stillroom.types import Batch
 
@@ -112,9 +112,9 @@ def test_a_cut_is_the_teacher_with_layers_taken_out(family: str, tmp_path: Path)
     teacher = teacher_of(family)
     found = cut(teacher, ShrinkConfig(layers=(0, 2)))
     student = found.model
-    assert anatomy(student).num_layers == 2 and anatomy(student).is_tied == anatomy(teacher).is_tied
-    for mine, number in zip(layers(student), (0, 2), strict=True):
-        theirs = layers(teacher)[number].state_dict()
+    assert anatomy_of(student).num_layers == 2 and anatomy_of(student).is_tied == anatomy_of(teacher).is_tied
+    for mine, number in zip(layers_of(student), (0, 2), strict=True):
+        theirs = layers_of(teacher)[number].state_dict()
         assert all(torch.equal(tensor, theirs[name]) for name, tensor in mine.state_dict().items())
     student.save_pretrained(tmp_path)
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(student))
@@ -143,7 +143,7 @@ def test_tied_embeddings_and_generation_settings_stay() -> None:
     teacher = teacher_of("llama", is_tied=True)
     teacher.generation_config.top_p = 0.7
     student = cut(teacher, ShrinkConfig(layers=1, width=16), batches()).model
-    assert anatomy(student).is_tied and student.lm_head.weight is student.model.embed_tokens.weight
+    assert anatomy_of(student).is_tied and student.lm_head.weight is student.model.embed_tokens.weight
     assert student.generation_config.top_p == 0.7 and student.generation_config is not teacher.generation_config
 
 

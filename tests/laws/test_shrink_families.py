@@ -17,10 +17,10 @@ from stillroom.config import load_config
 from stillroom.config.schema import ShrinkConfig
 from stillroom.engine.distill import distill
 from stillroom.errors import ConfigError
+from stillroom.models.anatomy import layers_of
 from stillroom.models.attention import attend_causally
-from stillroom.models.layer_config import find_period
-from stillroom.models.probe import layers
-from stillroom.models.shrink import cut
+from stillroom.models.shrink.cut import cut
+from stillroom.models.shrink.layer_config import find_period
 from stillroom.types import Batch
 
 TOKENS = {"vocab_size": tiny.VOCAB, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 1}
@@ -166,7 +166,7 @@ def without(teacher: Any, kept: tuple[int, ...]) -> Tensor:
 
     handles = [
         block.register_forward_hook(ignore, with_kwargs=True)
-        for number, block in enumerate(layers(teacher))
+        for number, block in enumerate(layers_of(teacher))
         if number not in kept
     ]
     found = logits(teacher)
@@ -269,4 +269,4 @@ def test_a_run_cuts_a_state_space_teacher_and_leaves_an_ordinary_student(tmp_pat
     result = distill(load_config(overrides=over), tmp_path / "run", device="cpu")
     assert result.summary["student"]["perplexity"] < result.summary["student_before"]["perplexity"]
     student = AutoModelForCausalLM.from_pretrained(result.folder / "student")
-    assert type(student).__name__ == "MambaForCausalLM" and len(layers(student)) == 3
+    assert type(student).__name__ == "MambaForCausalLM" and len(layers_of(student)) == 3

@@ -15,13 +15,12 @@ from torch import Tensor
 
 from stillroom.errors import ConfigError
 from stillroom.numerics import log1mexp, tail_log_mass
-from stillroom.objectives import SampledTeacher, TopKTeacher, fused_head_loss, score_head
-from stillroom.objectives import divergence as family
-from stillroom.objectives.base import Divergence
+from stillroom.objectives import SampledTeacher, TopKTeacher, divergences, fused_head_loss, score_head
+from stillroom.objectives.divergences.base import Divergence
 from stillroom.objectives.head.sparse import check_pair, keep_top_k
 from stillroom.types import SampledSignal, TopKSignal
 
-FORWARD_KL = family.make("forward_kl")
+FORWARD_KL = divergences.make("forward_kl")
 NUM_TOKENS = 13
 
 
@@ -58,7 +57,7 @@ def test_top_k_is_the_divergence_of_k_plus_one_outcomes(
     student = torch.log_softmax(logits_of(exact.hidden, exact.head) / temperature, -1)
     teacher = torch.log_softmax(logits_of(case.teacher.hidden, case.teacher.head) / temperature, -1)
     p, q = buckets(teacher, signal.ids), buckets(student, signal.ids)
-    expected = family.on_logits(member, q.log(), p.log()).sum() * temperature**2
+    expected = divergences.on_logits(member, q.log(), p.log()).sum() * temperature**2
     torch.testing.assert_close(scored.loss, expected, rtol=1e-7, atol=1e-10)
     scored.loss.backward()
     expected.backward()

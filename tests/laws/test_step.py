@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import torch
 
 import tiny
 from stillroom.config import load_config
-from stillroom.engine.build import build_run, find_device, load_models
+from stillroom.engine.building.assemble import build_run
+from stillroom.engine.building.device import find_device
+from stillroom.engine.building.models import load_models
 from stillroom.engine.inject import Injector
-from stillroom.engine.recover import look, take_snapshot
+from stillroom.engine.recovery.recover import look, take_snapshot
 from stillroom.engine.run import Run
 from stillroom.engine.state import RunState, weights_of
 from stillroom.engine.step import attempt, train_step
@@ -59,7 +62,7 @@ def test_a_skipped_step_changes_neither_weights_nor_moments(make: Any, precision
     before = {
         name: tensor.clone() for name, tensor in {**weights_of(run.student.model), **run.optimizer.tensors()}.items()
     }
-    run.hooks = Injector("nan_grad@4")
+    run = replace(run, hooks=Injector("nan_grad@4"))
     outcome = train_step(run, state, run.loader.window(3))
     assert outcome.verdict.action == "skip"
     after = {**weights_of(run.student.model), **run.optimizer.tensors()}
@@ -137,8 +140,8 @@ def test_the_canary_says_nothing_while_no_term_looks_at_tokens(make: Any, trains
     state = RunState()
     take_snapshot(run, state)
     outcome = train_step(run, state, run.loader.window(0))
-    run.canary_reference = run.canary_best = 0.1  # far below what an untrained student reaches
+    state.canary_reference = state.canary_best = 0.1  # far below what an untrained student reaches
     seen = look(run, state, outcome.evidence)
     assert (seen is None) == trains_tokens
     if seen is not None:
-        assert run.canary_reference == run.canary_best == seen.canary_loss > 1.0
+        assert state.canary_reference == state.canary_best == seen.canary_loss > 1.0

@@ -18,7 +18,7 @@ from stillroom.errors import ConfigError
 from stillroom.objectives import Mix, divergence, tokens
 from stillroom.objectives.head import score_head
 from stillroom.objectives.head.sparse import give_rest_to_label, keep_top_k
-from stillroom.objectives.head.survey import survey
+from stillroom.objectives.head.token_stats import survey
 from stillroom.types import Lesson, StudentView, TopKSignal
 
 LENGTHS = (3, 1, 6, 2, 4)  # scored positions of five sequences: masks are ragged

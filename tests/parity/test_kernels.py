@@ -13,24 +13,24 @@ import torch
 from torch import Tensor
 
 from stillroom.errors import ConfigError, DataError
-from stillroom.objectives import divergence as family
-from stillroom.objectives import fused_head_loss
-from stillroom.objectives.base import Divergence, Logits, RowKernel, RowPlan, Rows, TeacherRows
+from stillroom.objectives import divergences, fused_head_loss
+from stillroom.objectives.divergences.base import Divergence
 from stillroom.objectives.head import DenseTeacher
 from stillroom.objectives.head.kernel import choose_kernel
 from stillroom.objectives.head.kernel_plain import PlainKernel
+from stillroom.objectives.head.row_kernel import Logits, RowKernel, RowPlan, Rows, TeacherRows
 from stillroom.types import SampledSignal, TopKSignal
 
 CHOICE = choose_kernel("auto")
 needs_compiler = pytest.mark.skipif(CHOICE.name != "compiled", reason=CHOICE.reason)
 MEMBERS = [
-    family.make("forward_kl"),
-    family.make("reverse_kl"),
-    family.make("jsd", {"beta": 0.5}),
-    family.make("jsd", {"beta": 0.05}),
-    family.make("skew_forward_kl"),
-    family.make("skew_reverse_kl"),
-    family.make("total_variation"),
+    divergences.make("forward_kl"),
+    divergences.make("reverse_kl"),
+    divergences.make("jsd", {"beta": 0.5}),
+    divergences.make("jsd", {"beta": 0.05}),
+    divergences.make("skew_forward_kl"),
+    divergences.make("skew_reverse_kl"),
+    divergences.make("total_variation"),
 ]
 HEADS = {"bare": {}, "scale": {"scale": 0.3}, "softcap": {"softcap": 5.0, "scale": 0.5}, "bias": {"bias": True}}
 

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import stillroom
 import tiny
-from stillroom.engine.inputs import FOLDER
+from stillroom.engine.run_folder.inputs import FOLDER
 from stillroom.errors import (
     BrokenAtStart,
     CannotSave,
@@ -36,7 +36,7 @@ from stillroom.errors import (
     NoBetterStudent,
     StillroomError,
 )
-from stillroom.models.given import GivenModel
+from stillroom.models.load.given import GivenModel
 from stillroom.telemetry import read_events
 
 NAMED = ("teacher.model", "student.model", "data.train")
@@ -210,7 +210,7 @@ def test_a_kill_before_the_run_began_does_not_block_its_folder(world: Path, tmp_
 
     def killed() -> None:
         from stillroom.engine import distill as engine
-        from stillroom.engine.inputs import Inputs
+        from stillroom.engine.run_folder.inputs import Inputs
 
         where, name = (engine, "load_models") if is_whole else (Inputs, "_write")
         setattr(where, name, lambda *_args, **_options: os.kill(os.getpid(), signal.SIGKILL))
@@ -250,7 +250,7 @@ def test_a_disk_that_is_full_of_inputs_ends_with_24(
     def full(*_args: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("stillroom.engine.inputs.write_records", full)
+    monkeypatch.setattr("stillroom.engine.run_folder.inputs.write_records", full)
     with pytest.raises(CannotSave, match="cannot write what was given") as found:
         stillroom.distill(**given(world), out=tmp_path / "run", settings=quick(world), device="cpu")
     assert found.value.exit_code == 24 and not (tmp_path / "run").exists()
@@ -270,7 +270,7 @@ _PROGRAM = """
 import os, sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
-import test_api, stillroom, stillroom.report, stillroom.engine.inputs as inputs
+import test_api, stillroom, stillroom.report, stillroom.engine.run_folder.inputs as inputs
 folder, world = Path({folder!r}), Path({world!r})
 def note(what, wrapped):
     def call(*args, **options):

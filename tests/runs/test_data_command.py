@@ -88,7 +88,7 @@ def test_as_json_each_row_is_its_text_in_scored_and_unscored_pieces(
 def test_the_pieces_are_the_targets_that_training_reads(folder: Path, tmp_path: Path) -> None:
     from stillroom.config.schema import StudentConfig
     from stillroom.data.preview import preview
-    from stillroom.models.load import load_tokenizer
+    from stillroom.models.load.open import load_tokenizer
 
     tokenizer = load_tokenizer(StudentConfig(model=str(folder)), str(folder))
     path = tmp_path / "d.jsonl"

@@ -19,7 +19,7 @@ import tiny
 from stillroom.config import extensions, load_config
 from stillroom.config.extensions import DIVERGENCES, OBJECTIVES, READERS, Registry
 from stillroom.errors import ConfigError
-from stillroom.objectives import divergence
+from stillroom.objectives import divergences
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 KEYS = {
@@ -117,7 +117,7 @@ def test_its_section_is_checked_like_ours(installed: Path) -> None:
 def test_its_divergence_has_the_slopes_it_says(installed: Path) -> None:
     student, teacher = torch.randn(2, 5, 33, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     student.requires_grad_()
-    value = divergence.on_logits(divergence.make("hellinger"), student, teacher, 1.0)
+    value = divergences.on_logits(divergences.make("hellinger"), student, teacher, 1.0)
     expected = 1.0 - (student.softmax(-1) * teacher.softmax(-1)).sqrt().sum(-1)
     torch.testing.assert_close(value, expected)
     (found,) = torch.autograd.grad(value.sum(), student)
@@ -144,7 +144,7 @@ def test_every_name_that_is_ours_is_registered_and_none_can_be_replaced() -> Non
     for name in set(OBJECTIVES._known) - {"kd", "ce"}:  # one object, made by the mix
         assert OBJECTIVES.find(name)
     with pytest.raises(ConfigError, match="already"):
-        divergence.register("jsd", lambda settings: divergence.ForwardKL())
+        divergences.register("jsd", lambda settings: divergences.ForwardKL())
 
 
 def test_a_package_that_is_broken_is_told_by_its_name(installed: Path) -> None:

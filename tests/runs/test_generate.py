@@ -18,10 +18,10 @@ from stillroom.config import load_config
 from stillroom.config.schema import DataConfig
 from stillroom.data import open_eval
 from stillroom.engine.distill import distill
-from stillroom.engine.samples import PROMPT_TOKENS, beginning
+from stillroom.engine.ending.samples import PROMPT_TOKENS, beginning
 from stillroom.errors import BrokenAtStart, ConfigError
 from stillroom.models.generate import continuation, end_ids, generate, readable
-from stillroom.models.names import model_name
+from stillroom.models.load.names import model_name
 
 REFUSING = "{{ raise_exception('this template knows no questions') }}"
 

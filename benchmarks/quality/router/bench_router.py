@@ -35,13 +35,13 @@ from regimes import REGIMES, warm_student
 from stillroom.config.schema import RouterConfig
 from stillroom.curriculum import Curriculum
 from stillroom.data import Loader, fixed_batches
-from stillroom.engine.build import make_schedule
+from stillroom.engine.building.assemble import make_schedule
 from stillroom.models import Student
 from stillroom.objectives.mix import Mix
 from stillroom.precision import resolve
-from stillroom.teachers.gates import GateOptions
-from stillroom.teachers.meta import both_ways, lookahead_direction
-from stillroom.teachers.router import RouterTeacher
+from stillroom.teachers.router.gates import GateOptions
+from stillroom.teachers.router.meta import both_ways, lookahead_direction
+from stillroom.teachers.router.teacher import RouterTeacher
 from stillroom.types import Score
 
 RESULTS = Path(__file__).parent / "results"

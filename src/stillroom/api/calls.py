@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from stillroom.api.objects import Model, Records
     from stillroom.assess import Assessment
-    from stillroom.engine.result import Result
+    from stillroom.engine.ending.result import Result
 
 Listener: TypeAlias = Callable[[dict[str, Any]], None]
 
@@ -124,7 +124,7 @@ def evaluate(
     from stillroom.api.objects import opened
     from stillroom.assess import Assessment, compare
     from stillroom.data.given import is_name, write_records
-    from stillroom.engine.build import find_device
+    from stillroom.engine.building.device import find_device
 
     where = find_device(wanted)
     has_name = is_name(data, "data")
@@ -178,7 +178,7 @@ def generate(
     from stillroom.assess import continue_text
     from stillroom.data import prompt_ids
     from stillroom.models.generate import generate as write
-    from stillroom.models.given import GivenModel
+    from stillroom.models.load.given import GivenModel
 
     given = GivenModel.of(model, "model")
     if given is None:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from stillroom.api.arguments import SETTING
 from stillroom.assess import open_model
 from stillroom.data.given import is_name
-from stillroom.engine.inputs import Inputs
+from stillroom.engine.run_folder.inputs import Inputs
 from stillroom.errors import ConfigError
-from stillroom.models.given import GivenModel
-from stillroom.models.loaded import LoadedModel
-from stillroom.models.names import model_name
+from stillroom.models.load.given import GivenModel
+from stillroom.models.load.loaded import LoadedModel
+from stillroom.models.load.names import model_name
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset as TorchDataset

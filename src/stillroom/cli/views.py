@@ -56,14 +56,14 @@ def data(
     as_json: AsJson = False,
 ) -> None:
     """What would be trained on: shape, lengths, which characters are scored, what is left out and why."""
-    from stillroom.models.names import model_name
+    from stillroom.models.load.names import model_name
 
     model = model_name(model)
     named = {"data.train": spec, "student.model": model, "data.max_length": max_length}
     overrides = {key: value for key, value in named.items() if value is not None} | parse_assignments(set_ or [])
     config = load(overrides=overrides).config
     from stillroom.data.preview import preview
-    from stillroom.models.load import has_tokenizer, load_tokenizer
+    from stillroom.models.load.open import has_tokenizer, load_tokenizer
 
     if not has_tokenizer(config.student, model):
         raise ConfigError(f"{model} brings no tokenizer", advice=["name the model whose tokenizer a run would use"])

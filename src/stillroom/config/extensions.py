@@ -4,7 +4,7 @@ A name is known without importing what it stands for, so a configuration is chec
 torch. Packages bring names by entry points; a program adds them with `register`. A name of ours cannot be replaced.
 
     stillroom.objectives   name = "package.module:RECIPE"   a Recipe
-    stillroom.divergences  name = "package.module:MEMBER"   a stillroom.objectives.divergence.Member
+    stillroom.divergences  name = "package.module:MEMBER"   a stillroom.objectives.divergences.Member
     stillroom.readers      suffix = "package.module:read"   a function (path, name, tally) -> (where, object) ...
 """
 
@@ -144,7 +144,7 @@ OBJECTIVES: Registry[Recipe] = Registry(
     known=("kd", "ce", "feature", "layerwise", "attention", "contrastive"),
 )
 
-# Members are maths, so only their names are known here; `objectives/named.py` says what a member is.
+# Members are maths, so only their names are known here; `objectives/divergences/named.py` says what a member is.
 DIVERGENCES: Registry[Any] = Registry(
     "stillroom.divergences",
     "divergence",

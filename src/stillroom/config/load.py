@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from stillroom.config import seeds
+from stillroom.config import legacy_json as seeds
 from stillroom.config.extensions import OBJECTIVES
 from stillroom.config.objectives import ObjectivesConfig
 from stillroom.config.schema import Config

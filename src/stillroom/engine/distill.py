@@ -11,29 +11,31 @@ import torch
 
 from stillroom.checkpoint import Mark, Saved
 from stillroom.config import Config
-from stillroom.engine import folder as run_folder
-from stillroom.engine.agree import Agreement, join
-from stillroom.engine.build import Models, build_run, find_device, load_models
-from stillroom.engine.checks import success_checks
-from stillroom.engine.cut import student_name, told_of_start
-from stillroom.engine.first import first_forward
-from stillroom.engine.folder import Claim
-from stillroom.engine.inputs import Inputs
+from stillroom.engine.building.assemble import build_run
+from stillroom.engine.building.device import find_device
+from stillroom.engine.building.loss_scale import find_loss_scale
+from stillroom.engine.building.models import Models, load_models
+from stillroom.engine.building.preflight import first_forward
+from stillroom.engine.building.shrink_student import student_name, told_of_start
+from stillroom.engine.ending.outcome import DONE, FINISHED, doubts, how_it_ended
+from stillroom.engine.ending.result import Result
+from stillroom.engine.ending.samples import make_samples
+from stillroom.engine.ending.success_checks import success_checks
 from stillroom.engine.loop import judge_student, run_evaluation, training
-from stillroom.engine.outcome import DONE, FINISHED, doubts, how_it_ended
-from stillroom.engine.recover import state_to_return_to
-from stillroom.engine.result import Result
+from stillroom.engine.recovery.recover import state_to_return_to
 from stillroom.engine.resume import newest_state, open_log, put_back, recorded_end
 from stillroom.engine.run import Run
-from stillroom.engine.samples import make_samples
+from stillroom.engine.run_folder import folder as run_folder
+from stillroom.engine.run_folder.folder import Claim
+from stillroom.engine.run_folder.inputs import Inputs
 from stillroom.engine.saving import load_best, save_checkpoint, save_student
-from stillroom.engine.scale import find_loss_scale
 from stillroom.engine.state import RunState, recall
 from stillroom.engine.stop import Stop
 from stillroom.errors import BrokenAtStart, CannotSave, Interrupted, NoBetterStudent
 from stillroom.evaluation import Evaluation, evaluate
 from stillroom.files import reason_of, write_atomically
-from stillroom.models import Student, anatomy
+from stillroom.models import Student, anatomy_of
+from stillroom.parallel import Parallel, join
 from stillroom.telemetry import SilentLog
 from stillroom.telemetry.events import scan_events
 from stillroom.telemetry.strict import strict
@@ -58,25 +60,25 @@ def distill(
     stop = Stop(config.train.max_minutes)
     with stop.on_signals():
         with stop.while_loading():
-            agree = join(config.train.peer_timeout_minutes)
+            parallel = join(config.train.peer_timeout_minutes)
             where = find_device(device)
-        with run_folder.owned(Path(out), config, is_first=agree.is_first) as claim:
-            if agree.first(float(claim.is_resumed)) and not agree.is_first:
+        with run_folder.owned(Path(out), config, is_first=parallel.is_first) as claim:
+            if parallel.broadcast(float(claim.is_resumed)) and not parallel.is_first:
                 claim.is_resumed, claim.config = run_folder.look(claim.folder, config)
             if inputs is not None:
                 with stop.while_loading():
-                    kept = inputs.keep(claim.folder, is_resumed=claim.is_resumed) if agree.is_first else ()
-                    agree.wait()
+                    kept = inputs.keep(claim.folder, is_resumed=claim.is_resumed) if parallel.is_first else ()
+                    parallel.wait()
                 notes = (*notes, *kept)
             finished, doubt = run_folder.read_summary(claim.folder) if claim.is_resumed else ({}, "")
             if finished.get("status") in FINISHED:
                 return answered(Result(claim.folder, finished))
-            return answered(_run(claim, agree, where, stop, inject, listeners, (*notes, doubt) if doubt else notes))
+            return answered(_run(claim, parallel, where, stop, inject, listeners, (*notes, doubt) if doubt else notes))
 
 
 def _run(
     claim: Claim,
-    agree: Agreement,
+    parallel: Parallel,
     where: torch.device,
     stop: Stop,
     inject: str,
@@ -85,19 +87,20 @@ def _run(
 ) -> Result:
     """From a claimed folder to the result: load, build, train, finish."""
     folder, config = claim.folder, claim.config
-    saved, mark = newest_state(folder, config, agree) if claim.is_resumed else (None, None)
+    saved, mark = newest_state(folder, config, parallel) if claim.is_resumed else (None, None)
     with stop.while_loading():
-        models = load_models(config, where, folder=folder, agree=agree, tell=_teller(listeners))
-    if agree.is_first and not claim.is_resumed:
+        models = load_models(config, where, folder=folder, parallel=parallel, tell=_teller(listeners))
+    if parallel.is_first and not claim.is_resumed:
         claim.describe()
-    log = open_log(folder, saved, mark) if agree.is_first else SilentLog()
+    log = open_log(folder, saved, mark) if parallel.is_first else SilentLog()
     for listener in listeners:
         log.listen(listener)
     with log, recorded_end(log, folder):
         with stop.while_loading():
-            run = build_run(config, folder, log, device=where, models=models, inject=inject, agree=agree)
+            run = build_run(
+                config, folder, log, device=where, models=models, inject=inject, parallel=parallel, lock=claim.lock
+            )
         claim.is_begun = True
-        run.lock = claim.lock
         state = RunState()
         _announce(run, models, notes, saved)
         if saved is not None:
@@ -131,14 +134,14 @@ def _teller(listeners: tuple[Callable[[dict[str, Any]], None], ...]) -> Callable
 
 def _carry(run: Run, state: RunState, saved: Saved | None, mark: Mark | None, stop: Stop) -> Result:
     """Train from where the state stands to the end, then write what is left to write."""
-    run.between_batches = stop.check_loading
-    run.before = _before(run, state) if saved is None else dict(saved.scalars["before"])
+    state.between_batches = stop.check_loading
+    state.before = _before(run, state) if saved is None else dict(saved.scalars["before"])
     if saved is None:
         run.teacher.begin_run()  # before the initial state is kept: what the probes found is part of it
         first_forward(run, state)
         find_loss_scale(run, state)
     if run.config.guard.on_exhausted == "reset" and state.applied == 0:
-        run.initial = state_to_return_to(run, state).copied()
+        state.initial = state_to_return_to(run, state).copied()
     stop.check_loading()
     if mark is not None:
         recall(run, state, mark)
@@ -156,7 +159,7 @@ def _before(run: Run, state: RunState) -> dict[str, Any]:
     found: dict[str, Any] = {}
     teacher = run.teacher.as_model()
     if teacher is not None:
-        found["teacher"] = _row(_evaluate_teacher(run, teacher), teacher.model)
+        found["teacher"] = _row(_evaluate_teacher(run, state, teacher), teacher.model)
         if not _is_number(found["teacher"]["perplexity"]):
             raise BrokenAtStart(
                 "the teacher's held-out loss is not finite",
@@ -182,10 +185,10 @@ def _before(run: Run, state: RunState) -> dict[str, Any]:
     return found
 
 
-def _evaluate_teacher(run: Run, model: Student) -> Evaluation:
+def _evaluate_teacher(run: Run, state: RunState, model: Student) -> Evaluation:
     batches, plain = run.eval_batches(), run.precision.plain()
     with run.teacher.at_work():
-        return evaluate(model, batches, precision=plain, teacher=run.teacher, between=run.between_batches)
+        return evaluate(model, batches, precision=plain, teacher=run.teacher, between=state.between_batches)
 
 
 def _is_number(value: float) -> bool:
@@ -193,7 +196,7 @@ def _is_number(value: float) -> bool:
 
 
 def _row(result: Evaluation, model: Any) -> dict[str, Any]:
-    return {**result.yardsticks(), "parameters": anatomy(model).num_parameters}
+    return {**result.yardsticks(), "parameters": anatomy_of(model).num_parameters}
 
 
 def _announce(run: Run, models: Models, notes: tuple[str, ...], saved: Saved | None) -> None:
@@ -208,13 +211,13 @@ def _announce(run: Run, models: Models, notes: tuple[str, ...], saved: Saved | N
         schedule={
             "total_batches": run.loader.num_batches,
             "gradient_accumulation": config.train.gradient_accumulation_steps,
-            "processes": run.agree.size,
+            "processes": run.parallel.size,
             "optimizer_steps": run.schedule.num_steps,
             "warmup_steps": run.schedule.num_warmup,
             "learning_rate": config.train.learning_rate,
         },
-        teacher={"name": config.teacher.model, **anatomy(models.teacher).to_dict()} if models.teacher else None,
-        student={"name": student_name(config), **anatomy(models.student).to_dict()},
+        teacher={"name": config.teacher.model, **anatomy_of(models.teacher).to_dict()} if models.teacher else None,
+        student={"name": student_name(config), **anatomy_of(models.student).to_dict()},
         data={**run.corpus.counters, "notes": list(run.corpus.notes)},
     )
     for text in (*notes, *models.notes, *run.teacher.notes, *run.mix.notes(run.device.type)):
@@ -230,7 +233,7 @@ def _announce(run: Run, models: Models, notes: tuple[str, ...], saved: Saved | N
 
 def _finish(run: Run, state: RunState, stop: Stop) -> Result:
     def ask() -> None:
-        if run.agree.anyone(bool(stop.reason)):
+        if run.parallel.any_of(bool(stop.reason)):
             raise Interrupted(
                 f"stopped after the last step, before the result was written: {stop.reason or 'as another process'}",
                 where=str(run.folder),
@@ -240,17 +243,17 @@ def _finish(run: Run, state: RunState, stop: Stop) -> Result:
     # The best of a stretch that was rolled back may bear the number of the last step and be another student.
     is_last_best = state.best_step == state.applied and state.evaluations_since_best == 0
     if not is_last_best:
-        load_best(run)
+        load_best(run, state)
         whose = f"that of step {state.best_step}" if state.best_step else "the one before training"
         run.log.write("note", text=f"the best student is {whose}, and it is the one kept")
     # A teacher whose gates were trained is no yardstick: the result is compared with the one that was given.
     reference = run.teacher.original
-    final = run.evaluated if is_last_best and reference is run.teacher else None
+    final = state.evaluated if is_last_best and reference is run.teacher else None
     if final is None:
         final = evaluate(run.student, run.eval_batches(), precision=run.precision, teacher=reference, between=ask)
     ask()
-    end = how_it_ended(state, final.perplexity, run.before["student_before"]["perplexity"])
-    if not run.agree.is_first:
+    end = how_it_ended(state, final.perplexity, state.before["student_before"]["perplexity"])
+    if not run.parallel.is_first:
         return Result(run.folder, dict(end))
     save_student(run)
     run.teacher.save(run.folder)
@@ -270,7 +273,7 @@ def _finish(run: Run, state: RunState, stop: Stop) -> Result:
         "transfer_tokens": run.corpus.counters.get("train_tokens"),
         "learning_rate": run.config.train.learning_rate,
         "weight_decay": run.config.train.weight_decay,
-        **run.before,
+        **state.before,
         "student": {**_row(final, run.student.model), "steps": state.applied, "tokens": state.tokens},
         **run.teacher.summary(),
     }

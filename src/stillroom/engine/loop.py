@@ -12,32 +12,29 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import psutil
-import torch
-
 from stillroom.checkpoint import CheckpointSnapshots
 from stillroom.engine.gradients import is_due, term_gradients
 from stillroom.engine.pace import plan_evaluations
-from stillroom.engine.recover import is_sound, keep_snapshot, look, take_snapshot
+from stillroom.engine.recovery.recover import is_sound, keep_snapshot, look, take_snapshot
 from stillroom.engine.run import Run
 from stillroom.engine.saving import leave_student, save_checkpoint, settle_rollback
 from stillroom.engine.state import RunState, weights_of
 from stillroom.engine.step import StepOutcome, train_step
 from stillroom.engine.stop import Stop
-from stillroom.engine.twins import check_twins
 from stillroom.errors import Interrupted
 from stillroom.evaluation import Evaluation, evaluate, go_on
+from stillroom.telemetry.memory import memory_in_use
 from stillroom.types import Lesson
 
-__all__ = ["Stop", "memory", "run_evaluation", "training"]
+__all__ = ["Stop", "run_evaluation", "training"]
 
 
 def training(run: Run, state: RunState, stop: Stop) -> Iterator[StepOutcome]:
     """Train until the schedule ends. Yields after each attempted step, refused ones included."""
     run.student.train()
     start, already = time.monotonic(), state.seconds
-    plan(run)
-    run.reach.begin(run)
+    plan(run, state)
+    state.reach.begin(run)
     if state.applied > 0:
         keep_snapshot(run, state)
     elif not (is_sound(run) and take_snapshot(run, state)):
@@ -58,8 +55,8 @@ def training(run: Run, state: RunState, stop: Stop) -> Iterator[StepOutcome]:
         outcome = train_step(run, state, window)
         state.seconds = already + time.monotonic() - start
         run.log.write("step", **step_record(run, state, outcome, time.monotonic() - began))
-        run.pace.step_seconds = time.monotonic() - began
-        stop.reserve = run.pace.seconds_to_stop()
+        state.pace.step_seconds = time.monotonic() - began
+        stop.reserve = state.pace.seconds_to_stop()
         stop.heed_clock()
         settle_rollback(run, state)
         yield outcome
@@ -67,7 +64,7 @@ def training(run: Run, state: RunState, stop: Stop) -> Iterator[StepOutcome]:
             if outcome.verdict.action == "keep":
                 after_applied_step(run, state, outcome)
                 settle_rollback(run, state)
-            if state.applied < run.schedule.num_steps and run.agree.anyone(stop.is_wanted()):
+            if state.applied < run.schedule.num_steps and run.parallel.any_of(stop.is_wanted()):
                 look(run, state, outcome.evidence)  # a resumed run begins with what is saved here, good or bad
                 settle_rollback(run, state)
                 raise _Granted
@@ -79,14 +76,14 @@ class _Granted(Exception):
 
 def grant(run: Run, stop: Stop) -> None:
     """End the run here if any of its processes was asked to."""
-    if run.agree.anyone(stop.is_wanted()):
+    if run.parallel.any_of(stop.is_wanted()):
         raise _Granted
 
 
 @contextmanager
 def _granting(run: Run, state: RunState, stop: Stop) -> Iterator[None]:
     """Inside, a wish to stop is granted between held-out batches too; the state is saved as it is then."""
-    run.between_batches = lambda: grant(run, stop)
+    state.between_batches = lambda: grant(run, stop)
     try:
         yield
     except _Granted:
@@ -100,24 +97,24 @@ def _granting(run: Run, state: RunState, stop: Stop) -> Iterator[None]:
             advice=[f"stillroom resume {run.folder}"],
         ) from None
     finally:
-        run.between_batches = go_on
+        state.between_batches = go_on
 
 
-def plan(run: Run) -> None:
+def plan(run: Run, state: RunState) -> None:
     """Decide when the run is evaluated and saved: as configured, else within a share of the run."""
     train, steps = run.config.train, run.schedule.num_steps
-    run.pace.eval_steps = train.eval_steps
+    state.pace.eval_steps = train.eval_steps
     if not train.eval_steps:
         size = run.config.eval.batch_size or train.batch_size
         rows = len(run.corpus.evaluation)
         rows = min(rows, run.config.eval.max_batches * size) if run.config.eval.max_batches else rows
-        window = train.batch_size * train.gradient_accumulation_steps * run.agree.size
-        run.pace.eval_steps, reason = plan_evaluations(steps, rows, window)
+        window = train.batch_size * train.gradient_accumulation_steps * run.parallel.size
+        state.pace.eval_steps, reason = plan_evaluations(steps, rows, window)
         if reason:
             run.log.write("note", text=reason)
-    run.pace.save_steps = train.save_steps or train.eval_steps or math.ceil(steps / 10)
+    state.pace.save_steps = train.save_steps or train.eval_steps or math.ceil(steps / 10)
     # Where a rollback returns to the newest checkpoint, a clock must not decide which one that is.
-    run.pace.is_save_fixed = bool(train.save_steps or train.eval_steps) or isinstance(run.ring, CheckpointSnapshots)
+    state.pace.is_save_fixed = bool(train.save_steps or train.eval_steps) or isinstance(run.ring, CheckpointSnapshots)
 
 
 def after_applied_step(run: Run, state: RunState, outcome: StepOutcome) -> None:
@@ -127,8 +124,8 @@ def after_applied_step(run: Run, state: RunState, outcome: StepOutcome) -> None:
             run.log.write("phase", step=state.applied, **{"from": state.phase, "to": outcome.lesson.phase})
         state.phase = outcome.lesson.phase
     is_last = state.applied >= run.schedule.num_steps
-    is_eval = is_last or state.applied % run.pace.eval_steps == 0
-    is_save = is_last or state.applied % run.pace.save_steps == 0
+    is_eval = is_last or state.applied % state.pace.eval_steps == 0
+    is_save = is_last or state.applied % state.pace.save_steps == 0
     # A NaN in the row of a token that no batch contained shows in no loss: before anything is kept, look.
     is_snapshot = state.applied % run.config.guard.snapshot_steps == 0
     # Before the first snapshot the statistics are few: look after 1, 2, 4, 8 ... steps.
@@ -153,7 +150,7 @@ def evaluate_and_save(run: Run, state: RunState, lesson: Lesson, *, is_eval: boo
         state.owes_evaluation = False
         judge_student(run, state, result)
     is_last = state.applied >= run.schedule.num_steps or state.is_finished
-    is_worth_it = is_save and run.agree.first(float(run.pace.is_save_worth_it())) == 1.0
+    is_worth_it = is_save and run.parallel.broadcast(float(state.pace.is_save_worth_it())) == 1.0
     if is_last or is_worth_it:
         save_checkpoint(run, state)
 
@@ -172,11 +169,11 @@ def run_evaluation(run: Run, state: RunState, lesson: Lesson | None = None) -> E
         teacher=run.teacher,
         mix=run.mix,
         lesson=lesson,
-        between=run.between_batches,
+        between=state.between_batches,
     )
-    result = replace(result, perplexity=run.agree.first(result.perplexity))
-    check_twins(run)
-    run.evaluated = result
+    result = replace(result, perplexity=run.parallel.broadcast(result.perplexity))
+    run.parallel.check_replicas({**weights_of(run.student.model), **dict(run.mix.projectors.named_parameters())})
+    state.evaluated = result
     is_best = is_better(result, state)
     run.log.write(
         "eval",
@@ -209,7 +206,7 @@ def judge_student(run: Run, state: RunState, result: Evaluation) -> None:
     if is_better(result, state):
         state.best_perplexity, state.best_step = result.perplexity, state.applied
         state.evaluations_since_best = 0
-        run.best_weights = {
+        state.best_weights = {
             name: tensor.detach().to("cpu", copy=True) for name, tensor in weights_of(run.student.model).items()
         }
         return
@@ -224,7 +221,7 @@ def judge_student(run: Run, state: RunState, result: Evaluation) -> None:
 
 
 def step_record(run: Run, state: RunState, outcome: StepOutcome, seconds: float) -> dict[str, Any]:
-    gpu, resident, percent = memory(run.device)
+    gpu, resident, percent = memory_in_use(run.device)
     remaining = run.schedule.num_steps - state.applied
     return {
         "step": outcome.evidence.step,
@@ -263,13 +260,3 @@ def _counted(outcome: StepOutcome) -> dict[str, float]:
     if "rows_without_contrast" in counters:
         found["rows_without_contrast"] = counters["rows_without_contrast"]
     return found
-
-
-def memory(device: torch.device) -> tuple[float, float, float]:
-    """(GPU gigabytes in use, resident gigabytes of the process, percent of the training device's memory)."""
-    resident = psutil.Process().memory_info().rss
-    if device.type == "cuda":
-        used = torch.cuda.memory_allocated(device)
-        total = torch.cuda.get_device_properties(device).total_memory
-        return used / 1e9, resident / 1e9, 100.0 * used / total
-    return 0.0, resident / 1e9, 100.0 * resident / psutil.virtual_memory().total

@@ -10,12 +10,14 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import load
 
-from stillroom.engine import folder as run_folder
-from stillroom.engine.build import build_run, find_device, load_models
-from stillroom.engine.kept import batch_of
-from stillroom.engine.locate import locate
-from stillroom.engine.quarantine import find_windows
+from stillroom.engine.building.assemble import build_run
+from stillroom.engine.building.device import find_device
+from stillroom.engine.building.models import load_models
+from stillroom.engine.recovery.batch_file import batch_of
+from stillroom.engine.recovery.locate_nonfinite import locate
+from stillroom.engine.recovery.quarantine import find_windows
 from stillroom.engine.resume import newest_checkpoint
+from stillroom.engine.run_folder import folder as run_folder
 from stillroom.engine.state import RunState, restore
 from stillroom.engine.step import attempt
 from stillroom.errors import ConfigError, DataError

@@ -9,11 +9,11 @@ from pathlib import Path
 from stillroom.checkpoint import CheckpointStore, Mark, Saved
 from stillroom.config import Config
 from stillroom.ends import explained
-from stillroom.engine.agree import Agreement
 from stillroom.engine.run import Run
 from stillroom.engine.state import RunState, lacks, restore
 from stillroom.errors import CheckpointUnusable, ConfigError, Fault, StillroomError
 from stillroom.files import mend, reason_of
+from stillroom.parallel import Parallel
 from stillroom.telemetry import EventLog
 
 
@@ -22,16 +22,16 @@ def newest_checkpoint(folder: Path, config: Config) -> Saved | None:
     return CheckpointStore(folder / "checkpoints", config.checkpoint.keep).load_newest(lacks=lacks)
 
 
-def newest_state(folder: Path, config: Config, agree: Agreement) -> tuple[Saved | None, Mark | None]:
+def newest_state(folder: Path, config: Config, parallel: Parallel) -> tuple[Saved | None, Mark | None]:
     """The newest checkpoint that verifies, and the rollback that happened after it, if one did.
 
     What an interrupted save left behind is swept away first.
     """
     store = CheckpointStore(folder / "checkpoints", config.checkpoint.keep)
-    if agree.is_first:
+    if parallel.is_first:
         mend(folder)
         store.sweep()
-    agree.wait()
+    parallel.wait()
     saved, mark = store.load_newest(lacks=lacks), store.mark()
     is_answered = mark is None or (saved is not None and saved.line >= mark.line)
     return saved, None if is_answered else mark
@@ -60,7 +60,7 @@ def _check_processes(saved: Saved, num_processes: int, folder: Path) -> None:
 
 def put_back(run: Run, state: RunState, saved: Saved) -> None:
     """Put a checkpoint's state into a run that was built from the same configuration."""
-    _check_processes(saved, run.agree.size, run.folder)
+    _check_processes(saved, run.parallel.size, run.folder)
     try:
         restore(run, state, saved)
     except (ValueError, KeyError, TypeError, RuntimeError) as error:

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from stillroom.checkpoint import CheckpointStore, Saved, Snapshots
+from stillroom.checkpoint import CheckpointStore, Snapshots
 from stillroom.config import Config
 from stillroom.curriculum import Curriculum
 from stillroom.data import Corpus, Loader, fixed_batches
-from stillroom.engine.agree import Agreement
 from stillroom.engine.hooks import Hooks
-from stillroom.engine.lock import FolderLock
-from stillroom.engine.pace import Pace
-from stillroom.engine.reach import Reach
+from stillroom.engine.run_folder.lock import FolderLock
 from stillroom.engine.state import RunState
 from stillroom.errors import CannotSave
-from stillroom.evaluation import Evaluation, go_on
 from stillroom.guard import Guard
 from stillroom.models import Student
 from stillroom.objectives.mix import Mix
+from stillroom.parallel import Parallel
 from stillroom.precision import AdamW, Precision
 from stillroom.schedule import Schedule
 from stillroom.teachers import NO_TEACHER, Teacher
@@ -40,9 +35,9 @@ def held_out_batches(config: Config, corpus: Corpus) -> list[Batch]:
     return list(fixed_batches(corpus.evaluation, size, config.eval.max_batches))
 
 
-@dataclass
+@dataclass(frozen=True)
 class Run:
-    """Everything a step touches. What changes lives in RunState, the optimizer, the guard and the policy."""
+    """The parts of a run. What changes lives in RunState and inside the parts: weights, optimizer, guard, policy."""
 
     config: Config
     folder: Path
@@ -62,19 +57,9 @@ class Run:
     checkpoints: CheckpointStore
     ring: Snapshots
     hooks: Hooks = field(default_factory=Hooks)
-    agree: Agreement = field(default_factory=Agreement)
+    parallel: Parallel = field(default_factory=Parallel)
     vocabularies: dict[str, str] = field(default_factory=dict)  # hash of each model's table of tokens
-    initial: Saved | None = None  # kept only where the guard may begin again
-    before: dict[str, Any] = field(default_factory=dict)  # teacher and student before training, for the summary
-    sampled: dict[str, Tensor] = field(default_factory=dict)  # of the last update, read with the next evidence
-    best_weights: dict[str, Tensor] = field(default_factory=dict)
-    canary_reference: float = float("inf")  # at the last good snapshot
-    canary_best: float = float("inf")  # of all good snapshots, the one before training included
-    reach: Reach = field(default_factory=Reach)
     lock: FolderLock | None = None  # of the process that writes
-    pace: Pace = field(default_factory=Pace)
-    evaluated: Evaluation | None = None  # the last evaluation of the student in this process
-    saved_at: tuple[int, ...] = ()  # what the newest checkpoint was saved after: counters that tell states apart
 
     def check_folder(self) -> None:
         """Before anything is saved: a folder that was deleted is not made again half-empty."""
@@ -84,8 +69,6 @@ class Run:
                 where=str(self.folder),
                 advice=["begin again in another folder with --out", "leave a run's folder alone until it has ended"],
             )
-
-    between_batches: Callable[[], None] = go_on  # called between held-out batches: where an evaluation may end
 
     def last_lesson(self, state: RunState) -> Lesson:
         """The lesson of the step that was applied last."""

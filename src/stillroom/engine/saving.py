@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from stillroom.engine.recover import is_sound
+from stillroom.engine.recovery.recover import is_sound
 from stillroom.engine.run import Run
 from stillroom.engine.state import RunState, capture, history, weights_of
 from stillroom.errors import CannotSave, StillroomError
@@ -19,15 +19,15 @@ def save_checkpoint(run: Run, state: RunState) -> None:
     A full disk in the middle of a run is reported and the run goes on; a folder that is gone ends it.
     """
     moment = (state.applied, state.attempted, state.rollbacks, int(state.owes_evaluation))
-    if run.saved_at == moment:
+    if state.saved_at == moment:
         return
     if not is_sound(run):
         run.log.write("note", text="weights are not finite: nothing is saved, the last good checkpoint stays")
         return
-    is_saved = _write_checkpoint(run, state) if run.agree.is_first else False
+    is_saved = _write_checkpoint(run, state) if run.parallel.is_first else False
     # All wait here for the first process: whoever rolls back to a checkpoint finds it whole.
-    if run.agree.first(float(is_saved)):
-        run.saved_at = moment
+    if run.parallel.broadcast(float(is_saved)):
+        state.saved_at = moment
 
 
 def _write_checkpoint(run: Run, state: RunState) -> bool:
@@ -43,7 +43,7 @@ def _write_checkpoint(run: Run, state: RunState) -> bool:
         run.log.write("note", text=f"{error.what}; the run goes on, the last good checkpoint stays")
         return False
     seconds = time.monotonic() - began
-    run.pace.saved(seconds)
+    state.pace.saved(seconds)
     size = sum(file.stat().st_size for file in path.iterdir())
     name = str(path.relative_to(run.folder))
     run.log.write("checkpoint", step=saved.step, path=name, bytes=size, seconds=seconds)
@@ -59,7 +59,7 @@ def settle_rollback(run: Run, state: RunState) -> None:
         return
     run.checkpoints.line = state.rollbacks
     run.ring.settle()
-    if run.agree.is_first:
+    if run.parallel.is_first:
         run.check_folder()
         run.log.sync()
         run.checkpoints.begin_line(state.rollbacks, state.applied, history(run, state))
@@ -92,20 +92,20 @@ def save_student(run: Run) -> None:
 
 
 @torch.no_grad()
-def load_best(run: Run) -> None:
+def load_best(run: Run, state: RunState) -> None:
     """Put the best weights into the student."""
     living = weights_of(run.student.model)
-    for name, tensor in run.best_weights.items():
+    for name, tensor in state.best_weights.items():
         living[name].copy_(tensor)
 
 
 def leave_student(run: Run, state: RunState) -> None:
     """Write the best student of a run that is stopped, to try it. The run's state is saved already and goes unused."""
-    if not run.agree.is_first:
+    if not run.parallel.is_first:
         return
     is_judged = state.best_step > 0 or state.evaluations_since_best > 0
-    if run.best_weights and is_judged:
-        load_best(run)
+    if state.best_weights and is_judged:
+        load_best(run, state)
         which = f"the best student so far, that of step {state.best_step}"
     else:
         which = f"the student of step {state.applied}, which was never evaluated"

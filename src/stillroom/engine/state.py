@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from stillroom.checkpoint import Mark, Saved
+from stillroom.engine.pace import Pace
+from stillroom.engine.recovery.reach import Reach
+from stillroom.evaluation import Evaluation, go_on
 from stillroom.telemetry.strict import strict
 
 if TYPE_CHECKING:
@@ -18,7 +21,28 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class RunState:
+class Holdings:
+    """What a run holds beside its counters: saved as tensors and values of their own, or not at all."""
+
+    best_weights: dict[str, Tensor] = field(default_factory=dict)
+    before: dict[str, Any] = field(default_factory=dict)  # teacher and student before training, for the summary
+    canary_reference: float = math.inf  # at the last good snapshot
+    canary_best: float = math.inf  # of all good snapshots, the one before training included
+    # Of this process only:
+    initial: Saved | None = None  # kept only where the guard may begin again
+    sampled: dict[str, Tensor] = field(default_factory=dict)  # of the last update, read with the next evidence
+    reach: Reach = field(default_factory=Reach)
+    pace: Pace = field(default_factory=Pace)
+    evaluated: Evaluation | None = None  # the last evaluation of the student
+    saved_at: tuple[int, ...] = ()  # counters that tell the newest checkpoint's state from others
+    between_batches: Callable[[], None] = go_on  # called where an evaluation may end
+
+
+_HELD = {known.name for known in fields(Holdings)}
+
+
+@dataclass
+class RunState(Holdings):
     """Where a run stands. Only the engine writes here."""
 
     applied: int = 0  # optimizer steps applied: the clock of schedule and curriculum
@@ -43,6 +67,11 @@ class RunState:
     phase: str = ""
     is_finished: bool = False
     owes_evaluation: bool = False  # the last step was to be evaluated, and that was interrupted
+
+    def counters(self) -> dict[str, Any]:
+        """What a checkpoint keeps as JSON under `state`."""
+        found = {known.name: getattr(self, known.name) for known in fields(self) if known.name not in _HELD}
+        return {name: list(value) if isinstance(value, list) else value for name, value in found.items()}
 
     @property
     def success_rate(self) -> float:
@@ -103,18 +132,18 @@ def capture(run: Run, state: RunState) -> Saved:
     }
     if learned := run.teacher.tensors():
         tensors[_TEACHER] = learned
-    if run.best_weights:
-        tensors["best"] = run.best_weights
+    if state.best_weights:
+        tensors["best"] = state.best_weights
     scalars = {
-        "state": asdict(state),
+        "state": state.counters(),
         "precision": run.precision.state_dict(),
         "guard": run.guard.state_dict(),
         "num_updates": run.optimizer.num_updates,
-        "before": strict(run.before),  # a yardstick of an odd text may be infinite, which JSON is not
+        "before": strict(state.before),  # a yardstick of an odd text may be infinite, which JSON is not
         "events": run.log.position,
-        "processes": run.agree.size,
-        "canary": run.canary_reference if math.isfinite(run.canary_reference) else None,
-        "canary_best": run.canary_best if math.isfinite(run.canary_best) else None,
+        "processes": run.parallel.size,
+        "canary": state.canary_reference if math.isfinite(state.canary_reference) else None,
+        "canary_best": state.canary_best if math.isfinite(state.canary_best) else None,
         _TEACHER: run.teacher.state_dict() or None,
     }
     return Saved(state.applied, tensors, scalars, line=state.rollbacks)
@@ -129,7 +158,7 @@ def lacks(saved: Saved) -> str:
 
 def history(run: Run, state: RunState) -> dict[str, Any]:
     """What a rollback must not undo, for its mark on the disk."""
-    kept = {name: value for name, value in asdict(state).items() if name in _HISTORY}
+    kept = {name: value for name, value in state.counters().items() if name in _HISTORY}
     return {"state": kept, "guard": run.guard.state_dict(), "events": run.log.position}
 
 
@@ -143,7 +172,7 @@ def recall(run: Run, state: RunState, mark: Mark) -> None:
         if best or not name.startswith(("best_", "evaluations_since_best")):
             setattr(state, name, list(value) if isinstance(value, list) else value)
     if best:
-        run.best_weights = {name: tensor.clone() for name, tensor in best.items()}
+        state.best_weights = {name: tensor.clone() for name, tensor in best.items()}
     windows = run.guard.windows()
     run.guard.load_state_dict({**mark.history["guard"], "windows": windows})
 
@@ -160,10 +189,10 @@ def restore(run: Run, state: RunState, saved: Saved, *, keeps_history: bool = Fa
     if "cuda" in saved.tensors["random"] and run.device.type == "cuda":
         torch.cuda.set_rng_state(saved.tensors["random"]["cuda"], run.device)
     run.precision.load_state_dict(saved.scalars["precision"])
-    run.reach.begin(run)
+    state.reach.begin(run)
     # Of that time: what the canary did later was the work of steps that are now undone.
-    run.canary_reference = _or_unknown(saved.scalars["canary"])
-    run.canary_best = _or_unknown(saved.scalars.get("canary_best", saved.scalars["canary"]))
+    state.canary_reference = _or_unknown(saved.scalars["canary"])
+    state.canary_best = _or_unknown(saved.scalars.get("canary_best", saved.scalars["canary"]))
     teacher = saved.tensors.get(_TEACHER, {}), saved.scalars.get(_TEACHER) or {}
     run.teacher.load(*teacher, keeps_history=keeps_history)
     for name, value in saved.scalars["state"].items():
@@ -173,7 +202,7 @@ def restore(run: Run, state: RunState, saved: Saved, *, keeps_history: bool = Fa
         run.guard.restore_windows(saved.scalars["guard"]["windows"])
     else:
         run.guard.load_state_dict(saved.scalars["guard"])
-        run.best_weights = {name: tensor.clone() for name, tensor in saved.tensors.get("best", {}).items()}
+        state.best_weights = {name: tensor.clone() for name, tensor in saved.tensors.get("best", {}).items()}
 
 
 def _or_unknown(canary: float | None) -> float:

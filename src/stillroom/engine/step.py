@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from stillroom.engine.recover import carry_out, examine
+from stillroom.engine.recovery.recover import carry_out, examine
 from stillroom.engine.run import Run
 from stillroom.engine.state import RunState
 from stillroom.types import Batch, Evidence, Lesson, Score, TermRecord, Verdict
@@ -67,7 +67,7 @@ def train_step(run: Run, state: RunState, window: Sequence[Batch]) -> StepOutcom
         state.attempt = 0
         state.tokens += evidence.num_targets
     else:
-        whole = window if run.agree.size == 1 else run.loader.whole_window(state.cursor)
+        whole = run.parallel.whole_window(run.loader, state.cursor, window)
         carry_out(run, state, whole, evidence, verdict)
     run.optimizer.zero_grad()
 
@@ -80,30 +80,15 @@ def attempt(run: Run, state: RunState, window: Sequence[Batch]) -> tuple[Evidenc
     """Forward and backward of a window: gradients are left in place, nothing is applied."""
     lesson = run.lesson(state)
     # Of the whole window and of all processes, before any forward: the one divisor.
-    counts = run.agree.counts(run.mix.counts(window))
+    counts = run.parallel.counts(run.mix.counts(window))
     tally = Tally()
     run.teacher.begin(window, state.applied, state.cursor)
-    scored = [batch for batch in window if batch.num_scored]
-    if run.agree.size > 1:
-        _seed(run, state)
-        scored = scored or list(window[:1])  # a process with nothing to learn adds zeros under the same names
-    for batch in scored:
+    run.parallel.seed(run.config.train.seed, state.attempted)
+    for batch in run.parallel.scored(window):
         tally.add(_learn(run, batch, lesson, counts))
     run.hooks.gradients(run.optimizer)
-    _share_gradients(run)
+    run.parallel.sum_gradients(run.optimizer)
     return _read_evidence(run, state, tally, lesson, counts), lesson
-
-
-def _seed(run: Run, state: RunState) -> None:
-    """Random numbers that differ between processes and are the same again after a resume."""
-    torch.manual_seed(((run.config.train.seed * 1_000_003 + state.attempted) * 1_009 + run.agree.rank) & (2**63 - 1))
-
-
-def _share_gradients(run: Run) -> None:
-    """Sum the gradients of all processes. No mean: the counts of all have divided already."""
-    if run.agree.size > 1:
-        run.optimizer.complete_gradients(run.agree.any_of(run.optimizer.has_gradients()))
-        run.agree.add_up(gradient for _name, gradient in run.optimizer.named_gradients())
 
 
 def _learn(run: Run, batch: Batch, lesson: Lesson, counts: dict[str, int]) -> Score:
@@ -133,10 +118,10 @@ def _read_evidence(run: Run, state: RunState, tally: Tally, lesson: Lesson, coun
     packed |= tally.counters
     packed |= {f"term.{name}": total for name, total in tally.totals.items()}
     alike = {f"norm.{name}": square for name, square in norms.items()}
-    alike |= {f"sample.{name}": share for name, share in run.sampled.items()}
+    alike |= {f"sample.{name}": share for name, share in state.sampled.items()}
     named = packed | alike
     stacked = torch.stack([value.detach().reshape(()).to(run.device, torch.float32) for value in named.values()])
-    run.agree.add_up([stacked[: len(packed)]])
+    run.parallel.sum_([stacked[: len(packed)]])
     values = dict(zip(named, stacked.tolist(), strict=True))
     means = {name: values[f"term.{name}"] / max(counts[name], 1) for name in tally.totals}
     scale = run.precision.loss_scale
@@ -155,7 +140,7 @@ def _read_evidence(run: Run, state: RunState, tally: Tally, lesson: Lesson, coun
         counters={name: values[name] for name in tally.counters if name != "bad_teacher_rows"},
         phase=lesson.phase,
         attempt=state.attempt,
-        samples={name: values[f"sample.{name}"] for name in run.sampled},
+        samples={name: values[f"sample.{name}"] for name in state.sampled},
     )
 
 
@@ -164,6 +149,6 @@ def _apply(run: Run, state: RunState, evidence: Evidence, rate: float) -> None:
     bound = run.config.train.max_grad_norm
     factors = {name: min(1.0, bound / (norm + 1e-12)) for name, norm in evidence.group_norms.items()}
     is_sampled = state.applied % run.config.telemetry.log_steps == 0
-    run.reach.extend(run.rate_factor(state))
-    run.sampled = run.precision.step(run.optimizer, rate, factors, is_sampled=is_sampled)
+    state.reach.extend(run.rate_factor(state))
+    state.sampled = run.precision.step(run.optimizer, rate, factors, is_sampled=is_sampled)
     run.hooks.mid_update()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stillroom.models import probe
+from stillroom.models.anatomy import backbone, head_of, layers_if_any
 from stillroom.models.taps import tapped
 from stillroom.types import Batch, HeadWeights, Needs, StudentView
 
@@ -19,7 +19,7 @@ class Student:
         self.model = model
         self.vocab_size = vocab_size
         self.is_described = is_described
-        self._blocks = probe.layers_if_any(model)
+        self._blocks = layers_if_any(model)
 
     def observe(self, batch: Batch, needs: Needs) -> StudentView:
         with tapped(self._blocks, needs) as taps:
@@ -46,9 +46,9 @@ def last_hidden(model: Any, batch: Batch, vocab_size: int, is_described: bool) -
     padding.
     """
     if is_described:
-        body = probe.backbone(model)
+        body = backbone(model)
         output = body(input_ids=batch.input_ids, use_cache=False)
-        return output.last_hidden_state, probe.head_of(model, vocab_size)
+        return output.last_hidden_state, head_of(model, vocab_size)
     output = model(input_ids=batch.input_ids, use_cache=False)
     logits = output.logits
     identity = torch.empty(0, device=logits.device, dtype=logits.dtype)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from stillroom.errors import BrokenAtStart
-from stillroom.models import probe
+from stillroom.models.anatomy import backbone, layers_of
 from stillroom.models.attention import attend_openly, attention_of
 from stillroom.types import Needs
 
@@ -62,8 +62,8 @@ def gives_attention(model: Any, layers: Collection[int]) -> bool:
     was_training = model.training
     model.eval()
     try:
-        with tapped(probe.layers(model), Needs(attention_layers=frozenset(layers))) as taps:
-            probe.backbone(model)(input_ids=ids, use_cache=False)
+        with tapped(layers_of(model), Needs(attention_layers=frozenset(layers))) as taps:
+            backbone(model)(input_ids=ids, use_cache=False)
     except LookupError:  # a block without a module that is named attention
         return False
     finally:

@@ -15,12 +15,12 @@ from torch import Tensor
 from stillroom.config.objectives import KdConfig, ObjectivesConfig
 from stillroom.config.sections import Ramp, ends
 from stillroom.errors import ConfigError
-from stillroom.objectives import divergence as family
-from stillroom.objectives import tokens
+from stillroom.objectives import divergences
+from stillroom.objectives import token_weights as tokens
 from stillroom.objectives.head import score_head
 from stillroom.objectives.head.kernel import KernelName, describe_kernel
 from stillroom.objectives.head.sparse import SignalKind, check_pair
-from stillroom.objectives.head.survey import survey
+from stillroom.objectives.head.token_stats import survey
 from stillroom.objectives.objective import Objective
 from stillroom.types import Batch, Lesson, Score, Signal, StudentView
 
@@ -42,7 +42,7 @@ class Answers(Objective):
         self._config = config
         self._kernel: KernelName = kernel or config.kernel
         for settings in _extremes(config.kd):  # a ramp that ends nowhere is refused here
-            family.make(config.kd.divergence, settings)
+            divergences.make(config.kd.divergence, settings)
 
     def is_scored(self, lesson: Lesson, signal: Signal | None) -> bool:
         """Always: the gradient of the head is there whatever the weights are, zeros included."""
@@ -69,9 +69,9 @@ class Answers(Objective):
 
     def _kernel_note(self, device_type: str) -> str:
         kd = self._config.kd
-        given = {name: getattr(kd, name) for name in family.settings_of(kd.divergence)}
+        given = {name: getattr(kd, name) for name in divergences.settings_of(kd.divergence)}
         settings = {name: 0.5 if isinstance(value, Ramp) else value for name, value in given.items()}
-        return describe_kernel(self._kernel, family.make(kd.divergence, settings), device_type)
+        return describe_kernel(self._kernel, divergences.make(kd.divergence, settings), device_type)
 
     def score(
         self, view: StudentView, signal: Signal | None, batch: Batch, lesson: Lesson, shares: Mapping[str, float]
@@ -81,7 +81,7 @@ class Answers(Objective):
         if signal is None:
             kd_weight, ce_weight = 0.0, ce_weight + kd_weight
         kd = self._config.kd
-        settings = {name: self.setting(lesson, name) for name in family.settings_of(kd.divergence)}
+        settings = {name: self.setting(lesson, name) for name in divergences.settings_of(kd.divergence)}
         temperature = self.setting(lesson, "temperature")
         top_k = round(self.setting(lesson, "top_k"))
         emphasis = Emphasis()
@@ -93,7 +93,7 @@ class Answers(Objective):
             batch.scored_targets,
             kd_weight=kd_weight,
             ce_weight=ce_weight,
-            divergence=family.make(kd.divergence, settings),
+            divergence=divergences.make(kd.divergence, settings),
             temperature=temperature,
             kd_token_weights=emphasis.weights,
             token_temperature=emphasis.temperatures,
@@ -129,5 +129,5 @@ class Answers(Objective):
 
 def _extremes(kd: KdConfig) -> list[dict[str, float]]:
     """The settings of the divergence at the two ends of whatever moves."""
-    names = family.settings_of(kd.divergence)
+    names = divergences.settings_of(kd.divergence)
     return [{name: ends(getattr(kd, name))[place] for name in names} for place in (0, -1)]

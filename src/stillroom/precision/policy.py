@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from stillroom.config.schema import PrecisionConfig, TrainConfig
 from stillroom.precision.adamw import AdamW, ParameterGroup
-from stillroom.precision.products import HalfProducts
+from stillroom.precision.cpu_half_matmul import HalfProducts
 from stillroom.precision.scaler import LossScale
 from stillroom.precision.storage import Direct, Master, Split, Stochastic, Storage
 

@@ -2,12 +2,12 @@
 
 from stillroom.teachers.base import NO_TEACHER, SignalKind, Teacher
 from stillroom.teachers.faulty import FaultyTeacher
-from stillroom.teachers.gates import GateOptions, merge_gates
 from stillroom.teachers.live import LiveTeacher
 from stillroom.teachers.make import make_teacher
-from stillroom.teachers.router import RouterTeacher
-from stillroom.teachers.router_probe import probe_gates
-from stillroom.teachers.router_run import Surroundings
+from stillroom.teachers.router.gates import GateOptions, merge_gates
+from stillroom.teachers.router.in_run import Surroundings
+from stillroom.teachers.router.probe import probe_gates
+from stillroom.teachers.router.teacher import RouterTeacher
 
 __all__ = [
     "NO_TEACHER",

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from stillroom.models import Student, probe
+from stillroom.models import Student
+from stillroom.models.anatomy import layers_if_any
 from stillroom.models.student import last_hidden
 from stillroom.models.taps import tapped
 from stillroom.teachers.base import SignalKind, Teacher
@@ -27,7 +28,7 @@ class LiveTeacher(Teacher):
         self.device = device
         self.offload = offload
         self.is_described = is_described
-        self._blocks = probe.layers_if_any(model)
+        self._blocks = layers_if_any(model)
         self._visits = 0
         if not offload:
             model.to(device)

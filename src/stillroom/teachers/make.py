@@ -11,8 +11,8 @@ from stillroom.models import LoadedModel
 from stillroom.models.routers import find_gates
 from stillroom.teachers.base import NO_TEACHER, Teacher
 from stillroom.teachers.live import LiveTeacher
-from stillroom.teachers.router import TRAINING_MODES
-from stillroom.teachers.router_run import RunRouter, Surroundings
+from stillroom.teachers.router.in_run import RunRouter, Surroundings
+from stillroom.teachers.router.teacher import TRAINING_MODES
 
 
 def make_teacher(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from stillroom.errors import ConfigError
 from stillroom.objectives.arguments import check_count, check_number, check_temperature, check_tensor
-from stillroom.objectives.base import Divergence
+from stillroom.objectives.divergences.base import Divergence
 from stillroom.objectives.head.sparse import check_pair, kind_of
 from stillroom.types import DenseSignal, HeadWeights, SampledSignal, Signal, StudentView, TopKSignal
 
@@ -118,7 +118,7 @@ def check_pass(
         return
     if divergence is None or not hasattr(divergence, "evaluate"):
         raise ConfigError(f"{divergence!r} is no divergence", where="divergence",
-                          advice=["a name, as 'forward_kl'", "what objectives.divergence.make returns"])  # fmt: skip
+                          advice=["a name, as 'forward_kl'", "what objectives.divergences.make returns"])  # fmt: skip
     check_temperature(temperature)
     check_signal(signal, num_rows, view.head.num_real, device)
     if token_temperature is not None:

@@ -14,11 +14,12 @@ from typing import Literal
 import torch
 
 from stillroom.errors import ConfigError
-from stillroom.objectives import divergence as family
-from stillroom.objectives.base import Divergence, Logits, RowKernel, RowPlan, Rows
+from stillroom.objectives import divergences
+from stillroom.objectives.divergences.base import Divergence
 from stillroom.objectives.head.kernel_build import build
 from stillroom.objectives.head.kernel_compiled import CompiledKernel, knows
 from stillroom.objectives.head.kernel_plain import PlainKernel
+from stillroom.objectives.head.row_kernel import Logits, RowKernel, RowPlan, Rows
 
 KernelName = Literal["auto", "plain", "compiled"]
 
@@ -93,7 +94,7 @@ def _agree(one: RowKernel, other: RowKernel) -> bool:
             is_bad=torch.zeros(3, dtype=torch.bool),
         )
         plan = RowPlan(
-            family.make("jsd"), has_ce=True, is_unit_temperature=False, wants_student=True, wants_teacher=False
+            divergences.make("jsd"), has_ce=True, is_unit_temperature=False, wants_student=True, wants_teacher=False
         )
         kernel.run(Logits(student, softcap=20.0), Logits(teacher), rows, plan)
         answers.append(torch.cat((rows.kd, rows.ce, student.flatten())))

@@ -12,9 +12,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from stillroom.objectives import divergence as family
-from stillroom.objectives.base import Divergence, Logits, RowPlan, Rows, TeacherRows
+from stillroom.objectives import divergences
+from stillroom.objectives.divergences.base import Divergence
 from stillroom.objectives.head.kernel_plain import PlainKernel, finish, outside_vocabulary
+from stillroom.objectives.head.row_kernel import Logits, RowPlan, Rows, TeacherRows
 from stillroom.objectives.head.sparse import give_rest_to_label, keep_top_k, without_empty_tail
 from stillroom.types import SampledSignal, TopKSignal
 
@@ -148,17 +149,17 @@ def knows(divergence: Divergence) -> bool:
 def _code_of(divergence: Divergence | None) -> tuple[int, float] | None:
     """The number of a divergence in rows.cpp and its beta or alpha; None where rows.cpp does not have it."""
     match divergence:
-        case None | family.ForwardKL():
+        case None | divergences.ForwardKL():
             return 0, 0.0
-        case family.ReverseKL():
+        case divergences.ReverseKL():
             return 1, 0.0
-        case family.JensenShannon(beta):
+        case divergences.JensenShannon(beta):
             return 2 if beta <= 0.5 else 3, beta
-        case family.SkewForwardKL(alpha):
+        case divergences.SkewForwardKL(alpha):
             return 4, alpha
-        case family.SkewReverseKL(alpha):
-            return 5 if alpha <= family.STEEP else 6, alpha
-        case family.TotalVariation():
+        case divergences.SkewReverseKL(alpha):
+            return 5 if alpha <= divergences.STEEP else 6, alpha
+        case divergences.TotalVariation():
             return 7, 0.0
         case _:
             return None

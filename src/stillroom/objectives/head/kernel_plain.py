@@ -15,8 +15,8 @@ from torch import Tensor
 
 from stillroom.errors import DataError
 from stillroom.numerics import Softmax, softcap, softcap_slope
-from stillroom.objectives.base import Logits, RowPlan, Rows, TeacherRows
-from stillroom.objectives.divergence import softmax_pullback, student_gradient
+from stillroom.objectives.divergences import softmax_pullback, student_gradient
+from stillroom.objectives.head.row_kernel import Logits, RowPlan, Rows, TeacherRows
 from stillroom.objectives.head.sparse import (
     KdRows,
     give_rest_to_label,

@@ -21,14 +21,15 @@ from torch import Tensor
 
 from stillroom.errors import ConfigError
 from stillroom.numerics import masked_sum, work_dtype
-from stillroom.objectives import divergence as family
+from stillroom.objectives import divergences
 from stillroom.objectives.arguments import check_number
-from stillroom.objectives.base import Divergence, RowPlan
+from stillroom.objectives.divergences.base import Divergence
 from stillroom.objectives.head.border_values import check_values
 from stillroom.objectives.head.borders import check_labels, check_pass
 from stillroom.objectives.head.kernel import KernelName, choose_kernel
 from stillroom.objectives.head.passes import HeadTask, run_pass
 from stillroom.objectives.head.products import chunk_size
+from stillroom.objectives.head.row_kernel import RowPlan
 from stillroom.objectives.head.sparse import select_rows
 from stillroom.types import IGNORED, DenseSignal, HeadWeights, SampledSignal, Signal, StudentView, Term, TopKSignal
 
@@ -267,7 +268,7 @@ def _with_long_ids(signal: Signal | None) -> Signal | None:
 def _chosen(divergence: str | Divergence, settings: Mapping[str, float | None]) -> Divergence:
     if not isinstance(divergence, str):
         return divergence
-    return family.make(divergence, {name: value for name, value in settings.items() if value is not None})
+    return divergences.make(divergence, {name: value for name, value in settings.items() if value is not None})
 
 
 def _with_fallback(result: HeadLoss, num_weightless: int) -> HeadLoss:

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from stillroom.numerics import masked_sum, work_dtype
-from stillroom.objectives.base import RowKernel, RowPlan, Rows, TeacherRows
 from stillroom.objectives.head.products import GivenLogits, Products
+from stillroom.objectives.head.row_kernel import RowKernel, RowPlan, Rows, TeacherRows
 from stillroom.objectives.head.sparse import select_rows
-from stillroom.objectives.second import only_once
+from stillroom.objectives.second_derivative import only_once
 from stillroom.types import DenseSignal, HeadWeights, SampledSignal, Signal, TopKSignal
 
 

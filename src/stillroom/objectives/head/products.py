@@ -14,8 +14,8 @@ import math
 import torch
 from torch import Tensor
 
-from stillroom.objectives.base import Logits
-from stillroom.objectives.head.scratch import SHELF
+from stillroom.objectives.head.buffers import POOL
+from stillroom.objectives.head.row_kernel import Logits
 from stillroom.types import HeadWeights
 
 _STRIDE = 64  # an odd row length makes the logits product a third slower: rows start at multiples of this
@@ -69,7 +69,7 @@ class Products:
         self._weight = head.weight[: self._num_real]  # [V, D]
         self._work_weight = _cast(self._weight, dtype) if needs_cast_weight else self._weight
         self._bias = None if head.bias is None else head.bias[: self._num_real].to(dtype)
-        self._scratch = SHELF.lend((chunk_tokens, _padded(self._num_real)), dtype, hidden.device)
+        self._scratch = POOL.borrow((chunk_tokens, _padded(self._num_real)), dtype, hidden.device)
         self.hidden_gradient = torch.empty_like(hidden, dtype=dtype) if wants_hidden else None
         self.weight_gradient = _rows_like(head.weight, self._num_real, dtype) if wants_weight else None
         self.bias_gradient = None
@@ -123,7 +123,7 @@ class GivenLogits:
     ) -> None:
         self._logits, self._head = logits, head
         self._num_real = head.num_real
-        self._scratch = SHELF.lend((chunk_tokens, self._num_real), dtype, logits.device)
+        self._scratch = POOL.borrow((chunk_tokens, self._num_real), dtype, logits.device)
         self.hidden_gradient = torch.zeros_like(logits, dtype=dtype) if wants_hidden else None
 
     def logits(self, part: slice) -> Logits:
@@ -141,7 +141,7 @@ class GivenLogits:
 
 def _rows_like(weight: Tensor, num_real: int, dtype: torch.dtype) -> Tensor:
     """Room for a gradient: padding rows are 0, the others are written by the first chunk."""
-    gradient = SHELF.lend(tuple(weight.shape), dtype, weight.device)
+    gradient = POOL.borrow(tuple(weight.shape), dtype, weight.device)
     gradient[num_real:].zero_()
     return gradient
 
@@ -149,4 +149,4 @@ def _rows_like(weight: Tensor, num_real: int, dtype: torch.dtype) -> Tensor:
 def _cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
     if weight.dtype == dtype:
         return weight
-    return SHELF.lend(tuple(weight.shape), dtype, weight.device).copy_(weight)
+    return POOL.borrow(tuple(weight.shape), dtype, weight.device).copy_(weight)

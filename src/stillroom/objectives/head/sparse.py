@@ -27,8 +27,8 @@ from torch import Tensor
 from stillroom.errors import ConfigError
 from stillroom.numerics import Softmax, head_and_tail, is_distribution
 from stillroom.objectives.arguments import check_number, check_tensor
-from stillroom.objectives.base import Divergence
-from stillroom.objectives.divergence import student_gradient
+from stillroom.objectives.divergences import student_gradient
+from stillroom.objectives.divergences.base import Divergence
 from stillroom.types import SampledSignal, Signal, TopKSignal
 
 SignalKind = Literal["dense", "topk", "sampled"]

@@ -1,0 +1,141 @@
+"""From a configuration to a run: every part is made here and nowhere else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from stillroom.checkpoint import CheckpointSnapshots, CheckpointStore, SnapshotRing, Snapshots
+from stillroom.config import Config
+from stillroom.curriculum import Curriculum
+from stillroom.data import Loader, open_data
+from stillroom.engine.building.inner_build import make_objectives
+from stillroom.engine.building.models import Models
+from stillroom.engine.inject import make_hooks
+from stillroom.engine.run import Run, held_out_batches
+from stillroom.engine.run_folder.lock import FolderLock
+from stillroom.guard import Guard
+from stillroom.objectives.clamps import Clamps
+from stillroom.objectives.mix import Mix
+from stillroom.objectives.objective import Planned
+from stillroom.parallel import Parallel
+from stillroom.precision import AdamW, ParameterGroup, Precision, resolve
+from stillroom.schedule import Schedule, steps_of_run, warmup_of_run
+from stillroom.teachers import Surroundings, make_teacher
+from stillroom.teachers.make import num_trained_by_teacher
+from stillroom.telemetry import EventLog
+
+_SNAPSHOT_SHARE = 0.4
+
+
+def build_run(
+    config: Config,
+    folder: Path,
+    log: EventLog,
+    *,
+    device: torch.device,
+    models: Models,
+    inject: str = "",
+    parallel: Parallel | None = None,
+    lock: FolderLock | None = None,
+) -> Run:
+    """Assemble a run. Nothing is trained here, and nothing is written but the log."""
+    parallel = parallel or Parallel()
+    torch.manual_seed(config.train.seed)
+    corpus = open_data(config.data, models.tokenizer)
+    loader = Loader(
+        corpus.train,
+        batch_size=config.train.batch_size,
+        accumulation=config.train.gradient_accumulation_steps,
+        seed=config.train.seed,
+        rank=parallel.rank,
+        num_ranks=parallel.size,
+    )
+    num_parameters = models.loaded_student.anatomy.num_parameters + num_trained_by_teacher(config, models.teacher)
+    precision = resolve(config.precision.mode, device, config=config.precision, num_parameters=num_parameters)
+    models.student.to(device)
+    planned = make_objectives(config, models.student, models.teacher, device, kept=models.kept_layers)
+    optimizer = make_optimizer(models.student, precision, config, planned)
+    parallel.prepare(optimizer)
+    hooks = make_hooks(inject, tell=lambda text: log.write("note", text=text))
+    student = models.loaded_student.as_student(models.vocab_size)
+    surroundings = Surroundings(
+        student=student,
+        optimizer=optimizer,
+        precision=precision,
+        learning_rate=config.train.learning_rate,
+        window=loader.window,
+        held_out=lambda: held_out_batches(config, corpus),
+        write=log.write,
+    )
+    teacher = make_teacher(config, models.loaded_teacher, models.vocab_size, surroundings, num_processes=parallel.size)
+    clamps = Clamps(config.guard.logit_clamp, config.guard.loss_clamp)
+    for text in clamps.check(models.vocab_size):
+        log.write("note", text=text)
+    mix = Mix(config.objectives, clamps=clamps, planned=planned)
+    checkpoints = CheckpointStore(folder / "checkpoints", config.checkpoint.keep, hooks.checkpoint_point)
+    return Run(
+        config=config,
+        folder=folder,
+        device=device,
+        tokenizer=models.tokenizer,
+        student=student,
+        teacher=hooks.teacher(teacher),
+        corpus=corpus,
+        loader=loader,
+        mix=mix,
+        curriculum=Curriculum.of(config),
+        schedule=make_schedule(config, loader.num_batches, parallel.size),
+        precision=precision,
+        optimizer=optimizer,
+        guard=Guard(config.guard),
+        log=log,
+        checkpoints=checkpoints,
+        ring=make_snapshots(config, optimizer, models.student, checkpoints, log, parallel),
+        hooks=hooks,
+        parallel=parallel,
+        lock=lock,
+        vocabularies=models.vocabularies,
+    )
+
+
+def make_snapshots(
+    config: Config, optimizer: AdamW, student: Any, checkpoints: CheckpointStore, log: EventLog, parallel: Parallel
+) -> Snapshots:
+    """Snapshots in memory while they take a modest share of what is free, else the checkpoints on disk."""
+    tensors = [*student.parameters(), *optimizer.tensors().values()]
+    needed = config.guard.snapshot_ring * sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    free = psutil.virtual_memory().available
+    if parallel.all_of(needed * parallel.size <= _SNAPSHOT_SHARE * free):
+        return SnapshotRing(config.guard.snapshot_ring)
+    log.write(
+        "note",
+        text=f"{config.guard.snapshot_ring} snapshots would take {needed / 1e9:.1f} GB of {free / 1e9:.1f} GB free: "
+        "a rollback returns to the newest checkpoint on disk instead",
+    )
+    return CheckpointSnapshots(checkpoints)
+
+
+def make_optimizer(student: Any, precision: Precision, config: Config, planned: Planned) -> AdamW:
+    train = config.train
+    trained = tuple((name, parameter) for name, parameter in student.named_parameters() if parameter.requires_grad)
+    groups = [ParameterGroup("student", train.learning_rate, trained)]
+    projectors = tuple(planned.projectors.named_parameters(prefix="projectors"))
+    if projectors:
+        groups.append(ParameterGroup("projectors", train.projector_learning_rate or train.learning_rate, projectors))
+    return precision.optimizer(groups, train)
+
+
+def make_schedule(config: Config, num_batches: int, num_processes: int = 1) -> Schedule:
+    train = config.train
+    accumulation = train.gradient_accumulation_steps * num_processes
+    num_steps = steps_of_run(num_batches, accumulation, train.epochs, train.max_steps)
+    return Schedule(
+        num_steps=num_steps,
+        num_warmup=warmup_of_run(num_steps, train.warmup_steps, train.warmup_ratio),
+        shape=train.schedule,
+        floor=train.min_learning_rate_ratio,
+    )

@@ -1,0 +1,106 @@
+"""Teacher and student as the configuration names them: loaded, tried, and checked against each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stillroom.config import Config
+from stillroom.curriculum import Curriculum
+from stillroom.data import opening_difference
+from stillroom.engine.building.shrink_student import cut_student, student_name, unused_name
+from stillroom.models import (
+    LoadedModel,
+    agree_on_vocabulary,
+    has_tokenizer,
+    load_tokenizer,
+    open_student,
+    open_teacher,
+    tried,
+    vocabulary_hash,
+)
+from stillroom.parallel import Parallel
+from stillroom.teachers.make import unused_teacher_settings
+
+
+@dataclass(frozen=True)
+class Models:
+    """Both models with the tokenizer they share."""
+
+    tokenizer: Any
+    loaded_teacher: LoadedModel | None  # None when nothing asks for it
+    loaded_student: LoadedModel
+    vocab_size: int
+    notes: tuple[str, ...]
+    kept_layers: tuple[int, ...] | None = None  # of the teacher, where the student was cut from it
+    vocabularies: dict[str, str] = field(default_factory=dict)  # hash of each model's table of tokens
+
+    @property
+    def teacher(self) -> Any:
+        """The teacher's network, or None."""
+        return self.loaded_teacher.network if self.loaded_teacher else None
+
+    @property
+    def student(self) -> Any:
+        return self.loaded_student.network
+
+
+def load_models(
+    config: Config,
+    device: torch.device,
+    *,
+    folder: Path | None = None,
+    parallel: Parallel | None = None,
+    tell: Callable[[str], None] = lambda _text: None,
+) -> Models:
+    """Load what the configuration names, try it, and check that the two understand each other.
+
+    `folder` is the run's: a student that is cut from its teacher keeps there which layers it was made of.
+    """
+    uses_teacher = Curriculum.of(config).uses_teacher
+    notes = unused_teacher_settings(config)
+    is_cut = config.student.init == "shrink"
+    brings_own = not is_cut and has_tokenizer(config.student, config.student.model)
+    teacher_tokenizer = None
+    if uses_teacher or not brings_own:
+        teacher_tokenizer = load_tokenizer(config.teacher, config.teacher.model)
+    tokenizer = load_tokenizer(config.student, config.student.model) if brings_own else teacher_tokenizer
+    if not brings_own:
+        notes.append("the student brings no tokenizer: it takes the teacher's")
+    kept = teacher = None
+    if uses_teacher or is_cut:
+        teacher = open_teacher(config.teacher, teacher_dtype(config, device), teacher_tokenizer)
+    if is_cut:
+        assert teacher is not None
+        found = cut_student(config, teacher.network, tokenizer, device, folder=folder, parallel=parallel, tell=tell)
+        kept = found.kept_layers
+        notes += [*unused_name(config.student), *found.notes]
+        student = tried(found.model, tokenizer, name=student_name(config), role="student")
+        teacher = teacher if uses_teacher else None
+    else:
+        student = open_student(config.student, tokenizer, seed=config.train.seed)
+    size = student.anatomy.vocab_rows
+    if teacher is not None:
+        size = agree_on_vocabulary(teacher_tokenizer, tokenizer, teacher.anatomy.vocab_rows, size)
+        notes += opening_difference(teacher_tokenizer, tokenizer, config.data.bos)
+    spoken = {"student": tokenizer, **({"teacher": teacher_tokenizer} if teacher is not None else {})}
+    return Models(
+        tokenizer,
+        teacher,
+        student,
+        size,
+        (*notes, *student.notes, *(teacher.notes if teacher else ())),
+        kept,
+        {role: vocabulary_hash(table) for role, table in spoken.items()},
+    )
+
+
+def teacher_dtype(config: Config, device: torch.device) -> torch.dtype:
+    if config.teacher.dtype != "auto":
+        dtype: torch.dtype = getattr(torch, config.teacher.dtype)
+        return dtype
+    return torch.float32 if device.type == "cpu" else torch.float16

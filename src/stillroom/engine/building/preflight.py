@@ -1,0 +1,140 @@
+"""The first forward: shapes, vocabularies and alignment, looked at before hours are spent.
+
+Labels that are shifted by one train without a complaint and end in a useless student, so the shift is tested twice.
+By content: the target of a position must be the next input. By the model: one that knows the language finds the next
+token likelier than the one it has just read (labels not shifted) and than the one after (labels shifted twice).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stillroom.engine.run import Run
+from stillroom.engine.state import RunState
+from stillroom.errors import BrokenAtStart
+from stillroom.models.anatomy import head_logits
+from stillroom.types import IGNORED, Batch, DenseSignal, HeadWeights
+
+_CHUNK = 512
+_LEAST_POSITIONS = 32  # fewer say nothing about a shift
+_LEAST_GAIN = 0.1  # nats; a random model prefers one alignment or another by less
+_SIGMAS = 3.0
+SHIFTS = ("as_given", "one_back", "one_ahead")
+
+
+@torch.no_grad()
+def first_forward(run: Run, state: RunState) -> None:
+    """Look at the first batch with both models, write what was seen, and stop where it is certain to be wrong."""
+    batch = run.loader.window(0)[0]
+    check_targets(batch)
+    batch = batch.to(run.device)
+    lesson = run.lesson(state)
+    needs = run.mix.needs(lesson)
+    run.student.eval()
+    with run.precision.autocast():
+        view = run.student.observe(batch, needs.student)
+    run.student.train()
+    signal = run.teacher.observe(batch, needs.teacher)
+    dense = signal if isinstance(signal, DenseSignal) else None
+    judge, hidden, head = ("teacher", dense.hidden, dense.head) if dense else ("student", view.hidden, view.head)
+    losses = shifted_losses(hidden, head, batch)
+    found, doubt = judge_alignment(losses)
+    run.log.write(
+        "first_forward",
+        rows=batch.input_ids.shape[0],
+        positions=batch.input_ids.shape[1],
+        scored=batch.num_scored,
+        student_hidden=list(view.hidden.shape),
+        teacher_hidden=list(dense.hidden.shape) if dense else None,
+        student_logits=[view.hidden.shape[0], view.head.num_real],
+        teacher_logits=[dense.hidden.shape[0], dense.head.num_real] if dense else None,
+        vocabulary=run.student.vocab_size,
+        vocabulary_hash=run.vocabularies,
+        alignment={"model": judge, **found, "positions": losses.shape[1], "doubt": doubt},
+        temperature=lesson.settings.get("kd.temperature", 1.0),
+        weights=dict(lesson.weights),
+    )
+    if doubt == "one_ahead":
+        raise BrokenAtStart(
+            f"the {judge} finds the token after the target likelier than the target: {_told(found)}",
+            where="first batch",
+            advice=[
+                "the labels lag behind by one position: check how the data is cut",
+                "or the model shifts by itself",
+            ],
+        )
+    # A student that begins at random knows nothing yet, and nothing relies on what it says.
+    if doubt and judge == "teacher":
+        run.log.write("note", text=f"{_DOUBTS[doubt].format(judge)} ({_told(found)})")
+
+
+_DOUBTS = {
+    "unknown": "the first batch has too few neighbouring targets to test their alignment with the {}",
+    "noise": "the {} does not tell the next token from its neighbours: it has not learned this text yet",
+    "one_back": "the {} finds each position's own input likelier than the next token, as an untrained model with tied "
+    "embeddings does: the targets are the next inputs, so it is the model that does not predict",
+}
+
+
+def _told(found: dict[str, float]) -> str:
+    return (
+        f"loss {found['as_given']:.4g} as given, {found['one_back']:.4g} one back, {found['one_ahead']:.4g} one ahead"
+    )
+
+
+def check_targets(batch: Batch) -> None:
+    """Every scored target must be the input of the position after it, where the row has one."""
+    following = batch.input_ids[:, 1:]
+    targets = batch.targets[:, :-1]
+    is_inside = (targets != IGNORED) & (batch.attention_mask[:, 1:] == 1)
+    wrong = int(((targets != following) & is_inside).sum())
+    if wrong:
+        raise BrokenAtStart(
+            f"{wrong:,} of {int(is_inside.sum()):,} targets of the first batch are not the token that follows: "
+            "the labels are misaligned",
+            where="first batch",
+            advice=["targets[b, l] must be input_ids[b, l + 1]: check how the data is cut"],
+        )
+
+
+def shifted_losses(hidden: Tensor, head: HeadWeights, batch: Batch) -> Tensor:
+    """Cross-entropy of the scored positions under three alignments of the targets. [3, N], in the order of SHIFTS.
+
+    Only positions that have all three are used, so that the three means are over the same text.
+    """
+    ahead = torch.full_like(batch.targets, IGNORED)
+    ahead[:, :-1] = batch.targets[:, 1:]
+    aligned = torch.stack([batch.targets, batch.input_ids, ahead]).reshape(3, -1).index_select(1, batch.positions)
+    chosen = (aligned[2] != IGNORED).nonzero().squeeze(-1)
+    losses = []
+    for begin in range(0, int(chosen.numel()), _CHUNK):
+        part = chosen[begin : begin + _CHUNK]
+        log_probs = torch.log_softmax(head_logits(head, hidden.index_select(0, part)), dim=-1)
+        losses.append(-log_probs.gather(1, aligned[:, part].T).T)
+    return torch.cat(losses, dim=1) if losses else torch.zeros(3, 0)
+
+
+def judge_alignment(losses: Tensor) -> tuple[dict[str, float], str]:
+    """The three mean losses, and what is to be doubted: nothing, `unknown`, `noise`, `one_back` or `one_ahead`.
+
+    A shift counts as better when its gain is large in itself and three standard errors above zero.
+    """
+    num_positions = losses.shape[1]
+    means = losses.double().mean(dim=1).tolist() if num_positions else [math.nan] * 3
+    found = dict(zip(SHIFTS, means, strict=True))
+    if num_positions < _LEAST_POSITIONS or not all(map(math.isfinite, means)):
+        return found, "unknown"
+    gains: dict[str, Any] = {}
+    for place, name in ((1, "one_back"), (2, "one_ahead")):
+        gain = (losses[0] - losses[place]).double()
+        error = float(gain.std()) / math.sqrt(num_positions)
+        gains[name] = (float(gain.mean()), max(_LEAST_GAIN, _SIGMAS * error))
+    for name in ("one_ahead", "one_back"):
+        mean, bound = gains[name]
+        if mean > bound:
+            return found, name
+    return found, "" if all(mean < -bound for mean, bound in gains.values()) else "noise"

@@ -1,0 +1,1 @@
+"""What a finished run is judged by and leaves behind."""

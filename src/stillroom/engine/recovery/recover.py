@@ -1,0 +1,239 @@
+"""What is done about a step that was refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from stillroom.checkpoint import Saved, SnapshotRing
+from stillroom.engine.recovery.locate_nonfinite import locate
+from stillroom.engine.recovery.quarantine import keep_window
+from stillroom.engine.recovery.reach import weight_peaks
+from stillroom.engine.run import Run
+from stillroom.engine.state import RunState, capture, restore
+from stillroom.errors import BrokenAtStart, Diverged, LossScaleAtFloor, StillroomError, TooManySkips
+from stillroom.evaluation import evaluate
+from stillroom.guard import is_astray, is_within_band
+from stillroom.types import Batch, Evidence, Examination, Verdict
+
+_PATIENCE = 2
+_LEAST_TOKEN_SHARE = 0.1  # of all weights, for cross-entropy and distillation together
+
+
+@torch.no_grad()
+def examine(run: Run, state: RunState) -> Examination:
+    """A slow, careful look at the state: used only when a step is suspicious."""
+    # A damaged FP16 copy beside a sound master is mended here, for the cost of a copy.
+    run.optimizer.refresh()
+    weights = run.parallel.all_of(_weights_are_finite(run))
+    moments = run.parallel.all_of(all(_is_finite(t) for t in run.optimizer.tensors().values()))
+    loss = canary_loss(run) if weights else float("nan")
+    is_reached = run.parallel.all_of(state.reach.holds(run))
+    return Examination(weights, moments, loss, *_canary_bounds(run, state), is_reached)
+
+
+@torch.no_grad()
+def is_sound(run: Run) -> bool:
+    """Whether every weight and moment is finite: asked before anything is kept or saved."""
+    return run.parallel.all_of(
+        _weights_are_finite(run) and all(_is_finite(t) for t in run.optimizer.tensors().values())
+    )
+
+
+def _weights_are_finite(run: Run) -> bool:
+    return _is_finite(weight_peaks(run))
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return bool(torch.isfinite(tensor).all())
+
+
+def look(run: Run, state: RunState, evidence: Evidence) -> Examination | None:
+    """What the state after a step looks like, or None when it could not stay and was rolled back.
+
+    It stays when it is finite, nowhere larger than updates can have made it, and the canary is not far worse than at
+    its best. Asked before anything is kept, and at the first steps, when no statistics could show a loss that leaps.
+    """
+    exam = _at_a_glance(run, state) if is_sound(run) else examine(run, state)
+    if exam.weights_finite and exam.moments_finite and exam.weights_reached and not is_astray(exam):
+        state.reach.begin(run)
+        if exam.canary_best == float("inf"):
+            state.canary_reference = state.canary_best = exam.canary_loss
+        return exam
+    verdict = run.guard.diagnose(evidence, f"checked after step {state.applied}", exam)
+    state.undone += 1
+    carry_out(run, state, [], evidence, verdict)
+    return None
+
+
+def _at_a_glance(run: Run, state: RunState) -> Examination:
+    """Of a state that is known to be finite."""
+    is_reached = run.parallel.all_of(state.reach.holds(run))
+    return Examination(True, True, canary_loss(run), *_canary_bounds(run, state), is_reached)
+
+
+def _canary_bounds(run: Run, state: RunState) -> tuple[float, float]:
+    """What the canary is held against: its reference and its best.
+
+    Nothing, in a stretch that trains hidden states alone: hardly a term looks at tokens then, so what the student says
+    of them may get worse without being wrong, and the next stretch begins from there.
+    """
+    weights = run.lesson(state).weights
+    if sum(weights.get(term, 0.0) for term in ("kd", "ce")) >= _LEAST_TOKEN_SHARE * sum(weights.values()):
+        return state.canary_reference, state.canary_best
+    return float("inf"), float("inf")
+
+
+def canary_loss(run: Run) -> float:
+    """Plain cross-entropy on the canary batch; positions that cannot be scored count as infinite."""
+    # Dropout is off in evaluation, so looking does not move the random state.
+    result = evaluate(run.student, [run.canary()], precision=run.precision)
+    return run.parallel.worst(result.nll if result.unscored_tokens == 0 else float("inf"))
+
+
+def take_snapshot(run: Run, state: RunState, exam: Examination | None = None) -> bool:
+    """Keep the present state for a rollback, unless the canary speaks against it. Returns whether it was kept.
+
+    The caller has seen that weights and moments are finite. A canary that does worse than at the last snapshot may
+    be the first sign of a divergence, so such a state is not kept; one that stays worse without any step being
+    refused is the new normal, unless it is far worse than the canary ever was.
+    """
+    exam = exam or _at_a_glance(run, state)
+    if not math.isfinite(exam.canary_loss) or is_astray(exam):
+        return False
+    if not is_within_band(exam) and state.snapshots_refused < _PATIENCE:
+        state.snapshots_refused += 1
+        return False
+    state.snapshots_refused = 0
+    state.canary_reference = exam.canary_loss
+    state.canary_best = min(exam.canary_best, exam.canary_loss)
+    keep_snapshot(run, state)
+    return True
+
+
+def keep_snapshot(run: Run, state: RunState) -> None:
+    """Put the present state into the ring as it is: of a resumed run, it comes from a sealed checkpoint."""
+    run.ring.keep(state_to_return_to(run, state))
+
+
+def state_to_return_to(run: Run, state: RunState) -> Saved:
+    """The present state without the best student, which no rollback takes back."""
+    saved = capture(run, state)
+    without_best = {name: group for name, group in saved.tensors.items() if name != "best"}
+    return Saved(saved.step, without_best, saved.scalars)
+
+
+def carry_out(run: Run, state: RunState, window: Sequence[Batch], evidence: Evidence, verdict: Verdict) -> None:
+    """Act on any verdict but keep, and write it into the log."""
+    is_finite = math.isfinite(evidence.loss) and math.isfinite(evidence.grad_norm)
+    # A retry is routine in FP16: the overflow is known to be in the scaled gradients.
+    located = "" if is_finite or verdict.action == "retry" else locate(run, window, run.lesson(state))
+    run.log.write(
+        "guard",
+        step=evidence.step,
+        action=verdict.action,
+        reason=verdict.reason,
+        located=located,
+        sample_ids=[name for batch in window for name in batch.sample_ids],
+        evidence={
+            "loss": evidence.loss,
+            "grad_norm": evidence.grad_norm,
+            "terms": dict(evidence.terms),
+            "loss_scale": evidence.loss_scale,
+            "bad_teacher_rows": evidence.bad_teacher_rows,
+        },
+    )
+    match verdict.action:
+        case "retry":
+            run.precision.back_off()
+            state.retried += 1
+            state.attempt += 1
+        case "skip":
+            _leave_out(run, state, window, evidence, verdict, located)
+        case "fallback":
+            _leave_out(run, state, window, evidence, verdict, located)
+            state.fallback_until = state.applied + run.config.guard.fallback_steps
+        case "rollback":
+            state.rollbacks += 1
+            roll_back(run, state, verdict)
+        case "reset":
+            state.rollbacks += 1
+            _reset(run, state)
+        case _:
+            keep_window(run, state, window, evidence, verdict, located)
+            raise _halted(verdict, evidence, located)
+
+
+def _leave_out(
+    run: Run, state: RunState, window: Sequence[Batch], evidence: Evidence, verdict: Verdict, located: str
+) -> None:
+    keep_window(run, state, window, evidence, verdict, located)
+    state.skipped += 1
+    state.quarantined.append(state.cursor)
+    state.cursor += 1
+    state.attempt = 0
+
+
+def roll_back(run: Run, state: RunState, verdict: Verdict) -> None:
+    """Return to the last good state, data cursor included; quarantined windows are passed over on the way back."""
+    newest = run.ring.newest()
+    if newest is None:
+        raise Diverged(
+            f"step {state.applied + 1}: {verdict.reason}, and there is no good state to return to",
+            where=f"optimizer step {state.applied + 1}",
+            advice=_advice(),
+        )
+    failed_at = state.applied
+    # What happened once may have come from outside: the stretch is replayed as it was. What happens twice from
+    # the same snapshot is in the run: begin further back, and after a divergence more slowly.
+    is_second = newest.step == state.rolled_back_to
+    if is_second and len(run.ring) > 1:
+        run.ring.drop_newest()
+        newest = run.ring.newest() or newest
+    restore(run, state, newest, keeps_history=True)
+    state.rolled_back_to = newest.step
+    if verdict.backs_off and is_second:
+        state.backoff_at = state.applied
+    run.hooks.after_return(failed_at + 1)
+    run.log.write("note", text=f"rolled back from step {failed_at} to step {state.applied}")
+
+
+def _reset(run: Run, state: RunState) -> None:
+    if state.initial is None:
+        raise Diverged("the initial state was not kept, so the run cannot begin again", advice=_advice())
+    failed_at = state.applied
+    restore(run, state, state.initial, keeps_history=True)
+    state.rolled_back_to = -1
+    state.canary_reference = state.canary_best = canary_loss(run)  # the initial state was kept before it was looked at
+    if isinstance(run.ring, SnapshotRing):  # what it holds is of the life that ended
+        while len(run.ring):
+            run.ring.drop_newest()
+        keep_snapshot(run, state)
+    run.hooks.after_return(failed_at + 1)
+    run.log.write("note", text="began again from the initial weights: all training so far is lost")
+
+
+def _halted(verdict: Verdict, evidence: Evidence, located: str) -> StillroomError:
+    kinds: dict[int, type[StillroomError]] = {20: BrokenAtStart, 21: TooManySkips, 22: Diverged, 23: LossScaleAtFloor}
+    kind = kinds.get(verdict.exit_code, Diverged)
+    what = f"{verdict.reason}: {located}" if located else verdict.reason
+    return kind(what, where=f"optimizer step {evidence.step}", advice=_advice(evidence))
+
+
+def _advice(evidence: Evidence | None = None) -> list[str]:
+    """What fits the cause that was found, most promising first."""
+    advice = []
+    if evidence is not None and evidence.bad_teacher_rows:
+        advice.append("the teacher's answers are not finite: load it in float32, --set teacher.dtype=float32")
+    if evidence is not None and evidence.is_scale_at_floor:
+        advice.append("FP16 overflows in the student itself: --precision fp32, or bf16-mixed where the card has it")
+    if evidence is not None and not math.isfinite(evidence.terms.get("ce", 0.0)):
+        advice.append("the student's own logits are not finite: lower train.learning_rate by a factor of ten")
+    return [
+        *advice,
+        "lower the learning rate: --set train.learning_rate=...",
+        "look at the batches that were set aside, in quarantine/",
+    ]

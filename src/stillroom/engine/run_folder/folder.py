@@ -1,0 +1,230 @@
+"""A run's folder: who may write there, and what it says about itself."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import platform
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from stillroom import __version__
+from stillroom.config import Config
+from stillroom.config.load import build
+from stillroom.engine.run_folder import inputs, lock, paths
+from stillroom.engine.run_folder.lock import FolderLock
+from stillroom.errors import CannotSave, ConfigError, StillroomError
+from stillroom.files import reason_of, write_atomically
+
+CONFIG, EVENTS, SUMMARY = "config.json", "events.jsonl", "summary.json"
+_CUT = (
+    "cut.json"  # written by engine/building/shrink_student.py while the models are loaded, before the run is described
+)
+
+# May change between a run and its resumption without making it another run.
+_NOT_THE_RUN = ("train.max_minutes", "train.peer_timeout_minutes", "telemetry", "checkpoint")
+_PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", "numpy")
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "stillroom": __version__}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def machine() -> dict[str, Any]:
+    return {
+        "platform": platform.platform(),
+        "processor": platform.processor() or platform.machine(),
+        "cores": psutil.cpu_count(),
+        "memory_gb": round(psutil.virtual_memory().total / 1e9, 1),
+    }
+
+
+@dataclass
+class Claim:
+    """A folder that is ours while the command runs."""
+
+    folder: Path
+    config: Config
+    is_resumed: bool = False
+    lock: FolderLock | None = None
+    made: tuple[Path, ...] = ()  # folders that were not there before, the innermost first
+    is_begun: bool = False
+
+    def describe(self) -> None:
+        """Say what the folder is: from now on the same command continues it."""
+        description = {
+            "config": self.config.to_dict(),
+            "paths": paths.describe(self.config, self.folder),
+            "versions": versions(),
+            "machine": machine(),
+        }
+        contents = json.dumps(description, indent=1).encode("utf-8")
+        try:
+            write_atomically(self.folder / CONFIG, contents)
+        except OSError as error:
+            raise _unwritable(self.folder, error) from error
+
+    def withdraw(self) -> None:
+        """Leave no trace of a run that could not begin: its mended configuration may want the same folder."""
+        if self.is_resumed or self.is_begun:
+            return
+        for name in (CONFIG, EVENTS, _CUT):
+            (self.folder / name).unlink(missing_ok=True)
+        inputs.remove(self.folder)
+        if self.lock is not None:
+            self.lock.release()
+        for made in self.made:
+            with contextlib.suppress(OSError):  # something else was put into it meanwhile: it stays
+                made.rmdir()
+
+
+@contextlib.contextmanager
+def owned(folder: Path, config: Config, *, is_first: bool = True) -> Iterator[Claim]:
+    """Own a folder for as long as the body runs. Of several processes, the first does so for all.
+
+    A folder of another run, of something else entirely, or one that another process trains in is refused and left
+    as it is. A body that fails before it set `is_begun` leaves nothing in a folder that was empty.
+    """
+    if not is_first:
+        yield Claim(folder, config)
+        return
+    try:
+        look(folder, config)  # before anything is made
+        made = _make(folder)
+        claim = Claim(folder, config, lock=lock.take(folder), made=made)
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+    except ValueError as error:  # a name with a NUL character
+        raise ConfigError(f"{folder} cannot be a folder: {error}", where="--out") from error
+    try:
+        claim.is_resumed, claim.config = look(folder, config)  # another process may have begun it in between
+        if not claim.is_resumed:
+            (folder / _CUT).unlink(missing_ok=True)  # of a run that was killed before it was described
+        yield claim
+    except BaseException:
+        claim.withdraw()
+        raise
+    finally:
+        if claim.lock is not None:
+            claim.lock.release()
+
+
+def look(folder: Path, config: Config) -> tuple[bool, Config]:
+    """(whether a run of this very configuration is there, the configuration with its paths as they are found now)."""
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder} is a file", where="--out", advice=["choose another folder with --out"])
+    if not folder.exists() or all(_is_before_a_run(path) for path in folder.iterdir()):
+        return False, config
+    if not (folder / CONFIG).exists():
+        raise ConfigError(
+            f"{folder} is not empty and holds no run of ours",
+            where="--out",
+            advice=["choose another folder with --out", "nothing in it was touched"],
+        )
+    there, known = _read(folder)
+    here = paths.absolute(config, known, there)
+    differences = differing_keys(there, here)
+    if differences:
+        shown = "; ".join(differences[:5]) + (f"; and {len(differences) - 5} more" if len(differences) > 5 else "")
+        raise ConfigError(
+            f"{folder} holds a run of another configuration: {shown}",
+            where="--out",
+            advice=["choose another folder with --out", f"or continue that run: stillroom resume {folder}"],
+        )
+    return True, here
+
+
+def _is_before_a_run(path: Path) -> bool:
+    """What a process that was killed before its run began may leave in the run's folder."""
+    return path.name in (lock.NAME, _CUT) or inputs.is_ours(path)
+
+
+def _make(folder: Path) -> tuple[Path, ...]:
+    """Make a folder with those around it; answers with those that were not there."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    return tuple(missing)
+
+
+def _unwritable(folder: Path, error: OSError) -> StillroomError:
+    what = f"{folder} cannot be written: {reason_of(error)}"
+    if error.errno in (errno.ENOTDIR, errno.ENAMETOOLONG, errno.ENOENT, errno.ELOOP, errno.EINVAL):
+        return ConfigError(what, where="--out", advice=["choose another folder with --out"])
+    advice = ["see to its permissions or to space on that disk", "or choose another folder with --out"]
+    return CannotSave(what, where="--out", advice=advice)
+
+
+def read_config(folder: Path) -> Config:
+    """The configuration of a run, with the paths of its files as they are found now."""
+    return _read(folder)[0]
+
+
+def _read(folder: Path) -> tuple[Config, dict[str, Any]]:
+    path = folder / CONFIG
+    try:
+        if not path.exists():
+            raise ConfigError(f"{folder} holds no run: there is no config.json", advice=["give the folder of a run"])
+        description = json.loads(path.read_bytes())
+        config, known = build(description["config"], str(path)), description.get("paths", {})
+        return paths.resolved(config, known, folder), dict(known)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(
+            f"{path} is damaged: {reason_of(error)}",
+            advice=["restore it from a backup", "the same configuration is in the run_start record of events.jsonl"],
+        ) from None
+
+
+def read_summary(folder: Path) -> tuple[dict[str, Any], str]:
+    """(the summary of a finished run, why it cannot be read). Without one, the run is not finished."""
+    try:
+        found = json.loads((folder / SUMMARY).read_bytes())
+    except FileNotFoundError:
+        return {}, ""
+    except (OSError, ValueError, RecursionError) as error:
+        return {}, f"{SUMMARY} cannot be read and is written again: {reason_of(error)}"
+    if not isinstance(found, dict):
+        return {}, f"{SUMMARY} does not hold an object and is written again"
+    return found, ""
+
+
+def differing_keys(old: Config, new: Config) -> list[str]:
+    """`key: old -> new` for every setting that makes the two different runs."""
+    before, after = _flat(old.to_dict()), _flat(new.to_dict())
+    return [
+        f"{key} is {before.get(key)!r} there and {after.get(key)!r} here"
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key)
+        and not key.startswith(_NOT_THE_RUN)
+        and not (key in paths.KEYS and paths.is_same_file(before.get(key), after.get(key)))
+    ]
+
+
+def _flat(table: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(table, dict):
+        return {prefix: table}
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        flat.update(_flat(value, f"{prefix}.{key}" if prefix else key))
+    return flat
+
+
+def free_bytes(folder: Path) -> int:
+    return shutil.disk_usage(folder).free
+
+
+def command_line() -> str:
+    return " ".join(["stillroom", *sys.argv[1:]])

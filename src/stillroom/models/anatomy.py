@@ -1,0 +1,184 @@
+"""What a model is made of: layers, widths, vocabulary, and how its head turns hidden states into logits.
+
+The head is described, not called, so that objectives can evaluate it a chunk at a time. Models differ in
+what they do after the last product (Granite divides, Cohere multiplies, Gemma 2 caps), so the description
+is checked against the model's own logits before anything relies on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stillroom.errors import BrokenAtStart
+from stillroom.types import HeadWeights
+
+_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # Gemma 2, RecurrentGemma, xLSTM
+_LARGE_LOGIT = 64.0  # beyond the caps in use, which are 15 to 50
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """The numbers a report, a plan or a check needs."""
+
+    family: str
+    num_parameters: int
+    num_layers: int
+    width: int
+    vocab_rows: int
+    is_tied: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "family": self.family,
+            "parameters": self.num_parameters,
+            "layers": self.num_layers,
+            "width": self.width,
+            "vocabulary": self.vocab_rows,
+            "tied": self.is_tied,
+        }
+
+
+def anatomy_of(model: Any) -> Anatomy:
+    config = model.config.get_text_config()
+    head = model.get_output_embeddings()
+    inputs = model.get_input_embeddings()
+    return Anatomy(
+        family=str(config.model_type),
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        num_layers=int(config.num_hidden_layers),
+        width=int(config.hidden_size),
+        vocab_rows=int(head.weight.shape[0]),
+        is_tied=head.weight is inputs.weight,
+    )
+
+
+def backbone(model: Any) -> nn.Module:
+    """The model without its head: returns hidden states and makes no logits.
+
+    Some classes (Llama 4) name a base model that they do not have and answer with themselves: theirs is the part that
+    holds the embeddings.
+    """
+    body: nn.Module = model.base_model
+    inputs = model.get_input_embeddings()
+    for part in body.children() if model.base_model is model else ():
+        if part is not inputs and any(module is inputs for module in part.modules()):
+            return part
+    return body
+
+
+def layers_of(model: Any) -> list[nn.Module]:
+    """The decoder's blocks: the one list of modules as long as the configuration says."""
+    found = layers_if_any(model)
+    if not found:
+        raise BrokenAtStart(
+            f"no list of {_num_layers(model)} layers in {type(model).__name__}: its layers cannot be looked at",
+            advice=["use objectives on the model's answers alone (kd, ce)"],
+        )
+    return found
+
+
+def layers_if_any(model: Any) -> list[nn.Module]:
+    """The decoder's blocks, or nothing for a model that is not a list of layers.
+
+    A model that also sees has two such lists: the decoder's is looked for first.
+    """
+    wanted = _num_layers(model)
+    for body in (*_decoders(model), backbone(model)):
+        for module in body.modules():
+            if isinstance(module, nn.ModuleList) and len(module) == wanted:
+                return list(module)
+    return []
+
+
+def _decoders(model: Any) -> list[nn.Module]:
+    found = model.get_decoder() if hasattr(model, "get_decoder") else None
+    return [found] if isinstance(found, nn.Module) else []
+
+
+def _num_layers(model: Any) -> int:
+    return int(model.config.get_text_config().num_hidden_layers)
+
+
+def head_of(model: Any, vocab_size: int | None = None) -> HeadWeights:
+    """The live head of a model: its tensors are the model's own, so gradients reach them."""
+    config = model.config.get_text_config()
+    linear = model.get_output_embeddings()
+    scale = 1.0
+    if getattr(config, "logits_scaling", None):  # Granite: a divisor
+        scale = 1.0 / float(config.logits_scaling)
+    if getattr(config, "logit_scale", None):  # Cohere: a factor
+        scale = float(config.logit_scale)
+    caps = [getattr(config, name, None) for name in _CAPS]
+    rows = int(linear.weight.shape[0])
+    return HeadWeights(
+        weight=linear.weight,
+        bias=getattr(linear, "bias", None),
+        scale=scale,
+        softcap=next((float(cap) for cap in caps if cap), None),
+        vocab_size=vocab_size if vocab_size and vocab_size < rows else None,
+    )
+
+
+def head_logits(head: HeadWeights, hidden: Tensor) -> Tensor:
+    """Logits by the description, in the widest dtype at hand. For checks and small batches only."""
+    if head.is_identity:
+        return hidden.float()[..., : head.vocab_size]
+    weight = head.weight[: head.num_real]
+    logits = hidden.float() @ weight.float().T
+    if head.bias is not None:
+        logits = logits + head.bias[: head.num_real].float()
+    logits = logits * head.scale
+    return head.softcap * torch.tanh(logits / head.softcap) if head.softcap else logits
+
+
+@torch.no_grad()
+def head_error(model: Any, input_ids: Tensor) -> float:
+    """The largest difference between described and real logits, relative to their spread.
+
+    Tried twice: as the model answers, and with its hidden states made so large that a cap would show. A fresh model's
+    logits are far below any cap, and training takes them there.
+    """
+    was_training = model.training
+    model.eval()
+    try:
+        hidden = getattr(backbone(model)(input_ids=input_ids, use_cache=False), "last_hidden_state", None)
+        head = head_of(model)
+        if hidden is None or head.weight.ndim != 2 or hidden.shape[-1] != head.weight.shape[1]:
+            return float("inf")
+        own = model(input_ids=input_ids, use_cache=False).logits
+        error = _difference(own, head_logits(head, hidden))
+        factor = max(1.0, _LARGE_LOGIT / max(float(own.float().abs().max()), 1e-6))
+        with _louder(model.get_output_embeddings(), factor) as calls:
+            own = model(input_ids=input_ids, use_cache=False).logits
+        return max(error, _difference(own, head_logits(head, hidden.float() * factor))) if calls else error
+    finally:
+        model.train(was_training)
+
+
+@contextmanager
+def _louder(head: nn.Module, factor: float) -> Iterator[list[int]]:
+    """Multiply what reaches the head. The answer has an entry for each call: some heads are used without one."""
+    calls: list[int] = []
+
+    def enlarge(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        calls.append(1)
+        return (inputs[0] * factor, *inputs[1:])
+
+    handle = head.register_forward_pre_hook(enlarge)
+    try:
+        yield calls
+    finally:
+        handle.remove()
+
+
+def _difference(own: Tensor, described: Tensor) -> float:
+    if own.shape != described.shape:
+        return float("inf")
+    spread = own.float().std().clamp_min(1e-6)
+    return float((own.float() - described).abs().max() / spread)

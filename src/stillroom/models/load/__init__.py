@@ -1,0 +1,1 @@
+"""Models and tokenizers from folders, hub ids, builtin names and objects, tried before they are used."""

@@ -1,0 +1,152 @@
+"""The files of a model folder, looked at before a loader is: which weights would be read, and what the model is.
+
+Weights are read from safetensors in the folder itself and from nowhere else. Only names are judged, because the hub's
+cache is made of links. A loader would follow an index to any file, and hand one that is no safetensors to an unpickler.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from stillroom.errors import BrokenAtStart
+from stillroom.models.load.source import Source
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_ADAPTER = "adapter_model.safetensors"
+COMPLETE = "check that the folder is complete and undamaged (config.json, tokenizer.json, model.safetensors)"
+_NUMBERS = ("F64", "F32", "F16", "BF16")
+_CODES = ("I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F4")
+_PICKLES = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+
+
+def check_weight_files(source: Source) -> list[str]:
+    """The safetensors that will be read. A folder whose weights are not safetensors of its own is refused."""
+    if (source.folder / "generation_config.json").exists():
+        read_json(source, "generation_config.json")  # a loader passes over a broken one without a word
+    named = read_json(source, "config.json").get("transformers_weights")
+    if named is not None and str(named) not in (_SINGLE, _INDEX):
+        raise BrokenAtStart(
+            f"config.json of {source.name} names weights of its own, {named!r}: only {_SINGLE} and {_INDEX} are read",
+            advice=["remove transformers_weights from config.json"],
+        )
+    if (source.folder / _SINGLE).is_file() and named != _INDEX:
+        return _readable(source, [_SINGLE])
+    if (source.folder / _INDEX).is_file():
+        return _readable(source, _check_index(source))
+    raise _without_safetensors(source, _SINGLE)
+
+
+def _readable(source: Source, files: list[str]) -> list[str]:
+    """safetensors are written for their owner alone, and to others their reader says that there is no such file."""
+    for file in files:
+        if not os.access(source.folder / file, os.R_OK):
+            raise BrokenAtStart(
+                f"{source.folder / file} cannot be read: Permission denied", advice=["check its permissions"]
+            )
+    return files
+
+
+def check_adapter_files(source: Source) -> None:
+    if not (source.folder / _ADAPTER).is_file():
+        raise _without_safetensors(source, _ADAPTER)
+
+
+def _without_safetensors(source: Source, wanted: str) -> BrokenAtStart:
+    pickles = sorted(found.name for pattern in _PICKLES for found in source.folder.glob(pattern))
+    if pickles:
+        return BrokenAtStart(
+            f"{source.name} has its weights only as {_listed(pickles)}, which is a pickle: reading one runs its code",
+            advice=[
+                "convert it where you trust it: load it with transformers and call save_pretrained(folder)",
+                f"or get the {wanted} of the same model",
+            ],
+        )
+    others = sorted(found.name for found in source.folder.glob("*.safetensors"))
+    held = f"; it holds {_listed(others)}" if others else ""
+    return BrokenAtStart(
+        f"{source.name} has no {wanted} and no index of shards{held}",
+        advice=[
+            COMPLETE,
+            "to train a student from scratch on its config.json: --set student.init=random",
+        ],
+    )
+
+
+def _check_index(source: Source) -> list[str]:
+    index = read_json(source, _INDEX)
+    table = index.get("weight_map")
+    if not isinstance(table, dict) or not table or not all(isinstance(name, str) for name in table.values()):
+        raise BrokenAtStart(f"{_INDEX} of {source.name} has no table of weights", advice=["get the file again"])
+    shards = sorted(set(table.values()))
+    foreign = [name for name in shards if not name.endswith(".safetensors") or {"/", "\\", ":"} & {*name}]
+    if foreign:
+        raise BrokenAtStart(
+            f"{_INDEX} of {source.name} names {_listed(foreign)}: only *.safetensors of the folder itself are read",
+            advice=["get the folder from a place you trust"],
+        )
+    missing = [name for name in shards if not (source.folder / name).is_file()]
+    if missing:
+        raise BrokenAtStart(
+            f"{source.name} lacks {len(missing)} of {len(shards)} shards: {_listed(missing)}",
+            advice=["copy or download the missing files"],
+        )
+    return shards
+
+
+def coded_weights(source: Source, files: list[str], is_number: Callable[[str], bool]) -> list[str]:
+    """Tensors of the files that hold codes where the model has numbers: a loader would cast one to the other.
+
+    `is_number` says whether the model has a floating-point tensor of this name. A name it does not have may be changed
+    by the loader: those are judged by the types that only quantised models use.
+    """
+    found = []
+    for file in files:
+        with safe_open(source.folder / file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118, it is no dict
+                kind = str(tensors.get_slice(name).get_dtype())
+                if kind not in _NUMBERS and (is_number(name) or kind in _CODES):
+                    found.append(f"{name} ({kind})")
+    return found
+
+
+def read_json(source: Source, name: str) -> dict[str, Any]:
+    """A JSON object from the folder, or an error that names the file."""
+    path = source.folder / name
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise BrokenAtStart(
+            f"{source.name} has no {name}",
+            advice=[
+                COMPLETE,
+                *_below(path),
+            ],
+        ) from error
+    except OSError as error:
+        raise BrokenAtStart(f"{path} cannot be read: {error.strerror}", advice=["check its permissions"]) from error
+    except ValueError as error:  # not JSON, or not UTF-8
+        raise BrokenAtStart(f"{path} is not valid JSON: {error}", advice=["get the file again"]) from error
+    if not isinstance(found, dict):
+        raise BrokenAtStart(f"{path} holds a {type(found).__name__}, not an object", advice=["get the file again"])
+    return found
+
+
+def _below(path: Path) -> list[str]:
+    """A folder that holds a model may be the next one down: a run's folder holds `student`."""
+    try:
+        inner = sorted(path.parent.glob(f"*/{path.name}"))
+    except OSError:
+        return []
+    return [f"did you mean {found.parent}?" for found in inner[:2]] if path.name == "config.json" else []
+
+
+def _listed(names: list[str], most: int = 3) -> str:
+    rest = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest

@@ -1,0 +1,89 @@
+"""Which kind of model a configuration describes, and what to say of one that is no causal language model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+)
+
+from stillroom.config.schema import ModelSection
+from stillroom.errors import BrokenAtStart
+from stillroom.models.load.files import read_json
+from stillroom.models.load.source import Source
+
+_SENSES = ("vision_config", "audio_config", "vision_encoder_config", "speech_config")
+
+
+def read_config(section: ModelSection, source: Source) -> Any:
+    """The configuration of a causal language model, or an error that says what the model is instead."""
+    table = read_json(source, "config.json")
+    kind = table.get("model_type")
+    if not isinstance(kind, str):
+        raise _without_kind(source, table)
+    brings_code = section.trust_remote_code and "AutoModelForCausalLM" in (table.get("auto_map") or {})
+    if kind not in CONFIG_MAPPING and not brings_code:
+        raise _unknown(source, kind, table)
+    config = AutoConfig.from_pretrained(source.path, trust_remote_code=section.trust_remote_code)
+    if not brings_code:
+        _check_kind(source, config)
+    return config
+
+
+def _without_kind(source: Source, table: dict[str, Any]) -> BrokenAtStart:
+    if (source.folder / "events.jsonl").is_file():
+        return BrokenAtStart(
+            f"{source.name} is the folder of a run, not of a model",
+            advice=[f"give the student in it: {source.folder / 'student'}"],
+        )
+    return BrokenAtStart(
+        f"config.json of {source.name} names no model_type",
+        advice=["check that it is the configuration of a transformers model"],
+    )
+
+
+def _unknown(source: Source, kind: str, table: dict[str, Any]) -> BrokenAtStart:
+    advice = [f"pip install -U transformers: {transformers.__version__} is installed"]
+    if table.get("auto_map"):
+        advice.append("it brings code of its own: read it, then set trust_remote_code = true with a pinned revision")
+    return BrokenAtStart(f"{source.name} is a {kind!r}, which this transformers does not know", advice=advice)
+
+
+def _check_kind(source: Source, config: Any) -> None:
+    kind = config.model_type
+    if getattr(config, "is_encoder_decoder", False):
+        raise BrokenAtStart(
+            f"{source.name} is an encoder-decoder model ({kind}): this version distils causal language models only",
+            advice=["use a decoder-only model"],
+        )
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return
+    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING or any(getattr(config, name, None) for name in _SENSES):
+        raise BrokenAtStart(
+            f"{source.name} is a vision-language or audio model ({kind}): this version distils text-only causal "
+            "language models",
+            advice=[_text_part(config), "use a text-only model of the same family"],
+        )
+    raise BrokenAtStart(
+        f"{source.name} is a {kind}, which has no causal language model in transformers {transformers.__version__}",
+        advice=["use a model that AutoModelForCausalLM can load"],
+    )
+
+
+def _text_part(config: Any) -> str:
+    """What to do with the text part of a model that also sees or hears."""
+    try:
+        text = config.get_text_config()
+    except ValueError:  # several text parts
+        return "it has several text parts, none of which can be used by itself"
+    if type(text) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return (
+            f"its text part is a {text.model_type}: load the model with transformers, put its language model and head "
+            f"into a {MODEL_FOR_CAUSAL_LM_MAPPING[type(text)].__name__} and save that as a folder"
+        )
+    return f"its text part ({text.model_type}) has no causal class of its own in transformers"

@@ -1,0 +1,227 @@
+"""Models and tokenizers from a folder, a hub id, an adapter folder, or a builtin name.
+
+Safetensors only, and no code from a model repository unless the user pinned it. A weight the model has and the file
+has not would be random, so it is an error. Whatever goes wrong while loading ends as one error that names the model
+and says what to try.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from stillroom.config.schema import ModelSection, StudentConfig, TeacherConfig
+from stillroom.errors import BrokenAtStart, StillroomError
+from stillroom.models.load.files import COMPLETE, check_adapter_files, check_weight_files, coded_weights, read_json
+from stillroom.models.load.kinds import read_config
+from stillroom.models.load.source import Source, fetch, one_line
+
+# Progress bars and advice of the loader would interleave with our own log.
+transformers_logging.set_verbosity_error()
+transformers_logging.disable_progress_bar()
+
+# Masks, positions and rotary tables that older versions of transformers saved among the weights. The model makes them
+# itself. `attn.bias` is a mask: the biases of an attention belong to its products and are named for them.
+_CONSTANTS = re.compile(
+    r"(inv_freq|position_ids|masked_bias|(attn|attention)\.bias|causal_mask|(cos|sin)_cached|embed_positions\.weights)$"
+)
+_NAMED = 4  # names that are shown of a longer list
+
+
+@contextmanager
+def explained(name: str, part: str) -> Iterator[None]:
+    """The one border to the loaders: any error of theirs goes on as ours, with its cause and what to try.
+
+    Damaged files end in errors of a dozen classes of several libraries, so none is singled out.
+    """
+    try:
+        yield
+    except (StillroomError, MemoryError):
+        raise
+    except Exception as error:
+        raise BrokenAtStart(
+            f"cannot use the {part} of {name}: {one_line(error)}",
+            where=type(error).__name__,
+            advice=["install the package it asks for"] if isinstance(error, ImportError) else [COMPLETE],
+        ) from error
+
+
+def load_tokenizer(section: ModelSection, name: str) -> Any:
+    source = fetch(section, name, weights=False)
+    if not source.has_tokenizer:
+        raise BrokenAtStart(
+            f"{name} has no tokenizer", advice=["copy the tokenizer's files of the same model into the folder"]
+        )
+    if (source.folder / "config.json").exists():
+        _read_config(section, source)  # a loader of tokenizers reads it too, and would be blamed for it
+    with explained(name, "tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(source.path, trust_remote_code=section.trust_remote_code)
+        if not tokenizer.get_vocab():
+            raise BrokenAtStart(f"the tokenizer of {name} has no tokens", advice=["get its files again"])
+        return tokenizer
+
+
+def _read_config(section: ModelSection, source: Source) -> Any:
+    with explained(source.name, "configuration"):
+        return read_config(section, source)
+
+
+def has_tokenizer(section: ModelSection, name: str) -> bool:
+    """Whether a model brings its own tokenizer."""
+    return fetch(section, name, weights=False).has_tokenizer
+
+
+def load_teacher(section: TeacherConfig, dtype: torch.dtype) -> tuple[Any, list[str]]:
+    """A model that is only asked, and what there is to say about its files."""
+    source = fetch(section, section.model, weights=True)
+    with explained(section.model, "weights"):
+        model, notes = _load(section, source, dtype)
+    model.requires_grad_(False)
+    model.eval()
+    return model, notes
+
+
+def load_student(section: StudentConfig, *, seed: int) -> tuple[Any, list[str]]:
+    """The student in FP32, and first among the notes where its weights come from. Precision policies cast it later."""
+    init = section.init
+    source = fetch(section, section.model, weights=init != "random")
+    if init == "auto":
+        init = "pretrained" if source.has_weights else "random"
+    if init == "random":
+        with explained(section.model, "configuration"):
+            model = _draw(section, source, seed)
+        notes = [f"student weights drawn at random (seed {seed}) from the configuration of {source.name}"]
+    else:
+        with explained(section.model, "weights"):
+            model, notes = _load(section, source, torch.float32)
+        if getattr(model, "is_quantized", False):
+            raise BrokenAtStart(
+                f"the weights of {source.name} are quantised and cannot be trained",
+                advice=["use the model as it was before it was quantised"],
+            )
+        notes = [f"student weights loaded from {source.name}", *notes]
+    ready_student(model, section)
+    return model, notes
+
+
+def _draw(section: StudentConfig, source: Source, seed: int) -> Any:
+    config = _read_config(section, source)
+    # The student's weights depend on the run's seed alone, not on what was drawn before.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=section.trust_remote_code)
+    return model.float()
+
+
+def ready_student(model: Any, section: StudentConfig) -> None:
+    """What every student needs before it is trained, wherever its weights come from."""
+    if section.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.config.use_cache = False
+    if getattr(model.config, "rescale_every", 0):
+        # RWKV halves weights of its later layers in place whenever it evaluates, against overflow in half precision: a
+        # student saved after an evaluation would be another one.
+        model.config.rescale_every = 0
+
+
+def _load(section: ModelSection, source: Source, dtype: torch.dtype) -> tuple[Any, list[str]]:
+    model, notes = _load_adapter(source, dtype) if source.is_adapter else _load_weights(section, source, dtype)
+    return model, [*([source.note] if source.note else []), *notes]
+
+
+def _load_weights(section: ModelSection, source: Source, dtype: torch.dtype) -> tuple[Any, list[str]]:
+    config = _read_config(section, source)
+    files = check_weight_files(source)
+    model, found = AutoModelForCausalLM.from_pretrained(
+        source.path,
+        config=config,
+        dtype=dtype,
+        use_safetensors=True,
+        trust_remote_code=section.trust_remote_code,
+        ignore_mismatched_sizes=True,  # not ignored: refused below with both sizes
+        output_loading_info=True,
+    )
+    notes = _check_keys(source, found)
+    if getattr(model, "is_quantized", False):
+        return model, notes
+    if getattr(config, "quantization_config", None) is not None:
+        notes.append(f"{source.name}: the quantization_config of its config.json is not used")
+    own = model.state_dict()
+    coded = coded_weights(source, files, lambda name: name in own and own[name].is_floating_point())
+    if coded:
+        raise BrokenAtStart(
+            f"the weights of {source.name} are stored as codes and its config.json does not say how to read them: "
+            f"{_listed(coded)}",
+            advice=["use the model as it was before it was quantised"],
+        )
+    return model, notes
+
+
+def _check_keys(source: Source, found: dict[str, Any]) -> list[str]:
+    """Refuse a file that is not the model's own; say which constants of an older file were passed over.
+
+    What transformers itself ignores for the family, and weights that are tied, are in none of the lists.
+    """
+    unexpected = sorted(found["unexpected_keys"])
+    constants = [name for name in unexpected if _CONSTANTS.search(name)]
+    faults = {
+        "misses": sorted(found["missing_keys"]),
+        "has in another size": [
+            f"{name} ({_shape(held)} in the file, {_shape(wanted)} in config.json)"
+            for name, held, wanted in sorted(found["mismatched_keys"])
+        ],
+        "also holds, though the model has no such weight,": [name for name in unexpected if name not in constants],
+    }
+    said = [f"{what} {_listed(names)}" for what, names in faults.items() if names]
+    if said:
+        raise BrokenAtStart(
+            f"the weights of {source.name} are not those of its config.json: the file {'; it '.join(said)}",
+            advice=[
+                "check that config.json and the weights belong together, and that every file was copied whole",
+                "a missing lm_head.weight of a model with tied embeddings: set tie_word_embeddings in config.json",
+                "to train a student from scratch instead: --set student.init=random",
+            ],
+        )
+    if not constants:
+        return []
+    return [f"{source.name}: the file holds constants that the model makes itself: {_listed(constants)}"]
+
+
+def _shape(size: Any) -> str:
+    return " x ".join(f"{number:,}" for number in size) or "scalar"
+
+
+def _listed(names: list[str]) -> str:
+    rest = f" and {len(names) - _NAMED:,} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + rest
+
+
+def _load_adapter(source: Source, dtype: torch.dtype) -> tuple[Any, list[str]]:
+    """The base model of a LoRA adapter with the adapter merged in. The base is loaded like any other model."""
+    check_adapter_files(source)
+    base = read_json(source, "adapter_config.json").get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise BrokenAtStart(
+            f"adapter_config.json of {source.name} names no base model", advice=["set base_model_name_or_path"]
+        )
+    try:
+        from peft import PeftModel
+    except ImportError:
+        raise BrokenAtStart(
+            f"{source.name} is a LoRA adapter and needs peft", advice=["pip install 'stillroom[peft]'"]
+        ) from None
+    section = TeacherConfig(model=base)
+    found = fetch(section, base, weights=True)
+    if found.is_adapter:
+        raise BrokenAtStart(f"the base model {base} of {source.name} is an adapter itself", advice=["merge it first"])
+    model, notes = _load_weights(section, found, dtype)
+    return PeftModel.from_pretrained(model, source.path).merge_and_unload(), [
+        f"{source.name} is an adapter, merged into {base}",
+        *notes,
+    ]

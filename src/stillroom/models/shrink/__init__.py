@@ -1,0 +1,1 @@
+"""A student cut from its teacher."""

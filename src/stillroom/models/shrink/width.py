@@ -1,0 +1,255 @@
+"""Fewer channels, neurons and heads, kept by how strongly they speak on real text.
+
+Importance is the mean absolute activation over a few batches (Muralidharan et al. 2024): of a channel of the residual
+stream, after the norms; of a neuron, before the MLP's last matrix; of a group of heads, before attention's last matrix.
+Channels are chosen once for the whole model, because every layer reads and writes the same stream; neurons and heads
+are chosen in each layer by itself.
+
+A norm divides by the root mean square over all channels. When channels go, the gain of each norm is corrected by the
+share of the energy that they carried, so that the channels that stay keep their size: cutting silent channels
+changes nothing.
+
+Legend: D width, M neurons, H heads, G query heads for each key-value head, E size of a head.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stillroom.config.schema import ShrinkConfig
+from stillroom.errors import ConfigError
+from stillroom.models.anatomy import backbone, layers_of
+from stillroom.types import Batch
+
+# Families whose blocks are exactly what the table below says, and whose forward pass uses no width beside it.
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
+# The axes of each tensor, by the end of its name. A head's own size is never cut.
+_AXES: tuple[tuple[str, tuple[str, ...]], ...] = (
+    (r"(embed_tokens|lm_head)\.weight$", ("vocabulary", "width")),
+    (r"(^|\.)norm\.weight$|_layernorm\.weight$", ("width",)),
+    (r"q_proj\.weight$", ("queries", "width")),
+    (r"[kv]_proj\.weight$", ("keys", "width")),
+    (r"q_proj\.bias$", ("queries",)),
+    (r"[kv]_proj\.bias$", ("keys",)),
+    (r"o_proj\.weight$", ("width", "queries")),
+    (r"[qk]_norm\.weight$", ("head",)),
+    (r"(gate|up)_proj\.weight$", ("neurons", "width")),
+    (r"(gate|up)_proj\.bias$", ("neurons",)),
+    (r"down_proj\.weight$", ("width", "neurons")),
+    (r"(o|down)_proj\.bias$", ("width",)),
+)
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Indices that stay on each axis, for the student's layers in order; an axis that is not named is whole."""
+
+    width: Tensor | None = None
+    neurons: tuple[Tensor, ...] = ()
+    queries: tuple[Tensor, ...] = ()
+    keys: tuple[Tensor, ...] = ()
+    gains: dict[str, float] = field(default_factory=dict)  # factor on a norm's gain, by the student's name for it
+
+    @property
+    def is_everything(self) -> bool:
+        return self.width is None and not (self.neurons or self.queries)
+
+    def along(self, axis: str, layer: int | None) -> Tensor | None:
+        if axis == "width":
+            return self.width
+        chosen: tuple[Tensor, ...] = {"neurons": self.neurons, "queries": self.queries, "keys": self.keys}.get(axis, ())
+        return chosen[layer] if chosen and layer is not None else None
+
+
+@dataclass
+class Importance:
+    """Sums over the positions looked at. Layers are the teacher's."""
+
+    num_positions: int = 0
+    channels: dict[str, Tensor] = field(default_factory=dict)  # norm's name -> sum of |output| [D]
+    energy: dict[str, Tensor] = field(default_factory=dict)  # norm's name -> sum of x^2 / |x|^2 of its input [D]
+    neurons: dict[int, Tensor] = field(default_factory=dict)  # [M]
+    queries: dict[int, Tensor] = field(default_factory=dict)  # [H * E]
+
+
+# -- is it possible --------------------------------------------------------------------------------------
+
+
+def check_widths(teacher: Any, wanted: ShrinkConfig) -> None:
+    """Refuse what cannot be cut, before anything is measured."""
+    config = teacher.config.get_text_config()
+    if config.model_type not in FAMILIES:
+        raise ConfigError(
+            f"the widths of {config.model_type} are not described: only its layers can be cut",
+            where="student.shrink",
+            advice=["set student.shrink.layers alone", f"families whose widths can be cut: {', '.join(FAMILIES)}"],
+        )
+    sizes = (
+        ("width", wanted.width, int(config.hidden_size)),
+        ("mlp_width", wanted.mlp_width, int(config.intermediate_size)),
+        ("heads", wanted.heads, int(config.num_attention_heads)),
+    )
+    for name, size, whole in sizes:
+        if size > whole:
+            raise ConfigError(
+                f"student.shrink.{name} is {size:,} and the teacher has {whole:,}",
+                where=f"student.shrink.{name}",
+                advice=[f"choose at most {whole:,}, or 0 to keep it whole"],
+            )
+    groups = int(config.num_attention_heads) // int(config.num_key_value_heads)
+    if wanted.heads % groups:
+        raise ConfigError(
+            f"{groups} query heads share one key-value head: {wanted.heads} heads would split a group",
+            where="student.shrink.heads",
+            advice=[f"choose a multiple of {groups}"],
+        )
+
+
+# -- what matters ----------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def measure(teacher: Any, batches: Iterable[Batch]) -> Importance:
+    """Run the batches through the teacher and sum what each channel, neuron and head says at positions with a token."""
+    importance = Importance()
+    was_training = teacher.training
+    teacher.eval()
+    device = next(teacher.parameters()).device
+    for batch in batches:
+        places = batch.attention_mask.reshape(-1).nonzero().squeeze(-1).to(device)
+        importance.num_positions += int(places.numel())
+        with _listening(teacher, importance, places):
+            backbone(teacher)(input_ids=batch.input_ids.to(device), use_cache=False)
+    teacher.train(was_training)
+    if not importance.num_positions:
+        raise ConfigError(
+            "a width is cut by what the teacher says on real text, and there is no text",
+            where="student.shrink",
+            advice=["give data.train", "raise student.shrink.calibration_batches"],
+        )
+    return importance
+
+
+@contextmanager
+def _listening(teacher: Any, importance: Importance, places: Tensor) -> Iterator[None]:
+    def chosen(states: Tensor) -> Tensor:
+        return states.reshape(-1, states.shape[-1]).index_select(0, places).float()
+
+    def norm(name: str) -> Any:
+        def hook(_module: Any, inputs: Any, output: Tensor) -> None:
+            _add(importance.channels, name, chosen(output).abs().sum(0))
+            energy = chosen(inputs[0]).square()
+            _add(importance.energy, name, (energy / energy.sum(1, keepdim=True).clamp_min(1e-30)).sum(0))
+
+        return hook
+
+    def last_matrix(sums: dict[int, Tensor], layer: int) -> Any:
+        def hook(_module: Any, inputs: Any) -> None:
+            _add(sums, layer, chosen(inputs[0]).abs().sum(0))
+
+        return hook
+
+    handles = []
+    for name, module in teacher.named_modules():
+        if re.search(r"(^|\.)norm$|_layernorm$", name):
+            handles.append(module.register_forward_hook(norm(name)))
+    for layer, block in enumerate(layers_of(teacher)):
+        for name, sums in (("mlp.down_proj", importance.neurons), ("self_attn.o_proj", importance.queries)):
+            handles.append(block.get_submodule(name).register_forward_pre_hook(last_matrix(sums, layer)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _add(sums: dict[Any, Tensor], key: Any, value: Tensor) -> None:
+    sums[key] = sums[key] + value if key in sums else value
+
+
+# -- what stays ------------------------------------------------------------------------------------------
+
+
+def choose(teacher: Any, wanted: ShrinkConfig, importance: Importance, layers: Sequence[int]) -> Keep:
+    """The strongest channels, neurons and heads, in their old order."""
+    config = teacher.config.get_text_config()
+    width, gains = None, {}
+    if wanted.width and wanted.width < int(config.hidden_size):
+        heard = {name: sums for name, sums in importance.channels.items() if _student_name(name, layers)}
+        width = _strongest(torch.stack(list(heard.values())).sum(0), wanted.width)
+        for name in heard:
+            share = float(importance.energy[name][width].sum()) / importance.num_positions
+            gains[f"{_student_name(name, layers)}.weight"] = (share * config.hidden_size / wanted.width) ** 0.5
+    neurons: tuple[Tensor, ...] = ()
+    if wanted.mlp_width:
+        neurons = tuple(_strongest(importance.neurons[layer], wanted.mlp_width) for layer in layers)
+    queries: tuple[Tensor, ...] = ()
+    keys: tuple[Tensor, ...] = ()
+    if wanted.heads:
+        groups = int(config.num_attention_heads) // int(config.num_key_value_heads)
+        size = importance.queries[layers[0]].numel() // int(config.num_attention_heads)
+        heads = [
+            _strongest(importance.queries[layer].view(-1, groups * size).sum(1), wanted.heads // groups)
+            for layer in layers
+        ]
+        queries = tuple(_spread(kept, groups * size) for kept in heads)
+        keys = tuple(_spread(kept, size) for kept in heads)
+    return Keep(width, neurons, queries, keys, gains)
+
+
+def _strongest(importance: Tensor, number: int) -> Tensor:
+    return importance.argsort(descending=True, stable=True)[:number].sort().values
+
+
+def _spread(kept: Tensor, size: int) -> Tensor:
+    """Groups as the entries they are made of."""
+    return (kept[:, None] * size + torch.arange(size, device=kept.device)).reshape(-1)
+
+
+def _student_name(name: str, layers: Sequence[int]) -> str:
+    """The student's name of a norm of the teacher; empty where its layer does not stay."""
+    found = re.search(r"\blayers\.(\d+)\.", name)
+    if not found:
+        return name
+    layer = int(found[1])
+    return f"{name[: found.start(1)]}{layers.index(layer)}{name[found.end(1) :]}" if layer in layers else ""
+
+
+# -- the cut ---------------------------------------------------------------------------------------------
+
+
+def shrink_config(config: Any, wanted: ShrinkConfig) -> None:
+    """Write the sizes that stay into a configuration; also a head's, which would follow the width otherwise."""
+    if not wanted.cuts_width:
+        return
+    groups = int(config.num_attention_heads) // int(config.num_key_value_heads)
+    config.head_dim = getattr(config, "head_dim", None) or int(config.hidden_size) // int(config.num_attention_heads)
+    if wanted.width:
+        config.hidden_size = wanted.width
+    if wanted.mlp_width:
+        config.intermediate_size = wanted.mlp_width
+    if wanted.heads:
+        config.num_attention_heads = wanted.heads
+        config.num_key_value_heads = wanted.heads // groups
+
+
+def shrink_tensor(name: str, tensor: Tensor, keep: Keep, layer: int | None) -> Tensor | None:
+    """The part of a tensor that stays; None for a name that the table does not know, where a width is cut at all."""
+    if keep.is_everything:
+        return tensor
+    axes = next((axes for pattern, axes in _AXES if re.search(pattern, name)), None)
+    if axes is None or len(axes) != tensor.ndim:
+        return None
+    for dimension, axis in enumerate(axes):
+        index = keep.along(axis, layer)
+        if index is not None:
+            tensor = tensor.index_select(dimension, index.to(tensor.device))
+    return tensor * keep.gains[name] if name in keep.gains else tensor

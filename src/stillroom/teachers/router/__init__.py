@@ -1,0 +1,1 @@
+"""A mixture-of-experts teacher whose gates are told or trained."""

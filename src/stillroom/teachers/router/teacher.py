@@ -1,0 +1,351 @@
+"""A mixture-of-experts teacher whose gates may be told to choose differently, or trained while the student learns.
+
+Measured on small models: gates tuned on the labels recover some of what a teacher lacks off its domain; the student's
+own term has shown no gain; and without the truth and an anchor the teacher becomes the student. So every mode that
+trains is held by both, watched on held-out text, and taken back when the teacher gets worse.
+
+A teacher outside of a run:
+
+    teacher = RouterTeacher(model, RouterConfig(mode="sar"), vocab_size=512, device=torch.device("cpu"),
+                            options=GateOptions(learning_rate=1e-2), is_described=True)
+    teacher.start(held_out)                                   # its loss before anything is trained
+    for step, batch in enumerate(batches):
+        teacher.begin([batch], step)
+        view = student.observe(batch, Needs())
+        score = Score.average([mix.score(view, signal, batch, lesson, counts)
+                         for signal in teacher.answers(batch, Needs())])
+        score.loss.backward(); optimizer.step(...)
+        teacher.learn(batch, view, num_targets=batch.num_scored)
+        teacher.update_gates(is_kept=True, rate_factor=1.0)
+    teacher.watch(teacher.assess(held_out))                   # restores and freezes a teacher that got worse
+
+`probe_gates` of `teachers.router_probe` tells beforehand whether any of this is worthwhile.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stillroom.config.schema import RouterConfig
+from stillroom.models import Student
+from stillroom.models.anatomy import layers_if_any
+from stillroom.models.recompute import recomputed
+from stillroom.models.routers import Routing, describe, find_gates, routed
+from stillroom.teachers.base import Answers, SignalKind, Teacher
+from stillroom.teachers.live import LiveTeacher
+from stillroom.teachers.router.gates import GateOptions, TrainedGates
+from stillroom.teachers.router.terms import Aims, Assessment, assess, own_terms
+from stillroom.teachers.router.transient import downhill_offsets
+from stillroom.teachers.router.trial import try_out
+from stillroom.types import Batch, DenseSignal, Evidence, Needs, StudentView, Term, Verdict
+
+TRAINING_MODES = frozenset({"truth", "sar", "sar-joint", "sar-meta"})
+EXPERIMENTAL_MODES = frozenset({"sar-transient", "sar-meta"})
+
+
+class RouterTeacher(Teacher):
+    """Answers like any teacher; between answers its gates may learn."""
+
+    kind: SignalKind = "dense"
+
+    def __init__(
+        self,
+        model: Any,
+        config: RouterConfig,
+        *,
+        vocab_size: int,
+        device: torch.device,
+        options: GateOptions,
+        offload: bool = False,
+        is_described: bool,
+        seed: int = 0,
+        tell: Callable[[str], object] = lambda _text: None,
+    ) -> None:
+        self.config, self.seed, self.tell = config, seed, tell
+        self._original = LiveTeacher(
+            model, vocab_size=vocab_size, device=device, offload=offload, is_described=is_described
+        )
+        self.found = find_gates(model, config.patterns)
+        self.gates = TrainedGates(model, self.found, options, device, tell)
+        self.is_frozen = False
+        self.start_nll: float | None = None
+        self.probed: dict[str, Any] | None = None
+        self._blocks = layers_if_any(model)
+        self.is_due = False  # whether the gates learn from this window
+        self._num_tokens = 0
+        self._loss = torch.zeros((), device=device)
+        self._terms: dict[str, Term] = {}
+        self._live: Routing | None = None
+        self._answer: DenseSignal | None = None
+        self._held: DenseSignal | None = None
+        tell(describe(self.found))
+        if config.mode in EXPERIMENTAL_MODES:
+            tell(f"teacher.router.mode {config.mode} is experimental: it has shown no gain and may hurt over a run")
+        try_out(self)
+
+    @property
+    def trains(self) -> bool:
+        return self.config.mode in TRAINING_MODES and not self.is_frozen
+
+    @property
+    def needs_student_first(self) -> bool:
+        return self.config.mode == "sar-transient"
+
+    @property
+    def original(self) -> LiveTeacher:
+        return self._original
+
+    # -- answering ---------------------------------------------------------------------------------------
+
+    def observe(self, batch: Batch, needs: Needs) -> DenseSignal:
+        """The teacher as it stands, without a gradient and without chance."""
+        routing = self.routing()
+        if not routing.weights and routing.num_chosen is None:
+            return self.original.observe(batch, needs)
+        with routed(self.found, routing):
+            return self.original.observe(batch, needs)
+
+    def answers(self, batch: Batch, needs: Needs) -> list[DenseSignal]:
+        """One, with knowledge-augmentation several, and none while the student's view is waited for."""
+        if self.needs_student_first:
+            return []
+        if self.config.mode == "knowledge-augmentation":
+            found = []
+            for number in range(self.config.augmentation_passes):
+                routing = self.routing()
+                routing.sampled_share = self.config.augmentation_lambda
+                # A batch draws the same experts whenever it comes: a resumed run sees what the whole one saw.
+                routing.seed = (self.seed * 1_000_003 + batch.index) * 101 + number
+                with routed(self.found, routing):
+                    found.append(self.original.observe(batch, needs))
+            return found
+        if self._live is not None:
+            self._answer = self.original.answer(batch, needs)
+            return [_weighed(self._answer, self.config.student_weight)]
+        return [self.observe(batch, needs)]
+
+    def signals_after_student(self, answers: Answers, batch: Batch, view: StudentView, needs: Needs) -> Answers:
+        return [self._moved_answer(batch, view, needs)] if self.needs_student_first else answers
+
+    def _moved_answer(self, batch: Batch, view: StudentView, needs: Needs) -> DenseSignal:
+        """An answer with each token's gates moved by a bounded step downhill. No weight is changed, nothing is kept."""
+        moved, unmoved = downhill_offsets(self, batch, view)
+        for term in unmoved:
+            self._note("unmoved_tokens", term)
+        with routed(self.found, Routing(offsets=moved)):
+            return self.original.observe(batch, needs)
+
+    def routing(self) -> Routing:
+        """What the mode does at the gates, chance left out."""
+        match self.config.mode:
+            case "all-experts":
+                return Routing(num_chosen=lambda num_experts: num_experts)
+            case "knowledge-augmentation":
+                return Routing(num_chosen=lambda num_experts: num_experts - 1)
+        return Routing(weights=self.gates.weights) if self.trains else Routing()
+
+    # -- learning ----------------------------------------------------------------------------------------
+
+    def begin(self, window: Sequence[Batch], step: int, cursor: int = 0) -> None:
+        self.is_due = self.trains and (step + 1) % self.config.every == 0
+        self._num_tokens = sum(int(batch.attention_mask.cpu().sum()) for batch in window)
+        self._loss = torch.zeros_like(self._loss)
+        self.gates.discard()
+
+    @contextmanager
+    def joint_graph(self, batch: Batch) -> Iterator[None]:
+        """In sar-joint the student's backward goes through the gates."""
+        if self.config.mode != "sar-joint" or not self.is_due:
+            yield
+            return
+        self._held = self._anchor(batch)  # before the trained gates take their place
+        with self.opened(Routing(weights=self.gates.weights)) as routing:
+            self._live = routing
+            try:
+                yield
+            finally:
+                self._live, self._answer, self._held = None, None, None
+
+    def extra_loss(self, batch: Batch, view: StudentView, *, num_targets: int) -> Tensor | float:
+        """In sar-joint the router's own terms."""
+        if self._live is None or self._answer is None:
+            return 0.0
+        own, terms = own_terms(
+            self.aims(has_student=False), self._answer, None, self._held, self._live, batch, num_targets,
+            self._num_tokens,
+        )  # fmt: skip
+        self._add(own, terms)
+        return own
+
+    def after_student(self, batch: Batch, view: StudentView, *, num_targets: int) -> None:
+        self.learn(batch, view, num_targets=num_targets)
+
+    def learn(
+        self, batch: Batch, view: StudentView | None, *, num_targets: int,
+        aims: Aims | None = None, opposite: StudentView | None = None,
+    ) -> None:  # fmt: skip
+        """Add one micro-batch to the gates' gradient. `num_targets` are those of the whole window.
+
+        `opposite` belongs to sar-meta: `view` and `opposite` are then the student a little further and a little
+        back along the step that a lookahead batch asks for.
+        """
+        if not self.is_due or self.config.mode == "sar-joint":
+            return
+        aims = aims or self.aims(has_student=view is not None)
+        anchor = self._anchor(batch) if aims.anchor else None
+        with torch.enable_grad(), self.opened(Routing(weights=self.gates.weights)) as routing:
+            answer = self.original.answer(batch, Needs())
+            loss, terms = own_terms(aims, answer, view, anchor, routing, batch, num_targets, self._num_tokens, opposite)
+            if loss.requires_grad:
+                (loss * self.gates.loss_scale).backward()  # type: ignore[no-untyped-call]
+        self._add(loss, terms)
+
+    def end_window(self, verdict: Verdict, evidence: Evidence, rate_factor: float) -> None:
+        self.update_gates(
+            is_kept=verdict.action == "keep",
+            rate_factor=rate_factor,
+            joint_scale=evidence.loss_scale,
+            bad_rows=evidence.bad_teacher_rows,
+        )
+
+    def update_gates(self, *, is_kept: bool, rate_factor: float, joint_scale: float = 1.0, bad_rows: int = 0) -> None:
+        """Update the gates from what a window gathered, or drop it with the student's refused step."""
+        if bad_rows and self.trains:
+            self.gates.mend()
+        if not self.gates.has_gradient:
+            return
+        if not is_kept:
+            self.gates.discard()
+            return
+        scale = joint_scale if self.config.mode == "sar-joint" else self.gates.loss_scale
+        self.gates.apply(rate_factor, self._loss, scale)
+        if self.gates.is_hopeless:
+            self._take_back("its updates are not finite, many times in a row")
+
+    def aims(self, *, has_student: bool) -> Aims:
+        config = self.config
+        student = config.student_weight if has_student and config.mode in ("sar", "sar-meta") else 0.0
+        return Aims(
+            config.truth_weight, student, config.anchor_weight, config.load_balance_weight, config.entropy_weight
+        )
+
+    def _anchor(self, batch: Batch) -> DenseSignal | None:
+        """The original teacher's answer to the same batch."""
+        return self.original.observe(batch, Needs()) if self.config.anchor_weight else None
+
+    @contextmanager
+    def opened(self, routing: Routing) -> Iterator[Routing]:
+        """Everything a backward through the teacher needs, until it is done."""
+        is_recomputed = self.config.gradient_checkpointing
+        with self.original.at_work(), recomputed(self._blocks, is_recomputed), routed(self.found, routing):
+            yield routing
+
+    def _add(self, loss: Tensor, terms: Mapping[str, Term]) -> None:
+        self._loss = self._loss + loss.detach()
+        for name, term in terms.items():
+            self._note(name, term)
+
+    def _note(self, name: str, term: Term) -> None:
+        total, count = term.total.detach(), term.count.detach()
+        known = self._terms.get(name)
+        self._terms[name] = Term(total, count) if known is None else Term(known.total + total, known.count + count)
+
+    # -- watching ----------------------------------------------------------------------------------------
+
+    def start(self, held_out: Iterable[Batch]) -> Assessment:
+        """Measure the teacher before anything is trained: what the alarm compares with."""
+        found = self.assess(held_out)
+        self.start_nll = found.nll
+        return found
+
+    def assess(self, held_out: Iterable[Batch]) -> Assessment:
+        return assess(self, held_out)
+
+    def watch(self, found: Assessment) -> bool:
+        """Restore and freeze gates that made the teacher worse. True if the alarm went off."""
+        if not self.trains or self.start_nll is None:
+            return False
+        bound = self.start_nll + self.config.max_degradation
+        if math.isfinite(found.nll) and found.nll <= bound:
+            return False
+        self._take_back(f"its held-out loss is {found.nll:.4f}, above {self.start_nll:.4f} + "
+                        f"{self.config.max_degradation:g}")  # fmt: skip
+        return True
+
+    def reset(self, *, is_frozen: bool) -> None:
+        """The original teacher again, as if nothing had been taught."""
+        self.gates.restore()
+        self.is_frozen = is_frozen
+        self._terms = {}
+
+    def _take_back(self, why: str) -> None:
+        self.gates.restore()
+        self.is_frozen = True
+        self.tell(f"the teacher's gates are restored and stay frozen: {why}")
+
+    def report(self, found: Assessment) -> dict[str, Any]:
+        """An event's worth: what the gates do, how far they have moved, and what they were taught since the last."""
+        values = {name: (float(term.total), float(term.count)) for name, term in self._terms.items()}
+        self._terms = {}
+        return {
+            "mode": self.config.mode,
+            "is_frozen": self.is_frozen,
+            "teacher_nll": found.nll,
+            "teacher_nll_start": self.start_nll,
+            "kl_to_original": found.kl_to_original,
+            "updates": self.gates.num_applied,
+            "skipped": self.gates.num_skipped,
+            "mended": self.gates.num_mended,
+            "grad_norm": self.gates.last_norm,
+            "terms": {name: total / max(count, 1.0) for name, (total, count) in values.items()},
+            "layers": [
+                {**vars(layer), "drift": self.gates.drift(gate.weight)}
+                for gate, layer in zip(self.found, found.layers, strict=True)
+            ],
+        }
+
+    # -- state -------------------------------------------------------------------------------------------
+
+    def as_model(self) -> Student:
+        return self.original.as_model()
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        with self.original.at_work():
+            yield
+
+    def trained_weights(self) -> Mapping[str, Tensor]:
+        return self.gates.weights
+
+    def tensors(self) -> dict[str, Tensor]:
+        return self.gates.tensors()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "gates": self.gates.state_dict(),
+            "is_frozen": self.is_frozen,
+            "start_nll": self.start_nll,
+            "probed": self.probed,
+        }
+
+    def load(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any], *, keeps_history: bool = False) -> None:
+        self.gates.load(tensors, state["gates"], keeps_history=keeps_history)
+        self.is_frozen = bool(state["is_frozen"])
+        self.start_nll = state["start_nll"]
+        self.probed = state["probed"]
+
+
+def _weighed(answer: DenseSignal, weight: float) -> DenseSignal:
+    """The same answer with the gradient that comes back through it multiplied by `weight`."""
+    if not answer.hidden.requires_grad:
+        return answer
+    hidden = answer.hidden.view_as(answer.hidden)
+    hidden.register_hook(lambda gradient: gradient * weight)  # type: ignore[no-untyped-call]
+    return replace(answer, hidden=hidden)

@@ -1,0 +1,170 @@
+"""What gates are taught, and how a teacher with taught gates is measured.
+
+The teacher's own terms go through the fused head with the roles exchanged: the teacher is the one that learns, and the
+student (or the original teacher) is the signal. No [tokens, vocabulary] tensor is kept here either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from stillroom.models.routers import Routing, routed
+from stillroom.objectives.divergences import make
+from stillroom.objectives.gate_terms import entropy, gate_log_probs, load_balance, shares_of
+from stillroom.objectives.head import score_head
+from stillroom.types import Batch, DenseSignal, Needs, StudentView, Term
+
+if TYPE_CHECKING:
+    from stillroom.teachers.router.teacher import RouterTeacher
+
+_META_STEP = 2.0  # width of the central difference, in lookahead steps
+
+
+@dataclass(frozen=True)
+class Aims:
+    """What each of the router's terms weighs."""
+
+    truth: float = 0.0
+    student: float = 0.0
+    anchor: float = 0.0
+    load_balance: float = 0.0
+    entropy: float = 0.0
+
+
+def own_terms(
+    aims: Aims,
+    answer: DenseSignal,
+    view: StudentView | None,
+    anchor: DenseSignal | None,
+    routing: Routing,
+    batch: Batch,
+    num_targets: int,
+    num_tokens: int,
+    opposite: StudentView | None = None,
+) -> tuple[Tensor, dict[str, Term]]:
+    """The router's loss of one micro-batch, divided by the counts of the window, and its terms.
+
+    truth * CE(T) + student * KL(T || S) + anchor * KL(T0 || T) + load_balance * L - entropy * H
+    """
+    teacher, targets = StudentView(answer.hidden, answer.head), batch.scored_targets
+    student = None if view is None else _as_signal(view)
+    per_target = 1.0 / max(num_targets, 1)
+    terms: dict[str, Term] = {}
+    is_meta = opposite is not None
+    scored = score_head(
+        teacher, student, targets,
+        kd_weight=0.0 if student is None else (-1.0 / _META_STEP if is_meta else 1.0) * aims.student * per_target,
+        ce_weight=aims.truth * per_target,
+        divergence=make("reverse_kl"),
+    )  # fmt: skip
+    loss, bad = scored.loss, scored.counters["bad_teacher_rows"]
+    if "ce" in scored.terms:
+        terms["truth"] = scored.terms["ce"]
+    if "kd" in scored.terms:
+        terms["student"] = scored.terms["kd"]
+    if opposite is not None and aims.student:
+        # sum_v p(v) d log q(v) along the lookahead step, as a difference of two divergences from the same teacher.
+        back = score_head(teacher, _as_signal(opposite), targets, kd_weight=aims.student * per_target / _META_STEP,
+                          ce_weight=0.0, divergence=make("reverse_kl"))  # fmt: skip
+        loss = loss + back.loss
+        terms["opposite"] = back.terms["kd"]
+    if anchor is not None and aims.anchor:
+        held = score_head(teacher, anchor, targets, kd_weight=aims.anchor * per_target, ce_weight=0.0,
+                          divergence=make("forward_kl"))  # fmt: skip
+        loss = loss + held.loss
+        terms["anchor"] = held.terms["kd"]
+        bad = bad + held.counters["bad_teacher_rows"]
+    if student is not None or anchor is not None:
+        # Rows whose other side was no distribution were scored on their labels instead: never in silence.
+        ones = torch.ones_like(targets, dtype=torch.float32)
+        terms["bad_rows"] = Term(bad.to(ones.dtype), ones.sum())
+    return loss + _gate_terms(aims, routing, batch, num_tokens, terms), terms
+
+
+def _as_signal(view: StudentView) -> DenseSignal:
+    """The student as something to compare with: detached, because the gates learn here and not the student."""
+    head = view.head
+    bias = None if head.bias is None else head.bias.detach()
+    return DenseSignal(view.hidden.detach(), replace(head, weight=head.weight.detach(), bias=bias))
+
+
+def _gate_terms(aims: Aims, routing: Routing, batch: Batch, num_tokens: int, terms: dict[str, Term]) -> Tensor:
+    """Load balance and entropy, averaged over gates: a deep teacher is not regularised harder than a shallow one."""
+    loss = torch.zeros((), device=batch.input_ids.device)
+    if not (aims.load_balance or aims.entropy):
+        return loss
+    is_token = batch.attention_mask.reshape(-1).bool()
+    share = 1.0 / (max(num_tokens, 1) * len(routing.seen))
+    for seen in routing.seen.values():
+        log_probs = gate_log_probs(seen.logits, is_sigmoid=seen.is_sigmoid)
+        parts = {
+            "load_balance": load_balance(log_probs, seen.chosen, is_token),
+            "entropy": entropy(log_probs, is_token),
+        }
+        loss = loss + share * (aims.load_balance * parts["load_balance"].total - aims.entropy * parts["entropy"].total)
+        for name, term in parts.items():
+            known = terms.get(name)
+            terms[name] = term if known is None else Term(known.total + term.total, known.count + term.count)
+    return loss
+
+
+# -- measuring -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GateUse:
+    """One gate on held-out text: the share of choices of each expert, and the mean entropy of its distribution."""
+
+    name: str
+    usage: list[float]
+    entropy: float
+
+
+@dataclass(frozen=True)
+class Assessment:
+    """A teacher on held-out text. Positions whose loss is not finite make the whole not finite."""
+
+    nll: float
+    kl_to_original: float
+    num_targets: int
+    layers: list[GateUse]
+
+
+@torch.no_grad()
+def assess(teacher: RouterTeacher, held_out: Iterable[Batch]) -> Assessment:
+    """Held-out loss of the teacher as it stands, its distance to the original, and what its gates do."""
+    device = teacher.original.device
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    usage = {gate.name: torch.zeros(gate.num_experts, device=device) for gate in teacher.found}
+    entropies = {gate.name: torch.zeros((), device=device) for gate in teacher.found}
+    num_tokens = torch.zeros((), device=device)
+    for batch in held_out:
+        there = batch.to(device)
+        with routed(teacher.found, teacher.routing()) as routing:
+            answer = teacher.original.observe(there, Needs())
+        anchor = None
+        if teacher.trains and teacher.gates.num_applied:
+            anchor = teacher.original.observe(there, Needs())
+        scored = score_head(StudentView(answer.hidden, answer.head), anchor, there.scored_targets, ce_weight=1.0,
+                            kd_weight=0.0 if anchor is None else 1.0, divergence=make("forward_kl"))  # fmt: skip
+        kl = scored.terms["kd"].total if "kd" in scored.terms else torch.zeros((), device=device)
+        sums += torch.stack([scored.terms["ce"].total, kl, scored.terms["ce"].count]).double()
+        is_token = there.attention_mask.reshape(-1).bool()
+        tokens = is_token.sum()
+        num_tokens += tokens
+        for name, seen in routing.seen.items():
+            usage[name] += tokens * shares_of(seen.chosen, len(usage[name]), is_token)
+            log_probs = gate_log_probs(seen.logits, is_sigmoid=seen.is_sigmoid)
+            entropies[name] += entropy(log_probs, is_token).total
+    nll, kl_sum, count = sums.tolist()
+    tokens_seen = max(float(num_tokens), 1.0)
+    layers = [
+        GateUse(gate.name, (usage[gate.name] / tokens_seen).tolist(), float(entropies[gate.name]) / tokens_seen)
+        for gate in teacher.found
+    ]
+    return Assessment(nll / max(count, 1.0), kl_sum / max(count, 1.0), int(count), layers)
