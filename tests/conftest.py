@@ -11,13 +11,12 @@ from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # a test that reaches for the network is a bug
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent / "support"))
 
 import hypothesis
 import pytest
-import torch
-
 import tiny
+import torch
 
 torch.set_num_threads(1)
 # No test asserts a duration, and neither does hypothesis: a busy machine is not a broken law.

@@ -10,12 +10,12 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from data import DATA
-from harness import CONTROL, Case, Place
-from models import MODELS
-from settings import SETTINGS
+from border_cases import CONTROL, Case, Place
+from data_cases import DATA
+from model_cases import MODELS
+from run_cases import RUNS
+from setting_cases import SETTINGS
 
-from runs import RUNS
 from stillroom.cli import main
 
 TABLE = [*MODELS, *DATA, *SETTINGS, *RUNS]

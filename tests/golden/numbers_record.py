@@ -20,14 +20,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import tiny
 import torch
 from safetensors.torch import load_file, save_file
 
-import tiny
 from stillroom.config import load_config, preset_names
 from stillroom.engine.distill import distill
 from stillroom.telemetry import read_events

@@ -20,7 +20,7 @@ that, so it runs into forward and reverse KL continuously (at beta = 0.5 it is 4
 
 Settings may lie anywhere in [0, 1]: a ramp comes as near to an end as rounding lets it. So the quotient of a small
 difference and a small setting is taken by log1p or expm1, and a slope that vanishes near an end is written as a product
-with what makes it vanish. `tests/laws/test_divergence_ends.py` holds values and gradients to 60 digits.
+with what makes it vanish. `tests/objectives/divergences/test_family_ends.py` holds values and gradients to 60 digits.
 
 Floor of reverse KL: where the teacher says less than exp(-50) (or exactly 0) it is read as exp(-50). The value
 is then too small by at most q * (-50 - log p) for such a token, and finite; the teacher's slope is 0 there. alpha_beta

@@ -1,0 +1,553 @@
+"""Laws of the Python interface: objects do what names do, stay as they were, and leave a run that stands alone."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import inspect
+import io
+import os
+import pkgutil
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from given_objects import given, load, quick, texts
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+import stillroom
+from stillroom.engine.run_folder.inputs import FOLDER
+from stillroom.errors import (
+    BrokenAtStart,
+    CannotSave,
+    ConfigError,
+    DataError,
+    Interrupted,
+    NoBetterStudent,
+    StillroomError,
+)
+from stillroom.models.load.given import GivenModel
+from stillroom.telemetry import read_events
+
+
+def environment(**over: str) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **over}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def losses(folder: Path) -> list[float]:
+    return [event["train_loss"] for event in read_events(folder / "events.jsonl") if event["event"] == "step"]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "student" / "model.safetensors")
+
+
+def are_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def state_of(model: Any) -> tuple[Any, ...]:
+    """Whatever a user could find changed in a model."""
+    return (
+        {name: tensor.clone() for name, tensor in model.state_dict().items()},
+        [(id(weight), weight.requires_grad, weight.grad is None) for weight in model.parameters()],
+        [module.training for module in model.modules()],
+        model.device,
+        model.dtype,
+        dict(model.config.__dict__),
+        model.config._attn_implementation,
+    )
+
+
+def same_state(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    return are_equal(one[0], other[0]) and one[1:] == other[1:]
+
+
+# -- objects ---------------------------------------------------------------------------------------------
+
+
+def test_objects_train_what_names_train_and_stay_as_they_were(world: Path, tmp_path: Path) -> None:
+    objects = given(world)
+    teacher, student = objects["teacher"][0], objects["student"][0]
+    teacher.train()
+    teacher.model.embed_tokens.weight.requires_grad_(False)
+    before, random = (state_of(teacher), state_of(student)), torch.random.get_rng_state()
+    config = stillroom.load_config(overrides=tiny.settings(world))
+    by_name = stillroom.distill(config, tmp_path / "names", device="cpu")
+    by_object = stillroom.distill(**objects, out=tmp_path / "objects", settings=quick(world), device="cpu")
+    assert same_state(before[0], state_of(teacher)) and same_state(before[1], state_of(student))
+    assert torch.equal(random, torch.random.get_rng_state()), "the caller's random numbers are not those of the run"
+    assert losses(by_name.folder) == losses(by_object.folder)
+    assert are_equal(weights(by_name.folder), weights(by_object.folder))
+    trained, tokenizer = by_object.load_student()
+    assert are_equal(dict(trained.state_dict()), {**trained.state_dict(), **weights(by_object.folder)})
+    assert not trained.training and all(weight.requires_grad for weight in trained.parameters())
+    assert len(tokenizer) == len(objects["teacher"][1])
+    assert by_object.report_path.is_file() and by_object.student_path.is_dir()
+
+
+def test_a_run_begun_from_objects_is_resumed_from_its_folder_alone(world: Path, tmp_path: Path) -> None:
+    whole = stillroom.distill(**given(world), out=tmp_path / "whole", settings=quick(world), device="cpu")
+    with pytest.raises(Interrupted):
+        stillroom.distill(
+            **given(world), out=tmp_path / "cut", settings=quick(world, train__max_minutes=1e-9), device="cpu"
+        )
+    shutil.move(tmp_path / "cut", tmp_path / "moved")
+    resumed = stillroom.resume(tmp_path / "moved", device="cpu", max_minutes=0)
+    assert are_equal(weights(whole.folder), weights(resumed.folder))
+    assert resumed.report_path.is_file()
+    # The same call goes on as well, and a finished run is returned as it is.
+    again = stillroom.distill(**given(world), out=tmp_path / "moved", settings=quick(world), device="cpu")
+    assert again.summary == resumed.summary
+
+
+@pytest.mark.parametrize("changed", ["teacher", "student", "tokenizer", "data"])
+def test_a_folder_is_not_continued_with_other_objects(world: Path, tmp_path: Path, changed: str) -> None:
+    settings = quick(world, train__max_steps=1, eval__samples=0)
+    first = stillroom.distill(**given(world), out=tmp_path / "run", settings=settings, device="cpu")
+    other = given(world)
+    if changed == "data":
+        other["data"] = iter(other["data"][:-1])
+    elif changed == "tokenizer":
+        other["student"][1].chat_template = "{{ messages }}"
+    else:
+        with torch.no_grad():
+            other[changed][0].lm_head.weight[0, 0] += 1e-3
+    role = "student" if changed == "tokenizer" else changed
+    with pytest.raises(ConfigError, match="holds a run whose") as told:
+        stillroom.distill(**other, out=tmp_path / "run", settings=settings, device="cpu")
+    assert role in str(told.value) or changed == "tokenizer"
+    assert stillroom.resume(tmp_path / "run").summary == first.summary
+    assert not list((tmp_path / "run").glob(".tmp-*"))
+
+
+def test_what_is_not_as_the_objects_suggest_is_said(world: Path, tmp_path: Path) -> None:
+    objects = given(world)
+    objects["teacher"] = objects["teacher"][0]
+    objects["teacher"].lm_head.register_forward_hook(lambda *_parts: None)
+    objects["student"][0].requires_grad_(False)
+    settings = quick(world, train__max_steps=1, eval__samples=0)
+    result = stillroom.distill(**objects, out=tmp_path / "run", settings=settings, device="cpu")
+    notes = [event["text"] for event in read_events(result.folder / "events.jsonl") if event["event"] == "note"]
+    assert any("it takes the student's" in text for text in notes)
+    assert any("hooks on 1 of its modules" in text for text in notes)
+    assert any("all its weights are frozen" in text for text in notes)
+    assert any("given as objects: kept in inputs/" in text for text in notes)
+    objects["student"] = objects["student"][0]
+    with pytest.raises(ConfigError, match="teacher comes without a tokenizer"):
+        stillroom.distill(**objects, out=tmp_path / "none", settings=settings, device="cpu")
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gemma2", "mixtral"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_written_model_is_the_given_one(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
+    """Tied heads, buffers and renamed experts included."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny.config(family, width=16, num_layers=1)).to(dtype)
+    found = GivenModel.of((model, tiny.tokenizer()), "teacher")
+    assert found is not None
+    before, mark = state_of(model), found.fingerprint()
+    found.save(tmp_path / "model")
+    assert same_state(before, state_of(model)) and found.fingerprint() == mark
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=dtype)
+    assert are_equal(dict(model.state_dict()), dict(again.state_dict()))
+    assert GivenModel("teacher", again, AutoTokenizer.from_pretrained(tmp_path / "model")).fingerprint() == mark
+
+
+def test_a_run_that_cannot_begin_leaves_nothing_of_its_inputs(world: Path, tmp_path: Path) -> None:
+    objects = given(world)
+    with torch.no_grad():
+        objects["teacher"][0].lm_head.weight.fill_(float("nan"))
+    with pytest.raises(BrokenAtStart):
+        stillroom.distill(**objects, out=tmp_path / "run", settings=quick(world), device="cpu")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_a_kill_before_the_run_began_does_not_block_its_folder(world: Path, tmp_path: Path, is_whole: bool) -> None:
+    out = tmp_path / "run"
+
+    def killed() -> None:
+        from stillroom.engine import distill as engine
+        from stillroom.engine.run_folder.inputs import Inputs
+
+        where, name = (engine, "load_models") if is_whole else (Inputs, "_write")
+        setattr(where, name, lambda *_args, **_options: os.kill(os.getpid(), signal.SIGKILL))
+        stillroom.distill(**given(world), out=out, settings=quick(world), device="cpu")
+
+    assert tiny.in_child(killed) == -9
+    assert (out / FOLDER).exists() == is_whole and not (out / "config.json").exists()
+    settings = quick(world, train__max_steps=1, eval__samples=0)
+    assert stillroom.distill(**given(world), out=out, settings=settings, device="cpu").summary["steps"] == 1
+    assert not list(out.glob(".tmp-*"))
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"), [(ConnectionError("reset by peer"), DataError), (KeyError("row"), KeyError)]
+)
+def test_records_that_break_off_are_no_full_disk(
+    world: Path, tmp_path: Path, fault: Exception, told: type[Exception]
+) -> None:
+    """A stream of a network ends as unreadable data, a fault of the generator's own as itself; no folder is left."""
+
+    def records() -> Iterator[str]:
+        yield "one text"
+        raise fault
+
+    with pytest.raises(told) as found:
+        stillroom.distill(
+            **{**given(world), "data": records()}, out=tmp_path / "run", settings=quick(world), device="cpu"
+        )
+    if isinstance(found.value, DataError):
+        assert found.value.where == "record 2" and "reset by peer" in found.value.what
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_disk_that_is_full_of_inputs_ends_with_24(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_args: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("stillroom.engine.run_folder.inputs.write_records", full)
+    with pytest.raises(CannotSave, match="cannot write what was given") as found:
+        stillroom.distill(**given(world), out=tmp_path / "run", settings=quick(world), device="cpu")
+    assert found.value.exit_code == 24 and not (tmp_path / "run").exists()
+
+
+def test_a_folder_called_inputs_that_is_not_ours_is_left_alone(world: Path, tmp_path: Path) -> None:
+    (tmp_path / "run" / FOLDER).mkdir(parents=True)
+    (tmp_path / "run" / FOLDER / "mine.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="holds no run of ours"):
+        stillroom.distill(**given(world), out=tmp_path / "run", settings=quick(world), device="cpu")
+    assert (tmp_path / "run" / FOLDER / "mine.txt").read_text() == "mine"
+
+
+# -- several processes -----------------------------------------------------------------------------------
+
+_PROGRAM = """
+import os, sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+import given_objects, stillroom, stillroom.report, stillroom.engine.run_folder.inputs as inputs
+folder, world = Path({folder!r}), Path({world!r})
+def note(what, wrapped):
+    def call(*args, **options):
+        with (folder / f"{{what}}-{{os.environ['RANK']}}").open("a") as file:
+            file.write("once ")
+        return wrapped(*args, **options)
+    return call
+stillroom.report.write_report = note("report", stillroom.report.write_report)
+inputs.Inputs.keep = note("inputs", inputs.Inputs.keep)
+result = stillroom.distill(**given_objects.given(world), out=folder / "run", device="cpu", progress=True,
+                           settings=given_objects.quick(world, train__max_steps=2, eval__samples=0))
+assert result.summary["status"] == "done"
+try:
+    stillroom.distill(**given_objects.given(world), device="cpu")
+except stillroom.StillroomError as error:
+    assert "several processes" in error.what, error
+else:
+    raise AssertionError("no folder was named")
+"""
+
+
+def test_of_several_processes_the_first_alone_writes(world: Path, tmp_path: Path) -> None:
+    here = Path(__file__).parents[1] / "support"
+    program = _PROGRAM.format(tests=str(here), folder=str(tmp_path), world=str(world))
+    words = [str(here), str(here.parent), os.environ.get("PYTHONPATH", "")]
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", program],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment(**shared, RANK=str(rank), PYTHONPATH=os.pathsep.join(words)),
+        )
+        for rank in range(2)
+    ]
+    ends = []
+    for process in started:
+        try:
+            ends.append((*process.communicate(timeout=240), process.returncode))
+        finally:
+            process.kill()
+    assert [code for _out, _err, code in ends] == [0, 0], ends
+    assert sorted(path.name for path in tmp_path.glob("*-?")) == ["inputs-0", "report-0"]
+    assert (tmp_path / "report-0").read_text() == "once "
+    assert "check passed" in ends[0][0] and ends[1][0] == ""
+
+
+# -- evaluation and generation ---------------------------------------------------------------------------
+
+
+def test_objects_score_what_names_score_and_stay_as_they_were(world: Path, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(world / "teacher")
+    model, teacher = load(world / "student"), load(world / "teacher").train()
+    before = state_of(model), state_of(teacher)
+    options: dict[str, Any] = {"max_length": 32, "max_batches": 4, "device": torch.device("cpu")}
+    names = stillroom.evaluate(world / "student", world / "train.jsonl", teacher=str(world / "teacher"), **options)
+    objects = stillroom.evaluate((model, tokenizer), iter(texts(world)), teacher=teacher, **options)
+    assert same_state(before[0], state_of(model)) and same_state(before[1], state_of(teacher))
+    assert isinstance(objects, stillroom.Assessment) and isinstance(objects.student, stillroom.Scores)
+    assert (objects.perplexity, objects.student.kl) == (names.perplexity, names.student.kl)
+    assert objects.retention == names.retention and objects.student.intervals == names.student.intervals
+    alone = stillroom.evaluate((model, tokenizer), texts(world), **options)
+    assert alone.teacher is None and alone.student.kl is None and alone.perplexity == names.perplexity
+    with pytest.raises(ConfigError, match="model comes without a tokenizer"):
+        stillroom.evaluate(model, texts(world), **options)
+
+
+def test_a_pair_writes_what_its_folder_writes(world: Path) -> None:
+    pair = load(world / "teacher"), AutoTokenizer.from_pretrained(world / "teacher")
+    before = state_of(pair[0])
+    for options in ({}, {"temperature": 1.0, "seed": 3}):
+        by_name = stillroom.generate(world / "teacher", "the still", max_new_tokens=8, device="cpu", **options)
+        assert stillroom.generate(pair, "the still", max_new_tokens=8, **options) == by_name != ""
+    assert same_state(before, state_of(pair[0]))
+    with pytest.raises(ConfigError, match="stays on its device"):
+        stillroom.generate(pair, "the still", device="cpu")
+
+
+# -- arguments -------------------------------------------------------------------------------------------
+
+
+class Wrapped(torch.nn.Module):
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.module = module
+
+
+class Louder(LlamaForCausalLM):
+    """A user's own class: saved and loaded, its copy would be a plain Llama."""
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        found = super().forward(*args, **options)
+        found.logits = found.logits * 2
+        return found
+
+
+def wrong_models(world: Path) -> Iterator[tuple[Any, str]]:
+    model = load(world / "student")
+    yield 42, "student is a int"
+    yield None.__class__, "student is a type"
+    yield type(model), "that is the class"
+    yield model.state_dict(), "student is a"
+    yield Wrapped(model), r"\.module"
+    yield (model,), "holds 1 things"
+    yield (model, "tokenizer"), "has a str in the place of its tokenizer"
+    yield (tiny.tokenizer(), model), "in the place of its tokenizer"
+    yield model.model, "no language-model head"
+    yield Louder(model.config), "does not load from its configuration"
+    patched = load(world / "student")
+    patched.model.layers[0].forward = lambda hidden, **_options: hidden
+    yield patched, "forward of its own in model.layers.0"
+    frozen = load(world / "student")
+    frozen.lm_head.requires_grad_(False)
+    yield frozen, "1 weights that are frozen, lm_head.weight among them"
+    with torch.device("meta"):
+        yield AutoModelForCausalLM.from_config(model.config), "meta device"
+
+
+def test_what_is_no_model_is_refused_by_name(world: Path, tmp_path: Path) -> None:
+    for value, told in wrong_models(world):
+        with pytest.raises(ConfigError, match=told) as found:
+            stillroom.distill(
+                teacher=str(world / "teacher"), student=value, data="builtin:stdlib", out=tmp_path / "run"
+            )
+        assert "expected" in str(found.value)
+    assert not (tmp_path / "run").exists()
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"config": "run.toml"}, "load_config"),
+    ({"config": {"train": {}}}, "config is a dict"),
+    ({"settings": [("train.max_steps", 1)]}, "settings is"),
+    ({"settings": {1: 2}}, "settings is"),
+    ({"settings": {"train.max_step": 1}}, "did you mean train.max_steps"),
+    ({"settings": {"train.max_steps": "many"}}, "train.max_steps"),
+    ({"settings": {"teacher.model": "x"}}, "teacher is given, and settings name teacher.model"),
+    ({"settings": {"student.init": "shrink", "student.shrink.layers": 1}}, "cuts the student from the teacher"),
+    ({"preset": "no such"}, "there is no preset"),
+    ({"preset": 3}, "preset is 3"),
+    ({"out": 3}, "out is 3"),
+    ({"out": ""}, "out is ''"),
+    ({"device": 0}, "device is 0"),
+    ({"listeners": print}, "listeners is"),
+    ({"listeners": ["print"]}, "listeners is"),
+    ({"progress": "yes"}, "progress is 'yes'"),
+    ({"inject": None}, "inject is None"),
+    ({"teacher": None}, "teacher not given"),
+    ({"teacher": None, "student": None, "data": None}, "teacher and student and data not given"),
+]
+
+
+@pytest.mark.parametrize(("over", "told"), WRONG, ids=[told for _, told in WRONG])
+def test_a_wrong_argument_is_refused_by_name(
+    over: dict[str, Any], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    call = {"teacher": "builtin:teacher", "student": "builtin:student", "data": "builtin:stdlib", **over}
+    with pytest.raises(StillroomError, match=told):
+        stillroom.distill(**call)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_other_functions_check_their_arguments_too(world: Path) -> None:
+    folder = str(world / "teacher")
+    for call, told in (
+        (lambda: stillroom.resume(3), "folder is 3"),  # type: ignore[arg-type]
+        (lambda: stillroom.resume("x", max_minutes=-1), "max_minutes is -1"),
+        (lambda: stillroom.resume("nowhere"), "holds no run"),
+        (lambda: stillroom.evaluate(folder, "builtin:stdlib", max_length=4), "max_length is 4"),
+        (lambda: stillroom.evaluate(folder, "builtin:stdlib", batch_size=True), "batch_size is True"),
+        (lambda: stillroom.evaluate(folder, "builtin:stdlib", bos="yes"), "bos is 'yes'"),  # type: ignore[arg-type]
+        (lambda: stillroom.evaluate(3, "builtin:stdlib"), "model is a int"),  # type: ignore[arg-type]
+        (lambda: stillroom.evaluate(folder, 3), "data is a int"),  # type: ignore[arg-type]
+        (lambda: stillroom.generate(folder, ["x"]), "prompt is"),  # type: ignore[arg-type]
+        (lambda: stillroom.generate(folder, "x", max_new_tokens=0), "max_new_tokens is 0"),
+        (lambda: stillroom.generate(folder, "x", temperature=float("nan")), "temperature is nan"),
+        (lambda: stillroom.generate(folder, "x", raw=None), "raw is None"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(StillroomError, match=told):
+            call()
+
+
+def test_two_runs_of_one_second_have_two_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from stillroom.api.configuration import new_folder
+
+    monkeypatch.chdir(tmp_path)
+    found = []
+    for _ in range(3):
+        found.append(new_folder(None))
+        found[-1].mkdir(parents=True)
+    assert len(set(found)) == 3
+
+
+# -- the result ------------------------------------------------------------------------------------------
+
+
+def test_a_result_tells_what_it_is_and_escapes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = Path('javascript:<img src=x onerror="alert(1)">')
+    folder.mkdir()
+    (folder / "report.html").touch()
+    row = {"perplexity": 57.12, "bits_per_byte": 1.62, "parameters": 401220}
+    hostile = {"status": "<script>", "steps": 8, "student": row, "student_before": row, "teacher": {}}
+    shown = stillroom.Result(folder, hostile)._repr_html_()
+    assert "<script" not in shown and "<img" not in shown and 'href="javascript:' not in shown
+    assert '/report.html"' in shown and "57.1" in shown and "student before" in shown
+    told = repr(stillroom.Result(Path("runs/a"), {"status": "done", "steps": 8, "student": row, "teacher": row}))
+    assert told == f"Result(folder={'runs/a'!r}, status='done', steps=8, perplexity=57.1 (teacher 57.1))"
+    assert repr(stillroom.Result(Path("a"))) == "Result(folder='a', status=None)"
+    assert "unknown" in stillroom.Result(Path("a"))._repr_html_()
+    with pytest.raises(BrokenAtStart):
+        stillroom.Result(tmp_path / "nowhere").load_student()
+
+
+def test_a_run_without_a_better_student_raises_with_its_report_written(world: Path, tmp_path: Path) -> None:
+    settings = quick(world, train__learning_rate=1e-3, train__max_steps=12, train__eval_steps=6)
+    spoiled = {**given(world), "student": given(world)["teacher"], "teacher": given(world)["student"]}
+    with pytest.raises(NoBetterStudent) as told:
+        stillroom.distill(**spoiled, out=tmp_path / "run", settings=settings, device="cpu")
+    assert told.value.folder == tmp_path / "run" and (tmp_path / "run" / "report.html").is_file()
+
+
+# -- the package -----------------------------------------------------------------------------------------
+
+
+def test_the_names_of_the_package_are_listed_before_torch_is_loaded() -> None:
+    code = """
+import sys, stillroom
+assert set(stillroom.__all__) <= set(dir(stillroom))
+assert stillroom.distill.__doc__
+assert "torch" not in sys.modules and "transformers" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment())
+
+
+def test_every_name_is_itself_after_everything_was_imported() -> None:
+    """A module of the same name would take the place of a function as soon as someone imports it."""
+    for module in pkgutil.iter_modules(stillroom.__path__):
+        if module.name != "__main__":
+            importlib.import_module(f"stillroom.{module.name}")
+    for name in stillroom.__all__:
+        assert not isinstance(getattr(stillroom, name), ModuleType), name
+    assert {"jsd", "taid"} <= set(stillroom.divergence_names())
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = stillroom.nothing
+
+
+def test_the_package_says_that_it_is_typed() -> None:
+    assert (Path(stillroom.__file__).parent / "py.typed").is_file()
+    for function in (stillroom.distill, stillroom.resume, stillroom.evaluate, stillroom.generate):
+        signature = inspect.signature(function)
+        kinds = {parameter.kind for parameter in signature.parameters.values()}
+        assert not kinds & {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}
+        assert signature.return_annotation is not inspect.Parameter.empty
+        assert all(parameter.annotation is not parameter.empty for parameter in signature.parameters.values())
+
+
+# -- progress --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("progress", "is_told"), [(None, False), (False, False), (True, True)])
+def test_a_script_is_quiet_unless_asked(
+    world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], progress: bool | None, is_told: bool
+) -> None:
+    config = stillroom.load_config(overrides=tiny.settings(world, train__max_steps=1, eval__samples=0))
+    heard: list[str] = []
+    stillroom.distill(
+        config, tmp_path / "run", progress=progress, listeners=[lambda event: heard.append(event["event"])]
+    )
+    assert ("check passed" in capsys.readouterr().out) == is_told
+    assert {"run_start", "step", "eval", "run_end"} <= set(heard)
+
+
+def test_a_notebook_s_kernel_gets_one_text_that_is_updated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """IPython and ipykernel are no dependency: these stand for them, as a kernel has them."""
+    from stillroom.telemetry import console, notebook
+
+    shown: list[str] = []
+
+    def display(picture: dict[str, str], *, raw: bool, display_id: bool) -> Any:
+        assert raw and display_id
+        shown.append(picture["text/plain"])
+        return SimpleNamespace(update=lambda picture, raw: shown.append("= " + picture["text/plain"]))
+
+    ipython, screen = ModuleType("IPython"), ModuleType("IPython.display")
+    ipython.get_ipython = lambda: SimpleNamespace(kernel=object())  # type: ignore[attr-defined]
+    screen.display = display  # type: ignore[attr-defined]
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    monkeypatch.setitem(sys.modules, "IPython.display", screen)
+    assert not notebook.is_notebook(), "a terminal's IPython has no kernel"
+    monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))
+    assert notebook.is_notebook()
+    with console.ConsoleView() as view:
+        view.handle({"event": "run_start", "schedule": {"optimizer_steps": 5000}, "config": {}})
+        terms = {"kd": {"raw": 1.0, "weight": 1.0, "scaled": 1.0, "share": 1.0}}
+        for step in range(1, 5001):
+            view.handle({"event": "step", "step": step, "train_loss": 1.0, "terms": terms})
+    told = stream.getvalue()
+    assert "\x1b" not in told and "\r" not in told and told.count("step ") <= 6
+    assert shown[0].startswith("step 6") and shown[-1].startswith("= step 5000")
+    assert shown[-1].endswith("5,000 of 5,000 steps") and all(text.startswith("= ") for text in shown[1:])

@@ -1,0 +1,162 @@
+"""Data files that are damaged, foreign, or say nothing."""
+
+from __future__ import annotations
+
+import json
+
+from border_cases import Case, Place, Words, add_each, case
+
+DATA: list[Case] = []
+
+
+def _file(place: Place, named: tuple[str, str | bytes]) -> Words:
+    name, content = named
+    return place.distill(data__train=str(place.file(name, content)))
+
+
+def lines(*values: object) -> str:
+    return "\n".join(json.dumps(value) for value in values) + "\n"
+
+
+TEXT = "the still room keeps spirits and waters, and the maid who keeps the room knows how long"
+
+add_each(
+    DATA,
+    2,
+    {
+        "data_empty": ("a.jsonl", ""),
+        "data_blank": ("a.jsonl", "\n \n\t\n"),
+        "data_only_nul": ("a.jsonl", b"\0" * 4096),
+        "data_broken_json": ("a.jsonl", '{"text": "a\n{"text": "b\n'),
+        "data_half_broken": ("a.jsonl", lines({"text": TEXT}) * 50 + '{"text": \n' * 50),
+        "data_numbers": ("a.jsonl", "1\n2\n3\n"),
+        "data_nulls": ("a.jsonl", "null\n" * 20),
+        "data_lists": ("a.jsonl", "[]\n[1]\n"),
+        "data_strange_fields": ("a.jsonl", lines({"foo": "a"}, {"bar": "b"})),
+        "data_text_is_a_number": ("a.jsonl", lines({"text": 7}, {"text": 8})),
+        "data_text_is_empty": ("a.jsonl", lines(*[{"text": " "}] * 20)),
+        "data_text_is_an_object": ("a.jsonl", lines(*[{"text": {"a": 1}}] * 20)),
+        "data_utf_16": ("a.jsonl", lines({"text": TEXT}).encode("utf-16")),
+        "data_binary": ("a.jsonl", bytes(range(256)) * 64),
+        "data_nested_deeply": ("a.jsonl", '{"text": ' + "[" * 100_000 + "\n"),
+        "data_one_long_line": ("a.jsonl", '{"text": "' + "a" * (11 << 20) + '"}\n'),
+        "data_one_document": ("a.jsonl", lines({"text": TEXT})),
+        "data_of_copies": ("a.jsonl", lines(*[{"text": TEXT}] * 50)),
+        "data_json_object": ("a.json", "{}"),
+        "data_json_broken": ("a.json", "[{"),
+        "data_json_empty_list": ("a.json", "[]"),
+        "data_csv_empty": ("a.csv", ""),
+        "data_csv_header_only": ("a.csv", "text\n"),
+        "data_csv_other_columns": ("a.csv", "a,b\n1,2\n3,4\n"),
+        "data_csv_ragged": ("a.csv", "text\n" + "a,b,c\n" * 50),
+        "data_csv_nul": ("a.csv", b"text\n\0\0\n" * 20),
+        "data_parquet_garbage": ("a.parquet", b"PAR1" + bytes(100)),
+        "data_parquet_empty": ("a.parquet", b""),
+        "data_parquet_text": ("a.parquet", TEXT),
+        "data_text_file_empty": ("a.txt", ""),
+        "data_text_file_blank": ("a.txt", "\n\n \n"),
+        "data_of_another_kind": ("a.docx", TEXT),
+        "data_without_a_kind": ("a", TEXT),
+        "data_zip": ("a.jsonl", b"PK\x03\x04" + bytes(range(256)) * 8),
+    },
+    _file,
+)
+
+
+def _chat(place: Place, messages: object) -> Words:
+    text = lines(*[{"messages": messages}] * 30)
+    return place.distill(data__train=str(place.file("chat.jsonl", text)))
+
+
+add_each(
+    DATA,
+    2,
+    {
+        "chat_is_text": "hello",
+        "chat_is_empty": [],
+        "chat_of_numbers": [1, 2],
+        "chat_without_roles": [{"content": "a"}],
+        "chat_without_answers": [{"role": "user", "content": "a"}],
+        "chat_with_a_number": [{"role": "user", "content": 1}, {"role": "assistant", "content": 2}],
+        "chat_with_empty_answers": [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}],
+        "chat_with_a_picture": [
+            {"role": "user", "content": [{"type": "image", "url": "x"}]},
+            {"role": "assistant", "content": "a"},
+        ],
+        "chat_role_is_null": [{"role": None, "content": "a"}],
+    },
+    _chat,
+)
+
+
+def _template(place: Place, template: str) -> Words:
+    folder = place.copied("teacher", "model")
+    (folder / "chat_template.jinja").write_text(template)
+    messages = [[{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}."}] for n in range(30)]
+    data = place.file("chat.jsonl", lines(*({"messages": turns} for turns in messages)))
+    return place.distill(
+        teacher__model=str(folder), student__model=str(folder), data__train=str(data), train__max_steps=1
+    )
+
+
+add_each(
+    DATA,
+    2,
+    {
+        "template_divides_by_zero": "{{ 1 / 0 }}",
+        "template_does_not_parse": "{% for %}",
+        "template_is_undefined": "{{ nosuch.thing.at.all }}",
+        "template_raises": "{{ raise_exception('no') }}",
+        "template_builds_ten_billion_characters": "{{ 'a' * 10000000000 }}",
+        "template_builds_them_in_steps": "{% set x = 'a' * 100000 %}{% for i in range(99999) %}{{ x }}{% endfor %}",
+        "template_calls_itself": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "template_reaches_for_python": "{{ ''.__class__.__mro__ }}",
+        "template_leaves_the_answers_out": "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}",
+        "template_takes_a_power": "{{ 10 ** 1000000000 }}",
+    },
+    _template,
+)
+
+add_each(DATA, 0, {"template_empty_is_none": ""}, _template)
+
+add_each(
+    DATA,
+    2,
+    {
+        "spec_of_nothing": "no.jsonl",
+        "spec_of_a_glob_that_matches_nothing": "no*.jsonl",
+        "spec_of_a_folder": ".",
+        "spec_of_no_dataset": "hf:",
+        "spec_of_no_builtin": "builtin:sdtlib",
+        "spec_empty": "",
+        "spec_with_a_nul": "a\0b.jsonl",
+        "spec_with_an_escape": "\x1b[2Ja.jsonl",
+        "spec_of_a_device": "/dev/null",
+        "spec_very_long": "y" * 5000 + ".jsonl",
+    },
+    lambda place, spec: place.distill(data__train=spec),
+)
+
+
+@case(DATA, 2, "max_length")
+def prompts_fill_every_row(place: Place) -> Words:
+    rows = [{"prompt": f"{n} " + TEXT * 4, "completion": " yes"} for n in range(40)]
+    return place.distill(data__train=str(place.file("a.jsonl", lines(*rows))), data__max_length=8)
+
+
+@case(DATA, 2)
+def data_is_a_broken_link(place: Place) -> Words:
+    (place.folder / "a.jsonl").symlink_to("nowhere.jsonl")
+    return place.distill(data__train=str(place.folder / "a.jsonl"))
+
+
+@case(DATA, 0)
+def data_with_lone_surrogates_is_read_and_counted(place: Place) -> Words:
+    rows = [json.dumps({"text": f"{TEXT} {n} "})[:-2] + '\\ud800 tail"}' for n in range(60)]
+    return place.distill(data__train=str(place.file("a.jsonl", "\n".join(rows))))
+
+
+@case(DATA, 0)
+def data_with_markup_and_escapes_is_only_text(place: Place) -> Words:
+    rows = [{"text": f"<script>alert({n})</script> \x1b[31m \u202e {TEXT} </title> ]]>"} for n in range(60)]
+    return place.distill(data__train=str(place.file("a.jsonl", lines(*rows))), eval__samples=1)

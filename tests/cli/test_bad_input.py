@@ -1,0 +1,175 @@
+"""What a user gets wrong: each mistake has a message that says what, where and what to try, and an exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tiny
+
+from stillroom.cli import main
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def stillroom(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Command:
+    """Run a command in this process: (exit code, output, errors)."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: str) -> tuple[int, str, str]:
+        code = 0
+        try:
+            main(list(words))
+        except SystemExit as end:
+            code = int(end.code or 0)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def arguments(world: Path, out: Path, **over: object) -> list[str]:
+    words = ["distill", "--out", str(out), "--device", "cpu"]
+    for key, value in tiny.settings(world, **over).items():
+        words += ["--set", f"{key}={json.dumps(value) if not isinstance(value, str) else value}"]
+    return words
+
+
+def test_a_typo_in_a_key(stillroom: Command, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("[train]\nlerning_rate = 1e-3\n")
+    code, _out, err = stillroom("distill", "run.toml")
+    assert code == 2 and "train.lerning_rate" in err and "did you mean train.learning_rate?" in err
+    assert "run.toml" in err
+    assert not (tmp_path / "runs").exists(), "nothing is created for a run that cannot begin"
+
+
+def test_a_missing_configuration(stillroom: Command, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("")
+    code, _out, err = stillroom("distill", "rum.toml")
+    assert code == 2 and "rum.toml" in err and "run.toml" in err
+
+
+def test_a_configuration_that_is_not_toml(stillroom: Command, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("train = [")
+    code, _out, err = stillroom("distill", "run.toml")
+    assert code == 2 and "not valid TOML" in err
+
+
+def test_a_missing_data_file(stillroom: Command, world: Path, tmp_path: Path) -> None:
+    code, _out, err = stillroom(*arguments(world, tmp_path / "run", data__train=str(world / "trian.jsonl")))
+    assert code == 2 and "trian.jsonl" in err and "train.jsonl" in err
+
+
+def test_an_empty_data_file(stillroom: Command, world: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text("")
+    code, _out, err = stillroom(*arguments(world, tmp_path / "run", data__train=str(tmp_path / "empty.jsonl")))
+    assert code == 2 and "empty.jsonl" in err and "empty" in err.replace("empty.jsonl", "")
+
+
+def test_one_broken_line_is_counted_and_named_but_not_fatal(stillroom: Command, world: Path, tmp_path: Path) -> None:
+    lines = (world / "train.jsonl").read_text().splitlines()
+    lines.insert(16, '{"text": "broken')
+    (tmp_path / "data.jsonl").write_text("\n".join(lines))
+    code, out, _err = stillroom(*arguments(world, tmp_path / "run", data__train=str(tmp_path / "data.jsonl")))
+    assert code == 0 and "data.jsonl:17" in out
+
+
+def test_many_broken_lines_stop_the_run(stillroom: Command, world: Path, tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text('{"text": "a fine line"}\n{"text": "bro\nnonsense\n')
+    code, _out, err = stillroom(*arguments(world, tmp_path / "run", data__train=str(tmp_path / "data.jsonl")))
+    assert code == 2 and "data.jsonl:2" in err
+
+
+def test_an_unknown_preset(stillroom: Command) -> None:
+    code, _out, err = stillroom("distill", "--preset", "bas")
+    assert code == 2 and "did you mean 'base'?" in err
+
+
+def test_a_missing_model(stillroom: Command, world: Path, tmp_path: Path) -> None:
+    code, _out, err = stillroom(*arguments(world, tmp_path / "run", teacher__model="./nowhere"))
+    assert code == 20 and "nowhere" in err and "try" in err
+
+
+def test_a_hub_model_without_a_network(stillroom: Command, world: Path, tmp_path: Path) -> None:
+    code, _out, err = stillroom(*arguments(world, tmp_path / "run", teacher__model="some-org/some-model"))
+    assert code == 20 and "some-org/some-model" in err and "network" in err
+
+
+def test_vocabularies_that_differ(stillroom: Command, world: Path, tmp_path: Path) -> None:
+    tiny.save_model(tmp_path / "other", vocab_size=400)
+    code, _out, err = stillroom(*arguments(world, tmp_path / "run", student__model=str(tmp_path / "other")))
+    assert code == 2 and "different vocabularies" in err and "320" in err and "378" in err
+
+
+def test_a_folder_of_another_run_is_refused_with_what_differs(stillroom: Command, world: Path, tmp_path: Path) -> None:
+    assert stillroom(*arguments(world, tmp_path / "run"))[0] == 0
+    before = (tmp_path / "run" / "events.jsonl").read_bytes()
+    code, _out, err = stillroom(*arguments(world, tmp_path / "run", train__learning_rate=1e-5))
+    assert code == 2 and "train.learning_rate" in err and "0.003" in err and "1e-05" in err
+    assert (tmp_path / "run" / "events.jsonl").read_bytes() == before, "nothing of the other run is touched"
+
+
+def test_a_folder_of_something_else_is_refused(stillroom: Command, world: Path, tmp_path: Path) -> None:
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter1.tex").write_text("dear reader")
+    code, _out, err = stillroom(*arguments(world, tmp_path / "thesis"))
+    assert code == 2 and "not empty" in err
+    assert [path.name for path in (tmp_path / "thesis").iterdir()] == ["chapter1.tex"]
+
+
+def test_a_setting_that_would_do_nothing_is_refused(stillroom: Command, world: Path, tmp_path: Path) -> None:
+    code, _out, err = stillroom(*arguments(world, tmp_path / "run"), "--set", "teacher.cache=somewhere")
+    assert code == 2 and "teacher.cache" in err
+
+
+def test_resuming_what_is_no_run(stillroom: Command, tmp_path: Path) -> None:
+    code, _out, err = stillroom("resume", str(tmp_path))
+    assert code == 2 and "no run" in " ".join(err.split())
+
+
+def test_options_work_with_underscores(stillroom: Command, world: Path, tmp_path: Path) -> None:
+    code, out, _err = stillroom(*arguments(world, tmp_path / "run"), "--max_minutes", "9", "--no_progress")
+    config = json.loads((tmp_path / "run" / "config.json").read_text())["config"]
+    assert code == 0 and config["train"]["max_minutes"] == 9 and "step 8" in out
+
+
+def test_a_dry_run_walks_the_whole_path(stillroom: Command, world: Path, tmp_path: Path) -> None:
+    over = {"train__max_steps": 1000, "eval__max_batches": 0}
+    code, out, _err = stillroom(*arguments(world, tmp_path / "dry", **over), "--dry-run")
+    assert code == 0 and "dry run: 5 steps, 2 held-out batches" in " ".join(out.split())
+    assert (tmp_path / "dry" / "report.html").exists()
+    assert (tmp_path / "dry" / "checkpoints" / "step-000005" / "manifest.json").exists()
+    assert json.loads((tmp_path / "dry" / "summary.json").read_text())["steps"] == 5
+    config = json.loads((tmp_path / "dry" / "config.json").read_text())["config"]
+    assert config["eval"]["max_batches"] == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_saves_and_ends_with_75_and_the_run_goes_on(world: Path, tmp_path: Path, number: signal.Signals) -> None:
+    words = arguments(world, tmp_path / "run", train__max_steps=400, train__eval_steps=400)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "stillroom", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
+    events = tmp_path / "run" / "events.jsonl"
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not (events.exists() and '"event": "step"' in events.read_text()):
+        time.sleep(0.05)
+    process.send_signal(number)
+    _out, err = process.communicate(timeout=120)
+    assert process.returncode == 75, err
+    assert "stillroom resume" in err
+    saved = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
+    steps = [json.loads(line) for line in events.read_text().splitlines() if '"event": "step"' in line]
+    assert f"step-{steps[-1]['step']:06d}" in saved, "the step that was running is in the checkpoint"

@@ -1,0 +1,175 @@
+"""`stillroom data`: what would be trained on, as a user and a program see it."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+
+from stillroom.cli import main
+from stillroom.config.schema import DataConfig
+from stillroom.data import fixed_batches, open_data
+from stillroom.telemetry.preview import show_preview
+from stillroom.types import IGNORED
+
+END = "<|end|>"
+TRAP = ["Is 4 prime? Answer Yes or No.", "No", "And is 5 prime? Yes or No.", "Yes"]
+
+
+def template(name: str) -> str:
+    found = importlib.util.find_spec("trl")
+    assert found is not None and found.origin is not None
+    return (Path(found.origin).parent / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder that holds a tokenizer with a chat template, and no weights."""
+    path = tmp_path_factory.mktemp("tokenizer")
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = template("qwen3")
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory: pytest.TempPathFactory) -> str:
+    roles = ["user", "assistant"] * 2
+    values: list[dict[str, Any]] = [
+        {"messages": [{"role": role, "content": text} for role, text in zip(roles, TRAP, strict=True)]},
+        {"prompt": "Tom said ", "completion": '"Hi"'},
+        {"text": "plain words"},
+        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": [{}]}]},
+    ]
+    path = tmp_path_factory.mktemp("data") / "d.jsonl"
+    path.write_text("".join(json.dumps(value) + "\n" for value in values), encoding="utf-8")
+    return str(path)
+
+
+def command(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[str, object]:
+    code: object = 0
+    try:
+        main(["data", *words])
+    except SystemExit as end:
+        code = end.code
+    return capsys.readouterr().out, code or 0
+
+
+def test_as_json_each_row_is_its_text_in_scored_and_unscored_pieces(
+    folder: Path, spec: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, code = command(capsys, spec, "--model", str(folder), "--json", "--set", "data.max_bad_share=0.5")
+    assert code == 0
+    result = json.loads(out)
+    rows = {row["id"]: row["pieces"] for row in result["rows"]}
+    assert list(rows) == ["d.jsonl:1", "d.jsonl:2", "d.jsonl:3"]
+    chat, prompted, plain = rows.values()
+    assert [text for text, is_scored in chat if is_scored] == ["No<|im_end|>", "Yes<|im_end|>", END]
+    assert "".join(text for text, _ in chat) == (
+        f"<|im_start|>user\n{TRAP[0]}<|im_end|>\n<|im_start|>assistant\nNo<|im_end|>\n<|im_start|>user\n{TRAP[2]}"
+        f"<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\nYes<|im_end|>\n{END}"
+    )
+    assert prompted == [["Tom said ", False], [f'"Hi"{END}', True]]
+    assert plain == [[f"plain words{END}", True]]
+    assert result["shapes"] == {"messages": 1, "prompt, completion": 1, "text": 1}
+    assert result["left_out"] == {"bad_records": 1}
+    assert result["bad_records"] == [
+        {"where": "d.jsonl:4", "why": "messages, turn 2 has tool_calls: calls of tools are not read"}
+    ]
+    assert result["scored_tokens"] == sum(row["scored_tokens"] for row in result["rows"])
+    assert result["lengths"]["longest"] == max(row["tokens"] for row in result["rows"])
+
+
+def test_the_pieces_are_the_targets_that_training_reads(folder: Path, tmp_path: Path) -> None:
+    from stillroom.config.schema import StudentConfig
+    from stillroom.data.preview import preview
+    from stillroom.models.load.open import load_tokenizer
+
+    tokenizer = load_tokenizer(StudentConfig(model=str(folder)), str(folder))
+    path = tmp_path / "d.jsonl"
+    answers = [f"{number} is {number * number}" for number in range(20)]
+    values = [{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": a}]} for a in answers]
+    path.write_text("".join(json.dumps(value) + "\n" for value in values), encoding="utf-8")
+    config = DataConfig(train=str(path), packing="rows")
+    shown = preview(config, tokenizer, num_rows=0)["rows"]
+    corpus = open_data(config, tokenizer)
+    trained = {
+        batch.sample_ids[0]: tokenizer.decode([int(token) for token in batch.targets[0] if token != IGNORED])
+        for rows in (corpus.train, corpus.evaluation)
+        for batch in fixed_batches(rows, 1)
+    }
+    assert trained == {row["id"]: "".join(text for text, is_scored in row["pieces"] if is_scored) for row in shown}
+
+
+def test_rows_says_how_many_are_shown(folder: Path, spec: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = (spec, "--model", str(folder), "--json", "--set", "data.max_bad_share=0.5", "--rows")
+    counts = [len(json.loads(command(capsys, *words, number)[0])["rows"]) for number in ("1", "2", "0")]
+    assert counts == [1, 2, 3]
+
+
+def test_a_length_given_shows_what_fits_and_counts_the_rest(
+    folder: Path, spec: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = (spec, "--model", str(folder), "--json", "--set", "data.max_bad_share=0.5")
+    whole = json.loads(command(capsys, *words)[0])
+    cut = json.loads(command(capsys, *words, "--max-length", "100")[0])
+    assert cut["rows"][0]["tokens"] == 101 < whole["rows"][0]["tokens"]
+    assert cut["left_out"]["truncated_tokens"] == whole["rows"][0]["tokens"] - 101
+    assert any("longer than data.max_length = 100" in note for note in cut["notes"])
+
+
+def test_in_a_pipe_what_is_scored_stands_in_brackets(
+    folder: Path, spec: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, code = command(capsys, spec, "--model", str(folder), "--set", "data.max_bad_share=0.5")
+    assert code == 0 and "\x1b" not in out
+    assert f"{TRAP[0]}<|im_end|>\n<|im_start|>assistant\n[[No<|im_end|>]]\n" in out
+    assert f'Tom said [["Hi"{END}]]' in out
+    for said in ("messages (1)", "median", "% of all", "left out  1 bad records", "d.jsonl:4: messages, turn 2 has"):
+        assert said in out
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_on_a_terminal_what_is_scored_is_coloured_and_no_text_can_move_the_cursor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    screen = Terminal()
+    pieces = [["ask [bold] \x1b[2J", False], ["No", True], ["x" * 9000, False]]
+    show_preview({"rows": [{"id": "d:1", "tokens": 2, "scored_tokens": 1, "pieces": pieces}]}, screen)
+    shown = screen.getvalue()
+    assert "\x1b[1;32mNo\x1b[0m" in shown and "ask [bold] " in shown
+    assert "\x1b[2J" not in shown and "[[" not in shown
+    assert "more characters" in shown and len(shown) < 6000
+
+
+@pytest.mark.parametrize(
+    ("harm", "why"), [("{{ 1 / 0 }}", "division by zero"), ("{{ 'a' * 10 ** 10 }}", "it builds 1e+10 characters")]
+)
+def test_a_harmful_template_ends_with_exit_code_2_and_the_reason(
+    harm: str, why: str, spec: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}" + harm
+    tokenizer.save_pretrained(tmp_path)
+    out, code = command(capsys, spec, "--model", str(tmp_path), "--json")
+    assert code == 2 and why in json.loads(out)["error"]
+
+
+def test_a_model_without_a_tokenizer_and_a_missing_file_are_named(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, code = command(capsys, "builtin:qa", "--model", str(tmp_path), "--json")
+    assert code == 2 and "brings no tokenizer" in json.loads(out)["error"]
+    out, code = command(capsys, str(tmp_path / "none.jsonl"), "--model", str(folder), "--json")
+    assert code == 2

@@ -1,0 +1,242 @@
+"""Faults on purpose: the run ends well, says what happened, and nothing bad is saved."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file
+
+from stillroom.config import load_config
+from stillroom.config.faults import FAULTS, parse
+from stillroom.engine.distill import Result, distill, resume
+from stillroom.errors import CheckpointUnusable, ConfigError, Diverged, LossScaleAtFloor, TooManySkips
+from stillroom.telemetry import read_events
+
+BASE = {
+    "train__max_steps": 40,
+    "train__eval_steps": 20,
+    "train__learning_rate": 1e-2,
+    "guard__snapshot_steps": 5,
+    "guard__spike_warmup": 5,
+    "objectives__ce__weight": 0.5,
+    "objectives__kd__weight": 0.5,
+}
+
+
+def run(world: Path, out: Path, inject: str = "", **over: Any) -> Result:
+    config = load_config(overrides=tiny.settings(world, **{**BASE, **over}))
+    return distill(config, out, device="cpu", inject=inject)
+
+
+def guard_events(folder: Path) -> list[dict[str, Any]]:
+    return [event for event in read_events(folder / "events.jsonl") if event["event"] == "guard"]
+
+
+def assert_all_saved_tensors_finite(folder: Path) -> None:
+    files = [*folder.glob("checkpoints/step-*/*.safetensors"), *folder.glob("student/*.safetensors")]
+    assert files
+    for path in files:
+        for name, tensor in load_file(path).items():
+            assert not tensor.is_floating_point() or torch.isfinite(tensor).all(), f"{path.name}: {name}"
+
+
+@pytest.mark.parametrize(
+    ("fault", "actions"),
+    [
+        ("nan_weight@20", {"rollback"}),
+        ("nan_embedding@17", {"rollback"}),
+        ("huge_weight@20", {"rollback"}),
+        ("inf_logit@20", {"skip"}),
+        ("teacher_nan@20x3", set()),
+        ("teacher_nan@15x22", {"fallback"}),
+        ("all_masked@20", {"skip"}),
+        ("bad_batch@20x3", {"skip"}),
+        ("inf_grad@20", {"skip"}),
+        ("nan_grad@20", {"skip"}),
+        ("nan_moment@20", {"rollback"}),
+        ("lr_spike@20x3", {"rollback"}),
+    ],
+)
+def test_a_single_fault_is_survived(world: Path, tmp_path: Path, fault: str, actions: set[str]) -> None:
+    result = run(world, tmp_path / "run", fault)
+    assert result.summary["status"] == "done" and result.summary["steps"] == 40
+    assert result.summary["student"]["perplexity"] < result.summary["student_before"]["perplexity"]
+    events = guard_events(tmp_path / "run")
+    assert {event["action"] for event in events} == actions
+    assert_all_saved_tensors_finite(tmp_path / "run")
+    notes = [e["text"] for e in read_events(tmp_path / "run" / "events.jsonl") if e["event"] == "note"]
+    assert any(fault.split("@")[0] in text for text in notes), "the injection itself is in the log"
+
+
+@pytest.mark.parametrize("precision", ["fp16-mixed", "fp16-master", "fp16-split", "fp16-sr"])
+def test_many_faults_in_one_run_are_survived_in_fp16(world: Path, tmp_path: Path, precision: str) -> None:
+    faults = "inf_logit@8,nan_weight@12,bad_batch@16x2,inf_grad@20,teacher_nan@24x2,nan_moment@28"
+    result = run(world, tmp_path / "run", faults, precision__mode=precision)
+    assert result.summary["steps"] == 40 and result.summary["success_rate"] < 1.0
+    assert result.summary["student"]["perplexity"] < result.summary["student_before"]["perplexity"]
+    assert_all_saved_tensors_finite(tmp_path / "run")
+
+
+def test_a_clean_run_has_nothing_to_report(world: Path, tmp_path: Path) -> None:
+    result = run(world, tmp_path / "run", train__max_steps=60)
+    assert guard_events(tmp_path / "run") == []
+    assert result.summary["success_rate"] == 1.0
+    assert not (tmp_path / "run" / "quarantine").exists()
+
+
+def test_a_skipped_step_leaves_weights_bitwise_equal(world: Path, tmp_path: Path) -> None:
+    """With the fault in the last window before the end, the run equals one that never saw that window."""
+    run(world, tmp_path / "run", "nan_grad@41", train__max_steps=41, train__eval_steps=40, checkpoint__keep=9)
+    folder = tmp_path / "run" / "checkpoints"
+    assert any(event["action"] == "skip" and event["step"] == 41 for event in guard_events(tmp_path / "run"))
+    before = json.loads((folder / "step-000040" / "state.json").read_text())
+    after = json.loads((folder / "step-000041" / "state.json").read_text())
+    assert after["num_updates"] == before["num_updates"] + 1, "the refused attempt did not call the optimizer"
+
+
+def test_the_report_of_a_bad_step_names_tensor_and_samples(world: Path, tmp_path: Path) -> None:
+    run(world, tmp_path / "run", "nan_weight@10,nan_grad@20")
+    first, second = guard_events(tmp_path / "run")
+    assert "weight model.layers.0.mlp.down_proj.weight" in first["located"]
+    assert "gradient of model.embed_tokens.weight" in second["located"]
+    assert all(name.startswith("train.jsonl:") for name in second["sample_ids"])
+
+
+def test_the_quarantine_holds_the_batch_and_its_story(world: Path, tmp_path: Path) -> None:
+    run(world, tmp_path / "run", "bad_batch@20")
+    facts = json.loads((tmp_path / "run" / "quarantine" / "step-000020-attempt-000020.json").read_text())
+    assert facts["verdict"]["action"] == "skip" and facts["evidence"]["loss"] > 0
+    assert facts["batches"][0]["text"] and facts["batches"][0]["sample_ids"]
+    tensors = load_file(tmp_path / "run" / "quarantine" / "step-000020-attempt-000020.safetensors")
+    assert tensors["0.input_ids"].shape[0] == 4
+
+
+def test_a_quarantined_batch_can_be_replayed(world: Path, tmp_path: Path) -> None:
+    from stillroom.engine.replay import replay
+
+    run(world, tmp_path / "run", "bad_batch@20")
+    before = (tmp_path / "run" / "events.jsonl").read_bytes()
+    result = replay(tmp_path / "run", 20, device="cpu")
+    assert result["then"]["verdict"] == "skip" and result["now"]["loss"] > 0 and not result["now"]["located"]
+    assert (tmp_path / "run" / "events.jsonl").read_bytes() == before
+    with pytest.raises(ConfigError, match="no quarantined batch") as caught:
+        replay(tmp_path / "run", 21, device="cpu")
+    assert "20" in caught.value.advice[0]
+
+
+def test_rollback_rewinds_the_data_and_passes_over_what_was_bad(world: Path, tmp_path: Path) -> None:
+    run(world, tmp_path / "run", "nan_weight@22")
+    steps = [e for e in read_events(tmp_path / "run" / "events.jsonl") if e["event"] == "step"]
+    kept = [e["step"] for e in steps if e["verdict"] == "keep"]
+    assert kept == [*range(1, 22), *range(21, 41)], "from step 22 back to the snapshot of step 20"
+
+
+def test_strict_halts_at_the_first_value_that_is_not_finite(world: Path, tmp_path: Path) -> None:
+    with pytest.raises(Diverged) as caught:
+        run(world, tmp_path / "run", "inf_logit@10", guard__on_nonfinite="halt")
+    assert caught.value.exit_code == 22 and caught.value.advice
+    assert "step 10" in caught.value.where
+
+
+def test_too_many_bad_steps_end_with_21(world: Path, tmp_path: Path) -> None:
+    with pytest.raises(TooManySkips):
+        run(world, tmp_path / "run", "nan_grad@10x50", guard__max_consecutive=5)
+
+
+def test_spent_rollbacks_end_with_22(world: Path, tmp_path: Path) -> None:
+    with pytest.raises(Diverged):
+        run(world, tmp_path / "run", "nan_weight@10,nan_weight@11,nan_weight@12", guard__max_rollbacks=2)
+
+
+def test_the_reset_is_a_last_resort_and_works_once(world: Path, tmp_path: Path) -> None:
+    run(world, tmp_path / "run", "nan_weight@10,nan_weight@12", guard__max_rollbacks=1, guard__on_exhausted="reset")
+    assert [event["action"] for event in guard_events(tmp_path / "run")] == ["rollback", "reset"]
+
+
+def test_overflow_at_the_smallest_scale_ends_with_23(world: Path, tmp_path: Path) -> None:
+    with pytest.raises(LossScaleAtFloor) as caught:
+        run(
+            world, tmp_path / "run", "inf_grad@1x50",
+            precision__mode="fp16-split", precision__initial_loss_scale=4.0,
+        )  # fmt: skip
+    assert caught.value.exit_code == 23
+
+
+def test_overflow_is_retried_on_the_same_batch(world: Path, tmp_path: Path) -> None:
+    run(world, tmp_path / "run", "inf_grad@10x2", precision__mode="fp16-split")
+    steps = [e for e in read_events(tmp_path / "run" / "events.jsonl") if e["event"] == "step" and e["step"] == 10]
+    assert [e["verdict"] for e in steps] == ["retry", "retry", "keep"]
+    assert steps[0]["loss_scale"] == 4 * steps[2]["loss_scale"]
+
+
+# -- disks and damaged files -----------------------------------------------------------------------------
+
+
+def test_a_full_disk_in_the_middle_costs_no_step(world: Path, tmp_path: Path) -> None:
+    result = run(world, tmp_path / "run", "disk_full@20")
+    assert result.summary["steps"] == 40
+    notes = [e["text"] for e in read_events(tmp_path / "run" / "events.jsonl") if e["event"] == "note"]
+    assert any("the run goes on" in text for text in notes)
+
+
+def damage(path: Path, kind: str) -> None:
+    data = path.read_bytes()
+    match kind:
+        case "flip":
+            path.write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
+        case "truncate":
+            path.write_bytes(data[: len(data) // 2])
+        case "delete":
+            path.unlink()
+        case "empty":
+            path.write_bytes(b"")
+
+
+@pytest.mark.parametrize("kind", ["flip", "truncate", "delete", "empty"])
+@pytest.mark.parametrize("file", ["student.safetensors", "state.json", "manifest.json"])
+def test_a_damaged_checkpoint_falls_back_one(world: Path, tmp_path: Path, kind: str, file: str) -> None:
+    whole = run(world, tmp_path / "run", train__max_steps=8, train__eval_steps=4)
+    (tmp_path / "run" / "summary.json").unlink()
+    damage(tmp_path / "run" / "checkpoints" / "step-000008" / file, kind)
+    again = resume(tmp_path / "run", device="cpu")
+    assert again.summary["student"] == whole.summary["student"], "and the result is the same to the last bit"
+
+
+def test_when_every_checkpoint_is_damaged_the_end_is_25(world: Path, tmp_path: Path) -> None:
+    run(world, tmp_path / "run", train__max_steps=8, train__eval_steps=4)
+    (tmp_path / "run" / "summary.json").unlink()
+    for path in tmp_path.glob("run/checkpoints/step-*/student.safetensors"):
+        damage(path, "flip")
+    with pytest.raises(CheckpointUnusable) as caught:
+        resume(tmp_path / "run", device="cpu")
+    assert caught.value.exit_code == 25
+
+
+def test_leftovers_of_an_interrupted_save_are_swept(world: Path, tmp_path: Path) -> None:
+    run(world, tmp_path / "run", train__max_steps=8, train__eval_steps=4)
+    (tmp_path / "run" / "summary.json").unlink()
+    leftover = tmp_path / "run" / "checkpoints" / ".tmp-step-000099-1"
+    leftover.mkdir()
+    resume(tmp_path / "run", device="cpu")
+    assert not leftover.exists()
+
+
+# -- the language of --inject ----------------------------------------------------------------------------
+
+
+def test_faults_are_parsed_and_mistakes_explained() -> None:
+    assert [(f.name, f.step, f.left) for f in parse("nan_weight@40, teacher_nan@60x5")] == [
+        ("nan_weight", 40, 1),
+        ("teacher_nan", 60, 5),
+    ]
+    with pytest.raises(ConfigError, match="nan_weigth") as caught:
+        parse("nan_weigth@3")
+    assert "did you mean nan_weight?" in caught.value.advice
+    with pytest.raises(ConfigError, match="expected fault@step"):
+        parse("nan_weight")
+    assert all(FAULTS.values())

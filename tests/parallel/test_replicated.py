@@ -1,0 +1,144 @@
+"""Laws of several processes: they train the student that one process would, and none waits for ever."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file
+
+from stillroom.config import load_config
+from stillroom.engine.distill import distill, resume
+from stillroom.errors import ConfigError
+from stillroom.telemetry import read_events
+
+# Rows of all lengths, and windows that do not divide an epoch: the last one leaves the second process without rows.
+RAGGED = {
+    "data.packing": "rows",
+    "data.train_share": 0.1,
+    "train.max_steps": 9,
+    "objectives.kd.weight": 0.7,
+    "objectives.ce.weight": 0.3,
+    "objectives.kd.temperature": 2.0,
+    "objectives.feature.weight": 0.1,  # with a projector, which a process without rows must know of too
+    "objectives.attention.weight": 0.1,
+}
+
+
+def settings(world: Path, **over: Any) -> dict[str, Any]:
+    return tiny.settings(world) | RAGGED | {key.replace("__", "."): value for key, value in over.items()}
+
+
+def arguments(world: Path, out: Path, **over: Any) -> list[str]:
+    words = [word for key, value in settings(world, **over).items() for word in ("--set", f"{key}={value}")]
+    return ["distill", "--out", str(out), "--device", "cpu", "--no-progress", *words]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def environment(**over: str) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **over}
+
+
+def launched(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Two processes as torchrun starts them."""
+    port = str(free_port())
+    runner = ["torch.distributed.run", "--nproc-per-node", "2", "--master-port", port, "-m", "stillroom"]
+    return subprocess.run(
+        [sys.executable, "-m", *runner, *words], capture_output=True, text=True, timeout=240, env=environment()
+    )
+
+
+def pair(first: Sequence[str], second: Sequence[str] | None = None) -> list[tuple[int, str]]:
+    """Two processes started by hand: exit code and what each said about its end."""
+    port = str(free_port())
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "stillroom", *words],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port),
+        )
+        for rank, words in enumerate((first, second or first))
+    ]
+    ends = []
+    for process in started:
+        try:
+            _out, told = process.communicate(timeout=240)
+        finally:
+            process.kill()
+        ends.append((process.returncode, told))
+    return ends
+
+
+def losses(folder: Path, key: str = "train_loss") -> list[float]:
+    return [event[key] for event in read_events(folder / "events.jsonl") if event["event"] == "step"]
+
+
+def weights(folder: Path) -> torch.Tensor:
+    found = load_file(folder / "student" / "model.safetensors")
+    return torch.cat([found[name].double().flatten() for name in sorted(found)])
+
+
+def test_two_processes_train_what_one_trains_with_twice_the_accumulation(world: Path, tmp_path: Path) -> None:
+    both = launched(arguments(world, tmp_path / "two"))
+    assert both.returncode == 0, both.stderr[-3000:]
+    config = load_config(overrides=settings(world, train__gradient_accumulation_steps=2))
+    distill(config, tmp_path / "one", device="cpu")
+    for key in ("train_loss", "grad_norm", "tokens"):  # the norm tells a sum from a mean; the optimizer would not
+        expected, found = losses(tmp_path / "one", key), losses(tmp_path / "two", key)
+        assert len(found) == 9
+        assert max(abs(a / b - 1) for a, b in zip(found, expected, strict=True)) < 1e-6, key
+    a, b = weights(tmp_path / "one"), weights(tmp_path / "two")
+    assert float((a - b).norm() / a.norm()) < 1e-6
+    (start,) = [event for event in read_events(tmp_path / "two" / "events.jsonl") if event["event"] == "run_start"]
+    assert start["schedule"]["total_batches"] % 2 == 1 and start["schedule"]["processes"] == 2
+    # One voice: each event once, and the console of one process.
+    steps = [event["step"] for event in read_events(tmp_path / "two" / "events.jsonl") if event["event"] == "step"]
+    assert steps == list(range(1, 10))
+    assert both.stdout.count("check passed  held-out perplexity") == 1
+
+
+def test_two_processes_resume_bit_for_bit_and_only_as_two(world: Path, tmp_path: Path) -> None:
+    """With dropout, whose random numbers differ between the processes."""
+    student = tiny.save_model(tmp_path / "student", "gpt2", num_layers=1)
+    over = {"student__model": str(student), "train__max_steps": 4, "eval__samples": 0}
+    assert [code for code, _ in pair(arguments(world, tmp_path / "whole", **over))] == [0, 0]
+    stopped = pair([*arguments(world, tmp_path / "cut", **over), "--max-minutes", "1e-9"])
+    assert [code for code, _ in stopped] == [75, 75], stopped
+    with pytest.raises(ConfigError, match="begun with 2 processes"):
+        resume(tmp_path / "cut", device="cpu")
+    resumed = pair(["resume", str(tmp_path / "cut"), "--device", "cpu", "--max-minutes", "0"])
+    assert [code for code, _ in resumed] == [0, 0], resumed
+    assert torch.equal(weights(tmp_path / "whole"), weights(tmp_path / "cut"))
+    assert losses(tmp_path / "whole") == losses(tmp_path / "cut")
+
+
+def test_a_process_whose_peer_was_killed_ends_and_can_be_resumed(world: Path, tmp_path: Path) -> None:
+    words = arguments(world, tmp_path / "run")
+    (code, told), (killed, _) = pair(words, [*words, "--inject", "kill@3"])
+    assert killed == -9
+    assert code == 75 and "another process of this run is gone" in " ".join(told.split())
+    assert len(losses(tmp_path / "run")) == 2
+
+
+def test_a_fault_in_one_process_is_judged_alike_by_both(world: Path, tmp_path: Path) -> None:
+    words = arguments(world, tmp_path / "run")
+    ends = pair(words, [*words, "--inject", "nan_grad@3,nan_weight@6"])
+    assert [code for code, _ in ends] == [0, 0], ends
+    guards = [event["action"] for event in read_events(tmp_path / "run" / "events.jsonl") if event["event"] == "guard"]
+    assert guards == ["skip", "rollback"]
+    assert torch.isfinite(weights(tmp_path / "run")).all()

@@ -1,0 +1,333 @@
+"""The report: the right words for each kind of run, safe whatever the run recorded, and nothing fetched."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import plotly.graph_objects as go
+import pytest
+from synthetic import write_run
+
+from stillroom.errors import CannotSave
+from stillroom.report import RunRecord, write_report
+from stillroom.report.drawing import MAX_POINTS, ROLES, dark_partners, smooth, stretches, thin
+from stillroom.report.figures import all_figures
+from stillroom.report.sections import yardsticks_table
+from stillroom.report.words import headline
+
+HOSTILE = (
+    "</title></script></style>--><script>alert(1)</script><img src=x onerror=alert(2)>]]>"
+    "\"' onload='alert(3)' <a href=\"https://evil.example/\">\x1b[31mred\u202ecod\u2066\x00\x9b2J %{x} ${7*7}"
+)
+FORBIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\u200e\u200f]")
+
+
+class Page(HTMLParser):
+    """The elements of a page, and its text without scripts and styles."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: list[str] = []
+        self.text = ""
+        self._open: list[str] = []
+        self.feed(source)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        self._open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        while self._open and self._open.pop() != tag:
+            pass
+
+    def handle_data(self, data: str) -> None:
+        if self._open and self._open[-1] == "script":
+            self.scripts.append(data)
+        elif self._open and self._open[-1] != "style":
+            self.text += data
+
+    def payload(self) -> dict[str, Any]:
+        (index,) = [i for i, (_, attrs) in enumerate(self._all_scripts()) if attrs.get("id") == "drawings"]
+        value: dict[str, Any] = json.loads(self.scripts[index])
+        return value
+
+    def _all_scripts(self) -> list[tuple[str, dict[str, str | None]]]:
+        return [element for element in self.elements if element[0] == "script"]
+
+
+def page_of(run_dir: Path) -> Page:
+    return Page(write_report(run_dir).read_text(encoding="utf-8"))
+
+
+def replace_strings(value: Any, by: str) -> Any:
+    """The same record with every string leaf hostile, but for those that say what a record is."""
+    if isinstance(value, dict):
+        kept = ("event", "time", "verdict")
+        return {key: value[key] if key in kept else replace_strings(value[key], by) for key in value}
+    if isinstance(value, list):
+        return [replace_strings(item, by) for item in value]
+    return by if isinstance(value, str) else value
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("runs") / "finished", num_steps=60)
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_run(tmp_path_factory.mktemp("runs") / "hostile", num_steps=60)
+    log = folder / "events.jsonl"
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    for record in records:
+        if "terms" in record:
+            record["terms"][HOSTILE] = {"raw": 1.0, "weight": 1.0, "scaled": 1.0, "share": 0.5}
+    log.write_text("".join(json.dumps(replace_strings(record, HOSTILE)) + "\n" for record in records))
+    for name in ("config.json", "summary.json"):
+        value = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(replace_strings(value, HOSTILE) | {HOSTILE: {HOSTILE: HOSTILE}}))
+    return folder
+
+
+# -- what the page says ----------------------------------------------------------------------------------
+
+
+def test_the_result_comes_first_and_in_words(finished: Path) -> None:
+    assert headline(RunRecord.load(finished)) == [
+        "The student reached a held-out perplexity of 57.1 (1.62 bits per byte), from 2,031 before training; "
+        "the teacher has 20.3.",
+        "It closes 68% of the gap between the better plain-training baseline (134) and the teacher.",
+    ]
+
+
+def with_perplexities(**values: float | None) -> RunRecord:
+    rows = {row: {"perplexity": value} for row, value in values.items()}
+    return RunRecord("run", summary={"status": "done", **rows})
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"student": 90.0, "student_before": 50.0, "teacher": 20.0}, "The student got worse"),
+        ({"student": 90.0}, "The student has a held-out perplexity of 90.0."),
+        ({"student": 60.0, "teacher": 20.0, "baseline": 50.0}, "distillation did not pay in this run"),
+        ({"student": 19.0, "teacher": 20.0, "baseline": 50.0}, "it is as good as the teacher"),
+        ({"student": 15.0, "teacher": 20.0, "baseline": 18.0}, "There is no gap to close"),
+        ({"student": 60.0, "baseline": 80.0}, "25% below the plain-training baseline (80.0)"),
+        ({"student": 35.0, "teacher": 20.0, "baseline": 50.0}, "closes 50% of the gap between the plain-training"),
+        ({"student": 35.0, "teacher": 20.0, "baseline": None}, "the teacher has 20.0."),
+    ],
+)
+def test_the_words_fit_the_numbers(values: dict[str, float | None], words: str) -> None:
+    assert words in " ".join(headline(with_perplexities(**values)))
+
+
+def test_a_broken_student_is_called_broken() -> None:
+    row = {"perplexity": None, "perplexity_nonfinite": "nan"}
+    run = RunRecord("run", summary={"status": "done", "student": row, "baseline": {"perplexity": 50.0}})
+    assert headline(run) == ["The student is broken: its held-out perplexity is nan."]
+
+
+def test_a_run_that_stopped_says_why() -> None:
+    step = {"event": "step", "step": 12, "verdict": "keep"}
+    end = {"event": "run_end", "status": "stopped", "exit_code": 22, "reason": "step 13: the loss is nan"}
+    assert headline(RunRecord("run", events=(step, end))) == [
+        "The run did not finish: it ended at step 12 (exit code 22).",
+        "The reason given: step 13: the loss is nan.",
+    ]
+
+
+def test_the_page_has_every_part(finished: Path) -> None:
+    page = page_of(finished)
+    ids = {attrs.get("id") for _, attrs in page.elements}
+    assert {"result", "yardsticks", "checks", "curves", "guard", "samples", "notes", "settings"} <= ids
+    figures = ("perplexity", "objective", "shares", "pulls", "gradients", "rates", "pace")
+    assert {f"figure-{key}" for key in figures} <= ids
+    assert "54.2 to 60.3" in page.text and "69.0% to 71.0%" in page.text
+    assert "95 % intervals over 55 held-out documents" in page.text
+    assert "Transfer set: 2,410,331 tokens in 1,020 documents." in page.text
+    assert "loss nan, grad_norm inf, loss_scale 32768" in page.text
+    assert "stdlib:ast:14" in page.text
+    assert "forward_kl" in page.text
+    assert "2.13.0+cpu" in page.text
+
+
+def test_too_few_documents_for_an_interval_are_told(finished: Path) -> None:
+    record = RunRecord.load(finished)
+    student = {**record.result("student"), "documents": 2, "intervals": {}}
+    page = str(yardsticks_table(replace(record, summary={**record.summary, "student": student})))
+    assert "There are no intervals: it takes 8 held-out documents (scored: 2)." in page and "redrawn" not in page
+
+
+def test_documents_that_no_evaluation_scored_are_not_counted_among_the_scored(finished: Path) -> None:
+    record = RunRecord.load(finished)
+    student = {**record.result("student"), "documents": 54}
+    page = str(yardsticks_table(replace(record, summary={**record.summary, "student": student})))
+    assert "95 % intervals over 54 of 55 held-out documents, those that were scored, redrawn" in page
+
+
+def test_figures_are_valid_plotly(finished: Path) -> None:
+    figures = all_figures(RunRecord.load(finished))
+    assert len(figures) == 7
+    for figure in figures:
+        go.Figure(data=figure.traces, layout=figure.layout)
+
+
+def test_every_colour_of_a_figure_has_a_dark_partner(finished: Path) -> None:
+    page = page_of(finished)
+    used = set(re.findall(r"#[0-9a-f]{6}", json.dumps(page.payload()["figures"])))
+    assert used <= set(dark_partners())
+    assert len(set(dark_partners())) >= len(ROLES)
+
+
+# -- runs that broke off ---------------------------------------------------------------------------------
+
+
+def test_a_crashed_run_gets_its_report(tmp_path: Path) -> None:
+    page = page_of(write_run(tmp_path / "crashed", num_steps=60, until=30))
+    assert "The run did not finish: its record breaks off at step 30 of 60." in page.text
+    assert "summary.json is not there." in page.text
+    assert "is torn" in page.text
+    assert page.payload()["figures"]
+
+
+@pytest.mark.parametrize("present", [(), ("config.json",), ("summary.json",), ("events.jsonl",)])
+def test_any_file_may_be_missing(tmp_path: Path, finished: Path, present: tuple[str, ...]) -> None:
+    for name in present:
+        (tmp_path / name).write_bytes((finished / name).read_bytes())
+    page = page_of(tmp_path)
+    for name in {"config.json", "summary.json", "events.jsonl"} - set(present):
+        assert f"{name} is not there" in page.text
+
+
+def test_files_of_the_wrong_kind_are_survived(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[1, 2]")
+    (tmp_path / "summary.json").write_text("{")
+    lines = [
+        '{"event": "step", "step": "x"}',
+        "broken",
+        '{"event": "step", "step": 1, "train_loss": "high", "terms": 3}',
+    ]
+    (tmp_path / "events.jsonl").write_text("\n".join(lines) + "\n")
+    page = page_of(tmp_path)
+    assert "config.json does not hold an object." in page.text
+    assert "summary.json cannot be read" in page.text
+    assert "events.jsonl has 1 broken lines that are left out: 2." in page.text
+
+
+def test_a_summary_with_the_wrong_types_is_survived(tmp_path: Path) -> None:
+    summary = {"status": 7, "student": {"perplexity": "low", "kl": [1]}, "teacher": 3, "checks": [1, {"name": None}]}
+    summary["student_before"] = {"perplexity": 3.0, "intervals": {"perplexity": ["a", 2], "kl": 5}}
+    (tmp_path / "summary.json").write_text(json.dumps(summary | {"steps": 10**400, "baseline": {"perplexity": True}}))
+    page_of(tmp_path)
+
+
+def test_a_refused_disk_is_an_error_with_its_exit_code(tmp_path: Path) -> None:
+    with pytest.raises(CannotSave):
+        write_report(tmp_path / "not there")
+
+
+def test_after_a_rollback_the_later_attempt_counts() -> None:
+    attempts = [(1, "keep", 5.0), (2, "keep", 9.0), (2, "skip", None), (2, "keep", 4.0), (3, "keep", 3.0)]
+    events = [
+        {"event": "step", "step": step, "verdict": verdict, "train_loss": loss} for step, verdict, loss in attempts
+    ]
+    run = RunRecord("run", events=tuple(events))
+    assert [event["train_loss"] for event in run.kept_steps] == [5.0, 4.0, 3.0]
+    assert [event["step"] for event in run.refused_steps] == [2]
+
+
+# -- hostile runs ----------------------------------------------------------------------------------------
+
+
+def test_hostile_text_opens_no_element(finished: Path, hostile: Path) -> None:
+    ours = {tag for tag, _ in page_of(finished).elements} | {"aside"}
+    page = page_of(hostile)
+    assert {tag for tag, _ in page.elements} <= ours
+    assert [tag for tag, _ in page.elements].count("script") == 3
+    allowed = {"class", "id", "lang", "scope", "charset", "content", "name", "http-equiv", "type"}
+    allowed |= {"role", "aria-label", "data-label", "dir"}
+    for tag, attrs in page.elements:
+        assert set(attrs) <= allowed, tag
+    assert "<script>alert(1)</script>" in page.text  # shown as the text it is
+
+
+def test_hostile_text_cannot_leave_its_data_block(hostile: Path) -> None:
+    source = write_report(hostile).read_text(encoding="utf-8")
+    (block,) = re.findall(r'<script type="application/json" id="drawings">(.*?)</script>', source, flags=re.DOTALL)
+    assert not set("<>&") & set(block)
+    names = [trace["name"] for figure in json.loads(block)["figures"] for trace in figure["data"]]
+    assert not any("<" in name for name in names)  # plotly would read tags in a label
+    assert any("&lt;/title&gt;" in name for name in names)
+
+
+def test_no_control_or_direction_character_reaches_the_page(hostile: Path) -> None:
+    source = write_report(hostile).read_text(encoding="utf-8")
+    ours = source[: source.index("plotly.js v")]
+    assert not FORBIDDEN.search(ours)
+
+
+@pytest.mark.parametrize("kind", ["finished", "hostile"])
+def test_the_page_fetches_nothing(kind: str, request: pytest.FixtureRequest) -> None:
+    page = page_of(request.getfixturevalue(kind))
+    for _, attrs in page.elements:
+        assert not {"src", "href", "srcset", "action", "data", "poster", "style"} & set(attrs)
+    style = (Path(__file__).parents[2] / "src/stillroom/report/page.css").read_text()
+    assert "url(" not in style
+    assert "@import" not in style
+
+
+def test_the_policy_allows_our_two_scripts_and_no_other(finished: Path) -> None:
+    page = page_of(finished)
+    policies = [attrs["content"] for _, attrs in page.elements if attrs.get("http-equiv") == "Content-Security-Policy"]
+    hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in page.scripts[1:]]
+    scripts = " ".join(f"'sha256-{digest}'" for digest in hashes)
+    assert len(hashes) == 2
+    assert policies == [
+        f"default-src 'none'; script-src {scripts}; style-src 'unsafe-inline'; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    ]
+
+
+# -- curves ----------------------------------------------------------------------------------------------
+
+
+def test_thinning_keeps_spikes_and_the_limit() -> None:
+    ys = [math.sin(index / 500) for index in range(50_000)]
+    ys[31_234] = 99.0
+    xs, thinned = thin(([float(index) for index in range(50_000)], ys))
+    assert len(xs) <= MAX_POINTS
+    assert xs == sorted(xs)
+    assert max(thinned) == 99.0
+    assert min(thinned) == min(ys)
+
+
+def test_short_curves_are_left_alone() -> None:
+    assert thin(([1.0, 2.0], [3.0, 4.0])) == ([1.0, 2.0], [3.0, 4.0])
+    assert smooth(([1.0, 2.0], [3.0, 3.0])) == ([1.0, 2.0], [3.0, 3.0])
+    assert smooth(([], [])) == ([], [])
+
+
+def test_stretches_hold_every_item_once() -> None:
+    parts = stretches(list(range(1001)), limit=300)
+    assert len(parts) <= 300
+    assert [item for part in parts for item in part] == list(range(1001))
+
+
+def test_a_long_run_makes_a_page_of_bounded_size(tmp_path: Path) -> None:
+    terms = {"kd": {"raw": 1.0, "weight": 1.0, "scaled": 1.0, "share": 1.0}, "ce": {"share": 0.0}}
+    common = {"event": "step", "verdict": "keep", "lr": 1e-4, "grad_norm": 0.5, "loss_scale": 1.0, "terms": terms}
+    events = [
+        common | {"step": step, "train_loss": 3 + math.sin(step), "tokens_per_second": 9.0} for step in range(30_000)
+    ]
+    figures = all_figures(RunRecord("run", events=tuple(events)))
+    assert max(len(trace["x"]) for figure in figures for trace in figure.traces) <= MAX_POINTS
