@@ -47,10 +47,14 @@ def ending_politely() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether main memory or a device's ran out. Torch's own error and that of its CPU allocator are RuntimeErrors."""
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error))))
+
+
 def explained(error: BaseException, where: str) -> StillroomError | None:
     """The end that an error of memory or disk means; nothing for any other, which is a fault of ours."""
-    # Torch's own kind is a RuntimeError too, and the CPU's allocator raises nothing more special.
-    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error))):
+    if is_out_of_memory(error):
         return OutOfMemory(
             f"there is not enough memory: {reason_of(error)}",
             where=where,

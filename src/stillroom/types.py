@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
@@ -67,6 +67,24 @@ class Batch:
             elif hasattr(value, "to"):  # a tensor
                 object.__setattr__(moved, one.name, value.to(device, non_blocking=True))
         return moved
+
+    def parts(self, num_parts: int) -> Iterator[Batch]:
+        """Consecutive rows of the batch as at most `num_parts` batches of about equal size."""
+        num_rows = len(self.input_ids)
+        size = -(-num_rows // num_parts)
+        if size >= num_rows:
+            yield self
+            return
+        for start in range(0, num_rows, size):
+            yield self._of_rows(slice(start, start + size))
+
+    def _of_rows(self, rows: slice) -> Batch:
+        by_row: dict[str, Any] = {
+            one.name: getattr(self, one.name)[rows]
+            for one in fields(self)
+            if one.init and one.name not in ("index", "other")
+        }
+        return replace(self, **by_row, other=self.other._of_rows(rows) if self.other is not None else None)
 
     def without_targets(self) -> Batch:
         """The same rows with no target to score."""

@@ -16,6 +16,7 @@ FAULTS = {
     "teacher_nan": "the teacher answers NaN",
     "teacher_garbage": "the teacher answers finite nonsense",
     "router_nan": "one weight of a trained gate becomes NaN",
+    "oom": "memory runs out in the student's forward",
     "all_masked": "no token of the batch is scored",
     "bad_batch": "the batch is random tokens",
     "inf_grad": "one gradient becomes infinite",

@@ -179,7 +179,10 @@ class CurriculumConfig(Section):
 class TrainConfig(Section):
     max_steps: Annotated[int, Field(ge=0)] = Field(0, description="optimizer steps; 0: as many as `epochs` give")
     epochs: Annotated[float, Field(gt=0)] = Field(1.0, description="passes over the training data")
-    batch_size: Annotated[int, Field(ge=1)] = Field(8, description="rows in a micro-batch")
+    batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        8, description="rows in a micro-batch; auto: `step_rows` in the largest micro-batches that fit, found by trial"
+    )
+    step_rows: Annotated[int, Field(ge=1)] = Field(32, description="rows in a step where batch_size is auto")
     gradient_accumulation_steps: Annotated[int, Field(ge=1)] = Field(1, description="micro-batches in a step")
     learning_rate: Annotated[float, Field(gt=0)] = Field(1e-3, description="peak learning rate of the student")
     router_learning_rate: Annotated[float, Field(ge=0)] = Field(0.0, description="0: the student's")
@@ -215,6 +218,20 @@ class TrainConfig(Section):
     peer_timeout_minutes: Annotated[float, Field(gt=0)] = Field(
         30.0, description="with several processes: how long one waits for another before the run ends with exit code 75"
     )
+
+    @property
+    def rows_per_batch(self) -> int:
+        """Rows in a batch of the loader; where memory is short it is taken in parts."""
+        return self.step_rows if self.batch_size == "auto" else self.batch_size
+
+    @model_validator(mode="after")
+    def _auto_decides_accumulation(self) -> TrainConfig:
+        if self.batch_size == "auto" and self.gradient_accumulation_steps != 1:
+            raise ValueError(
+                "batch_size = auto decides how many micro-batches a step has: leave "
+                "gradient_accumulation_steps out and set step_rows"
+            )
+        return self
 
 
 class PrecisionConfig(Section):

@@ -14,6 +14,7 @@ from stillroom.config import Config
 from stillroom.engine.building.assemble import build_run
 from stillroom.engine.building.device import find_device
 from stillroom.engine.building.loss_scale import find_loss_scale
+from stillroom.engine.building.micro_batch import find_micro_batch
 from stillroom.engine.building.models import Models, load_models
 from stillroom.engine.building.preflight import first_forward
 from stillroom.engine.building.shrink_student import student_name, told_of_start
@@ -21,6 +22,7 @@ from stillroom.engine.ending.outcome import DONE, FINISHED, doubts, how_it_ended
 from stillroom.engine.ending.result import Result
 from stillroom.engine.ending.samples import make_samples
 from stillroom.engine.ending.success_checks import success_checks
+from stillroom.engine.fitting import micro_batch_rows, parts_of, within_memory
 from stillroom.engine.loop import judge_student, run_evaluation, training
 from stillroom.engine.recovery.recover import state_to_return_to
 from stillroom.engine.resume import newest_state, open_log, put_back, recorded_end
@@ -139,6 +141,7 @@ def _carry(run: Run, state: RunState, saved: Saved | None, mark: Mark | None, st
     if saved is None:
         run.teacher.begin_run()  # before the initial state is kept: what the probes found is part of it
         first_forward(run, state)
+        find_micro_batch(run, state)
         find_loss_scale(run, state)
     if run.config.guard.on_exhausted == "reset" and state.applied == 0:
         state.initial = state_to_return_to(run, state).copied()
@@ -186,9 +189,12 @@ def _before(run: Run, state: RunState) -> dict[str, Any]:
 
 
 def _evaluate_teacher(run: Run, state: RunState, model: Student) -> Evaluation:
-    batches, plain = run.eval_batches(), run.precision.plain()
-    with run.teacher.at_work():
+    def work() -> Evaluation:
+        batches, plain = parts_of(run.eval_batches(), state), run.precision.plain()
         return evaluate(model, batches, precision=plain, teacher=run.teacher, between=state.between_batches)
+
+    with run.teacher.at_work():
+        return within_memory(run, state, work)
 
 
 def _is_number(value: float) -> bool:
@@ -250,7 +256,17 @@ def _finish(run: Run, state: RunState, stop: Stop) -> Result:
     reference = run.teacher.original
     final = state.evaluated if is_last_best and reference is run.teacher else None
     if final is None:
-        final = evaluate(run.student, run.eval_batches(), precision=run.precision, teacher=reference, between=ask)
+        final = within_memory(
+            run,
+            state,
+            lambda: evaluate(
+                run.student,
+                parts_of(run.eval_batches(), state),
+                precision=run.precision,
+                teacher=reference,
+                between=ask,
+            ),
+        )
     ask()
     end = how_it_ended(state, final.perplexity, state.before["student_before"]["perplexity"])
     if not run.parallel.is_first:
@@ -268,6 +284,8 @@ def _finish(run: Run, state: RunState, stop: Stop) -> Result:
         "skipped": state.skipped,
         "retried": state.retried,
         "rollbacks": state.rollbacks,
+        "micro_batch_rows": micro_batch_rows(run, state),
+        "shortages": state.shortages,
         "best_step": state.best_step,
         "precision": run.precision.mode,
         "transfer_tokens": run.corpus.counters.get("train_tokens"),

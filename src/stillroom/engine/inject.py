@@ -109,6 +109,8 @@ class Injector(Hooks):
         return batches
 
     def view(self, view: StudentView) -> StudentView:
+        if self.strikes("oom"):
+            raise torch.OutOfMemoryError("out of memory, as injected. Tried to allocate 2.00 GiB, 1.50 GiB is free")
         if not (view.hidden.numel() and self.strikes("inf_logit")):
             return view
         hidden = view.hidden.clone()

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from stillroom.checkpoint import CheckpointSnapshots
+from stillroom.engine.fitting import micro_batch_rows, parts_of, within_memory
 from stillroom.engine.gradients import is_due, term_gradients
 from stillroom.engine.pace import plan_evaluations
 from stillroom.engine.recovery.recover import is_sound, keep_snapshot, look, take_snapshot
@@ -51,7 +52,8 @@ def training(run: Run, state: RunState, stop: Stop) -> Iterator[StepOutcome]:
         began = time.monotonic()
         window = run.loader.window(state.cursor)
         if is_due(run, state):
-            run.log.write("gradients", step=state.applied + 1, **term_gradients(run, state, window))
+            found = within_memory(run, state, lambda: term_gradients(run, state, list(parts_of(window, state))))  # noqa: B023
+            run.log.write("gradients", step=state.applied + 1, **found)
         outcome = train_step(run, state, window)
         state.seconds = already + time.monotonic() - start
         run.log.write("step", **step_record(run, state, outcome, time.monotonic() - began))
@@ -105,10 +107,10 @@ def plan(run: Run, state: RunState) -> None:
     train, steps = run.config.train, run.schedule.num_steps
     state.pace.eval_steps = train.eval_steps
     if not train.eval_steps:
-        size = run.config.eval.batch_size or train.batch_size
+        size = run.config.eval.batch_size or train.rows_per_batch
         rows = len(run.corpus.evaluation)
         rows = min(rows, run.config.eval.max_batches * size) if run.config.eval.max_batches else rows
-        window = train.batch_size * train.gradient_accumulation_steps * run.parallel.size
+        window = train.rows_per_batch * train.gradient_accumulation_steps * run.parallel.size
         state.pace.eval_steps, reason = plan_evaluations(steps, rows, window)
         if reason:
             run.log.write("note", text=reason)
@@ -162,14 +164,18 @@ def run_evaluation(run: Run, state: RunState, lesson: Lesson | None = None) -> E
     """Evaluate with the lesson of the step just taken, so that train and eval objectives compare."""
     lesson = lesson or run.lesson(state)
     run.hooks.in_eval()
-    result = evaluate(
-        run.student,
-        run.eval_batches(),
-        precision=run.precision,
-        teacher=run.teacher,
-        mix=run.mix,
-        lesson=lesson,
-        between=state.between_batches,
+    result = within_memory(
+        run,
+        state,
+        lambda: evaluate(
+            run.student,
+            parts_of(run.eval_batches(), state),
+            precision=run.precision,
+            teacher=run.teacher,
+            mix=run.mix,
+            lesson=lesson,
+            between=state.between_batches,
+        ),
     )
     result = replace(result, perplexity=run.parallel.broadcast(result.perplexity))
     run.parallel.check_replicas({**weights_of(run.student.model), **dict(run.mix.projectors.named_parameters())})
@@ -233,6 +239,7 @@ def step_record(run: Run, state: RunState, outcome: StepOutcome, seconds: float)
         "consecutive_nans": run.guard.consecutive,
         "loss_scale": outcome.evidence.loss_scale,
         "skipped": state.skipped,
+        "micro_batch_rows": micro_batch_rows(run, state),
         "rollbacks": state.rollbacks,
         "tokens": outcome.num_targets,
         "tokens_per_second": outcome.num_targets / max(seconds, 1e-9),

@@ -31,7 +31,7 @@ _CANARY_ROWS = 4
 
 
 def held_out_batches(config: Config, corpus: Corpus) -> list[Batch]:
-    size = config.eval.batch_size or config.train.batch_size
+    size = config.eval.batch_size or config.train.rows_per_batch
     return list(fixed_batches(corpus.evaluation, size, config.eval.max_batches))
 
 
@@ -103,4 +103,4 @@ class Run:
         From the training rows: on held-out text a student that overfits gets worse without being broken. A few rows
         are enough, because they are only ever compared with themselves.
         """
-        return next(iter(fixed_batches(self.corpus.train, min(self.config.train.batch_size, _CANARY_ROWS), 1)))
+        return next(iter(fixed_batches(self.corpus.train, min(self.config.train.rows_per_batch, _CANARY_ROWS), 1)))

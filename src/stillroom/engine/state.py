@@ -64,6 +64,8 @@ class RunState(Holdings):
     fallback_until: int = -1  # applied step until which the teacher is not used
     rolled_back_to: int = -1  # step of the snapshot the last rollback returned to
     snapshots_refused: int = 0  # in a row, because the canary did worse
+    micro_batch_parts: int = 1  # parts that each micro-batch of the loader is taken in, so that it fits into memory
+    shortages: int = 0  # how often memory ran out
     phase: str = ""
     is_finished: bool = False
     owes_evaluation: bool = False  # the last step was to be evaluated, and that was interrupted
@@ -100,6 +102,8 @@ _HISTORY = (
     "best_perplexity",
     "evaluations_since_best",
     "last_perplexity",
+    "micro_batch_parts",
+    "shortages",
 )
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from stillroom.engine.fitting import parts_of, within_memory
 from stillroom.engine.recovery.recover import carry_out, examine
 from stillroom.engine.run import Run
 from stillroom.engine.state import RunState
@@ -81,14 +82,20 @@ def attempt(run: Run, state: RunState, window: Sequence[Batch]) -> tuple[Evidenc
     lesson = run.lesson(state)
     # Of the whole window and of all processes, before any forward: the one divisor.
     counts = run.parallel.counts(run.mix.counts(window))
-    tally = Tally()
-    run.teacher.begin(window, state.applied, state.cursor)
-    run.parallel.seed(run.config.train.seed, state.attempted)
-    for batch in run.parallel.scored(window):
-        tally.add(_learn(run, batch, lesson, counts))
+    tally = within_memory(run, state, lambda: _gather(run, state, window, lesson, counts))
     run.hooks.gradients(run.optimizer)
     run.parallel.sum_gradients(run.optimizer)
     return _read_evidence(run, state, tally, lesson, counts), lesson
+
+
+def _gather(run: Run, state: RunState, window: Sequence[Batch], lesson: Lesson, counts: dict[str, int]) -> Tally:
+    """Forward and backward of every micro-batch of a window."""
+    tally = Tally()
+    run.teacher.begin(window, state.applied, state.cursor)
+    run.parallel.seed(run.config.train.seed, state.attempted)
+    for batch in run.parallel.scored(list(parts_of(window, state))):
+        tally.add(_learn(run, batch, lesson, counts))
+    return tally
 
 
 def _learn(run: Run, batch: Batch, lesson: Lesson, counts: dict[str, int]) -> Score:

@@ -48,7 +48,7 @@ def build_run(
     corpus = open_data(config.data, models.tokenizer)
     loader = Loader(
         corpus.train,
-        batch_size=config.train.batch_size,
+        batch_size=config.train.rows_per_batch,
         accumulation=config.train.gradient_accumulation_steps,
         seed=config.train.seed,
         rank=parallel.rank,

@@ -42,7 +42,7 @@ def make_objectives(
     if asked.student.attention_layers or asked.teacher.attention_layers:
         notes += _open_attention(asked, student, teacher, config.data.max_length)
     if planned.find("contrastive"):
-        notes.append(_on_contrast(config.train.batch_size))
+        notes.append(_on_contrast(config.train.rows_per_batch))
     return Planned(planned.objectives, tuple(notes))
 
 

@@ -7,6 +7,7 @@ at a small scale shows how large FP16 gradients become, and gradients grow in pr
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from stillroom.engine.fitting import parts_of, within_memory
 from stillroom.engine.run import Run
 from stillroom.engine.state import RunState
 from stillroom.types import Batch
@@ -48,12 +50,11 @@ def find_loss_scale(run: Run, state: RunState) -> None:
         return
     window = run.loader.window(0)
     counts = run.parallel.counts(run.mix.counts(window))
-    batch = next((batch for batch in window if batch.num_scored), None)
     configured, floor = run.precision.loss_scale, run.precision.scaler.floor
     peak = math.inf
     for probe in sorted({min(_PROBE_SCALE, configured), floor}, reverse=True):
         run.precision.start_at(probe)
-        peak = run.parallel.worst(_peak_at(run, state, batch, counts) if batch is not None else 0.0) / probe
+        peak = run.parallel.worst(within_memory(run, state, lambda: _peak_at(run, state, window, counts))) / probe
         if math.isfinite(peak):
             break
     scale = fitting_scale(peak, configured, floor)
@@ -71,8 +72,11 @@ def fitting_scale(peak: float, configured: float, floor: float) -> float:
     return scale
 
 
-def _peak_at(run: Run, state: RunState, batch: Batch, counts: dict[str, int]) -> float:
-    """The largest FP16 gradient of a micro-batch at the present scale, in activations and weights."""
+def _peak_at(run: Run, state: RunState, window: Sequence[Batch], counts: dict[str, int]) -> float:
+    """The largest FP16 gradient of the first micro-batch at the present scale, in activations and weights."""
+    batch = next((batch for batch in parts_of(window, state) if batch.num_scored), None)
+    if batch is None:
+        return 0.0
     lesson = run.lesson(state)
     needs = run.mix.needs(lesson)
     batch = batch.to(run.device)

@@ -52,7 +52,7 @@ def cut_student(
     batches: Iterable[Batch] = ()
     if wanted.cuts_width or (is_chosen and choice is None and wanted.method != "even"):
         rows = open_data(config.data, tokenizer).train
-        batches = fixed_batches(rows, config.train.batch_size, _num_batches(config))
+        batches = fixed_batches(rows, config.train.rows_per_batch, _num_batches(config))
         teacher.to(device)
     begun, cpu_begun = time.monotonic(), time.process_time()
     found = cut(teacher, wanted, batches, choice=choice, tell=tell if parallel.is_first else lambda _text: None)
@@ -69,7 +69,7 @@ def cut_student(
 def _num_batches(config: Config) -> int:
     """As many as the widths need, and rows enough for the tokens that layers are chosen by."""
     wanted = config.student.shrink
-    a_batch = config.train.batch_size * min(config.data.max_length, 128)
+    a_batch = config.train.rows_per_batch * min(config.data.max_length, 128)
     return max(wanted.calibration_batches, -(-wanted.choice_tokens // a_batch))
 
 
