@@ -24,7 +24,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from stillroom.models import Student
-from stillroom.types import Batch, Evidence, Needs, Signal, StudentView, Verdict
+from stillroom.types import Batch, DenseSignal, Evidence, Needs, SampledSignal, Signal, StudentView, TopKSignal, Verdict
 
 SignalKind = Literal["none", "dense", "top-k", "sampled"]
 Answers = Sequence[Signal | None]  # several are averaged; None: the student is scored on the labels alone
@@ -124,3 +124,15 @@ class Teacher:
 
 
 NO_TEACHER = Teacher()
+
+
+def kind_of(signal: Signal | None) -> SignalKind:
+    match signal:
+        case None:
+            return "none"
+        case DenseSignal():
+            return "dense"
+        case TopKSignal():
+            return "top-k"
+        case SampledSignal():
+            return "sampled"
