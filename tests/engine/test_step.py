@@ -16,7 +16,7 @@ from stillroom.engine.building.assemble import build_run
 from stillroom.engine.building.device import find_device
 from stillroom.engine.building.models import load_models
 from stillroom.engine.inject import Injector
-from stillroom.engine.recovery.recover import look, take_snapshot
+from stillroom.engine.recovery.recover import check_state, take_snapshot
 from stillroom.engine.run import Run
 from stillroom.engine.state import RunState, weights_of
 from stillroom.engine.step import attempt, train_step
@@ -141,7 +141,7 @@ def test_the_canary_says_nothing_while_no_term_looks_at_tokens(make: Any, trains
     take_snapshot(run, state)
     outcome = train_step(run, state, run.loader.window(0))
     state.canary_reference = state.canary_best = 0.1  # far below what an untrained student reaches
-    seen = look(run, state, outcome.evidence)
+    seen = check_state(run, state, outcome.evidence)
     assert (seen is None) == trains_tokens
     if seen is not None:
         assert state.canary_reference == state.canary_best == seen.canary_loss > 1.0

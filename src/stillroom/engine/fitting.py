@@ -10,7 +10,7 @@ import gc
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,7 +18,9 @@ from stillroom.ends import is_out_of_memory
 from stillroom.engine.run import Run
 from stillroom.engine.state import RunState
 from stillroom.errors import OutOfMemory
+from stillroom.evaluation import Evaluation, evaluate
 from stillroom.files import reason_of
+from stillroom.models import Student
 from stillroom.objectives.head.buffers import POOL
 from stillroom.types import Batch
 
@@ -46,6 +48,11 @@ def within_memory(run: Run, state: RunState, work: Callable[[], T]) -> T:
         if not run.parallel.any_of(bool(shortage)):
             return result  # type: ignore[return-value]
         _take_smaller_parts(run, state, shortage or "memory ran out in another process")
+
+
+def evaluate_held_out(run: Run, state: RunState, student: Student, **options: Any) -> Evaluation:
+    """`evaluate` on the held-out batches, in parts that fit."""
+    return within_memory(run, state, lambda: evaluate(student, parts_of(run.eval_batches(), state), **options))
 
 
 def _take_smaller_parts(run: Run, state: RunState, shortage: str) -> None:
