@@ -89,7 +89,7 @@ def _format_means(means: dict[str, float]) -> str:
 
 
 def check_kind(teacher: Teacher, signal: Signal | None, *, where: str) -> None:
-    """The answer must be of the kind the teacher declares: objectives and reports rely on `Teacher.kind`."""
+    """Raise if the teacher's answer is not of the kind it declares."""
     kind = kind_of(signal)
     if kind != teacher.kind:
         name = type(teacher).__name__
