@@ -69,7 +69,7 @@ def first_forward(run: Run, state: RunState) -> None:
                 "or the model shifts by itself",
             ],
         )
-    # A student that begins at random knows nothing yet, and nothing relies on what it says.
+    # Log no doubt of the student: with random weights it has not learned the text.
     if doubt and judge == "teacher":
         run.log.write("note", text=f"{_DOUBTS[doubt].format(judge)} ({_format_means(means)})")
 
