@@ -206,7 +206,7 @@ class Guard:
         return Verdict("skip", reason)
 
     def _roll_back(self, reason: str, *, backs_off: bool) -> Verdict:
-        self.consecutive += 1  # limited by max_rollbacks, not by max_consecutive
+        self.consecutive += 1  # a rollback itself is limited by max_rollbacks
         self.consecutive_spikes = self.consecutive_floor = 0  # they belong to undone steps
         if self.num_rollbacks < self.config.max_rollbacks:
             self.num_rollbacks += 1

@@ -43,7 +43,7 @@ class Mix:
         return self.planned.projectors
 
     def check_signal(self, kind: SignalKind, stored_temperature: float = 1.0) -> None:
-        """Raise for settings that a cached signal of this kind cannot serve. Called when the run is built."""
+        """Raise for settings that a cached signal of this kind cannot serve."""
         for objective in self.objectives:
             objective.check_signal(kind, stored_temperature)
 

@@ -94,7 +94,7 @@ class Objective:
         return Score(share * total, {self.name: Term(total.detach(), count)}, counters or {})
 
     def check_signal(self, kind: SignalKind, stored_temperature: float) -> None:
-        """Raise for settings that a cached signal of this kind cannot serve. Called when the run is built."""
+        """Raise for settings that a cached signal of this kind cannot serve."""
 
     def notes(self, device_type: str) -> tuple[str, ...]:
         """Notes for the log, written when the run starts."""

@@ -69,7 +69,7 @@ def first_forward(run: Run, state: RunState) -> None:
                 "or the model shifts by itself",
             ],
         )
-    # A student that begins at random knows nothing yet, and nothing relies on what it says.
+    # Log no doubt of the student: with random weights it has not learned the text.
     if doubt and judge == "teacher":
         run.log.write("note", text=f"{_DOUBTS[doubt].format(judge)} ({_format_means(means)})")
 
@@ -89,7 +89,7 @@ def _format_means(means: dict[str, float]) -> str:
 
 
 def check_kind(teacher: Teacher, signal: Signal | None, *, where: str) -> None:
-    """The answer must be of the kind the teacher declares: objectives and reports rely on `Teacher.kind`."""
+    """Raise if the teacher's answer is not of the kind it declares."""
     kind = kind_of(signal)
     if kind != teacher.kind:
         name = type(teacher).__name__
