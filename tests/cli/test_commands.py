@@ -10,7 +10,7 @@ import tiny
 
 from stillroom.cli import main
 from stillroom.config import load_config, preset_names
-from stillroom.demo import baseline_config, compute_ratio, tell_story
+from stillroom.demo import baseline_config, compute_ratio, story_of
 from stillroom.engine.distill import distill
 
 
@@ -106,7 +106,7 @@ def test_the_story_follows_the_numbers(student: float, said: str) -> None:
         "baseline": {"perplexity": 120.0, **arm},
         "baseline_equal_compute": {"perplexity": 101.0, **arm},
     }
-    assert said in tell_story(summary)[-1]
+    assert said in story_of(summary)[-1]
 
 
 def test_ctrl_c_outside_of_training_says_what_is_left(
