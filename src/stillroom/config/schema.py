@@ -1,7 +1,7 @@
-"""What a run can be told. Pydantic only: `stillroom --help` and the doctor must not pay for torch.
+"""The configuration schema. Imports no torch, so that `stillroom --help` and the doctor are fast.
 
-Each field carries the sentence a user needs to set it. Numbers that may change during a run are `Scalar`:
-a constant, or a ramp over the run's progress.
+Each field's description is what a user needs to set it. A number that may change during a run is a `Scalar`: a
+constant, or a ramp over the run's progress.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class StudentConfig(ModelSection):
     gradient_checkpointing: bool = Field(False, description="trade a third more compute for activation memory")
 
     @model_validator(mode="after")
-    def _asked_for(self) -> StudentConfig:
+    def _shrink_needs_init(self) -> StudentConfig:
         if self.shrink != ShrinkConfig() and self.init != "shrink":
             raise ValueError(f"shrink is set and init is {self.init!r}: set student.init = 'shrink' to cut the student")
         return self
@@ -318,7 +318,7 @@ class TelemetryConfig(Section):
 
 
 class Config(Section):
-    """A whole run."""
+    """The configuration of a run."""
 
     teacher: TeacherConfig = Field(default_factory=TeacherConfig)
     student: StudentConfig = Field(default_factory=StudentConfig)

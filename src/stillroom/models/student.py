@@ -1,4 +1,4 @@
-"""The student as the engine sees it: batches in, views out."""
+"""The student: takes a batch, returns a view."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stillroom.types import Batch, HeadWeights, Needs, StudentView
 
 
 class Student:
-    """A language model that answers with hidden states at the scored positions."""
+    """A language model that returns hidden states at the scored positions."""
 
     def __init__(self, model: Any, *, vocab_size: int, is_described: bool) -> None:
         self.model = model
@@ -37,13 +37,13 @@ class Student:
 
 
 def last_hidden(model: Any, batch: Batch, vocab_size: int, is_described: bool) -> tuple[Tensor, HeadWeights]:
-    """What the head works on, and the head.
+    """The input of the head, and the head.
 
-    A model whose head we cannot describe answers with its logits and an identity head: correct, but it
-    keeps a [tokens, vocabulary] tensor.
+    For a model whose head cannot be described: its logits and an identity head, which is correct but keeps a
+    [tokens, vocabulary] tensor.
 
-    No attention mask is passed: rows are padded on the right and attention is causal, so no scored position can see
-    padding.
+    No attention mask is passed: rows are padded on the right and attention is causal, so no scored position attends
+    to padding.
     """
     if is_described:
         body = backbone(model)
