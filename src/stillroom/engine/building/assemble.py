@@ -12,6 +12,7 @@ from stillroom.checkpoint import CheckpointSnapshots, CheckpointStore, SnapshotR
 from stillroom.config import Config
 from stillroom.curriculum import Curriculum
 from stillroom.data import Loader, open_data
+from stillroom.engine.building.compilation import compile_bodies, tokens_of_run
 from stillroom.engine.building.inner_build import make_objectives
 from stillroom.engine.building.models import Models
 from stillroom.engine.inject import make_hooks
@@ -61,7 +62,18 @@ def build_run(
     optimizer = make_optimizer(models.student, precision, config, planned)
     parallel.prepare(optimizer)
     hooks = make_hooks(inject, tell=lambda text: log.write("note", text=text))
-    student = models.loaded_student.as_student(models.vocab_size)
+    schedule = make_schedule(config, loader.num_batches, parallel.size)
+    rows = config.train.batch_size * config.train.gradient_accumulation_steps * parallel.size
+    num_tokens = tokens_of_run(schedule.num_steps, rows, config.data.max_length)
+    student_body, _teacher_body = compile_bodies(
+        config,
+        models.loaded_student,
+        models.loaded_teacher,
+        precision,
+        num_tokens,
+        lambda text: log.write("note", text=text),
+    )
+    student = models.loaded_student.as_student(models.vocab_size, student_body)
     surroundings = Surroundings(
         student=student,
         optimizer=optimizer,
@@ -88,7 +100,7 @@ def build_run(
         loader=loader,
         mix=mix,
         curriculum=Curriculum.of(config),
-        schedule=make_schedule(config, loader.num_batches, parallel.size),
+        schedule=schedule,
         precision=precision,
         optimizer=optimizer,
         guard=Guard(config.guard),
