@@ -208,6 +208,11 @@ class TrainConfig(Section):
     save_steps: Annotated[int, Field(ge=0)] = Field(
         0, description="0: with eval_steps, else up to ten checkpoints that take at most a twentieth of the time"
     )
+    compile: Literal["auto", "off", "student", "both"] = Field(
+        "auto",
+        description="torch.compile for the student, or for both models; auto: the student, in a run on a CPU that is "
+        "long enough to be worth it",
+    )
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     early_stopping: Annotated[int, Field(ge=0)] = Field(
         0, description="stop after this many evaluations without a better student; 0: never"

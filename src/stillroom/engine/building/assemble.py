@@ -12,6 +12,7 @@ from stillroom.checkpoint import CheckpointSnapshots, CheckpointStore, SnapshotR
 from stillroom.config import Config
 from stillroom.curriculum import Curriculum
 from stillroom.data import Corpus, Loader, open_data
+from stillroom.engine.building.compilation import compile_bodies
 from stillroom.engine.building.inner_build import make_objectives
 from stillroom.engine.building.models import Models
 from stillroom.engine.inject import make_hooks
@@ -54,7 +55,9 @@ def build_run(
     optimizer = make_optimizer(models.student, precision, config, planned)
     parallel.prepare(optimizer)
     hooks = make_hooks(inject, tell=lambda text: log.write("note", text=text))
-    student = models.loaded_student.as_student(models.vocab_size)
+    schedule = make_schedule(config, loader.num_batches, parallel.size)
+    student_body, _teacher_body = compile_bodies(config, models, precision, schedule.num_steps * parallel.size, log)
+    student = models.loaded_student.as_student(models.vocab_size, student_body)
     surroundings = make_surroundings(config, student, optimizer, precision, loader, corpus, log)
     teacher = make_teacher(config, models.loaded_teacher, models.vocab_size, surroundings, num_processes=parallel.size)
     mix = make_mix(config, models.vocab_size, planned, log)
@@ -70,7 +73,7 @@ def build_run(
         loader=loader,
         mix=mix,
         curriculum=Curriculum.of(config),
-        schedule=make_schedule(config, loader.num_batches, parallel.size),
+        schedule=schedule,
         precision=precision,
         optimizer=optimizer,
         guard=Guard(config.guard),

@@ -19,6 +19,7 @@ from stillroom.config.schema import StudentConfig, TeacherConfig
 from stillroom.errors import BrokenAtStart
 from stillroom.models.anatomy import Anatomy, anatomy_of, backbone, head_error, head_of
 from stillroom.models.attention import attend_causally
+from stillroom.models.compiled import CompiledBody
 from stillroom.models.load.open import explained, load_student, load_teacher, load_tokenizer
 from stillroom.models.load.vocabulary import check_rows
 from stillroom.models.student import Student
@@ -47,9 +48,10 @@ class LoadedModel:
         """The network's head. Valid only if `is_described`."""
         return head_of(self.network)
 
-    def as_student(self, vocab_size: int | None = None) -> Student:
+    def as_student(self, vocab_size: int | None = None, compiled: CompiledBody | None = None) -> Student:
         """The network as a student, over its own vocabulary or `vocab_size` ids shared with another model."""
-        return Student(self.network, vocab_size=vocab_size or self.anatomy.vocab_rows, is_described=self.is_described)
+        size = vocab_size or self.anatomy.vocab_rows
+        return Student(self.network, vocab_size=size, is_described=self.is_described, compiled=compiled)
 
 
 def open_teacher(section: TeacherConfig, dtype: torch.dtype, tokenizer: Any = None) -> LoadedModel:
