@@ -211,7 +211,7 @@ def test_fp16_finds_its_scale_before_the_first_step(world: Path, tmp_path: Path,
 
 # -- several faults at once ------------------------------------------------------------------------------
 
-SURVIVABLE = sorted(name for name in FAULTS if not name.startswith("kill") and name != "router_nan")
+SURVIVABLE = sorted(name for name in FAULTS if not name.startswith("kill") and name not in ("router_nan", "oom"))
 MODES = ("fp32", "bf16-mixed", "fp16-mixed", "fp16-master", "fp16-split", "fp16-sr")
 
 

@@ -119,3 +119,9 @@ def test_parts_of_a_batch_hold_each_row_once() -> None:
         assert sum((part.sample_ids for part in parts), ()) == batch.sample_ids
         assert sum((part.documents for part in parts), ()) == batch.documents
         assert sum((part.keys for part in parts), ()) == batch.keys
+
+
+def test_memory_that_runs_out_beside_other_faults_leaves_a_finite_student(world: Path, tmp_path: Path) -> None:
+    result = run(world, tmp_path / "run", "oom@3,nan_grad@3,teacher_nan@5,oom@8,nan_weight@8")
+    assert result.summary["shortages"] == 2 and result.summary["skipped"] == 1 and result.summary["rollbacks"] == 1
+    assert all(torch.isfinite(tensor).all() for tensor in weights(result).values())

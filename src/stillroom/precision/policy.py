@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stillroom.config.schema import PrecisionConfig, TrainConfig
+from stillroom.config.schema import PrecisionConfig
+from stillroom.config.train import TrainConfig
 from stillroom.precision.adamw import AdamW, ParameterGroup
 from stillroom.precision.cpu_half_matmul import HalfProducts
 from stillroom.precision.scaler import LossScale
