@@ -11,7 +11,7 @@ _SAMPLES, _SAMPLE_TOKENS = 1, 8
 
 
 def shortened(loaded: Loaded) -> Loaded:
-    """Cut steps, evaluation, samples and the router probe, and add a note that says so. Never lengthen anything."""
+    """Set five steps; cut evaluation, samples and the router probe if they are longer. Add a note that says so."""
     config = loaded.config
     train = config.train.model_copy(update={"max_steps": _STEPS, "eval_steps": _STEPS, "save_steps": _STEPS})
     held_out = config.eval.model_copy(
