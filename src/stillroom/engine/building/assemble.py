@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
-from stillroom.checkpoint import CheckpointSnapshots, CheckpointStore, SnapshotRing, Snapshots
+from stillroom.checkpoint import CheckpointStore
 from stillroom.config import Config
 from stillroom.curriculum import Curriculum
 from stillroom.data import Loader, open_data
+from stillroom.engine.building.budgets import make_snapshots
 from stillroom.engine.building.inner_build import make_objectives
 from stillroom.engine.building.models import Models
 from stillroom.engine.inject import make_hooks
@@ -28,8 +28,6 @@ from stillroom.teachers import Surroundings, make_teacher
 from stillroom.teachers.make import num_trained_by_teacher
 from stillroom.telemetry import EventLog
 
-_SNAPSHOT_SHARE = 0.4
-
 
 def build_run(
     config: Config,
@@ -41,8 +39,12 @@ def build_run(
     inject: str = "",
     parallel: Parallel | None = None,
     lock: FolderLock | None = None,
+    begun_in: str = "",
 ) -> Run:
-    """Assemble a run. Nothing is trained here, and nothing is written but the log."""
+    """Assemble a run. Nothing is trained here, and nothing is written but the log.
+
+    `begun_in` is the precision of the checkpoint that the run is continued from.
+    """
     parallel = parallel or Parallel()
     torch.manual_seed(config.train.seed)
     corpus = open_data(config.data, models.tokenizer)
@@ -54,8 +56,7 @@ def build_run(
         rank=parallel.rank,
         num_ranks=parallel.size,
     )
-    num_parameters = models.loaded_student.anatomy.num_parameters + num_trained_by_teacher(config, models.teacher)
-    precision = resolve(config.precision.mode, device, config=config.precision, num_parameters=num_parameters)
+    precision = choose_precision(config, models, device, begun_in)
     models.student.to(device)
     planned = make_objectives(config, models.student, models.teacher, device, kept=models.kept_layers)
     optimizer = make_optimizer(models.student, precision, config, planned)
@@ -94,7 +95,7 @@ def build_run(
         guard=Guard(config.guard),
         log=log,
         checkpoints=checkpoints,
-        ring=make_snapshots(config, optimizer, models.student, checkpoints, log, parallel),
+        ring=make_snapshots(config, precision.mode, optimizer, models.student, checkpoints, log, parallel),
         hooks=hooks,
         parallel=parallel,
         lock=lock,
@@ -102,21 +103,11 @@ def build_run(
     )
 
 
-def make_snapshots(
-    config: Config, optimizer: AdamW, student: Any, checkpoints: CheckpointStore, log: EventLog, parallel: Parallel
-) -> Snapshots:
-    """Snapshots in memory while they take a modest share of what is free, else the checkpoints on disk."""
-    tensors = [*student.parameters(), *optimizer.tensors().values()]
-    needed = config.guard.snapshot_ring * sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    free = psutil.virtual_memory().available
-    if parallel.all_of(needed * parallel.size <= _SNAPSHOT_SHARE * free):
-        return SnapshotRing(config.guard.snapshot_ring)
-    log.write(
-        "note",
-        text=f"{config.guard.snapshot_ring} snapshots would take {needed / 1e9:.1f} GB of {free / 1e9:.1f} GB free: "
-        "a rollback returns to the newest checkpoint on disk instead",
-    )
-    return CheckpointSnapshots(checkpoints)
+def choose_precision(config: Config, models: Models, device: torch.device, begun_in: str = "") -> Precision:
+    """The mode that was asked for, the best for this device and size, or the one a continued run began in."""
+    num_parameters = models.loaded_student.anatomy.num_parameters + num_trained_by_teacher(config, models.teacher)
+    asked = config.precision
+    return resolve(asked.mode, device, config=asked, num_parameters=num_parameters, begun_in=begun_in)
 
 
 def make_optimizer(student: Any, precision: Precision, config: Config, planned: Planned) -> AdamW:
