@@ -227,7 +227,7 @@ class AdamW:
             return {}
         num_bits = rounding.BF16_BITS if self._rounds else rounding.FP16_BITS
         sizes = [cell.parameter.numel() for cell in bucket for _stream in streams]
-        drawn = rounding.random_bits(sum(sizes), num_bits, self._generator, self._generator.device)
+        drawn = rounding.random_bits(sum(sizes), num_bits, self._generator, bucket[0].parameter.device)
         if len(streams) == 1:
             return {streams[0]: drawn}
         pieces = torch.split(drawn, sizes)
