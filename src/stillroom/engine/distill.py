@@ -12,7 +12,7 @@ import torch
 from stillroom.checkpoint import Mark, Saved
 from stillroom.config import Config
 from stillroom.engine.building.assemble import build_run
-from stillroom.engine.building.device import find_device
+from stillroom.engine.building.device import deterministic, find_device
 from stillroom.engine.building.loss_scale import find_loss_scale
 from stillroom.engine.building.micro_batch import find_micro_batch
 from stillroom.engine.building.models import Models, load_models
@@ -25,7 +25,7 @@ from stillroom.engine.ending.success_checks import success_checks
 from stillroom.engine.fitting import evaluate_held_out, micro_batch_rows
 from stillroom.engine.loop import judge_student, run_evaluation, training
 from stillroom.engine.recovery.recover import state_to_return_to
-from stillroom.engine.resume import newest_state, open_log, recorded_end, restore_checkpoint
+from stillroom.engine.resume import moved_device, newest_state, open_log, precision_of, recorded_end, restore_checkpoint
 from stillroom.engine.run import Run
 from stillroom.engine.run_folder import folder as run_folder
 from stillroom.engine.run_folder.folder import Claim
@@ -64,8 +64,10 @@ def distill(
     with stop.on_signals():
         with stop.while_loading():
             parallel = join(config.train.peer_timeout_minutes)
-            where = find_device(device)
-        with run_folder.owned(Path(out), config, is_first=parallel.is_first) as claim:
+            device_notes: list[str] = []
+            where = find_device(device, device_notes.append)
+            notes = (*notes, *device_notes)
+        with deterministic(where), run_folder.owned(Path(out), config, is_first=parallel.is_first) as claim:
             if parallel.broadcast(float(claim.is_resumed)) and not parallel.is_first:
                 claim.is_resumed, claim.config = run_folder.find_run(claim.folder, config)
             if inputs is not None:
@@ -103,7 +105,15 @@ def _run(
     with log, recorded_end(log, folder):
         with stop.while_loading():
             run = build_run(
-                config, folder, log, device=where, models=models, inject=inject, parallel=parallel, lock=claim.lock
+                config,
+                folder,
+                log,
+                device=where,
+                models=models,
+                inject=inject,
+                parallel=parallel,
+                lock=claim.lock,
+                begun_in=precision_of(saved),
             )
         claim.is_begun = True
         state = RunState()
@@ -232,6 +242,8 @@ def _announce(run: Run, models: Models, notes: tuple[str, ...], saved: Saved | N
         for reason in saved.rejected:
             run.log.write("note", text=f"a checkpoint was not used: {reason}")
         run.log.write("resume", step=saved.step)
+        if text := moved_device(saved, run):
+            run.log.write("note", text=text)
 
 
 # -- the end ---------------------------------------------------------------------------------------------

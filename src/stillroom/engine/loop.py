@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from stillroom.checkpoint import CheckpointSnapshots
 from stillroom.engine.fitting import evaluate_held_out, micro_batch_rows, parts_of, within_memory
 from stillroom.engine.gradients import is_due, term_gradients
 from stillroom.engine.pace import plan_evaluations
@@ -24,6 +23,7 @@ from stillroom.engine.step import StepOutcome, train_step
 from stillroom.engine.stop import Stop
 from stillroom.errors import Interrupted
 from stillroom.evaluation import Evaluation, go_on
+from stillroom.snapshots import CheckpointSnapshots
 from stillroom.telemetry.memory import memory_in_use
 from stillroom.types import Lesson
 

@@ -16,7 +16,7 @@ from stillroom.engine.building.models import load_models
 from stillroom.engine.recovery.batch_file import batch_of
 from stillroom.engine.recovery.locate_nonfinite import locate
 from stillroom.engine.recovery.quarantine import find_windows
-from stillroom.engine.resume import newest_checkpoint
+from stillroom.engine.resume import newest_checkpoint, precision_of
 from stillroom.engine.run_folder import folder as run_folder
 from stillroom.engine.state import RunState, restore
 from stillroom.engine.step import attempt
@@ -33,9 +33,9 @@ def replay(folder: Path, step: int, *, attempt_number: int | None = None, device
     models = load_models(config, where, folder=folder)
     # A separate log: replaying must not write into the run's.
     with EventLog(folder / "quarantine" / f"replay-{step:06d}.jsonl") as log:
-        run = build_run(config, folder, log, device=where, models=models)
-        state = RunState()
         saved = newest_checkpoint(folder, config)
+        run = build_run(config, folder, log, device=where, models=models, begun_in=precision_of(saved))
+        state = RunState()
         if saved is not None:
             restore(run, state, saved)
         run.student.train()

@@ -58,6 +58,22 @@ def _check_processes(saved: Saved, num_processes: int, folder: Path) -> None:
         )
 
 
+def precision_of(saved: Saved | None) -> str:
+    """The mode a checkpoint was written in: it belongs to the run, whatever `auto` would choose on this device."""
+    return str(saved.scalars["precision"]["mode"]) if saved is not None else ""
+
+
+def moved_device(saved: Saved, run: Run) -> str:
+    """What to say where a run goes on on another kind of device; nothing where it does not."""
+    before = saved.scalars["precision"].get("device", run.device.type)
+    if before == run.device.type:
+        return ""
+    return (
+        f"the checkpoint is from {before} and the run goes on with {run.device.type}, in {run.precision.mode} "
+        "as before: its numbers are no longer those of an uncut run to the last bit"
+    )
+
+
 def restore_checkpoint(run: Run, state: RunState, saved: Saved) -> None:
     """Restore a checkpoint into a run built from the same configuration."""
     _check_processes(saved, run.parallel.size, run.folder)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from stillroom.checkpoint import CheckpointStore, Snapshots
+from stillroom.checkpoint import CheckpointStore
 from stillroom.config import Config
 from stillroom.curriculum import Curriculum
 from stillroom.data import Corpus, Loader, fixed_batches
@@ -22,6 +22,7 @@ from stillroom.objectives.mix import Mix
 from stillroom.parallel import Parallel
 from stillroom.precision import AdamW, Precision
 from stillroom.schedule import Schedule
+from stillroom.snapshots import Snapshots
 from stillroom.teachers import NO_TEACHER, Teacher
 from stillroom.telemetry import EventLog
 from stillroom.types import Batch, Lesson

@@ -137,7 +137,12 @@ class Precision:
     # -- state -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        return {"mode": self.mode, "scale": self.scaler.scale, "good_steps": self.scaler.good_steps}
+        return {
+            "mode": self.mode,
+            "scale": self.scaler.scale,
+            "good_steps": self.scaler.good_steps,
+            "device": self.device.type,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state["mode"] != self.mode:

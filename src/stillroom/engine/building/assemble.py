@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
-from stillroom.checkpoint import CheckpointSnapshots, CheckpointStore, SnapshotRing, Snapshots
+from stillroom.checkpoint import CheckpointStore
 from stillroom.config import Config
 from stillroom.curriculum import Curriculum
 from stillroom.data import Corpus, Loader, open_data
+from stillroom.engine.building.budgets import make_snapshots
 from stillroom.engine.building.compilation import compile_bodies
 from stillroom.engine.building.inner_build import make_objectives
 from stillroom.engine.building.models import Models
@@ -30,8 +30,6 @@ from stillroom.teachers import Surroundings, make_teacher
 from stillroom.teachers.make import num_trained_by_teacher
 from stillroom.telemetry import EventLog
 
-_SNAPSHOT_SHARE = 0.4
-
 
 def build_run(
     config: Config,
@@ -43,13 +41,17 @@ def build_run(
     inject: str = "",
     parallel: Parallel | None = None,
     lock: FolderLock | None = None,
+    begun_in: str = "",
 ) -> Run:
-    """Assemble a run. Train nothing, and write nothing but the log."""
+    """Assemble a run. Train nothing, and write nothing but the log.
+
+    `begun_in` is the precision of the checkpoint that the run continues from.
+    """
     parallel = parallel or Parallel()
     torch.manual_seed(config.train.seed)
     corpus = open_data(config.data, models.tokenizer)
     loader = make_loader(config, corpus, parallel)
-    precision = make_precision(config, models, device)
+    precision = make_precision(config, models, device, begun_in)
     models.student.to(device)
     planned = make_objectives(config, models.student, models.teacher, device, kept=models.kept_layers)
     optimizer = make_optimizer(models.student, precision, config, planned)
@@ -79,7 +81,7 @@ def build_run(
         guard=Guard(config.guard),
         log=log,
         checkpoints=checkpoints,
-        ring=make_snapshots(config, optimizer, models.student, checkpoints, log, parallel),
+        ring=make_snapshots(config, precision.mode, optimizer, models.student, checkpoints, log, parallel),
         hooks=hooks,
         parallel=parallel,
         lock=lock,
@@ -98,10 +100,11 @@ def make_loader(config: Config, corpus: Corpus, parallel: Parallel) -> Loader:
     )
 
 
-def make_precision(config: Config, models: Models, device: torch.device) -> Precision:
-    """The precision policy; `auto` depends on the number of trained parameters, trained gates included."""
+def make_precision(config: Config, models: Models, device: torch.device, begun_in: str = "") -> Precision:
+    """The mode that was asked for, the best for this device and size, or the one a continued run began in."""
     num_parameters = models.loaded_student.anatomy.num_parameters + num_trained_by_teacher(config, models.teacher)
-    return resolve(config.precision.mode, device, config=config.precision, num_parameters=num_parameters)
+    asked = config.precision
+    return resolve(asked.mode, device, config=asked, num_parameters=num_parameters, begun_in=begun_in)
 
 
 def make_surroundings(
@@ -131,23 +134,6 @@ def make_mix(config: Config, vocab_size: int, planned: Planned, log: EventLog) -
     for text in clamps.check(vocab_size):
         log.write("note", text=text)
     return Mix(config.objectives, clamps=clamps, planned=planned)
-
-
-def make_snapshots(
-    config: Config, optimizer: AdamW, student: Any, checkpoints: CheckpointStore, log: EventLog, parallel: Parallel
-) -> Snapshots:
-    """Snapshots in memory where they fit into a share of the free memory, else the checkpoints on disk."""
-    tensors = [*student.parameters(), *optimizer.tensors().values()]
-    needed = config.guard.snapshot_ring * sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    free = psutil.virtual_memory().available
-    if parallel.all_of(needed * parallel.size <= _SNAPSHOT_SHARE * free):
-        return SnapshotRing(config.guard.snapshot_ring)
-    log.write(
-        "note",
-        text=f"{config.guard.snapshot_ring} snapshots would take {needed / 1e9:.1f} GB of {free / 1e9:.1f} GB free: "
-        "a rollback returns to the newest checkpoint on disk instead",
-    )
-    return CheckpointSnapshots(checkpoints)
 
 
 def make_optimizer(student: Any, precision: Precision, config: Config, planned: Planned) -> AdamW:

@@ -24,6 +24,11 @@ _PROBE_SCALE = 64.0  # holds gradients up to 1,000; gradients that FP16 rounds t
 _LARGEST = 65504.0 / 8.0  # an eighth of FP16's range: gradients grow in the first steps
 
 
+_UNWRITTEN = frozenset(
+    getattr(torch.ops.aten, name) for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+)  # their memory holds what was there before
+
+
 class PeakWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
     """While active, record the largest magnitude of every FP16 tensor that an operation returns."""
 
@@ -33,6 +38,8 @@ class PeakWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         answer = func(*args, **(kwargs or {}))
+        if func.overloadpacket in _UNWRITTEN:
+            return answer
         for tensor in answer if isinstance(answer, (tuple, list)) else (answer,):
             if isinstance(tensor, Tensor) and tensor.dtype == torch.float16 and tensor.numel():
                 self._peaks.append(tensor.detach().abs().amax().float())

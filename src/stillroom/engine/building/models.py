@@ -24,6 +24,7 @@ from stillroom.models import (
     vocabulary_hash,
 )
 from stillroom.parallel import Parallel
+from stillroom.precision.device import facts_of
 from stillroom.teachers.make import unused_teacher_settings
 
 
@@ -103,4 +104,7 @@ def teacher_dtype(config: Config, device: torch.device) -> torch.dtype:
     if config.teacher.dtype != "auto":
         dtype: torch.dtype = getattr(torch, config.teacher.dtype)
         return dtype
-    return torch.float32 if device.type == "cpu" else torch.float16
+    if device.type != "cuda":
+        return torch.float32
+    # A teacher that was trained in bf16 may overflow FP16; without native bf16 its products would be emulated.
+    return torch.bfloat16 if facts_of(device).has_native_bf16 else torch.float16

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from stillroom.checkpoint import Saved, SnapshotRing
+from stillroom.checkpoint import Saved
 from stillroom.engine.recovery.locate_nonfinite import locate
 from stillroom.engine.recovery.quarantine import keep_window
 from stillroom.engine.recovery.reach import weight_peaks
@@ -17,6 +17,7 @@ from stillroom.engine.state import RunState, capture, restore
 from stillroom.errors import BrokenAtStart, Diverged, LossScaleAtFloor, StillroomError, TooManySkips
 from stillroom.evaluation import evaluate
 from stillroom.guard import is_astray, is_within_band
+from stillroom.snapshots import SnapshotRing
 from stillroom.types import Batch, Evidence, Examination, Verdict
 
 _PATIENCE = 2
