@@ -106,7 +106,10 @@ def _num_layers(model: Any) -> int:
 
 
 def head_of(model: Any, vocab_size: int | None = None) -> HeadWeights:
-    """The live head of a model: its tensors are the model's own, so gradients reach them."""
+    """The live head of a model: its tensors are the model's own, so gradients reach them.
+
+    Under autocast an FP32 head is one whose products have half operands, as the model's own call would have.
+    """
     config = model.config.get_text_config()
     linear = model.get_output_embeddings()
     scale = 1.0
@@ -122,7 +125,17 @@ def head_of(model: Any, vocab_size: int | None = None) -> HeadWeights:
         scale=scale,
         softcap=next((float(cap) for cap in caps if cap), None),
         vocab_size=vocab_size if vocab_size and vocab_size < rows else None,
+        product_dtype=_autocast_dtype(linear.weight),
     )
+
+
+def _autocast_dtype(weight: Tensor) -> torch.dtype | None:
+    """The half dtype that autocast would give this weight now; None where it would leave it alone."""
+    kind = weight.device.type
+    if weight.dtype != torch.float32 or not torch.is_autocast_enabled(kind):
+        return None
+    dtype = torch.get_autocast_dtype(kind)
+    return dtype if dtype in (torch.float16, torch.bfloat16) else None
 
 
 def head_logits(head: HeadWeights, hidden: Tensor) -> Tensor:
@@ -143,6 +156,9 @@ def head_error(model: Any, input_ids: Tensor) -> float:
 
     Tried twice: as the model answers, and with its hidden states made so large that a cap would show. A fresh model's
     logits are far below any cap, and training takes them there.
+
+    The head's product is made in FP32 both times, whatever the dtype of the weights: a rounding of half logits would
+    look like a head that is described wrongly.
     """
     was_training = model.training
     model.eval()
@@ -151,30 +167,55 @@ def head_error(model: Any, input_ids: Tensor) -> float:
         head = head_of(model)
         if hidden is None or head.weight.ndim != 2 or hidden.shape[-1] != head.weight.shape[1]:
             return float("inf")
-        own = model(input_ids=input_ids, use_cache=False).logits
+        own, _ = _wide_logits(model, input_ids)
         error = _difference(own, head_logits(head, hidden))
         factor = max(1.0, _LARGE_LOGIT / max(float(own.float().abs().max()), 1e-6))
-        with _louder(model.get_output_embeddings(), factor) as calls:
-            own = model(input_ids=input_ids, use_cache=False).logits
-        return max(error, _difference(own, head_logits(head, hidden.float() * factor))) if calls else error
+        own, is_called = _wide_logits(model, input_ids, factor)
+        return max(error, _difference(own, head_logits(head, hidden.float() * factor))) if is_called else error
     finally:
         model.train(was_training)
 
 
+def _wide_logits(model: Any, input_ids: Tensor, factor: float = 1.0) -> tuple[Tensor, bool]:
+    """The model's logits with the product of its head made in FP32, of what reaches the head times the factor.
+
+    The answer says whether the head was called as a module at all: some models use its weight alone, and their logits
+    come back as they are.
+    """
+    with _head_in_fp32(model.get_output_embeddings(), factor) as calls:
+        logits: Tensor = model(input_ids=input_ids, use_cache=False).logits
+    return logits, bool(calls)
+
+
 @contextmanager
-def _louder(head: nn.Module, factor: float) -> Iterator[list[int]]:
-    """Multiply what reaches the head. The answer has an entry for each call: some heads are used without one."""
+def _head_in_fp32(head: nn.Module, factor: float) -> Iterator[list[int]]:
+    """Let a linear layer multiply its input by the factor and by its weight in FP32; the list grows with each call.
+
+    A layer of another kind has arithmetic of its own, which is left to it: only its input is multiplied.
+    """
     calls: list[int] = []
+
+    def multiply(hidden: Tensor) -> Tensor:
+        assert isinstance(head, nn.Linear)
+        calls.append(1)
+        bias = None if head.bias is None else head.bias.float()
+        return nn.functional.linear(hidden.float() * factor, head.weight.float(), bias)
 
     def enlarge(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         calls.append(1)
         return (inputs[0] * factor, *inputs[1:])
 
-    handle = head.register_forward_pre_hook(enlarge)
+    is_plain = type(head) is nn.Linear and "forward" not in vars(head)
+    handle = None if is_plain else head.register_forward_pre_hook(enlarge)
+    if is_plain:
+        head.forward = multiply
     try:
         yield calls
     finally:
-        handle.remove()
+        if handle is None:
+            del head.forward
+        else:
+            handle.remove()
 
 
 def _difference(own: Tensor, described: Tensor) -> float:

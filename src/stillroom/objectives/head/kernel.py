@@ -19,7 +19,7 @@ from stillroom.objectives.divergences.base import Divergence
 from stillroom.objectives.head.kernel_build import build
 from stillroom.objectives.head.kernel_compiled import CompiledKernel, knows
 from stillroom.objectives.head.kernel_plain import PlainKernel
-from stillroom.objectives.head.row_kernel import Logits, RowKernel, RowPlan, Rows
+from stillroom.objectives.head.row_kernel import Logits, RowKernel, RowPlan, RowRecord
 
 KernelName = Literal["auto", "plain", "compiled"]
 
@@ -84,7 +84,7 @@ def _agree(one: RowKernel, other: RowKernel) -> bool:
         generator = torch.Generator().manual_seed(0)
         student, teacher = (torch.randn(3, 97, generator=generator) * 4 for _ in range(2))
         third = torch.full((3,), 1 / 3)
-        rows = Rows(
+        rows = RowRecord(
             targets=torch.tensor([0, 50, 96]),
             temperatures=torch.tensor([1.0, 2.0, 0.7]),
             kd_weights=third,

@@ -16,7 +16,7 @@ from torch import Tensor
 from stillroom.errors import DataError
 from stillroom.numerics import Softmax, softcap, softcap_slope
 from stillroom.objectives.divergences import softmax_pullback, student_gradient
-from stillroom.objectives.head.row_kernel import Logits, RowPlan, Rows, TeacherRows
+from stillroom.objectives.head.row_kernel import Logits, RowPlan, RowRecord, TeacherRows
 from stillroom.objectives.head.sparse import (
     KdRows,
     give_rest_to_label,
@@ -37,7 +37,7 @@ class PlainKernel:
 
     name = "plain"
 
-    def run(self, student: Logits, teacher: TeacherRows | None, rows: Rows, plan: RowPlan) -> None:
+    def run(self, student: Logits, teacher: TeacherRows | None, rows: RowRecord, plan: RowPlan) -> None:
         num_rows, num_tokens = student.raw.shape
 
         block = num_rows  # a GPU has no such cache, and each launch costs
@@ -83,7 +83,7 @@ def _teacher_rows(teacher: TeacherRows | None, part: slice) -> TeacherRows | Non
     return teacher.rows(part) if isinstance(teacher, Logits) else select_rows(teacher, part)
 
 
-def _run_block(student: Logits, teacher: TeacherRows | None, rows: Rows, plan: RowPlan) -> None:
+def _run_block(student: Logits, teacher: TeacherRows | None, rows: RowRecord, plan: RowPlan) -> None:
     logits = finish(student)
     if rows.clamped is not None and student.clamp is not None:
         rows.clamped.copy_((logits.abs() >= student.clamp).sum(-1))
@@ -116,7 +116,7 @@ def _is_bare(logits: Logits) -> bool:
     return logits.scale == 1.0 and logits.softcap is None and logits.clamp is None
 
 
-def _kd_rows(logits: Tensor, own: Softmax, teacher: TeacherRows, rows: Rows, plan: RowPlan) -> KdRows:
+def _kd_rows(logits: Tensor, own: Softmax, teacher: TeacherRows, rows: RowRecord, plan: RowPlan) -> KdRows:
     assert plan.divergence is not None
     if isinstance(teacher, Logits):
         if not plan.top_k:
@@ -131,7 +131,7 @@ def _kd_rows(logits: Tensor, own: Softmax, teacher: TeacherRows, rows: Rows, pla
     return sampled_rows(logits, teacher, rows.temperatures, wants_gradient=plan.wants_student)
 
 
-def _dense_rows(own: Softmax, teacher_logits: Logits, rows: Rows, plan: RowPlan) -> KdRows:
+def _dense_rows(own: Softmax, teacher_logits: Logits, rows: RowRecord, plan: RowPlan) -> KdRows:
     """`own` is the student's softmax at T = 1; its scores may be used up, its probabilities not."""
     assert plan.divergence is not None
     temperatures = rows.temperatures[:, None]
@@ -151,7 +151,7 @@ def _dense_rows(own: Softmax, teacher_logits: Logits, rows: Rows, plan: RowPlan)
     return slopes.value * rows.temperatures * rows.temperatures, gradient, is_bad
 
 
-def _lead_to_label(teacher: Softmax, rows: Rows, margin: float) -> None:
+def _lead_to_label(teacher: Softmax, rows: RowRecord, margin: float) -> None:
     """Where the likeliest token is not the label, mix in the label until it leads by the margin, in place.
 
     p' = (1 - a) p + a [label] with a = (margin + max p - p_label) / (1 + max p - p_label): the corrective teacher of
