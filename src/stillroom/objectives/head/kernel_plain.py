@@ -1,6 +1,6 @@
 """The row kernel in plain PyTorch: runs wherever torch runs, and is what other kernels must agree with.
 
-Rows are taken in blocks, so that temporaries stay near the cache and cost no memory to speak of.
+Rows are taken in blocks, because there are up to 26 temporaries of a block's size.
 
 Legend: C rows, V vocabulary.
 """
@@ -16,6 +16,7 @@ from torch import Tensor
 from stillroom.errors import DataError
 from stillroom.numerics import Softmax, softcap, softcap_slope
 from stillroom.objectives.divergences import softmax_pullback, student_gradient
+from stillroom.objectives.head.chunks import TEMPORARIES
 from stillroom.objectives.head.row_kernel import Logits, RowPlan, RowRecord, TeacherRows
 from stillroom.objectives.head.sparse import (
     KdRows,
@@ -28,26 +29,38 @@ from stillroom.objectives.head.sparse import (
 )
 from stillroom.types import SampledSignal, TopKSignal
 
-_BLOCK_ELEMENTS = 1 << 19  # 2 MB of FP32 for each temporary
+_BLOCK_ELEMENTS = 1 << 19  # on a CPU: 2 MB of FP32 for each temporary
+_MOST_TEMPORARIES = 26  # [rows, V] of four bytes alive at once, in the divergence that has most of them
+_LEAST_ELEMENTS = 1 << 20  # on a device: kernels on less take no longer to run than to launch
 _KEPT_BYTES = 31 << 20  # glibc learns from blocks up to 32 MB
 
 
 class PlainKernel:
-    """See the module's docstring."""
+    """Every divergence and every form of teacher, in any dtype, on any device."""
 
     name = "plain"
 
     def run(self, student: Logits, teacher: TeacherRows | None, rows: RowRecord, plan: RowPlan) -> None:
         num_rows, num_tokens = student.raw.shape
-
-        block = num_rows  # a GPU has no such cache, and each launch costs
-        if student.raw.device.type == "cpu":
+        kind = student.raw.device.type
+        if kind == "cpu":
             _keep_freed_memory()
             _check_inside(rows.targets, teacher, num_tokens)
-            block = max(1, _BLOCK_ELEMENTS // num_tokens)
-        for start in range(0, num_rows, max(1, block)):
+        block = rows_at_once(num_rows, num_tokens, kind)
+        for start in range(0, num_rows, block):
             part = slice(start, min(start + block, num_rows))
             _run_block(student.rows(part), _teacher_rows(teacher, part), rows.rows(part), plan)
+
+
+def rows_at_once(num_rows: int, num_tokens: int, device_type: str) -> int:
+    """Rows of a block. On a CPU its temporaries stay near the cache; on a device all of them fit `TEMPORARIES` chunks.
+
+    A device's block has a million entries at least, even where the chunk is smaller than that.
+    """
+    if device_type == "cpu":
+        return max(1, _BLOCK_ELEMENTS // num_tokens)
+    share = num_rows * TEMPORARIES // _MOST_TEMPORARIES
+    return max(1, share, min(num_rows, _LEAST_ELEMENTS // num_tokens))
 
 
 def _check_inside(targets: Tensor, teacher: TeacherRows | None, num_tokens: int) -> None:

@@ -8,44 +8,16 @@ Legend: N positions, C positions of a chunk, V real vocabulary (the weight may h
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from stillroom.objectives.head.buffers import POOL
+from stillroom.objectives.head.chunks import padded
 from stillroom.objectives.head.multiply import choose_multiplier
 from stillroom.objectives.head.row_kernel import Logits
 from stillroom.types import HeadWeights
-
-_STRIDE = 64  # an odd row length makes the logits product a third slower: rows start at multiples of this
-_SCRATCH_BYTES = 128 * 2**20  # for student and teacher together, when the chunk is chosen here
-_LEAST_CHUNK, _MOST_CHUNK = 64, 1024  # products of fewer rows waste half the machine; of more gain nothing
-
-
-def chunk_size(asked: int, num_rows: int, num_tokens: int, width: int) -> int:
-    """Positions in a chunk: as asked, or chosen (0) from the vocabulary.
-
-    The scratch may take 128 MB, or as much as the weight's FP32 gradient where that is more: it lies there anyway.
-    Chosen chunks are of equal size, so that no small one is left over.
-    """
-    if asked:
-        return max(1, min(asked, num_rows))
-    budget = max(_SCRATCH_BYTES, 4 * num_tokens * width)
-    most = budget // (2 * 4 * num_tokens) // _LEAST_CHUNK * _LEAST_CHUNK
-    most = min(max(most, _LEAST_CHUNK), _MOST_CHUNK)
-    num_chunks = max(1, math.ceil(num_rows / most))
-    return max(1, math.ceil(num_rows / num_chunks))
-
-
-def scratch_bytes(chunk_tokens: int, num_tokens: int, *, has_dense_teacher: bool) -> int:
-    """What a pass holds beside inputs and gradients, for whoever plans memory."""
-    return (2 if has_dense_teacher else 1) * 4 * chunk_tokens * _padded(num_tokens)
-
-
-def _padded(num_tokens: int) -> int:
-    return math.ceil(num_tokens / _STRIDE) * _STRIDE
 
 
 @dataclass(frozen=True)
@@ -79,7 +51,7 @@ class Products:
         self._hidden = self._multiplier.operand(hidden)  # [N, D]
         self._weight = self._multiplier.operand(head.weight[: self._num_real])  # [V, D]
         self._bias = None if head.bias is None else head.bias[: self._num_real].to(dtype)
-        self._scratch = POOL.borrow((chunk_tokens, _padded(self._num_real)), dtype, hidden.device)
+        self._scratch = POOL.borrow((chunk_tokens, padded(self._num_real)), dtype, hidden.device)
         self.hidden_gradient = torch.empty_like(hidden, dtype=dtype) if wanted.hidden else None
         self.weight_gradient = _rows_like(head.weight, self._num_real, dtype) if wanted.weight else None
         self.bias_gradient = None

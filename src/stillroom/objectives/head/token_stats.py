@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from stillroom.numerics import Softmax, head_and_tail, work_dtype
+from stillroom.objectives.head.chunks import choose_chunk
 from stillroom.objectives.head.kernel_plain import finish
-from stillroom.objectives.head.products import chunk_size, products_of
+from stillroom.objectives.head.products import products_of
 from stillroom.objectives.head.sparse import keep_top_k, select_rows, without_empty_tail
 from stillroom.types import DenseSignal, Signal, StudentView, TopKSignal
 
@@ -36,7 +37,7 @@ def survey(view: StudentView, signal: Signal | None, *, chunk_tokens: int, top_k
     """
     dtype = work_dtype(view.hidden, view.head.weight)
     num_rows = view.hidden.shape[0]
-    chunk = chunk_size(chunk_tokens, num_rows, view.head.num_real, view.hidden.shape[-1])
+    chunk = choose_chunk(chunk_tokens, view.hidden, view.head.num_real)
     student = products_of(view.hidden, view.head, dtype, chunk)
     teacher = products_of(signal.hidden, signal.head, dtype, chunk) if isinstance(signal, DenseSignal) else None
     entropy = torch.zeros(num_rows, dtype=dtype, device=view.hidden.device)
