@@ -97,22 +97,7 @@ def _teacher_rows(teacher: TeacherRows | None, part: slice) -> TeacherRows | Non
 
 
 def _run_block(student: Logits, teacher: TeacherRows | None, rows: RowRecord, plan: RowPlan) -> None:
-    logits = finish(student)
-    if rows.clamped is not None and student.clamp is not None:
-        rows.clamped.copy_((logits.abs() >= student.clamp).sum(-1))
-    own = Softmax.of_logits(logits)
-    targets = rows.targets[:, None]
-    rows.ce.copy_(own.log_norm - own.scores.gather(-1, targets).squeeze(-1))
-    gradient: Tensor | None = None
-    ce_weights = rows.ce_weights
-    if teacher is not None and plan.divergence is not None:
-        kd, gradient, is_bad = _kd_rows(logits, own, teacher, rows, plan)
-        zeros = torch.zeros_like(kd)
-        rows.kd.copy_(torch.where(is_bad, zeros, kd))
-        rows.is_bad.copy_(is_bad)
-        ce_weights = ce_weights + torch.where(is_bad, rows.kd_weights, zeros)
-        if gradient is not None:
-            gradient.mul_((torch.where(is_bad, zeros, rows.kd_weights) * rows.temperatures)[:, None])
+    logits, own, gradient, ce_weights = fill_values(student, teacher, rows, plan)
     if plan.wants_student:
         column = ce_weights[:, None]
         out = student.raw if _is_bare(student) else own.probs
@@ -120,8 +105,33 @@ def _run_block(student: Logits, teacher: TeacherRows | None, rows: RowRecord, pl
             torch.mul(own.probs, column, out=out)
         else:
             torch.addcmul(gradient, own.probs, column, out=out)
-        out.scatter_add_(-1, targets, -column)
-        _leave_gradient(student, logits, out)
+        out.scatter_add_(-1, rows.targets[:, None], -column)
+        leave_gradient(student, logits, out)
+
+
+def fill_values(
+    student: Logits, teacher: TeacherRows | None, rows: RowRecord, plan: RowPlan
+) -> tuple[Tensor, Softmax, Tensor | None, Tensor]:
+    """Fill the values of a block's rows, and the teacher's gradient where wanted.
+
+    Return what the student's gradient is made of: its logits, their softmax at T = 1, the weighted gradient of kd
+    (None without kd), and what the cross-entropy of each row weighs.
+    """
+    logits = finish(student)
+    if rows.clamped is not None and student.clamp is not None:
+        rows.clamped.copy_((logits.abs() >= student.clamp).sum(-1))
+    own = Softmax.of_logits(logits)
+    rows.ce.copy_(own.log_norm - own.scores.gather(-1, rows.targets[:, None]).squeeze(-1))
+    if teacher is None or plan.divergence is None:
+        return logits, own, None, rows.ce_weights
+    kd, gradient, is_bad = _kd_rows(logits, own, teacher, rows, plan)
+    zeros = torch.zeros_like(kd)
+    rows.kd.copy_(torch.where(is_bad, zeros, kd))
+    rows.is_bad.copy_(is_bad)
+    ce_weights = rows.ce_weights + torch.where(is_bad, rows.kd_weights, zeros)
+    if gradient is not None:
+        gradient.mul_((torch.where(is_bad, zeros, rows.kd_weights) * rows.temperatures)[:, None])
+    return logits, own, gradient, ce_weights
 
 
 def _is_bare(logits: Logits) -> bool:
@@ -160,7 +170,7 @@ def _dense_rows(own: Softmax, teacher_logits: Logits, rows: RowRecord, plan: Row
     if slopes.teacher is not None:
         teacher_gradient = softmax_pullback(slopes.teacher, teacher.probs)
         kd_weights = torch.where(is_bad, torch.zeros_like(rows.kd_weights), rows.kd_weights) * rows.temperatures
-        _leave_gradient(teacher_logits, finished, teacher_gradient.mul_(kd_weights[:, None]))
+        leave_gradient(teacher_logits, finished, teacher_gradient.mul_(kd_weights[:, None]))
     return slopes.value * rows.temperatures * rows.temperatures, gradient, is_bad
 
 
@@ -187,7 +197,7 @@ def _make_uniform(softmax: Softmax, mask: Tensor) -> None:
     """Overwrite the rows that a mask names: by index where looking at the mask is free, else wholesale."""
     num_tokens = softmax.probs.shape[-1]
     fillings = ((softmax.scores, 0.0), (softmax.probs, 1.0 / num_tokens), (softmax.log_norm, math.log(num_tokens)))
-    if mask.device.type == "cpu":
+    if mask.device.type == "cpu" and not torch.compiler.is_compiling():
         rows = mask.nonzero().squeeze(-1)
         if rows.numel():
             for values, filling in fillings:
@@ -209,7 +219,7 @@ def finish(logits: Logits) -> Tensor:
     return finished if logits.clamp is None else finished.clamp(-logits.clamp, logits.clamp)
 
 
-def _leave_gradient(logits: Logits, finished: Tensor, gradient: Tensor) -> None:
+def leave_gradient(logits: Logits, finished: Tensor, gradient: Tensor) -> None:
     """Overwrite the bare products with the gradient with respect to them. A bad row's slope may be NaN: `where`."""
     if logits.clamp is not None:
         gradient = torch.where(finished.abs() < logits.clamp, gradient, torch.zeros_like(gradient))

@@ -190,7 +190,7 @@ def score_head(
         ce_weights=weighing.ce * ce_weight,
         temperatures=weighing.ones * (temperature if token_temperature is None else token_temperature),
         plan=plan,
-        kernel=choose_kernel(kernel).kernel,
+        kernel=choose_kernel(kernel, view.hidden.device).kernel,
         chunk_tokens=choose_chunk(chunk_tokens, view.hidden, view.head.num_real),
         clamped=None if view.head.clamp is None else torch.zeros_like(weighing.ones),
         corrected=None if label_margin is None else torch.zeros_like(weighing.ones),
