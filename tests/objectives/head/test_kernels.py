@@ -18,7 +18,7 @@ from stillroom.objectives.divergences.base import Divergence
 from stillroom.objectives.head import DenseTeacher
 from stillroom.objectives.head.kernel import choose_kernel
 from stillroom.objectives.head.kernel_plain import PlainKernel
-from stillroom.objectives.head.row_kernel import Logits, RowKernel, RowPlan, Rows, TeacherRows
+from stillroom.objectives.head.row_kernel import Logits, RowKernel, RowPlan, RowRecord, TeacherRows
 from stillroom.types import SampledSignal, TopKSignal
 
 CHOICE = choose_kernel("auto")
@@ -70,7 +70,7 @@ def run(
     student = Logits(student.raw.clone(), student.bias, student.scale, student.softcap)
     if isinstance(teacher, Logits):
         teacher = Logits(teacher.raw.clone(), teacher.bias, teacher.scale, teacher.softcap)
-    rows = Rows(
+    rows = RowRecord(
         targets=torch.arange(num_rows) * 7 % num_tokens,
         temperatures=temperatures,
         kd_weights=torch.linspace(0.1, 0.7, num_rows),
