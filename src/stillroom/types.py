@@ -44,6 +44,7 @@ class Batch:
     index: int = 0  # which micro-batch of the run this is
     documents: tuple[str, ...] = ()  # B documents the rows start in: the units of a bootstrap
     other: Batch | None = None  # the same text with another tokenizer
+    segments: Tensor | None = None  # [B, L], which piece of its row a position is in, -1 is padding; None: one piece
     positions: Tensor = field(init=False)  # [N], flat indices of the scored positions in [B, L], in row order
     scored_targets: Tensor = field(init=False)  # [N]
     keys: tuple[str, ...] = field(init=False)  # B digests of the rows' contents, the same in any batch
@@ -83,7 +84,7 @@ class Batch:
         by_row: dict[str, Any] = {
             one.name: getattr(self, one.name)[rows]
             for one in fields(self)
-            if one.init and one.name not in ("index", "other")
+            if one.init and one.name not in ("index", "other") and getattr(self, one.name) is not None
         }
         return replace(self, **by_row, other=self.other._of_rows(rows) if self.other is not None else None)
 
@@ -101,8 +102,9 @@ def _content_keys(batch: Batch) -> tuple[str, ...]:
     """A digest of each row's tokens and targets, without padding, name and neighbours."""
     ids, targets = batch.input_ids.cpu().long().numpy(), batch.targets.cpu().long().numpy()
     is_used = (batch.attention_mask.cpu().numpy() != 0) | (targets != IGNORED)
+    arrays = [ids, targets, *([] if batch.segments is None else [batch.segments.cpu().long().numpy()])]
     return tuple(
-        hashlib.blake2b(ids[row][used].tobytes() + targets[row][used].tobytes(), digest_size=16).hexdigest()
+        hashlib.blake2b(b"".join(array[row][used].tobytes() for array in arrays), digest_size=16).hexdigest()
         for row, used in enumerate(is_used)
     )
 

@@ -147,10 +147,19 @@ class DataConfig(Section):
         1.0, description="share of the training documents that is used, chosen by content hash"
     )
     max_length: Annotated[int, Field(ge=8)] = Field(256, description="tokens in a row")
-    packing: Literal["auto", "blocks", "rows"] = Field(
+    packing: Literal["auto", "blocks", "rows", "packed"] = Field(
         "auto",
         description="of training data. blocks: documents end to end in full rows; rows: each record in rows of its "
-        "own, padded; auto: blocks for plain text, rows where records have a prompt. Held-out records are scored alone",
+        "own, padded; packed: several records in a row that do not see each other; auto: blocks for plain text, rows "
+        "where records have a prompt. Held-out records are scored alone",
+    )
+    group_by_length: bool = Field(
+        False, description="put training rows of about equal length into a batch: less padding, another order"
+    )
+    cache: str = Field(
+        "auto",
+        description="folder of the token store, which keeps large files tokenized; auto: the user's cache folder, for "
+        "files of 32 MB and more together; off: tokenize at every start, in memory",
     )
     bos: Literal["auto"] | bool = Field(
         "auto", description="begin each document with the begin-of-text token; auto: where the tokenizer does by itself"

@@ -6,7 +6,8 @@ rows into windows of micro-batches, one for each optimizer step; `fixed_batches`
 
 from stillroom.data.bos import Bos, opening_difference, opening_ids
 from stillroom.data.corpus import Corpus, open_data, open_eval
-from stillroom.data.encode import Encoded, Encoder, Tokenizer
+from stillroom.data.encode import Encoder, Tokenizer
+from stillroom.data.encoded import Encoded
 from stillroom.data.loader import Loader, fixed_batches
 from stillroom.data.packing import Rows, pack
 from stillroom.data.prompts import prompt_ids

@@ -7,24 +7,27 @@ machine, in any order of files, and for any share of the training data.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from stillroom.builtin import corpus as stdlib
 from stillroom.config.schema import DataConfig
-from stillroom.data.chat import PlainChat, TemplateChat
-from stillroom.data.encode import Encoded, Encoder, Tokenizer
-from stillroom.data.packing import Rows, pack
-from stillroom.data.records import Record, Segments, Shaper, Tally, Unusable, content_key
+from stillroom.data.encode import Encoder, Tokenizer
+from stillroom.data.encoded import Encoded
+from stillroom.data.packing import Packing, Rows, pack
+from stillroom.data.records import Record, Segments, Tally, Unusable, content_key
+from stillroom.data.shaping import make_shaper
 from stillroom.data.sources import HUB_PREFIX, pieces_of, read_files, read_hub
+from stillroom.data.split import Documents, ReadDocuments, StoredDocuments, held_out, note_overlap, share_of
+from stillroom.data.store.opening import stored_parts
 from stillroom.errors import DataError
 from stillroom.yardsticks import MIN_DOCUMENTS
 
 BUILTIN_PREFIX = "builtin:"
+Tell = Callable[[str], object]
+
 ENOUGH_HELD_OUT = 20  # documents; with fewer, an interval over documents is too narrow
-_SHARE_FOR_ENOUGH = 5  # to reach that, hold out at most one document of this many
 COUNTERS = (
     "records",
     "bad_records",
@@ -53,49 +56,48 @@ class Corpus:
     counters: dict[str, int]
 
 
-def open_data(config: DataConfig, tokenizer: Tokenizer) -> Corpus:
-    """Read, split and encode a run's training and held-out data."""
+def open_data(config: DataConfig, tokenizer: Tokenizer, *, tell: Tell | None = None) -> Corpus:
+    """Read, split and encode a run's training and held-out data. `tell` hears how long work goes on, meanwhile."""
     tally = Tally()
-    reader = _Reader(config, tokenizer, tally)
+    reader = _Reader(config, tokenizer, tally, tell)
     is_builtin = config.train.startswith(BUILTIN_PREFIX)
     if config.eval is None or (is_builtin and config.eval == config.train):
         train, evaluation = reader.both_sides(config.train)
     else:
         train, evaluation = reader.training(config.train), reader.evaluation(config.eval)
-        _note_overlap(train, evaluation, tally)
+        note_overlap(train, evaluation, tally)
     if config.train_share < 1:
-        train = _share_of(train, config.train_share)
+        train = train.take(share_of(train.share_hashes(), config.train_share))
     return _packed(train, evaluation, config, tokenizer, tally)
 
 
 def open_eval(spec: str, tokenizer: Tokenizer, config: DataConfig) -> Corpus:
     """Read all of a spec as evaluation data (of an embedded corpus: its held-out side). `train` is empty."""
     tally = Tally()
-    return _packed([], _Reader(config, tokenizer, tally).evaluation(spec), config, tokenizer, tally)
+    evaluation = _Reader(config, tokenizer, tally).evaluation(spec)
+    return _packed(ReadDocuments([]), evaluation, config, tokenizer, tally)
 
 
 def encode_training(config: DataConfig, tokenizer: Tokenizer) -> tuple[Encoded, Rows, Tally]:
     """Documents, rows and tally of `config.train`, before any share is held out."""
     tally = Tally()
-    records = _Reader(config, tokenizer, tally).training(config.train)
-    encoded = Encoder(tokenizer, tally, config.bos)(records)
+    documents = _Reader(config, tokenizer, tally).training(config.train)
+    encoded = documents.encoded(Encoder(tokenizer, tally, config.bos))
     rows = pack(encoded, _train_packing(config, encoded, tally), config.max_length, tally)
     _note_truncation("train", encoded, config.max_length, tally)
     _note_counts(tally)
     return encoded, rows, tally
 
 
-def _packed(
-    train: Sequence[Record], evaluation: Sequence[Record], config: DataConfig, tokenizer: Tokenizer, tally: Tally
-) -> Corpus:
+def _packed(train: Documents, evaluation: Documents, config: DataConfig, tokenizer: Tokenizer, tally: Tally) -> Corpus:
     encode = Encoder(tokenizer, tally, config.bos)
     pad_id = next((id_ for id_ in (tokenizer.pad_token_id, tokenizer.eos_token_id) if id_ is not None), 0)
     sides: dict[str, Rows] = {}
-    for side, records in (("train", train), ("eval", evaluation)):
-        encoded, side_tally = encode(records), Tally()
+    for side, documents in (("train", train), ("eval", evaluation)):
+        encoded, side_tally = documents.encoded(encode), Tally()
         packing = _train_packing(config, encoded, side_tally) if side == "train" else "rows"
         rows = pack(encoded, packing, config.max_length, side_tally, pad_id=pad_id)
-        if records and not len(rows):
+        if len(documents) and not len(rows):
             raise DataError(
                 f"the {side} data has {len(encoded.ids):,} tokens and no row with a target to score",
                 advice=[f"raise data.max_length above {config.max_length}: prompts fill the rows", "give more text"],
@@ -112,9 +114,9 @@ def _packed(
     return Corpus(sides["train"], sides["eval"], tuple(tally.notes), counters)
 
 
-def _train_packing(config: DataConfig, encoded: Encoded, tally: Tally) -> Literal["blocks", "rows"]:
+def _train_packing(config: DataConfig, encoded: Encoded, tally: Tally) -> Packing:
     """How to make training rows. With `auto`: rows if any record has a prompt, else blocks."""
-    num_prompted, num_documents = sum(encoded.has_prompt), encoded.num_documents
+    num_prompted, num_documents = int(encoded.prompts.sum()), encoded.num_documents
     if not num_documents:
         return "rows"
     if config.packing == "blocks" and num_prompted:
@@ -136,7 +138,7 @@ def _note_truncation(side: str, encoded: Encoded, max_length: int, tally: Tally)
         tally.note(
             f"{name}: {tally.counters['truncated_records']:,} of {encoded.num_documents:,} records are longer than "
             f"data.max_length = {max_length:,}, and {lost:,} of {whole:,} tokens ({lost / whole:.0%}) are cut off, "
-            f"{scored:,} of {int(encoded.is_scored.sum()):,} targets among them"
+            f"{scored:,} of {encoded.num_scored:,} targets among them"
         )
 
 
@@ -183,34 +185,49 @@ class _Reader:
     config: DataConfig
     tokenizer: Tokenizer
     tally: Tally
+    tell: Tell | None = None
 
-    def both_sides(self, spec: str) -> tuple[list[Record], list[Record]]:
+    def both_sides(self, spec: str) -> tuple[Documents, Documents]:
         """Training and held-out records of one spec."""
         if spec.startswith(BUILTIN_PREFIX):
             return self._builtin(spec)
-        records = self._outside(spec, splits_text=True)
-        share = self.config.eval_share
-        train, evaluation = hold_out(records, share, spec, enough=ENOUGH_HELD_OUT)
-        num_asked = len(hold_out(records, share, spec)[1])
-        is_raised = len(evaluation) > num_asked
+        documents = self._outside(spec, splits_text=True)
+        share, groups = self.config.eval_share, documents.groups()
+        is_held = held_out(groups, share, spec, enough=ENOUGH_HELD_OUT)
+        num_held, num_asked = int(is_held.sum()), int(held_out(groups, share, spec).sum())
+        is_raised = num_held > num_asked
         why = f", not {num_asked:,} as data.eval_share = {share:g} says: so few would not measure" if is_raised else ""
-        self.tally.note(f"{len(evaluation):,} of {len(records):,} records of {spec} are held out by content hash{why}")
-        return train, evaluation
+        self.tally.note(f"{num_held:,} of {len(documents):,} records of {spec} are held out by content hash{why}")
+        return documents.take(~is_held), documents.take(is_held)
 
-    def training(self, spec: str) -> list[Record]:
+    def training(self, spec: str) -> Documents:
         """All records of a spec; of an embedded corpus only the training side."""
         return self._builtin(spec)[0] if spec.startswith(BUILTIN_PREFIX) else self._outside(spec)
 
-    def evaluation(self, spec: str) -> list[Record]:
+    def evaluation(self, spec: str) -> Documents:
         is_builtin = spec.startswith(BUILTIN_PREFIX)
         return self._builtin(spec)[1] if is_builtin else self._outside(spec, is_evaluation=True)
 
-    def _outside(self, spec: str, *, is_evaluation: bool = False, splits_text: bool = False) -> list[Record]:
+    def _outside(self, spec: str, *, is_evaluation: bool = False, splits_text: bool = False) -> Documents:
         tally = Tally()
+        documents: Documents | None = None
+        if not spec.startswith(HUB_PREFIX):
+            parts = stored_parts(spec, self.config, self.tokenizer, tally, splits_text=splits_text, tell=self.tell)
+            documents = None if parts is None else StoredDocuments.of(parts)
+        if documents is None:
+            documents = self._in_memory(spec, tally, is_evaluation=is_evaluation, splits_text=splits_text)
+            tally.counters["records"] += len(documents)
+        tally.judge(spec, self.config.max_bad_share)
+        if not len(documents):
+            why = f" that can be used: {tally.named_bad}" if tally.bad else ""
+            raise DataError(f"{spec} holds no record{why}", advice=["check how it was written or downloaded"])
+        self.tally.absorb(tally)
+        return documents
+
+    def _in_memory(self, spec: str, tally: Tally, *, is_evaluation: bool, splits_text: bool) -> ReadDocuments:
         is_hub = spec.startswith(HUB_PREFIX)
         items = read_hub(spec, is_evaluation=is_evaluation) if is_hub else read_files(spec, tally)
-        write_chat = TemplateChat(self.tokenizer, tally) if self.tokenizer.chat_template else PlainChat(tally)
-        shape = Shaper(write_chat, tally, train_on_prompt=self.config.train_on_prompt)
+        shape = make_shaper(self.config, self.tokenizer, tally)
         records: list[Record] = []
         for where, value in items:
             try:
@@ -219,15 +236,9 @@ class _Reader:
                 tally.refuse(where, str(error))
         if splits_text and len(records) == 1 and records[0].id.rpartition(":")[0].lower().endswith(".txt"):
             records = _cut_up(records[0], tally)
-        tally.counters["records"] += len(records)
-        tally.judge(spec, self.config.max_bad_share)
-        if not records:
-            why = f" that can be used: {tally.named_bad}" if tally.bad else ""
-            raise DataError(f"{spec} holds no record{why}", advice=["check how it was written or downloaded"])
-        self.tally.absorb(tally)
-        return records
+        return ReadDocuments(records)
 
-    def _builtin(self, spec: str) -> tuple[list[Record], list[Record]]:
+    def _builtin(self, spec: str) -> tuple[Documents, Documents]:
         records, is_stdlib = _builtin_records(spec, train_on_prompt=self.config.train_on_prompt)
         self.tally.counters["records"] += len(records)
         self.tally.shapes["embedded"] += len(records)
@@ -236,11 +247,13 @@ class _Reader:
                 "this Python carries no text of its standard library: stillroom's own source is used instead, "
                 "enough to try things with and too little to learn from"
             )
-            return hold_out(records, stdlib.HELD_OUT_SHARE, spec)
+            documents = ReadDocuments(records)
+            is_held = held_out(documents.groups(), stdlib.HELD_OUT_SHARE, spec)
+            return documents.take(~is_held), documents.take(is_held)
         sides: dict[stdlib.Split, list[Record]] = {"train": [], "eval": []}
         for record in records:
             sides[stdlib.split_of(record.group)].append(record)
-        return sides["train"], sides["eval"]
+        return ReadDocuments(sides["train"]), ReadDocuments(sides["eval"])
 
 
 def _cut_up(record: Record, tally: Tally) -> list[Record]:
@@ -254,19 +267,19 @@ def _cut_up(record: Record, tally: Tally) -> list[Record]:
 
 # -- the embedded text -----------------------------------------------------------------------------------
 
-Documents = Iterator[tuple[stdlib.Document, Segments]]
+Embedded = Iterator[tuple[stdlib.Document, Segments]]
 
 
-def _whole(documents: Iterator[stdlib.Document]) -> Documents:
+def _whole(documents: Iterator[stdlib.Document]) -> Embedded:
     return ((document, ((document.text, True),)) for document in documents)
 
 
-def _questions(root: Path | None, train_on_prompt: bool) -> Documents:
+def _questions(root: Path | None, train_on_prompt: bool) -> Embedded:
     for document, prompt, answer in stdlib.question_answers(root):
         yield document, ((prompt, train_on_prompt), (answer, True))
 
 
-_BUILTINS: dict[str, Callable[[bool], Documents]] = {
+_BUILTINS: dict[str, Callable[[bool], Embedded]] = {
     "stdlib": lambda _: _whole(stdlib.modules()),
     "stdlib-source": lambda _: _whole(stdlib.modules()),
     "stdlib-docs": lambda _: _whole(stdlib.docstrings()),
@@ -295,47 +308,3 @@ def _builtin_records(spec: str, *, train_on_prompt: bool) -> tuple[list[Record],
 
 def _embedded(document: stdlib.Document, segments: Segments) -> Record:
     return Record(document.name, segments, content_key("".join(text for text, _ in segments)), document.group)
-
-
-# -- splitting -------------------------------------------------------------------------------------------
-
-
-def hold_out(
-    records: Sequence[Record], share: float, spec: str, *, enough: int = 1
-) -> tuple[list[Record], list[Record]]:
-    """Split into (training, held out) by the hash of each record's group or content; neither side is empty.
-
-    Equal contents share a hash, so they are never on both sides. Hold out the hashes below `share`; if those are fewer
-    than `enough` contents, hold out the next lowest too, up to a fifth of all. The split is a function of the contents,
-    and a smaller share is a subset of a larger one.
-    """
-    hashes = {record.group or record.key: stdlib.hash_share(record.group or record.key) for record in records}
-    if len(hashes) < 2:
-        raise DataError(
-            f"{spec} holds one document only, so nothing of it can be held out",
-            advice=["give held-out data of its own as data.eval", "give more text"],
-        )
-    in_order = sorted(hashes, key=lambda key: (hashes[key], key))
-    num_wanted = max(
-        1, min(enough, len(in_order) // _SHARE_FOR_ENOUGH), sum(value < share for value in hashes.values())
-    )
-    held_out = set(in_order[: min(num_wanted, len(in_order) - 1)])
-    train = [record for record in records if (record.group or record.key) not in held_out]
-    return train, [record for record in records if (record.group or record.key) in held_out]
-
-
-def _share_of(records: Sequence[Record], share: float) -> list[Record]:
-    """The records whose hash is below `share`, at least one: a smaller share is a subset of a larger one.
-
-    Embedded documents are hashed by name, others by content.
-    """
-    hashes = [stdlib.hash_share(f"share:{record.id if record.group else record.key}") for record in records]
-    bound = max(share, min(hashes))
-    return [record for record, value in zip(records, hashes, strict=True) if value <= bound]
-
-
-def _note_overlap(train: Sequence[Record], evaluation: Sequence[Record], tally: Tally) -> None:
-    trained = {record.key for record in train}
-    if count := sum(record.key in trained for record in evaluation):
-        tally.counters["overlapping_records"] += count
-        tally.note(f"{count:,} of {len(evaluation):,} evaluation records also stand in the training data")

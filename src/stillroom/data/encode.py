@@ -22,10 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from stillroom.data.bos import Bos, is_opened, opening_ids, opening_note
+from stillroom.data.encoded import Encoded, Ints
 from stillroom.data.records import Record, Tally
-from stillroom.errors import DataError
-
-Ints = npt.NDArray[np.int64]
 
 # Put before a continuation, so that a tokenizer that marks the beginning of a text with a space does not mark it.
 _ANCHORS = ("\n", "|", ".", "0", "a", "e", "x", "\u4e00")
@@ -52,30 +50,6 @@ class Tokenizer(Protocol):
     def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
     def decode(self, token_ids: Any, **options: Any) -> Any: ...
     def convert_ids_to_tokens(self, ids: Any) -> Any: ...
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """Documents as flat arrays. Document d is the tokens bounds[d] to bounds[d + 1]."""
-
-    ids: npt.NDArray[np.int32]  # [T]
-    num_bytes: npt.NDArray[np.int32]  # [T], text bytes of each token
-    is_scored: npt.NDArray[np.bool_]  # [T]
-    bounds: Ints  # [D + 1]
-    names: tuple[str, ...]  # D
-    groups: tuple[str, ...]  # D, documents of a group are held out together
-    has_prompt: tuple[bool, ...] = ()  # D, whether it is a chat or a prompt with an answer; empty: none is
-
-    def __post_init__(self) -> None:
-        num_tokens, num_documents = len(self.ids), len(self.names)
-        is_whole = len(self.num_bytes) == len(self.is_scored) == num_tokens and len(self.groups) == num_documents
-        is_bounded = len(self.bounds) == num_documents + 1 and self.bounds[0] == 0 and self.bounds[-1] == num_tokens
-        if not (is_whole and is_bounded and len(self.has_prompt) in (0, num_documents)):
-            raise DataError(f"{num_tokens} tokens of {num_documents} documents: the arrays do not belong together")
-
-    @property
-    def num_documents(self) -> int:
-        return len(self.names)
 
 
 def spell(tokenizer: Tokenizer, ids: list[int]) -> str:
@@ -130,11 +104,18 @@ class _Piece:
 
 
 @dataclass(frozen=True)
-class _Document:
+class TokenizedRecord:
+    """The tokens of one record; none if the tokenizer sees nothing in it."""
+
     record: Record
-    ids: list[int]
+    ids: npt.NDArray[np.int32]
     num_bytes: npt.NDArray[np.int32]
     is_scored: npt.NDArray[np.bool_]
+
+    @property
+    def has_prompt(self) -> bool:
+        """Whether the record is a chat or a prompt with an answer, rather than one plain text."""
+        return self.record.has_template or len(self.record.segments) > 1
 
 
 @dataclass(frozen=True)
@@ -151,23 +132,21 @@ class Encoder:
         return opening_ids(self.tokenizer, self.bos)
 
     def __call__(self, records: Sequence[Record]) -> Encoded:
-        self._note_limits()
-        documents = [document for batch in _batches(records) for document in self._documents(batch)]
-        if num_lost := len(records) - len(documents):
-            self.tally.counters["documents_without_tokens"] += num_lost
-            self.tally.note(f"{num_lost:,} documents are left out: the tokenizer sees nothing in them")
+        self.note_limits()
+        documents = [document for document in self.tokenized(records) if len(document.ids)]
+        self.note_lost(len(records) - len(documents))
         nothing = np.empty(0, np.int32)
         return Encoded(
-            ids=np.concatenate([nothing, *(np.array(document.ids, np.int32) for document in documents)]),
+            ids=np.concatenate([nothing, *(document.ids for document in documents)]),
             num_bytes=np.concatenate([nothing, *(document.num_bytes for document in documents)]),
             is_scored=np.concatenate([nothing.astype(np.bool_), *(document.is_scored for document in documents)]),
             bounds=np.cumsum([0, *(len(document.ids) for document in documents)], dtype=np.int64),
             names=tuple(document.record.id for document in documents),
             groups=tuple(document.record.group or document.record.id for document in documents),
-            has_prompt=tuple(_has_prompt(document.record) for document in documents),
+            has_prompt=tuple(document.has_prompt for document in documents),
         )
 
-    def _note_limits(self) -> None:
+    def note_limits(self) -> None:
         """Note what this tokenizer adds to a text and what it cannot do."""
         self.tally.note(opening_note(self.tokenizer, self.bos, self.opening))
         if not self.tokenizer.is_fast:
@@ -177,11 +156,18 @@ class Encoder:
         elif self._pieces([str(self.tokenizer.eos_token)])[0].ids == [self.tokenizer.eos_token_id]:
             self.tally.note("the tokenizer reads special tokens in plain text: a document may spell one")
 
-    def _documents(self, batch: Sequence[Record]) -> Iterator[_Document]:
-        pieces = self._pieces([record.text for record in batch], keeps_special=batch[0].has_template)
-        for record, piece in zip(batch, pieces, strict=True):
-            piece, is_scored = self._bordered(record, piece)
-            if piece.ids:
+    def note_lost(self, num_lost: int) -> None:
+        """Count and note documents without tokens."""
+        if num_lost:
+            self.tally.counters["documents_without_tokens"] += num_lost
+            self.tally.note(f"{num_lost:,} documents are left out: the tokenizer sees nothing in them")
+
+    def tokenized(self, records: Sequence[Record]) -> Iterator[TokenizedRecord]:
+        """The tokens of each record, in order."""
+        for batch in _batches(records):
+            pieces = self._pieces([record.text for record in batch], keeps_special=batch[0].has_template)
+            for record, piece in zip(batch, pieces, strict=True):
+                piece, is_scored = self._bordered(record, piece)
                 yield self._finished(record, piece, is_scored)
 
     def _bordered(self, record: Record, piece: _Piece) -> tuple[_Piece, npt.NDArray[np.bool_]]:
@@ -249,11 +235,13 @@ class Encoder:
         self.tally.counters["straddling_tokens"] += len(straddling)
         return _Piece(ids, ends, ends), is_scored
 
-    def _finished(self, record: Record, piece: _Piece, is_scored: npt.NDArray[np.bool_]) -> _Document:
-        """Add the opening and the end mark, unless a template wrote them.
+    def _finished(self, record: Record, piece: _Piece, is_scored: npt.NDArray[np.bool_]) -> TokenizedRecord:
+        """Add the opening and the end mark, unless a template wrote them or there is no token.
 
         The opening has no bytes and is not scored; the end mark has no bytes and is scored.
         """
+        if not piece.ids:
+            return TokenizedRecord(record, np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.bool_))
         ends = piece.ends.copy()
         ends[-1] = len(record.text)
         num_bytes, is_scored, ids = bytes_between(record.text, ends), is_scored.copy(), list(piece.ids)
@@ -268,7 +256,7 @@ class Encoder:
         if end_mark is not None and not (record.has_template and end_mark in ids[num_opening:]):
             ids.append(int(end_mark))
             num_bytes, is_scored = np.append(num_bytes, np.int32(0)), np.append(is_scored, np.True_)
-        return _Document(record, ids, num_bytes, is_scored)
+        return TokenizedRecord(record, np.array(ids, np.int32), num_bytes, is_scored)
 
     def _pieces(self, texts: list[str], *, keeps_special: bool = False) -> list[_Piece]:
         answer = self.tokenizer(
@@ -314,11 +302,6 @@ def num_shared(left: Sequence[Any], right: Sequence[Any]) -> int:
     """Length of the common prefix of two sequences."""
     pairs = enumerate(zip(left, right, strict=False))
     return next((place for place, (one, other) in pairs if one != other), min(len(left), len(right)))
-
-
-def _has_prompt(record: Record) -> bool:
-    """Whether the record is a chat or a prompt with an answer, rather than one plain text."""
-    return record.has_template or len(record.segments) > 1
 
 
 def _batches(records: Sequence[Record]) -> Iterator[list[Record]]:

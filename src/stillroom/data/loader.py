@@ -5,6 +5,10 @@ step. Windows never cross epochs: the last window of an epoch may have fewer mic
 micro-batch fewer rows, but no row is left out. 9,353 rows with batch size 1 and accumulation 8 are 1,170
 steps an epoch, the last with one micro-batch.
 
+Batches of rows of about equal length (`groups_lengths`): the permutation is cut into stretches of many batches, each
+stretch is sorted by length and cut into batches, and the batches are put into random order. So a window still has
+short and long rows, and only batches are alike inside.
+
 Several processes share each window: process r of n takes every nth micro-batch from the rth on. Together they read in
 the order of one process with n times the accumulation.
 """
@@ -15,10 +19,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from stillroom.data.encode import Ints
+from stillroom.data.encoded import Ints
 from stillroom.data.packing import Rows
 from stillroom.errors import ConfigError, DataError
 from stillroom.types import Batch
+
+_BATCHES_SORTED = 64  # batches of a stretch: more leave less padding and less chance
 
 
 class Loader:
@@ -28,7 +34,15 @@ class Loader:
     """
 
     def __init__(
-        self, rows: Rows, *, batch_size: int, accumulation: int = 1, seed: int = 0, rank: int = 0, num_ranks: int = 1
+        self,
+        rows: Rows,
+        *,
+        batch_size: int,
+        accumulation: int = 1,
+        seed: int = 0,
+        rank: int = 0,
+        num_ranks: int = 1,
+        groups_lengths: bool = False,
     ) -> None:
         if batch_size < 1 or accumulation < 1 or seed < 0:
             raise ConfigError(
@@ -48,6 +62,7 @@ class Loader:
         self._rank = rank
         self._num_ranks = num_ranks
         self._seed = seed
+        self._groups_lengths = groups_lengths
         self._kept: tuple[int, Ints] | None = None
 
     @property
@@ -86,8 +101,23 @@ class Loader:
 
     def _order(self, epoch: int) -> Ints:
         if self._kept is None or self._kept[0] != epoch:
-            self._kept = (epoch, np.random.default_rng([self._seed, epoch]).permutation(len(self._rows)))
+            rng = np.random.default_rng([self._seed, epoch])
+            order = rng.permutation(len(self._rows))
+            self._kept = (epoch, self._grouped(order, rng) if self._groups_lengths else order)
         return self._kept[1]
+
+    def _grouped(self, order: Ints, rng: np.random.Generator) -> Ints:
+        """The same rows, those of a batch of about equal length. The last batch, if partial, stays the last."""
+        lengths, size = self._rows.lengths, self._batch_size
+        grouped = order.copy()
+        for start in range(0, len(order), size * _BATCHES_SORTED):
+            stretch = order[start : start + size * _BATCHES_SORTED]
+            in_order = stretch[np.argsort(lengths[stretch], kind="stable")]
+            num_whole = len(in_order) // size * size
+            batches = in_order[:num_whole].reshape(-1, size)
+            grouped[start : start + num_whole] = batches[rng.permutation(len(batches))].reshape(-1)
+            grouped[start + num_whole : start + len(in_order)] = in_order[num_whole:]
+        return grouped
 
 
 def fixed_batches(rows: Rows, batch_size: int, max_batches: int = 0) -> Iterator[Batch]:
@@ -101,6 +131,6 @@ def fixed_batches(rows: Rows, batch_size: int, max_batches: int = 0) -> Iterator
             advice=["a batch has at least one row; 0 batches means all"],
         )
     num_rows = min(len(rows), max_batches * batch_size) if max_batches else len(rows)
-    chosen = [number * len(rows) // num_rows for number in range(num_rows)]
+    chosen = np.arange(num_rows) * len(rows) // max(num_rows, 1)
     for number in range(-(-num_rows // batch_size)):
         yield rows.batch(chosen[number * batch_size : (number + 1) * batch_size], index=number)

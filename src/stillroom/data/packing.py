@@ -6,33 +6,47 @@ every token of the text but the first is a target exactly once.
 
 "blocks" joins the documents end to end and cuts the result: rows are full, and attention crosses documents. "rows"
 gives each document its own rows: a plain text longer than a row is cut into consecutive rows; a record with a prompt
-keeps only its first row, and what does not fit is left out and counted.
+keeps only its first row, and what does not fit is left out and counted. "packed" puts several of those rows into one
+(`data/best_fit.py`); each is a piece of its own, which attention and positions do not leave.
 
-# B rows of a batch, L positions, T tokens of all documents end to end, D documents
+# B rows of a batch, L positions, T tokens of all documents end to end, D documents, P pieces, R rows
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from stillroom.data.encode import Encoded, Ints
+from stillroom.data.best_fit import best_fit
+from stillroom.data.encoded import Encoded, Ints
 from stillroom.data.records import Tally
 from stillroom.errors import ConfigError, DataError
 from stillroom.types import IGNORED, Batch
 
+Packing = Literal["blocks", "rows", "packed"]
+
 
 class Rows:
-    """Rows over flat arrays. Row i is the tokens starts[i] to ends[i].
+    """Rows over flat arrays. Piece p is the tokens starts[p] to ends[p]; row r the pieces firsts[r] to firsts[r + 1].
 
-    Immutable: nothing changes after it is built, and a batch copies its tokens.
+    Without `firsts` each piece is a row. Immutable: nothing changes after it is built, and a batch copies its tokens.
     """
 
-    def __init__(self, encoded: Encoded, starts: Ints, ends: Ints, *, pad_id: int = 0, names_offsets: bool = False):
+    def __init__(
+        self,
+        encoded: Encoded,
+        starts: Ints,
+        ends: Ints,
+        *,
+        pad_id: int = 0,
+        names_offsets: bool = False,
+        firsts: Ints | None = None,
+    ) -> None:
         if len(starts) != len(ends) or (starts < 0).any() or (ends <= starts).any() or (ends > len(encoded.ids)).any():
             raise DataError(f"{len(starts)} starts and {len(ends)} ends are not rows of {len(encoded.ids)} tokens")
         self._encoded = encoded
@@ -40,78 +54,112 @@ class Rows:
         self._ends = ends
         self._pad_id = pad_id
         self._names_offsets = names_offsets
-        self._documents = np.searchsorted(encoded.bounds, starts, side="right") - 1
+        self._firsts = firsts
 
     def __len__(self) -> int:
-        return len(self._starts)
+        return len(self._starts) if self._firsts is None else len(self._firsts) - 1
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether a row may hold several pieces that must not see each other."""
+        return self._firsts is not None
+
+    @property
+    def lengths(self) -> Ints:
+        """[R] Inputs of each row."""
+        inputs: Ints = self._ends - self._starts - 1
+        return inputs if self._firsts is None else np.add.reduceat(inputs, self._firsts[:-1])
 
     @property
     def is_used(self) -> npt.NDArray[np.bool_]:
         """[T] Which tokens are in a row."""
-        return _is_covered(len(self._encoded.ids), self._starts, self._ends)
+        used = np.zeros(len(self._encoded.ids), np.bool_)
+        for start, end in zip(self._starts, self._ends, strict=True):
+            used[start:end] = True
+        return used
 
     @property
     def groups(self) -> tuple[str, ...]:
         """For each row, the group of the document it starts in: the unit of a bootstrap."""
-        return tuple(self._encoded.groups[document] for document in self._documents)
+        starts = self._starts if self._firsts is None else self._starts[self._firsts[:-1]]
+        return tuple(self._encoded.groups[document] for document in self._documents_at(starts))
 
     @property
     def num_documents(self) -> int:
         """Documents with at least one token in a row."""
-        last = np.searchsorted(self._encoded.bounds, self._ends - 1, side="right") - 1
-        return int(_is_covered(self._encoded.num_documents, self._documents, last + 1).sum())
+        return _num_covered(self._documents_at(self._starts), self._documents_at(self._ends - 1) + 1)
 
     @property
     def num_tokens(self) -> int:
         """Tokens in rows, each counted once, openings and end marks included."""
-        return int(_is_covered(len(self._encoded.ids), self._starts, self._ends).sum())
+        return _num_covered(self._starts, self._ends)
 
-    @property
+    @cached_property
     def num_targets(self) -> int:
         """Scored targets in one pass over all rows."""
         return int(_num_targets(self._encoded, self._starts, self._ends).sum())
 
     def row(self, index: int) -> npt.NDArray[np.int32]:
-        """The ids of one row, including its first token, which is not a target."""
+        """The ids of one row, including the first token of each piece, which is not a target."""
         self._check([index])
-        return self._encoded.ids[self._starts[index] : self._ends[index]]
+        return np.concatenate([self._encoded.ids[start:end] for start, end in self._pieces(index)])
+
+    def _pieces(self, row: int) -> list[tuple[int, int]]:
+        """The tokens of each piece of a row."""
+        pieces = slice(row, row + 1) if self._firsts is None else slice(self._firsts[row], self._firsts[row + 1])
+        return list(zip(self._starts[pieces].tolist(), self._ends[pieces].tolist(), strict=True))
+
+    def _documents_at(self, places: Ints) -> Ints:
+        documents: Ints = np.searchsorted(self._encoded.bounds, places, side="right") - 1
+        return documents
 
     def question(self, index: int) -> tuple[list[int], list[int]]:
         """The tokens before the first scored target, and the run of scored tokens from there.
 
         Of a record with a prompt: the prompt and the first answer; of plain text: the first token and the rest.
         """
-        ids = self.row(index).tolist()
-        is_scored = self._encoded.is_scored[self._starts[index] : self._ends[index]].copy()
+        self._check([index])
+        start, end = self._pieces(index)[0]
+        ids = self._encoded.ids[start:end].tolist()
+        is_scored = self._encoded.is_scored[start:end].copy()
         is_scored[0] = False
         first = int(is_scored.argmax())
         num_answer = int(np.append(~is_scored[first:], np.True_).argmax())
         return ids[:first], ids[first : first + num_answer]
 
     def sample_id(self, index: int) -> str:
-        """The document a row starts in, and the token offset if it may not be 0: "asyncio.base@1024"."""
-        document = self._documents[index]
+        """The document a row starts in, and the token offset if it may not be 0: "asyncio.base@1024".
+
+        "train.jsonl:17+4" is a row of that record and four other pieces.
+        """
+        pieces = self._pieces(index)
+        document = int(self._documents_at(np.array([pieces[0][0]]))[0])
+        offset = pieces[0][0] - int(self._encoded.bounds[document])
+        others = f"+{len(pieces) - 1}" if len(pieces) > 1 else ""
         name = self._encoded.names[document]
-        offset = int(self._starts[index] - self._encoded.bounds[document])
-        return f"{name}@{offset}" if self._names_offsets or offset else name
+        return (f"{name}@{offset}" if self._names_offsets or offset else name) + others
 
     def batch(self, indices: Sequence[int] | Ints, *, index: int = 0) -> Batch:
         """These rows as tensors, padded on the right to the longest."""
         self._check(indices)
-        width = int(max(self._ends[row] - self._starts[row] for row in indices)) - 1
-        shape = (len(indices), width)
+        rows = [self._pieces(int(row)) for row in indices]
+        width = max(sum(end - start - 1 for start, end in pieces) for pieces in rows)
+        shape = (len(rows), width)
         inputs = np.full(shape, self._pad_id, np.int64)
         mask, sizes = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-        targets = np.full(shape, IGNORED, np.int64)
-        for line, row in enumerate(indices):
-            start, end = int(self._starts[row]), int(self._ends[row])
-            length = end - start - 1
-            following = slice(start + 1, end)
-            is_scored = self._encoded.is_scored[following]
-            inputs[line, :length] = self._encoded.ids[start : end - 1]
-            mask[line, :length] = 1
-            targets[line, :length] = np.where(is_scored, self._encoded.ids[following], IGNORED)
-            sizes[line, :length] = np.where(is_scored, self._encoded.num_bytes[following], 0)
+        targets, segments = np.full(shape, IGNORED, np.int64), np.full(shape, -1, np.int64)
+        for line, pieces in enumerate(rows):
+            place = 0
+            for number, (start, end) in enumerate(pieces):
+                here, following = slice(place, place + end - start - 1), slice(start + 1, end)
+                is_scored, ids = self._encoded.is_scored[following], self._encoded.ids[start:end]
+                inputs[line, here] = ids[:-1]
+                mask[line, here] = 1
+                targets[line, here] = np.where(is_scored, ids[1:], IGNORED)
+                sizes[line, here] = np.where(is_scored, self._encoded.num_bytes[following], 0)
+                segments[line, here] = number
+                place = here.stop
+        documents = self._documents_at(np.array([pieces[0][0] for pieces in rows]))
         return Batch(
             input_ids=torch.from_numpy(inputs),
             attention_mask=torch.from_numpy(mask),
@@ -119,7 +167,8 @@ class Rows:
             target_bytes=torch.from_numpy(sizes),
             sample_ids=tuple(self.sample_id(int(row)) for row in indices),
             index=index,
-            documents=tuple(self._encoded.names[self._documents[int(row)]] for row in indices),
+            documents=tuple(self._encoded.names[document] for document in documents.tolist()),
+            segments=torch.from_numpy(segments) if self.is_packed else None,
         )
 
     def _check(self, indices: Sequence[int] | Ints) -> None:
@@ -129,25 +178,26 @@ class Rows:
             )
 
 
-def pack(
-    encoded: Encoded, packing: Literal["blocks", "rows"], max_length: int, tally: Tally, *, pad_id: int = 0
-) -> Rows:
+def pack(encoded: Encoded, packing: Packing, max_length: int, tally: Tally, *, pad_id: int = 0) -> Rows:
     """Pack the documents into rows of at most max_length inputs. Drop and count rows without a scored target."""
-    if packing not in ("blocks", "rows") or max_length < 1:
+    if packing not in ("blocks", "rows", "packed") or max_length < 1:
         raise ConfigError(
             f"packing {packing!r} with rows of {max_length} tokens is not possible",
             where="data.packing, data.max_length",
-            advice=["packing is 'blocks' or 'rows', and a row has at least one token"],
+            advice=["packing is 'blocks', 'rows' or 'packed', and a row has at least one token"],
         )
     if packing == "blocks":
         starts, ends = _consecutive(np.array([0, len(encoded.ids)]), np.array([True]), max_length)
     else:
-        has_prompt = np.array(encoded.has_prompt or [False] * encoded.num_documents, dtype=np.bool_)
-        starts, ends = _consecutive(encoded.bounds, ~has_prompt, max_length)
-        _count_truncated(encoded, has_prompt, max_length, tally)
+        starts, ends = _consecutive(encoded.bounds, ~encoded.prompts, max_length)
+        _count_truncated(encoded, max_length, tally)
     has_targets = _num_targets(encoded, starts, ends) > 0
     tally.counters["rows_without_targets"] += int((~has_targets).sum())
-    return Rows(encoded, starts[has_targets], ends[has_targets], pad_id=pad_id, names_offsets=packing == "blocks")
+    starts, ends = starts[has_targets], ends[has_targets]
+    if packing != "packed":
+        return Rows(encoded, starts, ends, pad_id=pad_id, names_offsets=packing == "blocks")
+    order, firsts = best_fit(ends - starts - 1, max_length)
+    return Rows(encoded, starts[order], ends[order], pad_id=pad_id, firsts=firsts)
 
 
 def _consecutive(bounds: Ints, is_continued: npt.NDArray[np.bool_], max_length: int) -> tuple[Ints, Ints]:
@@ -163,28 +213,32 @@ def _consecutive(bounds: Ints, is_continued: npt.NDArray[np.bool_], max_length: 
     return starts, np.minimum(starts + max_length + 1, bounds[texts + 1])
 
 
-def _count_truncated(encoded: Encoded, has_prompt: npt.NDArray[np.bool_], max_length: int, tally: Tally) -> None:
+def _count_truncated(encoded: Encoded, max_length: int, tally: Tally) -> None:
     """Count the tokens and targets of records with a prompt that do not fit into their row."""
-    beyond = np.minimum(encoded.bounds[:-1] + max_length + 1, encoded.bounds[1:])
-    num_lost = np.where(has_prompt, encoded.bounds[1:] - beyond, 0)
-    scored_before = np.concatenate([[0], np.cumsum(encoded.is_scored, dtype=np.int64)])
-    num_unscored = np.where(has_prompt, scored_before[encoded.bounds[1:]] - scored_before[beyond], 0)
-    tally.counters["truncated_records"] += int((num_lost > 0).sum())
-    tally.counters["truncated_tokens"] += int(num_lost.sum())
-    tally.counters["truncated_targets"] += int(num_unscored.sum())
+    is_cut = encoded.prompts & (np.diff(encoded.bounds) > max_length + 1)
+    begins, ends = encoded.bounds[:-1][is_cut] + max_length + 1, encoded.bounds[1:][is_cut]
+    num_lost_targets = encoded.num_scored_before(ends) - encoded.num_scored_before(begins) if len(ends) else ends
+    tally.counters["truncated_records"] += len(ends)
+    tally.counters["truncated_tokens"] += int((ends - begins).sum())
+    tally.counters["truncated_targets"] += int(num_lost_targets.sum())
 
 
 def _num_targets(encoded: Encoded, starts: Ints, ends: Ints) -> Ints:
-    """Scored targets of each row. The first token is not a target."""
-    before = np.concatenate([[0], np.cumsum(encoded.is_scored, dtype=np.int64)])
-    counts: Ints = before[ends] - before[np.minimum(starts + 1, ends)]
+    """Scored targets of each piece. The first token is not a target."""
+    order = np.argsort(starts, kind="stable")
+    counts = np.empty(len(starts), np.int64)
+    after_first = np.minimum(starts[order] + 1, ends[order])
+    in_order = np.sort(np.concatenate([after_first, ends]))
+    before = encoded.num_scored_before(in_order)
+    counts[order] = before[np.searchsorted(in_order, ends[order])] - before[np.searchsorted(in_order, after_first)]
     return counts
 
 
-def _is_covered(size: int, starts: Ints, ends: Ints) -> npt.NDArray[np.bool_]:
-    """[size] Which places lie in at least one range. The ranges need not be sorted."""
-    steps = np.zeros(size + 1, np.int64)
-    np.add.at(steps, starts, 1)
-    np.add.at(steps, ends, -1)
-    covered: npt.NDArray[np.bool_] = np.cumsum(steps[:-1]) > 0
-    return covered
+def _num_covered(starts: Ints, ends: Ints) -> int:
+    """How many places lie in at least one range. The ranges need not be sorted."""
+    if not len(starts):
+        return 0
+    order = np.argsort(starts, kind="stable")
+    reached = np.maximum.accumulate(ends[order])
+    begins = np.maximum(starts[order][1:], reached[:-1])
+    return int(reached[0] - starts[order][0] + np.maximum(ends[order][1:] - begins, 0).sum())

@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 from stillroom.config.schema import DataConfig
 from stillroom.data.corpus import encode_training
-from stillroom.data.encode import Encoded, Tokenizer, num_shared, spell
+from stillroom.data.encode import Tokenizer, num_shared, spell
+from stillroom.data.encoded import Encoded
 
 Pieces = list[tuple[str, bool]]  # (text, is scored), in reading order
 
@@ -44,7 +45,7 @@ def preview(config: DataConfig, tokenizer: Tokenizer, *, num_rows: int, cuts: bo
     `cuts` shows only what `config.max_length` leaves of each document. The summary counts that in any case.
     """
     encoded, rows, tally = encode_training(config, tokenizer)
-    num_scored = int(encoded.is_scored.sum())
+    num_scored = encoded.num_scored
     is_shown = rows.is_used if cuts else np.ones(len(encoded.ids), np.bool_)
     shown = (_row(encoded, number, tokenizer, is_shown) for number in range(encoded.num_documents))
     return {

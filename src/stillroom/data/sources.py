@@ -36,25 +36,35 @@ _DOCUMENT_BREAK = re.compile(r"^[ \t]*(?:\f|<\|endoftext\|>)[ \t\r]*(?:\n|\Z)", 
 
 def read_files(spec: str, tally: Tally) -> Iterator[Item]:
     """The objects of a file or glob."""
+    files = named_files(spec)
+    for path, name in files:
+        yield from read_file(path, name, tally, spec=spec, is_alone=len(files) == 1)
+
+
+def named_files(spec: str) -> list[tuple[Path, str]]:
+    """The files of a spec, each with the name that its records begin with."""
     paths = locate(spec)
     root = os.path.commonpath([path.parent for path in paths])
-    for path in paths:
-        name = path.relative_to(root).as_posix()
-        is_empty = True
-        num_bad = tally.counters["bad_records"]
-        try:
-            _refuse_utf16(path)
-            for item in READERS.find(path.suffix.lower())(path, name, tally):
-                is_empty = False
-                yield item
-        except OSError as error:
-            advice = ["check that the file is whole and that you may read it"]
-            raise DataError(f"{path} cannot be read: {error.strerror or error}", where=spec, advice=advice) from error
-        is_empty = is_empty and tally.counters["bad_records"] == num_bad
-        if is_empty and len(paths) == 1:
-            raise DataError(f"{path} is empty: no record is in it", advice=["check how it was written or downloaded"])
-        if is_empty:
-            tally.refuse(name, "the file is empty")
+    return [(path, path.relative_to(root).as_posix()) for path in paths]
+
+
+def read_file(path: Path, name: str, tally: Tally, *, spec: str = "", is_alone: bool = True) -> Iterator[Item]:
+    """The objects of one file. An empty file is refused, or if it is not alone counted as a bad record."""
+    is_empty = True
+    num_bad = tally.counters["bad_records"]
+    try:
+        _refuse_utf16(path)
+        for item in READERS.find(path.suffix.lower())(path, name, tally):
+            is_empty = False
+            yield item
+    except OSError as error:
+        advice = ["check that the file is whole and that you may read it"]
+        raise DataError(f"{path} cannot be read: {error.strerror or error}", where=spec, advice=advice) from error
+    is_empty = is_empty and tally.counters["bad_records"] == num_bad
+    if is_empty and is_alone:
+        raise DataError(f"{path} is empty: no record is in it", advice=["check how it was written or downloaded"])
+    if is_empty:
+        tally.refuse(name, "the file is empty")
 
 
 # -- finding ---------------------------------------------------------------------------------------------

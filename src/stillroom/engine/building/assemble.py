@@ -49,7 +49,7 @@ def build_run(
     """
     parallel = parallel or Parallel()
     torch.manual_seed(config.train.seed)
-    corpus = open_data(config.data, models.tokenizer)
+    corpus = models.corpus or open_data(config.data, models.tokenizer, tell=lambda text: log.write("note", text=text))
     loader = make_loader(config, corpus, parallel)
     precision = make_precision(config, models, device, begun_in)
     models.student.to(device)
@@ -97,6 +97,7 @@ def make_loader(config: Config, corpus: Corpus, parallel: Parallel) -> Loader:
         seed=config.train.seed,
         rank=parallel.rank,
         num_ranks=parallel.size,
+        groups_lengths=config.data.group_by_length,
     )
 
 

@@ -11,7 +11,7 @@ import torch
 
 from stillroom.config import Config
 from stillroom.curriculum import Curriculum
-from stillroom.data import opening_difference
+from stillroom.data import Corpus, opening_difference
 from stillroom.engine.building.shrink_student import cut_student, student_name, unused_name
 from stillroom.models import (
     LoadedModel,
@@ -39,6 +39,7 @@ class Models:
     notes: tuple[str, ...]
     kept_layers: tuple[int, ...] | None = None  # of the teacher, where the student was cut from it
     vocabularies: dict[str, str] = field(default_factory=dict)  # hash of each model's table of tokens
+    corpus: Corpus | None = None  # the run's data, where a cut was chosen on it
 
     @property
     def teacher(self) -> Any:
@@ -73,11 +74,21 @@ def load_models(
     if not has_own_tokenizer:
         notes.append("the student brings no tokenizer: it takes the teacher's")
     kept = teacher = None
+    opened: list[Corpus] = []
     if uses_teacher or is_cut:
         teacher = open_teacher(config.teacher, teacher_dtype(config, device), teacher_tokenizer)
     if is_cut:
         assert teacher is not None
-        cut = cut_student(config, teacher.network, tokenizer, device, folder=folder, parallel=parallel, tell=tell)
+        cut = cut_student(
+            config,
+            teacher.network,
+            tokenizer,
+            device,
+            folder=folder,
+            parallel=parallel,
+            tell=tell,
+            keep_data=opened.append,
+        )
         kept = cut.kept_layers
         notes += [*unused_name(config.student), *cut.notes]
         student = tried(cut.model, tokenizer, name=student_name(config), role="student")
@@ -97,6 +108,7 @@ def load_models(
         (*notes, *student.notes, *(teacher.notes if teacher else ())),
         kept,
         {role: vocabulary_hash(table) for role, table in tokenizers.items()},
+        next(iter(opened), None),
     )
 
 

@@ -17,7 +17,7 @@ import torch
 
 from stillroom.config import Config
 from stillroom.config.schema import ShrinkConfig, StudentConfig
-from stillroom.data import fixed_batches, open_data
+from stillroom.data import Corpus, fixed_batches, open_data
 from stillroom.errors import ConfigError
 from stillroom.files import write_atomically
 from stillroom.models.load.open import ready_student
@@ -39,11 +39,12 @@ def cut_student(
     folder: Path | None = None,
     parallel: Parallel | None = None,
     tell: Callable[[str], None] = lambda _text: None,
+    keep_data: Callable[[Corpus], None] = lambda _corpus: None,
 ) -> Cut:
     """Cut the student that the configuration describes and make it ready for training.
 
-    To choose layers or widths, the teacher reads a few fixed batches of the training data. `folder` stores the choice
-    of layers.
+    To choose layers or widths, the teacher reads a few fixed batches of the training data; `keep_data` is given what
+    was opened for that. `folder` stores the choice of layers.
     """
     wanted, parallel = config.student.shrink, parallel or Parallel()
     num_layers = len(blocks_of(teacher))
@@ -51,8 +52,9 @@ def cut_student(
     choice = _stored(folder, wanted, num_layers, parallel) if is_chosen else None
     batches: Iterable[Batch] = ()
     if wanted.cuts_width or (is_chosen and choice is None and wanted.method != "even"):
-        rows = open_data(config.data, tokenizer).train
-        batches = fixed_batches(rows, config.train.rows_per_batch, _num_batches(config))
+        corpus = open_data(config.data, tokenizer, tell=tell)
+        keep_data(corpus)
+        batches = fixed_batches(corpus.train, config.train.rows_per_batch, _num_batches(config))
         teacher.to(device)
     begun, cpu_begun = time.monotonic(), time.process_time()
     result = cut(teacher, wanted, batches, choice=choice, tell=tell if parallel.is_first else lambda _text: None)

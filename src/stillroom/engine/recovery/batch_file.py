@@ -15,11 +15,13 @@ from torch import Tensor
 from stillroom.types import Batch
 
 _OTHER = "other"  # the one field that is itself a batch
+_TENSORS = ("Tensor", "Tensor | None")
 
 
 def tensors_of(batch: Batch) -> dict[str, Tensor]:
     """The tensors of a batch, and under `other.` those of its second reading."""
-    tensors = {one.name: getattr(batch, one.name) for one in _given() if one.type == "Tensor"}
+    tensors = {one.name: getattr(batch, one.name) for one in _given() if one.type in _TENSORS}
+    tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     if batch.other is not None:
         tensors |= {f"{_OTHER}.{name}": tensor for name, tensor in tensors_of(batch.other).items()}
     return tensors
@@ -36,7 +38,7 @@ def facts_of(batch: Batch) -> dict[str, Any]:
             facts[one.name] = list(value)
         elif one.type == "int":
             facts[one.name] = int(value)
-        elif one.type != "Tensor":
+        elif one.type not in _TENSORS:
             raise TypeError(f"Batch.{one.name} is {one.type}: no file keeps that")
     return facts
 
@@ -47,6 +49,8 @@ def batch_of(tensors: Mapping[str, Tensor], facts: Mapping[str, Any], *, prefix:
     for one in _given():
         if one.type == "Tensor":
             values[one.name] = tensors[prefix + one.name]
+        elif one.type in _TENSORS:
+            values[one.name] = tensors.get(prefix + one.name)
         elif one.name in facts or one.default is MISSING:
             values[one.name] = _read(one, tensors, facts[one.name], prefix)
     return Batch(**values)

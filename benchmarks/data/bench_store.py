@@ -1,0 +1,146 @@
+"""The token store on many short lines: time, rate and memory of the first start and of the second.
+
+    python benchmarks/data/bench_store.py --lines 10000000
+
+Lines are drawn from a seeded generator and tokenized by a byte-level BPE trained on the first of them. Each start is a
+process of its own: it opens the data, makes a loader and takes ten windows. Memory is read from /proc: the peak of the
+resident set (with the mapped pages that were touched) and what is anonymous at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+NUM_WORDS = 20_000
+WORDS_PER_LINE = (6, 16)
+
+
+def words(rng: random.Random) -> list[str]:
+    letters = "etaoinshrdlucmfwypvbgkjqxz"
+    return ["".join(rng.choices(letters, range(26, 0, -1), k=rng.randint(2, 9))) for _ in range(NUM_WORDS)]
+
+
+def write_lines(path: Path, count: int) -> None:
+    rng = random.Random(17)
+    known = words(rng)
+    with path.open("w", encoding="utf-8") as file:
+        for number in range(count):
+            text = " ".join(rng.choices(known, k=rng.randint(*WORDS_PER_LINE)))
+            file.write(f'{{"text": "{text} {number}."}}\n')
+
+
+def make_tokenizer(path: Path, folder: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    with path.open(encoding="utf-8") as file:
+        sample = [json.loads(line)["text"] for line, _ in zip(file, range(20_000), strict=False)]
+    raw = Tokenizer(models.BPE())
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=8_000, special_tokens=["<|end|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    raw.train_from_iterator(sample, trainer)
+    PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<|end|>", pad_token="<|end|>").save_pretrained(folder)
+
+
+def start(path: str, cache: str, tokenizer: str, packing: str) -> None:
+    """One start, in a process of its own. Print what was measured."""
+    from transformers import AutoTokenizer
+
+    from stillroom.config.schema import DataConfig
+    from stillroom.data import Loader, open_data
+
+    read = AutoTokenizer.from_pretrained(tokenizer)
+    base = memory()
+    begun, told = time.monotonic(), []
+    config: Any = {"train": path, "cache": cache, "packing": packing}
+    corpus = open_data(DataConfig(**config), read, tell=told.append)
+    opened = time.monotonic() - begun
+    loader = Loader(corpus.train, batch_size=32, seed=1)
+    begun = time.monotonic()
+    for window in range(10):
+        loader.window(window * 1009 % loader.num_windows)
+    answer = {
+        "packing": packing,
+        "open_seconds": round(opened, 2),
+        "ten_windows_seconds": round(time.monotonic() - begun, 2),
+        "cpu_seconds": round(time.process_time(), 2),
+        "before_mb": base,
+        "after_mb": memory(),
+        "told": told[-1:],
+        "counters": {name: corpus.counters[name] for name in ("records", "train_tokens", "eval_documents")},
+        "rows": len(corpus.train),
+    }
+    sys.stdout.write(json.dumps(answer) + "\n")
+
+
+def memory() -> dict[str, int]:
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    names = {"peak": "VmHWM", "now": "VmRSS", "anonymous": "RssAnon", "mapped": "RssFile"}
+    return {name: int(lines[key].split()[0]) // 1024 for name, key in names.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--lines", type=int, default=10_000_000)
+    parser.add_argument("--start", nargs=4)
+    options = parser.parse_args()
+    if options.start:
+        start(*options.start)
+        return
+    with tempfile.TemporaryDirectory(prefix="bench-store-") as name:
+        folder = Path(name)
+        write_lines(folder / "lines.jsonl", options.lines)
+        make_tokenizer(folder / "lines.jsonl", folder / "tokenizer")
+        starts = []
+        for packing in ("blocks", "blocks", "rows", "packed"):
+            arguments = [str(folder / part) for part in ("lines.jsonl", "cache", "tokenizer")]
+            command = [sys.executable, __file__, "--start", *arguments, packing]
+            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+            starts.append(json.loads(done.stdout))
+            print(json.dumps(starts[-1]), flush=True)
+        sizes = [path.stat().st_size for path in (folder / "cache").rglob("*.tok")]
+        result = {
+            "lines": options.lines,
+            "file_mb": (folder / "lines.jsonl").stat().st_size >> 20,
+            "store_mb": sum(sizes) >> 20,
+            "parts": len(sizes),
+            "starts": starts,
+            "machine": machine(),
+        }
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "store.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def machine() -> dict[str, Any]:
+    import numpy
+    import tokenizers
+    import transformers
+
+    return {
+        "cores": len(os.sched_getaffinity(0)),
+        "processor": platform.machine(),
+        "load_average_at_end": [round(load, 1) for load in os.getloadavg()],
+        "python": platform.python_version(),
+        "numpy": numpy.__version__,
+        "tokenizers": tokenizers.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""What an entry of the token store is found by: the content of the file, the tokenizer, and the settings.
+
+An entry must never be shared by two ways of reading. So all settings of `[data]` count but those named here, which
+act after tokenizing: a setting that is added later counts by itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from stillroom.config.schema import DataConfig
+from stillroom.data.bos import opening_ids
+from stillroom.data.encode import Tokenizer
+
+FORMAT = 1  # of the parts, and of how records are made and tokenized: raise it when either changes
+_AFTER_TOKENIZING = frozenset(
+    {
+        "train",
+        "eval",
+        "eval_share",
+        "train_share",
+        "max_length",
+        "packing",
+        "group_by_length",
+        "max_bad_share",
+        "cache",
+    }
+)
+_PACKAGES = ("tokenizers", "transformers")
+
+
+def file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def tokenizer_digest(tokenizer: Tokenizer) -> str | None:
+    """A hash of everything a tokenizer would save, its class and the libraries. None if it cannot be saved."""
+    save: Any = getattr(tokenizer, "save_pretrained", None)
+    if save is None:
+        return None
+    kind = type(tokenizer)
+    digest = hashlib.sha256(f"{kind.__module__}.{kind.__qualname__}".encode())
+    with tempfile.TemporaryDirectory(prefix="stillroom-") as folder:
+        try:
+            save(folder)
+        except (NotImplementedError, OSError, TypeError, ValueError):  # a class without files, or with objects in them
+            return None
+        for path in sorted(Path(folder).rglob("*")):
+            if path.is_file():
+                contents = path.read_bytes()
+                digest.update(f"{path.relative_to(folder).as_posix()}:{len(contents)}:".encode() + contents)
+    facts = {
+        "packages": {name: metadata.version(name) for name in _PACKAGES},
+        "chat_template": tokenizer.chat_template,
+        "eos": tokenizer.eos_token_id,
+        "opening": opening_ids(tokenizer, "auto"),
+    }
+    digest.update(json.dumps(facts, sort_keys=True, default=str).encode())
+    return digest.hexdigest()
+
+
+def entry_key(content: str, *, name: str, variant: str, tokenizer: str, config: DataConfig) -> str:
+    """`name` is what the records are named after, `variant` how its records differ from those of the whole file."""
+    settings = config.model_dump(mode="json", exclude=set(_AFTER_TOKENIZING))
+    facts = [FORMAT, content, name, variant, tokenizer, settings]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:40]

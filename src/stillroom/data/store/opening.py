@@ -1,0 +1,77 @@
+"""Decide whether the files of a spec go through the token store, and open them there."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+from stillroom.config.schema import DataConfig
+from stillroom.data.encode import Tokenizer
+from stillroom.data.records import Tally
+from stillroom.data.sources import Item, named_files, pieces_of, read_file
+from stillroom.data.store.keys import tokenizer_digest
+from stillroom.data.store.part import Part
+from stillroom.data.store.store import Source, TokenStore, default_folder
+
+WORTH_STORING = 32 << 20  # bytes of all files together: less is tokenized faster than it is worth keeping
+
+
+def stored_parts(
+    spec: str,
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    tally: Tally,
+    *,
+    splits_text: bool = False,
+    tell: Callable[[str], object] | None = None,
+) -> list[Part] | None:
+    """The parts of all files of a spec, in the order of the files; None if the spec is to be read in memory.
+
+    What was counted while reading and tokenizing is added to the tally. `splits_text` cuts a lone text into pieces.
+    """
+    files = named_files(spec)
+    is_small = config.cache == "auto" and sum(path.stat().st_size for path, _ in files) < WORTH_STORING
+    if config.cache == "off" or is_small:
+        return None
+    digest = tokenizer_digest(tokenizer)
+    if digest is None:
+        tally.note("the token store is not used: the tokenizer cannot be saved, so it cannot be recognised")
+        return None
+    folder = default_folder() if config.cache == "auto" else Path(config.cache).expanduser()
+    store = TokenStore(folder, config, tokenizer, digest, tell or tally.note, num_usable_cores())
+    is_alone = len(files) == 1
+    cuts = splits_text and is_alone and files[0][0].suffix.lower() == ".txt"
+    parts: list[Part] = []
+    for path, name in files:
+        read = partial(read_file, path, name, spec=spec, is_alone=is_alone)
+        items = partial(_cut_items, path, name, read) if cuts else read
+        parts += store.parts(Source(path, name, items, "cut" if cuts else ""))
+    for part in parts:
+        tally.absorb(part.tally)
+    del tally.bad[_NUM_BAD_KEPT:]
+    return parts
+
+
+_NUM_BAD_KEPT = 20
+
+
+def num_usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _cut_items(path: Path, name: str, read: Callable[[Tally], Iterator[Item]], tally: Tally) -> Iterator[Item]:
+    """The objects of a text file; if it is one document, its pieces, so that part of it can be held out."""
+    items = list(itertools.islice(found := read(tally), 2))
+    if len(items) > 1 or not items:
+        yield from itertools.chain(items, found)
+        return
+    value = items[0][1]
+    text = str(value["text"]) if isinstance(value, dict) else ""
+    pieces = [(line, piece) for line, piece in pieces_of(text) if piece.strip()]
+    if len(pieces) > 1:
+        tally.note(f"{name} is one document: it is cut between paragraphs into {len(pieces):,} to hold some out")
+    for line, piece in pieces:
+        yield f"{name}:{line}", {"text": piece}

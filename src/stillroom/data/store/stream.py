@@ -1,0 +1,82 @@
+"""Chosen documents of several parts as one stream of tokens, read by slices. Nothing is copied before it is read.
+
+# T tokens of the chosen documents end to end, D chosen documents
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from stillroom.data.encoded import Encoded, Ints
+from stillroom.data.store.part import Part
+from stillroom.data.store.texts import JoinedTexts
+
+
+class _Layout:
+    """Where each chosen document stands: token p of the stream is token p + shift[d] of the parts end to end."""
+
+    def __init__(self, parts: Sequence[Part], chosen: Ints) -> None:
+        lengths = np.concatenate([np.empty(0, np.int32), *(part.lengths for part in parts)])
+        firsts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+        self.bounds: Ints = np.concatenate([[0], np.cumsum(lengths[chosen], dtype=np.int64)])
+        self.shift: Ints = firsts[:-1][chosen] - self.bounds[:-1]
+        self.part_firsts = np.cumsum([0, *(len(part.ids) for part in parts)], dtype=np.int64)
+
+    def places(self, start: int, end: int) -> Ints:
+        """The places of tokens start to end of the stream in the parts end to end."""
+        first = int(np.searchsorted(self.bounds, start, side="right")) - 1
+        last = int(np.searchsorted(self.bounds, end, side="left"))
+        edges: Ints = np.clip(self.bounds[first : last + 1], start, end)
+        places: Ints = np.arange(start, end) + np.repeat(self.shift[first:last], edges[1:] - edges[:-1])
+        return places
+
+
+class Stream:
+    """One array of the parts, seen through the layout. `stream[a:b]` is an ndarray."""
+
+    def __init__(self, arrays: Sequence[npt.NDArray[Any]], layout: _Layout, dtype: Any) -> None:
+        self._arrays, self._layout, self._dtype = arrays, layout, np.dtype(dtype)
+
+    def __len__(self) -> int:
+        return int(self._layout.bounds[-1])
+
+    def __getitem__(self, where: slice) -> npt.NDArray[Any]:
+        start, end, step = where.indices(len(self))
+        if step != 1:
+            raise IndexError(f"a stream of tokens is read forwards, token by token, not by steps of {step}")
+        if end <= start:
+            return np.empty(0, self._dtype)
+        places, firsts = self._layout.places(start, end), self._layout.part_firsts
+        low = int(np.searchsorted(firsts, places[0], side="right")) - 1
+        high = int(np.searchsorted(firsts, places[-1], side="right")) - 1
+        if low == high:
+            found: npt.NDArray[Any] = self._arrays[low][places - firsts[low]].astype(self._dtype, copy=False)
+            return found
+        cuts = [0, *np.searchsorted(places, firsts[low + 1 : high + 1], side="left"), len(places)]
+        pieces = [
+            self._arrays[part][places[cuts[at] : cuts[at + 1]] - firsts[part]]
+            for at, part in enumerate(range(low, high + 1))
+        ]
+        return np.concatenate(pieces).astype(self._dtype, copy=False)
+
+
+def encoded_stream(parts: Sequence[Part], chosen: Ints) -> Encoded:
+    """The chosen documents, numbered over all parts in rising order, without those that have no tokens."""
+    lengths = np.concatenate([np.empty(0, np.int32), *(part.lengths for part in parts)])
+    kept = chosen[lengths[chosen] > 0]
+    layout = _Layout(parts, kept)
+    names = JoinedTexts([part.names for part in parts], kept)
+    prompts = np.concatenate([np.empty(0, np.bool_), *(part.has_prompt for part in parts)])
+    return Encoded(
+        ids=Stream([part.ids for part in parts], layout, np.int32),
+        num_bytes=Stream([part.num_bytes for part in parts], layout, np.int32),
+        is_scored=Stream([part.is_scored for part in parts], layout, np.bool_),
+        bounds=layout.bounds,
+        names=names,
+        groups=names,
+        has_prompt=prompts[kept],
+    )
