@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
-NUM_WORDS = 20_000
-WORDS_PER_LINE = (6, 16)
+NUM_WORDS = 4_000
+WORDS_PER_LINE = (4, 14)
 
 
 def words(rng: random.Random) -> list[str]:

@@ -63,7 +63,7 @@ def token_ends(text: str, offsets: Sequence[tuple[int, int]]) -> Ints:
     A token begins where the previous one ended: characters that the tokenizer skipped belong to the next token, and
     of several tokens inside one character the first holds it and the others are empty.
     """
-    ends: Ints = np.fromiter((end for _, end in offsets), dtype=np.int64, count=len(offsets))
+    ends: Ints = np.array([end for _, end in offsets], dtype=np.int64)
     if len(ends):
         ends[-1] = len(text)
         ends = np.maximum.accumulate(ends)
@@ -77,6 +77,8 @@ def even_ends(text: str, num_tokens: int) -> Ints:
 
 def bytes_between(text: str, ends: Ints) -> npt.NDArray[np.int32]:
     """UTF-8 bytes between consecutive ends; they sum to the length of the text."""
+    if text.isascii():
+        return np.diff(ends, prepend=0).astype(np.int32)
     points = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
     widths = 1 + (points >= 0x80).astype(np.int64) + (points >= 0x800) + (points >= 0x10000)
     positions = np.concatenate([[0], np.cumsum(widths)])
@@ -172,6 +174,8 @@ class Encoder:
 
     def _bordered(self, record: Record, piece: _Piece) -> tuple[_Piece, npt.NDArray[np.bool_]]:
         """Tokens that end at every segment border where possible, and which of them are scored."""
+        if len(record.segments) == 1:
+            return piece, np.full(len(piece.ids), record.segments[0][1], np.bool_)
         borders = np.cumsum([len(text) for text, _ in record.segments])
         flags = np.array([is_scored for _, is_scored in record.segments], dtype=np.bool_)
         if not piece.ids:

@@ -35,7 +35,9 @@ def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
     if module in _OPEN:
-        return _attend_in_the_open(query, key, value, options.get("dropout", 0.0), options.get("scaling"))
+        return _attend_in_the_open(
+            query, key, value, attention_mask, options.get("dropout", 0.0), options.get("scaling")
+        )
     if attention_mask is None and key.shape[1] < query.shape[1] and needs_every_head(query.device):
         options.setdefault("is_causal", getattr(module, "is_causal", True))
         key, value, module = _every_head(key, query), _every_head(value, query), _NO_GROUPS
@@ -61,9 +63,12 @@ def _every_head(states: Tensor, query: Tensor) -> Tensor:
 
 
 def _attend_in_the_open(
-    query: Tensor, key: Tensor, value: Tensor, dropout: float, scaling: float | None
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, scaling: float | None
 ) -> tuple[Tensor, Tensor]:
-    """The same attention with its probabilities, in FP32 and before dropout: noise is no part of what is matched."""
+    """The same attention with its probabilities, in FP32 and before dropout: noise is no part of what is matched.
+
+    `mask` is that of packed rows, True where a position may look; None: causal.
+    """
     if key.shape[1] < query.shape[1]:
         key, value = _every_head(key, query), _every_head(value, query)
     num_queries, num_keys = query.shape[2], key.shape[2]
@@ -72,7 +77,7 @@ def _attend_in_the_open(
         wide = work_dtype(query)
         scores = (query.to(wide) * scale) @ key.to(wide).transpose(-1, -2)
         is_past = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).tril(num_keys - num_queries)
-        probs = torch.softmax(scores.masked_fill(~is_past, float("-inf")), dim=-1)
+        probs = torch.softmax(scores.masked_fill(~(is_past if mask is None else mask), float("-inf")), dim=-1)
         output = F.dropout(probs, dropout, training=dropout > 0) @ value.to(wide)
     return output.to(value.dtype).transpose(1, 2).contiguous(), probs
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from stillroom.models.anatomy import backbone, head_of, layers_if_any
 from stillroom.models.compiled import CompiledBody
+from stillroom.models.packed import model_inputs, sequences_of
 from stillroom.models.taps import tapped
 from stillroom.types import Batch, HeadWeights, Needs, StudentView
 
@@ -29,12 +30,11 @@ class Student:
         with tapped(self._blocks, needs) as taps:
             # Evaluation, and layers that are looked at, use the body as it is.
             is_plain_training = self.model.training and torch.is_grad_enabled() and needs == Needs()
-            compiled = self._compiled if is_plain_training else None
+            compiled = self._compiled if is_plain_training and batch.segments is None else None
             hidden, head = last_hidden(self.model, batch, self.vocab_size, self.is_described, compiled)
-        num_rows, length = batch.input_ids.shape
         positions = batch.positions
         chosen = hidden.reshape(-1, hidden.shape[-1]).index_select(0, positions)
-        return StudentView(chosen, head, taps, positions, positions // length, num_rows)
+        return StudentView(chosen, head, taps, positions, *sequences_of(batch))
 
     def train(self) -> None:
         self.model.train()
@@ -50,17 +50,14 @@ def last_hidden(
 
     For a model whose head cannot be described: its logits and an identity head, which is correct but keeps a
     [tokens, vocabulary] tensor.
-
-    No attention mask is passed: rows are padded on the right and attention is causal, so no scored position attends
-    to padding.
     """
     if is_described and compiled is not None:
         return compiled(batch.input_ids), head_of(model, vocab_size)
     if is_described:
         body = backbone(model)
-        output = body(input_ids=batch.input_ids, use_cache=False)
+        output = body(**model_inputs(model, batch), use_cache=False)
         return output.last_hidden_state, head_of(model, vocab_size)
-    output = model(input_ids=batch.input_ids, use_cache=False)
+    output = model(**model_inputs(model, batch), use_cache=False)
     logits = output.logits
     identity = torch.empty(0, device=logits.device, dtype=logits.dtype)
     return logits, HeadWeights(identity, vocab_size=vocab_size)

@@ -15,6 +15,7 @@ from stillroom.engine.building.budgets import make_snapshots
 from stillroom.engine.building.compilation import compile_bodies
 from stillroom.engine.building.inner_build import make_objectives
 from stillroom.engine.building.models import Models
+from stillroom.engine.building.row_checks import check_rows
 from stillroom.engine.inject import make_hooks
 from stillroom.engine.run import Run, held_out_batches
 from stillroom.engine.run_folder.lock import FolderLock
@@ -50,6 +51,8 @@ def build_run(
     parallel = parallel or Parallel()
     torch.manual_seed(config.train.seed)
     corpus = models.corpus or open_data(config.data, models.tokenizer, tell=lambda text: log.write("note", text=text))
+    for text in check_rows(models, corpus):
+        log.write("note", text=text)
     loader = make_loader(config, corpus, parallel)
     precision = make_precision(config, models, device, begun_in)
     models.student.to(device)

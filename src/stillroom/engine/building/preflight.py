@@ -105,6 +105,8 @@ def check_targets(batch: Batch) -> None:
     following = batch.input_ids[:, 1:]
     targets = batch.targets[:, :-1]
     is_inside = (targets != IGNORED) & (batch.attention_mask[:, 1:] == 1)
+    if batch.segments is not None:  # after the last input of a piece stands the first of another
+        is_inside &= batch.segments[:, 1:] == batch.segments[:, :-1]
     wrong = int(((targets != following) & is_inside).sum())
     if wrong:
         raise BrokenAtStart(

@@ -1,0 +1,68 @@
+"""Rows that a model cannot read are refused before training, with the number and what to set."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import families
+import pytest
+import tiny
+
+from stillroom.config import load_config
+from stillroom.engine.building import shrink_student
+from stillroom.engine.distill import distill
+from stillroom.errors import ConfigError
+from stillroom.telemetry import read_events
+
+
+def overrides(world: Path, **over: Any) -> dict[str, Any]:
+    short = {"train.max_steps": 2, "train.batch_size": 2, "eval.samples": 0}
+    return {
+        "teacher.model": str(world / "teacher"),
+        "student.model": str(world / "student"),
+        "data.train": str(world / "train.jsonl"),
+        **short,
+        **over,
+    }
+
+
+def test_a_row_longer_than_the_models_positions_is_refused_with_the_number(world: Path, tmp_path: Path) -> None:
+    long = tmp_path / "long.jsonl"
+    lines = [{"text": " ".join(tiny.sentences(30, seed))} for seed in range(30)]
+    long.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    config = load_config(overrides=overrides(world, **{"data.train": str(long), "data.max_length": 200}))
+    with pytest.raises(ConfigError, match=r"a row has 200 tokens, and the student .* has 128 positions") as caught:
+        distill(config, tmp_path / "run")
+    assert caught.value.exit_code == 2 and "--set data.max_length=128" in str(caught.value)
+
+
+def test_packed_rows_are_trained_on_and_a_family_that_cannot_is_refused(world: Path, tmp_path: Path) -> None:
+    packed = {"data.packing": "packed", "data.max_length": 96}
+    distill(load_config(overrides=overrides(world, **packed)), tmp_path / "run")
+    events = list(read_events(tmp_path / "run" / "events.jsonl"))
+    assert any("several records share a training row" in str(event.get("text")) for event in events)
+    families.build("bloom").save_pretrained(tmp_path / "bloom")
+    tiny.tokenizer().save_pretrained(tmp_path / "bloom")
+    config = load_config(overrides=overrides(world, **packed, **{"student.model": str(tmp_path / "bloom")}))
+    with pytest.raises(ConfigError, match=r"the student .*Bloom.* cannot read several texts in one row") as caught:
+        distill(config, tmp_path / "other")
+    assert caught.value.where == "data.packing" and "data.packing=rows" in str(caught.value)
+
+
+def test_data_opened_to_choose_a_cut_is_not_opened_again(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = []
+    original = shrink_student.open_data
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        opened.append(arguments)
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(shrink_student, "open_data", counted)
+    monkeypatch.setattr("stillroom.engine.building.assemble.open_data", counted)
+    cut = {"student.init": "shrink", "student.shrink.layers": 1, "student.shrink.method": "influence"}
+    distill(load_config(overrides=overrides(world, **cut, **{"data.max_length": 64})), tmp_path / "run")
+    assert len(opened) == 1

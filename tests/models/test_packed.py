@@ -1,0 +1,119 @@
+"""Laws of packed rows: a text answers in a row with others as it answers alone, or the family is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import families
+import pytest
+import tiny
+import torch
+from torch.nn import functional as F
+
+from stillroom.models import tried
+from stillroom.models.attention import NAME, show_attention
+from stillroom.models.packed import block_mask, packing_error, positions_of, sequences_of
+from stillroom.types import IGNORED, Batch, Needs
+
+LENGTHS = ((9, 1, 6), (4, 11))
+# The attention each of them uses here: ours without a mask, sdpa with masks of its own, and eager.
+CAN = {"llama": NAME, "deepseek_v3": NAME, "opt": NAME, "gemma3_text": "sdpa", "llama4_text": "sdpa", "gptj": "eager"}
+CANNOT = ["mamba", "bloom", "recurrent_gemma"]
+
+
+def texts() -> list[list[torch.Tensor]]:
+    generator = torch.Generator().manual_seed(5)
+    return [[torch.randint(2, tiny.VOCAB, (length + 1,), generator=generator) for length in row] for row in LENGTHS]
+
+
+def batch_of(rows: list[list[torch.Tensor]]) -> Batch:
+    """Each row's texts, one after the other, padded on the right."""
+    width = max(sum(len(text) - 1 for text in row) for row in rows)
+    ids, targets = torch.zeros(len(rows), width, dtype=torch.long), torch.full((len(rows), width), IGNORED)
+    segments = torch.full((len(rows), width), -1)
+    for line, row in enumerate(rows):
+        place = 0
+        for number, text in enumerate(row):
+            here = slice(place, place + len(text) - 1)
+            ids[line, here], targets[line, here], segments[line, here] = text[:-1], text[1:], number
+            place = here.stop
+    mask = (segments >= 0).long()
+    return Batch(ids, mask, targets, mask, tuple(f"row-{line}" for line in range(len(rows))), segments=segments)
+
+
+def nll(student: Any, batch: Batch, needs: Needs = Needs()) -> torch.Tensor:  # noqa: B008 - frozen
+    view = student.observe(batch, needs)
+    logits = view.hidden if view.head.is_identity else view.hidden @ view.head.weight.T
+    return F.cross_entropy(logits.double(), batch.scored_targets, reduction="sum")
+
+
+@pytest.mark.parametrize("family", CAN)
+@torch.no_grad()
+def test_packed_texts_have_the_loss_of_each_alone(family: str) -> None:
+    loaded = tried(families.build(family), tiny.tokenizer(), name=family, role="student")
+    assert loaded.network.config.get_text_config()._attn_implementation == CAN[family]
+    student = loaded.as_student()
+    packed = batch_of(texts())
+    alone = sum(nll(student, replace(batch_of([[text]]), segments=None)) for row in texts() for text in row)
+    assert packed.num_scored == sum(map(sum, LENGTHS))
+    torch.testing.assert_close(nll(student, packed), alone, rtol=1e-5, atol=1e-5)
+    joined = student.observe(replace(packed, segments=None), Needs()).hidden
+    change = (joined - student.observe(packed, Needs()).hidden).abs().max() / joined.std()
+    assert float(change) > 1e-2, "without borders the texts do change each other"
+    assert packing_error(loaded.network) < 1e-5
+
+
+@torch.no_grad()
+def test_open_attention_keeps_to_the_texts_too() -> None:
+    loaded = tried(families.build("llama"), tiny.tokenizer(), name="llama", role="student")
+    show_attention(loaded.network)
+    student, packed = loaded.as_student(), batch_of(texts())
+    view = student.observe(packed, Needs(attention_layers=frozenset({0})))
+    [maps] = [tap for name, tap in view.taps.items() if name.startswith("attention")]
+    assert float((maps * ~block_mask(packed.segments)).abs().max()) == 0.0  # type: ignore[arg-type]
+    alone = sum(nll(student, replace(batch_of([[text]]), segments=None)) for row in texts() for text in row)
+    opened = nll(student, packed, Needs(attention_layers=frozenset({0})))
+    torch.testing.assert_close(opened, alone, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_of_packed_texts_are_those_of_each_alone_with_checkpointing_too() -> None:
+    gradients = []
+    for is_packed, is_checkpointed in ((False, False), (True, False), (True, True)):
+        torch.manual_seed(0)
+        loaded = tried(families.build("llama"), tiny.tokenizer(), name="llama", role="student")
+        if is_checkpointed:
+            loaded.network.gradient_checkpointing_enable()
+            loaded.network.train()
+        student = loaded.as_student()
+        batches = [batch_of(texts())]
+        if not is_packed:
+            batches = [replace(batch_of([[text]]), segments=None) for row in texts() for text in row]
+        for batch in batches:
+            nll(student, batch).backward()
+        gradients.append({name: weight.grad for name, weight in loaded.network.named_parameters()})
+    for name, expected in gradients[0].items():
+        for other in gradients[1:]:
+            torch.testing.assert_close(other[name], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", CANNOT)
+def test_a_family_whose_texts_leak_is_found(family: str) -> None:
+    loaded = tried(families.build(family), tiny.tokenizer(), name=family, role="student")
+    assert packing_error(loaded.network) > 1e-2
+
+
+def test_positions_and_sequences_begin_anew_with_each_text() -> None:
+    packed = batch_of(texts())
+    assert packed.segments is not None
+    assert positions_of(packed.segments)[0].tolist() == [*range(9), 0, *range(6)]
+    index, count = sequences_of(packed)
+    assert len(index.unique()) == 5 and int(index.max()) < count
+    plain = replace(packed, segments=None)
+    assert sequences_of(plain)[1] == 2 and len(sequences_of(plain)[0].unique()) == 2
+
+
+def test_parts_and_keys_of_a_packed_batch_keep_the_borders() -> None:
+    packed = batch_of(texts())
+    assert [part.segments.tolist() for part in packed.parts(2)] == [[row] for row in packed.segments.tolist()]  # type: ignore[union-attr]
+    assert packed.keys != replace(packed, segments=None).keys
