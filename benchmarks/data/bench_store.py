@@ -1,10 +1,15 @@
 """The token store on many short lines: time, rate and memory of the first start and of the second.
 
     python benchmarks/data/bench_store.py --lines 10000000
+    python benchmarks/data/bench_store.py --lines 100000 --repeat 100
 
 Lines are drawn from a seeded generator and tokenized by a byte-level BPE trained on the first of them. Each start is a
 process of its own: it opens the data, makes a loader and takes ten windows. Memory is read from /proc: the peak of the
 resident set (with the mapped pages that were touched) and what is anonymous at the end.
+
+`--repeat` is for a busy machine: the lines are tokenized once, and then the entry of a file that repeats them is made
+of copies of their parts, each document with a digest of its own. The starts after that open an entry of the full size;
+only the rate of tokenizing is that of the short file.
 """
 
 from __future__ import annotations
@@ -18,8 +23,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 RESULTS = Path(__file__).parent / "results"
 NUM_WORDS = 4_000
@@ -88,6 +96,34 @@ def start(path: str, cache: str, tokenizer: str, packing: str) -> None:
     sys.stdout.write(json.dumps(answer) + "\n")
 
 
+def repeat(path: Path, big: Path, cache: Path, tokenizer: str, times: int) -> None:
+    """Write a file that repeats another, and its entry in the store."""
+    from transformers import AutoTokenizer
+
+    from stillroom.config.schema import DataConfig
+    from stillroom.data.store import store
+    from stillroom.data.store.keys import entry_key, file_digest, tokenizer_digest
+    from stillroom.data.store.part import open_part, write_part
+
+    contents = path.read_bytes()
+    with big.open("wb") as file:
+        for _ in range(times):
+            file.write(contents)
+    digest = tokenizer_digest(AutoTokenizer.from_pretrained(tokenizer))
+    assert digest is not None
+    key = entry_key(file_digest(big), name=big.name, variant="", tokenizer=digest, config=DataConfig())
+    entry = cache / key[:2] / key
+    entry.mkdir(parents=True)
+    parts = [open_part(found) for found in sorted(cache.glob("*/*/part-*"))]
+    rng = np.random.default_rng(3)
+    for number in range(times * len(parts)):
+        part = parts[number % len(parts)]
+        fresh = np.frombuffer(rng.bytes(16 * len(part)), "S16")
+        hashes = rng.integers(0, 2**64, len(part), dtype=np.uint64)
+        write_part(entry / store._part_name(number), replace(part, digests=fresh, share_hashes=hashes))
+    (entry / store._MANIFEST).write_bytes(store._manifest(times * len(parts), big.name))
+
+
 def memory() -> dict[str, int]:
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     names = {"peak": "VmHWM", "now": "VmRSS", "anonymous": "RssAnon", "mapped": "RssFile"}
@@ -97,6 +133,7 @@ def memory() -> dict[str, int]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--lines", type=int, default=10_000_000)
+    parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--start", nargs=4)
     options = parser.parse_args()
     if options.start:
@@ -106,9 +143,14 @@ def main() -> None:
         folder = Path(name)
         write_lines(folder / "lines.jsonl", options.lines)
         make_tokenizer(folder / "lines.jsonl", folder / "tokenizer")
-        starts = []
-        for packing in ("blocks", "blocks", "rows", "packed"):
-            arguments = [str(folder / part) for part in ("lines.jsonl", "cache", "tokenizer")]
+        starts, data = [], "lines.jsonl"
+        for number, packing in enumerate(("blocks", "blocks", "rows", "packed")):
+            if number == 1 and options.repeat > 1:
+                data = "repeated.jsonl"
+                repeat(
+                    folder / "lines.jsonl", folder / data, folder / "cache", str(folder / "tokenizer"), options.repeat
+                )
+            arguments = [str(folder / part) for part in (data, "cache", "tokenizer")]
             command = [sys.executable, __file__, "--start", *arguments, packing]
             done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
             starts.append(json.loads(done.stdout))
@@ -116,7 +158,8 @@ def main() -> None:
         sizes = [path.stat().st_size for path in (folder / "cache").rglob("*.tok")]
         result = {
             "lines": options.lines,
-            "file_mb": (folder / "lines.jsonl").stat().st_size >> 20,
+            "repeat": options.repeat,
+            "file_mb": (folder / data).stat().st_size >> 20,
             "store_mb": sum(sizes) >> 20,
             "parts": len(sizes),
             "starts": starts,

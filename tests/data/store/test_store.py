@@ -18,12 +18,15 @@ import pytest
 import tiny
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
 from stillroom.config.schema import DataConfig
 from stillroom.data import Corpus, Loader, Rows, open_data
+from stillroom.data.records import Tally
 from stillroom.data.store import store as store_module
-from stillroom.data.store.making import Workers
-from stillroom.errors import DataError
+from stillroom.data.store.keys import tokenizer_digest
+from stillroom.data.store.making import Here, Job, Workers
+from stillroom.errors import ConfigError, DataError
 
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|end|>{% endfor %}"
 
@@ -165,6 +168,13 @@ def other_tokenizers() -> dict[str, Any]:
     }
 
 
+def test_a_tokenizer_is_the_same_wherever_it_was_read_from(tmp_path: Path) -> None:
+    tokenizer = tiny.tokenizer()
+    tokenizer.save_pretrained(tmp_path / "saved")
+    read = AutoTokenizer.from_pretrained(tmp_path / "saved", local_files_only=True)
+    assert tokenizer_digest(read) == tokenizer_digest(tokenizer)
+
+
 def test_two_tokenizers_templates_or_settings_never_share_an_entry(tmp_path: Path) -> None:
     write_records(tmp_path / "d.jsonl", 30)
     config = DataConfig(train=str(tmp_path / "d.jsonl"), cache=str(tmp_path / "cache"))
@@ -266,12 +276,41 @@ def test_several_processes_give_the_same_parts(
     assert parts[0] == parts[1]
 
 
-def test_a_tokenizer_that_cannot_travel_is_used_in_one_process(tmp_path: Path) -> None:
-    class Local:
-        """Of no module that another process could import."""
+def test_a_tokenizer_that_is_another_one_elsewhere_is_used_in_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_records(tmp_path / "d.jsonl", 30)
+    here = Here(DataConfig(), tiny.tokenizer())
+    with pytest.raises(DataError, match="is another one after it was saved"):
+        Workers(here, "another digest", 1)
+    monkeypatch.setattr(store_module, "WORTH_PROCESSES", 0)
+    monkeypatch.setattr("stillroom.data.store.opening.num_usable_cores", lambda: 2)
 
-    with pytest.raises(DataError, match="cannot be sent to another process"):
-        Workers(DataConfig(), Local(), 1)  # type: ignore[arg-type]
+    def refused(*_: Any) -> None:
+        raise DataError("the tokenizer does not travel")
+
+    monkeypatch.setattr(store_module, "Workers", refused)
+    told: list[str] = []
+    open_data(
+        DataConfig(train=str(tmp_path / "d.jsonl"), cache=str(tmp_path / "cache")), tiny.tokenizer(), tell=told.append
+    )
+    assert "does not travel: one process tokenizes" in told[0] and "with one process" in told[1]
+
+
+def test_an_error_in_another_process_arrives_whole(tmp_path: Path) -> None:
+    tokenizer = tiny.tokenizer()
+    digest = tokenizer_digest(tokenizer)
+    assert digest is not None
+    workers = Workers(Here(DataConfig(bos=True), tokenizer), digest, 1)
+    job = Job(tmp_path / "part", [("d:1", {"text": "the still room"})], Tally())
+    try:
+        with pytest.raises(ConfigError, match="has no begin-of-text token") as caught:
+            workers.make(job)
+        with pytest.raises(ConfigError):
+            workers.make(job)  # the process goes on
+    finally:
+        workers.close()
+    assert caught.value.where == "data.bos" and caught.value.advice
 
 
 def test_a_lone_text_is_cut_up_the_same_way(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ _AFTER_TOKENIZING = frozenset(
         "cache",
     }
 )
+_ORIGIN = ("is_local", "local_files_only", "name_or_path", "revision", "trust_remote_code", "token", "cache_dir")
 _PACKAGES = ("tokenizers", "transformers")
 
 
@@ -53,7 +54,7 @@ def tokenizer_digest(tokenizer: Tokenizer) -> str | None:
             return None
         for path in sorted(Path(folder).rglob("*")):
             if path.is_file():
-                contents = path.read_bytes()
+                contents = _without_origin(path)
                 digest.update(f"{path.relative_to(folder).as_posix()}:{len(contents)}:".encode() + contents)
     facts = {
         "packages": {name: metadata.version(name) for name in _PACKAGES},
@@ -63,6 +64,15 @@ def tokenizer_digest(tokenizer: Tokenizer) -> str | None:
     }
     digest.update(json.dumps(facts, sort_keys=True, default=str).encode())
     return digest.hexdigest()
+
+
+def _without_origin(path: Path) -> bytes:
+    """A saved file, without the fields that say where the tokenizer was read from."""
+    contents = path.read_bytes()
+    if path.name != "tokenizer_config.json":
+        return contents
+    settings = json.loads(contents)
+    return json.dumps({name: settings[name] for name in sorted(settings) if name not in _ORIGIN}).encode()
 
 
 def entry_key(content: str, *, name: str, variant: str, tokenizer: str, config: DataConfig) -> str:

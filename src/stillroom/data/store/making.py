@@ -1,28 +1,32 @@
 """Make the parts of an entry: objects of a file in, one file of tokens out. Done in this process or in several.
 
-The other processes are started by name and not forked or spawned: a fork copies the threads' locks of the tokenizer,
-and a spawned one would run a user's script again. Objects go to them through a pipe, as pickles that never touch a
-file.
+The other processes are started by name and not forked or spawned: a fork copies the locks of the tokenizer's threads,
+and a spawned one would run a user's script again. They read the tokenizer from files and objects as JSON. A tokenizer
+that is another one after that is not used there.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
-import pickle
 import queue
 import subprocess
 import sys
+import tempfile
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
+from stillroom import errors
 from stillroom.config.schema import DataConfig
 from stillroom.data.encode import Encoder, Tokenizer
 from stillroom.data.records import Record, Tally, Unusable
 from stillroom.data.shaping import make_shaper
 from stillroom.data.sources import Item
-from stillroom.data.store.part import Part, write_part
+from stillroom.data.store.part import Part, tally_values, write_part
 from stillroom.errors import DataError, StillroomError
 
 
@@ -79,12 +83,9 @@ class Here:
 class Workers:
     """Make parts in other processes. Raise `DataError` if they cannot be started with this tokenizer."""
 
-    def __init__(self, config: DataConfig, tokenizer: Tokenizer, num_processes: int) -> None:
+    def __init__(self, here: Here, tokenizer_digest: str, num_processes: int) -> None:
         self.num_at_once = num_processes
-        try:
-            setup = pickle.dumps(Here(config, tokenizer))
-        except (pickle.PicklingError, TypeError, AttributeError) as error:
-            raise DataError(f"the tokenizer cannot be sent to another process: {error}") from error
+        self._here, self._lock = here, threading.Lock()
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         environment |= {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "stillroom.data.store.worker"]
@@ -94,40 +95,75 @@ class Workers:
         ]
         self._free: queue.Queue[subprocess.Popen[bytes]] = queue.Queue()
         try:
-            for process in self._processes:
-                _send(process, setup)
-            for process in self._processes:
-                _answer(process)
-                self._free.put(process)
+            with tempfile.TemporaryDirectory(prefix="stillroom-") as folder:
+                self._set_up(folder, tokenizer_digest)
         except BaseException:
             self.close()
             raise
 
+    def _set_up(self, folder: str, tokenizer_digest: str) -> None:
+        tokenizer: Any = self._here.tokenizer
+        tokenizer.save_pretrained(folder)
+        setup = {"config": self._here.config.model_dump(mode="json"), "tokenizer": folder}
+        for process in self._processes:
+            _send(process, setup)
+        for process in self._processes:
+            if _answer(process)["tokenizer_digest"] != tokenizer_digest:
+                raise DataError("the tokenizer is another one after it was saved and read again")
+            self._free.put(process)
+
     def make(self, job: Job) -> Made:
+        try:
+            message = {"path": str(job.path), "items": job.items, "tally": tally_values(job.tally)}
+            json.dumps(message)
+        except (TypeError, ValueError):  # a date or bytes in a column of Parquet
+            with self._lock:
+                return self._here.make(job)
         process = self._free.get()
         try:
-            _send(process, pickle.dumps(job))
-            made = _answer(process)
+            _send(process, message)
+            answer = _answer(process)
         finally:
             self._free.put(process)
-        assert isinstance(made, Made)
-        return made
+        return Made(answer["num_records"], answer["num_tokens"])
 
     def close(self) -> None:
-        """End the processes. They are only waited for when they were asked for nothing."""
+        """End the processes."""
         for process in self._processes:
             process.kill()
             process.wait()
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
-                    pipe.close()
+                    with contextlib.suppress(OSError):  # what was not sent is not missed
+                        pipe.close()
 
 
-def _send(process: subprocess.Popen[bytes], message: bytes) -> None:
+# -- messages: 8 bytes of length, then JSON -------------------------------------------------------------------
+
+
+def write_message(pipe: IO[bytes], value: object) -> None:
+    message = json.dumps(value).encode("utf-8")
+    pipe.write(len(message).to_bytes(8, "little") + message)
+    pipe.flush()
+
+
+def read_message(pipe: IO[bytes]) -> Any:
+    """The next message; None at the end."""
+    size = pipe.read(8)
+    message = pipe.read(int.from_bytes(size, "little")) if len(size) == 8 else b""
+    return json.loads(message) if message else None
+
+
+def error_values(error: StillroomError | OSError) -> dict[str, Any]:
+    if isinstance(error, OSError):
+        return {"errno": error.errno, "what": error.strerror or str(error)}
+    return {"kind": type(error).__name__, "what": error.what, "where": error.where, "advice": error.advice}
+
+
+def _send(process: subprocess.Popen[bytes], value: object) -> None:
     assert process.stdin is not None
     try:
-        process.stdin.write(len(message).to_bytes(8, "little") + message)
-        process.stdin.flush()
+        write_message(process.stdin, value)
     except OSError as error:
         raise _ended(process) from error
 
@@ -135,13 +171,13 @@ def _send(process: subprocess.Popen[bytes], message: bytes) -> None:
 def _answer(process: subprocess.Popen[bytes]) -> Any:
     """The answer to the last message; an error of ours is raised here."""
     assert process.stdout is not None
-    size = process.stdout.read(8)
-    message = process.stdout.read(int.from_bytes(size, "little")) if len(size) == 8 else b""
-    if not message:
+    answer = read_message(process.stdout)
+    if answer is None:
         raise _ended(process)
-    answer = pickle.loads(message)
-    if isinstance(answer, StillroomError | OSError):
-        raise answer
+    if "errno" in answer:
+        raise OSError(answer["errno"], answer["what"])
+    if "kind" in answer:
+        raise getattr(errors, answer["kind"])(answer["what"], where=answer["where"], advice=answer["advice"])
     return answer
 
 
@@ -150,8 +186,5 @@ def _ended(process: subprocess.Popen[bytes]) -> DataError:
     return DataError(
         f"a process that tokenizes ended by itself (exit code {'unknown' if code is None else code})",
         where="data.cache",
-        advice=[
-            "its last words are above; memory may have been short",
-            "--set data.cache=off tokenizes in this process",
-        ],
+        advice=["its last words are above; memory may have been short", "--set data.cache=off tokenizes in this one"],
     )

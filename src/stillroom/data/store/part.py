@@ -100,7 +100,7 @@ def write_part(path: Path, part: Part) -> int:
     for name, array in arrays.items():
         sections[name] = [array.dtype.str, len(array), place]
         place += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
-    header = json.dumps({"sections": sections, "prefix": part.names.prefix, "tally": _written(part.tally)}).encode()
+    header = json.dumps({"sections": sections, "prefix": part.names.prefix, "tally": tally_values(part.tally)}).encode()
     header += b" " * (-(len(_MAGIC) + _START.size + len(header)) % _ALIGNMENT)
     pieces = [header]
     for array in arrays.values():
@@ -138,10 +138,11 @@ def open_part(path: Path) -> Part:
         for name, (dtype, count, place) in header["sections"].items()
     }
     names = Texts(header["prefix"], arrays.pop("blob"), arrays.pop("ends"))
-    return Part(**arrays, names=names, tally=_read(header["tally"]))
+    return Part(**arrays, names=names, tally=tally_of(header["tally"]))
 
 
-def _written(tally: Tally) -> dict[str, Any]:
+def tally_values(tally: Tally) -> dict[str, Any]:
+    """A tally as JSON values."""
     return {
         "counters": dict(tally.counters),
         "notes": tally.notes,
@@ -150,6 +151,7 @@ def _written(tally: Tally) -> dict[str, Any]:
     }
 
 
-def _read(value: dict[str, Any]) -> Tally:
+def tally_of(value: dict[str, Any]) -> Tally:
+    """A tally from `tally_values`."""
     bad = [BadRecord(where, why) for where, why in value["bad"]]
     return Tally(Counter(value["counters"]), list(value["notes"]), bad, Counter(value["shapes"]))

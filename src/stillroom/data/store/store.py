@@ -149,7 +149,7 @@ class TokenStore:
         if self.num_processes < 2 or source.num_bytes < WORTH_PROCESSES:
             return here
         try:
-            return Workers(self.config, self.tokenizer, self.num_processes)
+            return Workers(here, self.tokenizer_digest, self.num_processes)
         except DataError as error:
             self.tell(f"token store: {error.what}: one process tokenizes")
             return here

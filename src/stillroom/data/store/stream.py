@@ -50,7 +50,14 @@ class Stream:
             raise IndexError(f"a stream of tokens is read forwards, token by token, not by steps of {step}")
         if end <= start:
             return np.empty(0, self._dtype)
-        places, firsts = self._layout.places(start, end), self._layout.part_firsts
+        firsts, bounds = self._layout.part_firsts, self._layout.bounds
+        document = int(bounds.searchsorted(start, side="right")) - 1
+        if end <= bounds[document + 1]:  # inside of one document, and so of one part
+            place = start + int(self._layout.shift[document])
+            part = int(firsts.searchsorted(place, side="right")) - 1
+            place -= int(firsts[part])
+            return self._arrays[part][place : place + end - start].astype(self._dtype)
+        places = self._layout.places(start, end)
         low = int(np.searchsorted(firsts, places[0], side="right")) - 1
         high = int(np.searchsorted(firsts, places[-1], side="right")) - 1
         if low == high:

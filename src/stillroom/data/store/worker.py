@@ -1,18 +1,23 @@
 """A process that tokenizes: `python -m stillroom.data.store.worker`, started and fed by `making.Workers`.
 
-Messages are a length of 8 bytes and a pickle; the first is the `Here` that does the work, each other one a `Job`. The
-process ends when its input does, so it does not outlive the one that started it.
+The first message names the configuration and the tokenizer's folder, each other one is a job. The process ends when its
+input does, so it does not outlive the one that started it.
 """
 
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
-from stillroom.data.store.making import Here
+from transformers import AutoTokenizer
+
+from stillroom.config.schema import DataConfig
+from stillroom.data.store.keys import tokenizer_digest
+from stillroom.data.store.making import Here, Job, error_values, read_message, write_message
+from stillroom.data.store.part import tally_of
 from stillroom.errors import StillroomError
 
 
@@ -20,25 +25,23 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the one that started us decides
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints must not be taken for an answer
-    here: Here = _read()
-    _write(answers, True)
-    while (job := _read()) is not None:
-        try:
-            answer: Any = here.make(job)
-        except (StillroomError, OSError) as error:
-            answer = error
-        _write(answers, answer)
+    setup = read_message(sys.stdin.buffer)
+    if setup is None:
+        return
+    tokenizer = AutoTokenizer.from_pretrained(setup["tokenizer"], local_files_only=True)
+    here = Here(DataConfig.model_validate(setup["config"]), tokenizer)
+    write_message(answers, {"tokenizer_digest": tokenizer_digest(tokenizer)})
+    while (message := read_message(sys.stdin.buffer)) is not None:
+        write_message(answers, _answer(here, message))
 
 
-def _read() -> Any:
-    size = sys.stdin.buffer.read(8)
-    return pickle.loads(sys.stdin.buffer.read(int.from_bytes(size, "little"))) if len(size) == 8 else None
-
-
-def _write(answers: Any, value: object) -> None:
-    message = pickle.dumps(value)
-    answers.write(len(message).to_bytes(8, "little") + message)
-    answers.flush()
+def _answer(here: Here, message: dict[str, Any]) -> dict[str, Any]:
+    items = [(where, value) for where, value in message["items"]]
+    try:
+        made = here.make(Job(Path(message["path"]), items, tally_of(message["tally"])))
+    except (StillroomError, OSError) as error:
+        return error_values(error)
+    return {"num_records": made.num_records, "num_tokens": made.num_tokens}
 
 
 if __name__ == "__main__":

@@ -74,21 +74,13 @@ def load_models(
     if not has_own_tokenizer:
         notes.append("the student brings no tokenizer: it takes the teacher's")
     kept = teacher = None
-    opened: list[Corpus] = []
+    keep: list[Corpus] = []
     if uses_teacher or is_cut:
         teacher = open_teacher(config.teacher, teacher_dtype(config, device), teacher_tokenizer)
     if is_cut:
         assert teacher is not None
-        cut = cut_student(
-            config,
-            teacher.network,
-            tokenizer,
-            device,
-            folder=folder,
-            parallel=parallel,
-            tell=tell,
-            keep_data=opened.append,
-        )
+        places: Any = {"folder": folder, "parallel": parallel, "tell": tell, "keep_data": keep.append}
+        cut = cut_student(config, teacher.network, tokenizer, device, **places)
         kept = cut.kept_layers
         notes += [*unused_name(config.student), *cut.notes]
         student = tried(cut.model, tokenizer, name=student_name(config), role="student")
@@ -108,7 +100,7 @@ def load_models(
         (*notes, *student.notes, *(teacher.notes if teacher else ())),
         kept,
         {role: vocabulary_hash(table) for role, table in tokenizers.items()},
-        next(iter(opened), None),
+        next(iter(keep), None),
     )
 
 
