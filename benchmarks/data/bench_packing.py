@@ -94,24 +94,27 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--jsonl")
     parser.add_argument("--model")
+    parser.add_argument("--max-length", type=int, default=MAX_LENGTH, help="of real records")
     parser.add_argument("--tokens", type=int, default=40_000)
     options = parser.parse_args()
     if options.jsonl:
         from transformers import AutoTokenizer
 
-        config = DataConfig(train=options.jsonl, max_length=MAX_LENGTH, packing="rows")
+        config = DataConfig(train=options.jsonl, packing="rows")
         encoded = encode_training(config, AutoTokenizer.from_pretrained(options.model))[0]
     else:
         encoded = drawn()
     lengths = np.diff(encoded.bounds)
+    max_length = options.max_length if options.jsonl else MAX_LENGTH
     orders: dict[str, Any] = {}
     for name, (packing, groups_lengths) in ORDERS.items():
-        rows = pack(encoded, packing, MAX_LENGTH, Tally())  # type: ignore[arg-type]
+        rows = pack(encoded, packing, max_length, Tally())  # type: ignore[arg-type]
         orders[name] = padding(rows, groups_lengths)
         if not options.jsonl:
             orders[name] |= speed(rows, groups_lengths, options.tokens)
         print(name, json.dumps(orders[name]), flush=True)
     if options.jsonl:
+        print(f"tokens of a record: mean {lengths.mean():.0f}, longest {lengths.max()}")
         return
     result = {
         "records": len(lengths),
