@@ -17,10 +17,11 @@ import pytest
 import tiny
 import torch
 
-from stillroom.checkpoint import CheckpointSnapshots, CheckpointStore, Saved
+from stillroom.checkpoint import CheckpointStore, Saved
 from stillroom.config import load_config
 from stillroom.engine.distill import distill, resume
 from stillroom.errors import BrokenAtStart, CannotSave, CheckpointUnusable, Interrupted
+from stillroom.snapshots import CheckpointSnapshots
 from stillroom.telemetry import EventLog, read_events
 
 
