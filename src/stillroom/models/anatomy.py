@@ -156,8 +156,8 @@ def head_error(model: Any, input_ids: Tensor) -> float:
     Compare twice: as the model is, and with hidden states so large that a cap shows. The logits of an untrained model
     are far below any cap; training raises them.
 
-    Compute the head's product in FP32 whatever the dtype of the weights: half logits are rounded, and the rounding would
-    count as a wrong description.
+    Compute the head's product in FP32 whatever the dtype of the weights: the rounding of half logits would count as a
+    wrong description.
     """
     was_training = model.training
     model.eval()
