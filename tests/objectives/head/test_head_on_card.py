@@ -59,5 +59,5 @@ def test_a_pass_holds_no_more_than_it_plans() -> None:
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     run(case, chunk_tokens=256, kernel="plain")
-    gradient_bytes = 4 * (weight.numel() * 2 + hidden.numel())  # and a second one, which a chunk adds to the first
+    gradient_bytes = 4 * (weight.numel() + 8192 * width + hidden.numel())  # and what a chunk adds to it at once
     assert torch.cuda.max_memory_allocated() - before <= pass_bytes(256, num_tokens) + gradient_bytes + 2**21

@@ -207,3 +207,12 @@ def test_every_product_of_a_card_has_half_operands_and_an_fp32_result(monkeypatc
     monkeypatch.setattr(torch, "mm", mm)
     run(make_case(8, 9, 50, widths=(8, 6)).copy(torch.float16), chunk_tokens=5).loss.backward()
     assert asked == [(torch.float16, torch.float16, torch.float32)] * 8
+
+
+@pytest.mark.usefixtures("on_card")
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_chunk_may_add_to_the_weight_gradient_in_parts(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case(8, 9, 50, widths=(8, 6)).copy(dtype)
+    whole = gradients(case, chunk_tokens=4)["weight"]
+    monkeypatch.setattr(multiply, "_SHARE_TOKENS", 17)
+    torch.testing.assert_close(gradients(case, chunk_tokens=4)["weight"], whole, rtol=1e-5, atol=1e-7)
