@@ -101,6 +101,7 @@ def test_every_precision_trains_with_one_read_a_step(on_cuda: Ask) -> None:
         assert last_loss(answers[mode]) == pytest.approx(last_loss(answers["fp32"]), rel=1e-3)
         scaled = 65536.0 if mode.startswith("fp16") else 1.0
         assert set(answers[mode]["loss_scale"]) == {scaled}, "as on a CPU: nothing overflows"
+        assert mode == "fp32" or set(answers[mode]["steps"][-1]["products"]) == {"float16"}, "those of the heads too"
     assert set(answers["fp16-mixed"]["steps"][-1]["attention"]) == {"float16 gqa=False"}
     first = answers["auto"]
     assert first["gpu_memory"][1] == pytest.approx(first["steps"][1]["peak"] / 1e9), "the peak of the step is shown"
