@@ -63,7 +63,7 @@ class _Window:
     totals: dict[str, float] = field(default_factory=dict)
 
 
-def go_on() -> None:
+def never_stop() -> None:
     """The default for `between`: an evaluation is never interrupted."""
 
 
@@ -76,7 +76,7 @@ def evaluate(
     teacher: Teacher | None = None,
     mix: Mix | None = None,
     lesson: Lesson | None = None,
-    between: Callable[[], None] = go_on,
+    between: Callable[[], None] = never_stop,
 ) -> Evaluation:
     """Score held-out batches. Without a teacher there is no comparison, without a mix no objective.
 

@@ -136,7 +136,7 @@ class HeadWeights:
     softcap: float | None = None
     vocab_size: int | None = None  # real vocabulary if the weight has padding rows
     clamp: float | None = None  # logits beyond +-clamp are cut, with zero gradient; None: off
-    product_dtype: torch.dtype | None = None  # half dtype of the operands of the head's products in a mixed mode
+    product_dtype: torch.dtype | None = None  # half dtype that a mixed mode gives the operands of the head's products
 
     @property
     def is_identity(self) -> bool:

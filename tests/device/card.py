@@ -19,8 +19,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 CPU = torch.device("cpu")
 
@@ -46,7 +45,7 @@ class Ledger:
 
 LEDGER = Ledger()
 _OWNERS: collections.Counter[int] = collections.Counter()  # wrappers of each block of memory
-_PINNED: set[int] = set()  # addresses of memory that was pinned
+PINNED: set[int] = set()  # addresses of memory that was pinned
 
 
 class Card:
@@ -226,8 +225,8 @@ def _computed(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
         if dtype in (torch.float16, torch.bfloat16):
             wide = [value.float() if isinstance(value, Tensor) else value for value in args]
             if func._overloadname.startswith("dtype"):  # half in, FP32 out
-                made = getattr(torch.ops.aten, name).default(*wide[:-1]).to(wide[-1])
-                return kwargs["out"].copy_(made) if "out" in kwargs else made
+                result = getattr(torch.ops.aten, name).default(*wide[:-1]).to(wide[-1])
+                return kwargs["out"].copy_(result) if "out" in kwargs else result
             if "out" not in kwargs:
                 return func(*wide, **kwargs).to(dtype)
     if name in ("_softmax", "_log_softmax") and args[2]:  # half_to_float
@@ -259,7 +258,7 @@ def _copied(func: Any, name: str, args: Any, plain_args: Any, plain_kwargs: dict
     source, there = (args[1], isinstance(args[0], OnCard)) if name == "copy_" else (args[0], is_here)
     size = source.numel() * source.element_size()
     if there and not isinstance(source, OnCard):
-        LEDGER.copies_in.append((place(), size, source.untyped_storage().data_ptr() in _PINNED))
+        LEDGER.copies_in.append((place(), size, source.untyped_storage().data_ptr() in PINNED))
     elif isinstance(source, OnCard) and not there:
         LEDGER.copies_out.append((place(), size))
         LEDGER.reads.append(f"copy at {place()}")
@@ -317,120 +316,3 @@ class OnDispatch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return run(func, args, kwargs or {})
-
-
-# -- what torch does outside of operations -------------------------------------------------------------------
-
-
-def install(device: torch.device) -> None:
-    """Make the card part of this process, for good."""
-    Card.device = device
-    Card.random = torch.Generator().manual_seed(0).get_state()
-    _patch_data()
-    _patch_generators()
-    _patch_attention()
-    torch._C._set_only_lift_cpu_tensors(True)
-    torch.autograd.set_multithreading_enabled(False)  # the mode belongs to this thread
-    OnDispatch().__enter__()
-
-
-def pin_memory(self: Tensor, *_args: Any) -> Tensor:
-    if isinstance(self, OnCard):
-        raise RuntimeError("cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned")
-    made = self.clone()
-    _PINNED.add(made.untyped_storage().data_ptr())
-    return made
-
-
-def _patch_data() -> None:
-    """`tensor.data` works across devices: the tensor stays the same object and becomes one of the other kind."""
-    original: Any = torch._C.TensorBase.data  # type: ignore[attr-defined]
-
-    def get(self: Tensor) -> Tensor:
-        if isinstance(self, OnCard):
-            with torch.no_grad():
-                return OnCard(self.values.detach())
-        return original.__get__(self)  # type: ignore[no-any-return]
-
-    def put(self: Tensor, new: Tensor) -> None:
-        if isinstance(self, OnCard) != isinstance(new, OnCard):
-            fresh = OnCard(new.values) if isinstance(new, OnCard) else new.detach()
-            if isinstance(self, torch.nn.Parameter):
-                fresh = torch.nn.Parameter(fresh, self.requires_grad)
-            _swap(self, fresh)
-            return
-        original.__set__(self, new)
-        if isinstance(self, OnCard) and isinstance(new, OnCard):
-            self.values, self.alive = new.values, new.alive
-
-    torch.Tensor.data = property(get, put)  # type: ignore[assignment]
-    torch.Tensor.pin_memory = pin_memory  # type: ignore[assignment]
-
-
-def _swap(one: Tensor, other: Tensor) -> None:
-    """`torch.utils.swap_tensors` for tensors that others hold too: on a real card they may."""
-    one.__class__, other.__class__ = other.__class__, one.__class__
-    one.__dict__, other.__dict__ = other.__dict__, one.__dict__
-    torch._C._swap_tensor_impl(one, other)  # type: ignore[attr-defined]
-
-
-def _patch_generators() -> None:
-    original: Any = torch.Generator
-
-    class Generator(original):  # type: ignore[misc]
-        def __new__(cls, device: Any = "cpu") -> Any:
-            made = original.__new__(cls, device="cpu")
-            made.belongs_to = torch.device(device)
-            Card.generators[made._cdata] = made.belongs_to.type
-            return made
-
-        def __init__(self, device: Any = "cpu") -> None: ...
-
-        @property
-        def device(self) -> torch.device:
-            return Card.device if self.belongs_to.type == Card.device.type else CPU
-
-    torch.Generator = Generator  # type: ignore[misc]
-
-
-def _patch_attention() -> None:
-    """One kernel forward and one backward, as a fused kernel; which one a card would choose is not known here."""
-    original = functional.scaled_dot_product_attention
-
-    def attend(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
-        if not isinstance(query, OnCard):
-            return original(query, key, value, *args, **options)
-        if torch.is_autocast_enabled(Card.device.type):
-            dtype = torch.get_autocast_dtype(Card.device.type)
-            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-        names = ("attn_mask", "dropout_p", "is_causal")
-        options = {**dict(zip(names, args, strict=False)), **options}
-        LEDGER.attention[f"{str(query.dtype).removeprefix('torch.')} gqa={options.get('enable_gqa', False)}"] += 1
-        made: Tensor = _Attention.apply(query, key, value, options, original)
-        return made
-
-    functional.scaled_dot_product_attention = attend  # type: ignore[assignment]
-
-
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, query: Any, key: Any, value: Any, options: dict[str, Any], original: Any) -> Tensor:
-        ctx.save_for_backward(query, key, value)
-        mask = options.get("attn_mask")
-        ctx.options = {**options, "attn_mask": mask.values if isinstance(mask, OnCard) else mask, "dropout_p": 0.0}
-        ctx.original = original
-        LEDGER.kernels["attention"] += 1
-        with _disable_current_modes():
-            answer = original(*(part.values.float() for part in (query, key, value)), **ctx.options)
-            return OnCard(answer.detach().to(query.dtype))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:
-        parts = ctx.saved_tensors
-        LEDGER.kernels["attention backward"] += 1
-        with _disable_current_modes():
-            with torch.enable_grad():
-                inner = [part.values.float().detach().requires_grad_() for part in parts]
-                answer = ctx.original(*inner, **ctx.options)
-                found = torch.autograd.grad(answer, inner, gradient.values.float())
-            return *(OnCard(one.detach().to(parts[0].dtype)) for one in found), None, None

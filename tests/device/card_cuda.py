@@ -36,11 +36,12 @@ def load_guard(library: Path) -> None:
 def install(capability: tuple[int, int], memory: int = 16 * 10**9) -> None:
     """`cuda:0` with a capability and a size, and the functions of `torch.cuda` that the product calls."""
     import card
+    import card_patches
     import torch
 
     name = f"emulated card of main memory, sm_{capability[0]}{capability[1]}"
     ledger, cuda = card.LEDGER, torch.cuda
-    card.install(torch.device("cuda:0"))
+    card_patches.install(torch.device("cuda:0"))
 
     def seed(number: int) -> None:
         card.Card.random = torch.Generator().manual_seed(number).get_state()

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import card
+import card_patches
 import torch
 
 NAME = "testcard"
@@ -64,4 +65,4 @@ def install() -> None:
             return torch.default_generator
 
     registration._setup_privateuseone_for_python_backend(rename=NAME, backend_module=Module(), hook=Hook())
-    card.install(torch.device(f"{NAME}:0"))
+    card_patches.install(torch.device(f"{NAME}:0"))

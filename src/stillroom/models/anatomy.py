@@ -107,7 +107,7 @@ def _num_layers(model: Any) -> int:
 def head_of(model: Any, vocab_size: int | None = None) -> HeadWeights:
     """The head of a model. Its tensors are the model's own, so gradients reach them.
 
-    Under autocast the products of an FP32 head have half operands, as in the model's own call.
+    Under autocast an FP32 head gets half operands for its products, as in the model's own call.
     """
     config = model.config.get_text_config()
     linear = model.get_output_embeddings()
@@ -156,8 +156,8 @@ def head_error(model: Any, input_ids: Tensor) -> float:
     Compare twice: as the model is, and with hidden states so large that a cap shows. The logits of an untrained model
     are far below any cap; training raises them.
 
-    Compute the head's product in FP32 whatever the dtype of the weights: the rounding of half logits would count as a
-    wrong description.
+    Make the head's product in FP32 both times, whatever the dtype of the weights: rounded half logits would look like a
+    head that is described wrongly.
     """
     was_training = model.training
     model.eval()
@@ -188,9 +188,10 @@ def _wide_logits(model: Any, input_ids: Tensor, factor: float = 1.0) -> tuple[Te
 
 @contextmanager
 def _head_in_fp32(head: nn.Module, factor: float) -> Iterator[list[int]]:
-    """Let a linear layer multiply its input by the factor and by its weight in FP32; the list grows with each call.
+    """Let a linear layer multiply its input by the factor and by its weight in FP32. Yield a list that grows with each
+    call.
 
-    A layer of another kind has arithmetic of its own, which is left to it: only its input is multiplied.
+    A layer of another kind keeps its own arithmetic; only its input is multiplied.
     """
     calls: list[int] = []
 

@@ -54,7 +54,7 @@ class Offloaded:
         for tensor in self._tensors():
             kept = known.get(id(tensor)) or _Kept(tensor, _pinned(tensor.data, self._device))
             self._kept[id(tensor)] = kept
-            tensor.data = kept.home.to(self._device, non_blocking=True)
+            tensor.data = _fetched(kept.home, self._device)
             kept.version = tensor._version
 
     def _send_home(self) -> None:
@@ -74,3 +74,7 @@ class Offloaded:
 def _pinned(values: Tensor, device: torch.device) -> Tensor:
     values = values.to(_HOME)
     return values.pin_memory() if device.type == "cuda" else values
+
+
+def _fetched(home: Tensor, device: torch.device) -> Tensor:
+    return home.to(device, non_blocking=True)
