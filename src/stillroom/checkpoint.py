@@ -38,7 +38,6 @@ _NAME = re.compile(r"^step-(\d{6,})$")
 _MARK = "rollback.json"
 # What reading a damaged checkpoint can raise: files, JSON of any shape, safetensors.
 _DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError)
-
 TensorGroups = Mapping[str, Mapping[str, Tensor]]
 
 

@@ -1,4 +1,4 @@
-"""The main job: build or resume a run, train it, and leave everything a person needs in its folder."""
+"""Build or resume a run, train it, and write its results into its folder."""
 
 from __future__ import annotations
 
@@ -14,25 +14,27 @@ from stillroom.config import Config
 from stillroom.engine.building.assemble import build_run
 from stillroom.engine.building.device import deterministic, find_device
 from stillroom.engine.building.loss_scale import find_loss_scale
+from stillroom.engine.building.micro_batch import find_micro_batch
 from stillroom.engine.building.models import Models, load_models
 from stillroom.engine.building.preflight import first_forward
-from stillroom.engine.building.shrink_student import student_name, told_of_start
+from stillroom.engine.building.shrink_student import start_note, student_name
 from stillroom.engine.ending.outcome import DONE, FINISHED, doubts, how_it_ended
 from stillroom.engine.ending.result import Result
 from stillroom.engine.ending.samples import make_samples
 from stillroom.engine.ending.success_checks import success_checks
+from stillroom.engine.fitting import evaluate_held_out, micro_batch_rows
 from stillroom.engine.loop import judge_student, run_evaluation, training
 from stillroom.engine.recovery.recover import state_to_return_to
-from stillroom.engine.resume import moved_device, newest_state, open_log, precision_of, put_back, recorded_end
+from stillroom.engine.resume import moved_device, newest_state, open_log, precision_of, recorded_end, restore_checkpoint
 from stillroom.engine.run import Run
 from stillroom.engine.run_folder import folder as run_folder
 from stillroom.engine.run_folder.folder import Claim
 from stillroom.engine.run_folder.inputs import Inputs
 from stillroom.engine.saving import load_best, save_checkpoint, save_student
-from stillroom.engine.state import RunState, recall
+from stillroom.engine.state import RunState, restore_history
 from stillroom.engine.stop import Stop
 from stillroom.errors import BrokenAtStart, CannotSave, Interrupted, NoBetterStudent
-from stillroom.evaluation import Evaluation, evaluate
+from stillroom.evaluation import Evaluation
 from stillroom.files import reason_of, write_atomically
 from stillroom.models import Student, anatomy_of
 from stillroom.parallel import Parallel, join
@@ -53,20 +55,21 @@ def distill(
     notes: tuple[str, ...] = (),
     inputs: Inputs | None = None,
 ) -> Result:
-    """Distil as configured into a folder. A folder with an unfinished run of the same configuration is resumed.
+    """Distil as configured into a folder. Resume an unfinished run of the same configuration.
 
-    `inputs` are the objects that `inputs.settings(out)` in the configuration name: the first process writes them there.
+    `inputs` are models and data given as objects: the first process writes them to the paths of `inputs.settings(out)`,
+    which the configuration names.
     """
     stop = Stop(config.train.max_minutes)
     with stop.on_signals():
         with stop.while_loading():
             parallel = join(config.train.peer_timeout_minutes)
-            told: list[str] = []
-            where = find_device(device, told.append)
-            notes = (*notes, *told)
+            device_notes: list[str] = []
+            where = find_device(device, device_notes.append)
+            notes = (*notes, *device_notes)
         with deterministic(where), run_folder.owned(Path(out), config, is_first=parallel.is_first) as claim:
             if parallel.broadcast(float(claim.is_resumed)) and not parallel.is_first:
-                claim.is_resumed, claim.config = run_folder.look(claim.folder, config)
+                claim.is_resumed, claim.config = run_folder.find_run(claim.folder, config)
             if inputs is not None:
                 with stop.while_loading():
                     kept = inputs.keep(claim.folder, is_resumed=claim.is_resumed) if parallel.is_first else ()
@@ -74,8 +77,10 @@ def distill(
                 notes = (*notes, *kept)
             finished, doubt = run_folder.read_summary(claim.folder) if claim.is_resumed else ({}, "")
             if finished.get("status") in FINISHED:
-                return answered(Result(claim.folder, finished))
-            return answered(_run(claim, parallel, where, stop, inject, listeners, (*notes, doubt) if doubt else notes))
+                return result_or_error(Result(claim.folder, finished))
+            return result_or_error(
+                _run(claim, parallel, where, stop, inject, listeners, (*notes, doubt) if doubt else notes)
+            )
 
 
 def _run(
@@ -87,7 +92,7 @@ def _run(
     listeners: tuple[Callable[[dict[str, Any]], None], ...],
     notes: tuple[str, ...],
 ) -> Result:
-    """From a claimed folder to the result: load, build, train, finish."""
+    """Load, build, train and finish a run in a claimed folder."""
     folder, config = claim.folder, claim.config
     saved, mark = newest_state(folder, config, parallel) if claim.is_resumed else (None, None)
     with stop.while_loading():
@@ -114,8 +119,8 @@ def _run(
         state = RunState()
         _announce(run, models, notes, saved)
         if saved is not None:
-            put_back(run, state, saved)
-        return _carry(run, state, saved, mark, stop)
+            restore_checkpoint(run, state, saved)
+        return _train(run, state, saved, mark, stop)
 
 
 def resume(
@@ -125,7 +130,7 @@ def resume(
     max_minutes: float | None = None,
     listeners: tuple[Callable[[dict[str, Any]], None], ...] = (),
 ) -> Result:
-    """Continue the run in a folder, bit for bit; a finished run is simply returned."""
+    """Continue the run in a folder, bit for bit. Return the result of a finished run."""
     config = run_folder.read_config(Path(folder))
     if max_minutes is not None:
         config = config.model_copy(update={"train": config.train.model_copy(update={"max_minutes": max_minutes})})
@@ -133,7 +138,7 @@ def resume(
 
 
 def _teller(listeners: tuple[Callable[[dict[str, Any]], None], ...]) -> Callable[[str], None]:
-    """For what takes long before there is a log."""
+    """Notes for the listeners while there is no log yet."""
 
     def tell(text: str) -> None:
         for listener in listeners:
@@ -142,19 +147,20 @@ def _teller(listeners: tuple[Callable[[dict[str, Any]], None], ...]) -> Callable
     return tell
 
 
-def _carry(run: Run, state: RunState, saved: Saved | None, mark: Mark | None, stop: Stop) -> Result:
-    """Train from where the state stands to the end, then write what is left to write."""
+def _train(run: Run, state: RunState, saved: Saved | None, mark: Mark | None, stop: Stop) -> Result:
+    """Train from the present state to the end, then write the results."""
     state.between_batches = stop.check_loading
     state.before = _before(run, state) if saved is None else dict(saved.scalars["before"])
     if saved is None:
-        run.teacher.begin_run()  # before the initial state is kept: what the probes found is part of it
+        run.teacher.begin_run()  # before the initial state is kept: the probe's result is part of it
         first_forward(run, state)
+        find_micro_batch(run, state)
         find_loss_scale(run, state)
     if run.config.guard.on_exhausted == "reset" and state.applied == 0:
         state.initial = state_to_return_to(run, state).copied()
     stop.check_loading()
     if mark is not None:
-        recall(run, state, mark)
+        restore_history(run, state, mark)
         run.log.write("note", text=f"the rollback to step {mark.to} was cut short: its budgets are kept")
     run.checkpoints.line = state.rollbacks
     if mark is not None and saved is not None:
@@ -165,12 +171,12 @@ def _carry(run: Run, state: RunState, saved: Saved | None, mark: Mark | None, st
 
 
 def _before(run: Run, state: RunState) -> dict[str, Any]:
-    """Teacher and untrained student on the held-out text, before anything is changed."""
-    found: dict[str, Any] = {}
+    """Evaluate the teacher and the untrained student on the held-out text."""
+    before: dict[str, Any] = {}
     teacher = run.teacher.as_model()
     if teacher is not None:
-        found["teacher"] = _row(_evaluate_teacher(run, state, teacher), teacher.model)
-        if not _is_number(found["teacher"]["perplexity"]):
+        before["teacher"] = _row(_evaluate_teacher(run, state, teacher), teacher.model)
+        if not _is_number(before["teacher"]["perplexity"]):
             raise BrokenAtStart(
                 "the teacher's held-out loss is not finite",
                 where=run.config.teacher.model,
@@ -183,22 +189,22 @@ def _before(run: Run, state: RunState) -> dict[str, Any]:
             where=run.config.student.model,
             advice=["check the model folder", "or start from random weights: --set student.init=random"],
         )
-    found["student_before"] = _row(student, run.student.model)
-    judge_student(run, state, student)  # what training must beat: nothing worse is ever handed out
+    before["student_before"] = _row(student, run.student.model)
+    judge_student(run, state, student)  # the student before training is a candidate for the best
     notes = doubts(run, student.perplexity)
     if run.config.student.init == "shrink":
-        teacher_perplexity = found["teacher"]["perplexity"] if "teacher" in found else None
+        teacher_perplexity = before["teacher"]["perplexity"] if "teacher" in before else None
         wanted = run.config.student.shrink
-        notes = [*notes, told_of_start(wanted, student.perplexity, run.student.vocab_size, teacher_perplexity)]
+        notes = [*notes, start_note(wanted, student.perplexity, run.student.vocab_size, teacher_perplexity)]
     for text in notes:
         run.log.write("note", text=text)
-    return found
+    return before
 
 
 def _evaluate_teacher(run: Run, state: RunState, model: Student) -> Evaluation:
-    batches, plain = run.eval_batches(), run.precision.plain()
+    options = {"precision": run.precision.plain(), "teacher": run.teacher, "between": state.between_batches}
     with run.teacher.at_work():
-        return evaluate(model, batches, precision=plain, teacher=run.teacher, between=state.between_batches)
+        return evaluate_held_out(run, state, model, **options)
 
 
 def _is_number(value: float) -> bool:
@@ -244,7 +250,9 @@ def _announce(run: Run, models: Models, notes: tuple[str, ...], saved: Saved | N
 
 
 def _finish(run: Run, state: RunState, stop: Stop) -> Result:
-    def ask() -> None:
+    """Evaluate the best student, and write it with the summary and the last events."""
+
+    def check_stop() -> None:
         if run.parallel.any_of(bool(stop.reason)):
             raise Interrupted(
                 f"stopped after the last step, before the result was written: {stop.reason or 'as another process'}",
@@ -252,18 +260,19 @@ def _finish(run: Run, state: RunState, stop: Stop) -> Result:
                 advice=[f"nothing is trained again: stillroom resume {run.folder}"],
             )
 
-    # The best of a stretch that was rolled back may bear the number of the last step and be another student.
+    # A best student from before a rollback may have the number of the last step and other weights.
     is_last_best = state.best_step == state.applied and state.evaluations_since_best == 0
     if not is_last_best:
         load_best(run, state)
         whose = f"that of step {state.best_step}" if state.best_step else "the one before training"
         run.log.write("note", text=f"the best student is {whose}, and it is the one kept")
-    # A teacher whose gates were trained is no yardstick: the result is compared with the one that was given.
+    # Compare with the teacher as it was given: trained gates would move the yardstick.
     reference = run.teacher.original
     final = state.evaluated if is_last_best and reference is run.teacher else None
     if final is None:
-        final = evaluate(run.student, run.eval_batches(), precision=run.precision, teacher=reference, between=ask)
-    ask()
+        options = {"precision": run.precision, "teacher": reference, "between": check_stop}
+        final = evaluate_held_out(run, state, run.student, **options)
+    check_stop()
     end = how_it_ended(state, final.perplexity, state.before["student_before"]["perplexity"])
     if not run.parallel.is_first:
         return Result(run.folder, dict(end))
@@ -271,6 +280,18 @@ def _finish(run: Run, state: RunState, stop: Stop) -> Result:
     run.teacher.save(run.folder)
     for sample in make_samples(run):
         run.log.write("sample", **sample)
+    summary = _summary(run, state, end, final)
+    write_summary(run.folder, summary)
+    for text in summary["advice"]:
+        run.log.write("note", text=text)
+    code = 0 if end["status"] == DONE else NoBetterStudent.exit_code
+    reason = {"reason": end["reason"]} if end["reason"] else {}
+    run.log.write("run_end", status=end["status"], steps=state.applied, seconds=state.seconds, exit_code=code, **reason)
+    return Result(run.folder, summary)
+
+
+def _summary(run: Run, state: RunState, end: dict[str, Any], final: Evaluation) -> dict[str, Any]:
+    """The contents of summary.json."""
     summary = {
         **end,
         "steps": state.applied,
@@ -280,6 +301,8 @@ def _finish(run: Run, state: RunState, stop: Stop) -> Result:
         "skipped": state.skipped,
         "retried": state.retried,
         "rollbacks": state.rollbacks,
+        "micro_batch_rows": micro_batch_rows(run, state),
+        "shortages": state.shortages,
         "best_step": state.best_step,
         "precision": run.precision.mode,
         "transfer_tokens": run.corpus.counters.get("train_tokens"),
@@ -290,17 +313,11 @@ def _finish(run: Run, state: RunState, stop: Stop) -> Result:
         **run.teacher.summary(),
     }
     summary["checks"] = _checks(run, summary)
-    write_summary(run.folder, summary)
-    for text in summary["advice"]:
-        run.log.write("note", text=text)
-    code = 0 if end["status"] == DONE else NoBetterStudent.exit_code
-    reason = {"reason": end["reason"]} if end["reason"] else {}
-    run.log.write("run_end", status=end["status"], steps=state.applied, seconds=state.seconds, exit_code=code, **reason)
-    return Result(run.folder, summary)
+    return summary
 
 
-def answered(result: Result) -> Result:
-    """The result, or the error of a run that went through all its steps and left no better student."""
+def result_or_error(result: Result) -> Result:
+    """The result; raise for a run that took all its steps and found no better student."""
     if result.summary.get("status", DONE) == DONE:
         return result
     raise NoBetterStudent(
@@ -312,7 +329,7 @@ def answered(result: Result) -> Result:
 
 
 def _checks(run: Run, summary: dict[str, Any]) -> list[dict[str, Any]]:
-    """The success criteria, judged by the run's own record: a resumed run has its beginning there too."""
+    """The success criteria, judged from the event log, which has all starts of a resumed run."""
     before = summary.get("student_before", {})
     return success_checks(
         scan_events(run.log.path).records,

@@ -1,4 +1,4 @@
-"""Models: loading them, describing them, and asking them."""
+"""Load models, describe them, and run them."""
 
 from stillroom.models.anatomy import Anatomy, anatomy_of, head_error
 from stillroom.models.load.loaded import LoadedModel, open_student, open_teacher, tried

@@ -1,4 +1,4 @@
-"""How much memory a run uses."""
+"""Measure the memory a run uses."""
 
 from __future__ import annotations
 

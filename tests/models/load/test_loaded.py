@@ -165,7 +165,7 @@ def test_a_model_is_tried_once_in_a_run(odd: Path, monkeypatch: pytest.MonkeyPat
         assert ids.shape[1] > 8 and ids.max() > 64 and len(ids.unique()) > 16, "tokens of the whole vocabulary"
         return 0.0
 
-    monkeypatch.setattr("stillroom.models.anatomy.head_error", count)
+    monkeypatch.setattr("stillroom.models.load.loaded.head_error", count)
     over = tiny.settings(odd, teacher__model=str(odd / "recurrent_gemma"))
     load_models(load_config(overrides=over), find_device("cpu"))
     assert sorted(asked) == ["LlamaForCausalLM", "RecurrentGemmaForCausalLM"]
