@@ -130,7 +130,8 @@ def test_faults_are_recovered_from_on_a_card(on_cuda: Ask) -> None:
     answers = on_cuda(["nan_weight", "nan_moment", "inf_grad", "inf_logit", "teacher_nan", "huge_weight", "replay"])
     check(answers)
     for name in ("nan_weight", "nan_moment", "huge_weight"):
-        assert answers[name]["actions"] == ["rollback"], name
+        # Where the loss scale may fall, the first sign of trouble is taken for an overflow.
+        assert [action for action in answers[name]["actions"] if action != "retry"] == ["rollback"], name
     assert math.isfinite(answers["replay"]["loss"])
 
 
