@@ -20,7 +20,8 @@ from stillroom import builtin
 from stillroom.config import Config
 from stillroom.data import fixed_batches, open_eval
 from stillroom.engine.building.device import find_device
-from stillroom.engine.distill import Result, distill, write_summary
+from stillroom.engine.distill import Result, distill
+from stillroom.engine.ending.finish import write_summary
 from stillroom.engine.run_folder.folder import owned, read_config
 from stillroom.errors import BrokenAtStart
 from stillroom.evaluation import evaluate

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from stillroom.models.anatomy import head_logits
 from stillroom.models.student import Student
+from stillroom.objectives.head.kernel_plain import finish
+from stillroom.objectives.head.products import products_of
 from stillroom.objectives.mix import Mix
 from stillroom.precision import Precision
 from stillroom.teachers import Teacher
-from stillroom.types import Batch, BothNeeds, DenseSignal, Lesson, Signal, StudentView, TermRecord
+from stillroom.types import Batch, BothNeeds, DenseSignal, HeadWeights, Lesson, Signal, StudentView, TermRecord
 from stillroom.yardsticks import COLUMNS, NUM_BINS, NUM_COLUMNS, TOP_K, Ledger
 
 _CHUNK = 512
@@ -62,7 +63,7 @@ class _Window:
     totals: dict[str, float] = field(default_factory=dict)
 
 
-def go_on() -> None:
+def never_stop() -> None:
     """The default for `between`: an evaluation is never interrupted."""
 
 
@@ -75,7 +76,7 @@ def evaluate(
     teacher: Teacher | None = None,
     mix: Mix | None = None,
     lesson: Lesson | None = None,
-    between: Callable[[], None] = go_on,
+    between: Callable[[], None] = never_stop,
 ) -> Evaluation:
     """Score held-out batches. Without a teacher there is no comparison, without a mix no objective.
 
@@ -120,13 +121,26 @@ def _measure(view: StudentView, signal: Signal | None, batch: Batch) -> Tensor:
     targets, positions = batch.scored_targets, batch.positions
     sizes = batch.target_bytes.reshape(-1).index_select(0, positions)
     table = torch.zeros(num_rows, NUM_COLUMNS, dtype=torch.float64, device=positions.device)
-    for begin in range(0, int(targets.numel()), _CHUNK):
-        part = slice(begin, begin + _CHUNK)
-        log_q = torch.log_softmax(head_logits(view.head, view.hidden[part]), dim=-1)
-        log_p = torch.log_softmax(head_logits(dense.head, dense.hidden[part]), dim=-1) if dense else None
+    log_q_of = _log_probs(view.hidden, view.head)
+    log_p_of = _log_probs(dense.hidden, dense.head) if dense else None
+    num_targets = int(targets.numel())
+    for begin in range(0, num_targets, _CHUNK):
+        part = slice(begin, min(begin + _CHUNK, num_targets))
+        log_q, log_p = log_q_of(part), log_p_of(part) if log_p_of else None
         values = _columns(log_q, log_p, targets[part], sizes[part])
         table.index_add_(0, positions[part] // length, values)
     return table
+
+
+def _log_probs(hidden: Tensor, head: HeadWeights) -> Callable[[slice], Tensor]:
+    """The log-probabilities of a chunk of positions, in FP32, by a head that is cast once at most.
+
+    Without the clamp that an objective may ask for, and without the rounding of operands that a mixed mode asks for:
+    yardsticks measure the model, not how it is trained.
+    """
+    head = replace(head, clamp=None, product_dtype=None)
+    products = products_of(hidden, head, torch.float32, min(_CHUNK, max(1, len(hidden))))
+    return lambda part: torch.log_softmax(finish(products.logits(part)), dim=-1)
 
 
 def _columns(log_q: Tensor, log_p: Tensor | None, targets: Tensor, sizes: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 IGNORED = -100  # a target that is not scored, as in transformers
@@ -135,6 +136,7 @@ class HeadWeights:
     softcap: float | None = None
     vocab_size: int | None = None  # real vocabulary if the weight has padding rows
     clamp: float | None = None  # logits beyond +-clamp are cut, with zero gradient; None: off
+    product_dtype: torch.dtype | None = None  # half dtype that a mixed mode gives the operands of the head's products
 
     @property
     def is_identity(self) -> bool:

@@ -133,6 +133,7 @@ def test_ctrl_c_saves_and_ends_with_75_and_the_run_goes_on(world: Path, tmp_path
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # a shell's background jobs ignore SIGINT
     )
     events = tmp_path / "run" / "events.jsonl"
     deadline = time.monotonic() + 120

@@ -225,7 +225,8 @@ def _computed(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
         if dtype in (torch.float16, torch.bfloat16):
             wide = [value.float() if isinstance(value, Tensor) else value for value in args]
             if func._overloadname.startswith("dtype"):  # half in, FP32 out
-                return getattr(torch.ops.aten, name).default(*wide[:-1], **kwargs).to(wide[-1])
+                result = getattr(torch.ops.aten, name).default(*wide[:-1]).to(wide[-1])
+                return kwargs["out"].copy_(result) if "out" in kwargs else result
             if "out" not in kwargs:
                 return func(*wide, **kwargs).to(dtype)
     if name in ("_softmax", "_log_softmax") and args[2]:  # half_to_float

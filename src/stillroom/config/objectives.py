@@ -64,7 +64,7 @@ class KdConfig(ObjectiveSection):
         return self
 
     @property
-    def looks_at_rows(self) -> bool:
+    def needs_both_logits(self) -> bool:
         """Whether token weights or temperatures depend on both models' logits, which are then computed twice."""
         return self.token_weight != "uniform" or self.token_fraction != 1.0 or self.token_temperature != 0.0
 

@@ -105,7 +105,10 @@ def _num_layers(model: Any) -> int:
 
 
 def head_of(model: Any, vocab_size: int | None = None) -> HeadWeights:
-    """The head of a model. Its tensors are the model's own, so gradients reach them."""
+    """The head of a model. Its tensors are the model's own, so gradients reach them.
+
+    Under autocast an FP32 head gets half operands for its products, as in the model's own call.
+    """
     config = model.config.get_text_config()
     linear = model.get_output_embeddings()
     scale = 1.0
@@ -121,7 +124,17 @@ def head_of(model: Any, vocab_size: int | None = None) -> HeadWeights:
         scale=scale,
         softcap=next((float(cap) for cap in caps if cap), None),
         vocab_size=vocab_size if vocab_size and vocab_size < num_rows else None,
+        product_dtype=_autocast_dtype(linear.weight),
     )
+
+
+def _autocast_dtype(weight: Tensor) -> torch.dtype | None:
+    """The half dtype that autocast would give this weight now; None where it would leave it alone."""
+    kind = weight.device.type
+    if weight.dtype != torch.float32 or not torch.is_autocast_enabled(kind):
+        return None
+    dtype = torch.get_autocast_dtype(kind)
+    return dtype if dtype in (torch.float16, torch.bfloat16) else None
 
 
 def head_logits(head: HeadWeights, hidden: Tensor) -> Tensor:
@@ -142,6 +155,9 @@ def head_error(model: Any, input_ids: Tensor) -> float:
 
     Compare twice: as the model is, and with hidden states so large that a cap shows. The logits of an untrained model
     are far below any cap; training raises them.
+
+    Make the head's product in FP32 both times, whatever the dtype of the weights: rounded half logits would look like a
+    head that is described wrongly.
     """
     was_training = model.training
     model.eval()
@@ -150,30 +166,56 @@ def head_error(model: Any, input_ids: Tensor) -> float:
         head = head_of(model)
         if hidden is None or head.weight.ndim != 2 or hidden.shape[-1] != head.weight.shape[1]:
             return float("inf")
-        own = model(input_ids=input_ids, use_cache=False).logits
+        own, _ = _wide_logits(model, input_ids)
         error = _difference(own, head_logits(head, hidden))
         factor = max(1.0, _LARGE_LOGIT / max(float(own.float().abs().max()), 1e-6))
-        with _scaled_input(model.get_output_embeddings(), factor) as calls:
-            own = model(input_ids=input_ids, use_cache=False).logits
-        return max(error, _difference(own, head_logits(head, hidden.float() * factor))) if calls else error
+        own, is_called = _wide_logits(model, input_ids, factor)
+        return max(error, _difference(own, head_logits(head, hidden.float() * factor))) if is_called else error
     finally:
         model.train(was_training)
 
 
+def _wide_logits(model: Any, input_ids: Tensor, factor: float = 1.0) -> tuple[Tensor, bool]:
+    """The model's logits with the product of its head made in FP32, of what reaches the head times the factor.
+
+    The answer says whether the head was called as a module at all: some models use its weight alone, and their logits
+    come back as they are.
+    """
+    with _head_in_fp32(model.get_output_embeddings(), factor) as calls:
+        logits: Tensor = model(input_ids=input_ids, use_cache=False).logits
+    return logits, bool(calls)
+
+
 @contextmanager
-def _scaled_input(head: nn.Module, factor: float) -> Iterator[list[int]]:
-    """Multiply the head's input. Yield a list with an entry for each call: some models never call their head module."""
+def _head_in_fp32(head: nn.Module, factor: float) -> Iterator[list[int]]:
+    """Let a linear layer multiply its input by the factor and by its weight in FP32. Yield a list that grows with each
+    call.
+
+    A layer of another kind keeps its own arithmetic; only its input is multiplied.
+    """
     calls: list[int] = []
+
+    def multiply(hidden: Tensor) -> Tensor:
+        assert isinstance(head, nn.Linear)
+        calls.append(1)
+        bias = None if head.bias is None else head.bias.float()
+        return nn.functional.linear(hidden.float() * factor, head.weight.float(), bias)
 
     def enlarge(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         calls.append(1)
         return (inputs[0] * factor, *inputs[1:])
 
-    handle = head.register_forward_pre_hook(enlarge)
+    is_plain = type(head) is nn.Linear and "forward" not in vars(head)
+    handle = None if is_plain else head.register_forward_pre_hook(enlarge)
+    if is_plain:
+        head.forward = multiply
     try:
         yield calls
     finally:
-        handle.remove()
+        if handle is None:
+            del head.forward
+        else:
+            handle.remove()
 
 
 def _difference(own: Tensor, described: Tensor) -> float:

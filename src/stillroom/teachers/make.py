@@ -8,6 +8,7 @@ from stillroom.config import Config
 from stillroom.curriculum import Curriculum
 from stillroom.errors import ConfigError
 from stillroom.models import LoadedModel
+from stillroom.models.compiled import CompiledBody
 from stillroom.models.routers import find_gates
 from stillroom.teachers.base import NO_TEACHER, Teacher
 from stillroom.teachers.live import LiveTeacher
@@ -22,6 +23,7 @@ def make_teacher(
     surroundings: Surroundings,
     *,
     num_processes: int = 1,
+    compiled: CompiledBody | None = None,
 ) -> Teacher:
     """`NO_TEACHER` where none was loaded, a `LiveTeacher` for router mode `frozen`, else a `RunRouter`."""
     if loaded is None:
@@ -33,6 +35,7 @@ def make_teacher(
             device=surroundings.precision.device,
             offload=config.teacher.placement == "offload",
             is_described=loaded.is_described,
+            compiled=compiled,
         )
     if num_processes > 1:
         raise ConfigError(

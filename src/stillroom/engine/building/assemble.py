@@ -58,10 +58,17 @@ def build_run(
     parallel.prepare(optimizer)
     hooks = make_hooks(inject, tell=lambda text: log.write("note", text=text))
     schedule = make_schedule(config, loader.num_batches, parallel.size)
-    student_body, _teacher_body = compile_bodies(config, models, precision, schedule.num_steps * parallel.size, log)
+    student_body, teacher_body = compile_bodies(config, models, precision, schedule.num_steps * parallel.size, log)
     student = models.loaded_student.as_student(models.vocab_size, student_body)
     surroundings = make_surroundings(config, student, optimizer, precision, loader, corpus, log)
-    teacher = make_teacher(config, models.loaded_teacher, models.vocab_size, surroundings, num_processes=parallel.size)
+    teacher = make_teacher(
+        config,
+        models.loaded_teacher,
+        models.vocab_size,
+        surroundings,
+        num_processes=parallel.size,
+        compiled=teacher_body,
+    )
     mix = make_mix(config, models.vocab_size, planned, log)
     checkpoints = CheckpointStore(folder / "checkpoints", config.checkpoint.keep, hooks.checkpoint_point)
     return Run(

@@ -20,7 +20,7 @@ from stillroom.models import (
     load_tokenizer,
     open_student,
     open_teacher,
-    tried,
+    try_model,
     vocabulary_hash,
 )
 from stillroom.parallel import Parallel
@@ -80,7 +80,7 @@ def load_models(
         cut = cut_student(config, teacher.network, tokenizer, device, folder=folder, parallel=parallel, tell=tell)
         kept = cut.kept_layers
         notes += [*unused_name(config.student), *cut.notes]
-        student = tried(cut.model, tokenizer, name=student_name(config), role="student")
+        student = try_model(cut.model, tokenizer, name=student_name(config), role="student")
         teacher = teacher if uses_teacher else None
     else:
         student = open_student(config.student, tokenizer, seed=config.train.seed)
