@@ -60,14 +60,9 @@ def build_run(
     schedule = make_schedule(config, loader.num_batches, parallel.size)
     student_body, teacher_body = compile_bodies(config, models, precision, schedule.num_steps * parallel.size, log)
     student = models.loaded_student.as_student(models.vocab_size, student_body)
-    surroundings = make_surroundings(config, student, optimizer, precision, loader, corpus, log)
+    around = make_surroundings(config, student, optimizer, precision, loader, corpus, log)
     teacher = make_teacher(
-        config,
-        models.loaded_teacher,
-        models.vocab_size,
-        surroundings,
-        num_processes=parallel.size,
-        compiled=teacher_body,
+        config, models.loaded_teacher, models.vocab_size, around, num_processes=parallel.size, compiled=teacher_body
     )
     mix = make_mix(config, models.vocab_size, planned, log)
     checkpoints = CheckpointStore(folder / "checkpoints", config.checkpoint.keep, hooks.checkpoint_point)
