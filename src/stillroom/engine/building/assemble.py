@@ -12,8 +12,9 @@ from stillroom.checkpoint import CheckpointSnapshots, CheckpointStore, SnapshotR
 from stillroom.config import Config
 from stillroom.curriculum import Curriculum
 from stillroom.data import Loader, open_data
+from stillroom.engine.building.cache_build import cached_teacher
 from stillroom.engine.building.inner_build import make_objectives
-from stillroom.engine.building.models import Models
+from stillroom.engine.building.models import Models, teacher_dtype
 from stillroom.engine.inject import make_hooks
 from stillroom.engine.run import Run, held_out_batches
 from stillroom.engine.run_folder.lock import FolderLock
@@ -24,7 +25,7 @@ from stillroom.objectives.objective import Planned
 from stillroom.parallel import Parallel
 from stillroom.precision import AdamW, ParameterGroup, Precision, resolve
 from stillroom.schedule import Schedule, steps_of_run, warmup_of_run
-from stillroom.teachers import Surroundings, make_teacher
+from stillroom.teachers import Surroundings, Teacher, make_teacher
 from stillroom.teachers.make import num_trained_by_teacher
 from stillroom.telemetry import EventLog
 
@@ -71,11 +72,21 @@ def build_run(
         held_out=lambda: held_out_batches(config, corpus),
         write=log.write,
     )
-    teacher = make_teacher(config, models.loaded_teacher, models.vocab_size, surroundings, num_processes=parallel.size)
+    if models.cache is not None:
+        teacher: Teacher = cached_teacher(
+            config, models.cache, models.tokenizer, corpus, device, teacher_dtype(config, device),
+            loaded=models.loaded_teacher, vocab_size=models.vocab_size, window=loader.window,
+            tell=lambda text: log.write("note", text=text),
+        )  # fmt: skip
+    else:
+        teacher = make_teacher(
+            config, models.loaded_teacher, models.vocab_size, surroundings, num_processes=parallel.size
+        )
     clamps = Clamps(config.guard.logit_clamp, config.guard.loss_clamp)
     for text in clamps.check(models.vocab_size):
         log.write("note", text=text)
     mix = Mix(config.objectives, clamps=clamps, planned=planned)
+    check_sparse(config, teacher, mix)
     checkpoints = CheckpointStore(folder / "checkpoints", config.checkpoint.keep, hooks.checkpoint_point)
     return Run(
         config=config,
@@ -100,6 +111,13 @@ def build_run(
         lock=lock,
         vocabularies=models.vocabularies,
     )
+
+
+def check_sparse(config: Config, teacher: Teacher, mix: Mix) -> None:
+    """Refuse what an objective cannot do with a few tokens, before anything is trained."""
+    temperature = config.objectives.kd.temperature
+    if teacher.kind in ("top-k", "sampled") and isinstance(temperature, float):
+        mix.check_signal("topk" if teacher.kind == "top-k" else "sampled", temperature)
 
 
 def make_snapshots(

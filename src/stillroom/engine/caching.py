@@ -1,0 +1,140 @@
+"""`stillroom cache`: ask the teacher once, keep what it says."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stillroom.config import Config
+from stillroom.data import open_data
+from stillroom.engine.building.cache_build import fill, required_rows
+from stillroom.engine.building.device import find_device
+from stillroom.engine.building.models import teacher_dtype
+from stillroom.engine.stop import Stop
+from stillroom.errors import ConfigError, Interrupted
+from stillroom.models import (
+    LoadedModel,
+    agree_on_vocabulary,
+    anatomy_of,
+    has_tokenizer,
+    load_student,
+    load_tokenizer,
+    open_teacher,
+)
+from stillroom.teachers.cache.manifest import is_there, read_manifest
+from stillroom.teachers.cache.reader import Cache, damaged_shards
+from stillroom.teachers.cache.writer import Progress, missing_rows
+from stillroom.teachers.sparse import describe
+
+
+def make_cache(
+    config: Config,
+    out: Path,
+    *,
+    device: str = "auto",
+    max_minutes: float = 0.0,
+    tell: Callable[[str], object] = lambda _text: None,
+    on_progress: Callable[[Progress], None] = lambda _progress: None,
+) -> dict[str, Any]:
+    """Write the teacher's answers to every row of a configuration's data. What is there already is kept.
+
+    Several processes may be given the same command: they share the work.
+    """
+    stop = Stop(max_minutes)
+    stop.heed_clock()
+    with stop.on_signals():
+        with stop.while_loading():
+            where = find_device(device)
+            tokenizer = _tokenizer(config)
+            corpus = open_data(config.data, tokenizer)
+            needed = required_rows(config, corpus)
+            dtype = teacher_dtype(config, where)
+            loaded, vocab_size = None, 0
+            if is_there(out) and not missing_rows(Cache(out), needed):
+                vocab_size = read_manifest(out).vocab_size
+            else:
+                loaded, vocab_size = _open(config, dtype, tokenizer)
+        is_done = fill(
+            config, out, needed, tokenizer, where, dtype, loaded=loaded, vocab_size=vocab_size, tell=tell,
+            on_progress=on_progress, is_stopped=stop.is_wanted,
+        )  # fmt: skip
+    cache = Cache(out)
+    if not is_done:
+        left = len(missing_rows(cache, needed))
+        raise Interrupted(
+            f"stopped with {left:,} of {len(needed):,} rows left to ask: {stop.reason}",
+            where=str(out),
+            advice=["give the same command again: finished shards are kept"],
+        )
+    return {**cache_info(out), "rows_of_the_data": len(needed)}
+
+
+def _tokenizer(config: Config) -> Any:
+    """The student's, as in a run; the teacher's where it brings none."""
+    is_cut = config.student.init == "shrink"
+    brings_own = not is_cut and has_tokenizer(config.student, config.student.model)
+    section = config.student if brings_own else config.teacher
+    return load_tokenizer(section, section.model)
+
+
+def _open(config: Config, dtype: torch.dtype, tokenizer: Any) -> tuple[LoadedModel, int]:
+    """The teacher, and the vocabulary that it shares with the student of the configuration."""
+    own = load_tokenizer(config.teacher, config.teacher.model)
+    teacher = open_teacher(config.teacher, dtype, own)
+    if config.student.init == "shrink":
+        return teacher, teacher.anatomy.vocab_rows
+    student, _notes = load_student(config.student, seed=config.train.seed)
+    rows = anatomy_of(student).vocab_rows
+    return teacher, agree_on_vocabulary(own, tokenizer, teacher.anatomy.vocab_rows, rows)
+
+
+# -- looking at one --------------------------------------------------------------------------------------
+
+
+def cache_info(folder: Path) -> dict[str, Any]:
+    """What a cache holds, from its manifest and the heads of its shards."""
+    cache = Cache(folder)
+    manifest, positions = cache.manifest, cache.num_positions
+    counters = cache.counters
+    return {
+        "cache": str(folder),
+        "signal": {**manifest.signal.to_dict(), "text": describe(manifest.signal)},
+        "teacher": {**dict(manifest.about), **dict(manifest.teacher)},
+        "tokenizer": manifest.tokenizer,
+        "vocab_size": manifest.vocab_size,
+        "shards": len(cache.shards),
+        "rows": cache.num_rows,
+        "positions": positions,
+        "bytes": cache.num_bytes,
+        "bytes_per_position": cache.num_bytes / positions if positions else None,
+        "mean_mass": cache.mean_mass,
+        "unusable_positions": int(counters.get("unusable", 0)),
+        "floored_log_probs": int(counters.get("floored", 0)),
+    }
+
+
+def verify_cache(folder: Path) -> dict[str, Any]:
+    """Check every checksum and unpack every row. Raises at the end, naming what is wrong."""
+    faults = list(damaged_shards(folder))
+    if not faults:
+        with contextlib.closing(Cache(folder)) as cache:
+            faults = list(cache.faults())
+    if faults:
+        first = faults[0]
+        more = f", and {len(faults) - 1:,} more" if len(faults) > 1 else ""
+        raise type(first)(f"{first.what}{more}", where=first.where, advice=first.advice)
+    return {**cache_info(folder), "verified": True}
+
+
+def check_config(config: Config) -> None:
+    """A configuration that already reads from a cache is asked for its live teacher."""
+    if config.teacher.signal.kind == "dense":
+        raise ConfigError(
+            "a cache holds no dense answers",
+            where="teacher.signal.kind",
+            advice=["leave it out, or name a sparse kind"],
+        )
