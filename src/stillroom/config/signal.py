@@ -27,7 +27,9 @@ class SignalConfig(Section):
     k: Annotated[int, Field(ge=1)] | None = Field(None, description="of top_k (64, or objectives.kd.top_k)")
     m: Annotated[int, Field(ge=1)] | None = Field(None, description="of hybrid (8)")
     draws: Annotated[int, Field(ge=1, le=255)] | None = Field(None, description="of hybrid (12) and sampled (50)")
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(0, description="of the draws, beside the content of each row")
+    draw_seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
+        0, description="of the draws, beside the content of each row"
+    )
 
     @model_validator(mode="after")
     def _belonging(self) -> SignalConfig:

@@ -69,13 +69,13 @@ class SignalSpec:
         if self.exact:
             found["m" if self.kind == "hybrid" else "k"] = self.exact
         if self.draws:
-            found |= {"draws": self.draws, "seed": self.seed}
+            found |= {"draws": self.draws, "draw_seed": self.seed}
         return found | {"temperature": self.temperature}
 
     @staticmethod
     def of_dict(found: dict[str, Any]) -> SignalSpec:
         exact = int(found.get("k", found.get("m", 0)))
-        temperature, seed = float(found["temperature"]), int(found.get("seed", 0))
+        temperature, seed = float(found["temperature"]), int(found.get("draw_seed", 0))
         return SignalSpec(found["kind"], exact, int(found.get("draws", 0)), temperature, seed)
 
     def within(self, vocab_size: int) -> SignalSpec:

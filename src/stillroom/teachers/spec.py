@@ -34,7 +34,7 @@ def stored_spec(config: Config, there: SignalSpec) -> SignalSpec:
 
 
 def _spec(config: Config, kind: str) -> SignalSpec:
-    signal, seed = config.teacher.signal, config.teacher.signal.seed
+    signal, seed = config.teacher.signal, config.teacher.signal.draw_seed
     temperature, top_k = _temperature(config), _top_k(config, kind)
     match kind:
         case "top_k" | "renormalised":

@@ -11,7 +11,7 @@ import torch
 from stillroom.checkpoint import CheckpointSnapshots, CheckpointStore, SnapshotRing, Snapshots
 from stillroom.config import Config
 from stillroom.curriculum import Curriculum
-from stillroom.data import Loader, open_data
+from stillroom.data import Corpus, Loader, open_data
 from stillroom.engine.building.cache_build import cached_teacher
 from stillroom.engine.building.inner_build import make_objectives
 from stillroom.engine.building.models import Models, teacher_dtype
@@ -72,16 +72,7 @@ def build_run(
         held_out=lambda: held_out_batches(config, corpus),
         write=log.write,
     )
-    if models.cache is not None:
-        teacher: Teacher = cached_teacher(
-            config, models.cache, models.tokenizer, corpus, device, teacher_dtype(config, device),
-            loaded=models.loaded_teacher, vocab_size=models.vocab_size, window=loader.window,
-            tell=lambda text: log.write("note", text=text),
-        )  # fmt: skip
-    else:
-        teacher = make_teacher(
-            config, models.loaded_teacher, models.vocab_size, surroundings, num_processes=parallel.size
-        )
+    teacher = build_teacher(config, models, corpus, surroundings, parallel)
     clamps = Clamps(config.guard.logit_clamp, config.guard.loss_clamp)
     for text in clamps.check(models.vocab_size):
         log.write("note", text=text)
@@ -110,6 +101,27 @@ def build_run(
         parallel=parallel,
         lock=lock,
         vocabularies=models.vocabularies,
+    )
+
+
+def build_teacher(
+    config: Config, models: Models, corpus: Corpus, surroundings: Surroundings, parallel: Parallel
+) -> Teacher:
+    """From stored answers where the configuration names some, else from the model that was loaded."""
+    size, device = models.vocab_size, surroundings.precision.device
+    if models.cache is None:
+        return make_teacher(config, models.loaded_teacher, size, surroundings, num_processes=parallel.size)
+    return cached_teacher(
+        config,
+        models.cache,
+        models.tokenizer,
+        corpus,
+        device,
+        teacher_dtype(config, device),
+        loaded=models.loaded_teacher,
+        vocab_size=size,
+        window=surroundings.window,
+        tell=lambda text: surroundings.write("note", text=text),
     )
 
 
