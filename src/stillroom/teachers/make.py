@@ -16,7 +16,7 @@ from stillroom.teachers.live import LiveTeacher
 from stillroom.teachers.router.in_run import RunRouter, Surroundings
 from stillroom.teachers.router.teacher import TRAINING_MODES
 from stillroom.teachers.sparse import SparseTeacher
-from stillroom.teachers.spec import live_spec
+from stillroom.teachers.spec import check_use, live_spec
 
 
 def make_teacher(
@@ -33,7 +33,7 @@ def make_teacher(
     if config.teacher.router.mode == "frozen":
         live = live_teacher(config, loaded, vocab_size, surroundings.precision.device)
         spec = live_spec(config)
-        return live if spec is None else SparseTeacher(live, spec)
+        return live if spec is None else SparseTeacher(live, spec, notes=check_use(config, spec))
     if num_processes > 1:
         raise ConfigError(
             f"teacher.router.mode = {config.teacher.router.mode!r} works in one process, and there are {num_processes}",

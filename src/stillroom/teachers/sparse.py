@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -26,12 +26,12 @@ class SparseTeacher(Teacher):
     fill the machine. On a GPU rows are asked together, and live and stored answers agree to rounding.
     """
 
-    def __init__(self, live: LiveTeacher, spec: SignalSpec) -> None:
+    def __init__(self, live: LiveTeacher, spec: SignalSpec, *, notes: Sequence[str] = ()) -> None:
         self.live = live
         self.spec = spec.within(live.vocab_size)
         self.kind: SignalKind = "sampled" if spec.is_sampled else "top-k"
         self.num_exact = self.spec.exact
-        self.notes = (f"the teacher answers live with {describe(self.spec)}",)
+        self.notes = (f"the teacher answers live with {describe(self.spec)}", *notes)
         self.batch_tokens = 1 if live.device.type == "cpu" else _GPU_TOKENS
         self._whole: tuple[tuple[str, ...], DenseSignal] | None = None
         self._mass, self._positions = 0.0, 0

@@ -1,0 +1,77 @@
+"""Laws of a live teacher with sparse answers: a row is answered alike in any company."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import cache_cases as cases
+import pytest
+import torch
+
+from stillroom.config.schema import TeacherConfig
+from stillroom.data import Rows
+from stillroom.models import open_teacher
+from stillroom.teachers.live import LiveTeacher
+from stillroom.teachers.signals import SignalSpec
+from stillroom.teachers.sparse import SparseTeacher
+from stillroom.types import DenseSignal, Needs, SampledSignal
+
+
+@pytest.fixture(scope="module")
+def teacher(world: Path) -> SparseTeacher:
+    loaded = open_teacher(TeacherConfig(model=str(world / "teacher")), torch.float32)
+    size = loaded.anatomy.vocab_rows
+    live = LiveTeacher(loaded.network, vocab_size=size, device=torch.device("cpu"), offload=False, is_described=True)
+    return SparseTeacher(live, SignalSpec("hybrid", 4, 6))
+
+
+@pytest.fixture(scope="module")
+def rows() -> Rows:
+    return cases.rows_of([5, 31, 17, 17, 2, 64, 9], prompt=1)
+
+
+def test_a_row_is_answered_alike_in_any_batch_and_padding(teacher: SparseTeacher, rows: Rows) -> None:
+    alone = {number: teacher.answer_rows(rows.batch([number]))[0] for number in range(len(rows))}
+    chance = random.Random(3)
+    for _ in range(12):
+        chosen = chance.sample(range(len(rows)), chance.randrange(1, len(rows) + 1))
+        for number, answer in zip(chosen, teacher.answer_rows(rows.batch(chosen)), strict=True):
+            assert cases.same(answer, alone[number])
+
+
+def test_the_signal_is_that_of_the_dense_answer(teacher: SparseTeacher, rows: Rows) -> None:
+    batch = rows.batch([0, 5, 2])
+    signal = teacher.observe(batch, Needs())
+    assert isinstance(signal, SampledSignal) and len(signal.ids) == batch.num_scored
+    dense = teacher.whole_answer(batch, signal)
+    assert isinstance(dense, DenseSignal)
+    whole = teacher.live.observe(batch, Needs())
+    assert torch.allclose(dense.hidden, whole.hidden, atol=1e-5)
+    p = torch.softmax(dense.hidden @ dense.head.weight[: dense.head.num_real].T, dim=-1)
+    assert torch.allclose(signal.weights[:, :4], p.gather(-1, signal.ids[:, :4]), rtol=0.005)
+    assert torch.equal(signal.ids[:, :4], p.topk(4, dim=-1).indices)
+
+
+def test_asked_together_as_on_a_gpu_the_answers_agree_to_rounding(teacher: SparseTeacher, rows: Rows) -> None:
+    batch = rows.batch([0, 5, 2, 4])
+    hidden, targets = teacher._together(batch)
+    each, wanted = teacher._row_by_row(batch)
+    for mine, theirs, one, other in zip(hidden, each, targets, wanted, strict=True):
+        assert torch.equal(one, other) and torch.allclose(mine.hidden, theirs.hidden, atol=1e-5)
+
+
+def test_where_memory_does_not_suffice_halves_are_asked(
+    teacher: SparseTeacher, rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, sizes = teacher.live.observe, []
+
+    def limited(batch: object, needs: Needs) -> DenseSignal:
+        sizes.append(batch.input_ids.shape[0])  # type: ignore[attr-defined]
+        if sizes[-1] > 1:
+            raise torch.OutOfMemoryError("full")
+        return real(batch, needs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(teacher.live, "observe", limited)
+    hidden, targets = teacher._together(rows.batch([0, 5, 2]))
+    assert sizes == [3, 1, 2, 1, 1] and [len(part.hidden) for part in hidden] == [len(part) for part in targets]
