@@ -29,6 +29,10 @@ def cache(
     teacher: Annotated[str | None, typer.Option(help="folder, hub id, or builtin:teacher")] = None,
     data: Annotated[str | None, typer.Option(help="file, glob, hf:NAME, or builtin:stdlib")] = None,
     eval_data: Annotated[str | None, typer.Option(help="held-out data; else a share of --data is held out")] = None,
+    import_: Annotated[
+        Path | None, typer.Option("--import", help="a file of log-probs that another program wrote")
+    ] = None,
+    format_: Annotated[str, typer.Option("--format", help="of that file: vllm, openai or distillkit")] = "vllm",
     device: Device = "auto",
     max_minutes: Annotated[float, typer.Option(help="stop after so long, exit code 75; 0: no limit")] = 0.0,
     set_: Annotated[list[str] | None, typer.Option("--set", help="any setting, e.g. teacher.signal.kind=top_k")] = None,
@@ -52,8 +56,11 @@ def cache(
     overrides |= parse_assignments(set_ or [])
     overrides["teacher.cache"] = None
     loaded = load(Path(what) if what else None, preset=preset, overrides=overrides)
-    from stillroom.engine.caching import check_config, make_cache
+    from stillroom.engine.caching import check_config, import_cache, make_cache
 
+    if import_ is not None:
+        _print(import_cache(loaded.config, out, import_, format_), as_json=as_json)
+        return
     check_config(loaded.config)
     tell = _Teller(is_quiet=as_json)
     for note in loaded.notes:
@@ -115,6 +122,9 @@ def _print(result: dict[str, Any], *, as_json: bool) -> None:
         lines.append(f"mass  the likeliest tokens hold {result['mean_mass']:.4f} of the teacher's on average")
     if result["unusable_positions"]:
         lines.append(f"unusable  {result['unusable_positions']:,} positions have no answer")
+    for name in ("missing_rows", "unmatched_records", "unanswered_positions", "short_positions"):
+        if result.get(name):
+            lines.append(f"{name.replace('_', ' ')}  {result[name]:,}")
     if result.get("verified"):
         lines.append("verified  every checksum holds")
     for line in lines:

@@ -15,7 +15,7 @@ from stillroom.engine.building.cache_build import fill, required_rows
 from stillroom.engine.building.device import find_device
 from stillroom.engine.building.models import teacher_dtype
 from stillroom.engine.stop import Stop
-from stillroom.errors import ConfigError, Interrupted
+from stillroom.errors import ConfigError, DataError, Interrupted
 from stillroom.models import (
     LoadedModel,
     agree_on_vocabulary,
@@ -24,10 +24,14 @@ from stillroom.models import (
     load_student,
     load_tokenizer,
     open_teacher,
+    vocabulary_hash,
 )
-from stillroom.teachers.cache.manifest import is_there, read_manifest
+from stillroom.teachers.cache.importing import match_rows, num_kept, read_answers
+from stillroom.teachers.cache.manifest import Manifest, is_there, read_manifest
+from stillroom.teachers.cache.plan import plan_shards
 from stillroom.teachers.cache.reader import Cache, damaged_shards
-from stillroom.teachers.cache.writer import Progress, missing_rows
+from stillroom.teachers.cache.writer import Progress, commit_shard, missing_rows, open_store, pack_shard
+from stillroom.teachers.signals import SignalSpec
 from stillroom.teachers.sparse import describe
 
 
@@ -90,6 +94,42 @@ def _open(config: Config, dtype: torch.dtype, tokenizer: Any) -> tuple[LoadedMod
     student, _notes = load_student(config.student, seed=config.train.seed)
     rows = anatomy_of(student).vocab_rows
     return teacher, agree_on_vocabulary(own, tokenizer, teacher.anatomy.vocab_rows, rows)
+
+
+# -- answers that others stored --------------------------------------------------------------------------
+
+
+def import_cache(config: Config, out: Path, file: Path, kind: str) -> dict[str, Any]:
+    """Make a cache of a file of log-probabilities. Rows that it does not answer are counted, and stay missing."""
+    tokenizer = _tokenizer(config)
+    given = read_answers(file, kind, tokenizer)
+    asked = config.teacher.signal
+    spec = SignalSpec("renormalised" if asked.kind == "renormalised" else "top_k", asked.k or num_kept(given), 0)
+    if asked.kind not in ("auto", "top_k", "renormalised") or config.objectives.kd.temperature != 1.0:
+        raise ConfigError(
+            "imported log-probabilities are top-k at temperature 1",
+            where="teacher.signal.kind, objectives.kd.temperature",
+            advice=["leave both out, or set teacher.signal.kind = 'renormalised' where the file is so"],
+        )
+    needed = required_rows(config, open_data(config.data, tokenizer))
+    found = match_rows(given, needed, spec)
+    if not found.answers:
+        raise DataError(
+            f"none of the {len(given):,} records of {file} is a row of the data",
+            where=str(file),
+            advice=[
+                "a row is answered by a record that begins with its very tokens: see data.bos and data.max_length",
+                "records in rows of their own: data.packing = 'rows'",
+            ],
+        )
+    size = max(tokenizer.get_vocab().values()) + 1
+    about = {"imported": kind, "teacher": file.name, "labels": found.counters["labels"] == found.counters["positions"]}
+    manifest = open_store(out, Manifest(spec, size, vocabulary_hash(tokenizer), {"imported": kind}, about))
+    missing = missing_rows(Cache(out), found.rows)
+    for plan in plan_shards(missing, manifest.shard_tokens):
+        commit_shard(out, plan, pack_shard({row.key: found.answers[row.key] for row in plan.rows}, manifest))
+    left = len(missing_rows(Cache(out), needed))
+    return {**cache_info(out), "rows_of_the_data": len(needed), "missing_rows": left, **found.counters}
 
 
 # -- looking at one --------------------------------------------------------------------------------------

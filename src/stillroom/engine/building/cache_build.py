@@ -43,7 +43,9 @@ def cache_folder(config: Config, folder: Path | None, tokenizer: Any, dtype: tor
     So runs that lie side by side share it, and a run with another teacher or another signal makes another one.
     """
     if config.teacher.cache != AUTO:
-        return Path(str(config.teacher.cache)).expanduser()
+        place = Path(str(config.teacher.cache)).expanduser()
+        read_manifest(place)  # before anything is loaded
+        return place
     if folder is None:
         raise ConfigError("teacher.cache = 'auto' lies beside a run's folder, and there is none", where="teacher.cache")
     identity = teacher_identity(config.teacher, dtype)

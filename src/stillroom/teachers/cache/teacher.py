@@ -81,6 +81,8 @@ class CachedTeacher(Teacher):
 
     def own_yardsticks(self, batches: Sequence[Batch]) -> dict[str, Any] | None:
         """Perplexity and bits per byte, from the stored log-probabilities of the targets."""
+        if not self.cache.manifest.about.get("labels", True):
+            return None
         known = [[self._answer(key, 1) for key in batch.keys] for batch in batches]
         scored = np.concatenate([row.label_log_probs for rows in known for row in rows] or [np.zeros(0)])
         scored = scored[np.isfinite(scored)]
