@@ -121,6 +121,18 @@ def test_dense_answers_are_refused(small: Path, tmp_path: Path, capsys: pytest.C
     assert "no dense answers" in capsys.readouterr().err and not (tmp_path / "cache").exists()
 
 
+def test_several_temperatures_are_asked_for_at_once(small: Path, tmp_path: Path) -> None:
+    given = words(small, tmp_path / "both", "--temperature", "1", "--temperature", "2")
+    assert ended(given) == 0
+    found = [Cache(tmp_path / "both" / f"temperature-{degree}") for degree in (1, 2)]
+    assert [cache.manifest.signal.temperature for cache in found] == [1.0, 2.0]
+    alone = tmp_path / "alone"
+    assert ended(words(small, alone, "--set", "objectives.kd.temperature=2.0")) == 0
+    assert [path.read_bytes() for path in (alone / "shards").iterdir()] == [
+        shard.path.read_bytes() for shard in found[1].shards
+    ]
+
+
 @pytest.mark.slow
 def test_two_processes_write_one_cache_and_train_what_the_live_teacher_trains(small: Path, tmp_path: Path) -> None:
     runner = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29617"]

@@ -44,13 +44,16 @@ class Matrices:
         self._embedding = torch.randn(VOCAB, 8, generator=generator)
         self.head = HeadWeights(torch.randn(VOCAB, 8, generator=generator) * 1.5)
 
-    def answer_rows(self, batch: Batch) -> list[RowAnswer]:
+    def answer_rows(self, batch: Batch, specs: Sequence[SignalSpec] = ()) -> list[list[RowAnswer]]:
+        self.num_asked += len(batch.keys)
+        return [self.answers(batch, spec) for spec in specs]
+
+    def answers(self, batch: Batch, spec: SignalSpec | None = None) -> list[RowAnswer]:
         answers = []
         for ids, targets, key in zip(batch.input_ids, batch.targets, batch.keys, strict=True):
             chosen = (targets != IGNORED).nonzero().squeeze(-1)
             hidden = self._embedding[ids].cumsum(0)[chosen] / (chosen[:, None] + 1).sqrt()
-            answers.append(reduce_row(hidden, self.head, targets[chosen], self.spec, key))
-            self.num_asked += 1
+            answers.append(reduce_row(hidden, self.head, targets[chosen], spec or self.spec, key))
         return answers
 
 

@@ -32,11 +32,11 @@ def rows() -> Rows:
 
 
 def test_a_row_is_answered_alike_in_any_batch_and_padding(teacher: SparseTeacher, rows: Rows) -> None:
-    alone = {number: teacher.answer_rows(rows.batch([number]))[0] for number in range(len(rows))}
+    alone = {number: teacher.answer_rows(rows.batch([number]), [teacher.spec])[0][0] for number in range(len(rows))}
     chance = random.Random(3)
     for _ in range(12):
         chosen = chance.sample(range(len(rows)), chance.randrange(1, len(rows) + 1))
-        for number, answer in zip(chosen, teacher.answer_rows(rows.batch(chosen)), strict=True):
+        for number, answer in zip(chosen, teacher.answer_rows(rows.batch(chosen), [teacher.spec])[0], strict=True):
             assert cases.same(answer, alone[number])
 
 

@@ -33,6 +33,9 @@ def cache(
         Path | None, typer.Option("--import", help="a file of log-probs that another program wrote")
     ] = None,
     format_: Annotated[str, typer.Option("--format", help="of that file: vllm, openai or distillkit")] = "vllm",
+    temperature: Annotated[
+        list[float] | None, typer.Option(help="repeatable: answers at several, each in a folder within DIR")
+    ] = None,
     device: Device = "auto",
     max_minutes: Annotated[float, typer.Option(help="stop after so long, exit code 75; 0: no limit")] = 0.0,
     set_: Annotated[list[str] | None, typer.Option("--set", help="any setting, e.g. teacher.signal.kind=top_k")] = None,
@@ -66,9 +69,17 @@ def cache(
     for note in loaded.notes:
         tell.note(note)
     result = make_cache(
-        loaded.config, out, device=device, max_minutes=max_minutes, tell=tell.note, on_progress=tell.progress
+        loaded.config,
+        out,
+        device=device,
+        max_minutes=max_minutes,
+        temperatures=temperature or (),
+        tell=tell.note,
+        on_progress=tell.progress,
     )
     _print(result, as_json=as_json)
+    for other in () if as_json else result["beside"]:
+        _print(other, as_json=False)
 
 
 class _Teller:

@@ -31,6 +31,12 @@ class SignalConfig(Section):
         0, description="of the draws, beside the content of each row"
     )
 
+    compare: Literal["stored", "whole"] = Field(
+        "stored",
+        description="with teacher.cache, what the finished student is compared with. stored: the answers of the cache; "
+        "whole: the teacher itself, which is loaded once, at the end",
+    )
+
     @model_validator(mode="after")
     def _belonging(self) -> SignalConfig:
         """A number that the kind does not read would be ignored in silence."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from stillroom.config import Config
+from stillroom.config.sections import Ramp
 from stillroom.data import open_data
 from stillroom.engine.building.cache_build import fill, required_rows
 from stillroom.engine.building.device import find_device
@@ -41,13 +42,17 @@ def make_cache(
     *,
     device: str = "auto",
     max_minutes: float = 0.0,
+    temperatures: Sequence[float] = (),
     tell: Callable[[str], object] = lambda _text: None,
     on_progress: Callable[[Progress], None] = lambda _progress: None,
 ) -> dict[str, Any]:
     """Write the teacher's answers to every row of a configuration's data. What is there already is kept.
 
-    Several processes may be given the same command: they share the work.
+    Several processes may be given the same command: they share the work. With `temperatures` the folder holds a cache
+    for each of them, and the teacher is asked once for all.
     """
+    places = temperature_folders(config, out, temperatures)
+    first = next(iter(places))
     stop = Stop(max_minutes)
     stop.heed_clock()
     with stop.on_signals():
@@ -58,23 +63,40 @@ def make_cache(
             needed = required_rows(config, corpus)
             dtype = teacher_dtype(config, where)
             loaded, vocab_size = None, 0
-            if is_there(out) and not missing_rows(Cache(out), needed):
-                vocab_size = read_manifest(out).vocab_size
+            if all(is_there(place) and not missing_rows(Cache(place), needed) for place in places):
+                vocab_size = read_manifest(first).vocab_size
             else:
                 loaded, vocab_size = _open(config, dtype, tokenizer)
+        config = _at(config, places[first])
         is_done = fill(
-            config, out, needed, tokenizer, where, dtype, loaded=loaded, vocab_size=vocab_size, tell=tell,
+            config, first, needed, tokenizer, where, dtype, loaded=loaded, vocab_size=vocab_size, tell=tell,
+            beside={place: degree for place, degree in places.items() if place != first},
             on_progress=on_progress, is_stopped=stop.is_wanted,
         )  # fmt: skip
-    cache = Cache(out)
     if not is_done:
-        left = len(missing_rows(cache, needed))
+        left = len(missing_rows(Cache(first), needed))
         raise Interrupted(
             f"stopped with {left:,} of {len(needed):,} rows left to ask: {stop.reason}",
             where=str(out),
             advice=["give the same command again: finished shards are kept"],
         )
-    return {**cache_info(out), "rows_of_the_data": len(needed)}
+    result = {**cache_info(first), "rows_of_the_data": len(needed)}
+    return {**result, "beside": [cache_info(place) for place in places if place != first]}
+
+
+def temperature_folders(config: Config, out: Path, temperatures: Sequence[float]) -> dict[Path, float]:
+    """Where the answers at each temperature lie: in the folder itself where there is one, else in folders within."""
+    if not temperatures:
+        degree = config.objectives.kd.temperature
+        return {out: degree if isinstance(degree, float) else 1.0}
+    return {out / f"temperature-{degree:g}": degree for degree in temperatures}
+
+
+def _at(config: Config, temperature: float) -> Config:
+    if config.objectives.kd.temperature == temperature or isinstance(config.objectives.kd.temperature, Ramp):
+        return config  # one that moves is refused with advice where the signal is made
+    kd = config.objectives.kd.model_copy(update={"temperature": temperature})
+    return config.model_copy(update={"objectives": config.objectives.model_copy(update={"kd": kd})})
 
 
 def _tokenizer(config: Config) -> Any:

@@ -39,7 +39,7 @@ class SparseTeacher(Teacher):
     # -- answering ---------------------------------------------------------------------------------------
 
     def observe(self, batch: Batch, needs: Needs) -> Signal:
-        answers = self.answer_rows(batch, keeps_whole=True)
+        (answers,) = self.answer_rows(batch, [self.spec], keeps_whole=True)
         self._mass += sum(float(answer.mass.sum()) for answer in answers)
         self._positions += batch.num_scored
         return to_device(signal_of(RowAnswer.join(answers), self.spec), self.live.device)
@@ -51,17 +51,22 @@ class SparseTeacher(Teacher):
         return signal
 
     @torch.no_grad()
-    def answer_rows(self, batch: Batch, *, keeps_whole: bool = False) -> list[RowAnswer]:
-        """The answer to each row of a batch, in order; a row without targets has one of no positions."""
+    def answer_rows(
+        self, batch: Batch, specs: Sequence[SignalSpec], *, keeps_whole: bool = False
+    ) -> list[list[RowAnswer]]:
+        """For each signal the answer to each row of a batch; a row without targets has one of no positions."""
         there = batch.to(self.live.device)
         parts = self._row_by_row(there) if self.live.device.type == "cpu" else self._together(there)
-        answers, hidden = [], []
-        for key, signal, targets in zip(batch.keys, *parts, strict=True):
-            answers.append(reduce_row(signal.hidden, signal.head, targets, self.spec, key))
-            hidden.append(signal.hidden)
         if keeps_whole:
-            self._whole = batch.keys, replace(parts[0][0], hidden=torch.cat(hidden), taps={})
-        return answers
+            hidden = torch.cat([signal.hidden for signal in parts[0]])
+            self._whole = batch.keys, replace(parts[0][0], hidden=hidden, taps={})
+        return [
+            [
+                reduce_row(signal.hidden, signal.head, targets, spec, key)
+                for key, signal, targets in zip(batch.keys, *parts, strict=True)
+            ]
+            for spec in specs
+        ]
 
     def _row_by_row(self, batch: Batch) -> tuple[list[DenseSignal], list[torch.Tensor]]:
         with self.live.at_work():

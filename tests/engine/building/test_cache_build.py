@@ -131,6 +131,18 @@ def test_evaluation_from_a_cache_keeps_the_meaning_of_kl_and_agreement(small: Pa
     assert "taken from the stored answers" in notes(stored)
 
 
+def test_the_finished_student_can_be_compared_with_the_teacher_itself(small: Path, tmp_path: Path) -> None:
+    place = cache(small, tmp_path / "cache")
+    stored, whole = (
+        json.loads((run(small, tmp_path / word, teacher__cache=str(place), **over) / "summary.json").read_bytes())
+        for word, over in (("stored", {}), ("whole", {"teacher__signal__compare": "whole"}))
+    )
+    assert whole["student"]["acceptance"] is not None and stored["student"]["acceptance"] is None
+    assert whole["student"]["perplexity"] == stored["student"]["perplexity"]
+    assert whole["student"]["kl"] == pytest.approx(stored["student"]["kl"], rel=0.05)
+    assert "loaded for it at the end" in notes(tmp_path / "whole")
+
+
 def test_a_live_sparse_teacher_is_still_compared_over_the_whole_vocabulary(small: Path, tmp_path: Path) -> None:
     sparse, whole = (
         json.loads((run(small, tmp_path / kind, teacher__signal__kind=kind) / "summary.json").read_bytes())

@@ -35,7 +35,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Rows, Cache]:
 
 def expected(batch: Batch) -> SampledSignal:
     """Asked live, row by row."""
-    signal = signal_of(RowAnswer.join(cases.Matrices().answer_rows(batch)), cases.HYBRID)
+    signal = signal_of(RowAnswer.join(cases.Matrices().answers(batch)), cases.HYBRID)
     assert isinstance(signal, SampledSignal)
     return signal
 
@@ -156,7 +156,7 @@ def test_its_own_perplexity_is_that_of_the_stored_targets(stored: tuple[Rows, Ca
     rows, cache = stored
     batches = [rows.batch([0, 1, 2]), rows.batch([3, 4])]
     teacher = CachedTeacher(cache, device=CPU)
-    live = [answer for batch in batches for answer in cases.Matrices().answer_rows(batch)]
+    live = [answer for batch in batches for answer in cases.Matrices().answers(batch)]
     losses = [-value for answer in live for value in answer.label_log_probs]
     told = teacher.own_yardsticks(batches)
     assert told is not None and told["perplexity"] == pytest.approx(math.exp(sum(losses) / len(losses)))

@@ -18,7 +18,7 @@ def test_every_row_has_its_own_answer_and_no_other_row_any(tmp_path: Path) -> No
     assert len(cache.shards) > 2 and cache.num_rows == 20
     for number in range(len(rows)):
         batch = rows.batch([number])
-        assert cases.same(cache.answer(batch.keys[0]), cases.Matrices().answer_rows(batch)[0])
+        assert cases.same(cache.answer(batch.keys[0]), cases.Matrices().answers(batch)[0])
     strange = cases.rows_of([4, 9], seed=8).batch([0, 1])
     assert not cache.has(strange.keys).any() and cache.has(rows.batch([3, 0]).keys).all()
     with pytest.raises(KeyError):

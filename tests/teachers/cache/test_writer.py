@@ -65,11 +65,11 @@ class Mortal(cases.Matrices):
         super().__init__()
         self._left = after
 
-    def answer_rows(self, batch: Any) -> Any:
+    def answer_rows(self, batch: Any, specs: Any = ()) -> Any:
         self._left -= 1
         if self._left < 0:
             os.kill(os.getpid(), signal.SIGKILL)
-        return super().answer_rows(batch)
+        return super().answer_rows(batch, specs)
 
 
 def test_killed_at_random_thirty_times_the_cache_is_the_one_of_an_undisturbed_writer(tmp_path: Path) -> None:
@@ -107,9 +107,9 @@ def test_killed_at_random_thirty_times_the_cache_is_the_one_of_an_undisturbed_wr
 
 
 class Slow(cases.Matrices):
-    def answer_rows(self, batch: Any) -> Any:
+    def answer_rows(self, batch: Any, specs: Any = ()) -> Any:
         time.sleep(0.005)
-        return super().answer_rows(batch)
+        return super().answer_rows(batch, specs)
 
 
 def test_several_writers_share_the_work_and_leave_what_one_would(tmp_path: Path) -> None:
@@ -198,6 +198,7 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(ConfigError, match=r"thesis\.tex"):
         open_store(tmp_path, cases.manifest())
+    assert cases.contents(tmp_path) == {"thesis.tex": b"years of work"}
 
 
 def test_progress_counts_up_to_all(tmp_path: Path) -> None:
@@ -206,3 +207,19 @@ def test_progress_counts_up_to_all(tmp_path: Path) -> None:
     write_missing(tmp_path, cases.needed(cases.rows_of(LENGTHS)), cases.Matrices(), tell=told.append)
     assert [one.done_tokens for one in told] == sorted(one.done_tokens for one in told)
     assert told[-1].done_tokens == told[-1].all_tokens == sum(LENGTHS) and told[-1].num_bytes > 0
+
+
+def test_several_signals_are_written_in_one_pass_as_each_by_itself(tmp_path: Path) -> None:
+    rows, teacher = cases.rows_of(LENGTHS), cases.Matrices()
+    specs = [cases.SignalSpec("hybrid", 4, 6, degree) for degree in (1.0, 2.0)]
+    alone = [cases.contents(cases.write(tmp_path / f"alone-{n}", rows, spec).folder) for n, spec in enumerate(specs)]
+    places = [tmp_path / "one", tmp_path / "two"]
+    for place, spec in zip(places, specs, strict=True):
+        open_store(place, cases.manifest(spec))
+    assert write_missing(places[0], cases.needed(rows), teacher, beside=places[1:])
+    assert teacher.num_asked == len(rows)
+    assert [cases.contents(place) for place in places] == alone
+    first = next((places[1] / "shards").iterdir())
+    first.unlink()  # as a kill between the two would leave it
+    assert write_missing(places[0], cases.needed(rows), teacher, beside=places[1:])
+    assert [cases.contents(place) for place in places] == alone and teacher.num_asked < 2 * len(rows)

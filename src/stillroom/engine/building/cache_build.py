@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from stillroom.curriculum import Curriculum
 from stillroom.data import Corpus, fixed_rows
 from stillroom.errors import BrokenAtStart, ConfigError, DataError
 from stillroom.models import LoadedModel, load_tokenizer, open_teacher, vocabulary_hash
+from stillroom.teachers import Teacher
 from stillroom.teachers.cache.identity import teacher_identity
 from stillroom.teachers.cache.manifest import Manifest, check_same, is_there, read_manifest
 from stillroom.teachers.cache.plan import NeededRow, needed_rows
@@ -106,12 +108,17 @@ def cached_teacher(
     cache = Cache(place)
     asked = stored_spec(config, cache.manifest.signal)
     identity, notes = _identity_here(config)
+    is_compared = config.teacher.signal.compare == "whole"
+
+    def load_whole() -> Teacher:
+        return live_teacher(config, open_teacher(config.teacher, dtype), cache.manifest.vocab_size, device)
+
     here = Manifest(asked, cache.manifest.vocab_size, vocabulary_hash(tokenizer), identity)
     check_same(cache.manifest, here, place)
     _check_coverage(cache, needed, place)
     for text in (*notes, *check_use(config, asked)):
         tell(text)
-    return CachedTeacher(cache, device=device, window=window)
+    return CachedTeacher(cache, device=device, window=window, load_whole=load_whole if is_compared else None)
 
 
 def _identity_here(config: Config) -> tuple[dict[str, Any], list[str]]:
@@ -148,13 +155,20 @@ def _check_coverage(cache: Cache, needed: Sequence[NeededRow], place: Path) -> N
 
 
 def new_manifest(
-    config: Config, tokenizer: Any, vocab_size: int, dtype: torch.dtype, loaded: LoadedModel | None
+    config: Config,
+    tokenizer: Any,
+    vocab_size: int,
+    dtype: torch.dtype,
+    loaded: LoadedModel | None,
+    temperature: float | None = None,
 ) -> Manifest:
+    """What a cache of this configuration is, at its temperature or at another."""
     about: dict[str, Any] = {"teacher": config.teacher.model, "stillroom": __version__, "torch": torch.__version__}
     if loaded is not None:
         about["parameters"] = loaded.anatomy.num_parameters
     identity = teacher_identity(config.teacher, dtype)
     spec = cache_spec(config).within(vocab_size)
+    spec = spec if temperature is None else replace(spec, temperature=temperature)
     return Manifest(spec, vocab_size, vocabulary_hash(tokenizer), identity, about)
 
 
@@ -169,12 +183,18 @@ def fill(
     loaded: LoadedModel | None,
     vocab_size: int,
     tell: Tell,
+    beside: Mapping[Path, float] | None = None,
     on_progress: Callable[[Progress], None] = lambda _progress: None,
     is_stopped: Callable[[], bool] = lambda: False,
 ) -> bool:
-    """Write the rows that are missing. The teacher is loaded for them only, and let go of at the end."""
-    open_store(place, new_manifest(config, tokenizer, vocab_size, dtype, loaded))
-    missing = missing_rows(Cache(place), needed)
+    """Write the rows that are missing. The teacher is loaded for them only, and let go of at the end.
+
+    `beside` are folders of the same answers at other temperatures, filled in the same pass.
+    """
+    others = dict(beside or {})
+    for folder, temperature in {place: None, **others}.items():
+        open_store(folder, new_manifest(config, tokenizer, vocab_size, dtype, loaded, temperature))
+    missing = max((missing_rows(Cache(folder), needed) for folder in (place, *others)), key=len)
     if missing:
         if loaded is None:
             own = load_tokenizer(config.teacher, config.teacher.model)
@@ -182,7 +202,7 @@ def fill(
         tell(f"the teacher is asked {len(missing):,} of {len(needed):,} rows, and its answers are kept in {place}")
         live = live_teacher(config, loaded, vocab_size, device)
         teacher = SparseTeacher(live, read_manifest(place).signal)
-        is_done = write_missing(place, needed, teacher, tell=on_progress, is_stopped=is_stopped)
+        is_done = write_missing(place, needed, teacher, beside=tuple(others), tell=on_progress, is_stopped=is_stopped)
     else:
         is_done = True
     if loaded is not None:

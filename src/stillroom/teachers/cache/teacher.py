@@ -30,17 +30,35 @@ class CachedTeacher(Teacher):
     unusable answer: the student is scored on its labels, and the row is counted with those whose teacher is at fault.
     """
 
-    def __init__(self, cache: Cache, *, device: torch.device, window: Window | None = None) -> None:
+    def __init__(
+        self,
+        cache: Cache,
+        *,
+        device: torch.device,
+        window: Window | None = None,
+        load_whole: Callable[[], Teacher] | None = None,
+    ) -> None:
         spec = cache.manifest.signal
         self.cache, self.spec = cache, spec
         self.kind: SignalKind = "sampled" if spec.is_sampled else "top-k"
         self.num_exact = spec.exact
-        self.notes = _notes(cache)
+        self.notes = _notes(cache, is_loaded_at_end=load_whole is not None)
+        self._load_whole = load_whole
+        self._whole: Teacher | None = None
         self._device = device
         self._window = window
         self._ahead: dict[tuple[str, ...], Future[Stored]] = {}
         self._reader: ThreadPoolExecutor | None = None
         self._num_unknown = 0
+
+    @property
+    def original(self) -> Teacher:
+        """The stored answers, or the teacher itself where it was asked for: it is loaded here, once."""
+        if self._load_whole is None:
+            return self
+        if self._whole is None:
+            self._whole = self._load_whole()
+        return self._whole
 
     # -- answering ---------------------------------------------------------------------------------------
 
@@ -110,13 +128,15 @@ class CachedTeacher(Teacher):
         }
 
 
-def _notes(cache: Cache) -> tuple[str, ...]:
+def _notes(cache: Cache, *, is_loaded_at_end: bool) -> tuple[str, ...]:
     spec = cache.manifest.signal
     told = [
         f"the teacher is not loaded: {cache.folder} holds {describe(spec)}, for {cache.num_rows:,} rows",
         "held-out KL and agreement are taken from the stored answers, not from the whole vocabulary: "
         + _what_kl_means(spec.kind, spec.temperature),
     ]
+    if is_loaded_at_end:
+        told.append("the finished student is compared with the teacher itself, which is loaded for it at the end")
     if spec.kind == "renormalised":
         mass = cache.mean_mass or 0.0
         harm = "less than 0.98, and the student will be overconfident" if mass < _LEAST_MASS else "close enough to 1"

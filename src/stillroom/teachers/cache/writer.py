@@ -38,13 +38,11 @@ class AnswersRows(Protocol):
     """Who is asked."""
 
     @property
-    def spec(self) -> SignalSpec: ...
-
-    @property
     def batch_tokens(self) -> int:
         """How many tokens it is asked at once."""
 
-    def answer_rows(self, batch: Batch) -> list[RowAnswer]: ...
+    def answer_rows(self, batch: Batch, specs: Sequence[SignalSpec]) -> list[list[RowAnswer]]:
+        """For each signal the answer to each row."""
 
 
 @dataclass(frozen=True)
@@ -69,16 +67,16 @@ class Progress:
 def open_store(folder: Path, manifest: Manifest) -> Manifest:
     """Begin a cache in a folder, or find that it is the one that was begun. Answers with the manifest that is there."""
     try:
+        others = sorted(path.name for path in folder.iterdir() if not _is_ours(path)) if folder.exists() else []
+        if others and not is_there(folder):
+            raise ConfigError(
+                f"{folder} is not empty and holds no teacher cache: {', '.join(others[:4])}",
+                where="--out",
+                advice=["choose another folder with --out", "nothing in it was touched"],
+            )
         (folder / SHARDS).mkdir(parents=True, exist_ok=True)
         with _Claims(folder) as claims, claims.waiting(0):
             if not is_there(folder):
-                others = sorted(path.name for path in folder.iterdir() if not _is_ours(path))
-                if others:
-                    raise ConfigError(
-                        f"{folder} is not empty and holds no teacher cache: {', '.join(others[:4])}",
-                        where="--out",
-                        advice=["choose another folder with --out", "nothing in it was touched"],
-                    )
                 claims.remove_leftovers(folder, NAME)
                 write_atomically(folder / NAME, manifest.to_bytes())
     except OSError as error:
@@ -97,13 +95,18 @@ def write_missing(
     needed: Sequence[NeededRow],
     teacher: AnswersRows,
     *,
+    beside: Sequence[Path] = (),
     tell: Callable[[Progress], None] = lambda _progress: None,
     is_stopped: Callable[[], bool] = lambda: False,
 ) -> bool:
-    """Write every needed row that is not there. Answers False where it was stopped before all of them were."""
+    """Write every needed row that is not there. Answers False where it was stopped before all of them were.
+
+    `beside` are caches of other signals for the same rows: the teacher is asked once for all of them.
+    """
     begun = time.monotonic()
-    manifest = read_manifest(folder)
-    plans = plan_shards(missing_rows(Cache(folder), needed), manifest.shard_tokens)
+    folders = (folder, *beside)
+    missing = {row.key: row for place in folders for row in missing_rows(Cache(place), needed)}
+    plans = plan_shards(list(missing.values()), read_manifest(folder).shard_tokens)
     whole, written, num_bytes = sum(plan.num_tokens for plan in plans), 0, 0
     left = plans
     with _Claims(folder) as claims:
@@ -112,16 +115,17 @@ def write_missing(
                 if is_stopped():
                     return False
                 with claims.trying(plan.name) as is_mine:
-                    if not is_mine or _path(folder, plan).exists():
+                    if not is_mine or not _unwritten(folders, [plan]):
                         continue
-                    contents = _contents(plan, manifest, teacher, is_stopped)
+                    contents = _contents(plan, folders, teacher, is_stopped)
                     if contents is None:
                         return False
-                    _commit(_path(folder, plan), contents, claims)
-                written, num_bytes = written + plan.num_tokens, num_bytes + len(contents)
-                done = whole - sum(one.num_tokens for one in _unwritten(folder, plans))
+                    for place, held in contents.items():
+                        _commit(_path(place, plan), held, claims)
+                written, num_bytes = written + plan.num_tokens, num_bytes + sum(map(len, contents.values()))
+                done = whole - sum(one.num_tokens for one in _unwritten(folders, plans))
                 tell(Progress(done, whole, num_bytes, written, time.monotonic() - begun))
-            num_left, left = len(left), _unwritten(folder, left)
+            num_left, left = len(left), _unwritten(folders, left)
             if len(left) == num_left:
                 time.sleep(_WAIT_SECONDS)  # another process has them; should it end, its claims fall to us
     return True
@@ -131,8 +135,9 @@ def _path(folder: Path, plan: ShardPlan) -> Path:
     return folder / SHARDS / f"{plan.name}{SUFFIX}"
 
 
-def _unwritten(folder: Path, plans: Sequence[ShardPlan]) -> list[ShardPlan]:
-    there = {entry.name for entry in os.scandir(folder / SHARDS)}
+def _unwritten(folders: Sequence[Path], plans: Sequence[ShardPlan]) -> list[ShardPlan]:
+    """Of some plans, those whose shard is not in every folder."""
+    there = set.intersection(*({entry.name for entry in os.scandir(folder / SHARDS)} for folder in folders))
     return [plan for plan in plans if f"{plan.name}{SUFFIX}" not in there]
 
 
@@ -143,15 +148,19 @@ def missing_rows(cache: Cache, needed: Sequence[NeededRow]) -> list[NeededRow]:
 
 
 def _contents(
-    plan: ShardPlan, manifest: Manifest, teacher: AnswersRows, is_stopped: Callable[[], bool]
-) -> bytes | None:
-    """The shard's bytes, or None where the writer was asked to stop in the middle of it."""
-    answers: dict[str, RowAnswer] = {}
+    plan: ShardPlan, folders: Sequence[Path], teacher: AnswersRows, is_stopped: Callable[[], bool]
+) -> dict[Path, bytes] | None:
+    """The shard's bytes for each folder, or None where the writer was asked to stop in the middle of it."""
+    manifests = [read_manifest(folder) for folder in folders]
+    answers: list[dict[str, RowAnswer]] = [{} for _ in folders]
     for batch in plan.batches(teacher.batch_tokens):
         if is_stopped():
             return None
-        answers |= dict(zip(batch.keys, teacher.answer_rows(batch), strict=True))
-    return pack_shard(answers, manifest)
+        given = teacher.answer_rows(batch, [manifest.signal for manifest in manifests])
+        for kept, rows in zip(answers, given, strict=True):
+            kept |= dict(zip(batch.keys, rows, strict=True))
+    packed = [pack_shard(kept, manifest) for kept, manifest in zip(answers, manifests, strict=True)]
+    return dict(zip(folders, packed, strict=True))
 
 
 def pack_shard(answers: dict[str, RowAnswer], manifest: Manifest) -> bytes:
