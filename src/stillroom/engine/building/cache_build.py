@@ -108,16 +108,16 @@ def cached_teacher(
     cache = Cache(place)
     asked = stored_spec(config, cache.manifest.signal)
     identity, notes = _identity_here(config)
-    is_compared = config.teacher.signal.compare == "whole"
-
-    def load_whole() -> Teacher:
-        return live_teacher(config, open_teacher(config.teacher, dtype), cache.manifest.vocab_size, device)
-
     here = Manifest(asked, cache.manifest.vocab_size, vocabulary_hash(tokenizer), identity)
     check_same(cache.manifest, here, place)
     _check_coverage(cache, needed, place)
     for text in (*notes, *check_use(config, asked)):
         tell(text)
+
+    def load_whole() -> Teacher:
+        return live_teacher(config, open_teacher(config.teacher, dtype), cache.manifest.vocab_size, device)
+
+    is_compared = config.teacher.signal.compare == "whole"
     return CachedTeacher(cache, device=device, window=window, load_whole=load_whole if is_compared else None)
 
 
@@ -127,6 +127,8 @@ def _identity_here(config: Config) -> tuple[dict[str, Any], list[str]]:
         dtype = None if config.teacher.dtype == "auto" else config.teacher.dtype
         return teacher_identity(config.teacher, dtype), []
     except BrokenAtStart as error:
+        if config.teacher.signal.compare == "whole":
+            raise
         return {}, [
             f"whether the cache is of {config.teacher.model} cannot be told, its files are not here: {error.what}"
         ]
