@@ -15,7 +15,7 @@ from stillroom.models import open_teacher
 from stillroom.teachers.live import LiveTeacher
 from stillroom.teachers.signals import SignalSpec
 from stillroom.teachers.sparse import SparseTeacher
-from stillroom.types import DenseSignal, Needs, SampledSignal
+from stillroom.types import Batch, DenseSignal, Needs, SampledSignal
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +38,21 @@ def test_a_row_is_answered_alike_in_any_batch_and_padding(teacher: SparseTeacher
         chosen = chance.sample(range(len(rows)), chance.randrange(1, len(rows) + 1))
         for number, answer in zip(chosen, teacher.answer_rows(rows.batch(chosen), [teacher.spec])[0], strict=True):
             assert cases.same(answer, alone[number])
+
+
+def test_each_row_is_asked_by_itself_and_without_padding(
+    teacher: SparseTeacher, rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A product's last bits may depend on what it is computed together with: on this machine or on another."""
+    real, shapes = teacher.live.observe, []
+
+    def seen(batch: Batch, needs: Needs) -> DenseSignal:
+        shapes.append(tuple(batch.input_ids.shape))
+        return real(batch, needs)
+
+    monkeypatch.setattr(teacher.live, "observe", seen)
+    teacher.answer_rows(rows.batch([1, 0, 5]), [teacher.spec])
+    assert shapes == [(1, 31), (1, 5), (1, 64)]
 
 
 def test_the_signal_is_that_of_the_dense_answer(teacher: SparseTeacher, rows: Rows) -> None:
@@ -66,11 +81,11 @@ def test_where_memory_does_not_suffice_halves_are_asked(
 ) -> None:
     real, sizes = teacher.live.observe, []
 
-    def limited(batch: object, needs: Needs) -> DenseSignal:
-        sizes.append(batch.input_ids.shape[0])  # type: ignore[attr-defined]
+    def limited(batch: Batch, needs: Needs) -> DenseSignal:
+        sizes.append(batch.input_ids.shape[0])
         if sizes[-1] > 1:
             raise torch.OutOfMemoryError("full")
-        return real(batch, needs)  # type: ignore[arg-type]
+        return real(batch, needs)
 
     monkeypatch.setattr(teacher.live, "observe", limited)
     hidden, targets = teacher._together(rows.batch([0, 5, 2]))

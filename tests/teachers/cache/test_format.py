@@ -8,7 +8,7 @@ import cache_cases as cases
 import pytest
 
 from stillroom.errors import CacheDamaged
-from stillroom.teachers.cache.format import Block, Shard, shard_bytes
+from stillroom.teachers.cache.format import Block, Shard, block_sum, shard_bytes
 from stillroom.teachers.cache.reader import Cache
 
 
@@ -55,6 +55,7 @@ def test_two_blocks_that_changed_places_are_noticed(tmp_path: Path) -> None:
     path.write_bytes(sound[: -len(blocks[0].packed) * 2] + other[-len(blocks[0].packed) * 2 :])
     with path.open("rb") as file, pytest.raises(CacheDamaged, match="row 0"):
         Shard(path, "store").block(file.fileno(), 0)
+    assert block_sum(blocks[0].key, b"same") != block_sum(blocks[1].key, b"same")
 
 
 def test_a_shard_of_another_cache_is_refused(tmp_path: Path) -> None:
