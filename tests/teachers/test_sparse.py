@@ -84,9 +84,9 @@ def test_where_memory_does_not_suffice_halves_are_asked(
     def limited(batch: Batch, needs: Needs) -> DenseSignal:
         sizes.append(batch.input_ids.shape[0])
         if sizes[-1] > 1:
-            raise torch.OutOfMemoryError("full")
+            raise torch.OutOfMemoryError("CUDA out of memory")
         return real(batch, needs)
 
     monkeypatch.setattr(teacher.live, "observe", limited)
     hidden, targets = teacher._together(rows.batch([0, 5, 2]))
-    assert sizes == [3, 1, 2, 1, 1] and [len(part.hidden) for part in hidden] == [len(part) for part in targets]
+    assert sizes == [3, 2, 1, 1, 1] and [len(part.hidden) for part in hidden] == [len(part) for part in targets]

@@ -1,4 +1,4 @@
-"""Which teacher a configuration asks for."""
+"""Make the teacher of a configuration."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from stillroom.config import Config
 from stillroom.curriculum import Curriculum
 from stillroom.errors import ConfigError
 from stillroom.models import LoadedModel
+from stillroom.models.compiled import CompiledBody
 from stillroom.models.routers import find_gates
 from stillroom.teachers.base import NO_TEACHER, Teacher
 from stillroom.teachers.live import LiveTeacher
@@ -26,14 +27,17 @@ def make_teacher(
     surroundings: Surroundings,
     *,
     num_processes: int = 1,
+    compiled: CompiledBody | None = None,
 ) -> Teacher:
-    """No teacher where none was loaded, a router where something is done at its gates, else the model as it is."""
+    """`NO_TEACHER` where none was loaded, a `LiveTeacher` for router mode `frozen`, else a `RunRouter`."""
     if loaded is None:
         return NO_TEACHER
     if config.teacher.router.mode == "frozen":
-        live = live_teacher(config, loaded, vocab_size, surroundings.precision.device)
         spec = live_spec(config)
-        return live if spec is None else SparseTeacher(live, spec, notes=check_use(config, spec))
+        device = surroundings.precision.device
+        if spec is None:
+            return live_teacher(config, loaded, vocab_size, device, compiled)
+        return SparseTeacher(live_teacher(config, loaded, vocab_size, device), spec, notes=check_use(config, spec))
     if num_processes > 1:
         raise ConfigError(
             f"teacher.router.mode = {config.teacher.router.mode!r} works in one process, and there are {num_processes}",
@@ -43,18 +47,21 @@ def make_teacher(
     return RunRouter(config, loaded, vocab_size, surroundings)
 
 
-def live_teacher(config: Config, loaded: LoadedModel, vocab_size: int, device: torch.device) -> LiveTeacher:
+def live_teacher(
+    config: Config, loaded: LoadedModel, vocab_size: int, device: torch.device, compiled: Any = None
+) -> LiveTeacher:
     return LiveTeacher(
         loaded.network,
         vocab_size=vocab_size,
         device=device,
         offload=config.teacher.placement == "offload",
         is_described=loaded.is_described,
+        compiled=compiled,
     )
 
 
 def unused_teacher_settings(config: Config) -> list[str]:
-    """Settings that would do nothing are said aloud, and those that cannot work are refused."""
+    """Notes on settings without effect. Raise for settings that cannot work."""
     router, train = config.teacher.router, config.train
     if router.mode == "sar-joint" and config.objectives.kd.top_k:
         raise ConfigError(
@@ -71,7 +78,7 @@ def unused_teacher_settings(config: Config) -> list[str]:
 
 
 def num_trained_by_teacher(config: Config, model: Any) -> int:
-    """Weights that are trained beside the student's: they count when a precision is chosen."""
+    """The number of gate weights that are trained; it counts when a precision is chosen."""
     router = config.teacher.router
     if model is None or router.mode not in TRAINING_MODES:
         return 0

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from stillroom.ends import is_out_of_memory
 from stillroom.models import Student
 from stillroom.teachers.base import SignalKind, Teacher
 from stillroom.teachers.live import LiveTeacher
@@ -57,12 +58,15 @@ class SparseTeacher(Teacher):
         """For each signal the answer to each row of a batch; a row without targets has one of no positions."""
         there = batch.to(self.live.device)
         parts = self._row_by_row(there) if self.live.device.type == "cpu" else self._together(there)
+        # Cast once: what is computed from the logits is FP32 for every dtype of the teacher.
+        head = parts[0][0].head
+        head = head if head.is_identity else replace(head, weight=head.weight.float())
         if keeps_whole:
             hidden = torch.cat([signal.hidden for signal in parts[0]])
             self._whole = batch.keys, replace(parts[0][0], hidden=hidden, taps={})
         return [
             [
-                reduce_row(signal.hidden, signal.head, targets, spec, key)
+                reduce_row(signal.hidden, head, targets, spec, key)
                 for key, signal, targets in zip(batch.keys, *parts, strict=True)
             ]
             for spec in specs
@@ -77,13 +81,11 @@ class SparseTeacher(Teacher):
         """One forward for the whole batch, or for its halves where memory does not suffice."""
         try:
             whole = self.live.observe(batch, Needs())
-        except torch.OutOfMemoryError:
-            num_rows = batch.input_ids.shape[0]
-            if num_rows == 1:
+        except (MemoryError, RuntimeError) as error:
+            if batch.input_ids.shape[0] == 1 or not is_out_of_memory(error):
                 raise
             self.batch_tokens = max(1, self.batch_tokens // 2)
-            halves = [_rows(batch, slice(0, num_rows // 2)), _rows(batch, slice(num_rows // 2, num_rows))]
-            first, second = (self._together(half) for half in halves)
+            first, second = (self._together(half) for half in batch.parts(2))
             return first[0] + second[0], first[1] + second[1]
         sizes = torch.bincount(batch.positions // batch.input_ids.shape[1], minlength=batch.input_ids.shape[0])
         counts = sizes.tolist()
@@ -125,11 +127,8 @@ def to_device(signal: TopKSignal | SampledSignal, device: torch.device) -> TopKS
 
 def _row(batch: Batch, number: int) -> Batch:
     """One row of a batch, without its padding."""
-    length = max(1, int(batch.attention_mask[number].sum()))
-    return _rows(batch, slice(number, number + 1), length)
+    length, part = max(1, int(batch.attention_mask[number].sum())), slice(number, number + 1)
 
-
-def _rows(batch: Batch, part: slice, length: int | None = None) -> Batch:
     def cut(tensor: torch.Tensor) -> torch.Tensor:
         return tensor[part, :length]
 

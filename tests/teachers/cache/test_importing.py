@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -86,19 +87,21 @@ def distillkit(line: Line, shift: int = 0) -> Line:
     }
 
 
-def openai(line: Line) -> Line:
-    """Of the answer alone, after a prompt whose ids are known; the end mark is no part of it."""
-    begin, end = len(line["ids"]) // 2, len(line["ids"]) - 1
-    content = [
-        {
-            "token": f"token_id:{line['ids'][place]}",
-            "top_logprobs": [
-                {"token": f"token_id:{token}", "logprob": value} for token, value in top(line, place, own=False).items()
-            ],
-        }
-        for place in range(begin, end)
-    ]
-    return {"prompt_token_ids": line["ids"][:begin], "choices": [{"logprobs": {"content": content}}]}
+def openai(line: Line, begin: int, *, named: bool) -> Line:
+    """Of the answer alone, its end mark left out: after a prompt whose ids are given, or of a row that is named."""
+    spelt = Counter(line["words"].decode([token]) for token in line["words"].get_vocab().values())
+
+    def word(token: int) -> str:
+        text = str(line["words"].decode([token]))
+        return text if named and spelt[text] == 1 else f"token_id:{token}"
+
+    content = []
+    for place in range(begin, len(line["ids"]) - 1):
+        entry = top(line, place, own=False)
+        tokens = [{"token": word(token), "logprob": value} for token, value in entry.items()]
+        content.append({"token": word(line["ids"][place]), "top_logprobs": tokens})
+    which = {"id": line["name"]} if named else {"prompt_token_ids": line["ids"][:begin]}
+    return {**which, "choices": [{"logprobs": {"content": content}}]}
 
 
 def write(path: Path, lines: list[Line]) -> Path:
@@ -141,23 +144,14 @@ def test_a_run_trains_from_an_imported_cache(small: Path, said: list[Line], tmp_
     assert summary["steps"] == 3 and summary["teacher_signal"]["unknown_positions"] == 0
 
 
+@pytest.mark.parametrize("named", [True, False], ids=["texts of a named row", "ids after a prompt"])
 def test_answers_that_end_before_the_end_mark_leave_it_to_its_label(
-    small: Path, said: list[Line], tmp_path: Path
+    small: Path, said: list[Line], tmp_path: Path, named: bool
 ) -> None:
-    config = load_config(overrides=settings(small, data__train_on_prompt=False))
+    config = load_config(overrides=settings(small))
     rows = required_rows(config, open_data(config.data, said[0]["words"]))
-    scored = {tuple(row.rows.row(row.index).tolist()): int(row.rows.batch([row.index]).num_scored) for row in rows}
-    lines = []
-    for line in said:
-        begin = len(line["ids"]) - scored[tuple(line["ids"])]
-        whole = {**line, "log_probs": line["log_probs"]}
-        told = openai(whole)
-        prompt, content = line["ids"][:begin], []
-        for place in range(begin, len(line["ids"]) - 1):
-            entry = top(line, place, own=False)
-            tokens = [{"token": f"token_id:{token}", "logprob": value} for token, value in entry.items()]
-            content.append({"token": f"token_id:{line['ids'][place]}", "top_logprobs": tokens})
-        lines.append({**told, "prompt_token_ids": prompt, "choices": [{"logprobs": {"content": content}}]})
+    scored = {row.name: int(row.rows.batch([row.index]).num_scored) for row in rows}
+    lines = [openai(line, len(line["ids"]) - scored[line["name"]], named=named) for line in said]
     told = import_cache(config, tmp_path / "cache", write(tmp_path / "file.jsonl", lines), "openai")
     assert told["missing_rows"] == 0 and told["unanswered_positions"] == told["unusable_positions"] == len(said)
 

@@ -77,7 +77,7 @@ def stored_vocabulary(place: Path, tokenizer: Any, student_rows: int) -> int:
 
 def required_rows(config: Config, corpus: Corpus) -> list[NeededRow]:
     """All training rows, and the held-out rows that evaluations use."""
-    size = config.eval.batch_size or config.train.batch_size
+    size = config.eval.batch_size or config.train.rows_per_batch
     held_out = fixed_rows(corpus.evaluation, size, config.eval.max_batches)
     return needed_rows([(corpus.train, range(len(corpus.train))), (corpus.evaluation, held_out)])
 

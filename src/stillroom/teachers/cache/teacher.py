@@ -17,6 +17,7 @@ from stillroom.teachers.sparse import describe, to_device
 from stillroom.types import Batch, Needs, SampledSignal, Signal, TopKSignal
 
 Stored = TopKSignal | SampledSignal
+Rows = dict[str, RowAnswer]
 Window = Callable[[int], Sequence[Batch]]
 
 _LEAST_MASS = 0.98  # of a renormalised distribution: below it the student learns that likely tokens cannot come
@@ -47,7 +48,7 @@ class CachedTeacher(Teacher):
         self._whole: Teacher | None = None
         self._device = device
         self._window = window
-        self._ahead: dict[tuple[str, ...], Future[Stored]] = {}
+        self._ahead: dict[str, Future[Rows]] = {}  # by the key of a row: the rows of its batch
         self._reader: ThreadPoolExecutor | None = None
         self._num_unknown = 0
 
@@ -63,15 +64,17 @@ class CachedTeacher(Teacher):
     # -- answering ---------------------------------------------------------------------------------------
 
     def observe(self, batch: Batch, needs: Needs) -> Signal:
-        read = self._ahead.get(batch.keys)
-        return to_device(read.result() if read is not None else self._read(batch), self._device)
+        """A batch may be part of one that was read ahead: rows are looked for one by one."""
+        read = {key: self._ahead[key].result()[key] for key in batch.keys if key in self._ahead}
+        if len(read) < len(set(batch.keys)):
+            read |= self._read(batch)
+        signal = signal_of(RowAnswer.join([read[key] for key in batch.keys]), self.spec)
+        return to_device(_pinned(signal) if self._device.type == "cuda" else signal, self._device)
 
-    def _read(self, batch: Batch) -> Stored:
+    def _read(self, batch: Batch) -> Rows:
         places = (batch.positions // batch.targets.shape[1]).cpu().numpy()
         counts = np.bincount(places, minlength=len(batch.keys))
-        answers = [self._answer(key, int(count)) for key, count in zip(batch.keys, counts, strict=True)]
-        signal = signal_of(RowAnswer.join(answers), self.spec)
-        return _pinned(signal) if self._device.type == "cuda" else signal
+        return {key: self._answer(key, int(count)) for key, count in zip(batch.keys, counts, strict=True)}
 
     def _answer(self, key: str, num_scored: int) -> RowAnswer:
         if num_scored == 0:
@@ -88,12 +91,13 @@ class CachedTeacher(Teacher):
         if self._reader is None:
             self._reader = ThreadPoolExecutor(1, thread_name_prefix="stillroom-cache")
         upcoming = self._window(cursor + 1) if self._window is not None else ()
-        wanted = {batch.keys: batch for batch in (*window, *upcoming)}
-        for keys in [known for known in self._ahead if known not in wanted]:
-            self._ahead.pop(keys).cancel()
-        for keys, batch in wanted.items():
-            if keys not in self._ahead:
-                self._ahead[keys] = self._reader.submit(self._read, batch)
+        batches = (*window, *upcoming)
+        wanted = {key for batch in batches for key in batch.keys}
+        for key in [known for known in self._ahead if known not in wanted]:
+            self._ahead.pop(key)
+        for batch in batches:
+            if any(key not in self._ahead for key in batch.keys):
+                self._ahead |= dict.fromkeys(batch.keys, self._reader.submit(self._read, batch))
 
     # -- what it knows of itself -------------------------------------------------------------------------
 
