@@ -1,0 +1,247 @@
+"""Training steps on an idle machine and beside busy processes, by how OpenMP's threads wait for each other.
+
+    python benchmarks/training/bench_busy.py steps    # seconds a step, the ways of waiting taking turns
+    python benchmarks/training/bench_busy.py demo     # a short `stillroom distill` as a user starts it, alone and beside two
+
+Threads that spin at the end of each parallel loop are quickest when every thread has a core of its own. Beside other
+processes the thread that is waited for may not be running: the spinning one then burns the slice it could have had.
+Each way of waiting is a process of its own, because libgomp reads the variables once, when torch is loaded. Idle
+turns count only when nothing of others was busy meanwhile; the rest are repeated, and what could not be had is said.
+Busy turns count as they come: others' processes only make the machine busier, and both sides of a ratio have them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "head"))
+
+RESULTS = Path(__file__).with_name("results")
+NAMES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_NUM_THREADS")
+AS_IT_COMES = "as it comes"
+WAYS: dict[str, dict[str, str]] = {
+    AS_IT_COMES: {},
+    "passive": {"OMP_WAIT_POLICY": "passive"},
+    "spin 1,000": {"GOMP_SPINCOUNT": "1000"},
+    "spin 10,000": {"GOMP_SPINCOUNT": "10000"},
+    "one thread": {"OMP_NUM_THREADS": "1"},
+}
+# The demo's step is small products (width 128, 1,024 tokens); the wide one is dominated by large products.
+KINDS: dict[str, dict[str, Any]] = {
+    "demo step": {},
+    "wide step": {"train.batch_size": 32},
+}
+STEPS_A_TURN, IDLE_PAIRS, LOADED_PAIRS, NUM_BUSY = 6, 10, 4, 2
+QUIET, ANYTHING = 0.1, float("inf")  # cores
+PATIENCE = 200.0  # seconds to wait for quiet, for each condition
+_MARK = "benchmark: "
+
+
+def environment(way: str) -> dict[str, str]:
+    return {**{key: value for key, value in os.environ.items() if key not in NAMES}, **WAYS[way]}
+
+
+def serve(kind: str) -> None:
+    """Take as many steps as each line asks for; print the seconds."""
+    from stillroom.config import load_config
+    from stillroom.engine.building.assemble import build_run
+    from stillroom.engine.building.device import find_device
+    from stillroom.engine.building.models import load_models
+    from stillroom.engine.state import RunState
+    from stillroom.engine.step import train_step
+    from stillroom.telemetry import EventLog
+
+    with tempfile.TemporaryDirectory() as folder:
+        config = load_config(preset="demo", overrides=KINDS[kind])
+        device = find_device("cpu")
+        log = EventLog(Path(folder) / "events.jsonl")
+        run = build_run(config, Path(folder), log, device=device, models=load_models(config, device))
+        run.student.train()
+        windows = [run.loader.window(index) for index in range(8)]
+        state, turn = RunState(), iter(range(10**9))
+        print(_MARK + "{}", flush=True)
+        for line in sys.stdin:
+            wall, cpu = time.perf_counter(), time.process_time()
+            for _ in range(int(line)):
+                train_step(run, state, windows[next(turn) % len(windows)])
+            spent = {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
+            print(_MARK + json.dumps(spent), flush=True)
+        os._exit(0)
+
+
+class Worker:
+    """One way of waiting in a process of its own, which takes steps for every line it is sent."""
+
+    def __init__(self, way: str, kind: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, "serve", kind],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(way),
+        )  # fmt: skip
+
+    def __enter__(self) -> Worker:
+        self._answer()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    @property
+    def process_id(self) -> int:
+        return self._process.pid
+
+    def steps(self, count: int) -> dict[str, float]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{count}\n")
+        self._process.stdin.flush()
+        return {clock: seconds / count for clock, seconds in self._answer().items()}
+
+    def _answer(self) -> dict[str, float]:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(_MARK):
+                answer: dict[str, float] = json.loads(line.removeprefix(_MARK))
+                return answer
+        raise SystemExit(f"a worker ended early: {self._process.args}")
+
+
+@contextlib.contextmanager
+def busy(count: int) -> Iterator[tuple[int, ...]]:
+    """So many processes that do nothing but run."""
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        time.sleep(0.5)
+        yield tuple(other.pid for other in others)
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+
+
+class Others:
+    """CPU time of everything on this machine but us, by the kernel's count."""
+
+    def __init__(self, own: tuple[int, ...]) -> None:
+        self._own = own
+
+    def around(self, call: Callable[[], dict[str, float]]) -> tuple[dict[str, float], float]:
+        """What a call returns, and how many cores processes that are not ours kept busy meanwhile."""
+        before, begin = self._seconds(), time.perf_counter()
+        answer = call()
+        return answer, max(0.0, (self._seconds() - before) / (time.perf_counter() - begin))
+
+    def wait_for_quiet(self, until: float, quiet: float) -> bool:
+        while time.monotonic() < until:
+            if quiet == ANYTHING or self.around(lambda: time.sleep(0.4) or {})[1] < quiet:
+                return True
+        return False
+
+    def _seconds(self) -> float:
+        fields = [int(word) for word in Path("/proc/stat").read_text().split("\n")[0].split()[1:]]
+        busy_ticks = sum(fields[:3]) + sum(fields[5:8])
+        mine = 0
+        for process in (os.getpid(), *self._own):
+            spent = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+            mine += int(spent[11]) + int(spent[12])
+        return (busy_ticks - mine) / os.sysconf("SC_CLK_TCK")
+
+
+Pair = tuple[dict[str, float], dict[str, float]]  # a way of waiting, and as it comes
+
+
+def pairs_of(
+    workers: dict[str, Worker], others: Others, wanted: int, *, quiet: float
+) -> tuple[dict[str, list[Pair]], dict[str, Any]]:
+    """For each way, turns beside turns as it comes, in which what is not ours used fewer cores than `quiet`."""
+    until = time.monotonic() + PATIENCE
+    found: dict[str, list[Pair]] = {way: [] for way in workers if way != AS_IT_COMES}
+    thrown, foreign_cores = 0, []
+    for turn in range(10**6):
+        way = min(found, key=lambda name: len(found[name]))
+        if len(found[way]) == wanted or not others.wait_for_quiet(until, quiet):
+            break
+        order = (way, AS_IT_COMES) if turn % 2 else (AS_IT_COMES, way)
+        spent = {name: others.around(lambda name=name: workers[name].steps(STEPS_A_TURN)) for name in order}
+        foreign = max(cores for _, cores in spent.values())
+        if foreign < quiet:
+            found[way].append((spent[way][0], spent[AS_IT_COMES][0]))
+            foreign_cores.append(round(foreign, 3))
+        else:
+            thrown += 1
+    had = {way: len(pairs) for way, pairs in found.items()}
+    said = {"pairs": had, "wanted": wanted, "thrown_away": thrown, "foreign_cores_of_kept_pairs": foreign_cores}
+    return found, said
+
+
+def summarised(conditions: dict[str, dict[str, list[Pair]]]) -> dict[str, dict[str, float]]:
+    """Medians over turns; a ratio is of two turns side by side, so a slow minute hits both."""
+    rows: dict[str, dict[str, float]] = {way: {} for way in WAYS}
+    for name, found in conditions.items():
+        for clock in ("wall", "cpu"):
+            alone = [bare[clock] for pairs in found.values() for _, bare in pairs]
+            if alone:
+                rows[AS_IT_COMES][f"{name}_{clock}"] = statistics.median(alone)
+            for way, pairs in found.items():
+                if pairs:
+                    rows[way][f"{name}_{clock}"] = statistics.median(mine[clock] for mine, _ in pairs)
+                    ratios = [mine[clock] / bare[clock] for mine, bare in pairs]
+                    rows[way][f"{name}_{clock}_ratio"] = statistics.median(ratios)
+    for row in rows.values():
+        if "idle_wall" in row and "loaded_wall" in row:
+            row["loaded_over_idle"] = row["loaded_wall"] / row["idle_wall"]
+    return rows
+
+
+def bench_steps() -> dict[str, Any]:
+    kinds: dict[str, Any] = {}
+    for kind in KINDS:
+        with ExitStack() as stack:
+            workers = {way: stack.enter_context(Worker(way, kind)) for way in WAYS}
+            for worker in workers.values():
+                worker.steps(3)  # warm up
+            own = tuple(worker.process_id for worker in workers.values())
+            idle, said = pairs_of(workers, Others(own), IDLE_PAIRS, quiet=QUIET)
+            with busy(NUM_BUSY) as busy_ids:
+                every = Others((*own, *busy_ids))
+                loaded, said_loaded = pairs_of(workers, every, LOADED_PAIRS, quiet=ANYTHING)
+        conditions = {"idle": idle, "loaded": loaded}
+        kinds[kind] = {"overrides": KINDS[kind], "rows": summarised(conditions),
+                       "idle_turns": said, "loaded_turns": said_loaded, "turns": conditions}  # fmt: skip
+        _show(kind, kinds[kind])
+    return {"steps_a_turn": STEPS_A_TURN, "busy_processes": NUM_BUSY, "ways": WAYS, "kinds": kinds}
+
+
+def _show(kind: str, found: dict[str, Any]) -> None:
+    print(f"{kind}: seconds a step, idle {found['idle_turns']}, beside {NUM_BUSY} busy {found['loaded_turns']}")
+    for way, row in found["rows"].items():
+        print(f"  {way:14s} " + "  ".join(f"{key} {value:.4g}" for key, value in row.items()), flush=True)
+
+
+def main() -> None:
+    if sys.argv[1] == "serve":
+        serve(sys.argv[2])
+        return
+    from measure import machine
+
+    started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    result = {"benchmark": f"busy {sys.argv[1]}", "date": started, "machine": machine(), **bench_steps()}
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"busy_{sys.argv[1]}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"written: {path}")
+
+
+if __name__ == "__main__":
+    main()
