@@ -1,8 +1,9 @@
 """Published peaks of the cards, and the time of a stream of kernels by them. A model, not a measurement.
 
-Figures are those of NVIDIA's data sheets: dense tensor-core rates with FP32 sums, without sparsity. A P100 has no tensor
-cores; its half products are twice as fast only when they are also summed in half, which nothing here does. TF32 is off,
-as torch has it. Nothing reaches its peak; the table of assumptions in the results says what changes if less is reached.
+Figures are those of NVIDIA's data sheets: dense tensor-core rates with FP32 sums, without sparsity. A P100 has no
+tensor cores; its half products are twice as fast only when they are also summed in half, which nothing here does.
+TF32 is off, as torch has it. Nothing reaches its peak; the table of assumptions in the results says what changes if
+less is reached.
 """
 
 from __future__ import annotations
@@ -104,8 +105,8 @@ def bound(kernels: Sequence[Kernel], card: Card, *, tokens: int, vocabulary: int
         if kernel.is_product:
             narrow = 1.0 if kernel.dtype in ("float16", "bfloat16") else 0.5
             moved = card.pass_seconds((kernel.bytes_read + kernel.bytes_written) * narrow)
-            # A chunked pass reads its weight for every chunk; whole, the head's products are bound by arithmetic.
-            moved = 0.0 if kernel.phase == "head" else moved
+            # A chunked pass reads its weight for every chunk, and open attention writes its scores: neither must be.
+            moved = 0.0 if kernel.phase == "head" or kernel.name == "bmm" else moved
             seconds = max(kernel.flops / card.best_rate, moved)
             products[kernel.phase] = products.get(kernel.phase, 0.0) + seconds
     logits = card.pass_seconds(2 * 4 * tokens * vocabulary)

@@ -1,9 +1,9 @@
 """A CUDA card without a card: tensors that say `cuda:0`, with shapes, dtypes and lifetimes, and without values.
 
-torch's own fake tensors carry the shapes; a guard of a few lines of C++ lets autograd and autocast take them for CUDA's.
-What is asked of `torch.cuda` is answered with a card's published facts, so the code under test takes the branches it
-takes there. Whatever a program reads from the device is 1: the loss is 1, every norm is 1, every mask is all true.
-Needs g++.
+torch's own fake tensors carry the shapes; a guard of a few lines of C++ lets autograd and autocast take them for
+CUDA's. What is asked of `torch.cuda` is answered with a card's published facts, so the code under test takes the
+branches it takes there. Whatever a program reads from the device is 1: the loss is 1, every norm is 1, every mask is
+all true. Needs g++.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def installed(facts: Facts, recorder: Any) -> Iterator[None]:
         stack.enter_context(mock.patch.object(FakeTensor, "tolist", lambda tensor: recorder.read_list(tensor)))
         stack.enter_context(mock.patch.object(torch.nn.Module, "_apply", _apply))
         # transformers takes fake tensors for a graph being traced, and then keeps masks that it drops in a real run.
-        stack.enter_context(mock.patch.object(masking_utils, "is_tracing", lambda tensor=None: False))
+        stack.enter_context(mock.patch.object(masking_utils, "is_tracing", return_value=False))
         # Numbers from the host become a tensor in main memory first, which is then copied: the recorder sees that.
         torch._C._set_only_lift_cpu_tensors(True)
         stack.callback(torch._C._set_only_lift_cpu_tensors, False)

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "addmm_", "baddbmm_"}
 WRITES_ONLY = {"copy_", "fill_", "zero_", "uniform_", "normal_", "random_", "bernoulli_"}
+REDUCTIONS = {"sum", "mean", "amax", "amin", "aminmax", "max", "logsumexp", "linalg_vector_norm", "std", "var_mean"}
 ALLOCATES = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 # Rows of a table that is not read as a whole: what is read is as large as what comes out.
 SELECTS = {"embedding", "index", "index_select", "gather", "_unsafe_index"}
@@ -41,6 +42,8 @@ class Kernel:
     writes: tuple[int, ...] = ()
     sizes: dict[int, int] = field(default_factory=dict)  # bytes of each block that this kernel touches
     waits: bool = False  # the host waits for the answer
+    reduces: str = ""  # "row": along the last axis, or wholly; "across": over other axes
+    row_length: int = 0  # the last axis of what is read
 
     @property
     def is_product(self) -> bool:
@@ -103,6 +106,7 @@ class Recorder(TorchDispatchMode):
         bytes_read: int | None = None,
         bytes_written: int | None = None,
         waits: bool = False,
+        reduces: str = "",
     ) -> None:
         shape = tuple(writes[0].shape) if writes else ()
         read = sum(map(touched, reads)) if bytes_read is None else bytes_read
@@ -111,7 +115,7 @@ class Recorder(TorchDispatchMode):
         kernel = Kernel(
             name, self._phase, flops, str(dtype).removeprefix("torch."), read, written, launches, shape,
             tuple(self._number(tensor) for tensor in reads), tuple(self._number(tensor) for tensor in writes),
-            blocks, waits,
+            blocks, waits, reduces, max((int(t.shape[-1]) for t in reads if t.ndim), default=0),
         )  # fmt: skip
         self.kernels.append(kernel)
 
@@ -208,7 +212,10 @@ class Recorder(TorchDispatchMode):
         flops = _flops(name, reads, writes)
         dtype = reads[-1].dtype if reads else writes[0].dtype if writes else torch.float32
         launches = _launches(name, args)
-        self.note(name, flops, dtype, reads, writes, launches=launches, bytes_read=read, bytes_written=written)
+        self.note(
+            name, flops, dtype, reads, writes, launches=launches, bytes_read=read, bytes_written=written,
+            reduces=_reduces(name, args, kwargs),
+        )  # fmt: skip
 
     # -- memory --------------------------------------------------------------------------------------------
 
@@ -288,6 +295,17 @@ def _partial_bytes(
             small *= max(1, writes[0].numel() // max(1, writes[0].shape[0]))
         return 3 * small, small
     return None, None
+
+
+def _reduces(name: str, args: Any, kwargs: Any) -> str:
+    if name not in REDUCTIONS:
+        return ""
+    given = kwargs.get("dim", args[1] if len(args) > 1 else None)
+    if name == "linalg_vector_norm":
+        given = kwargs.get("dim", args[2] if len(args) > 2 else None)
+    axes = [given] if isinstance(given, int) else list(given or [])
+    last = args[0].ndim - 1
+    return "across" if axes and last not in {axis % args[0].ndim for axis in axes} else "row"
 
 
 def _flops(name: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> int:

@@ -1,4 +1,4 @@
-"""The models of the cost model: Llama configurations of published sizes, built on the fake card; nothing is downloaded."""
+"""The models of the cost model: Llama configurations of published sizes, built on the fake card, not downloaded."""
 
 from __future__ import annotations
 
@@ -18,6 +18,12 @@ class Shape:
     mlp_width: int
     heads: int
     key_heads: int
+
+    @property
+    def num_parameters(self) -> int:
+        head_width = self.width // self.heads
+        attention = 2 * self.width * self.width + 2 * self.width * self.key_heads * head_width
+        return VOCABULARY * self.width + self.layers * (attention + 3 * self.width * self.mlp_width)
 
     def config(self, length: int) -> LlamaConfig:
         return LlamaConfig(

@@ -1,9 +1,9 @@
 """One optimizer step of each contender on the fake card: Stillroom's own step, trl's GKD loss, and the naive loop.
 
-All learn by forward KL at T = 1 on the same rows, clip at 1.0 and update with AdamW. The student's weights are FP32 under
-autocast (what `auto` chooses for these sizes), the teacher is half. trl's trainer cannot be built without a device, so
-its `compute_loss` is called as it stands, and what accelerate and the trainer put around it is written out here: both
-forwards under autocast with their outputs cast to FP32, the scaler, clipping, fused AdamW.
+All learn by forward KL at T = 1 on the same rows, clip at 1.0 and update with AdamW. The student's weights are FP32
+under autocast (what `auto` chooses for these sizes), the teacher is half. trl's trainer cannot be built without a
+device, so its `compute_loss` is called as it stands, and what accelerate and the trainer put around it is written out
+here: both forwards under autocast with their outputs cast to FP32, the scaler, clipping, fused AdamW.
 """
 
 from __future__ import annotations
@@ -56,12 +56,14 @@ def stillroom(problem: Problem, recorder: Recorder, dtype: torch.dtype, **over: 
         student = problem.student.build(problem.length, torch.float32)
         for network in (teacher, student):
             attend_causally(network)
-        loaded = [LoadedModel(network, tokenizer, anatomy_of(network), is_described=True) for network in (teacher, student)]
+        loaded = [
+            LoadedModel(network, tokenizer, anatomy_of(network), is_described=True) for network in (teacher, student)
+        ]
         settings = {
             "teacher.model": "built", "student.model": "built", "data.train": str(text), "data.eval_share": 0.1,
             "data.max_length": problem.length, "train.batch_size": problem.rows, "train.max_steps": 1000,
             "objectives.kd.weight": 1.0, "objectives.ce.weight": 0.0, "objectives.kd.temperature": 1.0,
-            "telemetry.log_steps": 1000,
+            "telemetry.log_steps": 1000, "objectives.kernel": "plain",
         }  # fmt: skip
         config = load_config(overrides={**settings, **over})
         models = Models(tokenizer, loaded[0], loaded[1], VOCABULARY, ())
@@ -77,7 +79,7 @@ def stillroom(problem: Problem, recorder: Recorder, dtype: torch.dtype, **over: 
             outcome = train_step(run, replace(state), window)
             assert outcome.verdict.action == "keep", outcome.verdict
 
-        step.chosen = run.precision  # type: ignore[attr-defined]
+        step.chosen = f"{run.precision.mode} ({run.precision.reason})"  # type: ignore[attr-defined]
         yield step
 
 
@@ -218,7 +220,9 @@ def _ids(problem: Problem) -> Tensor:
     return torch.zeros(problem.rows, problem.length, dtype=torch.long, device="cuda")
 
 
-def _update(loss_of: Callable[[], Tensor], student: Any, optimizer: Any, recorder: Recorder, dtype: torch.dtype) -> Step:
+def _update(
+    loss_of: Callable[[], Tensor], student: Any, optimizer: Any, recorder: Recorder, dtype: torch.dtype
+) -> Step:
     """What a trainer does around a loss: scale it for FP16, go back, unscale, clip, update."""
     scaler = torch.amp.GradScaler("cuda", enabled=dtype == torch.float16)
 

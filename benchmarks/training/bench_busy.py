@@ -1,7 +1,7 @@
 """Training steps on an idle machine and beside busy processes, by how OpenMP's threads wait for each other.
 
     python benchmarks/training/bench_busy.py steps    # seconds a step, the ways of waiting taking turns
-    python benchmarks/training/bench_busy.py demo     # a short `stillroom distill` as a user starts it, alone and beside two
+    python benchmarks/training/bench_busy.py demo     # a short demo as a user starts it, alone and beside two
 
 Threads that spin at the end of each parallel loop are quickest when every thread has a core of its own. Beside other
 processes the thread that is waited for may not be running: the spinning one then burns the slice it could have had.
@@ -47,6 +47,7 @@ STEPS_A_TURN, IDLE_PAIRS, LOADED_PAIRS, NUM_BUSY = 6, 10, 4, 2
 QUIET, ANYTHING = 0.1, float("inf")  # cores
 PATIENCE = 200.0  # seconds to wait for quiet, for each condition
 _MARK = "benchmark: "
+_BUSY = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"  # and no longer than that
 
 
 def environment(way: str) -> dict[str, str]:
@@ -120,7 +121,7 @@ class Worker:
 @contextlib.contextmanager
 def busy(count: int) -> Iterator[tuple[int, ...]]:
     """So many processes that do nothing but run."""
-    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    others = [subprocess.Popen([sys.executable, "-c", _BUSY]) for _ in range(count)]
     try:
         time.sleep(0.5)
         yield tuple(other.pid for other in others)

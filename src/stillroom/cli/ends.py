@@ -9,6 +9,7 @@ import sys
 
 import typer
 
+from stillroom import threads
 from stillroom.cli.app import app
 from stillroom.ends import ending_politely, fault_of
 from stillroom.errors import ConfigError, StillroomError
@@ -31,6 +32,7 @@ _NOBODY_READS = 141  # what a shell reports of a command whose output was closed
 
 def main(arguments: list[str] | None = None) -> None:
     """Run a command; every end has an exit code, and every bad end one screen of explanation."""
+    threads.wait_passively()  # no command has loaded torch yet
     words = _with_dashes(list(sys.argv[1:] if arguments is None else arguments))
     try:
         with ending_politely():
