@@ -39,7 +39,7 @@ def test_a_run_from_the_command_line_sets_it_and_says_so_in_its_log(world: Path,
     environment = {key: value for key, value in os.environ.items() if key not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
     command = [sys.executable, "-m", "stillroom", "distill", "--teacher", str(world / "teacher"),
                "--student", str(world / "student"), "--data", str(world / "train.jsonl"),
-               "--out", str(tmp_path / "run"), "--set", "data.max_length=16", "--dry-run", "--device", "cpu"]  # fmt: skip
+               "--out", str(tmp_path / "run"), "--set", "data.max_length=16", "--dry-run"]  # fmt: skip
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]

@@ -91,8 +91,8 @@ def _all_cards(result: dict[str, Any]) -> str:
 
 
 def _assumptions(result: dict[str, Any]) -> str:
-    lines = ["## Model: what changes if a T4 reaches less than its peaks", "",
-             _line(["models", "reached", "step", "ms", "x bound", "head x bound", "x trl"]), "|" + "---|" * 7]  # fmt: skip
+    head = _line(["models", "reached", "step", "ms", "x bound", "head x bound", "x trl"])
+    lines = ["## Model: what changes if a T4 reaches less than its peaks", "", head, "|" + "---|" * 7]
     for name, found in result["problems"].items():
         for said, rows in found["T4"]["assumptions"].items():
             for who, row in rows.items():
@@ -103,8 +103,8 @@ def _assumptions(result: dict[str, Any]) -> str:
 
 
 def _cards(result: dict[str, Any]) -> str:
-    lines = ["## Model: the peaks it assumes (data sheets)", "",
-             _line(["card", "half products, TFLOP/s", "FP32 products, TFLOP/s", "GB/s"]), "|---|---|---|---|"]  # fmt: skip
+    head = _line(["card", "half products, TFLOP/s", "FP32 products, TFLOP/s", "GB/s"])
+    lines = ["## Model: the peaks it assumes (data sheets)", "", head, "|---|---|---|---|"]
     for name, card in result["cards"].items():
         lines.append(
             _line([name, str(card["half_tflops"]), str(card["fp32_tflops"]), str(card["gigabytes_per_second"])])

@@ -44,6 +44,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "wide step": {"train.batch_size": 32},
 }
 STEPS_A_TURN, IDLE_PAIRS, LOADED_PAIRS, NUM_BUSY = 6, 10, 4, 2
+# libgomp spins 300,000 times where nobody said anything: as it was before the product chose.
+DEMO_WAYS = {"as torch comes": {"GOMP_SPINCOUNT": "300000"}, "as the product comes": {}}
+DEMO_STEPS = 60
 QUIET, ANYTHING = 0.1, float("inf")  # cores
 PATIENCE = 200.0  # seconds to wait for quiet, for each condition
 _MARK = "benchmark: "
@@ -137,11 +140,15 @@ class Others:
     def __init__(self, own: tuple[int, ...]) -> None:
         self._own = own
 
-    def around(self, call: Callable[[], dict[str, float]]) -> tuple[dict[str, float], float]:
-        """What a call returns, and how many cores processes that are not ours kept busy meanwhile."""
+    def around(self, call: Callable[[], dict[str, float]], *, minus: bool = False) -> tuple[dict[str, float], float]:
+        """What a call returns, and how many cores processes that are not ours kept busy meanwhile.
+
+        `minus`: the call starts processes and ends them, and its answer holds their CPU seconds.
+        """
         before, begin = self._seconds(), time.perf_counter()
         answer = call()
-        return answer, max(0.0, (self._seconds() - before) / (time.perf_counter() - begin))
+        spent = self._seconds() - before - (answer["cpu"] if minus else 0.0)
+        return answer, max(0.0, spent / (time.perf_counter() - begin))
 
     def wait_for_quiet(self, until: float, quiet: float) -> bool:
         while time.monotonic() < until:
@@ -224,10 +231,53 @@ def bench_steps() -> dict[str, Any]:
     return {"steps_a_turn": STEPS_A_TURN, "busy_processes": NUM_BUSY, "ways": WAYS, "kinds": kinds}
 
 
+def bench_demo() -> dict[str, Any]:
+    """A shortened demo as a user starts it, with its imports, evaluations and saving: alone, then beside two."""
+    rows: dict[str, dict[str, float]] = {}
+    foreign = {}
+    for way in DEMO_WAYS:
+        rows[way] = {}
+        others = Others(())
+        others.wait_for_quiet(time.monotonic() + PATIENCE, QUIET)
+        seconds, cores = others.around(lambda way=way: _demo(way), minus=True)
+        rows[way] |= {f"alone_{clock}": value for clock, value in seconds.items()}
+        foreign[way] = cores
+        with busy(NUM_BUSY):
+            rows[way] |= {f"beside_two_{clock}": value for clock, value in _demo(way).items()}
+        rows[way]["beside_two_over_alone"] = rows[way]["beside_two_wall"] / rows[way]["alone_wall"]
+        print(f"  {way:22s} {rows[way]}, {cores:.2f} foreign cores while alone", flush=True)
+    return {"demo_steps": DEMO_STEPS, "ways": DEMO_WAYS, "busy_processes": NUM_BUSY, "rows": rows,
+            "foreign_cores_while_alone": foreign}  # fmt: skip
+
+
+def _demo(way: str) -> dict[str, float]:
+    """Wall and CPU seconds of the whole command."""
+    clean = {key: value for key, value in os.environ.items() if key not in NAMES}
+    before, begin = os.times(), time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            sys.executable,
+            "-m",
+            "stillroom",
+            "distill",
+            "--out",
+            f"{folder}/run",
+            "--max-steps",
+            str(DEMO_STEPS),
+        ]
+        subprocess.run(command, env={**clean, **DEMO_WAYS[way]}, capture_output=True)
+    after = os.times()
+    cpu = after.children_user + after.children_system - before.children_user - before.children_system
+    return {"wall": time.perf_counter() - begin, "cpu": cpu}
+
+
 def _show(kind: str, found: dict[str, Any]) -> None:
     print(f"{kind}: seconds a step, idle {found['idle_turns']}, beside {NUM_BUSY} busy {found['loaded_turns']}")
     for way, row in found["rows"].items():
         print(f"  {way:14s} " + "  ".join(f"{key} {value:.4g}" for key, value in row.items()), flush=True)
+
+
+JOBS = {"steps": bench_steps, "demo": bench_demo}
 
 
 def main() -> None:
@@ -237,7 +287,7 @@ def main() -> None:
     from measure import machine
 
     started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    result = {"benchmark": f"busy {sys.argv[1]}", "date": started, "machine": machine(), **bench_steps()}
+    result = {"benchmark": f"busy {sys.argv[1]}", "date": started, "machine": machine(), **JOBS[sys.argv[1]]()}
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"busy_{sys.argv[1]}.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
