@@ -11,13 +11,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fake_card import Facts
 from recorder import Kernel
 
 # An eager op takes the host about this long, from Python to the queue of the card; a kernel that does nothing takes the
 # card about that long. The two overlap: the host runs ahead until it waits for a value.
 HOST_SECONDS, LEAST_SECONDS = 6e-6, 2e-6
 _GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What torch says of a card."""
+
+    name: str
+    capability: tuple[int, int]
+    memory_bytes: int
 
 
 @dataclass(frozen=True)

@@ -11,27 +11,18 @@ from __future__ import annotations
 import collections
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import guard  # isort: skip  before torch
 import torch
 from attention import fused_attention
+from cards import Facts
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import masking_utils
 
 assert guard.IS_LOADED
 DEVICE = torch.device("cuda:0")
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What torch says of a card."""
-
-    name: str
-    capability: tuple[int, int]
-    memory_bytes: int
 
 
 # On a card this is one kernel. Without a kernel registered, the dispatcher would take it apart into seven.
