@@ -54,7 +54,8 @@ bench: $(BENCH_STAMP)
 
 # Waits for a machine that does nothing else.
 bench-busy: $(BENCH_STAMP)
-	$(BENCH)/bin/python benchmarks/training/bench_busy.py steps
+	$(BENCH)/bin/python benchmarks/training/bench_busy.py idle
+	$(BENCH)/bin/python benchmarks/training/bench_busy.py busy
 	$(BENCH)/bin/python benchmarks/training/bench_busy.py demo
 
 # Models of a card: nothing here needs one, but g++.

@@ -35,18 +35,23 @@ from tables import write_tables
 
 RESULTS = Path(__file__).with_name("results")
 BODIES = ("teacher", "student forward", "student backward")
-OURS, OURS_COMPILED = "stillroom", "stillroom, compiled"
-OURS_BODIES = "stillroom, bodies compiled"
+OURS, OURS_PLAIN, OURS_COMPILED = "stillroom", "stillroom, rows not fused", "stillroom, bodies compiled"
 TRL, TRL_JSD, NAIVE = "trl GKD, forward KL", "trl GKD as it comes (JSD)", "naive loop"
 Make = Callable[[Problem, Recorder, torch.dtype], AbstractContextManager[streams.Step]]
 CONTENDERS: dict[str, Make] = {
     OURS: streams.stillroom,
+    OURS_PLAIN: lambda problem, recorder, dtype: streams.stillroom(
+        problem, recorder, dtype, **{"objectives.kernel": "plain"}
+    ),
     TRL: lambda problem, recorder, dtype: streams.trl_gkd(problem, recorder, dtype, beta=0.0),
     TRL_JSD: lambda problem, recorder, dtype: streams.trl_gkd(problem, recorder, dtype, beta=0.5),
     NAIVE: streams.naive,
 }
-# Streams that are made from ours by the model of a compiler.
-COMPILED = {OURS_BODIES: BODIES, OURS_COMPILED: (*BODIES, "head")}
+# Streams that are made from ours by the model of a compiler: phases that are fused.
+COMPILED: dict[str, tuple[str, ...]] = {
+    OURS: (streams.ROWS,),
+    OURS_COMPILED: (streams.ROWS, *BODIES),
+}
 # What a card may reach instead of its peaks; ratios are compared.
 ASSUMPTIONS = {"peaks": (1.0, 1.0), "half the products' peak, 80 % of the bandwidth": (0.5, 0.8)}
 
@@ -64,7 +69,7 @@ class Recorded:
 
 def record(make: Make, problem: Problem, card: Card) -> Recorded:
     """The second step: the first one makes the optimizer's state."""
-    recorder = Recorder()
+    recorder = Recorder(streams.ROWS)
     with (
         installed(card.facts, recorder),
         recorder,
@@ -76,6 +81,10 @@ def record(make: Make, problem: Problem, card: Card) -> Recorded:
         step()
         chosen = getattr(step, "chosen", "FP32 weights under autocast")
         return Recorded(recorder.kernels, recorder.peak_bytes, resting, recorder.host_reads, chosen)
+
+
+def _as_head(kernels: list[Kernel]) -> list[Kernel]:
+    return [replace(kernel, phase="head") if kernel.phase == streams.ROWS else kernel for kernel in kernels]
 
 
 def row_of(kernels: Sequence[Kernel], card: Card, least: Bound) -> dict[str, Any]:
@@ -107,7 +116,7 @@ def measure(problem: Problem, card: Card) -> dict[str, Any]:
     found = {name: record(make, problem, card) for name, make in CONTENDERS.items()}
     ours = found[OURS]
     held = {name: one.kernels for name, one in found.items()}
-    held |= {name: compiled(ours.kernels, phases) for name, phases in COMPILED.items()}
+    held |= {name: _as_head(compiled(ours.kernels, phases)) for name, phases in COMPILED.items()}
     trained = problem.student.num_parameters
     least = bound(ours.kernels, card, tokens=problem.tokens, vocabulary=VOCABULARY, num_trained=trained)
     rows = {name: row_of(kernels, card, least) for name, kernels in held.items()}
@@ -148,12 +157,12 @@ def bars(found: dict[str, Any]) -> list[dict[str, Any]]:
     for problem, cards in found.items():
         rows = cards["T4"]["rows"]
         for what, value, bar in (
-            ("head, x its bound, as it comes", rows[OURS]["head_x_bound"], 1.3),
-            ("head, x its bound, rows compiled", rows[OURS_COMPILED]["head_x_bound"], 1.3),
-            ("step, x its bound, without compile", rows[OURS]["x_bound"], 1.8),
-            ("step, x its bound, compiled", rows[OURS_COMPILED]["x_bound"], 1.35),
-            ("step, x trl's time, without compile", rows[OURS]["x_trl_seconds"], 0.6),
-            ("step, x trl's time, compiled", rows[OURS_COMPILED]["x_trl_seconds"], 0.6),
+            ("head, x its bound", rows[OURS]["head_x_bound"], 1.3),
+            ("head, x its bound, bodies compiled", rows[OURS_COMPILED]["head_x_bound"], 1.3),
+            ("step, x its bound", rows[OURS]["x_bound"], 1.8),
+            ("step, x its bound, bodies compiled", rows[OURS_COMPILED]["x_bound"], 1.35),
+            ("step, x trl's time", rows[OURS]["x_trl_seconds"], 0.6),
+            ("step, x trl's time, bodies compiled", rows[OURS_COMPILED]["x_trl_seconds"], 0.6),
             ("peak memory, x trl's", rows[OURS]["x_trl_peak"], 0.45),
         ):
             out.append({"problem": problem, "what": what, "value": value, "bar": bar, "is_met": value <= bar})

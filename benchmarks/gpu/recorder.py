@@ -53,11 +53,15 @@ class Kernel:
 class Recorder(TorchDispatchMode):
     """Runs ops on fake tensors and writes down what they would cost. Ops in main memory run as they are."""
 
-    def __init__(self) -> None:
+    def __init__(self, fused_phase: str = "") -> None:
+        """Of what is made inside `fused_phase` only that counts towards the peak which outlives it."""
         super().__init__()
+        self._fused_phase = fused_phase
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.kernels: list[Kernel] = []
         self.live_bytes = self.peak_bytes = 0
+        self.peak_by_phase: dict[str, int] = {}
+        self.bytes_at_start: dict[str, int] = {}  # of each phase, when it was first entered
         self.host_reads = 0
         self.copied_in = self.copied_out = 0
         self._phase = "rest"
@@ -72,9 +76,11 @@ class Recorder(TorchDispatchMode):
         self.kernels, self.host_reads = [], 0
         self.copied_in = self.copied_out = 0
         self.peak_bytes = self.live_bytes
+        self.peak_by_phase, self.bytes_at_start = {}, {}
 
     def enter_phase(self, name: str) -> str:
         before, self._phase = self._phase, name
+        self.bytes_at_start.setdefault(name, self.live_bytes)
         return before
 
     @contextmanager
@@ -219,6 +225,10 @@ class Recorder(TorchDispatchMode):
 
     # -- memory --------------------------------------------------------------------------------------------
 
+    def number_of(self, tensor: Tensor) -> int:
+        """The number of a tensor's memory block in `Kernel.reads` and `Kernel.writes`."""
+        return self._number(tensor)
+
     def _is_held(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage() in self._numbers
 
@@ -237,7 +247,9 @@ class Recorder(TorchDispatchMode):
         self._numbers[storage] = self._count
         size = storage.nbytes()
         self.live_bytes += size
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        if not self._fused_phase or self._phase != self._fused_phase:
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+            self.peak_by_phase[self._phase] = max(self.peak_by_phase.get(self._phase, 0), self.live_bytes)
         weakref.finalize(storage, self._release, size).atexit = False
 
     def _release(self, size: int) -> None:

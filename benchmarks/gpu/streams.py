@@ -33,9 +33,11 @@ from stillroom.engine.step import train_step
 from stillroom.models import LoadedModel
 from stillroom.models.anatomy import anatomy_of
 from stillroom.models.attention import attend_causally
+from stillroom.objectives.head import kernel, kernel_inductor
 from stillroom.telemetry import EventLog
 
 Step = Callable[[], None]
+ROWS = "head rows"  # fused by torch.compile whether or not the bodies are compiled
 PHASES = ("teacher", "student forward", "head", "student backward", "optimizer", "rest")
 
 
@@ -63,7 +65,7 @@ def stillroom(problem: Problem, recorder: Recorder, dtype: torch.dtype, **over: 
             "teacher.model": "built", "student.model": "built", "data.train": str(text), "data.eval_share": 0.1,
             "data.max_length": problem.length, "train.batch_size": problem.rows, "train.max_steps": 1000,
             "objectives.kd.weight": 1.0, "objectives.ce.weight": 0.0, "objectives.kd.temperature": 1.0,
-            "telemetry.log_steps": 1000, "objectives.kernel": "plain",
+            "telemetry.log_steps": 1000,
         }  # fmt: skip
         config = load_config(overrides={**settings, **over})
         models = Models(tokenizer, loaded[0], loaded[1], VOCABULARY, ())
@@ -74,13 +76,32 @@ def stillroom(problem: Problem, recorder: Recorder, dtype: torch.dtype, **over: 
         assert sum(batch.num_scored for batch in window) == problem.tokens
         state = RunState(applied=1)  # the first step is sampled for the log
         _mark_phases(stack, run, recorder)
+        stack.enter_context(_fused_rows(recorder))
 
         def step() -> None:
             outcome = train_step(run, replace(state), window)
             assert outcome.verdict.action == "keep", outcome.verdict
 
         step.chosen = f"{run.precision.mode} ({run.precision.reason})"  # type: ignore[attr-defined]
+        step.run = run  # type: ignore[attr-defined]
         yield step
+
+
+@contextmanager
+def _fused_rows(recorder: Recorder) -> Iterator[None]:
+    """The product has its rows fused by torch.compile where Triton serves the card. Here the function that it would
+    compile runs op by op, in a phase of its own, which the model of a compiler then fuses."""
+    with mock.patch.object(torch, "compile", side_effect=lambda function, **_: function):
+        fused = kernel_inductor.InductorKernel()
+    fused._fused = _in_phase(fused._fused, recorder, ROWS)
+    choice = kernel.KernelChoice(fused, "fused by torch.compile")
+
+    def choose(device: torch.device) -> Any:
+        doubt = torch.cuda.get_device_capability(device) < kernel_inductor.LEAST_CAPABILITY
+        return kernel.KernelChoice(kernel.PlainKernel(), "no Triton for this card") if doubt else choice
+
+    with mock.patch.object(kernel, "_fused", choose):
+        yield
 
 
 def _mark_phases(stack: ExitStack, run: Any, recorder: Recorder) -> None:

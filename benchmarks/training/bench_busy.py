@@ -1,6 +1,7 @@
 """Training steps on an idle machine and beside busy processes, by how OpenMP's threads wait for each other.
 
-    python benchmarks/training/bench_busy.py steps    # seconds a step, the ways of waiting taking turns
+    python benchmarks/training/bench_busy.py idle     # seconds a step, the ways of waiting taking turns
+    python benchmarks/training/bench_busy.py busy     # the same beside two busy processes
     python benchmarks/training/bench_busy.py demo     # a short demo as a user starts it, alone and beside two
 
 Threads that spin at the end of each parallel loop are quickest when every thread has a core of its own. Beside other
@@ -38,12 +39,12 @@ WAYS: dict[str, dict[str, str]] = {
     "spin 10,000": {"GOMP_SPINCOUNT": "10000"},
     "one thread": {"OMP_NUM_THREADS": "1"},
 }
-# The demo's step is small products (width 128, 1,024 tokens); the wide one is dominated by large products.
+# The demo's step is small products (a student of width 96, 1,024 tokens); the wide one has four times the tokens.
 KINDS: dict[str, dict[str, Any]] = {
     "demo step": {},
     "wide step": {"train.batch_size": 32},
 }
-STEPS_A_TURN, IDLE_PAIRS, LOADED_PAIRS, NUM_BUSY = 6, 10, 4, 2
+STEPS_A_TURN, IDLE_PAIRS, BUSY_PAIRS, NUM_BUSY = 6, 10, 4, 2
 # libgomp spins 300,000 times where nobody said anything: as it was before the product chose.
 DEMO_WAYS = {"as torch comes": {"GOMP_SPINCOUNT": "300000"}, "as the product comes": {}}
 DEMO_STEPS = 60
@@ -193,42 +194,36 @@ def pairs_of(
     return found, said
 
 
-def summarised(conditions: dict[str, dict[str, list[Pair]]]) -> dict[str, dict[str, float]]:
+def summarised(found: dict[str, list[Pair]]) -> dict[str, dict[str, float]]:
     """Medians over turns; a ratio is of two turns side by side, so a slow minute hits both."""
     rows: dict[str, dict[str, float]] = {way: {} for way in WAYS}
-    for name, found in conditions.items():
-        for clock in ("wall", "cpu"):
-            alone = [bare[clock] for pairs in found.values() for _, bare in pairs]
-            if alone:
-                rows[AS_IT_COMES][f"{name}_{clock}"] = statistics.median(alone)
-            for way, pairs in found.items():
-                if pairs:
-                    rows[way][f"{name}_{clock}"] = statistics.median(mine[clock] for mine, _ in pairs)
-                    ratios = [mine[clock] / bare[clock] for mine, bare in pairs]
-                    rows[way][f"{name}_{clock}_ratio"] = statistics.median(ratios)
-    for row in rows.values():
-        if "idle_wall" in row and "loaded_wall" in row:
-            row["loaded_over_idle"] = row["loaded_wall"] / row["idle_wall"]
+    for clock in ("wall", "cpu"):
+        alone = [bare[clock] for pairs in found.values() for _, bare in pairs]
+        if alone:
+            rows[AS_IT_COMES][clock] = statistics.median(alone)
+        for way, pairs in found.items():
+            if pairs:
+                rows[way][clock] = statistics.median(mine[clock] for mine, _ in pairs)
+                rows[way][f"{clock}_ratio"] = statistics.median(mine[clock] / bare[clock] for mine, bare in pairs)
     return rows
 
 
-def bench_steps() -> dict[str, Any]:
+def bench_steps(num_busy: int, wanted: int, quiet: float) -> dict[str, Any]:
+    """Every way of waiting, beside so many processes of ours and at most `quiet` cores of others."""
     kinds: dict[str, Any] = {}
     for kind in KINDS:
         with ExitStack() as stack:
             workers = {way: stack.enter_context(Worker(way, kind)) for way in WAYS}
             for worker in workers.values():
                 worker.steps(3)  # warm up
-            own = tuple(worker.process_id for worker in workers.values())
-            idle, said = pairs_of(workers, Others(own), IDLE_PAIRS, quiet=QUIET)
-            with busy(NUM_BUSY) as busy_ids:
-                every = Others((*own, *busy_ids))
-                loaded, said_loaded = pairs_of(workers, every, LOADED_PAIRS, quiet=ANYTHING)
-        conditions = {"idle": idle, "loaded": loaded}
-        kinds[kind] = {"overrides": KINDS[kind], "rows": summarised(conditions),
-                       "idle_turns": said, "loaded_turns": said_loaded, "turns": conditions}  # fmt: skip
-        _show(kind, kinds[kind])
-    return {"steps_a_turn": STEPS_A_TURN, "busy_processes": NUM_BUSY, "ways": WAYS, "kinds": kinds}
+            own = [worker.process_id for worker in workers.values()]
+            own += stack.enter_context(busy(num_busy))
+            found, said = pairs_of(workers, Others(tuple(own)), wanted, quiet=quiet)
+        kinds[kind] = {"overrides": KINDS[kind], "rows": summarised(found), **said, "turns": found}
+        print(f"{kind}: seconds a step beside {num_busy} busy processes; {said}")
+        for way, row in kinds[kind]["rows"].items():
+            print(f"  {way:14s} " + "  ".join(f"{key} {value:.4g}" for key, value in row.items()), flush=True)
+    return {"steps_a_turn": STEPS_A_TURN, "busy_processes": num_busy, "ways": WAYS, "kinds": kinds}
 
 
 def bench_demo() -> dict[str, Any]:
@@ -271,13 +266,11 @@ def _demo(way: str) -> dict[str, float]:
     return {"wall": time.perf_counter() - begin, "cpu": cpu}
 
 
-def _show(kind: str, found: dict[str, Any]) -> None:
-    print(f"{kind}: seconds a step, idle {found['idle_turns']}, beside {NUM_BUSY} busy {found['loaded_turns']}")
-    for way, row in found["rows"].items():
-        print(f"  {way:14s} " + "  ".join(f"{key} {value:.4g}" for key, value in row.items()), flush=True)
-
-
-JOBS = {"steps": bench_steps, "demo": bench_demo}
+JOBS: dict[str, Callable[[], dict[str, Any]]] = {
+    "idle": lambda: bench_steps(0, IDLE_PAIRS, QUIET),
+    "busy": lambda: bench_steps(NUM_BUSY, BUSY_PAIRS, ANYTHING),
+    "demo": bench_demo,
+}
 
 
 def main() -> None:
@@ -287,10 +280,13 @@ def main() -> None:
     from measure import machine
 
     started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    result = {"benchmark": f"busy {sys.argv[1]}", "date": started, "machine": machine(), **JOBS[sys.argv[1]]()}
+    name = sys.argv[1]
+    before = os.getloadavg()
+    result = {"date": started, "machine": machine(), **JOBS[name](), "load_average": [before, os.getloadavg()]}
     RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"busy_{sys.argv[1]}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    path = RESULTS / "busy.json"
+    every = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**every, name: result}, indent=1) + "\n")
     print(f"written: {path}")
 
 

@@ -13,17 +13,25 @@ from typing import Any
 
 import pytest
 
-FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu"
-sys.path.insert(0, str(FOLDER))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "gpu"))
 import cards
 import fusion
 import recorder
 
+FOLDER = Path(cards.__file__).parent
 T4 = cards.CARDS[0]
 
 
 def kernel(name: str = "mul", phase: str = "teacher", **options: Any) -> recorder.Kernel:
-    given = {"flops": 0, "dtype": "float32", "bytes_read": 0, "bytes_written": 0, "launches": 1, "shape": (8,), **options}
+    given = {
+        "flops": 0,
+        "dtype": "float32",
+        "bytes_read": 0,
+        "bytes_written": 0,
+        "launches": 1,
+        "shape": (8,),
+        **options,
+    }
     return recorder.Kernel(name, phase, **given)
 
 
@@ -61,7 +69,7 @@ def test_no_stream_is_faster_than_its_bound() -> None:
 
 
 def test_what_is_made_and_used_inside_a_fused_kernel_is_never_written() -> None:
-    sizes = {block: 100 for block in range(5)}
+    sizes = dict.fromkeys(range(5), 100)
     stream = [
         kernel("mm", flops=1, writes=(0,), sizes=sizes),
         kernel("mul", reads=(0,), writes=(1,), sizes=sizes, bytes_read=100, bytes_written=100),
@@ -75,7 +83,7 @@ def test_what_is_made_and_used_inside_a_fused_kernel_is_never_written() -> None:
 
 
 def test_a_value_that_the_backward_needs_is_written() -> None:
-    sizes = {block: 100 for block in range(5)}
+    sizes = dict.fromkeys(range(5), 100)
     stream = [
         kernel("mul", reads=(0,), writes=(1,), sizes=sizes),
         kernel("add", reads=(1,), writes=(2,), sizes=sizes),
