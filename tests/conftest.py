@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,29 @@ def sound_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def model_folder(sound_model: Path, tmp_path: Path) -> Path:
     """A copy of a sound model that a test may damage."""
     return Path(shutil.copytree(sound_model, tmp_path / "model"))
+
+
+@pytest.fixture
+def make_run(world: Path, tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """Build a run of the tiny world in training mode: settings as keywords (`train__max_steps=3`) or by full name."""
+    from stillroom.config import load_config
+    from stillroom.engine.building.assemble import build_run
+    from stillroom.engine.building.device import find_device
+    from stillroom.engine.building.models import load_models
+    from stillroom.telemetry import EventLog
+
+    with ExitStack() as logs:
+
+        def build(settings: Mapping[str, Any] | None = None, **over: Any) -> Any:
+            config = load_config(overrides={**tiny.settings(world, **over), **(settings or {})})
+            device = find_device("cpu")
+            log = logs.enter_context(EventLog(tmp_path / f"{next(numbers)}.jsonl"))
+            run = build_run(config, tmp_path, log, device=device, models=load_models(config, device))
+            run.student.train()
+            return run
+
+        numbers = count()
+        yield build
 
 
 @pytest.fixture

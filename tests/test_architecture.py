@@ -1,4 +1,4 @@
-"""The house rules that a machine can check: imports go down, files stay small, help stays light."""
+"""Rules of the source tree: imports go down and form no cycle, files and functions are short, help loads no torch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import pytest
@@ -18,11 +19,14 @@ LAYERS = [
     {"numerics", "curriculum", "schedule", "guard", "builtin", "yardsticks"},
     {"objectives", "precision", "data", "models"},
     {"teachers", "telemetry", "parallel"},
-    {"evaluation", "checkpoint"},
+    {"evaluation", "checkpoint", "snapshots"},
     {"engine"},
     {"report", "assess", "demo"},
     {"api", "cli", "__main__", "__init__"},
 ]
+MAX_LINES = 350
+MAX_BODY_LINES = 50
+TEMPORARILY_LONGER = {"score_head"}  # functions that are still to be split
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 
 # Who may import what: the library on the left only in the rooms on the right.
@@ -43,12 +47,18 @@ def room_of(path: Path) -> str:
     return path.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 
-def imported(path: Path) -> list[str]:
-    """Modules a file imports at run time; those under TYPE_CHECKING are for the reader."""
+def runtime_tree(path: Path) -> ast.Module:
+    """The syntax tree of a file without what is imported for type checkers only."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             node.body = [ast.Pass()]
+    return tree
+
+
+def imported(path: Path) -> list[str]:
+    """Modules a file imports at run time, inside of functions too."""
+    tree = runtime_tree(path)
     names = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -75,14 +85,80 @@ def test_imports_go_down_only(path: Path) -> None:
 @pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(SOURCE)))
 def test_a_file_has_one_subject(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
-    assert text.count("\n") <= 400, "past about 400 lines a file has two subjects"
+    assert text.count("\n") <= MAX_LINES, f"past about {MAX_LINES} lines a file has two subjects"
     assert text.isascii(), "source is ASCII"
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert node.end_lineno is not None
             # Signatures of commands list their options: only the body counts.
             length = node.end_lineno - node.body[0].lineno + 1
-            assert length <= 60, f"{node.name} has {length} lines"
+            assert length <= MAX_BODY_LINES or node.name in TEMPORARILY_LONGER, f"{node.name} has {length} lines"
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_at_load(path: Path, known: Collection[str]) -> set[str]:
+    """Modules of ours that are run when this one is loaded: imports outside of functions, not of its own packages.
+
+    `from package import name` loads the package, and the submodule where `name` is one.
+    """
+    own = module_name(path)
+    names: set[str] = set()
+
+    def collect(node: ast.AST) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                names.update(alias.name for alias in child.names)
+            elif isinstance(child, ast.ImportFrom) and child.module:
+                submodules = {f"{child.module}.{alias.name}" for alias in child.names} & set(known)
+                others = [alias for alias in child.names if f"{child.module}.{alias.name}" not in submodules]
+                names.update(submodules if not others else submodules | {child.module})
+            elif not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+                collect(child)
+
+    collect(runtime_tree(path))
+    return {name for name in names if name in known and name != own}
+
+
+def cycles(graph: Mapping[str, Collection[str]]) -> list[list[str]]:
+    """Strongly connected components of more than one node (Tarjan 1972)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    components = []
+
+    def visit(node: str) -> None:
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for other in sorted(graph[node]):
+            if other not in index:
+                visit(other)
+                low[node] = min(low[node], low[other])
+            elif other in stack:
+                low[node] = min(low[node], index[other])
+        if low[node] == index[node]:
+            place = stack.index(node)
+            components.append(sorted(stack[place:]))
+            del stack[place:]
+
+    for node in sorted(graph):
+        if node not in index:
+            visit(node)
+    return [component for component in components if len(component) > 1]
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    known = {module_name(path) for path in files()}
+    found = cycles({module_name(path): imports_at_load(path, known) for path in files()})
+    assert not found, "; ".join(", ".join(cycle) for cycle in found)
+
+
+def test_a_circle_of_imports_would_be_found() -> None:
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}
+    assert cycles(graph) == [["b", "c"]]
 
 
 def test_a_step_knows_no_kind_of_teacher_and_no_fault() -> None:

@@ -17,7 +17,7 @@ import pytest
 import tiny
 import torch
 
-from stillroom.checkpoint import CheckpointSnapshots, CheckpointStore, Saved
+from stillroom.checkpoint import CheckpointStore
 from stillroom.config import load_config
 from stillroom.engine.distill import distill, resume
 from stillroom.errors import BrokenAtStart, CannotSave, CheckpointUnusable, Interrupted
@@ -74,19 +74,6 @@ def test_a_failed_save_leaves_the_older_checkpoint_loadable(tmp_path: Path) -> N
     newest = CheckpointStore(tmp_path).load_newest()
     assert newest is not None and newest.step == 1
     assert not list(tmp_path.glob(".tmp-*"))
-
-
-def test_checkpoints_serve_as_snapshots_where_memory_is_short(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, keep=3)
-    for step in (1, 2):
-        save(store, step)
-    snapshots = CheckpointSnapshots(store)
-    snapshots.keep(Saved(3, {}, {}))
-    newest = snapshots.newest()
-    assert newest is not None and newest.step == 2 and len(snapshots) == 2
-    snapshots.drop_newest()
-    newest = snapshots.newest()
-    assert newest is not None and newest.step == 1
 
 
 def test_a_run_short_of_memory_rolls_back_to_a_checkpoint(

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import tiny
+import torch
 
 from stillroom.config import load_config
 from stillroom.engine.building.assemble import build_run
@@ -22,6 +23,8 @@ from stillroom.engine.run import Run
 from stillroom.engine.state import RunState
 from stillroom.engine.step import attempt
 from stillroom.evaluation import Evaluation, evaluate
+from stillroom.objectives.head import multiply
+from stillroom.objectives.head.multiply import WideMultiplier
 from stillroom.telemetry import EventLog
 from stillroom.types import Lesson
 
@@ -91,6 +94,27 @@ def test_eval_equals_train_for_every_divergence_and_precision(make: Any, diverge
     assert evaluated(run, lesson, window).objective == pytest.approx(evidence.loss, rel=1e-6)
 
 
+@pytest.mark.parametrize("precision", ["bf16-mixed", "fp16-mixed", "fp16-split"])
+def test_eval_equals_train_where_the_head_multiplies_half_operands(
+    make: Any, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a card: half operands, FP32 results, in both or in neither."""
+    asked: list[torch.dtype] = []
+    real = multiply._multiply
+
+    def recorded(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
+        asked.append(left.dtype)
+        real(left, right, out)
+
+    monkeypatch.setattr(multiply, "multiplies_half", lambda device: True)
+    monkeypatch.setattr(multiply, "_multiply", recorded)
+    run = make(precision__mode=precision, train__gradient_accumulation_steps=2)
+    window = run.loader.window(1)
+    evidence, lesson = attempt(run, RunState(applied=45), window)
+    assert set(asked) == {torch.bfloat16 if precision == "bf16-mixed" else torch.float16}
+    assert evaluated(run, lesson, window).objective == pytest.approx(evidence.loss, rel=1e-6)
+
+
 @pytest.mark.parametrize("clamp", [{"guard__loss_clamp": 3.0}, {"guard__logit_clamp": 1.0}])
 def test_eval_equals_train_under_the_guides_clamps(make: Any, clamp: dict[str, float]) -> None:
     run = make(**clamp, train__gradient_accumulation_steps=4)
@@ -115,3 +139,22 @@ def test_yardsticks_do_not_move_with_the_lesson(make: Any) -> None:
     early, late = (evaluated(run, run.lesson(RunState(applied=applied)), window) for applied in (10, 75))
     assert early.objective != late.objective
     assert early.ledger.values() == late.ledger.values()
+
+
+def test_a_half_head_is_cast_once_for_all_chunks_of_a_batch(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make(precision__mode="fp16-master")
+    window = run.loader.window(0)[:1]
+    before = evaluate(run.student, window, precision=run.precision, teacher=run.teacher)
+    casts: list[tuple[int, ...]] = []
+    cast = WideMultiplier.operand
+
+    def count(self: WideMultiplier, tensor: torch.Tensor) -> torch.Tensor:
+        casts.append(tuple(tensor.shape))
+        return cast(self, tensor)
+
+    monkeypatch.setattr(WideMultiplier, "operand", count)
+    monkeypatch.setattr("stillroom.evaluation._CHUNK", 3)
+    found = evaluate(run.student, window, precision=run.precision, teacher=run.teacher)
+    assert found.nll == pytest.approx(before.nll, rel=1e-6)
+    assert found.kl == pytest.approx(before.kl, rel=1e-5)
+    assert len([shape for shape in casts if shape[0] == tiny.VOCAB]) == 2, "the student's head and the teacher's"

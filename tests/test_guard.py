@@ -41,10 +41,10 @@ def test_nothing_that_is_not_finite_is_ever_kept(loss: float, norm: float, targe
 @given(st.lists(st.floats(min_value=-1e30, max_value=1e30), min_size=1, max_size=80))
 def test_refused_evidence_never_enters_the_statistics(losses: list[float]) -> None:
     guard = settled(20)
-    before = guard.windows()
+    before = guard.statistics()
     for loss in losses:
         if guard.judge(evidence(loss)).action != "keep":
-            assert guard.windows() == before
+            assert guard.statistics() == before
 
 
 def test_an_empty_batch_is_skipped() -> None:
@@ -240,7 +240,7 @@ def test_a_very_steady_run_tolerates_a_small_wobble(wobble: float) -> None:
 def test_a_term_that_is_not_finite_never_enters_the_statistics() -> None:
     guard = settled(20)
     guard.accept(evidence(2.0, math.nan, terms={"ce": math.nan}))
-    windows = guard.windows()
-    assert all(math.isfinite(value) for values in windows["losses"].values() for value in values)
-    assert all(math.isfinite(value) for value in windows["norms"])
+    statistics = guard.statistics()
+    assert all(math.isfinite(value) for values in statistics["losses"].values() for value in values)
+    assert all(math.isfinite(value) for value in statistics["norms"])
     assert guard.judge(evidence(1e6)).action == "examine", "a spike is still seen"

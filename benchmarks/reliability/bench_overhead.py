@@ -68,13 +68,13 @@ def one_run(steps: int) -> dict[str, float]:
     config = load_config(preset="demo", overrides=over)
     device = find_device("cpu")
     meter = Meter()
-    kept = (loop.take_snapshot, loop.look)
+    kept = (loop.take_snapshot, loop.check_state)
     try:
         with EventLog(folder / "events.jsonl") as log:
             run = build_run(config, folder, log, device=device, models=load_models(config, device))
             run.guard.judge = meter.around(run.guard.judge)  # type: ignore[method-assign]
             run.guard.accept = meter.around(run.guard.accept)  # type: ignore[method-assign]
-            loop.take_snapshot, loop.look = meter.around(loop.take_snapshot), meter.around(loop.look)
+            loop.take_snapshot, loop.check_state = meter.around(loop.take_snapshot), meter.around(loop.check_state)
             state = RunState()
             steps_of_run = training(run, state, Stop())
             for _ in range(10):  # allocator and caches warm up
@@ -84,7 +84,7 @@ def one_run(steps: int) -> dict[str, float]:
                 next(steps_of_run)
             total = time.process_time() - began
     finally:
-        loop.take_snapshot, loop.look = kept
+        loop.take_snapshot, loop.check_state = kept
         shutil.rmtree(folder, ignore_errors=True)
     return {"seconds": total, "guard_seconds": meter.seconds, "ratio": total / (total - meter.seconds)}
 

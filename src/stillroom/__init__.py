@@ -1,4 +1,4 @@
-"""Stillroom distils a large language model into a small one and does not fall over.
+"""Stillroom distils a large language model into a small one and survives faults on the way.
 
 import stillroom
 result = stillroom.distill(teacher="org/large", student="org/small", data="texts.jsonl", out="runs/mine")
@@ -45,7 +45,7 @@ __all__ = [
     "resume",
 ]
 
-# Where each name that is loaded late is defined, and what it is called there.
+# Module and attribute of each name that is loaded on first use.
 _LATE = {
     "Assessment": ("stillroom.assess", "Assessment"),
     "DenseTeacher": ("stillroom.objectives", "DenseTeacher"),
@@ -68,9 +68,9 @@ def __getattr__(name: str) -> Any:
     if name not in _LATE:
         raise AttributeError(f"module 'stillroom' has no attribute {name!r}")
     module, attribute = _LATE[name]
-    found = getattr(importlib.import_module(module), attribute)
-    globals()[name] = found
-    return found
+    value = getattr(importlib.import_module(module), attribute)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

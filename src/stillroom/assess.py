@@ -1,4 +1,4 @@
-"""A model on its own: what it scores, what it writes, how large and how fast it is."""
+"""Assess a model without a run: its scores, size and speed, and the text it writes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from stillroom.telemetry.memory import memory_in_use
 
 @dataclass(frozen=True)
 class Scores:
-    """What a model is worth on held-out text. Comparisons with a teacher are None where there was none."""
+    """A model's scores on held-out text. Comparisons with a teacher are None without one."""
 
     perplexity: float
     bits_per_byte: float
@@ -36,7 +36,7 @@ class Scores:
     calibration_error: float
     intervals: Mapping[str, Sequence[float]]  # 95 %, by name; empty with too few documents
     documents: int
-    tokens: int  # that were scored
+    tokens: int  # scored tokens
     unscored_tokens: int
     uncompared_tokens: int
     parameters: int
@@ -47,7 +47,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class Assessment:
-    """A model on held-out text, and a teacher beside it."""
+    """Scores of a model on held-out text, and of a teacher if one was given."""
 
     model: str
     data: str
@@ -64,11 +64,11 @@ class Assessment:
         return self.student.perplexity
 
     @classmethod
-    def of(cls, found: Mapping[str, Any]) -> Assessment:
-        """From the answer of `assess`."""
-        teacher = Scores(**found["teacher"]) if "teacher" in found else None
-        given = {"teacher": teacher, "retention": found.get("retention"), "student": Scores(**found["student"])}
-        return cls(**{**found, **given})
+    def of(cls, result: Mapping[str, Any]) -> Assessment:
+        """From the result of `assess`."""
+        teacher = Scores(**result["teacher"]) if "teacher" in result else None
+        typed = {"teacher": teacher, "retention": result.get("retention"), "student": Scores(**result["student"])}
+        return cls(**{**result, **typed})
 
 
 def assess(
@@ -82,13 +82,13 @@ def assess(
     bos: Bos = "auto",
     device: str = "auto",
 ) -> dict[str, Any]:
-    """Yardsticks of a model on a text, and of a teacher beside it, with size, speed and memory of each.
+    """Yardsticks of a model on a text, and of a teacher if given, with size and speed of each.
 
-    The folder of a run stands for its student.
+    The folder of a run means its student.
     """
     where = find_device(device)
     model, teacher = model_name(model), model_name(teacher) if teacher is not None else None
-    found = compare(
+    scores = compare(
         open_model(model),
         None if teacher is None else open_model(teacher),
         data,
@@ -98,7 +98,7 @@ def assess(
         bos=bos,
         where=where,
     )
-    return {"model": model, "data": data, **found}
+    return {"model": model, "data": data, **scores}
 
 
 def compare(
@@ -112,7 +112,7 @@ def compare(
     bos: Bos,
     where: torch.device,
 ) -> dict[str, Any]:
-    """The same for models that are loaded, which are moved to the device."""
+    """As `assess`, for loaded models. Moves them to the device."""
     tokenizer = student.tokenizer
     corpus = open_eval(data, tokenizer, DataConfig(train=data, max_length=max_length, bos=bos))
     size = student.anatomy.vocab_rows
@@ -126,14 +126,14 @@ def compare(
     def measure(loaded: LoadedModel) -> dict[str, Any]:
         loaded.network.to(where)
         batches = fixed_batches(corpus.evaluation, batch_size, max_batches)
-        found = evaluate(loaded.as_student(size), batches, precision=resolve("fp32", where), teacher=source)
+        evaluation = evaluate(loaded.as_student(size), batches, precision=resolve("fp32", where), teacher=source)
         parameters = loaded.anatomy.num_parameters
         return {
-            **found.yardsticks(),
+            **evaluation.yardsticks(),
             "parameters": parameters,
             "weight_megabytes": parameters * 4 / 1e6,
-            "unscored_tokens": found.unscored_tokens,
-            "tokens": found.tokens,
+            "unscored_tokens": evaluation.unscored_tokens,
+            "tokens": evaluation.tokens,
             "tokens_per_second": _speed(loaded.network, corpus, batch_size, where),
             "notes": list(loaded.notes),
         }
@@ -152,7 +152,7 @@ def open_model(name: str) -> LoadedModel:
 
 @torch.no_grad()
 def _speed(network: Any, corpus: Any, batch_size: int, device: torch.device) -> float:
-    """Tokens a second of a plain forward pass over a few batches, the first left out as warm-up."""
+    """Tokens a second of a forward pass over a few batches, without the first, which warms up."""
     batches = [batch.to(device) for batch in fixed_batches(corpus.evaluation, batch_size, 4)]
     tokens, seconds = 0, 0.0
     for number, batch in enumerate(batches):
@@ -169,12 +169,11 @@ def _speed(network: Any, corpus: Any, batch_size: int, device: torch.device) -> 
 def continue_text(
     name: str, prompt: str, *, device: str = "auto", is_raw: bool = False, bos: Bos = "auto", **options: Any
 ) -> tuple[str, bool]:
-    """What a model writes after a prompt, and whether it answers it as a turn of a chat.
+    """The model's continuation of a prompt, and whether the chat template was used.
 
-    A tokenizer with a chat template writes the prompt with it, unless `is_raw`. The folder of a run stands for its
-    student.
+    It is if the tokenizer has one, unless `is_raw`. The folder of a run means its student.
     """
     where = find_device(device)
-    found = open_model(model_name(name))
-    ids, is_chat = prompt_ids(found.tokenizer, prompt, bos=bos, is_raw=is_raw)
-    return str(generate(found.network.to(where), found.tokenizer, ids, **options)), is_chat
+    model = open_model(model_name(name))
+    ids, is_chat = prompt_ids(model.tokenizer, prompt, bos=bos, is_raw=is_raw)
+    return str(generate(model.network.to(where), model.tokenizer, ids, **options)), is_chat

@@ -22,7 +22,7 @@ import shutil
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
@@ -38,7 +38,6 @@ _NAME = re.compile(r"^step-(\d{6,})$")
 _MARK = "rollback.json"
 # What reading a damaged checkpoint can raise: files, JSON of any shape, safetensors.
 _DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError)
-
 TensorGroups = Mapping[str, Mapping[str, Tensor]]
 
 
@@ -53,9 +52,12 @@ class Saved:
     line: int = 0  # rollbacks before it was saved
 
     def copied(self) -> Saved:
-        """The same state with nothing shared: later steps cannot change it."""
+        """The same state in main memory with nothing shared: later steps cannot change it.
+
+        The copies are not pinned: torch rounds pinned blocks up to a power of two, and a copy is taken rarely.
+        """
         tensors = {
-            group: {name: tensor.detach().clone() for name, tensor in named.items()}
+            group: {name: tensor.detach().to("cpu", copy=True) for name, tensor in named.items()}
             for group, named in self.tensors.items()
         }
         return Saved(self.step, tensors, json.loads(json.dumps(self.scalars)))
@@ -289,63 +291,3 @@ def _read(path: Path) -> tuple[int, TensorGroups, Mapping[str, Any]]:
 
 def _json(values: Mapping[str, Any]) -> bytes:
     return json.dumps(values, allow_nan=False, sort_keys=True).encode("utf-8")
-
-
-class Snapshots(Protocol):
-    """Good states to return to."""
-
-    def keep(self, saved: Saved) -> None: ...
-    def newest(self) -> Saved | None: ...
-    def drop_newest(self) -> None: ...
-    def settle(self) -> None: ...
-    def __len__(self) -> int: ...
-
-
-class SnapshotRing:
-    """The last few good states, in memory."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._states: list[Saved] = []
-
-    def keep(self, saved: Saved) -> None:
-        self._states.append(saved.copied())
-        del self._states[: -self.size]
-
-    def newest(self) -> Saved | None:
-        return self._states[-1] if self._states else None
-
-    def drop_newest(self) -> None:
-        """The state behind the newest snapshot led into trouble twice: fall back to the one before."""
-        if self._states:
-            self._states.pop()
-
-    def settle(self) -> None:
-        """Nothing to do: what was dropped is gone."""
-
-    def __len__(self) -> int:
-        return len(self._states)
-
-
-class CheckpointSnapshots:
-    """The newest verified checkpoints instead of copies in memory, where memory is short."""
-
-    def __init__(self, store: CheckpointStore) -> None:
-        self.store = store
-        self._dropped: set[int] = set()
-
-    def keep(self, saved: Saved) -> None:
-        """Nothing to do: what is on disk is what there is."""
-
-    def newest(self) -> Saved | None:
-        return self.store.load_newest(without=self._dropped)
-
-    def drop_newest(self) -> None:
-        self._dropped.update([step for step in self.store.steps() if step not in self._dropped][:1])
-
-    def settle(self) -> None:
-        """What was dropped is abandoned on the disk as well: a later checkpoint of that step is another."""
-        self._dropped.clear()
-
-    def __len__(self) -> int:
-        return len([step for step in self.store.steps() if step not in self._dropped])

@@ -1,7 +1,7 @@
-"""What each term weighs now: a pure function of the run's progress.
+"""The weight of each term as a pure function of the run's progress.
 
-Progress is the share of *applied* optimizer steps, so the same lesson is used in training and in the
-evaluation that follows it, whatever the accumulation or the number of skipped steps.
+Progress is the share of *applied* optimizer steps, so training and the evaluation that follows use the same lesson,
+whatever the accumulation or the number of skipped steps.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class Curriculum:
     weights: Mapping[str, Scalar]
     settings: Mapping[str, Scalar]
     phases: tuple[PhaseConfig, ...] = ()
-    unaided: frozenset[str] = frozenset({"ce"})  # terms that do without the teacher
+    unaided: frozenset[str] = frozenset({"ce"})  # terms that need no teacher
 
     @staticmethod
     def of(config: Config) -> Curriculum:
-        """Everything that an objective of the configuration lets move."""
+        """The weights and settings of the configuration's objectives."""
         sections = config.objectives.sections
         weights = config.objectives.weights
         return Curriculum(
@@ -71,7 +71,7 @@ class Curriculum:
 
     @property
     def uses_teacher(self) -> bool:
-        """Whether any moment of the run asks for the teacher."""
+        """Whether the teacher is needed at any time of the run."""
         return any(weight != 0.0 for name, weight in self.weights.items() if name not in self.unaided)
 
     def without_teacher(self) -> Curriculum:

@@ -1,4 +1,4 @@
-"""Ends that nobody foresaw: signals outside of training, the machine's limits, and faults of ours."""
+"""Unexpected ends: signals outside of training, too little memory or disk, and bugs."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _NO_MEMORY = re.compile(r"out of memory|can't allocate memory|cannot allocate me
 
 
 @contextmanager
-def ending_politely() -> Iterator[None]:
-    """Outside of training SIGTERM and a hangup end the command at once, with the exit code of an interruption."""
+def interrupt_on_signals() -> Iterator[None]:
+    """Raise `Interrupted` on SIGTERM and SIGHUP. Training replaces these handlers by its own."""
 
     def end(number: int, _frame: FrameType | None) -> None:
         raise Interrupted(
@@ -33,7 +33,7 @@ def ending_politely() -> Iterator[None]:
 
     names = [name for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
     numbers: list[signal.Signals] = [getattr(signal, name) for name in names]
-    # Only what nobody else has taken: under nohup a hangup is ignored, an embedding program has handlers of its own.
+    # Only signals with the default handler: nohup ignores SIGHUP, and an embedding program may have handlers.
     numbers = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]
     try:
         for number in numbers:
@@ -47,10 +47,14 @@ def ending_politely() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether main memory or a device's ran out. Torch's own error and that of its CPU allocator are RuntimeErrors."""
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error))))
+
+
 def explained(error: BaseException, where: str) -> StillroomError | None:
-    """The end that an error of memory or disk means; nothing for any other, which is a fault of ours."""
-    # Torch's own kind is a RuntimeError too, and the CPU's allocator raises nothing more special.
-    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error))):
+    """Our error for a lack of memory or disk space; None for any other error."""
+    if is_out_of_memory(error):
         return OutOfMemory(
             f"there is not enough memory: {reason_of(error)}",
             where=where,
@@ -71,10 +75,10 @@ def explained(error: BaseException, where: str) -> StillroomError | None:
 
 
 def fault_of(error: Exception, folder: Path | None) -> StillroomError:
-    """The end that an error nobody expected becomes; of a fault of ours the traceback is kept in a file."""
-    known = explained(error, str(folder or ""))
-    if known is not None:
-        return known
+    """Our error for an unexpected one. For a bug, write the traceback to a file."""
+    shortage = explained(error, str(folder or ""))
+    if shortage is not None:
+        return shortage
     return Fault(
         f"{type(error).__name__}: {reason_of(error)}",
         where=_keep_traceback(error, folder),
@@ -86,18 +90,18 @@ def fault_of(error: Exception, folder: Path | None) -> StillroomError:
 
 
 def _keep_traceback(error: Exception, folder: Path | None) -> str:
-    """Write the traceback into the run's folder, or where temporary files go; answers with where it is."""
+    """Write the traceback into the run's folder, or the folder of temporary files. Return its path."""
     text = "".join(traceback.format_exception(error))
-    words = (
+    header = (
         f"{datetime.now(UTC).isoformat()}\npython {platform.python_version()}, {platform.platform()}\n{sys.argv!r}\n"
     )
     name = f"traceback-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}.txt"
     places = [folder] if folder is not None and folder.is_dir() else []
     for place in (*places, Path(tempfile.gettempdir())):
         try:
-            (place / name).write_text(words + text, encoding="utf-8", errors="backslashreplace")
+            (place / name).write_text(header + text, encoding="utf-8", errors="backslashreplace")
         except OSError:
             continue
         return str(place / name)
-    sys.stderr.write(words + text)
+    sys.stderr.write(header + text)
     return "above: no folder takes a file"

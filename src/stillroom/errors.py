@@ -1,7 +1,7 @@
 """Every exception we raise on purpose.
 
-Each one says what happened, where, and what to try, and carries the exit code of the command line. Code
-below the command line never prints and never exits: it raises one of these.
+Each says what happened, where, and what to try, and has the exit code of the command line. Code below the command line
+never prints and never exits: it raises one of these.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class StillroomError(Exception):
-    """An end with a reason. `advice` is what to try, most promising first."""
+    """Base of our errors. `advice` is what to try, most promising first."""
 
     exit_code = 1
     title = "stillroom stopped"
@@ -29,49 +29,49 @@ class StillroomError(Exception):
 
 
 class ConfigError(StillroomError):
-    """The configuration cannot be carried out as it stands."""
+    """The configuration is not valid or cannot be carried out."""
 
     exit_code = 2
     title = "the configuration cannot be used"
 
 
 class DataError(StillroomError):
-    """The data cannot be read, or what is left of it is not worth training on."""
+    """The data cannot be read, or too little of it can be used."""
 
     exit_code = 2
     title = "the data cannot be used"
 
 
 class BrokenAtStart(StillroomError):
-    """Model, teacher or device are broken before training begins."""
+    """Student, teacher or device cannot be used before training begins."""
 
     exit_code = 20
     title = "broken before training"
 
 
 class OutOfMemory(StillroomError):
-    """The machine or its device has too little memory for what was configured."""
+    """The machine or its device has too little memory for the configuration."""
 
     exit_code = 20
     title = "out of memory"
 
 
 class TooManySkips(StillroomError):
-    """So many steps were refused that going on would be pretence."""
+    """Too many steps were refused."""
 
     exit_code = 21
     title = "too many skipped steps"
 
 
 class Diverged(StillroomError):
-    """The run diverged and every rollback is spent."""
+    """The run diverged and no rollback is left."""
 
     exit_code = 22
     title = "the run diverged"
 
 
 class NoBetterStudent(Diverged):
-    """All steps were taken, and no evaluation found a better student than the one before training.
+    """The run finished, and no evaluation was better than the student before training.
 
     `folder` and `summary` are the finished run's: its record is complete, and its report can be written.
     """
@@ -113,7 +113,7 @@ class Interrupted(StillroomError):
 
 
 class Fault(StillroomError):
-    """A fault of ours: nothing a user did explains it."""
+    """A bug in Stillroom: no known cause outside it."""
 
     exit_code = 70
     title = "a fault in stillroom itself"

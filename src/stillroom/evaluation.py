@@ -1,27 +1,27 @@
-"""Held-out evaluation: the very score that is trained, and yardsticks that no objective can move.
+"""Held-out evaluation: the training objective, and yardsticks that do not depend on it.
 
-The held-out batches are scored as if they were the window of one training step: by the same `mix.score`, with the
-same lesson as the step before it and with counts agreed before any forward. So a gap between training and evaluation
-is a property of the data, never of the code. The yardsticks are always taken at temperature 1 over the whole
-vocabulary, in the same pass over chunks of positions.
+Score the held-out batches as the window of one training step: by the same `mix.score`, with the lesson of the step
+before, and with counts taken before any forward. So a gap between training and evaluation comes from the data, not
+from the code. The yardsticks are measured at temperature 1 over the whole vocabulary, a chunk of positions at a time.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from stillroom.models.anatomy import head_logits
 from stillroom.models.student import Student
+from stillroom.objectives.head.kernel_plain import finish
+from stillroom.objectives.head.products import products_of
 from stillroom.objectives.mix import Mix
 from stillroom.precision import Precision
 from stillroom.teachers import Teacher
-from stillroom.types import Batch, BothNeeds, DenseSignal, Lesson, Signal, StudentView, TermRecord
+from stillroom.types import Batch, BothNeeds, DenseSignal, HeadWeights, Lesson, Signal, StudentView, TermRecord
 from stillroom.yardsticks import COLUMNS, NUM_BINS, NUM_COLUMNS, TOP_K, Ledger
 
 _CHUNK = 512
@@ -29,7 +29,7 @@ _CHUNK = 512
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a model is worth on held-out text."""
+    """Scores of a model on held-out text."""
 
     perplexity: float
     bits_per_byte: float
@@ -56,14 +56,14 @@ class Evaluation:
 
 @dataclass
 class _Window:
-    """The objective over all batches, summed as a training step sums its micro-batches."""
+    """Sums of the objective over all batches, as a training step sums its micro-batches."""
 
     counts: Mapping[str, int] = field(default_factory=dict)
     loss: float = 0.0
     totals: dict[str, float] = field(default_factory=dict)
 
 
-def go_on() -> None:
+def never_stop() -> None:
     """The default for `between`: an evaluation is never interrupted."""
 
 
@@ -76,30 +76,30 @@ def evaluate(
     teacher: Teacher | None = None,
     mix: Mix | None = None,
     lesson: Lesson | None = None,
-    between: Callable[[], None] = go_on,
+    between: Callable[[], None] = never_stop,
 ) -> Evaluation:
-    """Score held-out batches. Without a teacher the comparison is left out; without a mix the objective is.
+    """Score held-out batches. Without a teacher there is no comparison, without a mix no objective.
 
-    `between` is called before each batch and ends the evaluation by raising.
+    `between` is called before each batch; it may raise to end the evaluation.
     """
     start = time.monotonic()
-    held = list(batches)
-    window = _Window(mix.counts(held) if mix else {})
+    held_out = list(batches)
+    window = _Window(mix.counts(held_out) if mix else {})
     ledger = Ledger()
     needs = mix.needs(lesson) if mix and lesson else BothNeeds()
     was_training = student.model.training
     student.eval()
     try:
-        for batch in held:
+        for batch in held_out:
             between()
-            there = batch.to(precision.device)
+            on_device = batch.to(precision.device)
             with precision.autocast():
-                view = student.observe(there, needs.student)
-            signal = teacher.observe(there, needs.teacher) if teacher else None
-            table = _measure(view, signal, there)
+                view = student.observe(on_device, needs.student)
+            signal = teacher.observe(on_device, needs.teacher) if teacher else None
+            table = _measure(view, signal, on_device)
             ledger.add(batch.documents or batch.sample_ids, table.cpu().numpy())
             if mix and lesson:
-                _add_terms(window, mix, view, signal, there, lesson)
+                _add_terms(window, mix, view, signal, on_device, lesson)
     finally:
         student.model.train(was_training)
     return _result(ledger, window, lesson if mix else None, time.monotonic() - start)
@@ -115,33 +115,46 @@ def _add_terms(
 
 
 def _measure(view: StudentView, signal: Signal | None, batch: Batch) -> Tensor:
-    """The yardsticks' sums for each row of a batch, a chunk of positions at a time. [B, F] in FP64."""
+    """The yardsticks' sums of each row of a batch, a chunk of positions at a time. [B, F] in FP64."""
     dense = signal if isinstance(signal, DenseSignal) else None
     num_rows, length = batch.targets.shape
     targets, positions = batch.scored_targets, batch.positions
     sizes = batch.target_bytes.reshape(-1).index_select(0, positions)
     table = torch.zeros(num_rows, NUM_COLUMNS, dtype=torch.float64, device=positions.device)
-    for begin in range(0, int(targets.numel()), _CHUNK):
-        part = slice(begin, begin + _CHUNK)
-        log_q = torch.log_softmax(head_logits(view.head, view.hidden[part]), dim=-1)
-        log_p = torch.log_softmax(head_logits(dense.head, dense.hidden[part]), dim=-1) if dense else None
+    log_q_of = _log_probs(view.hidden, view.head)
+    log_p_of = _log_probs(dense.hidden, dense.head) if dense else None
+    num_targets = int(targets.numel())
+    for begin in range(0, num_targets, _CHUNK):
+        part = slice(begin, min(begin + _CHUNK, num_targets))
+        log_q, log_p = log_q_of(part), log_p_of(part) if log_p_of else None
         values = _columns(log_q, log_p, targets[part], sizes[part])
         table.index_add_(0, positions[part] // length, values)
     return table
 
 
-def _columns(log_q: Tensor, log_p: Tensor | None, targets: Tensor, sizes: Tensor) -> Tensor:
-    """What each position of a chunk adds to its document. [C, F] in FP64.
+def _log_probs(hidden: Tensor, head: HeadWeights) -> Callable[[slice], Tensor]:
+    """The log-probabilities of a chunk of positions, in FP32, by a head that is cast once at most.
 
-    A position whose target has no finite log-probability is counted as unscored and enters nothing else.
+    Without the clamp that an objective may ask for, and without the rounding of operands that a mixed mode asks for:
+    yardsticks measure the model, not how it is trained.
+    """
+    head = replace(head, clamp=None, product_dtype=None)
+    products = products_of(hidden, head, torch.float32, min(_CHUNK, max(1, len(hidden))))
+    return lambda part: torch.log_softmax(finish(products.logits(part)), dim=-1)
+
+
+def _columns(log_q: Tensor, log_p: Tensor | None, targets: Tensor, sizes: Tensor) -> Tensor:
+    """The values of each position of a chunk. [C, F] in FP64.
+
+    A position whose target has no finite log-probability counts as unscored and is 0 in all other columns.
     """
     nll = -log_q.gather(1, targets.unsqueeze(1)).squeeze(1)
     is_scored = torch.isfinite(nll)
     best, ids = log_q.topk(min(TOP_K, log_q.shape[1]), dim=1)
-    found = {"nll": nll, "targets": torch.ones_like(nll), "bytes": sizes, "unscored": ~is_scored}
+    values = {"nll": nll, "targets": torch.ones_like(nll), "bytes": sizes, "unscored": ~is_scored}
     if log_p is not None:
-        found |= _comparison(log_q, log_p, ids, is_scored)
-    columns = [found[name].double() if name in found else torch.zeros_like(nll).double() for name in COLUMNS]
+        values |= _comparison(log_q, log_p, ids, is_scored)
+    columns = [values[name].double() if name in values else torch.zeros_like(nll).double() for name in COLUMNS]
     for place, name in enumerate(COLUMNS):
         if name in ("nll", "targets", "bytes"):
             columns[place] = torch.where(is_scored, columns[place], 0.0)
@@ -149,27 +162,27 @@ def _columns(log_q: Tensor, log_p: Tensor | None, targets: Tensor, sizes: Tensor
 
 
 def _comparison(log_q: Tensor, log_p: Tensor, ids: Tensor, is_scored: Tensor) -> dict[str, Tensor]:
-    """Student against teacher at each position; what cannot be compared is 0 everywhere but in its own count."""
+    """Student against teacher at each position. What cannot be compared is 0, and counted in `uncompared`."""
     size = min(log_q.shape[1], log_p.shape[1])
     log_q, log_p = log_q[:, :size], log_p[:, :size]
     p = log_p.exp()
     kl = torch.where(p > 0, p * (log_p - log_q), 0.0).sum(dim=1)
     is_compared = torch.isfinite(kl) & is_scored
     theirs = log_p.topk(ids.shape[1], dim=1).indices
-    found = {
+    values = {
         "kl": kl,
         "agree": theirs[:, 0] == ids[:, 0],
-        "found": (ids == theirs[:, :1]).any(dim=1),
+        "in_top_k": (ids == theirs[:, :1]).any(dim=1),
         "shared": (ids.unsqueeze(2) == theirs.unsqueeze(1)).any(dim=2).double().mean(dim=1),
         "accepted": torch.minimum(p, log_q.exp()).sum(dim=1),
         "compared": torch.ones_like(kl),
     }
-    kept = {name: torch.where(is_compared, value.double(), 0.0) for name, value in found.items()}
-    return kept | {"uncompared": ~is_compared}
+    compared = {name: torch.where(is_compared, value.double(), 0.0) for name, value in values.items()}
+    return compared | {"uncompared": ~is_compared}
 
 
 def _bins(confidence: Tensor, is_hit: Tensor, is_scored: Tensor) -> Tensor:
-    """Count, confidence and hit of each position in the bin of its confidence. [C, 3 * NUM_BINS]"""
+    """Count, confidence and hit of each position, in the column of its bin. [C, 3 * NUM_BINS]"""
     confidence = torch.where(is_scored, confidence, 0.0).double()
     place = (confidence * NUM_BINS).ceil().long().sub(1).clamp(0, NUM_BINS - 1).unsqueeze(1)
     parts = [

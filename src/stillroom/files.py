@@ -1,4 +1,4 @@
-"""Files and folders that are replaced whole or not at all, and that survive a loss of power once they are there."""
+"""Replace files and folders atomically, and durably once they are in place."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _FULL_WORDS = re.compile(r"no space left|quota exceeded|os error (?:28|122)\b|fi
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether an error says that there is no room. Libraries written in Rust say it in words only."""
+    """Whether an error means a full disk. Libraries written in Rust say so only in the message."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno in _FULL
     return bool(_FULL_WORDS.search(str(error)))
 
 
 def reason_of(error: BaseException) -> str:
-    """The first line of what an error says, without Python's decoration."""
+    """The first line of an error's message, without the error number."""
     text = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
     return str(text).splitlines()[0]
 
 
 def write_durably(path: Path, contents: bytes) -> dict[str, Any]:
-    """Write a file and flush it to the disk. Returns its size and sha256."""
+    """Write a file and flush it to the disk. Return its size and sha256."""
     with path.open("wb") as file:
         file.write(contents)
         file.flush()
@@ -40,7 +40,7 @@ def write_durably(path: Path, contents: bytes) -> dict[str, Any]:
 
 
 def write_atomically(path: Path, contents: bytes) -> None:
-    """Replace a file as a whole: readers see the old one or the new one. A failed write leaves the old one."""
+    """Replace a file: readers see the old one or the new one. A failed write leaves the old one."""
     temporary = path.with_name(f"{TEMPORARY}{path.name}-{os.getpid()}")
     try:
         write_durably(temporary, contents)
@@ -53,7 +53,7 @@ def write_atomically(path: Path, contents: bytes) -> None:
 
 
 def flush_folder(folder: Path) -> None:
-    """Make a rename durable. Not every platform can open a folder; then the rename alone must do."""
+    """Make a rename durable. Does nothing on a platform that cannot open a folder."""
     with contextlib.suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:
@@ -63,7 +63,7 @@ def flush_folder(folder: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder so that a kill in between leaves no half of it under its name."""
+    """Rename a folder, then remove it: a kill in between leaves no part of it under its name."""
     gone = folder.with_name(f"{TEMPORARY}gone-{folder.name}-{os.getpid()}")
     shutil.rmtree(gone, ignore_errors=True)
     folder.rename(gone)
@@ -71,9 +71,9 @@ def remove_folder(folder: Path) -> None:
 
 
 def swap_in(temporary: Path, final: Path) -> None:
-    """Put a filled folder into its place. The one that was there stays beside it until the other is in.
+    """Move a folder into its place. The old one is kept under another name until then.
 
-    A kill between the two renames leaves the old one beside an empty place; `mend` puts it back.
+    After a kill between the two renames the place is empty; `mend` puts the old folder back.
     """
     retired = final.with_name(f"{TEMPORARY}old-{final.name}")
     shutil.rmtree(retired, ignore_errors=True)
@@ -85,9 +85,9 @@ def swap_in(temporary: Path, final: Path) -> None:
 
 
 def mend(folder: Path) -> int:
-    """Undo replacements that a kill cut in two and remove what half-made folders it left. Returns how many.
+    """Undo replacements that a kill interrupted, and remove unfinished folders. Return how many there were.
 
-    Only for the owner of the folder: what another process is just writing would go too.
+    Only for the owner of the folder: it would also remove what another process is writing.
     """
     leftovers = [path for path in folder.glob(f"{TEMPORARY}*") if path.is_dir() and not path.is_symlink()]
     for path in leftovers:
@@ -104,9 +104,9 @@ def mend(folder: Path) -> int:
 
 @contextlib.contextmanager
 def replaced_folder(final: Path) -> Iterator[Path]:
-    """Fill a folder aside and swap it in when the body succeeds; the old one stays until then.
+    """Yield a temporary folder; move it into place when the body succeeds. The old one stays until then.
 
-    The folder around it must be there: one that was deleted is not made again.
+    The parent folder must exist: one that was deleted is not made again.
     """
     temporary = final.with_name(f"{TEMPORARY}{final.name}-{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)

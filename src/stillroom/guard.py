@@ -1,11 +1,11 @@
-"""Evidence in, verdict out. Plain numbers: no tensors, no clock, no randomness.
+"""Judge steps: evidence in, verdict out. Plain numbers: no tensors, no clock, no randomness.
 
-The ladder, mildest first: keep; retry with a smaller loss scale; skip the batch; roll back to the last good
-state; train on labels alone for a while; begin again; halt with advice. What tells a bad batch from a bad
-state is a closer look at a fixed canary batch: a student that still does well there was handed bad data.
+Verdicts, mildest first: keep; retry with a smaller loss scale; skip the batch; roll back to the last good state; train
+on labels alone for a while; begin again; halt with advice. The loss on a fixed canary batch tells a bad batch from a
+bad state: if it is still good, the batch is at fault.
 
-Statistics are medians over *accepted* steps, so nothing that was refused can poison them. What may count as normal is
-bounded by the best the canary ever did, the student before training included.
+Statistics are medians over accepted steps, so refused steps do not affect them. The best canary loss so far, that of
+the student before training included, bounds how far losses may drift.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import Any
 from stillroom.config.schema import GuardConfig
 from stillroom.types import Evidence, Examination, Verdict
 
-_BUDGET_WINDOW = 200
+_BUDGET_STEPS = 200
 _LEVEL_STEPS = 15
 _JUMP_TO_SIGMA = 1.0 / 0.9539  # median |x - y| of two normal draws, in standard deviations
-# A spike must also be large in itself: a very steady run has a spread so small that any wobble is many sigmas.
+# A spike must also be large in itself: in a steady run the spread is so small that any change is many sigmas.
 _LEAST_LOSS_RISE = 0.25
-# The median jump says nothing about the tail: most steps of prompt and answer rows cost little, and now and then one
-# has a few hard tokens. The loss of one token scatters by about 2 nats with an exponential tail; Bernstein's inequality
+# The median jump does not describe the tail: most steps of prompt and answer rows have a low loss, and a few have some
+# hard tokens. The loss of one token has a spread of about 2 nats with an exponential tail; Bernstein's inequality
 # bounds the mean of n of them.
 _TOKEN_SPREAD = 2.0
 _IN_NATS = frozenset({"loss", "ce", "kd"})
@@ -34,19 +34,18 @@ _IN_NATS = frozenset({"loss", "ce", "kd"})
 # and the first steps of a pretrained student at a high learning rate stay far below that.
 _EARLY_FACTOR = 3.0
 _EARLY_RISE = 3.0
-_LEAST_NORM_RISE = math.log(10.0)  # clipping makes a norm harmless; only a wild one says something about the batch
-# So many finite steps in a row that look like spikes to a sound student are not bad batches: the statistics are
-# those of another stretch of the run, and are learned anew.
+_LEAST_NORM_RISE = math.log(10.0)  # clipping makes a large norm harmless; only a tenfold one counts
+# After so many spikes in a row with a sound student, the statistics are outdated: drop them.
 _RELEARN_AFTER = 8
 _CANARY_RISE = 0.10
-# A canary this far above its best is a lost student, whether or not any step looked odd. A pretrained student that is
-# pushed hard loses a few tenths of a nat at first; half its loss, and at least 1 nat, is not learned back as it was.
+# A canary loss this far above its best means a diverged student, even if no step was a spike. A pretrained student at a
+# high learning rate loses a few tenths of a nat at first; it does not recover from half its loss and at least 1 nat.
 _ASTRAY_SHARE = 0.5
 _ASTRAY_RISE = 1.0
 
 
-class Window:
-    """Recent accepted values and how far a new one stands above them."""
+class History:
+    """Recent accepted values of one quantity, and the threshold for a spike."""
 
     def __init__(self, size: int) -> None:
         self.values: deque[float] = deque(maxlen=size)
@@ -55,17 +54,17 @@ class Window:
         self.values.append(value)
 
     def threshold(self, z: float, least_rise: float) -> float:
-        """The level of late plus z standard deviations.
+        """Recent median plus z robust standard deviations.
 
-        The spread is taken from differences of neighbours: while a loss falls quickly, its distance from any
-        median is mostly progress, but what one batch differs from the next is noise.
+        The spread is that of differences between successive values: while a loss falls, its distance from the median is
+        progress, and the difference between successive steps is noise.
         """
         jumps = [abs(after - before) for before, after in pairwise(self.values)]
         spread = median(jumps) * _JUMP_TO_SIGMA if jumps else 0.0
         return self.level() + max(z * spread, least_rise)
 
     def early_threshold(self, least_rise: float) -> float:
-        """The bound while there are too few values for a spread."""
+        """The threshold while there are too few values for a spread."""
         largest = max(self.values)
         return largest + max(_EARLY_RISE, (_EARLY_FACTOR - 1.0) * abs(largest), least_rise)
 
@@ -77,17 +76,17 @@ class Window:
 
 
 class Guard:
-    """Judges attempted steps. `judge` looks at the numbers; `diagnose` decides after a closer look."""
+    """Judge attempted steps. `judge` uses the evidence alone; `diagnose` decides after an examination of the state."""
 
     def __init__(self, config: GuardConfig) -> None:
         self.config = config
-        self._losses: dict[str, Window] = {}  # the weighted sum and each term by itself
-        self._norms = Window(config.spike_window)
+        self._losses: dict[str, History] = {}  # the weighted sum and each term by itself
+        self._norms = History(config.spike_window)
         self._phase = ""
-        self._recent: deque[bool] = deque(maxlen=_BUDGET_WINDOW)  # True: refused
+        self._recent: deque[bool] = deque(maxlen=_BUDGET_STEPS)  # True: refused
         self.consecutive = 0
         self.consecutive_teacher = 0
-        self.consecutive_spikes = 0  # finite steps refused to a sound student; empty and broken ones do not count
+        self.consecutive_spikes = 0  # finite steps refused while the student was sound
         self.consecutive_floor = 0  # overflows at the smallest loss scale
         self.num_kept = 0
         self.num_rollbacks = 0
@@ -110,7 +109,7 @@ class Guard:
         if math.isfinite(evidence.loss) and evidence.is_scaled and self._may_retry(evidence):
             if not evidence.is_scale_at_floor:
                 return Verdict("retry", f"{what} at loss scale {evidence.loss_scale:g}")
-            # One batch may overflow at any scale; several in a row say that the student does.
+            # One batch may overflow at any scale; several in a row mean that the student does.
             self.consecutive_floor += 1
             if self.consecutive_floor > self.config.max_retries:
                 return Verdict("halt", f"{what} at the smallest loss scale {evidence.loss_scale:g}", exit_code=23)
@@ -119,7 +118,7 @@ class Guard:
         return Verdict("examine", what)
 
     def diagnose(self, evidence: Evidence, reason: str, exam: Examination) -> Verdict:
-        """What an examined step deserves: the state is to blame, or the data is."""
+        """The verdict on an examined step: the state is at fault, or the data is."""
         if not (exam.weights_finite and exam.moments_finite):
             part = "weights" if not exam.weights_finite else "optimizer moments"
             return self._roll_back(f"{reason}; {part} not finite", backs_off=False)
@@ -133,17 +132,17 @@ class Guard:
         if math.isfinite(evidence.loss) and math.isfinite(evidence.grad_norm):
             if self.consecutive_spikes >= _RELEARN_AFTER:
                 self._forget()
-                told = f"{self.consecutive_spikes} in a row and the student is sound: a new normal"
-                return Verdict("keep", f"{reason}; {told}")
+                finding = f"{self.consecutive_spikes} in a row and the student is sound: a new normal"
+                return Verdict("keep", f"{reason}; {finding}")
             self.consecutive_spikes += 1
         return self._refuse(f"{reason}; the student is sound, so the batch is at fault", evidence)
 
     def accept(self, evidence: Evidence) -> None:
-        """The step was applied: its numbers enter the statistics."""
+        """Add the numbers of an applied step to the statistics."""
         if not evidence.bad_teacher_rows:
             for name, value in _values(evidence).items():
                 if math.isfinite(value):  # one NaN would make every later threshold NaN
-                    self._losses.setdefault(name, Window(self.config.spike_window)).add(value)
+                    self._losses.setdefault(name, History(self.config.spike_window)).add(value)
             if math.isfinite(evidence.grad_norm):
                 self._norms.add(math.log(max(evidence.grad_norm, 1e-30)))
             self.consecutive_teacher = 0
@@ -155,10 +154,10 @@ class Guard:
 
     def _spike(self, evidence: Evidence) -> str:
         for name, value in _values(evidence).items():
-            window = self._losses.get(name)
-            bound = self._loss_bound(name, window, evidence.num_targets) if window else math.inf
-            if window and value > bound:
-                return f"{name} {value:.4g} stands above {bound:.4g}, far outside the last {len(window)} steps"
+            history = self._losses.get(name)
+            bound = self._loss_bound(name, history, evidence.num_targets) if history else math.inf
+            if history and value > bound:
+                return f"{name} {value:.4g} stands above {bound:.4g}, far outside the last {len(history)} steps"
         if len(self._norms) < self.config.spike_warmup:
             return ""
         bound = self._norms.threshold(self.config.spike_z, _LEAST_NORM_RISE)
@@ -166,19 +165,19 @@ class Guard:
             return f"gradient norm {evidence.grad_norm:.4g} stands above {math.exp(bound):.4g}"
         return ""
 
-    def _loss_bound(self, name: str, window: Window, num_targets: int) -> float:
-        """What a loss must exceed to be examined. A mean over few targets scatters more, so its bound is higher."""
-        level = abs(window.level())
+    def _loss_bound(self, name: str, history: History, num_targets: int) -> float:
+        """The threshold of a loss. A mean over few targets varies more, so its bound is higher."""
+        level = abs(history.level())
         spread = _TOKEN_SPREAD if name in _IN_NATS else level
         sigmas = self.config.spike_z / math.sqrt(max(num_targets, 1))
         least = spread * (sigmas + sigmas * sigmas / 2.0)
-        if len(window) >= self.config.spike_warmup:
-            return window.threshold(self.config.spike_z, max(_LEAST_LOSS_RISE * max(level, 0.1), least))
-        # Only the weighted sum: a term alone may be 0 for a while and then begin.
-        return window.early_threshold(least) if name == "loss" else math.inf
+        if len(history) >= self.config.spike_warmup:
+            return history.threshold(self.config.spike_z, max(_LEAST_LOSS_RISE * max(level, 0.1), least))
+        # Only the weighted sum: a single term may be 0 at first and then begin.
+        return history.early_threshold(least) if name == "loss" else math.inf
 
     def _without_teacher(self, evidence: Evidence) -> Verdict:
-        """Rows the teacher spoiled were scored on their labels: sound, but not comparable with other steps."""
+        """Rows with a bad teacher were scored on their labels: sound, but not comparable with other steps."""
         self.consecutive_teacher += 1
         if self.consecutive_teacher < self.config.fallback_after:
             return Verdict("keep", f"{evidence.bad_teacher_rows} rows without a usable teacher")
@@ -186,8 +185,8 @@ class Guard:
         return Verdict("fallback", f"{self.config.fallback_after} steps in a row without a usable teacher")
 
     def _may_retry(self, evidence: Evidence) -> bool:
-        # Before the first accepted step the scale is still being found; later, a batch that overflows at
-        # several scales has another fault.
+        # Before the first accepted step the scale is still too large; later, a batch that overflows at several scales
+        # has another fault.
         return self.num_kept == 0 or evidence.attempt < self.config.max_retries
 
     def _refuse(self, reason: str, evidence: Evidence) -> Verdict:
@@ -199,16 +198,16 @@ class Guard:
         if self.consecutive >= self.config.max_consecutive:
             return Verdict("halt", f"{self.consecutive} refused steps in a row, the last: {reason}", exit_code=21)
         refused = sum(self._recent)
-        if len(self._recent) == _BUDGET_WINDOW and refused > self.config.max_skip_share * _BUDGET_WINDOW:
-            return Verdict("halt", f"{refused} of the last {_BUDGET_WINDOW} steps refused: {reason}", exit_code=21)
+        if len(self._recent) == _BUDGET_STEPS and refused > self.config.max_skip_share * _BUDGET_STEPS:
+            return Verdict("halt", f"{refused} of the last {_BUDGET_STEPS} steps refused: {reason}", exit_code=21)
         if self.consecutive_teacher >= self.config.fallback_after:
             self.consecutive_teacher = 0
             return Verdict("fallback", f"the teacher is at fault: {reason}")
         return Verdict("skip", reason)
 
     def _roll_back(self, reason: str, *, backs_off: bool) -> Verdict:
-        self.consecutive += 1  # its own budget is the number of rollbacks
-        self.consecutive_spikes = self.consecutive_floor = 0  # of a stretch that is now undone
+        self.consecutive += 1  # a rollback itself is limited by max_rollbacks
+        self.consecutive_spikes = self.consecutive_floor = 0  # they belong to undone steps
         if self.num_rollbacks < self.config.max_rollbacks:
             self.num_rollbacks += 1
             return Verdict("rollback", reason, backs_off=backs_off)
@@ -219,7 +218,7 @@ class Guard:
         return Verdict("halt", f"{reason}; {self.num_rollbacks} rollbacks spent", exit_code=22)
 
     def _enter(self, phase: str) -> None:
-        """Another phase weighs the terms differently: its losses are not comparable with the last one's."""
+        """Drop the statistics at a new phase: it weighs the terms differently."""
         if phase != self._phase:
             self._phase = phase
             self._forget()
@@ -230,13 +229,13 @@ class Guard:
 
     # -- state -------------------------------------------------------------------------------------------
 
-    def windows(self) -> dict[str, Any]:
-        """What goes back in time with a rollback: the statistics, not the budgets."""
-        losses = {name: list(window.values) for name, window in self._losses.items()}
+    def statistics(self) -> dict[str, Any]:
+        """The part of the state that a rollback restores; the budgets stay."""
+        losses = {name: list(history.values) for name, history in self._losses.items()}
         return {"losses": losses, "norms": list(self._norms.values), "phase": self._phase}
 
-    def restore_windows(self, state: Mapping[str, Any]) -> None:
-        self._losses = {name: Window(self.config.spike_window) for name in state["losses"]}
+    def restore_statistics(self, state: Mapping[str, Any]) -> None:
+        self._losses = {name: History(self.config.spike_window) for name in state["losses"]}
         for name, values in state["losses"].items():
             self._losses[name].values.extend(values)
         self._norms.values = deque(state["norms"], maxlen=self.config.spike_window)
@@ -244,7 +243,7 @@ class Guard:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "windows": self.windows(),
+            "windows": self.statistics(),
             "recent": list(self._recent),
             "consecutive": self.consecutive,
             "consecutive_teacher": self.consecutive_teacher,
@@ -256,8 +255,8 @@ class Guard:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.restore_windows(state["windows"])
-        self._recent = deque((bool(value) for value in state["recent"]), maxlen=_BUDGET_WINDOW)
+        self.restore_statistics(state["windows"])
+        self._recent = deque((bool(value) for value in state["recent"]), maxlen=_BUDGET_STEPS)
         self.consecutive = int(state["consecutive"])
         self.consecutive_teacher = int(state["consecutive_teacher"])
         self.consecutive_spikes = int(state.get("consecutive_spikes", 0))  # not in older checkpoints
@@ -268,23 +267,23 @@ class Guard:
 
 
 def _values(evidence: Evidence) -> dict[str, float]:
-    """What is watched for spikes. A bad batch may move one term far and the weighted sum hardly at all."""
+    """The values checked for spikes. A bad batch may move one term and hardly the weighted sum."""
     return {"loss": evidence.loss, **evidence.terms}
 
 
 def is_within_band(exam: Examination) -> bool:
-    """Whether the canary still does about as well as at the last good snapshot. NaN does not."""
+    """Whether the canary loss is about that of the last good snapshot. NaN is not."""
     return exam.canary_loss <= exam.canary_reference + _CANARY_RISE * max(abs(exam.canary_reference), 1.0)
 
 
 def is_astray(exam: Examination) -> bool:
-    """Whether the canary does far worse than at its best, the student before training included. NaN does."""
+    """Whether the canary loss is far above its best, that of the student before training included. NaN is."""
     best = exam.canary_best
     return not exam.canary_loss <= best + max(_ASTRAY_RISE, _ASTRAY_SHARE * abs(best))
 
 
 def _name_nonfinite(evidence: Evidence) -> str:
-    """The first thing that is not finite, in the order in which it is computed."""
+    """The first non-finite value, in the order of computation."""
     for name, value in evidence.terms.items():
         if not math.isfinite(value):
             return f"the {name} term is {value}"

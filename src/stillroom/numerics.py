@@ -1,9 +1,9 @@
 """Arithmetic that stays finite where the textbook formula does not.
 
-Everything works in log space and in FP32 or better, masks by `where` (a product with a mask turns `0 * inf`
-into NaN), and never reads a value back to the host.
+Work in log space and in FP32 or better, mask by `where` (a product with a mask turns `0 * inf` into NaN), and never
+read a value back to the host.
 
-Legend: ... any leading shape, V vocabulary, K kept ids. Logits may hold -inf: a token that cannot come.
+Legend: ... any leading shape, V vocabulary, K kept ids. Logits may be -inf: an impossible token.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-LOG_PROB_FLOOR = -50.0  # exp(-50) = 2e-22: far below anything FP32 can tell from 0 beside 1
-LOG_ZERO = -1e30  # log of an impossible token's probability: its product with that probability is 0, not NaN
+LOG_PROB_FLOOR = -50.0  # exp(-50) = 2e-22, far below FP32's resolution at 1
+LOG_ZERO = -1e30  # log-probability of an impossible token: times the probability 0 it is 0, not NaN
 _LOG_HALF = -math.log(2.0)
 
 
 def work_dtype(*tensors: Tensor | None) -> torch.dtype:
-    """FP32, or FP64 where an input has it: FP16 sums overflow and FP16 probabilities vanish."""
+    """FP32, or FP64 if an input has it: FP16 sums overflow and FP16 probabilities underflow."""
     is_double = any(tensor is not None and tensor.dtype == torch.float64 for tensor in tensors)
     return torch.float64 if is_double else torch.float32
 
@@ -34,23 +34,23 @@ def log_softmax(logits: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
 
 @dataclass(frozen=True)
 class Softmax:
-    """A row's probabilities and its scores, log p up to a constant of the row: one exponential gives both.
+    """Probabilities, and scores: log p up to a constant of the row. One exponential gives both.
 
-    The score of an impossible token is LOG_ZERO. So p (log p - log q) needs no mask, which would cost more than the
-    exponential; a student that rules out what the teacher says pays 1e30 nats for it instead of infinity.
+    The score of an impossible token is LOG_ZERO, so p (log p - log q) needs no mask, which would cost more than the
+    exponential. If the student rules out a token of the teacher, the KL is about 1e30 nats instead of infinity.
     """
 
     scores: Tensor  # [..., V], log p + log_norm
     probs: Tensor  # [..., V]
-    log_norm: Tensor  # [...], log-sum-exp of the scores; NaN where the row is no distribution
-    sums_to_one: bool = True  # stored answers do so only as far as they were rounded
+    log_norm: Tensor  # [...], log-sum-exp of the scores; NaN if the row is not a distribution
+    sums_to_one: bool = True  # False for stored answers, which were rounded
 
     @staticmethod
     def of_logits(logits: Tensor, temperature: float | Tensor = 1.0) -> Softmax:
         """softmax(logits / temperature) over the last axis, in FP32 or better.
 
-        Scores are measured from the row's largest, so neither large logits nor a common shift cost digits. A row with
-        NaN, with +inf, or with -inf only has a log_norm of NaN.
+        Scores are relative to the row's maximum, so large logits and a common shift lose no digits. A row with NaN,
+        with +inf, or with only -inf has a log_norm of NaN.
         """
         logits = logits.to(work_dtype(logits))
         scores = logits - logits.amax(-1, keepdim=True)
@@ -60,7 +60,7 @@ class Softmax:
 
     @staticmethod
     def _of_scores(scores: Tensor) -> Softmax:
-        # By hand: the maximum is 0 already, and the sum is wanted.
+        # Not torch.logsumexp: the maximum is 0 already, and the exponentials are needed too.
         probs = scores.exp()
         norm = probs.sum(-1, keepdim=True)
         return Softmax(scores, probs.mul_(1.0 / norm), norm.squeeze(-1).log_())
@@ -71,27 +71,26 @@ class Softmax:
         return Softmax(log_probs.clamp_min(LOG_ZERO), log_probs.exp(), norm, sums_to_one=False)
 
     def take_at(self, temperature: Tensor) -> Softmax:
-        """The same rows at another temperature [..., 1], in the memory of the scores.
+        """The same rows at another temperature [..., 1]. Overwrites the scores.
 
-        A temperature of 1e-8 or more keeps the score of an impossible token finite: no second floor is needed.
+        With a temperature of 1e-8 or more the score of an impossible token stays finite.
         """
         return Softmax._of_scores(self.scores.mul_(1.0 / temperature))
 
     def take_log_probs(self) -> Tensor:
-        """log p, in the memory of the scores: each temporary of a vocabulary counts."""
+        """log p. Overwrites the scores, to save a temporary of the size of the vocabulary."""
         return self.scores.sub_(self.log_norm[..., None])
 
     def take_log_of_probs(self) -> Tensor:
-        """log p of the rounded p, floored, in the memory of the scores.
+        """log of the rounded p, floored. Overwrites the scores.
 
-        For whoever subtracts the logarithm of a mixture of such p: where the two are close, both must carry the same
-        rounding.
+        To subtract the logarithm of a mixture of such p: where the two are close, both must have the same rounding.
         """
         return torch.clamp_min(self.probs, torch.finfo(self.probs.dtype).tiny, out=self.scores).log_()
 
 
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
-    """Sum of the values where the mask is true; what the mask hides may be NaN or infinite."""
+    """Sum of the values where the mask is true; masked values may be NaN or infinite."""
     return torch.where(mask, values, torch.zeros_like(values)).sum()
 
 
@@ -111,10 +110,10 @@ def log1p_rest(x: Tensor) -> Tensor:
 
 
 def tail_log_mass(kept_log_probs: Tensor) -> Tensor:
-    """Log of the mass that the kept log-probs [..., K] leave over; -inf where they already sum to 1.
+    """Log of 1 minus the mass of the kept log-probs [..., K]; -inf where they sum to 1.
 
-    The difference 1 - sum is only as good as the rounding of the kept values. Whoever still has the whole
-    row should sum what was not kept instead: see `head_and_tail`.
+    The difference is only as accurate as the rounding of the kept values. With the whole row at hand, sum the rest
+    directly: see `head_and_tail`.
     """
     kept = torch.logsumexp(kept_log_probs, dim=-1)
     return log1mexp(kept.clamp_max(0.0))
@@ -124,7 +123,7 @@ def head_and_tail(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Split rows [..., V] into kept log-probs [..., K], the log mass of the rest [...], and the rest's own
     log distribution [..., V] (-inf at the kept ids).
 
-    The rest is summed directly, so a tail of 1e-12 is exact to rounding where 1 - sum(kept) would be noise.
+    The rest is summed directly, so a tail of 1e-12 is exact to rounding, whereas 1 - sum(kept) would be noise.
     """
     kept_logits = logits.gather(-1, ids)
     rest = logits.scatter(-1, ids, -math.inf)

@@ -1,8 +1,8 @@
 """The learning rate, counted in applied optimizer steps.
 
-A window of micro-batches is one optimizer step. Windows do not cross epochs, and the last one of an epoch
-may be partial; it is applied like any other (its mean is over the tokens it has). So an epoch of 74,823
-batches at accumulation 16 has ceil(74,823 / 16) = 4,677 optimizer steps, and a warm-up of 10 % is 467.
+A window of micro-batches is one optimizer step. Windows do not cross epochs; the last one of an epoch may be partial
+and is applied like any other, with the mean over its own tokens. So an epoch of 74,823 batches at accumulation 16 has
+ceil(74,823 / 16) = 4,677 optimizer steps, and a warm-up of 10 % is 467.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ def windows_in(num_batches: int, accumulation: int) -> int:
 
 
 def steps_of_run(num_batches: int, accumulation: int, epochs: float, max_steps: int) -> int:
-    """Optimizer steps of the whole run: `max_steps` where given, else what the epochs hold."""
+    """Optimizer steps of the run: `max_steps` if given, else those of the epochs."""
     if max_steps:
         return max_steps
     return max(1, math.ceil(windows_in(num_batches, accumulation) * epochs))
 
 
 def warmup_of_run(num_steps: int, warmup_steps: int, warmup_ratio: float) -> int:
-    """Warm-up in optimizer steps; an explicit number wins, and never eats the whole run."""
+    """Warm-up in optimizer steps. An explicit number wins; it is always shorter than the run."""
     wanted = warmup_steps or int(num_steps * warmup_ratio)
     return min(wanted, max(num_steps - 1, 0))
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Linear warm-up, then a shape that ends at `floor` times the peak. Relative to the peak: 1.0 is all of it."""
+    """Linear warm-up, then a shape that ends at `floor`. Factors are relative to the peak learning rate."""
 
     num_steps: int
     num_warmup: int
@@ -42,9 +42,9 @@ class Schedule:
     floor: float = 0.0
 
     def factor(self, applied: int) -> float:
-        """The share of the peak learning rate for the step after `applied` steps.
+        """The factor for the step after `applied` steps.
 
-        The first step of a warm-up is 1/num_warmup, not 0: a step at learning rate zero learns nothing.
+        The first step of a warm-up is 1/num_warmup, not 0, which would be a step without effect.
         """
         if applied < self.num_warmup:
             return (applied + 1) / self.num_warmup

@@ -1,7 +1,7 @@
-"""The values that pass between rooms.
+"""The values that packages pass to each other.
 
-Frozen records with no behaviour beyond their own arithmetic. Nothing here imports torch at run time, so
-the pure rooms (curriculum, schedule, guard) can be used and tested with plain numbers.
+Frozen records with no behaviour beyond their own arithmetic. Nothing here imports torch at run time, so curriculum,
+schedule and guard can be used and tested with plain numbers.
 
 Legend for shapes: B rows, L positions, N scored positions of a batch, V vocabulary, K kept ids, D width.
 """
@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 IGNORED = -100  # a target that is not scored, as in transformers
@@ -31,21 +32,21 @@ _EMPTY: Mapping[str, Any] = MappingProxyType({})
 class Batch:
     """Rows of tokens. `targets[b, l]` is the token that follows position l, or IGNORED.
 
-    What follows from the tensors is computed once, in main memory, where the batch is made, and moves with it: asking
-    costs the device nothing. `dataclasses.replace` computes it anew, so it never belongs to other targets.
+    `positions`, `scored_targets` and `keys` are computed once, in main memory, when the batch is made, and move with
+    it, so reading them costs no synchronisation. `dataclasses.replace` computes them again.
     """
 
     input_ids: Tensor  # [B, L]
     attention_mask: Tensor  # [B, L], 1 where there is a token
     targets: Tensor  # [B, L]
-    target_bytes: Tensor  # [B, L], bytes of text each target stands for; 0 where it is not scored
+    target_bytes: Tensor  # [B, L], text bytes of each target; 0 where it is not scored
     sample_ids: tuple[str, ...]  # B names, for reports and quarantine
     index: int = 0  # which micro-batch of the run this is
-    documents: tuple[str, ...] = ()  # B documents the rows start in: what a bootstrap draws as a whole
-    other: Batch | None = None  # the same text as another tokenizer reads it
-    positions: Tensor = field(init=False)  # [N], flat places of the scored positions in [B, L], in row order
+    documents: tuple[str, ...] = ()  # B documents the rows start in: the units of a bootstrap
+    other: Batch | None = None  # the same text with another tokenizer
+    positions: Tensor = field(init=False)  # [N], flat indices of the scored positions in [B, L], in row order
     scored_targets: Tensor = field(init=False)  # [N]
-    keys: tuple[str, ...] = field(init=False)  # B digests of what each row holds, whatever batch it stands in
+    keys: tuple[str, ...] = field(init=False)  # B digests of the rows' contents, the same in any batch
 
     def __post_init__(self) -> None:
         device, flat = self.targets.device, self.targets.reshape(-1).cpu()
@@ -68,8 +69,26 @@ class Batch:
                 object.__setattr__(moved, one.name, value.to(device, non_blocking=True))
         return moved
 
+    def parts(self, num_parts: int) -> Iterator[Batch]:
+        """Consecutive rows of the batch as at most `num_parts` batches of about equal size."""
+        num_rows = len(self.input_ids)
+        size = -(-num_rows // num_parts)
+        if size >= num_rows:
+            yield self
+            return
+        for start in range(0, num_rows, size):
+            yield self._of_rows(slice(start, start + size))
+
+    def _of_rows(self, rows: slice) -> Batch:
+        by_row: dict[str, Any] = {
+            one.name: getattr(self, one.name)[rows]
+            for one in fields(self)
+            if one.init and one.name not in ("index", "other")
+        }
+        return replace(self, **by_row, other=self.other._of_rows(rows) if self.other is not None else None)
+
     def without_targets(self) -> Batch:
-        """The same rows with no target to score."""
+        """The same rows without scored targets."""
         return replace(
             self,
             targets=self.targets.new_full(self.targets.shape, IGNORED),
@@ -79,7 +98,7 @@ class Batch:
 
 
 def _content_keys(batch: Batch) -> tuple[str, ...]:
-    """A digest of each row's tokens and targets. Padding is no part of it, nor are the row's name and neighbours."""
+    """A digest of each row's tokens and targets, without padding, name and neighbours."""
     ids, targets = batch.input_ids.cpu().long().numpy(), batch.targets.cpu().long().numpy()
     is_used = (batch.attention_mask.cpu().numpy() != 0) | (targets != IGNORED)
     return tuple(
@@ -93,7 +112,7 @@ def _content_keys(batch: Batch) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Needs:
-    """What the objectives of a lesson ask a model to produce beside its last hidden states."""
+    """What the objectives of a lesson need from a model besides its last hidden states."""
 
     hidden_layers: frozenset[int] = frozenset()
     attention_layers: frozenset[int] = frozenset()
@@ -101,7 +120,7 @@ class Needs:
 
 @dataclass(frozen=True)
 class BothNeeds:
-    """What a lesson asks of each side: layers of the student and of the teacher are counted apart."""
+    """What a lesson needs from each model. Layers are numbered separately."""
 
     student: Needs = Needs()
     teacher: Needs = Needs()
@@ -115,12 +134,13 @@ class HeadWeights:
     bias: Tensor | None = None  # [V]
     scale: float = 1.0
     softcap: float | None = None
-    vocab_size: int | None = None  # real vocabulary where the weight has padding rows
-    clamp: float | None = None  # logits beyond +-clamp are cut, and their gradient with them: only when asked for
+    vocab_size: int | None = None  # real vocabulary if the weight has padding rows
+    clamp: float | None = None  # logits beyond +-clamp are cut, with zero gradient; None: off
+    product_dtype: torch.dtype | None = None  # half dtype that a mixed mode gives the operands of the head's products
 
     @property
     def is_identity(self) -> bool:
-        """An empty weight: the model gave its own logits instead of hidden states."""
+        """Whether the weight is empty: `hidden` are the model's own logits."""
         return int(self.weight.numel()) == 0
 
     @property
@@ -130,19 +150,19 @@ class HeadWeights:
 
 @dataclass(frozen=True)
 class StudentView:
-    """The student's answer to a batch, at the scored positions only."""
+    """The student's output for a batch, at the scored positions only."""
 
     hidden: Tensor  # [N, D]
     head: HeadWeights
     taps: Mapping[str, Tensor] = field(default_factory=lambda: _EMPTY)  # hidden.<layer> [B, L, D], attention.<layer>
-    positions: Tensor | None = None  # [N], flat places of the scored positions in [B, L]: where taps count
-    sequences: Tensor | None = None  # [N], which row of the batch each position belongs to; None: all to one
+    positions: Tensor | None = None  # [N], flat indices of the scored positions in [B, L], to select from taps
+    sequences: Tensor | None = None  # [N], row of the batch of each position; None: all in one
     num_sequences: int = 1
 
 
 @dataclass(frozen=True)
 class DenseSignal:
-    """The teacher's full answer, as hidden states and the head that turns them into logits."""
+    """The teacher's full distribution, as hidden states and the head that turns them into logits."""
 
     hidden: Tensor  # [N, D]
     head: HeadWeights
@@ -151,7 +171,7 @@ class DenseSignal:
 
 @dataclass(frozen=True)
 class TopKSignal:
-    """The teacher's K likeliest tokens and the exact mass of all others, at one temperature."""
+    """The teacher's K likeliest tokens and the exact mass of the rest, at one temperature."""
 
     ids: Tensor  # [N, K]
     log_probs: Tensor  # [N, K]
@@ -162,7 +182,7 @@ class TopKSignal:
 
 @dataclass(frozen=True)
 class SampledSignal:
-    """An unbiased sample of the teacher's distribution: sum over weights is 1 for each position."""
+    """An unbiased sample of the teacher's distribution. The weights of a position sum to 1."""
 
     ids: Tensor  # [N, K]
     weights: Tensor  # [N, K]
@@ -179,25 +199,25 @@ Signal = DenseSignal | TopKSignal | SampledSignal
 
 @dataclass(frozen=True)
 class Lesson:
-    """What the curriculum says now: a weight for each term and the settings of the objectives."""
+    """The curriculum at one moment: a weight for each term, and the settings of the objectives."""
 
     phase: str
     weights: Mapping[str, float]
     settings: Mapping[str, float] = field(default_factory=lambda: _EMPTY)
-    unaided: frozenset[str] = frozenset({"ce"})  # terms that do without the teacher
+    unaided: frozenset[str] = frozenset({"ce"})  # terms that need no teacher
 
     def weight(self, term: str) -> float:
         return self.weights.get(term, 0.0)
 
     @property
     def asks_teacher(self) -> bool:
-        """Whether any term now needs the teacher."""
+        """Whether any term with a weight needs the teacher."""
         return any(weight != 0.0 for name, weight in self.weights.items() if name not in self.unaided)
 
 
 @dataclass(frozen=True)
 class Term:
-    """One objective over some positions: an unweighted FP32 sum and how many positions are in it."""
+    """One objective: an unweighted FP32 sum over positions, and their number."""
 
     total: Tensor  # scalar
     count: Tensor  # scalar
@@ -209,7 +229,7 @@ class Term:
 
 @dataclass(frozen=True)
 class Score:
-    """The weighted objective of a micro-batch, ready for backward, and the terms it is made of."""
+    """The weighted objective of a micro-batch, ready for backward, and its terms."""
 
     loss: Tensor  # scalar, already divided by the counts of the whole window
     terms: Mapping[str, Term]
@@ -217,7 +237,7 @@ class Score:
 
     @staticmethod
     def average(scores: Sequence[Score]) -> Score:
-        """The mean of scores of the same batch against several answers of a teacher; counters add up."""
+        """The mean of one batch's scores against several answers of a teacher. Counters are summed."""
         first, *others = scores
         if not others:
             return first
@@ -235,7 +255,7 @@ class Score:
 
 @dataclass(frozen=True)
 class TermRecord:
-    """One term as people read it: raw mean, weight, raw times weight, and share of the sum."""
+    """One term in the log: raw mean, weight, raw times weight, and share of the sum."""
 
     raw: float
     weight: float
@@ -257,15 +277,15 @@ class TermRecord:
         }
 
 
-# -- the guard's words -----------------------------------------------------------------------------------
+# -- the guard -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What one attempted optimizer step looked like, read from the device once.
+    """Measurements of one attempted optimizer step, read from the device once.
 
     `grad_norm` is the norm of the true gradient (unscaled, before clipping). `group_norms` has one entry
-    for each parameter group. Values may be NaN or infinite: that is what the guard is for.
+    for each parameter group. Values may be NaN or infinite.
     """
 
     step: int
@@ -279,21 +299,21 @@ class Evidence:
     is_scale_at_floor: bool = False
     bad_teacher_rows: int = 0
     phase: str = ""
-    attempt: int = 0  # how often this very window was tried before
-    counters: Mapping[str, float] = field(default_factory=lambda: _EMPTY)  # what was clamped, where clamps are on
-    samples: Mapping[str, float] = field(default_factory=lambda: _EMPTY)  # how much of the last update arrived
+    attempt: int = 0  # how often this window was tried before
+    counters: Mapping[str, float] = field(default_factory=lambda: _EMPTY)  # what was clamped, if clamps are on
+    samples: Mapping[str, float] = field(default_factory=lambda: _EMPTY)  # share of the last update kept by rounding
 
 
 @dataclass(frozen=True)
 class Examination:
-    """A closer look at a suspicious step, from a path that is allowed to be slow."""
+    """Results of the slow checks of a suspicious step."""
 
     weights_finite: bool
     moments_finite: bool
-    canary_loss: float  # plain cross-entropy on a fixed batch, now
+    canary_loss: float  # current cross-entropy on a fixed batch
     canary_reference: float  # the same at the last good snapshot
-    canary_best: float = float("inf")  # the lowest it ever was, before training included
-    weights_reached: bool = True  # no weight is larger than the updates so far can have made it
+    canary_best: float = float("inf")  # the lowest so far, including before training
+    weights_reached: bool = True  # no weight is larger than the updates so far can explain
 
 
 Action = Literal["keep", "retry", "examine", "skip", "rollback", "fallback", "reset", "halt"]
@@ -306,4 +326,4 @@ class Verdict:
     action: Action
     reason: str = ""
     exit_code: int = 0  # with halt
-    backs_off: bool = False  # with rollback: whether the learning rate should give way for a while
+    backs_off: bool = False  # with rollback: lower the learning rate for a while

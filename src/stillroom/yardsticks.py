@@ -1,10 +1,10 @@
-"""Yardsticks: numbers about a model that no objective, weight or curriculum can move.
+"""Yardsticks: measures of a model that do not depend on objective, weights or curriculum.
 
-Every yardstick is a ratio of sums, so it is the same whatever the batches were, and one formula serves the point
-estimate and each bootstrap resample. Sums are kept for each document: tokens of one document are not independent,
-so the documents are what is drawn (Efron and Tibshirani 1993, percentile intervals).
+Every yardstick is a ratio of sums, so it does not depend on the batches, and one formula gives the point estimate and
+each bootstrap resample. Sums are kept by document and documents are resampled, because tokens of one document are not
+independent (Efron and Tibshirani 1993, percentile intervals).
 
-Legend: F columns of sums, U units that are drawn, R resamples.
+Legend: F columns of sums, U resampled units, R resamples.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 
 TOP_K = 5
-NUM_BINS = 15  # of confidence, equally wide (Guo et al. 2017)
+NUM_BINS = 15  # of equal width in confidence (Guo et al. 2017)
 NUM_RESAMPLES = 1000
 COVERAGE = 0.95
 MAX_UNITS = 1000
-MIN_DOCUMENTS = 8  # with fewer, resampling says next to nothing: of two there are three different resamples
+MIN_DOCUMENTS = 8  # with fewer there are too few different resamples: of two documents, three
 _SEED = 20150
-_MAX_NLL = math.log(1e30)  # above this a perplexity is no longer a number worth printing
+_MAX_NLL = math.log(1e30)  # above this the perplexity is given as infinite
 
-# What is summed for each document; after these come NUM_BINS counts, confidences and hits.
+# The sums of each document; NUM_BINS counts, confidences and hits follow.
 COLUMNS = (
     "nll",  # of the targets that could be scored
     "targets",
@@ -35,8 +35,8 @@ COLUMNS = (
     "unscored",  # targets whose probability is not finite
     "kl",
     "agree",  # the likeliest token is the teacher's
-    "found",  # the teacher's likeliest token is among the student's TOP_K
-    "shared",  # TOP_K of both, the share in common
+    "in_top_k",  # the teacher's likeliest token is among the student's TOP_K
+    "shared",  # share of TOP_K that both have
     "accepted",  # sum over tokens of min(p, q), which is 1 - total variation
     "compared",  # positions at which both models gave a distribution
     "uncompared",
@@ -46,16 +46,16 @@ _PLACE = {name: place for place, name in enumerate(COLUMNS)}
 
 
 class Ledger:
-    """Sums by document, in the order in which documents were met."""
+    """Sums by document, in the order in which documents were added."""
 
     def __init__(self) -> None:
         self._sums: dict[str, Floats] = {}
 
     def add(self, documents: Sequence[str], table: Floats) -> None:
-        """Add a table [rows, F] whose rows belong to the named documents."""
-        for document, row in zip(documents, table, strict=True):
-            known = self._sums.get(document)
-            self._sums[document] = row.copy() if known is None else known + row
+        """Add a table [len(documents), F] of sums."""
+        for document, sums in zip(documents, table, strict=True):
+            before = self._sums.get(document)
+            self._sums[document] = sums.copy() if before is None else before + sums
 
     @property
     def num_documents(self) -> int:
@@ -72,7 +72,7 @@ class Ledger:
         return float(self.totals[_PLACE[column]])
 
     def values(self) -> dict[str, float | None]:
-        """Each yardstick, or None where nothing was there to measure it with."""
+        """Each yardstick; None for a comparison without compared positions."""
         totals = self.totals
         is_compared = totals[_PLACE["compared"]] > 0
         return {
@@ -81,12 +81,12 @@ class Ledger:
         }
 
     def intervals(self) -> dict[str, tuple[float, float]]:
-        """The 95 % percentile interval of each yardstick that has a value; nothing below MIN_DOCUMENTS documents."""
+        """The 95 % percentile interval of each yardstick with a value; empty below MIN_DOCUMENTS documents."""
         if self.num_documents < MIN_DOCUMENTS:
             return {}
         sums = np.stack(list(self._sums.values()))
         if len(sums) > MAX_UNITS:
-            # Beyond a thousand documents, every thousandth is drawn together: the interval stays, the cost is bounded.
+            # Above MAX_UNITS documents, resample groups of every MAX_UNITS-th document, to bound the cost.
             units = np.zeros((MAX_UNITS, NUM_COLUMNS))
             np.add.at(units, np.arange(len(sums)) % MAX_UNITS, sums)
             sums = units
@@ -116,7 +116,7 @@ def ratios(totals: Floats) -> dict[str, Floats]:
             "bits_per_byte": column["nll"] / math.log(2) / column["bytes"],
             "kl": column["kl"] / column["compared"],
             "agreement": column["agree"] / column["compared"],
-            "top5_agreement": column["found"] / column["compared"],
+            "top5_agreement": column["in_top_k"] / column["compared"],
             "top5_overlap": column["shared"] / column["compared"],
             "acceptance": column["accepted"] / column["compared"],
             "calibration_error": gap / column["targets"],
@@ -125,12 +125,12 @@ def ratios(totals: Floats) -> dict[str, Floats]:
 
 @lru_cache(maxsize=4)
 def _draws(num_units: int) -> Floats:
-    """How often each unit is in each resample. [R, U], the same for the same number of units."""
+    """How often each unit is in each resample. [R, U]; depends only on the number of units."""
     chances = np.full(num_units, 1.0 / num_units)
     drawn: Floats = np.random.default_rng(_SEED).multinomial(num_units, chances, size=NUM_RESAMPLES).astype(np.float64)
     return drawn
 
 
 def _order(values: Floats, share: float) -> float:
-    """An order statistic: no interpolation, so that an infinite perplexity stays infinite and is not made NaN."""
+    """An order statistic without interpolation, which would turn an infinite perplexity into NaN."""
     return float(np.quantile(values, share, method="inverted_cdf"))

@@ -8,39 +8,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import tiny
-
-from stillroom.cli import main
-
-Command = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def stillroom(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Command:
-    """Run a command in this process: (exit code, output, errors)."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*words: str) -> tuple[int, str, str]:
-        code = 0
-        try:
-            main(list(words))
-        except SystemExit as end:
-            code = int(end.code or 0)
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
-
-
-def arguments(world: Path, out: Path, **over: object) -> list[str]:
-    words = ["distill", "--out", str(out), "--device", "cpu"]
-    for key, value in tiny.settings(world, **over).items():
-        words += ["--set", f"{key}={json.dumps(value) if not isinstance(value, str) else value}"]
-    return words
+from commands import Command, arguments
 
 
 def test_a_typo_in_a_key(stillroom: Command, tmp_path: Path) -> None:
@@ -161,6 +133,7 @@ def test_ctrl_c_saves_and_ends_with_75_and_the_run_goes_on(world: Path, tmp_path
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # a shell's background jobs ignore SIGINT
     )
     events = tmp_path / "run" / "events.jsonl"
     deadline = time.monotonic() + 120

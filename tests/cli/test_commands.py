@@ -7,55 +7,45 @@ from pathlib import Path
 
 import pytest
 import tiny
+from commands import output
 
 from stillroom.cli import main
 from stillroom.config import load_config, preset_names
-from stillroom.demo import baseline_config, compute_ratio, tell_story
+from stillroom.demo import baseline_config, compute_ratio, story_of
 from stillroom.engine.distill import distill
-
-
-def command(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    try:
-        main(list(words))
-        code: object = 0
-    except SystemExit as end:
-        code = end.code
-    printed = capsys.readouterr()
-    assert not code, printed.err
-    return printed.out
 
 
 def test_eval_of_a_model_alone(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("eval", "--model", str(world / "teacher"), "--data", str(world / "train.jsonl"), "--max-length", "32")
-    result = json.loads(command(capsys, *words, "--json"))
+    result = json.loads(output(capsys, *words, "--json"))
     assert result["student"]["perplexity"] > 1 and result["student"]["kl"] is None
-    assert "perplexity" in command(capsys, *words)
+    assert "perplexity" in output(capsys, *words)
 
 
 def test_eval_against_a_teacher(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["eval", "--model", str(world / "student"), "--teacher", str(world / "teacher")]
     words += ["--data", str(world / "train.jsonl"), "--max-length", "32", "--max-batches", "3"]
-    result = json.loads(command(capsys, *words, "--json"))
+    result = json.loads(output(capsys, *words, "--json"))
     assert result["student"]["kl"] > 0 and 0 <= result["student"]["agreement"] <= 1
     assert 0 < result["student"]["acceptance"] < 1 and result["teacher"]["kl"] == pytest.approx(0, abs=1e-6)
     assert result["retention"] < 1 and result["student"]["tokens_per_second"] > 0
-    assert "retention" in command(capsys, *words)
+    assert "retention" in output(capsys, *words)
 
 
 def test_generate_continues_a_prompt(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = command(capsys, "generate", str(world / "teacher"), "--prompt", "the still", "--max-new-tokens", "12")
+    out = output(capsys, "generate", str(world / "teacher"), "--prompt", "the still", "--max-new-tokens", "12")
     assert out.startswith("the still") and len(out) > len("the still\n")
 
 
 def test_presets_are_listed_and_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    listed = command(capsys, "presets")
+    listed = output(capsys, "presets")
     assert all(name in listed for name in preset_names())
-    assert "forward_kl" in command(capsys, "presets", "base")
+    assert "forward_kl" in output(capsys, "presets", "base")
 
 
 def test_a_report_can_be_written_again(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     distill(load_config(overrides=tiny.settings(world)), tmp_path / "run", device="cpu")
-    path = Path(command(capsys, "report", str(tmp_path / "run")).strip())
+    path = Path(output(capsys, "report", str(tmp_path / "run")).strip())
     assert path.name == "report.html" and "perplexity" in path.read_text(encoding="utf-8")
 
 
@@ -63,7 +53,7 @@ def test_distill_can_answer_in_json(world: Path, tmp_path: Path, capsys: pytest.
     words = ["distill", "--out", str(tmp_path / "run"), "--json", "--device", "cpu"]
     for key, value in tiny.settings(world).items():
         words += ["--set", f"{key}={value}"]
-    answer = json.loads(command(capsys, *words))
+    answer = json.loads(output(capsys, *words))
     assert answer["status"] == "done" and answer["folder"] == str(tmp_path / "run")
 
 
@@ -106,7 +96,7 @@ def test_the_story_follows_the_numbers(student: float, said: str) -> None:
         "baseline": {"perplexity": 120.0, **arm},
         "baseline_equal_compute": {"perplexity": 101.0, **arm},
     }
-    assert said in tell_story(summary)[-1]
+    assert said in story_of(summary)[-1]
 
 
 def test_ctrl_c_outside_of_training_says_what_is_left(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
 from pathlib import Path
@@ -10,8 +9,9 @@ from typing import Any
 
 import pytest
 import tiny
+from commands import output, run
+from trl_templates import template
 
-from stillroom.cli import main
 from stillroom.config.schema import DataConfig
 from stillroom.data import fixed_batches, open_data
 from stillroom.telemetry.preview import show_preview
@@ -19,12 +19,6 @@ from stillroom.types import IGNORED
 
 END = "<|end|>"
 TRAP = ["Is 4 prime? Answer Yes or No.", "No", "And is 5 prime? Yes or No.", "Yes"]
-
-
-def template(name: str) -> str:
-    found = importlib.util.find_spec("trl")
-    assert found is not None and found.origin is not None
-    return (Path(found.origin).parent / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -51,19 +45,10 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def command(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[str, object]:
-    code: object = 0
-    try:
-        main(["data", *words])
-    except SystemExit as end:
-        code = end.code
-    return capsys.readouterr().out, code or 0
-
-
 def test_as_json_each_row_is_its_text_in_scored_and_unscored_pieces(
     folder: Path, spec: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out, code = command(capsys, spec, "--model", str(folder), "--json", "--set", "data.max_bad_share=0.5")
+    code, out, _err = run(capsys, "data", spec, "--model", str(folder), "--json", "--set", "data.max_bad_share=0.5")
     assert code == 0
     result = json.loads(out)
     rows = {row["id"]: row["pieces"] for row in result["rows"]}
@@ -108,7 +93,7 @@ def test_the_pieces_are_the_targets_that_training_reads(folder: Path, tmp_path: 
 
 def test_rows_says_how_many_are_shown(folder: Path, spec: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = (spec, "--model", str(folder), "--json", "--set", "data.max_bad_share=0.5", "--rows")
-    counts = [len(json.loads(command(capsys, *words, number)[0])["rows"]) for number in ("1", "2", "0")]
+    counts = [len(json.loads(output(capsys, "data", *words, number))["rows"]) for number in ("1", "2", "0")]
     assert counts == [1, 2, 3]
 
 
@@ -116,8 +101,8 @@ def test_a_length_given_shows_what_fits_and_counts_the_rest(
     folder: Path, spec: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = (spec, "--model", str(folder), "--json", "--set", "data.max_bad_share=0.5")
-    whole = json.loads(command(capsys, *words)[0])
-    cut = json.loads(command(capsys, *words, "--max-length", "100")[0])
+    whole = json.loads(output(capsys, "data", *words))
+    cut = json.loads(output(capsys, "data", *words, "--max-length", "100"))
     assert cut["rows"][0]["tokens"] == 101 < whole["rows"][0]["tokens"]
     assert cut["left_out"]["truncated_tokens"] == whole["rows"][0]["tokens"] - 101
     assert any("longer than data.max_length = 100" in note for note in cut["notes"])
@@ -126,7 +111,7 @@ def test_a_length_given_shows_what_fits_and_counts_the_rest(
 def test_in_a_pipe_what_is_scored_stands_in_brackets(
     folder: Path, spec: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out, code = command(capsys, spec, "--model", str(folder), "--set", "data.max_bad_share=0.5")
+    code, out, _err = run(capsys, "data", spec, "--model", str(folder), "--set", "data.max_bad_share=0.5")
     assert code == 0 and "\x1b" not in out
     assert f"{TRAP[0]}<|im_end|>\n<|im_start|>assistant\n[[No<|im_end|>]]\n" in out
     assert f'Tom said [["Hi"{END}]]' in out
@@ -162,14 +147,14 @@ def test_a_harmful_template_ends_with_exit_code_2_and_the_reason(
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}" + harm
     tokenizer.save_pretrained(tmp_path)
-    out, code = command(capsys, spec, "--model", str(tmp_path), "--json")
+    code, out, _err = run(capsys, "data", spec, "--model", str(tmp_path), "--json")
     assert code == 2 and why in json.loads(out)["error"]
 
 
 def test_a_model_without_a_tokenizer_and_a_missing_file_are_named(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out, code = command(capsys, "builtin:qa", "--model", str(tmp_path), "--json")
+    code, out, _err = run(capsys, "data", "builtin:qa", "--model", str(tmp_path), "--json")
     assert code == 2 and "brings no tokenizer" in json.loads(out)["error"]
-    out, code = command(capsys, str(tmp_path / "none.jsonl"), "--model", str(folder), "--json")
+    code, out, _err = run(capsys, "data", str(tmp_path / "none.jsonl"), "--model", str(folder), "--json")
     assert code == 2

@@ -8,16 +8,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
+from commands import Command, arguments
 
 from stillroom.checkpoint import CheckpointStore
-from stillroom.cli import main
 from stillroom.config import load_config
 from stillroom.engine import distill as room
 from stillroom.engine import loop
@@ -26,33 +25,6 @@ from stillroom.engine.pace import Pace, plan_evaluations
 from stillroom.engine.stop import Stop
 from stillroom.errors import CheckpointUnusable, Interrupted
 from stillroom.telemetry import EventLog, read_events
-
-Command = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def stillroom(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Command:
-    """Run a command in this process: (exit code, output, errors)."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*words: str) -> tuple[int, str, str]:
-        code = 0
-        try:
-            main(list(words))
-        except SystemExit as end:
-            code = int(end.code or 0)
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
-
-
-def arguments(world: Path, out: Path, **over: object) -> list[str]:
-    words = ["distill", "--out", str(out), "--device", "cpu", "--no-progress"]
-    for key, value in tiny.settings(world, **over).items():
-        words += ["--set", f"{key}={json.dumps(value) if not isinstance(value, str) else value}"]
-    return words
-
 
 # -- faults of ours --------------------------------------------------------------------------------------
 

@@ -10,7 +10,9 @@ import begun
 import pytest
 import tiny
 import torch
+from commands import output, run
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl_templates import template
 
 from stillroom.assess import continue_text
 from stillroom.cli import main
@@ -24,12 +26,6 @@ from stillroom.models.generate import continuation, end_ids, generate, readable
 from stillroom.models.load.names import model_name
 
 REFUSING = "{{ raise_exception('this template knows no questions') }}"
-
-
-def template(name: str) -> str:
-    import trl
-
-    return (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
 
 
 class Parrot(torch.nn.Module):
@@ -47,17 +43,6 @@ class Parrot(torch.nn.Module):
         logits = torch.zeros(1, 1, tiny.VOCAB)
         logits[0, 0, self.script[len(self.asked) - 1]] = 1.0
         return type("A", (), {"logits": logits})()
-
-
-def command(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
-    try:
-        main(list(words))
-        code: object = 0
-    except SystemExit as end:
-        code = end.code
-    printed = capsys.readouterr()
-    assert not code, printed.err
-    return printed
 
 
 # -- the text --------------------------------------------------------------------------------------------
@@ -139,16 +124,16 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 
 
 def test_a_base_model_continues_the_text(folder: Path, asked: Any, capsys: Any) -> None:
-    assert command(capsys, "generate", str(folder / "base"), "--prompt", "the room").out == "the room well\n"
-    command(capsys, "generate", str(folder / "base"), "--prompt", "the room", "--bos", "false")
+    assert output(capsys, "generate", str(folder / "base"), "--prompt", "the room") == "the room well\n"
+    output(capsys, "generate", str(folder / "base"), "--prompt", "the room", "--bos", "false")
     tokenizer = AutoTokenizer.from_pretrained(folder / "base")
     assert asked == [tokenizer("the room")["input_ids"], tokenizer("the room")["input_ids"][1:]]
 
 
 def test_an_instruct_model_is_asked_with_its_template(folder: Path, asked: Any, capsys: Any) -> None:
     name = str(folder / "instruct")
-    assert command(capsys, "generate", name, "--prompt", "the room").out == "well\n"
-    assert command(capsys, "generate", name, "--prompt", "the room", "--raw").out == "the room well\n"
+    assert output(capsys, "generate", name, "--prompt", "the room") == "well\n"
+    assert output(capsys, "generate", name, "--prompt", "the room", "--raw") == "the room well\n"
     tokenizer = AutoTokenizer.from_pretrained(name)
     turns = [{"role": "user", "content": "the room"}]
     # What transformers itself gives a model that is to answer this question.
@@ -164,7 +149,8 @@ def test_a_template_that_refuses_the_prompt_is_explained(folder: Path) -> None:
 
 def test_a_model_that_writes_nothing_says_so(folder: Path, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr("stillroom.assess.generate", lambda *_, **__: "")
-    assert "wrote nothing" in command(capsys, "generate", str(folder / "instruct"), "--prompt", "the").err
+    code, _out, err = run(capsys, "generate", str(folder / "instruct"), "--prompt", "the")
+    assert code == 0 and "wrote nothing" in err
 
 
 def test_an_unknown_wish_for_bos_is_refused(folder: Path, capsys: Any) -> None:
@@ -180,14 +166,11 @@ def test_the_folder_of_a_run_stands_for_its_student(world: Path, tmp_path: Path,
     settings = tiny.settings(world, train__max_steps=2, eval__samples=0)
     run = distill(load_config(overrides=settings), tmp_path / "run", device="cpu").folder
     assert model_name(str(run)) == str(run / "student")
-    by_run = command(capsys, "generate", str(run), "--prompt", "the still", "--max-new-tokens", "4").out
-    assert (
-        by_run
-        == command(capsys, "generate", str(run / "student"), "--prompt", "the still", "--max-new-tokens", "4").out
-    )
+    by_run = output(capsys, "generate", str(run), "--prompt", "the still", "--max-new-tokens", "4")
+    assert by_run == output(capsys, "generate", str(run / "student"), "--prompt", "the still", "--max-new-tokens", "4")
     words = ["--data", str(world / "train.jsonl"), "--max-batches", "2", "--json"]
     by_run, by_student = (
-        json.loads(command(capsys, "eval", "--model", str(name), *words).out) for name in (run, run / "student")
+        json.loads(output(capsys, "eval", "--model", str(name), *words)) for name in (run, run / "student")
     )
     assert by_run["student"]["perplexity"] == by_student["student"]["perplexity"]
 

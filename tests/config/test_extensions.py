@@ -55,7 +55,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     monkeypatch.syspath_prepend(str(folder))
     for registry in (OBJECTIVES, DIVERGENCES, READERS):
         monkeypatch.setattr(registry, "_things", dict(registry._things))
-        monkeypatch.setattr(registry, "_brought", None)
+        monkeypatch.setattr(registry, "_entries_by_name", None)
     yield folder
     sys.modules.pop("drams", None)
     importlib.invalidate_caches()

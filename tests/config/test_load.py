@@ -11,7 +11,7 @@ from stillroom.config.schema import Config
 from stillroom.config.sections import Ramp
 from stillroom.errors import ConfigError
 
-SEED_004 = {
+LEGACY = {
     "batch_size": 2,
     "gradient_accumulation_steps": 16,
     "learning_rate": 3e-5,
@@ -25,9 +25,9 @@ SEED_004 = {
 }
 
 
-def test_the_json_of_seed_004_is_accepted_as_it_stands(tmp_path: Path) -> None:
+def test_a_legacy_json_configuration_is_accepted_as_it_stands(tmp_path: Path) -> None:
     path = tmp_path / "emergency_fix_config.json"
-    path.write_text(json.dumps(SEED_004))
+    path.write_text(json.dumps(LEGACY))
     loaded = load(path)
     config = loaded.config
     assert (config.train.batch_size, config.train.gradient_accumulation_steps) == (2, 16)
@@ -35,10 +35,10 @@ def test_the_json_of_seed_004_is_accepted_as_it_stands(tmp_path: Path) -> None:
     assert config.data.max_length == 256 and config.train.eval_steps == 2000
     assert config.objectives.kd.temperature == 2.0 and config.objectives.kd.top_k == 256
     assert config.student.gradient_checkpointing
-    assert len(loaded.notes) == len(SEED_004), "each mapping is said aloud"
+    assert len(loaded.notes) == len(LEGACY), "one note for each mapping"
 
 
-def test_the_seed_s_curriculum_brings_the_inner_terms_in_later_whatever_the_order_of_keys(tmp_path: Path) -> None:
+def test_the_legacy_curriculum_brings_the_inner_terms_in_later_whatever_the_order_of_keys(tmp_path: Path) -> None:
     table = {"use_curriculum": True, "alpha_feature": 0.2, "alpha_contrastive": 0.0, "attention_layers": 3, "seed": 1}
     for keys in (list(table), list(reversed(table))):
         path = tmp_path / "config.json"
@@ -50,7 +50,7 @@ def test_the_seed_s_curriculum_brings_the_inner_terms_in_later_whatever_the_orde
         assert "contrastive" not in objectives.inner_weights
 
 
-def test_the_seed_s_weights_without_a_curriculum_are_constant(tmp_path: Path) -> None:
+def test_legacy_weights_without_a_curriculum_are_constant(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"alpha_attention": 0.3, "alpha_layerwise": 0.4, "attention_layers": 0, "seed": 1}))
     loaded = load(path)
@@ -58,7 +58,7 @@ def test_the_seed_s_weights_without_a_curriculum_are_constant(tmp_path: Path) ->
     assert len(loaded.notes) == 4
 
 
-def test_the_router_settings_of_the_seeds_are_accepted(tmp_path: Path) -> None:
+def test_legacy_router_settings_are_accepted(tmp_path: Path) -> None:
     path = tmp_path / "router.json"
     given = {"router_lr": 5e-4, "router_anchor_weight": 1e-4, "router_load_balance_weight": 1e-3}
     path.write_text(json.dumps({**given, "router_entropy_weight": 1e-4}))

@@ -11,6 +11,7 @@ import pytest
 import tiny
 import torch
 from transformers import AutoTokenizer
+from trl_templates import template
 
 from stillroom.builtin import model_path
 from stillroom.config import load_config
@@ -26,12 +27,6 @@ from stillroom.types import IGNORED
 
 QUESTION = {"prompt": "the still room", "completion": " keeps spirits and waters"}
 CHAT = {"messages": [{"role": "user", "content": "the still"}, {"role": "assistant", "content": "room keeps"}]}
-
-
-def template(name: str) -> str:
-    import trl
-
-    return (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
 
 
 def text(words: str) -> Record:

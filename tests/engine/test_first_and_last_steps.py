@@ -100,7 +100,7 @@ def test_a_run_killed_in_an_evaluation_after_a_rollback_ends_as_if_nothing_had_h
     assert again.summary["student"]["perplexity"] == clean.summary["student"]["perplexity"]
 
 
-def test_a_fault_after_a_rollback_is_survived(world: Path, tmp_path: Path) -> None:
+def test_faults_after_a_rollback_leave_a_finite_student_no_worse_than_before(world: Path, tmp_path: Path) -> None:
     assert_ended_well(run(world, tmp_path / "run", "nan_weight@3,lr_spike@4,huge_weight@6,nan_weight@8"))
 
 
@@ -211,7 +211,7 @@ def test_fp16_finds_its_scale_before_the_first_step(world: Path, tmp_path: Path,
 
 # -- several faults at once ------------------------------------------------------------------------------
 
-SURVIVABLE = sorted(name for name in FAULTS if not name.startswith("kill") and name != "router_nan")
+SURVIVABLE = sorted(name for name in FAULTS if not name.startswith("kill") and name not in ("router_nan", "oom"))
 MODES = ("fp32", "bf16-mixed", "fp16-mixed", "fp16-master", "fp16-split", "fp16-sr")
 
 
@@ -232,24 +232,28 @@ def combination(seed: int) -> tuple[str, dict[str, Any]]:
     return ",".join(words), over
 
 
-def survive(world: Path, out: Path, seed: int) -> None:
+def run_combination(world: Path, out: Path, seed: int) -> None:
     faults, over = combination(seed)
     assert_ended_well(run(world, out, faults, **over))
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_any_faults_at_once_are_survived(world: Path, tmp_path: Path, seed: int) -> None:
-    survive(world, tmp_path / "run", seed)
+def test_any_faults_at_once_leave_a_finite_student_no_worse_than_before(world: Path, tmp_path: Path, seed: int) -> None:
+    run_combination(world, tmp_path / "run", seed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100, 300))
-def test_very_many_faults_at_once_are_survived(world: Path, tmp_path: Path, seed: int) -> None:
-    survive(world, tmp_path / "run", seed)
+def test_more_faults_at_once_leave_a_finite_student_no_worse_than_before(
+    world: Path, tmp_path: Path, seed: int
+) -> None:
+    run_combination(world, tmp_path / "run", seed)
 
 
 @pytest.mark.parametrize("other", ["inf_grad", "nan_grad", "inf_logit", "lr_spike", "nan_weight", "teacher_nan"])
-def test_a_batch_without_targets_may_have_any_other_fault(world: Path, tmp_path: Path, other: str) -> None:
+def test_a_batch_without_targets_and_another_fault_leave_a_finite_student(
+    world: Path, tmp_path: Path, other: str
+) -> None:
     assert_ended_well(run(world, tmp_path / "run", f"all_masked@11,{other}@11", train__max_steps=12))
 
 

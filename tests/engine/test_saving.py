@@ -10,10 +10,11 @@ import pytest
 import tiny
 import torch
 
-from stillroom.checkpoint import CheckpointSnapshots, CheckpointStore
+from stillroom.checkpoint import CheckpointStore
 from stillroom.config import load_config
 from stillroom.engine.distill import distill, resume
 from stillroom.engine.state import RunState
+from stillroom.snapshots import CheckpointSnapshots
 from stillroom.telemetry import read_events
 
 # Checkpoints every five steps, two of them kept, and no snapshot but the one before the first step: a fault at step 18

@@ -137,8 +137,10 @@ def test_a_process_whose_peer_was_killed_ends_and_can_be_resumed(world: Path, tm
 
 def test_a_fault_in_one_process_is_judged_alike_by_both(world: Path, tmp_path: Path) -> None:
     words = arguments(world, tmp_path / "run")
-    ends = pair(words, [*words, "--inject", "nan_grad@3,nan_weight@6"])
+    ends = pair(words, [*words, "--inject", "oom@2,nan_grad@3,nan_weight@6"])
     assert [code for code, _ in ends] == [0, 0], ends
     guards = [event["action"] for event in read_events(tmp_path / "run" / "events.jsonl") if event["event"] == "guard"]
     assert guards == ["skip", "rollback"]
+    rows = losses(tmp_path / "run", "micro_batch_rows")
+    assert rows[0] == 2 * rows[1] == 2 * rows[-1], "memory that runs out in one process makes both take smaller parts"
     assert torch.isfinite(weights(tmp_path / "run")).all()

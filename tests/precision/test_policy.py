@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from stillroom.config.schema import PrecisionConfig, TrainConfig
+from stillroom.config.schema import PrecisionConfig
+from stillroom.config.train import TrainConfig
 from stillroom.engine.building.loss_scale import fitting_scale
 from stillroom.engine.recovery.reach import longest_step
 from stillroom.errors import BrokenAtStart, ConfigError

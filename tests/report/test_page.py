@@ -224,11 +224,12 @@ def test_files_of_the_wrong_kind_are_survived(tmp_path: Path) -> None:
     assert "events.jsonl has 1 broken lines that are left out: 2." in page.text
 
 
-def test_a_summary_with_the_wrong_types_is_survived(tmp_path: Path) -> None:
+def test_values_of_the_wrong_type_in_a_summary_are_left_blank_and_the_others_shown(tmp_path: Path) -> None:
     summary = {"status": 7, "student": {"perplexity": "low", "kl": [1]}, "teacher": 3, "checks": [1, {"name": None}]}
     summary["student_before"] = {"perplexity": 3.0, "intervals": {"perplexity": ["a", 2], "kl": 5}}
     (tmp_path / "summary.json").write_text(json.dumps(summary | {"steps": 10**400, "baseline": {"perplexity": True}}))
-    page_of(tmp_path)
+    page = page_of(tmp_path)
+    assert "3.00" in page.text and "low" not in page.text
 
 
 def test_a_refused_disk_is_an_error_with_its_exit_code(tmp_path: Path) -> None:

@@ -1,13 +1,13 @@
-"""Ways to damage a model folder, and the question whether it was refused as it should be."""
+"""Ways to damage a model folder, and whether a folder is refused."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 import tiny
 import torch
 from safetensors.torch import load_file, save_file
@@ -27,15 +27,27 @@ def train(folder: Path) -> LoadedModel:
     return open_student(StudentConfig(model=str(folder)), tiny.tokenizer(), seed=0)
 
 
-def refused(folder: Path, *words: str, how: Callable[[Path], LoadedModel] = ask, code: int = 20) -> StillroomError:
-    with pytest.raises(StillroomError) as caught:
+@dataclass(frozen=True)
+class Refusal:
+    """The error with which a folder was refused; true if nothing is wrong with it: `assert refused(folder, "word")`."""
+
+    error: StillroomError | None
+    problems: tuple[str, ...]
+
+    def __bool__(self) -> bool:
+        return not self.problems
+
+
+def refused(folder: Path, *words: str, how: Callable[[Path], LoadedModel] = ask, code: int = 20) -> Refusal:
+    """Whether a folder is refused with this exit code, with advice, and with a message that has all the words."""
+    try:
         how(folder)
-    error = caught.value
-    assert error.exit_code == code, error
-    assert error.advice, "every end says what to try"
-    for word in words:
-        assert word in str(error), f"{word!r} is not in: {error}"
-    return error
+    except StillroomError as error:
+        problems = [f"{word!r} is not in: {error}" for word in words if word not in str(error)]
+        problems += [f"exit code {error.exit_code}, not {code}"] if error.exit_code != code else []
+        problems += ["no advice"] if not error.advice else []
+        return Refusal(error, tuple(problems))
+    return Refusal(None, ("not refused",))
 
 
 def edit(folder: Path, name: str = "config.json", **values: Any) -> None:

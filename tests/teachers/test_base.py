@@ -11,6 +11,7 @@ import torch
 from stillroom.engine.hooks import Hooks
 from stillroom.engine.inject import Injector, make_hooks
 from stillroom.teachers import NO_TEACHER, FaultyTeacher, Teacher
+from stillroom.teachers.base import kind_of
 from stillroom.types import (
     Batch,
     DenseSignal,
@@ -68,6 +69,11 @@ def test_no_teacher_takes_part_in_a_window_and_does_nothing(tmp_path: Path) -> N
     teacher.save(tmp_path)
     assert teacher.as_model() is None and teacher.original is teacher and not teacher.gives_signals
     assert not teacher.tensors() and not teacher.state_dict() and not teacher.summary() and not [*tmp_path.iterdir()]
+
+
+def test_every_signal_has_one_kind() -> None:
+    assert {kind: kind_of(signal) for kind, signal in SIGNALS.items()} == {kind: kind for kind in SIGNALS}
+    assert kind_of(None) == NO_TEACHER.kind
 
 
 def test_a_faulty_teacher_hides_nothing_of_the_one_inside() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 
 from stillroom.errors import ConfigError, DataError
-from stillroom.telemetry.console import ConsoleView, clean, format_lr, render_error
+from stillroom.telemetry.console import ConsoleView, SilentScreen, clean, format_lr, render_error
 from stillroom.telemetry.lines import end_line, step_line
 from stillroom.telemetry.results import assessment_lines, summary_lines
 from stillroom.telemetry.wording import as_number, format_duration, format_loss, format_norm, format_result
@@ -315,6 +315,7 @@ def test_a_closed_stream_does_not_end_the_run() -> None:
     view = ConsoleView("plain", stream)
     stream.close()
     view.handle(run_start())
+    assert isinstance(view._screen, SilentScreen), "the view falls silent at the first event"
     view.finish(summary())
 
 
@@ -325,7 +326,7 @@ def test_a_narrow_encoding_gets_escapes() -> None:
     assert stream.read() == "note  na\\xefve\n"
 
 
-def test_events_with_nothing_in_them_are_survived() -> None:
+def test_events_with_nothing_in_them_are_shown_with_blanks() -> None:
     names = (
         "run_start",
         "step",
@@ -339,8 +340,9 @@ def test_events_with_nothing_in_them_are_survived() -> None:
         "sample",
         "run_end",
     )
-    shown([{"event": name} for name in names], io.StringIO())
-    shown([{"event": name} for name in names], Terminal(), width=80)
+    for stream in (io.StringIO(), Terminal()):
+        text = shown([{"event": name} for name in names], stream, width=80)
+        assert "loss -" in text and "perplexity -" in text and "weights -" in text and "ended" in text
 
 
 # -- the end ---------------------------------------------------------------------------------------------

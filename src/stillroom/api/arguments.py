@@ -1,4 +1,4 @@
-"""Arguments of the package's functions: each is of its type or refused by name, before anything is loaded."""
+"""Check the arguments of the package's functions before anything is loaded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from stillroom.errors import ConfigError
 
-# The setting that says the same as an argument.
+# The setting that each argument replaces.
 SETTING = {
     "teacher": "teacher.model",
     "student": "student.model",
@@ -59,7 +59,7 @@ def bos(value: object) -> None:
 
 
 def device(value: object) -> str:
-    """The name of a device; a `torch.device` has one."""
+    """The name of a device, from a string or a `torch.device`."""
     if isinstance(value, str) and value:
         return value
     if type(value).__name__ == "device" and hasattr(value, "type"):
@@ -68,13 +68,13 @@ def device(value: object) -> str:
 
 
 def listeners(value: object) -> tuple[Callable[[dict[str, Any]], None], ...]:
-    if not isinstance(value, Sequence) or not all(callable(found) for found in value):
+    if not isinstance(value, Sequence) or not all(callable(listener) for listener in value):
         raise _wrong("listeners", value, "a list of functions, each called with an event")
     return tuple(value)
 
 
 def settings(value: object, given: Collection[str]) -> dict[str, Any]:
-    """Dotted keys with their values; none of them says again what an argument says."""
+    """Dotted keys with their values. Raise if one repeats an argument."""
     if value is None:
         return {}
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
@@ -94,7 +94,7 @@ def num_processes() -> int:
 
 
 def is_first_process() -> bool:
-    """Whether this process writes and speaks for all."""
+    """Whether this process writes and prints for all."""
     return num_processes() == 1 or _environment("RANK", 0) == 0
 
 

@@ -1,4 +1,4 @@
-"""Distil, resume, evaluate, generate, by name or with objects.
+"""Distil, resume, evaluate and generate, with names or objects.
 
 Nothing heavy is imported before a function is called. See docs/api.md.
 """
@@ -61,16 +61,15 @@ def distill(
     check.text(inject, "inject")
     check.flag(progress, "progress")
 
-    from stillroom.api.objects import sorted_out
+    from stillroom.api.objects import split_inputs
 
-    names, inputs = sorted_out(given)
+    names, inputs = split_inputs(given)
     chosen = with_settings(chosen, {**names, **inputs.settings(folder)})
 
     from stillroom.engine.distill import distill as run
 
     def job(*views: Listener) -> Result:
-        told = (*views, *handlers)
-        return run(chosen, folder, device=where, inject=inject, listeners=told, inputs=inputs)
+        return run(chosen, folder, device=where, inject=inject, listeners=(*views, *handlers), inputs=inputs)
 
     return _reported(job, progress)
 
@@ -90,10 +89,10 @@ def resume(
         check.number(max_minutes, "max_minutes", least=0)
 
     from stillroom.demo import is_demo_run, resume_demo
-    from stillroom.engine.distill import resume as go_on
+    from stillroom.engine.distill import resume as resume_run
 
     def job(*views: Listener) -> Result:
-        go = resume_demo if is_demo_run(path) else go_on
+        go = resume_demo if is_demo_run(path) else resume_run
         return go(path, device=where, max_minutes=max_minutes, listeners=(*views, *handlers))
 
     return _reported(job, progress)
@@ -112,8 +111,7 @@ def evaluate(
 ) -> Assessment:
     """Perplexity and bits per byte of a model on held-out data; against a teacher also KL, agreement and acceptance.
 
-    Models are scored in FP32. An object is copied for that, and left as it is. The folder of a run stands for its
-    student.
+    Models are scored in FP32; an object is copied, not changed. The folder of a run means its student.
     """
     check.whole(max_length, "max_length", least=8)
     check.whole(batch_size, "batch_size", least=1)
@@ -138,7 +136,7 @@ def evaluate(
             except OSError as error:
                 advice = ["free some space there", "or name another place in TMPDIR", "or give the data by name"]
                 raise CannotSave(f"cannot write data: {reason_of(error)}", where=scratch, advice=advice) from error
-        found = compare(
+        scores = compare(
             student[1],
             beside,
             spec,
@@ -148,7 +146,7 @@ def evaluate(
             bos=bos,
             where=where,
         )
-    return Assessment.of({"model": student[0], "data": shown, **found})
+    return Assessment.of({"model": student[0], "data": shown, **scores})
 
 
 def generate(
@@ -162,9 +160,9 @@ def generate(
     bos: Literal["auto"] | bool = "auto",
     device: str | torch.device = "auto",
 ) -> str:
-    """What a model writes after a prompt, without the prompt; one with a chat template answers it, unless `raw`.
+    """Continue a prompt; return the text without the prompt. A model with a chat template answers it, unless `raw`.
 
-    A pair (model, tokenizer) is used where it is and as it is. The folder of a run stands for its student.
+    A pair (model, tokenizer) is used on its device and in its dtype. The folder of a run means its student.
     """
     check.text(prompt, "prompt")
     check.whole(max_new_tokens, "max_new_tokens", least=1)
@@ -196,7 +194,7 @@ def generate(
 
 
 def _reported(job: Callable[..., Result], progress: bool | None) -> Result:
-    """Run a job with a view on its events and write the report. Of several processes the first does so for all."""
+    """Run a job, show its events and write the report. Only the first of several processes shows and writes."""
     import torch
 
     from stillroom.report import write_report
@@ -207,9 +205,9 @@ def _reported(job: Callable[..., Result], progress: bool | None) -> Result:
     is_shown = progress if progress is not None else is_notebook() or (sys.stdout is not None and sys.stdout.isatty())
     with ConsoleView("auto" if is_shown and is_first else "quiet") as view:
         try:
-            with torch.random.fork_rng(range(torch.cuda.device_count())):  # a run seeds; its caller's state stays
+            with torch.random.fork_rng(range(torch.cuda.device_count())):  # a run seeds; restore the caller's state
                 result = job(view.handle)
-        except NoBetterStudent as error:  # the run is complete and its report worth reading
+        except NoBetterStudent as error:  # the run is complete: write its report
             if is_first:
                 view.finish(error.summary, write_report(Path(str(error.folder))))
             raise

@@ -1,4 +1,4 @@
-"""The configuration that a call means: a given one or a preset, with what the call says on top."""
+"""Build the configuration of a call: a given one or a preset, with the call's settings on top."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stillroom.errors import ConfigError
 def configured(
     config: Config | None, preset: str | None, settings: Mapping[str, Any], given: Mapping[str, object]
 ) -> Config:
-    """The configuration before what was given by name or as an object is put into it."""
+    """The configuration without the models and data of the call, which are added later."""
     if config is not None and not isinstance(config, Config):
         advice = ["read a file with stillroom.load_config(path)"] if isinstance(config, str | Path) else []
         raise ConfigError(
@@ -48,7 +48,7 @@ def configured(
 
 
 def _refuse_gaps(config: Config, settings: Mapping[str, Any], given: Mapping[str, object]) -> None:
-    """Without a configuration nothing takes the embedded default in silence."""
+    """Raise if a model or data is missing: without a configuration, do not silently use the embedded default."""
     is_cut = config.student.init == "shrink"
     needed = {"teacher": is_cut or Curriculum.of(config).uses_teacher, "student": not is_cut, "data": True}
     missing = [

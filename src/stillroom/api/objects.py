@@ -1,4 +1,4 @@
-"""Models and data as a caller gives them: names go to settings, objects are checked and handed on."""
+"""Split a call's models and data into names, which become settings, and objects, which are checked."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
     Records: TypeAlias = str | Path | Iterable[Mapping[str, Any] | str] | TorchDataset[Any]
 
 
-def sorted_out(given: Mapping[str, Any]) -> tuple[dict[str, str], Inputs]:
-    """(the settings of what is given by name, what is given as an object)."""
+def split_inputs(given: Mapping[str, Any]) -> tuple[dict[str, str], Inputs]:
+    """(settings for what is given by name, what is given as an object)."""
     names: dict[str, str] = {}
     models: dict[str, GivenModel] = {}
     data: dict[str, Any] = {}
     notes: list[str] = []
     for role, value in given.items():
-        found = GivenModel.of(value, role) if role in ("teacher", "student") else None
-        if found is not None:
-            models[role] = found
-            notes += found.check_kept()
+        model = GivenModel.of(value, role) if role in ("teacher", "student") else None
+        if model is not None:
+            models[role] = model
+            notes += model.check_kept()
         elif role in ("teacher", "student") or is_name(value, role):
             names[SETTING[role]] = str(value)
         else:
@@ -48,20 +48,20 @@ def sorted_out(given: Mapping[str, Any]) -> tuple[dict[str, str], Inputs]:
 
 
 def opened(model: Model, teacher: Model | None) -> tuple[tuple[str, LoadedModel], LoadedModel | None]:
-    """((name, model), teacher) for evaluation. One tokenizer serves both where only one of them brings it."""
+    """((name, model), teacher) for evaluation. If only one of them has a tokenizer, both use it."""
     given = GivenModel.of(model, "model")
     beside = None if teacher is None else GivenModel.of(teacher, "teacher")
     loaded = open_model(model_name(str(model))) if given is None else None
     loaded_beside = open_model(model_name(str(teacher))) if teacher is not None and beside is None else None
-    brought = [found.tokenizer for found in (given, beside, loaded, loaded_beside) if found is not None]
-    known = [tokenizer for tokenizer in brought if tokenizer is not None]
-    for role, found in (("model", given), ("teacher", beside)):
-        if found is not None and not known:
+    models = [each for each in (given, beside, loaded, loaded_beside) if each is not None]
+    tokenizers = [each.tokenizer for each in models if each.tokenizer is not None]
+    for role, each in (("model", given), ("teacher", beside)):
+        if each is not None and not tokenizers:
             raise without_tokenizer(role)
     if given is not None:
-        loaded = given.copied(known[0])
+        loaded = given.copied(tokenizers[0])
     if beside is not None:
-        loaded_beside = beside.copied(beside.tokenizer if beside.tokenizer is not None else known[0])
+        loaded_beside = beside.copied(beside.tokenizer if beside.tokenizer is not None else tokenizers[0])
     assert loaded is not None
     return (given.name if given is not None else model_name(str(model)), loaded), loaded_beside
 

@@ -1,4 +1,4 @@
-"""What ships in the package: small trained models, and the way to the text of the running Python."""
+"""Small trained models that ship with the package, and a corpus read from the running Python."""
 
 from __future__ import annotations
 

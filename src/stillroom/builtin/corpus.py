@@ -1,10 +1,8 @@
-"""The embedded corpus: the text of the Python installation that runs us.
+"""The embedded corpus: the text of the running Python installation.
 
-Every Python carries several megabytes of English and code that nobody has to download: the language
-reference behind `help()` and the source of the standard library. We read it where it lies and ship none
-of it. What is held out is decided by the *name* of the module, so a module that one Python version holds
-out is held out in every other version too, and no part of a package is in training while another part
-is in the test.
+Every Python has several megabytes of English and code: the language reference behind `help()` and the source of the
+standard library. It is read in place, neither downloaded nor shipped. The split depends on the *name* of the
+top-level package, so it is the same in every Python version, and a package is never on both sides.
 """
 
 from __future__ import annotations
@@ -22,8 +20,8 @@ Split = Literal["train", "eval"]
 HELD_OUT_SHARE = 0.10
 TOPICS = "topics"
 
-# Folders that hold no prose and no code worth learning from: tests of Python itself (17 MB of them),
-# character tables, third-party packages, and the topics file, which is read as documents instead.
+# Left out: Python's own tests (17 MB), character tables, third-party packages, and the topics file, which is read as
+# documents instead.
 _SKIPPED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "__pycache__"}
 )
@@ -32,7 +30,7 @@ _MIN_CHARACTERS = 200
 
 @dataclass(frozen=True)
 class Document:
-    """One text with the name of the group that is held out as a whole."""
+    """One text, and the name of the group it is held out with."""
 
     name: str
     group: str
@@ -40,14 +38,14 @@ class Document:
 
 
 def hash_share(key: str) -> float:
-    """A number in [0, 1) that depends on the key alone: the same on every machine and in every version."""
+    """Hash a key to [0, 1); the same on every machine and in every version."""
     digest = hashlib.sha256(key.encode("utf-8")).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
 
 
 def split_of(group: str) -> Split:
     if group == TOPICS:
-        return "train"  # one page quotes another, so none of them can honestly be held out
+        return "train"  # pages quote each other, so none can be held out
     return "eval" if hash_share(f"stdlib:{group}") < HELD_OUT_SHARE else "train"
 
 
@@ -55,7 +53,7 @@ def topics() -> Iterator[Document]:
     """The reference pages behind `help("topics")`."""
     try:
         from pydoc_data.topics import topics as pages
-    except ImportError:  # a stripped installation; the caller reports what is missing
+    except ImportError:  # a stripped installation; the caller reports it
         return
     for name, text in sorted(pages.items()):
         if len(text) >= _MIN_CHARACTERS:
@@ -81,14 +79,14 @@ def modules(root: Path | None = None) -> Iterator[Document]:
 def docstrings(root: Path | None = None) -> Iterator[Document]:
     """The docstrings of each module, one document a module."""
     for module in modules(root):
-        found = [f"{name}\n\n{text}" for name, _, text in _documented(module.text)]
-        text = "\n\n".join(found)
+        entries = [f"{name}\n\n{text}" for name, _, text in _documented(module.text)]
+        text = "\n\n".join(entries)
         if len(text) >= _MIN_CHARACTERS:
             yield Document(module.name, module.group, text)
 
 
 def question_answers(root: Path | None = None) -> Iterator[tuple[Document, str, str]]:
-    """(document, prompt, completion): a signature and what its docstring says first."""
+    """(document, prompt, completion): a signature and the beginning of its docstring."""
     for module in modules(root):
         for name, signature, text in _documented(module.text):
             answer = text.split("\n\n")[0].strip()
@@ -98,7 +96,7 @@ def question_answers(root: Path | None = None) -> Iterator[tuple[Document, str, 
 
 
 def _documented(source: str) -> Iterator[tuple[str, str, str]]:
-    """(name, signature, docstring) of what is documented in a source text; nothing for one that does not parse."""
+    """(name, signature, docstring) of each documented object in a source text; nothing if it does not parse."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):  # templates and test data in other Python dialects
@@ -115,6 +113,6 @@ def _documented(source: str) -> Iterator[tuple[str, str, str]]:
 
 
 def own_text() -> Iterator[Document]:
-    """Our own source: the fallback where the standard library was stripped of its text."""
+    """Stillroom's own source: the fallback for a Python without the text of its standard library."""
     for document in modules(Path(__file__).resolve().parent.parent):
         yield Document(f"stillroom.{document.name}", document.name, document.text)

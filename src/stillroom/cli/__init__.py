@@ -1,6 +1,6 @@
-"""The command line. Nothing heavy is imported before a command needs it: `--help` loads no torch."""
+"""The command line. Each command imports what it needs: `--help` loads no torch."""
 
-from stillroom.cli import runs as runs  # a module adds its commands when it is imported, in the order of the help
+from stillroom.cli import runs as runs  # importing a module adds its commands; the order is that of the help
 from stillroom.cli import views as views
 from stillroom.cli.app import app
 from stillroom.cli.ends import main

@@ -1,4 +1,4 @@
-"""The application that commands are added to, and the options and answers that several of them share."""
+"""The typer application, and options and output shared by several commands."""
 
 from __future__ import annotations
 

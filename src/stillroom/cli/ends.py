@@ -1,4 +1,4 @@
-"""From the words of a command line to an exit code: every end is told once."""
+"""Run a command line; end with an exit code and print any error once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 
 from stillroom import threads
 from stillroom.cli.app import app
-from stillroom.ends import ending_politely, fault_of
+from stillroom.ends import fault_of, interrupt_on_signals
 from stillroom.errors import ConfigError, StillroomError
 
 
@@ -27,36 +27,36 @@ def _with_dashes(arguments: list[str]) -> list[str]:
 
 
 _STOPPED_AT_ONCE = 130  # Ctrl-C outside of training, and a second one within it
-_NOBODY_READS = 141  # what a shell reports of a command whose output was closed
+_NOBODY_READS = 141  # as a shell reports a command whose output was closed
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run a command; every end has an exit code, and every bad end one screen of explanation."""
+    """Run a command. Print an explanation of any error, and exit with its code."""
     threads.wait_passively()  # no command has loaded torch yet
     words = _with_dashes(list(sys.argv[1:] if arguments is None else arguments))
     try:
-        with ending_politely():
+        with interrupt_on_signals():
             code = app(args=words or ["--help"], standalone_mode=False)
     except StillroomError as error:
-        code = _tell(error, words)
-    except (BrokenPipeError, SystemExit):  # the latter is what typer makes of the former
+        code = _print_error(error, words)
+    except (BrokenPipeError, SystemExit):  # typer turns the former into the latter
         code = _NOBODY_READS
     except KeyboardInterrupt:
         code = _STOPPED_AT_ONCE
-    except Exception as error:  # noqa: BLE001 - the one place above everything: nothing else reaches a user
-        code = _tell(_usage_error(error) or fault_of(error, None), words)
+    except Exception as error:  # noqa: BLE001 - the outermost handler: no traceback reaches a user
+        code = _print_error(_usage_error(error) or fault_of(error, None), words)
     if code == _STOPPED_AT_ONCE:
         _say("stopped at once; `stillroom resume RUN` continues a run that had saved a checkpoint")
-    _let_go_of_closed_pipes()
+    _abandon_closed_pipes()
     if code:
         raise SystemExit(code)
 
 
-def _tell(error: StillroomError, words: list[str]) -> int:
-    """One screen about an end, and with --json the same as an object. Answers with the exit code."""
+def _print_error(error: StillroomError, words: list[str]) -> int:
+    """Print an error, with --json also as an object. Return the exit code."""
     from stillroom.telemetry.console import render_error
 
-    with contextlib.suppress(OSError):  # nobody is there to read it: the exit code still tells
+    with contextlib.suppress(OSError):  # the output is closed; the exit code remains
         if "--json" in words:
             shown = {"error": error.what, "where": error.where, "advice": list(error.advice)}
             typer.echo(json.dumps({**shown, "exit_code": error.exit_code}))
@@ -70,7 +70,7 @@ def _say(text: str) -> None:
 
 
 def _usage_error(error: Exception) -> ConfigError | None:
-    """A word of the command line that is not understood, without what a terminal would obey."""
+    """The error of a command line that typer does not understand; None for any other error."""
     explain = getattr(error, "format_message", None)
     if explain is None:
         return None
@@ -78,8 +78,8 @@ def _usage_error(error: Exception) -> ConfigError | None:
     return ConfigError(explain(), where="command line", advice=[f"{command} --help"])
 
 
-def _let_go_of_closed_pipes() -> None:
-    """What is still buffered for a reader that is gone would end the process with a complaint of Python's."""
+def _abandon_closed_pipes() -> None:
+    """Send buffered output of a closed pipe to the null device; else Python complains when the process ends."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

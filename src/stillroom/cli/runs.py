@@ -20,7 +20,7 @@ from stillroom.errors import ConfigError, NoBetterStudent, StillroomError
 if TYPE_CHECKING:
     from stillroom.engine.distill import Result
 
-# Settings that make a run something else than the embedded demo with its baselines.
+# Settings that make a run differ from the embedded demo, which trains baselines too.
 _NOT_THE_DEMO = ("teacher.", "student.", "data.", "objectives.")
 
 _INJECT_HELP = f"faults on purpose, e.g. nan_weight@40,teacher_nan@60x5 (xN: N attempts). Known: {', '.join(FAULTS)}"
@@ -97,18 +97,18 @@ def resume(
 
     def job(view: Any) -> Result:
         from stillroom.demo import is_demo_run, resume_demo
-        from stillroom.engine.distill import resume as go_on
+        from stillroom.engine.distill import resume as resume_run
 
         listeners = (view.handle,)
         if is_demo_run(run):
             return resume_demo(run, device=device, max_minutes=max_minutes, listeners=listeners)
-        return go_on(run, device=device, max_minutes=max_minutes, listeners=listeners)
+        return resume_run(run, device=device, max_minutes=max_minutes, listeners=listeners)
 
     _run_and_report(job, run, as_json=as_json, progress=progress)
 
 
 def _run_and_report(job: Callable[[Any], Result], folder: Path, *, as_json: bool, progress: bool) -> None:
-    """Run a job with a view on its events, write the report, and end with the result."""
+    """Run a job, show its events, write the report and print the result."""
     from stillroom.telemetry.console import ConsoleView
 
     is_first = _num_processes() == 1 or os.environ.get("RANK", "0") == "0"
@@ -118,13 +118,13 @@ def _run_and_report(job: Callable[[Any], Result], folder: Path, *, as_json: bool
             try:
                 result = job(view)
                 where, summary = result.folder, result.summary
-            except NoBetterStudent as error:  # a finished run with a report to write, and no success
+            except NoBetterStudent as error:  # a finished run without success: write its report
                 failure, where, summary = error, Path(str(error.folder)), dict(error.summary)
-            if is_first:  # the first of several processes speaks for all
+            if is_first:  # only the first of several processes writes and prints
                 from stillroom.report import write_report
 
                 path = write_report(where)
-                with contextlib.suppress(BrokenPipeError):  # the run is done, whoever reads about it
+                with contextlib.suppress(BrokenPipeError):  # the run is done, even if nobody reads its output
                     if as_json and failure is None:
                         print_json({"folder": str(where), **summary})
                     else:

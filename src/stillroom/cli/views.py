@@ -1,4 +1,4 @@
-"""Commands that look: at a model, at data, at presets, at what a run left behind."""
+"""Commands that show: a model, data, presets, and what a run left behind."""
 
 from __future__ import annotations
 
@@ -136,10 +136,10 @@ def presets(name: Annotated[str | None, typer.Argument(help="print this one with
     if name is not None:
         typer.echo(preset_text(name).rstrip())
         return
-    width = max(len(known) for known in preset_names())
-    for known in preset_names():
-        first = preset_text(known).splitlines()[0].lstrip("# ")
-        typer.echo(f"{known:<{width}}  {first}")
+    width = max(len(preset) for preset in preset_names())
+    for preset in preset_names():
+        first = preset_text(preset).splitlines()[0].lstrip("# ")
+        typer.echo(f"{preset:<{width}}  {first}")
 
 
 @app.command()

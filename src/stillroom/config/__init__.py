@@ -1,4 +1,4 @@
-"""What a run is told: schema, files, presets."""
+"""The configuration of a run: schema, files, presets."""
 
 from stillroom.config.dry_run import shortened
 from stillroom.config.load import Loaded, load, load_config, parse_assignments, preset_names, preset_text

@@ -1,4 +1,4 @@
-"""A configuration made short: the same path, five steps of it."""
+"""Shorten a configuration for `--dry-run`: the same code path, five steps."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from stillroom.config.load import Loaded
 from stillroom.config.schema import Config
 
 _STEPS = 5
-_BATCHES = 2  # of held-out data: teacher and student are evaluated before and after, whatever their size
+_BATCHES = 2  # held-out batches in an evaluation
 _SAMPLES, _SAMPLE_TOKENS = 1, 8
 
 
 def shortened(loaded: Loaded) -> Loaded:
-    """For --dry-run. What is cut is said; what is shorter already stays."""
+    """Set five steps; cut evaluation, samples and the router probe if they are longer. Add a note that says so."""
     config = loaded.config
     train = config.train.model_copy(update={"max_steps": _STEPS, "eval_steps": _STEPS, "save_steps": _STEPS})
     held_out = config.eval.model_copy(

@@ -1,7 +1,7 @@
-"""What other packages may add by name: objectives, divergences and readers of files.
+"""Registries of objectives, divergences and file readers, which other packages can extend.
 
-A name is known without importing what it stands for, so a configuration is checked, and `--help` printed, without
-torch. Packages bring names by entry points; a program adds them with `register`. A name of ours cannot be replaced.
+Names are listed without importing what they stand for, so checking a configuration and `--help` need no torch.
+Packages add names by entry points, a program by `register`. A built-in name cannot be replaced.
 
     stillroom.objectives   name = "package.module:RECIPE"   a Recipe
     stillroom.divergences  name = "package.module:MEMBER"   a stillroom.objectives.divergences.Member
@@ -29,17 +29,17 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9_]*")
 
 @dataclass(frozen=True)
 class Recipe:
-    """An objective before there is a run: the class of its section, and what makes it when the models are known."""
+    """How to build an objective: the class of its config section, and a factory called when the models are loaded."""
 
     section: type[ObjectiveSection]
     make: Callable[[Plan], Objective]
 
 
 class Registry(Generic[T]):
-    """Things under names: ours, those a program registered, and those that installed packages bring.
+    """Objects by name: built in, registered by a program, or from the entry points of installed packages.
 
-    `known` are names of ours that are registered when their module is imported. `prefix` stands before each name that a
-    package brings.
+    `known` are the built-in names; their modules register them on import. `prefix` is put before the name of each
+    entry point.
     """
 
     def __init__(
@@ -51,10 +51,10 @@ class Registry(Generic[T]):
         self._known = known
         self._prefix = prefix
         self._things: dict[str, T] = {}
-        self._brought: dict[str, list[EntryPoint]] | None = None
+        self._entries_by_name: dict[str, list[EntryPoint]] | None = None
 
     def register(self, name: str, thing: T) -> None:
-        """Make a thing available by name. A name that stands for something else is refused."""
+        """Make `thing` available as `name`. Raise if the name already stands for something else."""
         self._check(name, thing, "register")
         if self._things.get(name, thing) is not thing:
             raise ConfigError(
@@ -64,25 +64,25 @@ class Registry(Generic[T]):
         self._things[name] = thing
 
     def names(self) -> tuple[str, ...]:
-        """Every name, sorted. Nothing is imported for it."""
+        """Every name, sorted. Imports nothing."""
         return tuple(sorted({*self._known, *self._things, *self._entries()}))
 
     def loaded(self) -> dict[str, T]:
-        """What needs no further import, in the order of registration."""
+        """What is registered already, without entry points that were not imported; in the order of registration."""
         return dict(self._things)
 
     def __contains__(self, name: object) -> bool:
         return name in self._known or name in self._things or name in self._entries()
 
     def find(self, name: str) -> T:
-        """What the name stands for; of a package that brings it, imported now."""
+        """Look up a name. An entry point is imported on its first use."""
         if name in self._things:
             return self._things[name]
         if name not in self._entries():
             near = difflib.get_close_matches(name, self.names(), n=1)
             raise ConfigError(
                 f"no {self._noun} is called {name!r}",
-                advice=[f"did you mean {known}?" for known in near] + [f"one of {', '.join(self.names())}"],
+                advice=[f"did you mean {match}?" for match in near] + [f"one of {', '.join(self.names())}"],
             )
         first, *others = self._entries()[name]
         if others:
@@ -97,7 +97,7 @@ class Registry(Generic[T]):
     def _imported(self, entry: EntryPoint, name: str) -> T:
         try:
             thing: T = entry.load()
-        except Exception as error:  # a foreign module may raise anything, and all of it ends here with its cause
+        except Exception as error:  # a foreign module may raise anything on import
             raise ConfigError(
                 f"the {self._noun} {name!r} of {_origin(entry)} cannot be imported: {type(error).__name__}: {error}",
                 where=entry.value,
@@ -119,14 +119,14 @@ class Registry(Generic[T]):
             )
 
     def _entries(self) -> dict[str, list[EntryPoint]]:
-        """Entry points by name, looked for once, and only where a name is none of ours."""
-        if self._brought is None:
-            self._brought = {}
+        """Entry points by name, read once. Those with a built-in or registered name are left out."""
+        if self._entries_by_name is None:
+            self._entries_by_name = {}
             for entry in dict.fromkeys(entry_points(group=self._group)):
                 name = self._prefix + entry.name
                 if name not in self._known and name not in self._things:
-                    self._brought.setdefault(name, []).append(entry)
-        return self._brought
+                    self._entries_by_name.setdefault(name, []).append(entry)
+        return self._entries_by_name
 
 
 def _origin(entry: EntryPoint) -> str:
@@ -144,7 +144,7 @@ OBJECTIVES: Registry[Recipe] = Registry(
     known=("kd", "ce", "feature", "layerwise", "attention", "contrastive"),
 )
 
-# Members are maths, so only their names are known here; `objectives/divergences/named.py` says what a member is.
+# Only the names, because members import torch; `objectives/divergences/named.py` defines what a member is.
 DIVERGENCES: Registry[Any] = Registry(
     "stillroom.divergences",
     "divergence",
@@ -163,5 +163,5 @@ DIVERGENCES: Registry[Any] = Registry(
     ),
 )
 
-# By suffix; `data/sources.py` registers ours before it asks for any.
+# By suffix; `data/sources.py` registers the built-in ones on import.
 READERS: Registry[Any] = Registry("stillroom.readers", "reader of files", accepts=callable, prefix=".")

@@ -1,4 +1,4 @@
-"""The faults that `--inject` knows, and how they are written: fault@step, or fault@stepxN for N attempts."""
+"""The faults of `--inject`, and their syntax: fault@step, or fault@stepxN for N attempts."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ FAULTS = {
     "teacher_nan": "the teacher answers NaN",
     "teacher_garbage": "the teacher answers finite nonsense",
     "router_nan": "one weight of a trained gate becomes NaN",
+    "oom": "memory runs out in the student's forward",
     "all_masked": "no token of the batch is scored",
     "bad_batch": "the batch is random tokens",
     "inf_grad": "one gradient becomes infinite",
@@ -44,18 +45,18 @@ class Fault:
 
 
 def parse(spec: str) -> list[Fault]:
-    """`"nan_weight@40,teacher_nan@60x5"` as faults."""
+    """Parse a list of faults such as `"nan_weight@40,teacher_nan@60x5"`."""
     faults = []
     for word in filter(None, (part.strip() for part in spec.split(","))):
-        match = _WORD.match(word)
-        if not match:
+        parts = _WORD.match(word)
+        if not parts:
             raise ConfigError(f"--inject {word}: expected fault@step or fault@stepxN", advice=["nan_weight@40"])
-        name = match["name"]
+        name = parts["name"]
         if name not in FAULTS:
             near = difflib.get_close_matches(name, FAULTS, n=1)
             raise ConfigError(
                 f"--inject {word}: there is no fault {name!r}",
-                advice=[f"did you mean {known}?" for known in near] + [f"faults: {', '.join(FAULTS)}"],
+                advice=[f"did you mean {match}?" for match in near] + [f"faults: {', '.join(FAULTS)}"],
             )
-        faults.append(Fault(name, int(match["step"]), int(match["times"] or 1)))
+        faults.append(Fault(name, int(parts["step"]), int(parts["times"] or 1)))
     return faults

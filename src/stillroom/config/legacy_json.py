@@ -1,7 +1,7 @@
-"""Flat JSON configurations of the student-aware distillation project, accepted as they stand.
+"""Legacy JSON: translate the flat configurations of the student-aware distillation project.
 
-Its keys are flat and named after its own trainer. Each one is mapped onto ours, and every mapping is said
-aloud, because some of them change meaning on the way: what was a micro-step is an optimizer step here.
+Each key is mapped to ours and each mapping is noted, because some change meaning: a micro-step there is an
+optimizer step here.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _DIRECT = {
     "use_gradient_checkpointing": "student.gradient_checkpointing",
 }
 
-# Keys with a meaning of their own: (our key, our value, what to say).
+# Keys whose meaning differs from ours: (our key, our value, the difference).
 _TRANSLATED: dict[str, Callable[[Any], tuple[str, Any, str]]] = {
     "kd_top_k": lambda value: (
         "objectives.kd.top_k",
@@ -74,14 +74,14 @@ _IGNORED = {
 }
 
 
-def looks_like_seed(table: Table) -> bool:
-    """True when the table is flat and at least two of its keys are the seed's own."""
-    known = set(_DIRECT) | set(_TRANSLATED) | {"use_curriculum"}
-    return not any(isinstance(value, dict) for value in table.values()) and len(known & set(table)) >= 2
+def is_legacy(table: Table) -> bool:
+    """True when the table is flat and has at least two legacy keys."""
+    legacy_keys = set(_DIRECT) | set(_TRANSLATED) | {"use_curriculum"}
+    return not any(isinstance(value, dict) for value in table.values()) and len(legacy_keys & set(table)) >= 2
 
 
 def translate(table: Table) -> tuple[Table, list[str]]:
-    """Our nested table, and one sentence for each key that was mapped."""
+    """Return our nested table and one note for each legacy key."""
     nested: Table = {}
     notes: list[str] = []
     for key, value in table.items():
@@ -93,17 +93,17 @@ def translate(table: Table) -> tuple[Table, list[str]]:
             _put(nested, target, mapped)
             notes.append(f"{key} = {value!r} -> {target} ({why})")
         elif key == "use_curriculum":
-            continue  # when all weights are known, whatever the order of the keys
+            continue  # below, because it needs all weights
         elif key in _IGNORED:
             notes.append(f"{key} = {value!r} is not used: {_IGNORED[key]}")
         else:
-            nested[key] = value  # validation names it as unknown, with a suggestion
+            nested[key] = value  # validation reports it as unknown
     if "use_curriculum" in table:
         notes.append(_curriculum(nested, bool(table["use_curriculum"])))
     return nested, notes
 
 
-# What comes in when, and with what weight where the file does not say: those of the student-aware preset.
+# Default weight, begin and end of each ramp, as in the student-aware preset.
 _RAMPS = {
     "feature": (0.1, 0.3, 0.6),
     "attention": (0.1, 0.3, 0.6),
@@ -127,15 +127,15 @@ def _curriculum(nested: Table, is_on: bool) -> str:
     if "weight" not in objectives.get("kd", {}):
         _put(nested, "objectives.kd.weight", 0.7)
         _put(nested, "objectives.ce.weight", 0.3)
-    told = []
+    ramps = []
     for name, (weight, begin, until) in _RAMPS.items():
         end = objectives.get(name, {}).get("weight", weight)
-        if isinstance(end, int | float) and end != 0:  # what is no number is left for validation to name
+        if isinstance(end, int | float) and end != 0:  # validation reports what is not a number
             ramp = {"start": 0.0, "end": end, "begin": begin, "until": until}
             _put(nested, f"objectives.{name}.weight", ramp)
-            told.append(f"{name} to {end:g} from {begin:.0%}")
-    ramps = ", ".join(told) or "no inner objective"
-    return f"use_curriculum = True -> phases 0-30-60-100 %, kd {objectives['kd']['weight']} from the start, {ramps}"
+            ramps.append(f"{name} to {end:g} from {begin:.0%}")
+    inner = ", ".join(ramps) or "no inner objective"
+    return f"use_curriculum = True -> phases 0-30-60-100 %, kd {objectives['kd']['weight']} from the start, {inner}"
 
 
 def _put(table: Table, key: str, value: Any) -> None:

@@ -1,7 +1,7 @@
-"""From a file, a preset and `a.b=c` words to one checked configuration.
+"""Load and validate a configuration from a file, a preset and `a.b=c` overrides.
 
-Order: the schema's defaults, the preset, the file, the overrides; the later one wins, field by field.
-Every failure names the key as the user wrote it and where it came from.
+Schema defaults, preset, file and overrides are merged field by field; the later one wins. An error names the key
+as the user wrote it, and its source.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from stillroom.config import legacy_json as seeds
+from stillroom.config import legacy_json
 from stillroom.config.extensions import OBJECTIVES
 from stillroom.config.objectives import ObjectivesConfig
 from stillroom.config.schema import Config
@@ -26,11 +26,11 @@ Table = dict[str, Any]
 
 _MAX_BYTES = 1_000_000
 _SHOWN = 120  # characters of a value in a message
-_NUMBERS = ("float", "int", "constrained-int")  # as pydantic calls the branches of a union
+_NUMBERS = ("float", "int", "constrained-int")  # pydantic's names of union branches
 
 
 class Loaded:
-    """A configuration and what was said while reading it."""
+    """A configuration and the notes made while it was read."""
 
     def __init__(self, config: Config, notes: tuple[str, ...] = ()) -> None:
         self.config = config
@@ -43,7 +43,7 @@ def load_config(
     preset: str | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> Config:
-    """The configuration of a run. `overrides` maps dotted keys to values and wins over the file."""
+    """Load the configuration of a run. `overrides` maps dotted keys to values and wins over the file."""
     return load(path, preset=preset, overrides=overrides).config
 
 
@@ -58,9 +58,9 @@ def load(
     where = "command line"
     if path is not None:
         from_file, where = read_file(Path(path)), str(path)
-        if seeds.looks_like_seed(from_file):
-            from_file, seed_notes = seeds.translate(from_file)
-            notes += seed_notes
+        if legacy_json.is_legacy(from_file):
+            from_file, legacy_notes = legacy_json.translate(from_file)
+            notes += legacy_notes
     preset = preset or from_file.pop("preset", None)
     table = read_preset(preset) if preset else {}
     table = merge(table, from_file)
@@ -84,7 +84,7 @@ def read_file(path: Path) -> Table:
         table = json.loads(text, object_pairs_hook=_without_duplicates) if is_json else tomllib.loads(text)
     except RecursionError:
         raise ConfigError(f"{path} is nested too deeply to be a configuration") from None
-    except ValueError as error:  # of both parsers, and of numbers with thousands of digits
+    except ValueError as error:  # raised by both parsers, and for numbers with thousands of digits
         raise ConfigError(
             f"{path} is not valid {kind}: {error}",
             advice=["`stillroom presets base` prints a complete file to start from"],
@@ -120,7 +120,7 @@ def _read_text(path: Path) -> str:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> Table:
-    """JSON lets a key stand twice and the last one wins in silence; TOML refuses it, and so do we."""
+    """Refuse a duplicate JSON key, as TOML does; `json` silently takes the last."""
     table = dict(pairs)
     if len(table) < len(pairs):
         twice = next(key for place, (key, _value) in enumerate(pairs) if key in dict(pairs[:place]))
@@ -145,7 +145,7 @@ def preset_text(name: str) -> str:
         near = difflib.get_close_matches(str(name), preset_names(), n=1)
         raise ConfigError(
             f"there is no preset {name!r}",
-            advice=[f"did you mean {known!r}?" for known in near] + [f"presets: {', '.join(preset_names())}"],
+            advice=[f"did you mean {match!r}?" for match in near] + [f"presets: {', '.join(preset_names())}"],
         )
     return (resources.files("stillroom.config") / "presets" / f"{name}.toml").read_text(encoding="utf-8")
 
@@ -158,7 +158,7 @@ def read_preset(name: str) -> Table:
 
 
 def merge(base: Table, over: Table) -> Table:
-    """`over` on top of `base`, field by field; neither is changed."""
+    """Merge `over` into a copy of `base`, field by field."""
     merged = dict(base)
     for key, value in over.items():
         below = merged.get(key)
@@ -167,20 +167,20 @@ def merge(base: Table, over: Table) -> Table:
 
 
 def put(table: Table, key: str, value: Any) -> None:
-    """Set a dotted key, making tables on the way."""
+    """Set a dotted key, creating the tables it needs."""
     *folders, last = key.split(".")
     for folder in folders:
         below = table.setdefault(folder, {})
         if not isinstance(below, dict):
             raise ConfigError(f"{key}: {folder} is a value, not a section")
-        # A preset's table may be shared with other loads: write on a copy.
+        # Write to a copy: a preset's table may be shared with other loads.
         table[folder] = dict(below)
         table = table[folder]
     table[last] = value
 
 
 def parse_assignments(words: Sequence[str]) -> Table:
-    """`["train.max_steps=10"]` -> {"train.max_steps": 10}. Values are TOML, with bare words as strings."""
+    """`["train.max_steps=10"]` -> {"train.max_steps": 10}. Values are TOML; a bare word is a string."""
     parsed: Table = {}
     for word in words:
         key, equals, text = word.partition("=")
@@ -203,13 +203,13 @@ def _value(text: str) -> Any:
 
 
 def explain(error: ValidationError, where: str) -> ConfigError:
-    """The validation error in the words of the configuration file."""
+    """Rewrite a validation error with the keys of the configuration file."""
     lines: list[str] = []
     advice: list[str] = []
     for problem in error.errors():
-        if _is_other_reading(problem):
+        if _is_unintended_branch(problem):
             continue
-        # Unions put the tried type into the location; it means nothing to the user.
+        # pydantic puts the union branch into the location; leave it out.
         path = [str(part) for part in problem["loc"] if not _is_type(str(part))]
         key = ".".join(path) or "configuration"
         if problem["type"] == "extra_forbidden":
@@ -219,29 +219,29 @@ def explain(error: ValidationError, where: str) -> ConfigError:
                 f"did you mean {near}?" if near else f"keys of {path[0]}: {', '.join(_section_keys(path[0]))}"
             )
         else:
-            said = problem["msg"].removeprefix("Value error, ")
-            given = problem["input"]
-            shown = "" if isinstance(given, dict | BaseModel) else f", got {_shortened(given)}"
-            lines.append(f"{key}: {said}{shown}" if path else said)
+            message = problem["msg"].removeprefix("Value error, ")
+            value = problem["input"]
+            shown = "" if isinstance(value, dict | BaseModel) else f", got {_shortened(value)}"
+            lines.append(f"{key}: {message}{shown}" if path else message)
     unique = list(dict.fromkeys(lines))
     return ConfigError("; ".join(unique), where=where, advice=list(dict.fromkeys(advice)))
 
 
-def _shortened(given: Any) -> str:
-    """A value as it was given, without the middle of a very long one."""
+def _shortened(value: Any) -> str:
+    """The value's repr, with the middle of a long one cut out."""
     try:
-        text = repr(given)
-    except ValueError:  # an integer with thousands of digits has no text
+        text = repr(value)
+    except ValueError:  # Python refuses to print an integer with thousands of digits
         return "a number with thousands of digits"
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]}...{text[-_SHOWN // 4 :]}"
 
 
-def _is_other_reading(problem: Mapping[str, Any]) -> bool:
-    """Of a value that may be a number or a ramp: the complaint that it is not what it was not meant to be."""
-    tried = str(problem["loc"][-1]) if problem["loc"] else ""
-    if "Ramp" in tried:  # or function-after[..., Ramp]
+def _is_unintended_branch(problem: Mapping[str, Any]) -> bool:
+    """Whether this is the error of the union branch (number or ramp) that the user did not mean."""
+    branch = str(problem["loc"][-1]) if problem["loc"] else ""
+    if "Ramp" in branch:  # or function-after[..., Ramp]
         return bool(problem["type"] == "model_type")
-    return tried in _NUMBERS and isinstance(problem["input"], dict)
+    return branch in _NUMBERS and isinstance(problem["input"], dict)
 
 
 def _is_type(part: str) -> bool:
@@ -256,14 +256,14 @@ def all_keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]
         else:
             yield f"{prefix}{name}"
     if model is ObjectivesConfig:
-        read = OBJECTIVES.loaded()
+        loaded = OBJECTIVES.loaded()
         for name in (name for name in OBJECTIVES.names() if name not in model.model_fields):
-            # What was not read yet is known by its name alone: a message imports nothing.
-            yield from all_keys(read[name].section, f"{prefix}{name}.") if name in read else (f"{prefix}{name}",)
+            # An entry point that was not imported yields its name alone: composing a message imports nothing.
+            yield from all_keys(loaded[name].section, f"{prefix}{name}.") if name in loaded else (f"{prefix}{name}",)
 
 
 def nearest_key(key: str) -> str | None:
-    """The real key that a mistyped one most likely meant, by its whole path or by its last word alone."""
+    """The existing key nearest to a mistyped one, by its whole path or by its last part."""
     keys = list(all_keys())
     whole = difflib.get_close_matches(key, keys, n=1, cutoff=0.75)
     if whole:
@@ -275,5 +275,5 @@ def nearest_key(key: str) -> str | None:
 
 
 def _section_keys(section: str) -> list[str]:
-    found = [key for key in all_keys() if key.startswith(f"{section}.")]
-    return found or list(Config.model_fields)
+    keys = [key for key in all_keys() if key.startswith(f"{section}.")]
+    return keys or list(Config.model_fields)

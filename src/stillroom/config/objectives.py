@@ -1,4 +1,4 @@
-"""What the student can be asked to do: the `objectives` section."""
+"""The `objectives` section of the configuration."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ class KdConfig(ObjectiveSection):
         return self
 
     @property
-    def looks_at_rows(self) -> bool:
-        """Whether weights or temperatures depend on both models' rows: the head's logits are then made twice."""
+    def needs_both_logits(self) -> bool:
+        """Whether token weights or temperatures depend on both models' logits, which are then computed twice."""
         return self.token_weight != "uniform" or self.token_fraction != 1.0 or self.token_temperature != 0.0
 
 
@@ -116,7 +116,7 @@ class ContrastiveConfig(ObjectiveSection):
 
 
 class ObjectivesConfig(Section):
-    """Our objectives, and under their own names those that other packages bring (`config/extensions.py`)."""
+    """Built-in objectives, and those of other packages under their names (`config/extensions.py`)."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -135,8 +135,8 @@ class ObjectivesConfig(Section):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _read_brought(cls, table: Any, read_own: ModelWrapValidatorHandler[ObjectivesConfig]) -> ObjectivesConfig:
-        """Sections of objectives that are not ours, each checked by its own class; a name nobody brings is refused."""
+    def _read_registered(cls, table: Any, read_own: ModelWrapValidatorHandler[ObjectivesConfig]) -> ObjectivesConfig:
+        """Validate the section of each registered objective by its own class; refuse an unknown name."""
         if not isinstance(table, Mapping):
             return read_own(table)
         read = {name: value for name, value in table.items() if name in cls.model_fields}
@@ -152,32 +152,32 @@ class ObjectivesConfig(Section):
         if not problems:
             return read_own(read)
         try:
-            read_own(read)  # what is wrong with ours is told together with it
+            read_own(read)  # to report the errors of built-in sections too
         except ValidationError as error:
             problems += [_placed(problem) for problem in error.errors()]
         raise ValidationError.from_exception_data(cls.__name__, problems)
 
     @property
     def sections(self) -> dict[str, ObjectiveSection]:
-        """Every objective that has a section here, ours first."""
+        """Every objective's section, built-in ones first."""
         own = {name: getattr(self, name) for name in type(self).model_fields}
-        found = {**own, **(self.model_extra or {})}
-        return {name: section for name, section in found.items() if isinstance(section, ObjectiveSection)}
+        fields = {**own, **(self.model_extra or {})}
+        return {name: section for name, section in fields.items() if isinstance(section, ObjectiveSection)}
 
     @property
     def weights(self) -> dict[str, Scalar]:
-        """Weights of `kd` and `ce`, and of the others where they are anything but 0 throughout."""
-        found = {name: section.used_weight for name, section in self.sections.items()}
-        return {name: weight for name, weight in found.items() if name in ("kd", "ce") or weight != 0.0}
+        """Weights of `kd` and `ce`, and of other objectives whose weight is not constantly 0."""
+        weights = {name: section.used_weight for name, section in self.sections.items()}
+        return {name: weight for name, weight in weights.items() if name in ("kd", "ce") or weight != 0.0}
 
     @property
     def inner_weights(self) -> dict[str, Scalar]:
-        """Of these weights, those of the terms that look inside the models."""
+        """The weights of objectives that use hidden states or attention maps."""
         return {name: weight for name, weight in self.weights.items() if self.sections[name].looks_inside}
 
 
 def _placed(problem: Any, *name: str) -> InitErrorDetails:
-    """A problem of a section, at its place among the objectives."""
+    """An error of a section, with the objective's name before its location."""
     placed: InitErrorDetails = {"type": problem["type"], "loc": (*name, *problem["loc"]), "input": problem["input"]}
     if "ctx" in problem:
         placed["ctx"] = problem["ctx"]

@@ -1,7 +1,7 @@
-"""What a run can be told. Pydantic only: `stillroom --help` and the doctor must not pay for torch.
+"""The configuration schema. Imports no torch, so that `stillroom --help` and the doctor are fast.
 
-Each field carries the sentence a user needs to set it. Numbers that may change during a run are `Scalar`:
-a constant, or a ramp over the run's progress.
+Each field's description is what a user needs to set it. A number that may change during a run is a `Scalar`: a
+constant, or a ramp over the run's progress.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 
 from stillroom.config.objectives import ObjectivesConfig
 from stillroom.config.sections import Section
+from stillroom.config.train import TrainConfig
 
 PrecisionMode = Literal["auto", "fp32", "bf16-mixed", "fp16-mixed", "fp16-master", "fp16-split", "fp16-sr"]
 
@@ -130,7 +131,7 @@ class StudentConfig(ModelSection):
     gradient_checkpointing: bool = Field(False, description="trade a third more compute for activation memory")
 
     @model_validator(mode="after")
-    def _asked_for(self) -> StudentConfig:
+    def _shrink_needs_init(self) -> StudentConfig:
         if self.shrink != ShrinkConfig() and self.init != "shrink":
             raise ValueError(f"shrink is set and init is {self.init!r}: set student.init = 'shrink' to cut the student")
         return self
@@ -174,47 +175,6 @@ class CurriculumConfig(Section):
         if ends != sorted(ends):
             raise ValueError("phases must be listed in the order in which they end")
         return self
-
-
-class TrainConfig(Section):
-    max_steps: Annotated[int, Field(ge=0)] = Field(0, description="optimizer steps; 0: as many as `epochs` give")
-    epochs: Annotated[float, Field(gt=0)] = Field(1.0, description="passes over the training data")
-    batch_size: Annotated[int, Field(ge=1)] = Field(8, description="rows in a micro-batch")
-    gradient_accumulation_steps: Annotated[int, Field(ge=1)] = Field(1, description="micro-batches in a step")
-    learning_rate: Annotated[float, Field(gt=0)] = Field(1e-3, description="peak learning rate of the student")
-    router_learning_rate: Annotated[float, Field(ge=0)] = Field(0.0, description="0: the student's")
-    projector_learning_rate: Annotated[float, Field(ge=0)] = Field(
-        0.0, description="peak rate of the matrices that inner objectives train beside the student; 0: the student's"
-    )
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    min_learning_rate_ratio: Annotated[float, Field(ge=0, le=1)] = Field(0.1, description="end of the schedule")
-    warmup_steps: Annotated[int, Field(ge=0)] = Field(0, description="optimizer steps; overrides warmup_ratio")
-    warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = Field(0.1, description="share of the optimizer steps")
-    weight_decay: Annotated[float, Field(ge=0)] = 0.01
-    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    epsilon: Annotated[float, Field(gt=0)] = Field(1e-8, description="of AdamW; always used in FP32")
-    max_grad_norm: Annotated[float, Field(gt=0)] = Field(
-        1.0,
-        description="the student's gradient as a whole is clipped to this norm; projectors and trained gates, which "
-        "have rates of their own, are clipped to the same norm by themselves",
-    )
-    eval_steps: Annotated[int, Field(ge=0)] = Field(
-        0, description="0: up to ten evaluations over the run, fewer where they would take more than a tenth of it"
-    )
-    save_steps: Annotated[int, Field(ge=0)] = Field(
-        0, description="0: with eval_steps, else up to ten checkpoints that take at most a twentieth of the time"
-    )
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    early_stopping: Annotated[int, Field(ge=0)] = Field(
-        0, description="stop after this many evaluations without a better student; 0: never"
-    )
-    max_minutes: Annotated[float, Field(ge=0)] = Field(
-        0.0, description="save and stop with exit code 75, loading and saving included; 0: no limit"
-    )
-    peer_timeout_minutes: Annotated[float, Field(gt=0)] = Field(
-        30.0, description="with several processes: how long one waits for another before the run ends with exit code 75"
-    )
 
 
 class PrecisionConfig(Section):
@@ -301,7 +261,7 @@ class TelemetryConfig(Section):
 
 
 class Config(Section):
-    """A whole run."""
+    """The configuration of a run."""
 
     teacher: TeacherConfig = Field(default_factory=TeacherConfig)
     student: StudentConfig = Field(default_factory=StudentConfig)

@@ -1,4 +1,4 @@
-"""What every section of the configuration is made of: strict frozen records, and numbers that may move."""
+"""Base classes of config sections: strict frozen records, and numbers that may change during a run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Section(BaseModel):
 
 
 class Ramp(Section):
-    """A value that moves from `start` to `end` while progress goes from `begin` to `until`."""
+    """A value that changes from `start` to `end` while progress goes from `begin` to `until`."""
 
     start: float = Field(description="value before and at `begin`")
     end: float = Field(description="value at and after `until`")
@@ -36,12 +36,12 @@ Scalar = float | Ramp
 
 
 def ends(value: Scalar) -> tuple[float, ...]:
-    """The values between which a scalar moves; of a constant, itself."""
+    """The start and end of a ramp; the one value of a constant."""
     return (value.start, value.end) if isinstance(value, Ramp) else (float(value),)
 
 
 def between(least: float, most: float = math.inf) -> AfterValidator:
-    """For a scalar whose every value must be finite and in [least, most], wherever the run is."""
+    """Validate that a scalar is finite and in [least, most] throughout the run."""
 
     def check(value: Scalar) -> Scalar:
         for end in ends(value):
@@ -59,10 +59,10 @@ Temperature = Annotated[Scalar, between(LEAST_TEMPERATURE)]
 
 
 class ObjectiveSection(Section):
-    """What every objective can be told: its weight. A field of type `Scalar` is a setting that may move over a run."""
+    """Base of an objective's section. A field of type `Scalar` may change during a run."""
 
-    needs_teacher: ClassVar[bool] = True  # False: it is scored without the teacher's answer
-    looks_inside: ClassVar[bool] = True  # False: what a stored teacher answers is enough
+    needs_teacher: ClassVar[bool] = True  # False: scored without the teacher's answer
+    looks_inside: ClassVar[bool] = True  # False: stored answers of a teacher suffice
 
     weight: Weight = Field(0.0, description="weight of the term; 0: not computed at all")
 
@@ -73,7 +73,7 @@ class ObjectiveSection(Section):
 
     @property
     def settings(self) -> dict[str, Scalar]:
-        """What a curriculum may move beside the weight, by the name of its field."""
+        """The scalars other than the weight, by field name."""
         return {
             name: getattr(self, name)
             for name, info in type(self).model_fields.items()

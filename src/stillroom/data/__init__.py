@@ -1,8 +1,7 @@
-"""Data: from a spec to batches of tokens, with the bytes each target stands for.
+"""Data: read a spec into batches of tokens, with the number of text bytes of each target.
 
-`open_data(config.data, tokenizer)` gives a `Corpus` of rows to train on and rows held out. A `Loader` cuts
-the first into windows of micro-batches, one window for each optimizer step; `fixed_batches` reads the others
-in order.
+`open_data(config.data, tokenizer)` returns a `Corpus` of training rows and held-out rows. A `Loader` cuts the training
+rows into windows of micro-batches, one for each optimizer step; `fixed_batches` reads the held-out rows in order.
 """
 
 from stillroom.data.bos import Bos, opening_difference, opening_ids

@@ -1,13 +1,12 @@
-"""Where the turns of a chat stand in what a template prints of it.
+"""Find where the turns of a chat stand in the text that a template prints.
 
-The words of an answer may also stand in the question, so they are never searched. The template prints the chat a
-second time with marks in the contents: characters of the private planes, each used once. Where the marked print
-without its marks is the print itself, the marks stand where the contents do; where it is not, other places for the
-marks are tried, and what cannot be aligned is not scored.
+Do not search for an answer's words: the question may contain them. Print the chat a second time with marks
+(private-use characters, each used once) in the contents. If removing the marks gives the first print, the marks show
+where the contents are. If not, try other places for the marks; what cannot be aligned is not scored.
 
-A template may cut a content at tags it knows (the thought up to `</think>`), strip it, or look at how it begins. So
-contents are marked in stretches: between the tags that the template's source spells, and first around the white space
-at the end of a stretch, then inside it.
+A template may cut a content at tags (the thought up to `</think>`), strip it, or test how it begins. So mark
+contents in stretches between the tags that appear in the template's source, first with the white space at a stretch's
+ends inside the marks, then outside.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from stillroom.data.template import ChatPrinter
 
 _TAG = re.compile(r"<[^<>\s]{1,60}>|\[[^\[\]\s]{1,60}\]")
 _ATOM = re.compile(r"<[^<>\s]{1,60}>|\[[^\[\]\s]{1,60}\]|\w+|\s+|.", re.DOTALL)
-_FIRST_MARK, _LAST_MARK = 0xF0000, 0x10FFFD  # private use: no text has a meaning there
+_FIRST_MARK, _LAST_MARK = 0xF0000, 0x10FFFD  # private-use code points
 
 Span = tuple[int, int]  # characters [start, end) of the printed chat
 
@@ -35,8 +34,8 @@ class Stretch:
     opens: str
     closes: str
     is_thought: bool = False
-    is_final: bool = False  # the content ends with it, tags and white space aside
-    lead: str = ""  # the tags before it, where nothing else stands before it
+    is_final: bool = False  # only tags and white space follow it in the content
+    lead: str = ""  # the tags before it, if the content begins with them
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Aligned:
-    """A printed chat and where its turns stand in it."""
+    """A printed chat and the places of its turns."""
 
     whole: str
     places: tuple[Place, ...]  # in reading order
@@ -56,7 +55,7 @@ class Aligned:
     stretches: tuple[Stretch, ...]
     marks: frozenset[str]
     marks_everyone: bool
-    is_in_parts: bool  # contents were given as lists of parts
+    is_in_parts: bool  # contents were passed to the template as lists of parts
     generated: tuple[Span, ...] | None  # what the template itself marks as generated
 
     def of_turn(self, turn: int) -> list[Place]:
@@ -76,23 +75,23 @@ class Aligned:
 
 
 def messages_of(turns: Sequence[Turn], *, in_parts: bool) -> list[dict[str, object]]:
-    """Turns as templates take them. A thought goes by both names that templates read it under."""
-    found: list[dict[str, object]] = []
+    """Turns as the messages a template takes. A thought is passed under both names in use."""
+    messages: list[dict[str, object]] = []
     for turn in turns:
         content: object = [{"type": "text", "text": turn.content}] if in_parts else turn.content
         thought = {"reasoning_content": turn.thought, "thinking": turn.thought} if turn.thought else {}
-        found.append({"role": turn.role, "content": content, **thought})
-    return found
+        messages.append({"role": turn.role, "content": content, **thought})
+    return messages
 
 
 def align(printer: ChatPrinter, turns: Sequence[Turn], whole: str, *, in_parts: bool) -> Iterator[Aligned]:
-    """The ways to mark the turns under which the template prints the same chat, most exact first."""
-    known = set(_TAG.findall(printer.source))
+    """Yield each way to mark the turns that leaves the printed chat unchanged, the most exact first."""
+    tags = set(_TAG.findall(printer.source))
     tried: list[tuple[Turn, ...]] = []
     for marks_everyone, left, right in product((True, False), (True, False), (True, False)):
         marks = _free_marks([printer.source, whole, *(turn.content + turn.thought for turn in turns)])
         generation = (next(marks, ""), next(marks, ""))
-        writer = _Marker(known, marks, is_outer=(left, right))
+        writer = _Marker(tags, marks, is_outer=(left, right))
         marked = tuple(
             writer.marked(number, turn) if marks_everyone or turn.role == "assistant" else turn
             for number, turn in enumerate(turns)
@@ -104,8 +103,8 @@ def align(printer: ChatPrinter, turns: Sequence[Turn], whole: str, *, in_parts: 
         if printed is None:
             continue
         used = frozenset(generation) | {m for stretch in writer.stretches for m in (stretch.opens, stretch.closes)}
-        found, positions = _without_marks(printed, used)
-        if found == whole:
+        unmarked, positions = _without_marks(printed, used)
+        if unmarked == whole:
             yield Aligned(
                 whole,
                 tuple(_places(writer.stretches, positions)),
@@ -119,7 +118,7 @@ def align(printer: ChatPrinter, turns: Sequence[Turn], whole: str, *, in_parts: 
 
 
 def generated_spans(printer: ChatPrinter, turns: Sequence[Turn]) -> tuple[Span, ...]:
-    """What the template itself marks as generated, where it does."""
+    """The spans that the template marks with `{% generation %}`; empty if it marks none."""
     marks = _free_marks([printer.source, *(turn.content + turn.thought for turn in turns)])
     generation = (next(marks), next(marks))
     printed = printer.try_print(messages_of(turns, in_parts=False), generation_marks=generation)
@@ -127,13 +126,13 @@ def generated_spans(printer: ChatPrinter, turns: Sequence[Turn]) -> tuple[Span, 
 
 
 def after_mark(printed: str, mark: str, marks: frozenset[str]) -> str | None:
-    """What a marked print says after the last such mark, without any marks."""
-    _, found, after = printed.rpartition(mark)
-    return _without_marks(after, marks)[0] if found else None
+    """The text after the last `mark` in a marked print, with all marks removed; None without such a mark."""
+    _, separator, after = printed.rpartition(mark)
+    return _without_marks(after, marks)[0] if separator else None
 
 
 def common_start(left: str, right: str) -> str:
-    """What two texts begin with, in whole words and tags: `<|end|>` and `<|endoftext|>` share nothing."""
+    """The common prefix of two texts in whole words and tags: `<|end|>` and `<|endoftext|>` share nothing."""
     shared = ""
     for one, other in zip(_ATOM.findall(left), _ATOM.findall(right), strict=False):
         if one != other:
@@ -151,7 +150,7 @@ def _free_marks(texts: Iterable[str]) -> Iterator[str]:
 
 
 class _Marker:
-    """Puts marks into turns; `is_outer` says whether white space at the ends of a content is inside the marks."""
+    """Put marks into turns. `is_outer`: whether white space at the (left, right) end of a content is inside them."""
 
     def __init__(self, tags: set[str], marks: Iterator[str], *, is_outer: tuple[bool, bool]) -> None:
         self._tags = tags
@@ -176,7 +175,7 @@ class _Marker:
         return "".join(parts)
 
     def _parts(self, content: str) -> list[str]:
-        """The content cut around the tags that the template knows."""
+        """The content cut around the tags that appear in the template's source."""
         parts: list[str] = [""]
         for piece in re.split(f"({_TAG.pattern})", content):
             if piece in self._tags:
@@ -197,12 +196,12 @@ class _Marker:
 
 
 def _without_marks(printed: str, marks: frozenset[str]) -> tuple[str, dict[str, list[int]]]:
-    """The print without marks, and where in it each of them stood."""
+    """The print without marks, and the positions of each mark in it."""
     positions: dict[str, list[int]] = {}
     pieces: list[str] = []
     cursor = length = 0
     for match in _MARKS.finditer(printed):
-        if match[0] not in marks:  # a private character of the text itself
+        if match[0] not in marks:  # a private-use character of the text itself
             continue
         pieces.append(printed[cursor : match.start()])
         length += match.start() - cursor
@@ -215,13 +214,13 @@ _MARKS = re.compile(f"[{chr(_FIRST_MARK)}-{chr(_LAST_MARK)}]")
 
 
 def _places(stretches: Sequence[Stretch], positions: dict[str, list[int]]) -> list[Place]:
-    """The stretches that are printed once, from end to end."""
-    found = []
+    """The places of the stretches that are printed whole and exactly once."""
+    places = []
     for stretch in stretches:
         starts, ends = positions.get(stretch.opens, []), positions.get(stretch.closes, [])
         if len(starts) == len(ends) == 1 and starts[0] <= ends[0]:
-            found.append(Place(stretch, starts[0], ends[0]))
-    return sorted(found, key=lambda place: place.start)
+            places.append(Place(stretch, starts[0], ends[0]))
+    return sorted(places, key=lambda place: place.start)
 
 
 def _generated(positions: dict[str, list[int]], marks: tuple[str, str]) -> tuple[Span, ...]:

@@ -1,8 +1,8 @@
-"""What stands at the beginning of a document: the tokens a tokenizer puts before a text by its own default.
+"""The opening of a document: the tokens that a tokenizer adds before a text by default.
 
 Most models of the Llama kind were trained with a begin-of-text token (BOS) before each document and answer badly
-without it. Whether a tokenizer adds one is asked of the tokenizer itself, with a short text: its class and its
-settings do not say. An opening has no bytes and is never a target, and a document has it once.
+without it. Tokenize a short text to learn whether a tokenizer adds one: its class and settings do not tell. An
+opening has no bytes, is never a target, and occurs once in a document.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PROBE = "a"
 
 
 def opening_ids(tokenizer: Tokenizer, wanted: Bos) -> tuple[int, ...]:
-    """The tokens that begin a document: usually BOS, or none; some tokenizers have an opening of two tokens."""
+    """The tokens that begin a document: usually BOS or none; with some tokenizers two tokens."""
     if wanted is False:
         return ()
     own = _added_before_text(tokenizer)
@@ -41,17 +41,17 @@ def opening_ids(tokenizer: Tokenizer, wanted: Bos) -> tuple[int, ...]:
 
 
 def is_opened(ids: Sequence[int], opening: Sequence[int]) -> bool:
-    """Whether tokens begin with the opening already, as those of most chat templates do."""
+    """Whether the tokens already begin with the opening, as most chat templates print it."""
     return list(ids[: len(opening)]) == list(opening)
 
 
 def opened(ids: Sequence[int], opening: Sequence[int]) -> list[int]:
-    """The tokens with the opening before them, once."""
+    """Put the opening before the tokens unless it is there."""
     return list(ids) if is_opened(ids, opening) else [*opening, *ids]
 
 
 def opening_note(tokenizer: Tokenizer, wanted: Bos, opening: Sequence[int]) -> str:
-    """A sentence for the log."""
+    """One line for the log."""
     if not opening:
         why = "data.bos is false" if wanted is False else "the tokenizer adds none by itself"
         return f"documents begin without a begin-of-text token: {why}"
@@ -61,7 +61,7 @@ def opening_note(tokenizer: Tokenizer, wanted: Bos, opening: Sequence[int]) -> s
 
 
 def opening_difference(teacher: Any, student: Any, wanted: Bos) -> list[str]:
-    """Say where the teacher's tokenizer begins texts otherwise than the student's, which is followed."""
+    """A note if the teacher's tokenizer opens texts differently from the student's, which is used."""
     if wanted != "auto" or _added_before_text(teacher) == _added_before_text(student):
         return []
     theirs, ours = (
@@ -75,7 +75,7 @@ def opening_difference(teacher: Any, student: Any, wanted: Bos) -> list[str]:
 
 
 def _added_before_text(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """What the tokenizer puts before a text when its special tokens are not turned off."""
+    """The tokens that the tokenizer adds before a text with its default settings."""
     bare = list(tokenizer([_PROBE], add_special_tokens=False)["input_ids"][0])
     whole = list(tokenizer([_PROBE], add_special_tokens=True)["input_ids"][0])
     starts = (start for start in range(len(whole)) if whole[start : start + len(bare)] == bare)

@@ -1,18 +1,16 @@
-"""Chats as text: which characters the assistant wrote, in the words of the tokenizer's own template.
+"""Print chats with the tokenizer's template, and mark which characters are scored.
 
-The laws. Joined, the segments are exactly what the template prints. Scored is what it prints of each answer, and the
-mark that ends the answer's turn; not scored is all that the template adds by itself: headers, an empty thought, the
-line break after the end mark.
+The segments joined are exactly the template's print. Scored: what it prints of each answer, and the end mark of the
+answer's turn. Not scored: what the template adds (headers, an empty thought, the line break after the end mark).
 
-- The answer is found by marks in a second print (`alignment`), never by its words.
-- A thought, given apart or inside the content, is part of the answer, with the tags around it. What the template
-  leaves out of an answer (thoughts of earlier turns) is counted.
-- The end mark is what the template prints between an answer and the opening of another answer, when it is asked to
-  open one right there, without the white space at its end. The last answer of a chat may end otherwise (GPT-OSS);
-  then all up to the end of the print is its mark. An end-of-text token that closes the print is scored, as it is at
-  the end of every document.
-- Where the template marks what is generated (`{% generation %}`), an answer outside those marks is not scored, and
-  the marks stand in where no alignment is found.
+- Answers are found by marks in a second print (`alignment`), never by their words.
+- A thought, in a field of its own or inside the content, is part of the answer, with the tags around it. What the
+  template leaves out of an answer (thoughts of earlier turns) is counted.
+- The end mark is what the template prints between an answer and the opening of an answer that directly follows it,
+  without trailing white space. The last answer of a chat may end differently (GPT-OSS); its mark is then everything
+  up to the end of the print. An end-of-text token at the end of the print is scored, as at the end of any document.
+- If the template marks generated text (`{% generation %}`), an answer outside those marks is not scored, and the
+  marks are used when no alignment is found.
 """
 
 from __future__ import annotations
@@ -29,16 +27,16 @@ from stillroom.data.template import ChatPrinter, TooMuch
 from stillroom.errors import DataError
 
 _QUESTION = Turn("user", "\U000f0001")  # a character that no template prints by itself
-_MAX_RUNAWAYS = 3  # chats in a row for which the template does too much work; each may cost seconds
+_MAX_RUNAWAYS = 3  # consecutive chats that exceed the template's budget; each may cost seconds
 
 
 @dataclass
 class TemplateChat:
-    """Writes a chat with the tokenizer's template."""
+    """Print a chat with the tokenizer's template."""
 
     tokenizer: Tokenizer
     tally: Tally
-    _usual_marks: dict[bool, str] = field(default_factory=dict)  # the end mark of a plain answer, by `in_parts`
+    _usual_marks: dict[bool, str] = field(default_factory=dict)  # end mark of a plain answer, by `in_parts`
     _is_compared: bool = False
     _runaways: int = 0
     _printer: ChatPrinter = field(init=False)
@@ -59,7 +57,7 @@ class TemplateChat:
         self._runaways = 0
         if aligned is None:
             return _cut(whole, self._generated_spans(turns)), True
-        self._tell_unprinted(turns, aligned)
+        self._count_unprinted(turns, aligned)
         spans: list[Span] = []
         for number, turn in enumerate(turns):
             if turn.role == "assistant" and not turn.is_empty_answer:
@@ -69,7 +67,7 @@ class TemplateChat:
     # -- printing ------------------------------------------------------------------------------------------
 
     def _aligned(self, turns: Sequence[Turn]) -> tuple[str, Aligned | None]:
-        """The print, and the alignment that finds most turns, with contents given as text or as parts."""
+        """The print and its best alignment. Try contents as text and as parts; take what aligns most turns."""
         filled = {number for number, turn in enumerate(turns) if not is_blank(turn.content + turn.thought)}
         prints: list[tuple[int, str, Aligned | None]] = []
         refusal: Unusable | None = None
@@ -83,8 +81,8 @@ class TemplateChat:
                 refusal = refusal or error
                 continue
             self._compare(messages, whole)
-            found = list(self._best_first(turns, whole, in_parts))
-            best = found[0] if found else None
+            alignments = self._best_first(turns, whole, in_parts)
+            best = alignments[0] if alignments else None
             num_printed = len(best.printed_turns) if best else 0
             prints.append((num_printed, whole, best))
             if best and best.printed_turns == filled:
@@ -92,19 +90,19 @@ class TemplateChat:
         if not prints:
             assert refusal is not None
             raise refusal
-        _, whole, best = max(prints, key=lambda one: one[0])  # the first of equals
+        _, whole, best = max(prints, key=lambda one: one[0])  # of equals the first
         return whole, best
 
     def _best_first(self, turns: Sequence[Turn], whole: str, in_parts: bool) -> list[Aligned]:
-        found: list[Aligned] = []
+        alignments: list[Aligned] = []
         for aligned in align(self._printer, turns, whole, in_parts=in_parts):
-            found.append(aligned)
+            alignments.append(aligned)
             if len(aligned.places) == len(aligned.stretches):
                 break
-        return sorted(found, key=lambda one: -len(one.printed_turns))
+        return sorted(alignments, key=lambda one: -len(one.printed_turns))
 
     def _compare(self, messages: list[dict[str, object]], whole: str) -> None:
-        """Once: our print is the tokenizer's own."""
+        """Check, for the first chat only, that our print equals the tokenizer's own."""
         if self._is_compared or "strftime_now" in self._printer.source:
             return
         self._is_compared = True
@@ -128,21 +126,21 @@ class TemplateChat:
                 advice=["mend chat_template in the model's folder", "write the chats as text yourself"],
             ) from error
 
-    def _tell_unprinted(self, turns: Sequence[Turn], aligned: Aligned) -> None:
+    def _count_unprinted(self, turns: Sequence[Turn], aligned: Aligned) -> None:
         others = {stretch.turn for stretch in aligned.stretches if turns[stretch.turn].role != "assistant"}
         self.tally.counters["unprinted_turns"] += len(others - aligned.printed_turns)
 
     # -- spans ---------------------------------------------------------------------------------------------
 
     def _generated_spans(self, turns: Sequence[Turn]) -> list[Span]:
-        """The template's own marks, where the answers could not be aligned."""
+        """The template's own generation marks, for answers that could not be aligned."""
         spans = list(generated_spans(self._printer, turns))
         if not spans:
             raise Unusable("the chat template prints the answers so that they cannot be found again")
         return spans
 
     def _answer(self, number: int, aligned: Aligned) -> list[Span]:
-        """The spans of one answer: what is printed of it with its end mark, and a closing end-of-text token."""
+        """The scored spans of one answer: its text with the end mark, and an end-of-text token that ends the print."""
         places = aligned.of_turn(number)
         if not places or not places[-1].stretch.is_final or not self._is_whole(places, aligned):
             self.tally.counters["unscored_turns"] += 1
@@ -155,7 +153,7 @@ class TemplateChat:
         self.tally.counters["unprinted_thoughts"] += len(dropped) > len(places)
         rest = aligned.whole[end : aligned.after(end)]
         is_last = aligned.after(end) == len(aligned.whole)
-        mark = self._mark(number, aligned, rest, is_last=is_last)
+        mark = self._end_mark(number, aligned, rest, is_last=is_last)
         spans = [(start, end + len(mark))]
         eos = str(self.tokenizer.eos_token or "")
         if is_last and eos and rest[len(mark) :].strip() == eos:
@@ -163,13 +161,13 @@ class TemplateChat:
         return spans
 
     def _is_whole(self, places: Sequence[Place], aligned: Aligned) -> bool:
-        """Whether nothing of another turn stands inside the answer."""
+        """Whether no other turn is printed inside the answer."""
         start, end = places[0].start, places[-1].end
         inside = [place for place in aligned.places if start <= place.start and place.end <= end]
         return len(inside) == len(places)
 
     def _start(self, number: int, aligned: Aligned) -> int:
-        """Where the answer begins: with the tags that open its thought, where it has one."""
+        """Where the answer begins, including the tags that open its thought."""
         first = aligned.of_turn(number)[0]
         added = aligned.whole[aligned.before(first.start) : first.start]
         if first.stretch.is_thought and aligned.marks_everyone:
@@ -179,22 +177,22 @@ class TemplateChat:
         return first.start - len(added) + added.rindex(lead) if lead and added.rstrip().endswith(lead) else first.start
 
     def _opening(self, before: Sequence[Turn], *, in_parts: bool) -> str:
-        """What the template prints to open an answer after these turns, less the answers at their end."""
-        asked = list(before)
-        while asked and asked[-1].role == "assistant":
-            asked.pop()
-        messages = messages_of(asked or [_QUESTION], in_parts=in_parts)
+        """What the template prints to open an answer after these turns, without the answers at their end."""
+        turns = list(before)
+        while turns and turns[-1].role == "assistant":
+            turns.pop()
+        messages = messages_of(turns or [_QUESTION], in_parts=in_parts)
         opened = self._printer.try_print(messages, opens_answer=True)
         closed = self._printer.try_print(messages)
         return "" if opened is None or closed is None else opened[len(common_start(opened, closed)) :]
 
-    def _mark(self, number: int, aligned: Aligned, rest: str, *, is_last: bool) -> str:
-        """The end mark that `rest`, the text after the answer, begins with."""
+    def _end_mark(self, number: int, aligned: Aligned, rest: str, *, is_last: bool) -> str:
+        """The end mark at the start of `rest`, the text after the answer."""
         usual = self._usual_mark(in_parts=aligned.is_in_parts)
         if usual and rest.startswith(usual):
             return usual
         closes = next(stretch.closes for stretch in aligned.stretches if stretch.turn == number and stretch.is_final)
-        mark = self._asked_mark(aligned.marked[: number + 1], closes, aligned.marks, in_parts=aligned.is_in_parts)
+        mark = self._derived_mark(aligned.marked[: number + 1], closes, aligned.marks, in_parts=aligned.is_in_parts)
         if mark is not None and rest.startswith(mark):
             return mark
         if is_last:
@@ -207,16 +205,16 @@ class TemplateChat:
         if in_parts not in self._usual_marks:
             closes = "\U000f0000"
             turns = [_QUESTION, Turn("assistant", f"y{closes}")]
-            mark = self._asked_mark(turns, closes, frozenset(closes), in_parts=in_parts)
+            mark = self._derived_mark(turns, closes, frozenset(closes), in_parts=in_parts)
             self._usual_marks[in_parts] = mark or ""
             if mark == "":
                 self.tally.note("the chat template ends answers with no mark: only the last one of a chat has an end")
         return self._usual_marks[in_parts]
 
-    def _asked_mark(self, turns: Sequence[Turn], closes: str, marks: frozenset[str], *, in_parts: bool) -> str | None:
-        """The end mark by its definition: ask the template to open an answer right after this one."""
-        for asked in (list(turns), [_QUESTION, *turns]):  # some templates want a question first
-            messages = messages_of(asked, in_parts=in_parts)
+    def _derived_mark(self, turns: Sequence[Turn], closes: str, marks: frozenset[str], *, in_parts: bool) -> str | None:
+        """Derive the end mark: let the template open another answer directly after this one."""
+        for chat in (list(turns), [_QUESTION, *turns]):  # some templates need a question first
+            messages = messages_of(chat, in_parts=in_parts)
             closed = self._printer.try_print(messages)
             if closed is not None:
                 break
@@ -233,32 +231,32 @@ class TemplateChat:
 
 
 def question_text(tokenizer: Tokenizer, question: str) -> str:
-    """One question as the template prints it, opened for an answer; raises `Unusable` with the template's reason."""
+    """Print one question with the opening of an answer. Raise `Unusable` with the template's reason."""
     printer = _printer(tokenizer)
     messages = messages_of([Turn("user", question)], in_parts=_wants_parts(printer))
     return printer(messages, opens_answer=True)
 
 
 def _printer(tokenizer: Tokenizer) -> ChatPrinter:
-    """The template that the tokenizer would print a chat with."""
+    """A printer with the tokenizer's default template."""
     source = tokenizer.chat_template
     if not isinstance(source, str):
         try:
             source = str(tokenizer.get_chat_template())
-        except ValueError as error:  # several templates, and none of them is the default
+        except ValueError as error:  # several templates without a default
             raise DataError(f"the tokenizer's chat template cannot be chosen: {error}") from error
     return ChatPrinter(source, dict(tokenizer.special_tokens_map))
 
 
 def _wants_parts(printer: ChatPrinter) -> bool:
-    """Whether the template takes a content for a list of parts, and prints nothing of a text."""
+    """Whether the template prints a content given as parts but not one given as text."""
     prints = [printer.try_print(messages_of([_QUESTION], in_parts=in_parts)) for in_parts in (False, True)]
     return [_QUESTION.content in (text or "") for text in prints] == [False, True]
 
 
 @dataclass(frozen=True)
 class PlainChat:
-    """Writes a chat as "role: content" lines, for tokenizers that have no template."""
+    """Print a chat as "role: content" lines, for tokenizers without a template."""
 
     tally: Tally
 
@@ -284,7 +282,7 @@ def _cut(whole: str, spans: Sequence[Span]) -> Segments:
 
 
 def _joined(pieces: Sequence[tuple[str, bool]]) -> Segments:
-    """Neighbours of one kind become one segment, so that only a real change forces a token boundary."""
+    """Join adjacent pieces with the same `is_scored`, so that only a real change forces a token boundary."""
     joined: list[tuple[str, bool]] = []
     for text, is_scored in pieces:
         if text and joined and joined[-1][1] == is_scored:

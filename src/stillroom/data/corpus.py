@@ -1,7 +1,7 @@
-"""A run's data: what is trained on, what is held out, and what was met on the way.
+"""A run's training data and held-out data, with notes and counters from reading them.
 
-What falls on which side depends on content alone, or for the embedded text on the name of the package: the
-same on every machine, in any order of files, and for any share of the training data.
+The split depends on content alone, or for the embedded text on the name of the package: it is the same on every
+machine, in any order of files, and for any share of the training data.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from stillroom.errors import DataError
 from stillroom.yardsticks import MIN_DOCUMENTS
 
 BUILTIN_PREFIX = "builtin:"
-ENOUGH_HELD_OUT = 20  # documents to measure with: below, an interval over documents is too narrow
-_SHARE_FOR_ENOUGH = 5  # at most one document of so many is held out to reach that
+ENOUGH_HELD_OUT = 20  # documents; with fewer, an interval over documents is too narrow
+_SHARE_FOR_ENOUGH = 5  # to reach that, hold out at most one document of this many
 COUNTERS = (
     "records",
     "bad_records",
@@ -45,7 +45,7 @@ COUNTERS = (
 
 @dataclass(frozen=True)
 class Corpus:
-    """Rows to train on, rows held out, sentences for the log, and what was counted."""
+    """Training rows, held-out rows, notes for the log, and counters."""
 
     train: Rows
     evaluation: Rows
@@ -54,7 +54,7 @@ class Corpus:
 
 
 def open_data(config: DataConfig, tokenizer: Tokenizer) -> Corpus:
-    """Read, split and encode what a run trains on and is judged by."""
+    """Read, split and encode a run's training and held-out data."""
     tally = Tally()
     reader = _Reader(config, tokenizer, tally)
     is_builtin = config.train.startswith(BUILTIN_PREFIX)
@@ -62,26 +62,26 @@ def open_data(config: DataConfig, tokenizer: Tokenizer) -> Corpus:
         train, evaluation = reader.both_sides(config.train)
     else:
         train, evaluation = reader.training(config.train), reader.evaluation(config.eval)
-        _tell_overlap(train, evaluation, tally)
+        _note_overlap(train, evaluation, tally)
     if config.train_share < 1:
         train = _share_of(train, config.train_share)
     return _packed(train, evaluation, config, tokenizer, tally)
 
 
 def open_eval(spec: str, tokenizer: Tokenizer, config: DataConfig) -> Corpus:
-    """Read a spec whole as evaluation data (of an embedded corpus: its held-out side). `train` is empty."""
+    """Read all of a spec as evaluation data (of an embedded corpus: its held-out side). `train` is empty."""
     tally = Tally()
     return _packed([], _Reader(config, tokenizer, tally).evaluation(spec), config, tokenizer, tally)
 
 
 def encode_training(config: DataConfig, tokenizer: Tokenizer) -> tuple[Encoded, Rows, Tally]:
-    """All of `config.train` that may be trained on, before any share is held out: documents, rows, and what was met."""
+    """Documents, rows and tally of `config.train`, before any share is held out."""
     tally = Tally()
     records = _Reader(config, tokenizer, tally).training(config.train)
     encoded = Encoder(tokenizer, tally, config.bos)(records)
     rows = pack(encoded, _train_packing(config, encoded, tally), config.max_length, tally)
-    _tell_cut("train", encoded, config.max_length, tally)
-    _tell_counts(tally)
+    _note_truncation("train", encoded, config.max_length, tally)
+    _note_counts(tally)
     return encoded, rows, tally
 
 
@@ -89,31 +89,31 @@ def _packed(
     train: Sequence[Record], evaluation: Sequence[Record], config: DataConfig, tokenizer: Tokenizer, tally: Tally
 ) -> Corpus:
     encode = Encoder(tokenizer, tally, config.bos)
-    pad_id = next((known for known in (tokenizer.pad_token_id, tokenizer.eos_token_id) if known is not None), 0)
+    pad_id = next((id_ for id_ in (tokenizer.pad_token_id, tokenizer.eos_token_id) if id_ is not None), 0)
     sides: dict[str, Rows] = {}
     for side, records in (("train", train), ("eval", evaluation)):
-        encoded, met = encode(records), Tally()
-        packing = _train_packing(config, encoded, met) if side == "train" else "rows"
-        rows = pack(encoded, packing, config.max_length, met, pad_id=pad_id)
+        encoded, side_tally = encode(records), Tally()
+        packing = _train_packing(config, encoded, side_tally) if side == "train" else "rows"
+        rows = pack(encoded, packing, config.max_length, side_tally, pad_id=pad_id)
         if records and not len(rows):
             raise DataError(
                 f"the {side} data has {len(encoded.ids):,} tokens and no row with a target to score",
                 advice=[f"raise data.max_length above {config.max_length}: prompts fill the rows", "give more text"],
             )
-        _tell_cut(side, encoded, config.max_length, met)
-        tally.absorb(met)
+        _note_truncation(side, encoded, config.max_length, side_tally)
+        tally.absorb(side_tally)
         tally.counters[f"{side}_tokens"] = rows.num_tokens
         tally.counters[f"{side}_targets"] = rows.num_targets
         tally.counters[f"{side}_documents"] = rows.num_documents
         sides[side] = rows
-    _tell_scoring(sides["eval"], config.max_length, tally)
-    _tell_counts(tally)
+    _note_scoring(sides["eval"], config.max_length, tally)
+    _note_counts(tally)
     counters = {name: tally.counters[name] for name in sorted({*COUNTERS, *tally.counters})}
     return Corpus(sides["train"], sides["eval"], tuple(tally.notes), counters)
 
 
 def _train_packing(config: DataConfig, encoded: Encoded, tally: Tally) -> Literal["blocks", "rows"]:
-    """How training rows are made, decided by what the records are where the configuration leaves it open."""
+    """How to make training rows. With `auto`: rows if any record has a prompt, else blocks."""
     num_prompted, num_documents = sum(encoded.has_prompt), encoded.num_documents
     if not num_documents:
         return "rows"
@@ -128,8 +128,8 @@ def _train_packing(config: DataConfig, encoded: Encoded, tally: Tally) -> Litera
     return "blocks"
 
 
-def _tell_cut(side: str, encoded: Encoded, max_length: int, tally: Tally) -> None:
-    """Say how much of the records with a prompt does not fit into their row."""
+def _note_truncation(side: str, encoded: Encoded, max_length: int, tally: Tally) -> None:
+    """Note how much of the records with a prompt does not fit into their row."""
     lost, scored = tally.counters["truncated_tokens"], tally.counters["truncated_targets"]
     if lost:
         name, whole = "training data" if side == "train" else "held-out data", len(encoded.ids)
@@ -140,14 +140,14 @@ def _tell_cut(side: str, encoded: Encoded, max_length: int, tally: Tally) -> Non
         )
 
 
-def _tell_scoring(rows: Rows, max_length: int, tally: Tally) -> None:
-    """Say how held-out documents are scored, and where they are too few for an interval."""
+def _note_scoring(rows: Rows, max_length: int, tally: Tally) -> None:
+    """Note how held-out documents are scored, and if they are too few for an interval."""
     if not len(rows):
         return
     num_documents = rows.num_documents
     is_cut = len(rows) > num_documents
-    told = f"; a text longer than {max_length:,} tokens is cut into consecutive rows" if is_cut else ""
-    tally.note(f"each held-out document is scored by itself{told}")
+    cut = f"; a text longer than {max_length:,} tokens is cut into consecutive rows" if is_cut else ""
+    tally.note(f"each held-out document is scored by itself{cut}")
     if num_documents < MIN_DOCUMENTS:
         tally.note(
             f"held-out documents: {num_documents:,}, too few to say how sure a result is (it takes {MIN_DOCUMENTS}): "
@@ -155,7 +155,7 @@ def _tell_scoring(rows: Rows, max_length: int, tally: Tally) -> None:
         )
 
 
-def _tell_counts(tally: Tally) -> None:
+def _note_counts(tally: Tally) -> None:
     sentences = {
         "invalid_utf8": "{:,} texts held bytes that are not UTF-8; they were replaced",
         "empty_answers": "{:,} answers of chats are empty and not scored",
@@ -178,7 +178,7 @@ def _tell_counts(tally: Tally) -> None:
 
 @dataclass(frozen=True)
 class _Reader:
-    """Reads specs into records, judging each for its share of bad ones."""
+    """Read specs into records; refuse a spec with too many bad ones."""
 
     config: DataConfig
     tokenizer: Tokenizer
@@ -193,12 +193,12 @@ class _Reader:
         train, evaluation = hold_out(records, share, spec, enough=ENOUGH_HELD_OUT)
         num_asked = len(hold_out(records, share, spec)[1])
         is_raised = len(evaluation) > num_asked
-        told = f", not {num_asked:,} as data.eval_share = {share:g} says: so few would not measure" if is_raised else ""
-        self.tally.note(f"{len(evaluation):,} of {len(records):,} records of {spec} are held out by content hash{told}")
+        why = f", not {num_asked:,} as data.eval_share = {share:g} says: so few would not measure" if is_raised else ""
+        self.tally.note(f"{len(evaluation):,} of {len(records):,} records of {spec} are held out by content hash{why}")
         return train, evaluation
 
     def training(self, spec: str) -> list[Record]:
-        """What may be trained on: all of a spec, but of an embedded corpus never the held-out side."""
+        """All records of a spec; of an embedded corpus only the training side."""
         return self._builtin(spec)[0] if spec.startswith(BUILTIN_PREFIX) else self._outside(spec)
 
     def evaluation(self, spec: str) -> list[Record]:
@@ -228,10 +228,10 @@ class _Reader:
         return records
 
     def _builtin(self, spec: str) -> tuple[list[Record], list[Record]]:
-        records, is_whole = _builtin_records(spec, train_on_prompt=self.config.train_on_prompt)
+        records, is_stdlib = _builtin_records(spec, train_on_prompt=self.config.train_on_prompt)
         self.tally.counters["records"] += len(records)
         self.tally.shapes["embedded"] += len(records)
-        if not is_whole:
+        if not is_stdlib:
             self.tally.note(
                 "this Python carries no text of its standard library: stillroom's own source is used instead, "
                 "enough to try things with and too little to learn from"
@@ -244,7 +244,7 @@ class _Reader:
 
 
 def _cut_up(record: Record, tally: Tally) -> list[Record]:
-    """One text as several records, so that part of it can be held out."""
+    """Cut one text into several records, so that part of it can be held out."""
     name = record.id.rpartition(":")[0]
     pieces = [(line, text) for line, text in pieces_of(record.text) if text.strip()]
     if len(pieces) > 1:
@@ -277,20 +277,20 @@ _OWN_ROOT = Path(stdlib.__file__).resolve().parent.parent
 
 
 def _builtin_records(spec: str, *, train_on_prompt: bool) -> tuple[list[Record], bool]:
-    """All records of an embedded corpus, and whether the standard library gave them."""
+    """All records of an embedded corpus, and whether they come from the standard library."""
     name = spec.removeprefix(BUILTIN_PREFIX)
     if name not in _BUILTINS:
         near = difflib.get_close_matches(name, _BUILTINS, n=1)
         advice = [f"did you mean {BUILTIN_PREFIX}{near[0]}"] if near else []
-        known = ", ".join(f"{BUILTIN_PREFIX}{known}" for known in _BUILTINS)
-        raise DataError(f"there is no embedded corpus {spec!r}", advice=[*advice, f"the embedded ones are {known}"])
-    found = list(_BUILTINS[name](train_on_prompt))
-    is_whole = bool(found)
-    if not is_whole:
-        found = list(_questions(_OWN_ROOT, train_on_prompt) if name == "qa" else _whole(stdlib.own_text()))
+        specs = ", ".join(f"{BUILTIN_PREFIX}{builtin}" for builtin in _BUILTINS)
+        raise DataError(f"there is no embedded corpus {spec!r}", advice=[*advice, f"the embedded ones are {specs}"])
+    documents = list(_BUILTINS[name](train_on_prompt))
+    is_stdlib = bool(documents)
+    if not is_stdlib:
+        documents = list(_questions(_OWN_ROOT, train_on_prompt) if name == "qa" else _whole(stdlib.own_text()))
     elif name in _WITH_TOPICS:
-        found = [*_whole(stdlib.topics()), *found]
-    return [_embedded(document, segments) for document, segments in found], is_whole
+        documents = [*_whole(stdlib.topics()), *documents]
+    return [_embedded(document, segments) for document, segments in documents], is_stdlib
 
 
 def _embedded(document: stdlib.Document, segments: Segments) -> Record:
@@ -303,21 +303,21 @@ def _embedded(document: stdlib.Document, segments: Segments) -> Record:
 def hold_out(
     records: Sequence[Record], share: float, spec: str, *, enough: int = 1
 ) -> tuple[list[Record], list[Record]]:
-    """(training, held out) by the hash of each record's group or content, neither side empty.
+    """Split into (training, held out) by the hash of each record's group or content; neither side is empty.
 
-    Equal contents share a hash, so they never stand on both sides. The lowest hashes are held out: those below `share`,
-    and beyond them as many as make `enough` contents, but for that no more than a fifth of all. So what is held out is
-    a function of the contents, and a smaller share is part of a larger one.
+    Equal contents share a hash, so they are never on both sides. Hold out the hashes below `share`; if those are fewer
+    than `enough` contents, hold out the next lowest too, up to a fifth of all. The split is a function of the contents,
+    and a smaller share is a subset of a larger one.
     """
-    places = {record.group or record.key: stdlib.hash_share(record.group or record.key) for record in records}
-    if len(places) < 2:
+    hashes = {record.group or record.key: stdlib.hash_share(record.group or record.key) for record in records}
+    if len(hashes) < 2:
         raise DataError(
             f"{spec} holds one document only, so nothing of it can be held out",
             advice=["give held-out data of its own as data.eval", "give more text"],
         )
-    in_order = sorted(places, key=lambda key: (places[key], key))
+    in_order = sorted(hashes, key=lambda key: (hashes[key], key))
     num_wanted = max(
-        1, min(enough, len(in_order) // _SHARE_FOR_ENOUGH), sum(place < share for place in places.values())
+        1, min(enough, len(in_order) // _SHARE_FOR_ENOUGH), sum(value < share for value in hashes.values())
     )
     held_out = set(in_order[: min(num_wanted, len(in_order) - 1)])
     train = [record for record in records if (record.group or record.key) not in held_out]
@@ -325,16 +325,16 @@ def hold_out(
 
 
 def _share_of(records: Sequence[Record], share: float) -> list[Record]:
-    """The records whose hash lies below `share`: a smaller share is always part of a larger one.
+    """The records whose hash is below `share`, at least one: a smaller share is a subset of a larger one.
 
-    Embedded documents are drawn by name, others by content. At least the lowest hash is kept.
+    Embedded documents are hashed by name, others by content.
     """
-    places = [stdlib.hash_share(f"share:{record.id if record.group else record.key}") for record in records]
-    bound = max(share, min(places))
-    return [record for record, place in zip(records, places, strict=True) if place <= bound]
+    hashes = [stdlib.hash_share(f"share:{record.id if record.group else record.key}") for record in records]
+    bound = max(share, min(hashes))
+    return [record for record, value in zip(records, hashes, strict=True) if value <= bound]
 
 
-def _tell_overlap(train: Sequence[Record], evaluation: Sequence[Record], tally: Tally) -> None:
+def _note_overlap(train: Sequence[Record], evaluation: Sequence[Record], tally: Tally) -> None:
     trained = {record.key for record in train}
     if count := sum(record.key in trained for record in evaluation):
         tally.counters["overlapping_records"] += count

@@ -1,10 +1,11 @@
-"""From records to tokens, with the bytes of text that each token stands for.
+"""Tokenize records, and count the text bytes of each token.
 
-Three laws. The bytes of a document's tokens sum to the length of its text in UTF-8, so bits per byte can be
-compared between tokenizers. The tokens spell the text of the file: they decode to what the tokenizer makes of the
-whole text, with nothing put in or lost at the borders of segments. And no token holds both scored and unscored text:
-where one would straddle a border, the text is tokenized anew from the border on, as a model continues a prompt.
-Where a tokenizer cannot do that, the whole text's tokens stay, and the straddling one is not scored and counted.
+1. The bytes of a document's tokens sum to the length of its text in UTF-8, so bits per byte can be compared between
+   tokenizers.
+2. The tokens decode to what the tokenizer makes of the whole text; nothing is added or lost between segments.
+3. No token holds both scored and unscored text. If one would straddle a border, tokenize the text from the border
+   on separately, as a model continues a prompt. If the tokenizer cannot do that, keep the tokens of the whole text;
+   the straddling token is counted and not scored.
 
 # T tokens of all documents end to end, D documents
 """
@@ -26,13 +27,13 @@ from stillroom.errors import DataError
 
 Ints = npt.NDArray[np.int64]
 
-# Put before the rest of a text so that a tokenizer does not take it for a beginning, which some mark with a space.
+# Put before a continuation, so that a tokenizer that marks the beginning of a text with a space does not mark it.
 _ANCHORS = ("\n", "|", ".", "0", "a", "e", "x", "\u4e00")
-_BATCH_CHARACTERS = 1 << 20  # bounds the memory of offsets, which are Python tuples
+_BATCH_CHARACTERS = 1 << 20  # bounds memory: offsets are Python tuples
 
 
 class Tokenizer(Protocol):
-    """What we ask of a tokenizer; those of `transformers` have it."""
+    """The part of a `transformers` tokenizer that is used here."""
 
     @property
     def is_fast(self) -> bool: ...
@@ -58,12 +59,12 @@ class Encoded:
     """Documents as flat arrays. Document d is the tokens bounds[d] to bounds[d + 1]."""
 
     ids: npt.NDArray[np.int32]  # [T]
-    num_bytes: npt.NDArray[np.int32]  # [T], bytes of text the token stands for
+    num_bytes: npt.NDArray[np.int32]  # [T], text bytes of each token
     is_scored: npt.NDArray[np.bool_]  # [T]
     bounds: Ints  # [D + 1]
     names: tuple[str, ...]  # D
-    groups: tuple[str, ...]  # D, what each document was held out with
-    has_prompt: tuple[bool, ...] = ()  # D, whether it is more than one plain text; empty: none is
+    groups: tuple[str, ...]  # D, documents of a group are held out together
+    has_prompt: tuple[bool, ...] = ()  # D, whether it is a chat or a prompt with an answer; empty: none is
 
     def __post_init__(self) -> None:
         num_tokens, num_documents = len(self.ids), len(self.names)
@@ -78,15 +79,15 @@ class Encoded:
 
 
 def spell(tokenizer: Tokenizer, ids: list[int]) -> str:
-    """The text of tokens, special ones included, as the tokenizer writes it."""
+    """Decode tokens, special ones included, without any clean-up."""
     return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def token_ends(text: str, offsets: Sequence[tuple[int, int]]) -> Ints:
-    """The character at which each token ends: never falling, and the last one is the end of the text.
+    """The character at which each token ends. Never decreases; the last is the end of the text.
 
-    A token begins where the one before it ended, so characters that the tokenizer skipped belong to the
-    next token, and of several tokens inside one character the first holds it and the others are empty.
+    A token begins where the previous one ended: characters that the tokenizer skipped belong to the next token, and
+    of several tokens inside one character the first holds it and the others are empty.
     """
     ends: Ints = np.fromiter((end for _, end in offsets), dtype=np.int64, count=len(offsets))
     if len(ends):
@@ -96,12 +97,12 @@ def token_ends(text: str, offsets: Sequence[tuple[int, int]]) -> Ints:
 
 
 def even_ends(text: str, num_tokens: int) -> Ints:
-    """Ends for a tokenizer that gives no offsets: the characters shared out evenly."""
+    """Ends for a tokenizer without offsets: characters divided evenly."""
     return np.arange(1, num_tokens + 1, dtype=np.int64) * len(text) // max(num_tokens, 1)
 
 
 def bytes_between(text: str, ends: Ints) -> npt.NDArray[np.int32]:
-    """UTF-8 bytes from each end to the next; they sum to the length of the text."""
+    """UTF-8 bytes between consecutive ends; they sum to the length of the text."""
     points = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
     widths = 1 + (points >= 0x80).astype(np.int64) + (points >= 0x800) + (points >= 0x10000)
     positions = np.concatenate([[0], np.cumsum(widths)])
@@ -110,10 +111,10 @@ def bytes_between(text: str, ends: Ints) -> npt.NDArray[np.int32]:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Tokens of one text, and the characters at which each starts and ends as the tokenizer says.
+    """Tokens of one text, and the tokenizer's start and end character of each.
 
-    A tokenizer that marks the beginning of a text may give the mark the first character too: of `\u2581` and `qu` both
-    start at 0, and the first ends at 1.
+    Tokens may overlap where a tokenizer marks the beginning of a text: `\u2581` and `qu` both start at 0, and the
+    first ends at 1.
     """
 
     ids: list[int]
@@ -124,8 +125,8 @@ class _Piece:
         """The borders at which no token ends, or that lie inside a token."""
         earliest = np.append(np.minimum.accumulate(self.starts[::-1])[::-1], np.iinfo(np.int64).max)
         is_inside = earliest[np.searchsorted(self.ends, borders, side="right")] < borders
-        found: Ints = borders[is_inside | ~np.isin(borders, self.ends)]
-        return found
+        straddled: Ints = borders[is_inside | ~np.isin(borders, self.ends)]
+        return straddled
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ class _Document:
 
 @dataclass(frozen=True)
 class Encoder:
-    """Tokenizes records; what it cannot do exactly it tells the tally."""
+    """Tokenize records. What cannot be done exactly is counted or noted in the tally."""
 
     tokenizer: Tokenizer
     tally: Tally
@@ -150,7 +151,7 @@ class Encoder:
         return opening_ids(self.tokenizer, self.bos)
 
     def __call__(self, records: Sequence[Record]) -> Encoded:
-        self._admit()
+        self._note_limits()
         documents = [document for batch in _batches(records) for document in self._documents(batch)]
         if num_lost := len(records) - len(documents):
             self.tally.counters["documents_without_tokens"] += num_lost
@@ -166,8 +167,8 @@ class Encoder:
             has_prompt=tuple(_has_prompt(document.record) for document in documents),
         )
 
-    def _admit(self) -> None:
-        """Say at once what this tokenizer adds and what it cannot do."""
+    def _note_limits(self) -> None:
+        """Note what this tokenizer adds to a text and what it cannot do."""
         self.tally.note(opening_note(self.tokenizer, self.bos, self.opening))
         if not self.tokenizer.is_fast:
             self.tally.note("the tokenizer gives no offsets: bytes are shared evenly over the tokens of a text")
@@ -184,7 +185,7 @@ class Encoder:
                 yield self._finished(record, piece, is_scored)
 
     def _bordered(self, record: Record, piece: _Piece) -> tuple[_Piece, npt.NDArray[np.bool_]]:
-        """Tokens whose borders include the segments' borders, and which of them are scored."""
+        """Tokens that end at every segment border where possible, and which of them are scored."""
         borders = np.cumsum([len(text) for text, _ in record.segments])
         flags = np.array([is_scored for _, is_scored in record.segments], dtype=np.bool_)
         if not piece.ids:
@@ -203,8 +204,8 @@ class Encoder:
         return piece, is_scored
 
     def _cut_at(self, record: Record, whole: _Piece, straddled: Ints, borders: Ints) -> _Piece | None:
-        """The text tokenized anew from each straddled border on; None where that changes it or parts no tokens."""
-        for cuts in (straddled, borders):  # new tokens may straddle a border that was none of the first
+        """Tokenize the text in parts, cut at the straddled borders. None if that changes the text or does not help."""
+        for cuts in (straddled, borders):  # the new tokens may straddle another border
             texts = [record.text[start:end] for start, end in itertools.pairwise([0, *cuts, len(record.text)])]
             pieces = [self._pieces(texts[:1], keeps_special=record.has_template)[0]]
             pieces += [self._continued(text, keeps_special=record.has_template) for text in texts[1:]]
@@ -214,13 +215,13 @@ class Encoder:
                 np.concatenate([piece.starts + start for piece, start in zip(pieces, [0, *cuts], strict=True)]),
             )
             joined, inner = self._snapped(record.text, joined, borders)
-            said = (spell(self.tokenizer, whole.ids), record.text)
-            if not len(joined.straddled(inner)) and spell(self.tokenizer, joined.ids) in said:
+            expected = (spell(self.tokenizer, whole.ids), record.text)
+            if not len(joined.straddled(inner)) and spell(self.tokenizer, joined.ids) in expected:
                 return joined
         return None
 
     def _continued(self, text: str, *, keeps_special: bool) -> _Piece:
-        """The tokens of a text that continues another one, or none where no anchor parts from it."""
+        """The tokens of a text that continues another; empty if every anchor shares a token with it."""
         for anchor in _ANCHORS:
             piece = self._pieces([anchor + text], keeps_special=keeps_special)[0]
             first = int(np.searchsorted(piece.ends, len(anchor), side="right"))
@@ -229,16 +230,16 @@ class Encoder:
         return _Piece([], np.empty(0, np.int64), np.empty(0, np.int64))
 
     def _segment_wise(self, record: Record) -> tuple[_Piece, npt.NDArray[np.bool_]]:
-        """For a tokenizer without offsets: the tokens that each segment adds to those of the text before it."""
+        """For a tokenizer without offsets: tokenize ever longer prefixes to find which tokens each segment adds."""
         texts = [text for text, _ in record.segments]
         longer = ["".join(texts[: number + 1]) for number in range(len(texts))]
         grown = [piece.ids for piece in self._pieces(longer, keeps_special=record.has_template)]
         ids, cuts, straddling = grown[-1], [0], []
         for shorter in grown[:-1]:
-            num_alike = _num_alike(shorter, ids)
-            is_straddled = num_alike < min(len(shorter), len(ids))  # what follows changes the tokens before it
-            straddling += [num_alike] * is_straddled
-            cuts.append(max(cuts[-1], num_alike + is_straddled))
+            shared = num_shared(shorter, ids)
+            is_straddled = shared < min(len(shorter), len(ids))  # later text changes earlier tokens
+            straddling += [shared] * is_straddled
+            cuts.append(max(cuts[-1], shared + is_straddled))
         cuts.append(len(ids))
         starts = np.cumsum([0, *(len(text) for text in texts)])
         spans = list(zip(texts, starts[:-1], np.diff(cuts), strict=True))
@@ -249,9 +250,9 @@ class Encoder:
         return _Piece(ids, ends, ends), is_scored
 
     def _finished(self, record: Record, piece: _Piece, is_scored: npt.NDArray[np.bool_]) -> _Document:
-        """The document with its opening and its end mark, unless a template wrote them already.
+        """Add the opening and the end mark, unless a template wrote them.
 
-        The opening has no bytes and is not scored, whoever wrote it; the end mark has no bytes and is scored.
+        The opening has no bytes and is not scored; the end mark has no bytes and is scored.
         """
         ends = piece.ends.copy()
         ends[-1] = len(record.text)
@@ -279,20 +280,20 @@ class Encoder:
             split_special_tokens=not keeps_special,
             **({"return_offsets_mapping": True} if self.tokenizer.is_fast else {}),
         )
-        rows = [list(ids) for ids in answer["input_ids"]]
+        ids_of_texts = [list(ids) for ids in answer["input_ids"]]
         if not self.tokenizer.is_fast:
-            shared = [even_ends(text, len(ids)) for text, ids in zip(texts, rows, strict=True)]
-            return [_Piece(ids, ends, ends) for ids, ends in zip(rows, shared, strict=True)]
+            shared = [even_ends(text, len(ids)) for text, ids in zip(texts, ids_of_texts, strict=True)]
+            return [_Piece(ids, ends, ends) for ids, ends in zip(ids_of_texts, shared, strict=True)]
         offsets = answer["offset_mapping"]
         return [
             _Piece(ids, token_ends(text, where), np.array([start for start, _ in where], dtype=np.int64))
-            for text, ids, where in zip(texts, rows, offsets, strict=True)
+            for text, ids, where in zip(texts, ids_of_texts, offsets, strict=True)
         ]
 
     def _snapped(self, text: str, piece: _Piece, borders: Ints) -> tuple[_Piece, Ints]:
-        """Let borders into the white space that special tokens take in, which is no part of them.
+        """Allow borders inside the white space that a special token absorbs.
 
-        The piece with such a token ending at the first border there, and the borders that lie elsewhere.
+        Return the piece, with such a token ending at the first border there, and the borders that lie elsewhere.
         """
         ends, is_free = piece.ends.copy(), np.zeros(len(borders), np.bool_)
         for place in np.flatnonzero(np.isin(piece.ids, self._takes_space)) if len(self._takes_space) else ():
@@ -304,24 +305,24 @@ class Encoder:
 
     @cached_property
     def _takes_space(self) -> Ints:
-        """Special tokens that take in the white space after them, as those of Phi-3 do."""
+        """Special tokens that absorb the white space after them, as those of Phi-3 do."""
         added = getattr(self.tokenizer, "added_tokens_decoder", {})
         return np.array([number for number, token in added.items() if getattr(token, "rstrip", False)], dtype=np.int64)
 
 
-def _num_alike(left: Sequence[int], right: Sequence[int]) -> int:
-    """How many items two sequences begin with alike."""
+def num_shared(left: Sequence[Any], right: Sequence[Any]) -> int:
+    """Length of the common prefix of two sequences."""
     pairs = enumerate(zip(left, right, strict=False))
     return next((place for place, (one, other) in pairs if one != other), min(len(left), len(right)))
 
 
 def _has_prompt(record: Record) -> bool:
-    """Whether the record is a chat or a prompt with its answer, which belong together, and not one plain text."""
+    """Whether the record is a chat or a prompt with an answer, rather than one plain text."""
     return record.has_template or len(record.segments) > 1
 
 
 def _batches(records: Sequence[Record]) -> Iterator[list[Record]]:
-    """Batches of bounded text, each of one kind: special tokens are read in all of its records or in none."""
+    """Batches of bounded text. Special tokens are parsed in all records of a batch or in none."""
     batch: list[Record] = []
     num_characters = 0
     for record in records:

@@ -1,7 +1,7 @@
-"""Data given as objects, written as JSONL: one record a line, read afterwards like any file.
+"""Write data given as Python objects to JSONL, one record a line, so that it is read like any file.
 
-What may be given: iterables of records (lists, generators, `datasets.Dataset`, torch iterables), torch datasets with
-a length, and a `DataLoader` of such. A record is a mapping with the fields that files have, or a text.
+Accepted: iterables of records (lists, generators, `datasets.Dataset`, torch iterables), torch datasets with a length,
+and a `DataLoader` of them. A record is a mapping with the fields that files have, or a string.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ EXPECTED = (
     + ", ".join(SHAPES)
     + ", or texts"
 )
-_KEPT = (*FIELDS, "tools")  # of tools the reader counts that they are not used
+_KEPT = (*FIELDS, "tools")  # kept so that the reader counts chats whose tools are ignored
 _SHOWN = 6
 
 
 @dataclass(frozen=True)
 class Written:
-    """What was written: the number of records, the digest of the file, and the fields that nobody reads."""
+    """The number of records written, the digest of the file, and the fields left out."""
 
     num_records: int
     sha256: str
@@ -46,7 +46,7 @@ class Written:
 
 
 def is_name(data: object, role: str) -> bool:
-    """Whether data is given by name. Raise for what is neither a name nor records."""
+    """Whether `data` is a name. Raise if it is neither a name nor records."""
     if isinstance(data, str | Path):
         return True
     _records_of(data, role)
@@ -54,7 +54,7 @@ def is_name(data: object, role: str) -> bool:
 
 
 def write_records(data: object, path: Path, role: str) -> Written:
-    """Write each record as a line of JSON. Lines are numbered as the records are."""
+    """Write each record as a line of JSON. Line n is record n."""
     digest, left_out, number = hashlib.sha256(), dict[str, None](), 0
     with path.open("wb") as file:
         for number, value in enumerate(_readable(_items(data, role), role), 1):
@@ -62,7 +62,7 @@ def write_records(data: object, path: Path, role: str) -> Written:
             kept = {name: record[name] for name in _KEPT if name in record}
             if kept:
                 left_out.update(dict.fromkeys(str(name) for name in record if name not in kept))
-            # Without a known field the names alone are kept: the reader refuses the record by them.
+            # A record without a known field keeps its field names, which the reader quotes when it refuses it.
             line = _line(kept or {str(name): None for name in record}, number, role)
             digest.update(line)
             file.write(line)
@@ -80,7 +80,7 @@ def _wrong(role: str, what: str, *advice: str) -> ConfigError:
 
 
 def _records_of(data: Any, role: str) -> Iterable[Any]:
-    """The records behind an object, refusing what would be iterated into something else."""
+    """The records of an object. Raise for an object whose iteration would not yield records."""
     if isinstance(data, Mapping):
         splits = ", ".join(f"[{str(name)!r}]" for name in list(data)[:3])
         raise _wrong(
@@ -113,7 +113,7 @@ def _items(data: object, role: str) -> Iterator[Any]:
 
 
 def _readable(items: Iterator[Any], role: str) -> Iterator[Any]:
-    """The items; an iterable that cannot read its source says so here, and not as a file that cannot be written."""
+    """The items. An error of the iterable's source is raised here, not reported as a file that cannot be written."""
     number = 0
     while True:
         number += 1
@@ -131,7 +131,7 @@ def _readable(items: Iterator[Any], role: str) -> Iterator[Any]:
 
 
 def _unbatched(batch: Any, number: int, role: str) -> Iterator[Any]:
-    """The records of a collated batch: a list of records, or columns of texts."""
+    """The records of a collated batch: a list of records, or columns of strings."""
     if isinstance(batch, list | tuple) and all(isinstance(value, str | Mapping) for value in batch):
         yield from batch
         return
@@ -150,7 +150,7 @@ def _unbatched(batch: Any, number: int, role: str) -> Iterator[Any]:
 
 
 def _not_file_names(records: Iterable[Any], role: str) -> Iterator[Any]:
-    """The records, unless the first is a text that names a data file: a list of texts is read as texts."""
+    """The records. Raise if the first is the name of a data file: strings in a list are texts, not file names."""
     for number, value in enumerate(records, 1):
         if number == 1 and isinstance(value, str) and not value.count("\n"):
             path = Path(value)
@@ -174,7 +174,7 @@ def _line(record: Mapping[str, Any], number: int, role: str) -> bytes:
     try:
         try:
             return json.dumps(record, ensure_ascii=False).encode("utf-8") + b"\n"
-        except UnicodeEncodeError:  # a lone surrogate, which only an escape can spell
+        except UnicodeEncodeError:  # a lone surrogate can only be written as an escape
             return json.dumps(record).encode("ascii") + b"\n"
     except (TypeError, ValueError, RecursionError) as error:
         raise _wrong(

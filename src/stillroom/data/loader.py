@@ -1,12 +1,12 @@
-"""The order in which rows are seen: seeded, and resumable from one integer.
+"""The order of the training rows: seeded, and resumable from one integer.
 
 An epoch is a permutation of the rows, cut into micro-batches and these into windows, one for each optimizer
-step. Windows never cross epochs: the last window of an epoch may hold fewer micro-batches, and the last
-micro-batch fewer rows, but no row is left out. Rows 9,353 with batch size 1 and accumulation 8 are 1,170
-steps an epoch, the last of them with one micro-batch.
+step. Windows never cross epochs: the last window of an epoch may have fewer micro-batches, and the last
+micro-batch fewer rows, but no row is left out. 9,353 rows with batch size 1 and accumulation 8 are 1,170
+steps an epoch, the last with one micro-batch.
 
-Several processes share each window: of its micro-batches, process r of n takes every nth from the rth on. The order
-over all of them is that of one process with n times the accumulation.
+Several processes share each window: process r of n takes every nth micro-batch from the rth on. Together they read in
+the order of one process with n times the accumulation.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from stillroom.types import Batch
 class Loader:
     """`window(index)` is a pure function of the rows, the sizes, the seed and the index.
 
-    The permutation of one epoch is kept to save time, never as state: a resumed run asks for its next index.
+    The permutation of one epoch is cached; it is not state.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Loader:
             raise DataError("there is no row to train on", advice=["give data.train a spec with more text"])
         self._rows = rows
         self._batch_size = batch_size
-        self._accumulation = accumulation * num_ranks  # of all processes together
+        self._accumulation = accumulation * num_ranks  # over all processes
         self._rank = rank
         self._num_ranks = num_ranks
         self._seed = seed
@@ -63,7 +63,7 @@ class Loader:
     def window(self, index: int) -> list[Batch]:
         """This process's micro-batches of optimizer step `index`.
 
-        A process that has none in a partial window gets one with nothing to score, so that it takes part in the step.
+        If a partial window has none for it, one with nothing to score, so that the process takes part in the step.
         """
         if self._num_ranks == 1:
             return self.whole_window(index)
@@ -71,7 +71,7 @@ class Loader:
         return whole[self._rank :: self._num_ranks] or [whole[0].without_targets()]
 
     def whole_window(self, index: int) -> list[Batch]:
-        """The micro-batches of optimizer step `index`, counted from 0 over all epochs, of all processes."""
+        """The micro-batches of all processes for optimizer step `index`, counted from 0 over all epochs."""
         if index < 0:
             raise IndexError(f"window {index}: windows are counted from 0")
         epoch, place = divmod(index, self.num_windows)
@@ -93,8 +93,7 @@ class Loader:
 def fixed_batches(rows: Rows, batch_size: int, max_batches: int = 0) -> Iterator[Batch]:
     """The rows in order, for evaluation: the same batches every time.
 
-    `max_batches` 0 means all. A limit takes rows evenly spread over the whole, because the first ones may all
-    come from one document.
+    `max_batches` 0 means all. A limit takes evenly spaced rows, because the first ones may all be one document's.
     """
     if batch_size < 1 or max_batches < 0:
         raise ConfigError(

@@ -1,13 +1,12 @@
-"""Rows: which tokens stand together in one line of a batch.
+"""Rows: pack tokens into the sequences of a batch.
 
-A row of n tokens has n - 1 inputs and n - 1 targets: its first token is only ever an input, because nothing in the row
-stands before it to predict it. Where a text is cut into several rows they overlap by one token, the last target of a
-row being the first input of the next, so that over all rows each token of the text but the very first is a target
-exactly once.
+A row of n tokens has n - 1 inputs and n - 1 targets: its first token is not a target, because nothing precedes it.
+Consecutive rows of one text overlap by one token, the last target of a row being the first input of the next, so
+every token of the text but the first is a target exactly once.
 
-"blocks" joins the documents end to end and cuts the whole: rows are full, and attention crosses from one document into
-the next. "rows" gives each document rows of its own: a plain text longer than a row is cut into consecutive rows, and a
-record with a prompt keeps the one row that begins with it, so what does not fit is left out and counted.
+"blocks" joins the documents end to end and cuts the result: rows are full, and attention crosses documents. "rows"
+gives each document its own rows: a plain text longer than a row is cut into consecutive rows; a record with a prompt
+keeps only its first row, and what does not fit is left out and counted.
 
 # B rows of a batch, L positions, T tokens of all documents end to end, D documents
 """
@@ -30,7 +29,7 @@ from stillroom.types import IGNORED, Batch
 class Rows:
     """Rows over flat arrays. Row i is the tokens starts[i] to ends[i].
 
-    Frozen in effect: nothing here changes after it is built, and a batch copies what it takes.
+    Immutable: nothing changes after it is built, and a batch copies its tokens.
     """
 
     def __init__(self, encoded: Encoded, starts: Ints, ends: Ints, *, pad_id: int = 0, names_offsets: bool = False):
@@ -48,39 +47,39 @@ class Rows:
 
     @property
     def is_used(self) -> npt.NDArray[np.bool_]:
-        """[T] Which tokens stand in a row."""
+        """[T] Which tokens are in a row."""
         return _is_covered(len(self._encoded.ids), self._starts, self._ends)
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """For each row, the group of the document that it starts in: what a bootstrap draws as a whole."""
+        """For each row, the group of the document it starts in: the unit of a bootstrap."""
         return tuple(self._encoded.groups[document] for document in self._documents)
 
     @property
     def num_documents(self) -> int:
-        """Documents of which at least one token stands in a row."""
+        """Documents with at least one token in a row."""
         last = np.searchsorted(self._encoded.bounds, self._ends - 1, side="right") - 1
         return int(_is_covered(self._encoded.num_documents, self._documents, last + 1).sum())
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that stand in a row, each counted once, openings and end marks included."""
+        """Tokens in rows, each counted once, openings and end marks included."""
         return int(_is_covered(len(self._encoded.ids), self._starts, self._ends).sum())
 
     @property
     def num_targets(self) -> int:
-        """Targets that one pass over all rows scores."""
+        """Scored targets in one pass over all rows."""
         return int(_num_targets(self._encoded, self._starts, self._ends).sum())
 
     def row(self, index: int) -> npt.NDArray[np.int32]:
-        """The ids of one row, its first token (which is no target) included."""
+        """The ids of one row, including its first token, which is not a target."""
         self._check([index])
         return self._encoded.ids[self._starts[index] : self._ends[index]]
 
     def question(self, index: int) -> tuple[list[int], list[int]]:
-        """What stands before the first target to score, and the scored tokens that follow each other from there.
+        """The tokens before the first scored target, and the run of scored tokens from there.
 
-        Of a record with a prompt: its prompt and its first answer; of plain text: its first token and the rest.
+        Of a record with a prompt: the prompt and the first answer; of plain text: the first token and the rest.
         """
         ids = self.row(index).tolist()
         is_scored = self._encoded.is_scored[self._starts[index] : self._ends[index]].copy()
@@ -90,14 +89,14 @@ class Rows:
         return ids[:first], ids[first : first + num_answer]
 
     def sample_id(self, index: int) -> str:
-        """The document a row starts in, and the token of it where that may not be its first: "asyncio.base@1024"."""
+        """The document a row starts in, and the token offset if it may not be 0: "asyncio.base@1024"."""
         document = self._documents[index]
         name = self._encoded.names[document]
         offset = int(self._starts[index] - self._encoded.bounds[document])
         return f"{name}@{offset}" if self._names_offsets or offset else name
 
     def batch(self, indices: Sequence[int] | Ints, *, index: int = 0) -> Batch:
-        """The named rows as tensors, padded on the right to the longest of them."""
+        """These rows as tensors, padded on the right to the longest."""
         self._check(indices)
         width = int(max(self._ends[row] - self._starts[row] for row in indices)) - 1
         shape = (len(indices), width)
@@ -133,7 +132,7 @@ class Rows:
 def pack(
     encoded: Encoded, packing: Literal["blocks", "rows"], max_length: int, tally: Tally, *, pad_id: int = 0
 ) -> Rows:
-    """Rows of at most max_length inputs over the documents; those without a target to score are dropped and counted."""
+    """Pack the documents into rows of at most max_length inputs. Drop and count rows without a scored target."""
     if packing not in ("blocks", "rows") or max_length < 1:
         raise ConfigError(
             f"packing {packing!r} with rows of {max_length} tokens is not possible",
@@ -152,9 +151,9 @@ def pack(
 
 
 def _consecutive(bounds: Ints, is_continued: npt.NDArray[np.bool_], max_length: int) -> tuple[Ints, Ints]:
-    """Rows from each bound to the next: as many as it takes where it is continued, otherwise the first.
+    """Rows from each bound to the next: all of them where `is_continued`, otherwise the first alone.
 
-    The last row of a text may be short, but has an input and a target where the text has two tokens.
+    The last row of a text may be short, but of a text with two tokens or more it has an input and a target.
     """
     lengths = np.diff(bounds)
     num_rows = np.where(is_continued, np.maximum(-(-(lengths - 1) // max_length), 1), 1) * (lengths > 0)
@@ -165,7 +164,7 @@ def _consecutive(bounds: Ints, is_continued: npt.NDArray[np.bool_], max_length: 
 
 
 def _count_truncated(encoded: Encoded, has_prompt: npt.NDArray[np.bool_], max_length: int, tally: Tally) -> None:
-    """Count what of the records with a prompt lies beyond their row."""
+    """Count the tokens and targets of records with a prompt that do not fit into their row."""
     beyond = np.minimum(encoded.bounds[:-1] + max_length + 1, encoded.bounds[1:])
     num_lost = np.where(has_prompt, encoded.bounds[1:] - beyond, 0)
     scored_before = np.concatenate([[0], np.cumsum(encoded.is_scored, dtype=np.int64)])
@@ -176,14 +175,14 @@ def _count_truncated(encoded: Encoded, has_prompt: npt.NDArray[np.bool_], max_le
 
 
 def _num_targets(encoded: Encoded, starts: Ints, ends: Ints) -> Ints:
-    """Scored targets of each row: its tokens but the first."""
+    """Scored targets of each row. The first token is not a target."""
     before = np.concatenate([[0], np.cumsum(encoded.is_scored, dtype=np.int64)])
     counts: Ints = before[ends] - before[np.minimum(starts + 1, ends)]
     return counts
 
 
 def _is_covered(size: int, starts: Ints, ends: Ints) -> npt.NDArray[np.bool_]:
-    """Which of `size` places lie in at least one of the ranges, in whatever order these are."""
+    """[size] Which places lie in at least one range. The ranges need not be sorted."""
     steps = np.zeros(size + 1, np.int64)
     np.add.at(steps, starts, 1)
     np.add.at(steps, ends, -1)

@@ -1,6 +1,6 @@
-"""What a run would train on, as text: each document as the model sees it, in scored and unscored pieces.
+"""Show what a run would train on: each document as text, in scored and unscored pieces.
 
-The pieces are decoded from the very tokens that training reads, so nothing here can differ from a run.
+The pieces are decoded from the tokens that training reads, so they cannot differ from a run.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import numpy.typing as npt
 
 from stillroom.config.schema import DataConfig
 from stillroom.data.corpus import encode_training
-from stillroom.data.encode import Encoded, Tokenizer, spell
+from stillroom.data.encode import Encoded, Tokenizer, num_shared, spell
 
 Pieces = list[tuple[str, bool]]  # (text, is scored), in reading order
 
-# Counters of what a run would not learn from, or not as the file has it.
+# Counters of what is left out of training or changed on the way.
 _LEFT_OUT = (
     "bad_records",
     "invalid_utf8",
@@ -41,8 +41,7 @@ _LEFT_OUT = (
 def preview(config: DataConfig, tokenizer: Tokenizer, *, num_rows: int, cuts: bool = False) -> dict[str, Any]:
     """A summary of `config.train`, and its first `num_rows` documents in pieces (0: all).
 
-    Documents are shown whole; `cuts` shows only what `config.max_length` leaves of them. The summary always says how
-    much that is.
+    `cuts` shows only what `config.max_length` leaves of each document. The summary counts that in any case.
     """
     encoded, rows, tally = encode_training(config, tokenizer)
     num_scored = int(encoded.is_scored.sum())
@@ -76,25 +75,20 @@ def _row(encoded: Encoded, number: int, tokenizer: Tokenizer, is_shown: npt.NDAr
 
 
 def token_pieces(tokenizer: Tokenizer, ids: Sequence[int], is_scored: Sequence[bool]) -> Pieces:
-    """Tokens as text, cut where the score changes; joined it is what all the tokens decode to.
+    """Decode tokens and cut the text where `is_scored` changes. The pieces joined are the decoded whole.
 
-    Some decoders drop a space at the start of what they are given, or need all bytes of a character. So a cut is
-    found by decoding the tokens up to it, as far as that agrees with the whole.
+    Some decoders drop a leading space or need all bytes of a character, so pieces are not decoded separately: a cut
+    is the length of the common prefix of the whole and the decoded tokens before it.
     """
     whole = spell(tokenizer, list(ids))
     changes = [place for place in range(1, len(ids)) if is_scored[place] != is_scored[place - 1]]
     cuts = [0]
     for place in changes:
-        cuts.append(max(cuts[-1], _num_alike(spell(tokenizer, list(ids[:place])), whole)))
+        cuts.append(max(cuts[-1], num_shared(spell(tokenizer, list(ids[:place])), whole)))
     cuts.append(len(whole))
     flags = [bool(is_scored[place]) for place in [0, *changes]] if ids else []
     pieces = [(whole[start:end], flag) for (start, end), flag in zip(itertools.pairwise(cuts), flags, strict=False)]
     return [(text, flag) for text, flag in pieces if text]
-
-
-def _num_alike(left: str, right: str) -> int:
-    pairs = enumerate(zip(left, right, strict=False))
-    return next((place for place, (one, other) in pairs if one != other), min(len(left), len(right)))
 
 
 def _lengths(counts: Any) -> dict[str, int]:

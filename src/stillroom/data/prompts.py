@@ -1,4 +1,4 @@
-"""A prompt as tokens, begun as the documents of a run are."""
+"""Tokenize a prompt, with the opening that a run's documents have."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from stillroom.errors import ConfigError
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str, *, bos: Bos = "auto", is_raw: bool = False) -> tuple[list[int], bool]:
-    """The tokens of a prompt, and whether the chat template wrote them: it does where there is one, unless `is_raw`.
+    """The tokens of a prompt, and whether the chat template printed it: if there is one, unless `is_raw`.
 
-    A prompt of a chat is one user turn, opened for the assistant's answer. Special tokens are read in what a template
-    wrote and nowhere else. An empty raw prompt is the opening alone, or what stands between documents.
+    The template prints one user turn and opens the answer. Special tokens are parsed in a template's print and nowhere
+    else. An empty raw prompt is the opening alone, or else BOS or the end-of-text token.
     """
     is_chat = bool(tokenizer.chat_template) and not is_raw
-    text = _asked(tokenizer, prompt) if is_chat else prompt
+    text = _printed(tokenizer, prompt) if is_chat else prompt
     options = {"add_special_tokens": False, "split_special_tokens": not is_chat, "verbose": False}
     ids = tokenizer([text], **options)["input_ids"][0] if text else []
-    found = opened(list(ids), opening_ids(tokenizer, bos))
-    if found:
-        return found, is_chat
+    opened_ids = opened(list(ids), opening_ids(tokenizer, bos))
+    if opened_ids:
+        return opened_ids, is_chat
     marks = (getattr(tokenizer, "bos_token_id", None), tokenizer.eos_token_id)
     begin = next((int(mark) for mark in marks if mark is not None), None)
     if begin is None:
@@ -29,7 +29,7 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str, *, bos: Bos = "auto", is_raw: 
     return [begin], is_chat
 
 
-def _asked(tokenizer: Tokenizer, prompt: str) -> str:
+def _printed(tokenizer: Tokenizer, prompt: str) -> str:
     try:
         return question_text(tokenizer, prompt)
     except Unusable as error:

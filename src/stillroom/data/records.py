@@ -1,8 +1,7 @@
-"""What a record is, and the shapes an object of a data file may have.
+"""Records, and the shapes an object of a data file may have.
 
-A record is one document: pieces of text, each with the word whether its tokens are scored. A record that
-cannot be used is never fatal alone. It is kept as a `BadRecord` that says where and why, and only a share
-of them above `data.max_bad_share` stops a run.
+A record is one document: a list of (text, is_scored) segments. One that cannot be used becomes a `BadRecord` with
+its place and the reason; only a share of them above `data.max_bad_share` stops a run.
 """
 
 from __future__ import annotations
@@ -25,31 +24,30 @@ SHAPES = (
     '{"instruction", "input", "output"}',
     '{"messages": [{"role", "content"}, ...]}',
 )
-THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # names of a thought that is given apart from the content
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # fields that hold a thought apart from the content
 FIELDS = ("messages", "prompt", "completion", "question", "answer", "instruction", "input", "output", "text")
 
-_NUM_BAD_KEPT = 20  # a file of the wrong kind has millions of bad records; the first few tell the story
+_NUM_BAD_KEPT = 20  # a file of the wrong kind has millions of bad records
 _NUM_BAD_NAMED = 3
 
 
 class Unusable(ValueError):
-    """Raised by whoever meets a record that cannot be used; the message says why in a few words."""
+    """Raised for a record that cannot be used; the message is the reason in a few words."""
 
 
 @dataclass(frozen=True)
 class Record:
     """One document.
 
-    `key` is a digest of the content as the file gave it, before any chat template: records with equal
-    content fall on the same side of a split, whatever tokenizer reads them. `group` names what is held
-    out as a whole; without it each content stands alone.
+    `key` is a digest of the content in the file, before any chat template, so records with equal content fall on the
+    same side of a split with any tokenizer. Records of a `group` are held out together; without one the key decides.
     """
 
     id: str  # "train.jsonl:17", or the name of a module
     segments: Segments
     key: str
     group: str = ""
-    has_template: bool = False  # a chat template wrote it: special-token strings in it are meant
+    has_template: bool = False  # a chat template printed it: parse special tokens in it
 
     @property
     def text(self) -> str:
@@ -58,7 +56,7 @@ class Record:
 
 @dataclass(frozen=True)
 class BadRecord:
-    """A record that was left out: "train.jsonl:17" and why."""
+    """A record that was left out: its place ("train.jsonl:17") and the reason."""
 
     where: str
     why: str
@@ -66,7 +64,7 @@ class BadRecord:
 
 @dataclass
 class Tally:
-    """What reading met: counts for the log, short sentences for people, and the first bad records."""
+    """Counters, notes for the log, and the first bad records, collected while data is read."""
 
     counters: Counter[str] = field(default_factory=Counter)
     notes: list[str] = field(default_factory=list)
@@ -91,25 +89,25 @@ class Tally:
 
     @property
     def named_bad(self) -> str:
-        """The first bad records with the reasons."""
+        """The first bad records with their reasons."""
         return "; ".join(f"{bad.where}: {bad.why}" for bad in self.bad[:_NUM_BAD_NAMED])
 
     def judge(self, spec: str, max_bad_share: float) -> None:
-        """Stop when more than `max_bad_share` of what was read cannot be used; otherwise say how many."""
+        """Raise if more than `max_bad_share` of the records cannot be used; otherwise note how many."""
         num_bad = self.counters["bad_records"]
         num_read = num_bad + self.counters["records"]
         if not num_bad:
             return
         named = self.named_bad
-        told = f"{num_bad:,} of {num_read:,} records of {spec} cannot be used"
+        unusable = f"{num_bad:,} of {num_read:,} records of {spec} cannot be used"
         if num_bad <= max_bad_share * num_read:
-            self.note(f"{told} and are left out: {named}")
+            self.note(f"{unusable} and are left out: {named}")
             return
         share = min(1.0, -(-100 * num_bad // num_read) / 100)
         advice = [f"mend or remove these records; the shapes read are {', '.join(SHAPES)}"]
         if self.counters["records"]:
             advice.append(f"set data.max_bad_share={share:g} to go on without them")
-        raise DataError(f"{told}, more than data.max_bad_share={max_bad_share:g} allows: {named}", advice=advice)
+        raise DataError(f"{unusable}, more than data.max_bad_share={max_bad_share:g} allows: {named}", advice=advice)
 
 
 def content_key(content: str) -> str:
@@ -117,7 +115,7 @@ def content_key(content: str) -> str:
 
 
 def clean(text: str, tally: Tally) -> str:
-    """Text that UTF-8 can hold: a lone surrogate, which JSON can spell, becomes U+FFFD and is counted."""
+    """Replace lone surrogates, which JSON can contain and UTF-8 cannot, by U+FFFD, and count the texts."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
@@ -127,7 +125,7 @@ def clean(text: str, tally: Tally) -> str:
 
 
 def is_blank(text: str) -> bool:
-    """Whether nothing but white space, byte order marks and NULs is in the text."""
+    """Whether the text has only white space, byte order marks and NULs."""
     return not text.strip("\0\ufeff \t\r\n\f\v")
 
 
@@ -136,7 +134,7 @@ def is_blank(text: str) -> bool:
 
 @dataclass(frozen=True)
 class Turn:
-    """What one side of a chat says. A thought comes before the content, where the file gives it apart."""
+    """One message of a chat. `thought` is set if the file has it apart from the content, and precedes it."""
 
     role: str
     content: str
@@ -147,7 +145,7 @@ class Turn:
         return self.role == "assistant" and is_blank(self.content) and is_blank(self.thought)
 
 
-# What an object must have to be read in a shape, the first that fits.
+# The fields an object must have to be read in a shape; the first that fits is taken.
 _NEEDED = {
     "messages": ("messages",),
     "prompt, completion": ("prompt", "completion"),
@@ -155,12 +153,12 @@ _NEEDED = {
     "instruction, output": ("instruction", "output"),
     "text": ("text",),
 }
-ChatWriter = Callable[[tuple[Turn, ...]], tuple[Segments, bool]]  # -> segments, whether a template wrote them
+ChatWriter = Callable[[tuple[Turn, ...]], tuple[Segments, bool]]  # -> segments, whether a template printed them
 
 
 @dataclass(frozen=True)
 class Shaper:
-    """Turns one object of a data file into a record, or raises `Unusable` with the reason."""
+    """Turn one object of a data file into a record. Raise `Unusable` with the reason."""
 
     write_chat: ChatWriter
     tally: Tally
@@ -213,8 +211,8 @@ class Shaper:
             segments = tuple((text, True) for text, _ in segments)
         if not any(text for text, is_scored in segments if is_scored):
             raise Unusable("the chat has nothing to score")
-        said = [[turn.role, turn.content, *([turn.thought] if turn.thought else [])] for turn in turns]
-        return Record(where, segments, content_key(json.dumps(said)), has_template=has_template)
+        content = [[turn.role, turn.content, *([turn.thought] if turn.thought else [])] for turn in turns]
+        return Record(where, segments, content_key(json.dumps(content)), has_template=has_template)
 
     def _turn(self, number: int, message: object) -> Turn:
         where = f"messages, turn {number}"
@@ -231,12 +229,12 @@ class Shaper:
         return Turn(clean(role, self.tally), clean(content, self.tally), clean(thought, self.tally))
 
     def _text(self, value: Mapping[str, Any], name: str) -> str:
-        found = value[name]
-        if found is None:
+        text = value[name]
+        if text is None:
             raise Unusable(f"{name} is missing")
-        if not isinstance(found, str):
-            raise Unusable(f"{name} is {_kind(found)}, not text")
-        return clean(found, self.tally)
+        if not isinstance(text, str):
+            raise Unusable(f"{name} is {_kind(text)}, not text")
+        return clean(text, self.tally)
 
     def _full(self, value: Mapping[str, Any], name: str) -> str:
         return self._filled(name, self._text(value, name))
@@ -248,7 +246,7 @@ class Shaper:
 
 
 def _parts_joined(where: str, content: object) -> object:
-    """The text of a content given as parts; one with parts of another kind cannot be used."""
+    """The text of a content given as parts. Raise `Unusable` if a part is not text."""
     if not isinstance(content, list | tuple) or not all(isinstance(part, Mapping) for part in content):
         return content
     kinds = [str(part.get("type", "text")) for part in content]

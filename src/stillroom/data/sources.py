@@ -1,8 +1,7 @@
-"""From a spec to the raw objects behind it: files, globs of files, and datasets of the hub.
+"""Read the raw objects of a spec: a file, a glob of files, or a dataset of the hub.
 
-Readers yield (where, object) and tell the tally what they had to refuse. `where` is "file:number": the line
-in JSONL, CSV and text, the item in JSON, Parquet and datasets. Files of a glob are read in the order of
-their names.
+Readers yield (where, object) and count in the tally what they refuse. `where` is "file:number": the line in JSONL,
+CSV and text, the item in JSON, Parquet and datasets. The files of a glob are read in the order of their names.
 """
 
 from __future__ import annotations
@@ -62,27 +61,27 @@ def read_files(spec: str, tally: Tally) -> Iterator[Item]:
 
 
 def locate(spec: str) -> list[Path]:
-    """The files that a spec names, sorted; at least one, each of a kind we read."""
+    """The files of a spec, sorted. Raise if there are none or if one has a suffix without a reader."""
     path = Path(spec).expanduser()
     try:
         is_there = path.exists()
-    except OSError as error:  # a name that no file system takes
+    except OSError as error:  # not a valid file name
         raise DataError(f"{spec[:80]} is no name of a file: {error.strerror}", advice=["check data.train"]) from error
     if path.is_dir():
         raise DataError(f"{spec} is a folder, not a file", advice=_globs_for(path))
     if is_there:
         paths = [path]
     elif glob.has_magic(spec):
-        found_names = glob.glob(str(path), recursive=True)  # noqa: PTH207 - Path.glob refuses absolute patterns
-        paths = sorted(found for found in map(Path, found_names) if found.is_file())
+        names = glob.glob(str(path), recursive=True)  # noqa: PTH207 - Path.glob refuses absolute patterns
+        paths = sorted(match for match in map(Path, names) if match.is_file())
         if not paths:
             raise DataError(f"no file matches {spec}", advice=[f"list what is there: ls {path.parent}"])
     else:
         raise DataError(f"{spec} does not exist", advice=_similar_names(path))
-    for found in paths:
-        if found.suffix.lower() not in READERS:
+    for file in paths:
+        if file.suffix.lower() not in READERS:
             raise DataError(
-                f"{found} has the extension {found.suffix or 'of no kind'!r}, which is not read",
+                f"{file} has the extension {file.suffix or 'of no kind'!r}, which is not read",
                 where=spec if len(paths) > 1 else "",
                 advice=[f"rename or convert it to one of {', '.join(READERS.names())}"],
             )
@@ -116,7 +115,7 @@ def _refuse_utf16(path: Path) -> None:
 
 
 def _decoded(raw: bytes, tally: Tally) -> str:
-    """UTF-8, with what is not UTF-8 replaced by U+FFFD and counted."""
+    """Decode UTF-8. Replace invalid bytes by U+FFFD and count the text."""
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError:
@@ -125,7 +124,7 @@ def _decoded(raw: bytes, tally: Tally) -> str:
 
 
 def _lines(path: Path, name: str, tally: Tally) -> Iterator[tuple[int, str]]:
-    """Numbered lines with their ends. One above MAX_LINE_BYTES is refused without being held in memory."""
+    """Numbered lines with their line ends. Refuse a line above MAX_LINE_BYTES without holding it in memory."""
     with path.open("rb") as file:
         number = 0
         while raw := file.readline(MAX_LINE_BYTES + 1):
@@ -167,7 +166,7 @@ def _read_json(path: Path, name: str, tally: Tally) -> Iterator[Item]:
 
 def _read_csv(path: Path, name: str, tally: Tally) -> Iterator[Item]:
     lines = (line for _, line in _lines(path, name, tally))
-    limit = csv.field_size_limit(MAX_LINE_BYTES)  # the default of 128 KB is less than a long document
+    limit = csv.field_size_limit(MAX_LINE_BYTES)  # the default, 128 KB, is too small for long documents
     try:
         reader = csv.DictReader(lines)
         while True:
@@ -217,7 +216,7 @@ def _read_text(path: Path, name: str, tally: Tally) -> Iterator[Item]:
 
 
 def register(suffix: str, reader: Reader) -> None:
-    """Read files of a suffix such as ".md", in this process. Packages use an entry point that names the function."""
+    """Register a reader for files with a suffix such as ".md", in this process. A package uses an entry point."""
     READERS.register(suffix, reader)
 
 
@@ -229,10 +228,10 @@ register(".txt", _read_text)
 
 
 def pieces_of(text: str) -> list[tuple[int, str]]:
-    """A text as (first line, piece), cut between paragraphs; the pieces joined are the text again.
+    """Cut a text between paragraphs into (first line, piece). The pieces joined are the text.
 
-    About PIECE_CHARACTERS each, less in a short text so that there are some twenty, and cut at the end of
-    any line where a paragraph has no end in sight.
+    A piece has about PIECE_CHARACTERS; fewer in a short text, so that there are about twenty. A long paragraph is cut
+    at the end of a line.
     """
     size = min(PIECE_CHARACTERS, max(200, len(text) // 20))
     pieces: list[tuple[int, str]] = []
@@ -253,7 +252,7 @@ def pieces_of(text: str) -> list[tuple[int, str]]:
 
 
 def read_hub(spec: str, *, is_evaluation: bool) -> Iterator[Item]:
-    """The rows of `hf:NAME[:CONFIG]`: its train split, or for evaluation its validation or test split."""
+    """The items of `hf:NAME[:CONFIG]`: of the train split, or for evaluation of the validation or test split."""
     name, _, config = spec.removeprefix(HUB_PREFIX).partition(":")
     if not name:
         raise DataError(f"{spec!r} names no dataset", advice=["write hf:NAME or hf:NAME:CONFIG"])
@@ -268,15 +267,15 @@ def read_hub(spec: str, *, is_evaluation: bool) -> Iterator[Item]:
         ]
         raise DataError(f"the dataset cannot be loaded: {error}", where=spec, advice=advice) from error
     wanted = ("validation", "test", "train") if is_evaluation else ("train",)
-    found = next((split for split in wanted if split in splits), None)
-    if found is None:
+    split = next((name for name in wanted if name in splits), None)
+    if split is None:
         raise DataError(
             f"the dataset has no split train, only {', '.join(sorted(splits))}",
             where=spec,
             advice=["save the split you want as .jsonl or .parquet, and name that file"],
         )
-    for number, row in enumerate(splits[found], 1):
-        yield f"{name}/{found}:{number}", row
+    for number, item in enumerate(splits[split], 1):
+        yield f"{name}/{split}:{number}", item
 
 
 def _needed(module: str, where: str) -> Any:

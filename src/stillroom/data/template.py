@@ -1,9 +1,9 @@
-"""Chat templates are foreign programs: they are run in a sandbox that bounds their work and memory.
+"""Run chat templates in a sandbox that bounds their work and memory.
 
-A template comes with a model and may divide by zero, loop for hours or build a string of 10^10 characters. The
-environment here prints what `transformers` prints (the same sandbox, tags, filters and globals), and charges each
-loop step, call, operator and filter to a budget that grows with the length of the chat. The budget counts work and
-not time, so the same records are refused on every machine.
+A template is a foreign program: it may divide by zero, loop for hours or build a string of 10^10 characters. This
+environment prints what `transformers` prints (same sandbox, tags, filters and globals), and charges each loop step,
+call, operator and filter to a budget that grows with the length of the chat. The budget counts work, not time, so
+the same records are refused on every machine.
 
 Not bounded: parsing a template (sources above MAX_SOURCE are refused), and one built-in call over values that are
 themselves within bounds, such as sorting a list.
@@ -31,9 +31,9 @@ from stillroom.data.records import Unusable
 MAX_SOURCE = 1_000_000
 _BASE_WORK, _WORK_PER_CHARACTER = 20_000_000, 200
 _BASE_SIZE, _SIZE_PER_CHARACTER = 1_000_000, 20
-_STEP = 16  # what a loop step, a call or an operator costs beside the characters it makes
+_STEP = 16  # cost of a loop step, call or operator, in addition to the characters it makes
 _MAX_WIDTH = 10_000  # of padding, indentation and batches
-_MAX_INDENT = 16  # of JSON, where it is printed for each value and each level
+_MAX_INDENT = 16  # of JSON, where it is repeated for each value and level
 _MAX_BITS = 100_000
 
 _WIDTH_FILTERS = frozenset({"batch", "center", "indent", "slice", "tojson", "truncate", "wordwrap"})
@@ -44,11 +44,11 @@ _TEXT_FILTERS = _WIDTH_FILTERS | {
 
 
 class TooMuch(TemplateRuntimeError):
-    """The template makes more text, or takes more steps, than a chat of this length can need."""
+    """The template exceeded the budget of a chat of this length."""
 
 
 class Budget:
-    """What one print may still spend, and the largest value it may build."""
+    """The work one print has left, and the largest value it may build."""
 
     def __init__(self, num_characters: int) -> None:
         self.left = _BASE_WORK + _WORK_PER_CHARACTER * num_characters
@@ -62,31 +62,31 @@ class Budget:
             raise TooMuch("it does more work than is allowed for this chat: an endless loop, or text doubled again")
 
 
-def printed_size(value: object, known: dict[int, int] | None = None) -> int:
-    """Characters of `str(value)`, about. A list that holds another one a thousand times counts it a thousand times."""
+def printed_size(value: object, sizes: dict[int, int] | None = None) -> int:
+    """Approximate length of `str(value)`. A list that occurs a thousand times is counted a thousand times."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, int):
         return value.bit_length() // 3
     if not isinstance(value, Mapping | Sequence | set | frozenset):
         return _STEP
-    known = {} if known is None else known
-    if id(value) not in known:
-        known[id(value)] = 0  # a value inside itself is printed as dots
+    sizes = {} if sizes is None else sizes
+    if id(value) not in sizes:
+        sizes[id(value)] = 0  # a value inside itself is printed as "..."
         parts: Iterable[object] = [*value, *value.values()] if isinstance(value, Mapping) else value
         if isinstance(value, range):
             return 6 * len(value)
-        known[id(value)] = sum(2 + printed_size(part, known) for part in parts)
-    return known[id(value)]
+        sizes[id(value)] = sum(2 + printed_size(part, sizes) for part in parts)
+    return sizes[id(value)]
 
 
 def _made(value: object) -> int:
-    """Cells of a value that was just made: what it holds existed before."""
+    """Size of a new value itself, without its items, which existed before."""
     return len(value) if isinstance(value, str | list | tuple | dict) else 0
 
 
 def _formatted_size(pattern: str, values: Iterable[object]) -> int:
-    """At most so many characters come out of a %-pattern or a {}-pattern."""
+    """An upper bound of the length of a formatted %-pattern or {}-pattern."""
     widths = sum(int(digits[:18]) for digits in re.findall(r"\d+", pattern))
     widest = max([widths, *(value for value in values if isinstance(value, int))], default=0)
     fields = pattern.count("{") + pattern.count("%")
@@ -94,7 +94,7 @@ def _formatted_size(pattern: str, values: Iterable[object]) -> int:
 
 
 class _Charged(NodeTransformer):
-    """Routes loops and `~` through filters that charge the budget; the sandbox intercepts only `+` and its like."""
+    """Route loops and `~` through filters that charge the budget; the sandbox intercepts only binary operators."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802 - jinja calls it by this name
         self.generic_visit(node)
@@ -108,9 +108,9 @@ class _Charged(NodeTransformer):
 
 
 class _Generation(Extension):
-    """`{% generation %}`: around what the assistant generates. Prints the environment's marks around it."""
+    """`{% generation %}`, which surrounds generated text: print the environment's marks around it."""
 
-    tags = {"generation"}  # noqa: RUF012 - jinja's own spelling
+    tags = {"generation"}  # noqa: RUF012 - as jinja declares it
 
     def parse(self, parser: Any) -> nodes.Node:
         line = next(parser.stream).lineno
@@ -134,7 +134,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
-            optimized=False,  # nothing is computed before there is a budget
+            optimized=False,  # else constants are computed before there is a budget
             finalize=self._finalized,
             extensions=[_Generation, loopcontrols],
         )
@@ -215,7 +215,7 @@ def _operator_size(operator: str, left: Any, right: Any) -> int:
 
 
 def _call_size(called: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Characters that a method of a text will make."""
+    """Characters that a string method will make."""
     method = getattr(called, "__wrapped__", called)  # the sandbox wraps str.format
     text, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
     if not isinstance(text, str):
@@ -264,7 +264,7 @@ def _raise(message: object) -> None:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """As `transformers` has it: the filter of jinja escapes HTML."""
+    """As in `transformers`: jinja's own filter escapes HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -278,11 +278,11 @@ def _compiled(source: str) -> tuple[BoundedEnvironment, jinja2.Template]:
 
 @dataclass(frozen=True)
 class ChatPrinter:
-    """Prints chats with one template. `variables` are the tokenizer's special tokens by name."""
+    """Print chats with one template. `variables` are the tokenizer's special tokens by name."""
 
     source: str
     variables: Mapping[str, str]
-    now: datetime = field(default_factory=datetime.now)  # one moment for all prints, so that they can be compared
+    now: datetime = field(default_factory=datetime.now)  # the same for all prints, so that they can be compared
 
     @property
     def has_generation_marks(self) -> bool:
@@ -295,7 +295,7 @@ class ChatPrinter:
         opens_answer: bool = False,
         generation_marks: tuple[str, str] = ("", ""),
     ) -> str:
-        """The chat as the template prints it; raises `Unusable` with the template's reason where it does not."""
+        """Print the chat. Raise `Unusable` with the template's reason if it fails."""
         try:
             environment, template = _compiled(self.source)
             environment.now = self.now
@@ -309,14 +309,14 @@ class ChatPrinter:
                 **self.variables,
             )
             return environment.concat(pieces)
-        except Exception as error:  # a foreign program may raise anything, and all of it refuses the chat
+        except Exception as error:  # a foreign program may raise anything; any error refuses the chat
             reason = str(error) or type(error).__name__
             if not isinstance(error, jinja2.TemplateError):
                 reason = f"{type(error).__name__}: {reason}"
             raise Unusable(f"the chat template refuses it: {reason}") from error
 
     def try_print(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str | None:
-        """The same, or None where the template refuses."""
+        """Print the chat; None if that fails."""
         try:
             return self(messages, **options)
         except Unusable:

@@ -1,1 +1,1 @@
-"""The run itself: building it, stepping it, keeping it alive."""
+"""Build a run, train it step by step, recover from faults, and write its results."""

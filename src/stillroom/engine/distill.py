@@ -1,8 +1,7 @@
-"""The main job: build or resume a run, train it, and leave everything a person needs in its folder."""
+"""Build or resume a run, train it, and write its results into its folder."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,33 +12,31 @@ from stillroom import threads
 from stillroom.checkpoint import Mark, Saved
 from stillroom.config import Config
 from stillroom.engine.building.assemble import build_run
-from stillroom.engine.building.device import find_device
+from stillroom.engine.building.device import deterministic, find_device
 from stillroom.engine.building.loss_scale import find_loss_scale
+from stillroom.engine.building.micro_batch import find_micro_batch
 from stillroom.engine.building.models import Models, load_models
 from stillroom.engine.building.preflight import first_forward
-from stillroom.engine.building.shrink_student import student_name, told_of_start
-from stillroom.engine.ending.outcome import DONE, FINISHED, doubts, how_it_ended
+from stillroom.engine.building.shrink_student import start_note, student_name
+from stillroom.engine.ending.finish import finish, result_or_error, summary_row
+from stillroom.engine.ending.outcome import FINISHED, doubts
 from stillroom.engine.ending.result import Result
-from stillroom.engine.ending.samples import make_samples
-from stillroom.engine.ending.success_checks import success_checks
+from stillroom.engine.fitting import evaluate_held_out
 from stillroom.engine.loop import judge_student, run_evaluation, training
 from stillroom.engine.recovery.recover import state_to_return_to
-from stillroom.engine.resume import newest_state, open_log, put_back, recorded_end
+from stillroom.engine.resume import moved_device, newest_state, open_log, precision_of, recorded_end, restore_checkpoint
 from stillroom.engine.run import Run
 from stillroom.engine.run_folder import folder as run_folder
 from stillroom.engine.run_folder.folder import Claim
 from stillroom.engine.run_folder.inputs import Inputs
-from stillroom.engine.saving import load_best, save_checkpoint, save_student
-from stillroom.engine.state import RunState, recall
+from stillroom.engine.saving import save_checkpoint
+from stillroom.engine.state import RunState, restore_history
 from stillroom.engine.stop import Stop
-from stillroom.errors import BrokenAtStart, CannotSave, Interrupted, NoBetterStudent
-from stillroom.evaluation import Evaluation, evaluate
-from stillroom.files import reason_of, write_atomically
+from stillroom.errors import BrokenAtStart
+from stillroom.evaluation import Evaluation
 from stillroom.models import Student, anatomy_of
 from stillroom.parallel import Parallel, join
 from stillroom.telemetry import SilentLog
-from stillroom.telemetry.events import scan_events
-from stillroom.telemetry.strict import strict
 
 __all__ = ["Result", "distill", "resume"]
 
@@ -54,18 +51,21 @@ def distill(
     notes: tuple[str, ...] = (),
     inputs: Inputs | None = None,
 ) -> Result:
-    """Distil as configured into a folder. A folder with an unfinished run of the same configuration is resumed.
+    """Distil as configured into a folder. Resume an unfinished run of the same configuration.
 
-    `inputs` are the objects that `inputs.settings(out)` in the configuration name: the first process writes them there.
+    `inputs` are models and data given as objects: the first process writes them to the paths of `inputs.settings(out)`,
+    which the configuration names.
     """
     stop = Stop(config.train.max_minutes)
     with stop.on_signals():
         with stop.while_loading():
             parallel = join(config.train.peer_timeout_minutes)
-            where = find_device(device)
-        with run_folder.owned(Path(out), config, is_first=parallel.is_first) as claim:
+            device_notes: list[str] = []
+            where = find_device(device, device_notes.append)
+            notes = (*notes, *device_notes)
+        with deterministic(where), run_folder.owned(Path(out), config, is_first=parallel.is_first) as claim:
             if parallel.broadcast(float(claim.is_resumed)) and not parallel.is_first:
-                claim.is_resumed, claim.config = run_folder.look(claim.folder, config)
+                claim.is_resumed, claim.config = run_folder.find_run(claim.folder, config)
             if inputs is not None:
                 with stop.while_loading():
                     kept = inputs.keep(claim.folder, is_resumed=claim.is_resumed) if parallel.is_first else ()
@@ -73,8 +73,10 @@ def distill(
                 notes = (*notes, *kept)
             finished, doubt = run_folder.read_summary(claim.folder) if claim.is_resumed else ({}, "")
             if finished.get("status") in FINISHED:
-                return answered(Result(claim.folder, finished))
-            return answered(_run(claim, parallel, where, stop, inject, listeners, (*notes, doubt) if doubt else notes))
+                return result_or_error(Result(claim.folder, finished))
+            return result_or_error(
+                _run(claim, parallel, where, stop, inject, listeners, (*notes, doubt) if doubt else notes)
+            )
 
 
 def _run(
@@ -86,7 +88,7 @@ def _run(
     listeners: tuple[Callable[[dict[str, Any]], None], ...],
     notes: tuple[str, ...],
 ) -> Result:
-    """From a claimed folder to the result: load, build, train, finish."""
+    """Load, build, train and finish a run in a claimed folder."""
     folder, config = claim.folder, claim.config
     saved, mark = newest_state(folder, config, parallel) if claim.is_resumed else (None, None)
     with stop.while_loading():
@@ -99,14 +101,22 @@ def _run(
     with log, recorded_end(log, folder):
         with stop.while_loading():
             run = build_run(
-                config, folder, log, device=where, models=models, inject=inject, parallel=parallel, lock=claim.lock
+                config,
+                folder,
+                log,
+                device=where,
+                models=models,
+                inject=inject,
+                parallel=parallel,
+                lock=claim.lock,
+                begun_in=precision_of(saved),
             )
         claim.is_begun = True
         state = RunState()
         _announce(run, models, notes, saved)
         if saved is not None:
-            put_back(run, state, saved)
-        return _carry(run, state, saved, mark, stop)
+            restore_checkpoint(run, state, saved)
+        return _train(run, state, saved, mark, stop)
 
 
 def resume(
@@ -116,7 +126,7 @@ def resume(
     max_minutes: float | None = None,
     listeners: tuple[Callable[[dict[str, Any]], None], ...] = (),
 ) -> Result:
-    """Continue the run in a folder, bit for bit; a finished run is simply returned."""
+    """Continue the run in a folder, bit for bit. Return the result of a finished run."""
     config = run_folder.read_config(Path(folder))
     if max_minutes is not None:
         config = config.model_copy(update={"train": config.train.model_copy(update={"max_minutes": max_minutes})})
@@ -124,7 +134,7 @@ def resume(
 
 
 def _teller(listeners: tuple[Callable[[dict[str, Any]], None], ...]) -> Callable[[str], None]:
-    """For what takes long before there is a log."""
+    """Notes for the listeners while there is no log yet."""
 
     def tell(text: str) -> None:
         for listener in listeners:
@@ -133,35 +143,36 @@ def _teller(listeners: tuple[Callable[[dict[str, Any]], None], ...]) -> Callable
     return tell
 
 
-def _carry(run: Run, state: RunState, saved: Saved | None, mark: Mark | None, stop: Stop) -> Result:
-    """Train from where the state stands to the end, then write what is left to write."""
+def _train(run: Run, state: RunState, saved: Saved | None, mark: Mark | None, stop: Stop) -> Result:
+    """Train from the present state to the end, then write the results."""
     state.between_batches = stop.check_loading
     state.before = _before(run, state) if saved is None else dict(saved.scalars["before"])
     if saved is None:
-        run.teacher.begin_run()  # before the initial state is kept: what the probes found is part of it
+        run.teacher.begin_run()  # before the initial state is kept: the probe's result is part of it
         first_forward(run, state)
+        find_micro_batch(run, state)
         find_loss_scale(run, state)
     if run.config.guard.on_exhausted == "reset" and state.applied == 0:
         state.initial = state_to_return_to(run, state).copied()
     stop.check_loading()
     if mark is not None:
-        recall(run, state, mark)
+        restore_history(run, state, mark)
         run.log.write("note", text=f"the rollback to step {mark.to} was cut short: its budgets are kept")
     run.checkpoints.line = state.rollbacks
     if mark is not None and saved is not None:
         save_checkpoint(run, state)
     for _outcome in training(run, state, stop):
         pass
-    return _finish(run, state, stop)
+    return finish(run, state, stop)
 
 
 def _before(run: Run, state: RunState) -> dict[str, Any]:
-    """Teacher and untrained student on the held-out text, before anything is changed."""
-    found: dict[str, Any] = {}
+    """Evaluate the teacher and the untrained student on the held-out text."""
+    before: dict[str, Any] = {}
     teacher = run.teacher.as_model()
     if teacher is not None:
-        found["teacher"] = _row(_evaluate_teacher(run, state, teacher), teacher.model)
-        if not _is_number(found["teacher"]["perplexity"]):
+        before["teacher"] = summary_row(_evaluate_teacher(run, state, teacher), teacher.model)
+        if not _is_number(before["teacher"]["perplexity"]):
             raise BrokenAtStart(
                 "the teacher's held-out loss is not finite",
                 where=run.config.teacher.model,
@@ -174,30 +185,26 @@ def _before(run: Run, state: RunState) -> dict[str, Any]:
             where=run.config.student.model,
             advice=["check the model folder", "or start from random weights: --set student.init=random"],
         )
-    found["student_before"] = _row(student, run.student.model)
-    judge_student(run, state, student)  # what training must beat: nothing worse is ever handed out
+    before["student_before"] = summary_row(student, run.student.model)
+    judge_student(run, state, student)  # the student before training is a candidate for the best
     notes = doubts(run, student.perplexity)
     if run.config.student.init == "shrink":
-        teacher_perplexity = found["teacher"]["perplexity"] if "teacher" in found else None
+        teacher_perplexity = before["teacher"]["perplexity"] if "teacher" in before else None
         wanted = run.config.student.shrink
-        notes = [*notes, told_of_start(wanted, student.perplexity, run.student.vocab_size, teacher_perplexity)]
+        notes = [*notes, start_note(wanted, student.perplexity, run.student.vocab_size, teacher_perplexity)]
     for text in notes:
         run.log.write("note", text=text)
-    return found
+    return before
 
 
 def _evaluate_teacher(run: Run, state: RunState, model: Student) -> Evaluation:
-    batches, plain = run.eval_batches(), run.precision.plain()
+    options = {"precision": run.precision.plain(), "teacher": run.teacher, "between": state.between_batches}
     with run.teacher.at_work():
-        return evaluate(model, batches, precision=plain, teacher=run.teacher, between=state.between_batches)
+        return evaluate_held_out(run, state, model, **options)
 
 
 def _is_number(value: float) -> bool:
     return value == value and value not in (float("inf"), float("-inf"))
-
-
-def _row(result: Evaluation, model: Any) -> dict[str, Any]:
-    return {**result.yardsticks(), "parameters": anatomy_of(model).num_parameters}
 
 
 def _announce(run: Run, models: Models, notes: tuple[str, ...], saved: Saved | None) -> None:
@@ -227,103 +234,5 @@ def _announce(run: Run, models: Models, notes: tuple[str, ...], saved: Saved | N
         for reason in saved.rejected:
             run.log.write("note", text=f"a checkpoint was not used: {reason}")
         run.log.write("resume", step=saved.step)
-
-
-# -- the end ---------------------------------------------------------------------------------------------
-
-
-def _finish(run: Run, state: RunState, stop: Stop) -> Result:
-    def ask() -> None:
-        if run.parallel.any_of(bool(stop.reason)):
-            raise Interrupted(
-                f"stopped after the last step, before the result was written: {stop.reason or 'as another process'}",
-                where=str(run.folder),
-                advice=[f"nothing is trained again: stillroom resume {run.folder}"],
-            )
-
-    # The best of a stretch that was rolled back may bear the number of the last step and be another student.
-    is_last_best = state.best_step == state.applied and state.evaluations_since_best == 0
-    if not is_last_best:
-        load_best(run, state)
-        whose = f"that of step {state.best_step}" if state.best_step else "the one before training"
-        run.log.write("note", text=f"the best student is {whose}, and it is the one kept")
-    # A teacher whose gates were trained is no yardstick: the result is compared with the one that was given.
-    reference = run.teacher.original
-    final = state.evaluated if is_last_best and reference is run.teacher else None
-    if final is None:
-        final = evaluate(run.student, run.eval_batches(), precision=run.precision, teacher=reference, between=ask)
-    ask()
-    end = how_it_ended(state, final.perplexity, state.before["student_before"]["perplexity"])
-    if not run.parallel.is_first:
-        return Result(run.folder, dict(end))
-    save_student(run)
-    run.teacher.save(run.folder)
-    for sample in make_samples(run):
-        run.log.write("sample", **sample)
-    summary = {
-        **end,
-        "steps": state.applied,
-        "tokens": state.tokens,
-        "seconds": round(state.seconds, 3),
-        "success_rate": state.success_rate,
-        "skipped": state.skipped,
-        "retried": state.retried,
-        "rollbacks": state.rollbacks,
-        "best_step": state.best_step,
-        "precision": run.precision.mode,
-        "transfer_tokens": run.corpus.counters.get("train_tokens"),
-        "learning_rate": run.config.train.learning_rate,
-        "weight_decay": run.config.train.weight_decay,
-        **state.before,
-        "student": {**_row(final, run.student.model), "steps": state.applied, "tokens": state.tokens},
-        **run.teacher.summary(),
-    }
-    summary["checks"] = _checks(run, summary)
-    write_summary(run.folder, summary)
-    for text in summary["advice"]:
-        run.log.write("note", text=text)
-    code = 0 if end["status"] == DONE else NoBetterStudent.exit_code
-    reason = {"reason": end["reason"]} if end["reason"] else {}
-    run.log.write("run_end", status=end["status"], steps=state.applied, seconds=state.seconds, exit_code=code, **reason)
-    return Result(run.folder, summary)
-
-
-def answered(result: Result) -> Result:
-    """The result, or the error of a run that went through all its steps and left no better student."""
-    if result.summary.get("status", DONE) == DONE:
-        return result
-    raise NoBetterStudent(
-        str(result.summary["reason"]),
-        folder=result.folder,
-        summary=result.summary,
-        advice=[str(text) for text in result.summary["advice"]],
-    )
-
-
-def _checks(run: Run, summary: dict[str, Any]) -> list[dict[str, Any]]:
-    """The success criteria, judged by the run's own record: a resumed run has its beginning there too."""
-    before = summary.get("student_before", {})
-    return success_checks(
-        scan_events(run.log.path).records,
-        perplexity=summary["student"]["perplexity"],
-        perplexity_before=before.get("perplexity"),
-        max_perplexity=run.config.eval.max_perplexity,
-        min_share=run.config.eval.min_share,
-        epoch_steps=run.loader.num_windows,
-        vocab_size=run.student.vocab_size,
-    )
-
-
-def write_summary(folder: Path, summary: dict[str, Any]) -> None:
-    contents = json.dumps(strict(summary), indent=1, allow_nan=False).encode("utf-8")
-    try:
-        write_atomically(folder / "summary.json", contents)
-    except OSError as error:
-        raise CannotSave(
-            f"cannot write the summary: {reason_of(error)}",
-            where=str(folder / "summary.json"),
-            advice=[
-                "free some space on that disk",
-                f"then continue, nothing is trained again: stillroom resume {folder}",
-            ],
-        ) from error
+        if text := moved_device(saved, run):
+            run.log.write("note", text=text)

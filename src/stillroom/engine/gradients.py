@@ -1,8 +1,8 @@
-"""What each term does to the weights: a small term can have a large gradient, and two terms can pull apart.
+"""Measure the gradient of each term: a small term can have a large gradient, and two terms can oppose each other.
 
-For the first micro-batch of a window, each term is scored alone by the same `mix.score` and differentiated by itself.
-Gradients are returned and never added to the parameters', and the random state is put back, so a run that looks ends
-bit for bit like one that does not. One gradient for each term is in memory while it lasts.
+Score each term alone on the first micro-batch of a window, by the same `mix.score`, and differentiate it. Gradients
+are not added to the parameters' and the random state is restored, so measuring does not change the run in any bit. One
+gradient for each term is in memory meanwhile.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from stillroom.types import Batch, Lesson, Signal
 
 
 def is_due(run: Run, state: RunState) -> bool:
-    """At the first step and every `telemetry.gradient_steps` after it; once for a window, however often it is tried."""
+    """At the first step and every `telemetry.gradient_steps` after it; only at the first attempt of a window."""
     interval = run.config.telemetry.gradient_steps
     return bool(interval) and state.applied % interval == 0 and state.attempt == 0
 
 
 def term_gradients(run: Run, state: RunState, window: Sequence[Batch]) -> dict[str, Any]:
-    """Norm of each term's gradient, its share of their sum, and the cosine of each pair; weights included."""
+    """Norm of each weighted term's gradient, its share of their sum, and the cosine of each pair."""
     batch = next((batch for batch in window if batch.num_scored), None)
     if batch is None:
         return {"terms": {}, "cosines": {}}
     lesson = run.lesson(state)
     batch = batch.to(run.device)
     devices = [run.device] if run.device.type == "cuda" else []
-    found: dict[str, list[Tensor]] = {}
+    gradients: dict[str, list[Tensor]] = {}
     with torch.random.fork_rng(devices=devices):
         signal = run.teacher_of(lesson).observe(batch, run.mix.needs(lesson).teacher)
         for term, weight in lesson.weights.items():
             if weight:
-                found[term] = _gradient(run, batch, signal, _alone(lesson, term))
-    return _compared(found)
+                gradients[term] = _gradient(run, batch, signal, _alone(lesson, term))
+    return _compared(gradients)
 
 
 def _alone(lesson: Lesson, term: str) -> Lesson:
@@ -52,7 +52,7 @@ def _gradient(run: Run, batch: Batch, signal: Signal | None, lesson: Lesson) -> 
     """The gradient of one lesson's score, one FP32 tensor for each trained parameter, unscaled."""
     devices = [run.device] if run.device.type == "cuda" else []
     trained = [parameter for parameter in run.student.model.parameters() if parameter.requires_grad]
-    # Every term sees the dropout that the step itself will see.
+    # Every term sees the dropout of the step itself.
     with torch.random.fork_rng(devices=devices):
         with run.precision.autocast():
             view = run.student.observe(batch, run.mix.needs(lesson).student)
@@ -66,18 +66,18 @@ def _gradient(run: Run, batch: Batch, signal: Signal | None, lesson: Lesson) -> 
     ]
 
 
-def _compared(found: dict[str, list[Tensor]]) -> dict[str, Any]:
-    norms = {term: math.sqrt(_product(parts, parts)) for term, parts in found.items()}
-    whole = sum(norms.values())
+def _compared(gradients: dict[str, list[Tensor]]) -> dict[str, Any]:
+    norms = {term: math.sqrt(_product(parts, parts)) for term, parts in gradients.items()}
+    total = sum(norms.values())
     terms = {
-        term: {"norm": norm, "share": norm / whole if whole > 0 and math.isfinite(whole) else 0.0}
+        term: {"norm": norm, "share": norm / total if total > 0 and math.isfinite(total) else 0.0}
         for term, norm in norms.items()
     }
     cosines = {}
-    for one, other in combinations(found, 2):
+    for one, other in combinations(gradients, 2):
         size = norms[one] * norms[other]
         if size > 0:
-            cosines[f"{one}.{other}"] = _product(found[one], found[other]) / size
+            cosines[f"{one}.{other}"] = _product(gradients[one], gradients[other]) / size
     return {"terms": terms, "cosines": cosines}
 
 

@@ -1,4 +1,4 @@
-"""The places of a run where something may step in. Here nothing does; `engine/inject.py` overrides them."""
+"""Hooks at fixed places of a run. All are no-ops; `engine/inject.py` overrides them to inject faults."""
 
 from __future__ import annotations
 

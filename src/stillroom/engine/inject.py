@@ -1,9 +1,9 @@
-"""Faults on purpose, so that survival can be seen and not only claimed.
+"""Inject faults, to test recovery.
 
     --inject nan_weight@40,teacher_nan@60x5
 
-Each fault strikes at an optimizer step (the one that would be applied next), once or for the next N attempts,
-and never again after a rollback to before it.
+Each fault strikes at an optimizer step (the one that would be applied next), once or for the next N attempts. It does
+not strike again after a rollback to an earlier step.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 
 def make_hooks(spec: str, *, tell: Callable[[str], object]) -> Hooks:
-    """What `--inject` asks for, or hooks that do nothing."""
+    """Hooks for the faults of `--inject`; hooks that do nothing where there are none."""
     return Injector(spec, tell=tell) if parse(spec) else Hooks()
 
 
 class Injector(Hooks):
-    """Strikes when asked at each place where a fault can occur."""
+    """Strike at each hook whose fault is due."""
 
     def __init__(self, spec: str, *, tell: Callable[[str], object] | None = None) -> None:
         self.faults = parse(spec)
@@ -42,7 +42,7 @@ class Injector(Hooks):
 
     def strikes(self, name: str) -> bool:
         for fault in self.faults:
-            # A run resumed beyond a fault's step has had it already.
+            # A run resumed beyond a fault's step had it before.
             is_due = (self._first_step or 0) <= fault.step <= self.step
             if fault.name == name and fault.left > 0 and is_due:
                 fault.left -= 1
@@ -51,15 +51,15 @@ class Injector(Hooks):
         return False
 
     def after_return(self, step: int) -> None:
-        """A rollback goes back to before what struck up to this step: it does not strike again.
+        """Drop the faults of the steps that a rollback undid.
 
-        A kill that has not struck yet waits for its place, which the rollback itself may be.
+        Keep a kill that has not struck: its place may be in the rollback itself.
         """
         for fault in self.faults:
             if fault.step <= step and not fault.name.startswith("kill"):
                 fault.left = 0
 
-    # -- places ------------------------------------------------------------------------------------------
+    # -- hooks ------------------------------------------------------------------------------------------
 
     def teacher(self, teacher: Teacher) -> Teacher:
         for fault in self.faults:
@@ -71,24 +71,24 @@ class Injector(Hooks):
         self.step = step
         if self._first_step is None:
             self._first_step = step
-            self._tell_what_is_out_of_range(run.schedule.num_steps)
+            self._warn_out_of_range(run.schedule.num_steps)
         if self.strikes("kill"):
             _die()
         embedding = run.student.model.get_input_embeddings().weight
         head = run.student.model.get_output_embeddings().weight
         matrices = [p for p in run.student.model.parameters() if p.ndim >= 2]
-        inner = [p for p in matrices if p is not embedding and p is not head][-1]
+        matrix = [p for p in matrices if p is not embedding and p is not head][-1]
         with torch.no_grad():
             if self.strikes("nan_weight"):
-                inner.view(-1)[inner.numel() // 2] = float("nan")
+                matrix.view(-1)[matrix.numel() // 2] = float("nan")
             if self.strikes("nan_embedding"):
                 embedding.view(-1)[-1] = float("nan")
             if self.strikes("huge_weight"):
-                inner.view(-1)[:8] = 3e4
+                matrix.view(-1)[:8] = 3e4
             if self.strikes("nan_moment"):
                 next(run.optimizer.moments()).view(-1)[0] = float("nan")
 
-    def _tell_what_is_out_of_range(self, num_steps: int) -> None:
+    def _warn_out_of_range(self, num_steps: int) -> None:
         for fault in self.faults:
             if fault.left > 0 and not (self._first_step or 0) <= fault.step <= num_steps:
                 steps = f"steps {self._first_step} to {num_steps}"
@@ -109,6 +109,8 @@ class Injector(Hooks):
         return batches
 
     def view(self, view: StudentView) -> StudentView:
+        if self.strikes("oom"):
+            raise torch.OutOfMemoryError("out of memory, as injected. Tried to allocate 2.00 GiB, 1.50 GiB is free")
         if not (view.hidden.numel() and self.strikes("inf_logit")):
             return view
         hidden = view.hidden.clone()
@@ -143,5 +145,5 @@ class Injector(Hooks):
 
 
 def _die() -> Any:
-    """The hardest end there is: no handler runs, nothing is flushed."""
+    """End without any handler or flush."""
     os.kill(os.getpid(), signal.SIGKILL)

@@ -1,6 +1,6 @@
-"""Who owns time: the order of steps, evaluations, checkpoints and interruptions.
+"""The training loop: the order of steps, evaluations, checkpoints and interruptions.
 
-`training` is a generator: the caller drives it and may stop between any two steps.
+`training` is a generator: the caller may stop between any two steps.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from stillroom.checkpoint import CheckpointSnapshots
+from stillroom.engine.fitting import evaluate_held_out, micro_batch_rows, parts_of, within_memory
 from stillroom.engine.gradients import is_due, term_gradients
 from stillroom.engine.pace import plan_evaluations
-from stillroom.engine.recovery.recover import is_sound, keep_snapshot, look, take_snapshot
+from stillroom.engine.recovery.recover import check_state, is_sound, keep_snapshot, take_snapshot
 from stillroom.engine.run import Run
-from stillroom.engine.saving import leave_student, save_checkpoint, settle_rollback
+from stillroom.engine.saving import record_rollback, save_checkpoint, save_stopped_student
 from stillroom.engine.state import RunState, weights_of
 from stillroom.engine.step import StepOutcome, train_step
 from stillroom.engine.stop import Stop
 from stillroom.errors import Interrupted
-from stillroom.evaluation import Evaluation, evaluate, go_on
+from stillroom.evaluation import Evaluation, never_stop
+from stillroom.snapshots import CheckpointSnapshots
 from stillroom.telemetry.memory import memory_in_use
 from stillroom.types import Lesson
 
@@ -42,7 +43,7 @@ def training(run: Run, state: RunState, stop: Stop) -> Iterator[StepOutcome]:
     if state.applied == 0:
         save_checkpoint(run, state)
     if state.owes_evaluation:
-        with _granting(run, state, stop):
+        with _stoppable(run, state, stop):
             evaluate_and_save(run, state, run.last_lesson(state), is_eval=True, is_save=True)
     while state.applied < run.schedule.num_steps and not state.is_finished:
         if state.cursor in state.quarantined:
@@ -51,44 +52,45 @@ def training(run: Run, state: RunState, stop: Stop) -> Iterator[StepOutcome]:
         began = time.monotonic()
         window = run.loader.window(state.cursor)
         if is_due(run, state):
-            run.log.write("gradients", step=state.applied + 1, **term_gradients(run, state, window))
+            found = within_memory(run, state, lambda: term_gradients(run, state, list(parts_of(window, state))))  # noqa: B023
+            run.log.write("gradients", step=state.applied + 1, **found)
         outcome = train_step(run, state, window)
         state.seconds = already + time.monotonic() - start
         run.log.write("step", **step_record(run, state, outcome, time.monotonic() - began))
         state.pace.step_seconds = time.monotonic() - began
         stop.reserve = state.pace.seconds_to_stop()
         stop.heed_clock()
-        settle_rollback(run, state)
+        record_rollback(run, state)
         yield outcome
-        with _granting(run, state, stop):
+        with _stoppable(run, state, stop):
             if outcome.verdict.action == "keep":
                 after_applied_step(run, state, outcome)
-                settle_rollback(run, state)
+                record_rollback(run, state)
             if state.applied < run.schedule.num_steps and run.parallel.any_of(stop.is_wanted()):
-                look(run, state, outcome.evidence)  # a resumed run begins with what is saved here, good or bad
-                settle_rollback(run, state)
-                raise _Granted
+                check_state(run, state, outcome.evidence)  # a resumed run begins with the state saved here
+                record_rollback(run, state)
+                raise _StopHere
 
 
-class _Granted(Exception):
-    """The run ends here: between two steps, or between two held-out batches."""
+class _StopHere(Exception):
+    """Raised to end the run between two steps or two held-out batches."""
 
 
-def grant(run: Run, stop: Stop) -> None:
-    """End the run here if any of its processes was asked to."""
+def stop_if_asked(run: Run, stop: Stop) -> None:
+    """End the run if any of its processes was asked to stop."""
     if run.parallel.any_of(stop.is_wanted()):
-        raise _Granted
+        raise _StopHere
 
 
 @contextmanager
-def _granting(run: Run, state: RunState, stop: Stop) -> Iterator[None]:
-    """Inside, a wish to stop is granted between held-out batches too; the state is saved as it is then."""
-    state.between_batches = lambda: grant(run, stop)
+def _stoppable(run: Run, state: RunState, stop: Stop) -> Iterator[None]:
+    """In the body, a request to stop also takes effect between held-out batches; the state is saved first."""
+    state.between_batches = lambda: stop_if_asked(run, stop)
     try:
         yield
-    except _Granted:
+    except _StopHere:
         save_checkpoint(run, state)
-        leave_student(run, state)
+        save_stopped_student(run, state)
         reason = stop.reason or "another process was asked to"
         during = ", during its evaluation" if state.owes_evaluation else ""
         raise Interrupted(
@@ -97,28 +99,28 @@ def _granting(run: Run, state: RunState, stop: Stop) -> Iterator[None]:
             advice=[f"stillroom resume {run.folder}"],
         ) from None
     finally:
-        state.between_batches = go_on
+        state.between_batches = never_stop
 
 
 def plan(run: Run, state: RunState) -> None:
-    """Decide when the run is evaluated and saved: as configured, else within a share of the run."""
+    """Set the intervals of evaluations and checkpoints: as configured, else within a share of the run."""
     train, steps = run.config.train, run.schedule.num_steps
     state.pace.eval_steps = train.eval_steps
     if not train.eval_steps:
-        size = run.config.eval.batch_size or train.batch_size
+        size = run.config.eval.batch_size or train.rows_per_batch
         rows = len(run.corpus.evaluation)
         rows = min(rows, run.config.eval.max_batches * size) if run.config.eval.max_batches else rows
-        window = train.batch_size * train.gradient_accumulation_steps * run.parallel.size
-        state.pace.eval_steps, reason = plan_evaluations(steps, rows, window)
+        window_rows = train.rows_per_batch * train.gradient_accumulation_steps * run.parallel.size
+        state.pace.eval_steps, reason = plan_evaluations(steps, rows, window_rows)
         if reason:
             run.log.write("note", text=reason)
     state.pace.save_steps = train.save_steps or train.eval_steps or math.ceil(steps / 10)
-    # Where a rollback returns to the newest checkpoint, a clock must not decide which one that is.
+    # A rollback to the newest checkpoint must not depend on the clock.
     state.pace.is_save_fixed = bool(train.save_steps or train.eval_steps) or isinstance(run.ring, CheckpointSnapshots)
 
 
 def after_applied_step(run: Run, state: RunState, outcome: StepOutcome) -> None:
-    """What is due at this step: a phase event, a snapshot, an evaluation, a checkpoint."""
+    """Do what is due after this step: phase event, snapshot, evaluation, checkpoint."""
     if outcome.lesson.phase != state.phase:
         if state.phase:
             run.log.write("phase", step=state.applied, **{"from": state.phase, "to": outcome.lesson.phase})
@@ -126,24 +128,24 @@ def after_applied_step(run: Run, state: RunState, outcome: StepOutcome) -> None:
     is_last = state.applied >= run.schedule.num_steps
     is_eval = is_last or state.applied % state.pace.eval_steps == 0
     is_save = is_last or state.applied % state.pace.save_steps == 0
-    # A NaN in the row of a token that no batch contained shows in no loss: before anything is kept, look.
+    # Check the state before anything is kept: a NaN in the embedding of an unused token shows in no loss.
     is_snapshot = state.applied % run.config.guard.snapshot_steps == 0
-    # Before the first snapshot the statistics are few: look after 1, 2, 4, 8 ... steps.
+    # Before the first snapshot the guard has few statistics: check after 1, 2, 4, 8 ... steps.
     is_early = state.applied < run.config.guard.snapshot_steps and state.applied.bit_count() == 1
     if not (is_eval or is_save or is_snapshot or is_early):
         return
-    seen = look(run, state, outcome.evidence)
-    if seen is None:
+    exam = check_state(run, state, outcome.evidence)
+    if exam is None:
         return
     if is_eval or is_save or is_snapshot:
         run.teacher.look_after(state.applied, is_eval=is_eval)
     if is_snapshot:
-        take_snapshot(run, state, seen)
+        take_snapshot(run, state, exam)
     evaluate_and_save(run, state, outcome.lesson, is_eval=is_eval, is_save=is_save)
 
 
 def evaluate_and_save(run: Run, state: RunState, lesson: Lesson, *, is_eval: bool, is_save: bool) -> None:
-    """An evaluation that is interrupted is owed: the checkpoint says so, and a resumed run begins with it."""
+    """Evaluate and save if due. A checkpoint records an interrupted evaluation, and a resumed run begins with it."""
     if is_eval:
         state.owes_evaluation = True
         result = run_evaluation(run, state, lesson)
@@ -159,12 +161,13 @@ def evaluate_and_save(run: Run, state: RunState, lesson: Lesson, *, is_eval: boo
 
 
 def run_evaluation(run: Run, state: RunState, lesson: Lesson | None = None) -> Evaluation:
-    """Evaluate with the lesson of the step just taken, so that train and eval objectives compare."""
+    """Evaluate with the lesson of the last step, so that train and eval objectives are comparable."""
     lesson = lesson or run.lesson(state)
     run.hooks.in_eval()
-    result = evaluate(
+    result = evaluate_held_out(
+        run,
+        state,
         run.student,
-        run.eval_batches(),
         precision=run.precision,
         teacher=run.teacher,
         mix=run.mix,
@@ -190,16 +193,16 @@ def run_evaluation(run: Run, state: RunState, lesson: Lesson | None = None) -> E
 
 
 def is_better(result: Evaluation, state: RunState) -> bool:
-    """A student that could not be scored everywhere is never the best."""
+    """A student with unscored tokens is never the best."""
     if not math.isfinite(result.perplexity) or result.unscored_tokens:
         return False
     return state.best_perplexity is None or result.perplexity < state.best_perplexity
 
 
 def judge_student(run: Run, state: RunState, result: Evaluation) -> None:
-    """Keep the student if it is the best so far; end the run if it has not been for long enough.
+    """Keep the student if it is the best so far; end the run after `early_stopping` evaluations without a better one.
 
-    The student before training is judged first: whatever comes later must beat it.
+    The student before training is judged first, so later ones must beat it.
     """
     is_scored = math.isfinite(result.perplexity) and not result.unscored_tokens
     state.last_perplexity = result.perplexity if is_scored else None
@@ -233,6 +236,7 @@ def step_record(run: Run, state: RunState, outcome: StepOutcome, seconds: float)
         "consecutive_nans": run.guard.consecutive,
         "loss_scale": outcome.evidence.loss_scale,
         "skipped": state.skipped,
+        "micro_batch_rows": micro_batch_rows(run, state),
         "rollbacks": state.rollbacks,
         "tokens": outcome.num_targets,
         "tokens_per_second": outcome.num_targets / max(seconds, 1e-9),
@@ -251,12 +255,12 @@ def step_record(run: Run, state: RunState, outcome: StepOutcome, seconds: float)
 
 
 def _counted(outcome: StepOutcome) -> dict[str, float]:
-    """What clamps did to the step, where the user asked for them, and rows that had no other row to differ from."""
-    counters, found = outcome.evidence.counters, {}
+    """Counters of the clamps that were asked for, and of rows without negatives in the contrastive term."""
+    counters, fields = outcome.evidence.counters, {}
     if "clamped_fraction_sum" in counters:
-        found["clamped_fraction"] = counters["clamped_fraction_sum"] / max(outcome.num_targets, 1)
+        fields["clamped_fraction"] = counters["clamped_fraction_sum"] / max(outcome.num_targets, 1)
     if "clamped_losses" in counters:
-        found["clamped_losses"] = counters["clamped_losses"]
+        fields["clamped_losses"] = counters["clamped_losses"]
     if "rows_without_contrast" in counters:
-        found["rows_without_contrast"] = counters["rows_without_contrast"]
-    return found
+        fields["rows_without_contrast"] = counters["rows_without_contrast"]
+    return fields

@@ -1,4 +1,4 @@
-"""A quarantined batch, run again: does it still go wrong, and where?"""
+"""Run a quarantined window again and compare with what was recorded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from stillroom.engine.building.models import load_models
 from stillroom.engine.recovery.batch_file import batch_of
 from stillroom.engine.recovery.locate_nonfinite import locate
 from stillroom.engine.recovery.quarantine import find_windows
-from stillroom.engine.resume import newest_checkpoint
+from stillroom.engine.resume import newest_checkpoint, precision_of
 from stillroom.engine.run_folder import folder as run_folder
 from stillroom.engine.state import RunState, restore
 from stillroom.engine.step import attempt
@@ -26,16 +26,16 @@ from stillroom.types import Batch
 
 
 def replay(folder: Path, step: int, *, attempt_number: int | None = None, device: str = "auto") -> dict[str, Any]:
-    """Score a quarantined window with the newest checkpoint and compare with what was seen then. Nothing is changed."""
+    """Score a quarantined window with the newest checkpoint and compare with the record. Change nothing."""
     config = run_folder.read_config(folder)
     facts, window = read_window(folder, step, attempt_number)
     where = find_device(device)
     models = load_models(config, where, folder=folder)
-    # A log of its own: replaying must not write into the run's record.
+    # A separate log: replaying must not write into the run's.
     with EventLog(folder / "quarantine" / f"replay-{step:06d}.jsonl") as log:
-        run = build_run(config, folder, log, device=where, models=models)
-        state = RunState()
         saved = newest_checkpoint(folder, config)
+        run = build_run(config, folder, log, device=where, models=models, begun_in=precision_of(saved))
+        state = RunState()
         if saved is not None:
             restore(run, state, saved)
         run.student.train()
@@ -66,7 +66,7 @@ def replay(folder: Path, step: int, *, attempt_number: int | None = None, device
 
 
 def read_window(folder: Path, step: int, attempt_number: int | None = None) -> tuple[dict[str, Any], list[Batch]]:
-    """What was kept of a refused attempt. A step may have had several: then its number is needed too."""
+    """Facts and batches of a refused attempt. `attempt_number` is needed where a step has several."""
     place = folder / "quarantine"
     kept = find_windows(place)
     if not any(of == step for of, _attempt in kept):

@@ -1,4 +1,4 @@
-"""What a run is continued from: its newest good checkpoint, the log that belongs to it, and how a run's end is told."""
+"""Find the checkpoint and log to continue a run from, restore it, and record how a run ends."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from stillroom.telemetry import EventLog
 
 
 def newest_checkpoint(folder: Path, config: Config) -> Saved | None:
-    """The newest checkpoint that verifies. Nothing is changed: the run may be under way."""
+    """The newest checkpoint that verifies. Change nothing: the run may be training."""
     return CheckpointStore(folder / "checkpoints", config.checkpoint.keep).load_newest(lacks=lacks)
 
 
 def newest_state(folder: Path, config: Config, parallel: Parallel) -> tuple[Saved | None, Mark | None]:
-    """The newest checkpoint that verifies, and the rollback that happened after it, if one did.
+    """The newest checkpoint that verifies, and the mark of a rollback after it, if any.
 
-    What an interrupted save left behind is swept away first.
+    Remove the files of an interrupted save first.
     """
     store = CheckpointStore(folder / "checkpoints", config.checkpoint.keep)
     if parallel.is_first:
@@ -38,7 +38,7 @@ def newest_state(folder: Path, config: Config, parallel: Parallel) -> tuple[Save
 
 
 def open_log(folder: Path, saved: Saved | None, mark: Mark | None) -> EventLog:
-    """The run's log without what is about to be written again."""
+    """The run's log, cut back to the state it is continued from."""
     if mark is not None:
         return EventLog(folder / "events.jsonl", keep_records=int(mark.history["events"]), keep_until_step=mark.to)
     if saved is None:
@@ -48,7 +48,7 @@ def open_log(folder: Path, saved: Saved | None, mark: Mark | None) -> EventLog:
 
 
 def _check_processes(saved: Saved, num_processes: int, folder: Path) -> None:
-    """Data order and schedule count windows of all processes: another number of them would be another run."""
+    """Raise if the number of processes changed: data order and schedule depend on it."""
     started = int(saved.scalars.get("processes", 1))
     if started != num_processes:
         raise ConfigError(
@@ -58,8 +58,24 @@ def _check_processes(saved: Saved, num_processes: int, folder: Path) -> None:
         )
 
 
-def put_back(run: Run, state: RunState, saved: Saved) -> None:
-    """Put a checkpoint's state into a run that was built from the same configuration."""
+def precision_of(saved: Saved | None) -> str:
+    """The mode a checkpoint was written in: it belongs to the run, whatever `auto` would choose on this device."""
+    return str(saved.scalars["precision"]["mode"]) if saved is not None else ""
+
+
+def moved_device(saved: Saved, run: Run) -> str:
+    """What to say where a run goes on on another kind of device; nothing where it does not."""
+    before = saved.scalars["precision"].get("device", run.device.type)
+    if before == run.device.type:
+        return ""
+    return (
+        f"the checkpoint is from {before} and the run goes on with {run.device.type}, in {run.precision.mode} "
+        "as before: its numbers are no longer those of an uncut run to the last bit"
+    )
+
+
+def restore_checkpoint(run: Run, state: RunState, saved: Saved) -> None:
+    """Restore a checkpoint into a run built from the same configuration."""
     _check_processes(saved, run.parallel.size, run.folder)
     try:
         restore(run, state, saved)
@@ -76,7 +92,7 @@ def put_back(run: Run, state: RunState, saved: Saved) -> None:
 
 @contextmanager
 def recorded_end(log: EventLog, folder: Path) -> Iterator[None]:
-    """Write how the run ended, whatever ends it; errors of memory and disk become ends with their own advice."""
+    """Log how the run ended. Turn errors of memory and disk into errors with advice."""
     try:
         yield
     except StillroomError as error:

@@ -1,4 +1,4 @@
-"""The parts of a run, built once and handed to whoever needs them."""
+"""The parts of a run, built once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from stillroom.checkpoint import CheckpointStore, Snapshots
+from stillroom.checkpoint import CheckpointStore
 from stillroom.config import Config
 from stillroom.curriculum import Curriculum
 from stillroom.data import Corpus, Loader, fixed_batches
@@ -22,6 +22,7 @@ from stillroom.objectives.mix import Mix
 from stillroom.parallel import Parallel
 from stillroom.precision import AdamW, Precision
 from stillroom.schedule import Schedule
+from stillroom.snapshots import Snapshots
 from stillroom.teachers import NO_TEACHER, Teacher
 from stillroom.telemetry import EventLog
 from stillroom.types import Batch, Lesson
@@ -31,13 +32,13 @@ _CANARY_ROWS = 4
 
 
 def held_out_batches(config: Config, corpus: Corpus) -> list[Batch]:
-    size = config.eval.batch_size or config.train.batch_size
+    size = config.eval.batch_size or config.train.rows_per_batch
     return list(fixed_batches(corpus.evaluation, size, config.eval.max_batches))
 
 
 @dataclass(frozen=True)
 class Run:
-    """The parts of a run. What changes lives in RunState and inside the parts: weights, optimizer, guard, policy."""
+    """The parts of a run. What changes is in RunState and inside the parts: weights, optimizer, guard, precision."""
 
     config: Config
     folder: Path
@@ -62,7 +63,7 @@ class Run:
     lock: FolderLock | None = None  # of the process that writes
 
     def check_folder(self) -> None:
-        """Before anything is saved: a folder that was deleted is not made again half-empty."""
+        """Raise if the folder was deleted or replaced, before anything is saved into it."""
         if self.lock is not None and not self.lock.holds():
             raise CannotSave(
                 "the folder of the run was deleted or replaced while it was training",
@@ -71,18 +72,18 @@ class Run:
             )
 
     def last_lesson(self, state: RunState) -> Lesson:
-        """The lesson of the step that was applied last."""
+        """The lesson of the last applied step."""
         return self.lesson(replace(state, applied=max(state.applied - 1, 0)))
 
     def lesson(self, state: RunState) -> Lesson:
-        """What the curriculum says now, or labels alone while the teacher is suspended."""
+        """The curriculum's lesson, or labels alone while the teacher is suspended."""
         curriculum = self.curriculum
         if state.applied < state.fallback_until:
             curriculum = curriculum.without_teacher()
         return curriculum.at(state.applied / max(self.schedule.num_steps, 1))
 
     def rate_factor(self, state: RunState) -> float:
-        """The schedule's share of the peak learning rate, held back for a while after a divergence."""
+        """The schedule's share of the peak learning rate, lowered for a while after a divergence."""
         factor = self.schedule.factor(state.applied)
         since = state.applied - state.backoff_at
         if state.backoff_at >= 0 and since < _RECOVERY_STEPS:
@@ -91,16 +92,16 @@ class Run:
         return factor
 
     def teacher_of(self, lesson: Lesson) -> Teacher:
-        """Who answers in a lesson: nobody where no term asks."""
+        """The teacher of a lesson; `NO_TEACHER` where no term needs one."""
         return self.teacher if lesson.asks_teacher else NO_TEACHER
 
     def eval_batches(self) -> list[Batch]:
         return held_out_batches(self.config, self.corpus)
 
     def canary(self) -> Batch:
-        """A fixed batch that tells whether the student is sound.
+        """A fixed batch whose loss tells whether the student is sound.
 
-        From the training rows: on held-out text a student that overfits gets worse without being broken. A few rows
-        are enough, because they are only ever compared with themselves.
+        Training rows: on held-out text an overfitting student gets worse without a fault. A few rows are enough,
+        because they are only compared with themselves.
         """
-        return next(iter(fixed_batches(self.corpus.train, min(self.config.train.batch_size, _CANARY_ROWS), 1)))
+        return next(iter(fixed_batches(self.corpus.train, min(self.config.train.rows_per_batch, _CANARY_ROWS), 1)))

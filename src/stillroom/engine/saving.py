@@ -1,4 +1,4 @@
-"""What is written of a run while it trains and when it ends: checkpoints, and the student as a folder."""
+"""Write checkpoints and the student's folder."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from stillroom.files import is_disk_full, reason_of, replaced_folder
 
 
 def save_checkpoint(run: Run, state: RunState) -> None:
-    """Write a checkpoint, unless this very state is saved already.
+    """Write a checkpoint, unless this state is saved already.
 
-    A full disk in the middle of a run is reported and the run goes on; a folder that is gone ends it.
+    A full disk is logged and the run goes on; a deleted folder ends it.
     """
     moment = (state.applied, state.attempted, state.rollbacks, int(state.owes_evaluation))
     if state.saved_at == moment:
@@ -25,7 +25,7 @@ def save_checkpoint(run: Run, state: RunState) -> None:
         run.log.write("note", text="weights are not finite: nothing is saved, the last good checkpoint stays")
         return
     is_saved = _write_checkpoint(run, state) if run.parallel.is_first else False
-    # All wait here for the first process: whoever rolls back to a checkpoint finds it whole.
+    # All processes wait for the first, so a rollback never reads a half-written checkpoint.
     if run.parallel.broadcast(float(is_saved)):
         state.saved_at = moment
 
@@ -33,7 +33,7 @@ def save_checkpoint(run: Run, state: RunState) -> None:
 def _write_checkpoint(run: Run, state: RunState) -> bool:
     began = time.monotonic()
     run.check_folder()
-    run.log.sync()  # a checkpoint says how much of the log belongs to it: that much must be there after a power cut
+    run.log.sync()  # a checkpoint stores its position in the log, which must survive a power cut
     saved = capture(run, state)
     run.checkpoints.line = saved.line
     try:
@@ -50,10 +50,10 @@ def _write_checkpoint(run: Run, state: RunState) -> bool:
     return True
 
 
-def settle_rollback(run: Run, state: RunState) -> None:
-    """After a rollback: abandon the checkpoints of the stretch that was undone, and save the state returned to.
+def record_rollback(run: Run, state: RunState) -> None:
+    """After a rollback, mark the checkpoints of the undone steps as abandoned, then save the restored state.
 
-    The abandonment is on the disk before anything else is, with the budgets that were spent.
+    The mark is written first, with the budgets spent so far.
     """
     if run.checkpoints.line == state.rollbacks:
         return
@@ -67,7 +67,7 @@ def settle_rollback(run: Run, state: RunState) -> None:
 
 
 def save_student(run: Run) -> None:
-    """Write the best student as a Hugging Face folder, whole or not at all; prune checkpoints if the disk is full."""
+    """Write the student as a Hugging Face folder, complete or not at all. If the disk is full, prune checkpoints."""
     for is_last_try in (False, True):
         run.check_folder()
         try:
@@ -77,7 +77,7 @@ def save_student(run: Run) -> None:
             return
         except StillroomError:
             raise
-        except Exception as error:  # safetensors and tokenizers raise kinds of their own, the latter plain Exception
+        except Exception as error:  # safetensors and tokenizers raise their own errors, the latter plain Exception
             if is_last_try or not is_disk_full(error):
                 raise CannotSave(
                     f"cannot write the student: {reason_of(error)}",
@@ -94,13 +94,13 @@ def save_student(run: Run) -> None:
 @torch.no_grad()
 def load_best(run: Run, state: RunState) -> None:
     """Put the best weights into the student."""
-    living = weights_of(run.student.model)
+    weights = weights_of(run.student.model)
     for name, tensor in state.best_weights.items():
-        living[name].copy_(tensor)
+        weights[name].copy_(tensor)
 
 
-def leave_student(run: Run, state: RunState) -> None:
-    """Write the best student of a run that is stopped, to try it. The run's state is saved already and goes unused."""
+def save_stopped_student(run: Run, state: RunState) -> None:
+    """Write the best student of a run that is stopped. The checkpoint is saved already."""
     if not run.parallel.is_first:
         return
     is_judged = state.best_step > 0 or state.evaluations_since_best > 0

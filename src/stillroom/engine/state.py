@@ -1,4 +1,4 @@
-"""Everything that changes during a run, and how it leaves and re-enters the process."""
+"""Everything that changes during a run; capture and restore it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from stillroom.checkpoint import Mark, Saved
 from stillroom.engine.pace import Pace
 from stillroom.engine.recovery.reach import Reach
-from stillroom.evaluation import Evaluation, go_on
+from stillroom.evaluation import Evaluation, never_stop
 from stillroom.telemetry.strict import strict
 
 if TYPE_CHECKING:
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
 
 @dataclass
 class Holdings:
-    """What a run holds beside its counters: saved as tensors and values of their own, or not at all."""
+    """State beside the counters: saved as tensors and values of their own, or not saved."""
 
     best_weights: dict[str, Tensor] = field(default_factory=dict)
     before: dict[str, Any] = field(default_factory=dict)  # teacher and student before training, for the summary
     canary_reference: float = math.inf  # at the last good snapshot
     canary_best: float = math.inf  # of all good snapshots, the one before training included
     # Of this process only:
-    initial: Saved | None = None  # kept only where the guard may begin again
+    initial: Saved | None = None  # kept only where the guard may reset the run
     sampled: dict[str, Tensor] = field(default_factory=dict)  # of the last update, read with the next evidence
     reach: Reach = field(default_factory=Reach)
     pace: Pace = field(default_factory=Pace)
     evaluated: Evaluation | None = None  # the last evaluation of the student
-    saved_at: tuple[int, ...] = ()  # counters that tell the newest checkpoint's state from others
-    between_batches: Callable[[], None] = go_on  # called where an evaluation may end
+    saved_at: tuple[int, ...] = ()  # counters that identify the state of the newest checkpoint
+    between_batches: Callable[[], None] = never_stop  # called between held-out batches; may raise to stop
 
 
 _HELD = {known.name for known in fields(Holdings)}
@@ -43,9 +43,9 @@ _HELD = {known.name for known in fields(Holdings)}
 
 @dataclass
 class RunState(Holdings):
-    """Where a run stands. Only the engine writes here."""
+    """The progress of a run. Only the engine writes here."""
 
-    applied: int = 0  # optimizer steps applied: the clock of schedule and curriculum
+    applied: int = 0  # optimizer steps applied; schedule and curriculum depend on it
     attempted: int = 0
     cursor: int = 0  # the next window of the data order
     attempt: int = 0  # how often that window was tried already
@@ -53,7 +53,7 @@ class RunState(Holdings):
     skipped: int = 0
     retried: int = 0
     rollbacks: int = 0
-    undone: int = 0  # of the rollbacks, those decided between two steps: no attempt of theirs was refused
+    undone: int = 0  # rollbacks decided between two steps, without a refused attempt
     seconds: float = 0.0
     best_step: int = -1
     best_perplexity: float | None = None
@@ -64,14 +64,16 @@ class RunState(Holdings):
     fallback_until: int = -1  # applied step until which the teacher is not used
     rolled_back_to: int = -1  # step of the snapshot the last rollback returned to
     snapshots_refused: int = 0  # in a row, because the canary did worse
+    micro_batch_parts: int = 1  # parts that each micro-batch of the loader is taken in, so that it fits into memory
+    shortages: int = 0  # how often memory ran out
     phase: str = ""
     is_finished: bool = False
-    owes_evaluation: bool = False  # the last step was to be evaluated, and that was interrupted
+    owes_evaluation: bool = False  # the evaluation of the last step was interrupted
 
     def counters(self) -> dict[str, Any]:
-        """What a checkpoint keeps as JSON under `state`."""
-        found = {known.name: getattr(self, known.name) for known in fields(self) if known.name not in _HELD}
-        return {name: list(value) if isinstance(value, list) else value for name, value in found.items()}
+        """What a checkpoint stores as JSON under `state`."""
+        values = {known.name: getattr(self, known.name) for known in fields(self) if known.name not in _HELD}
+        return {name: list(value) if isinstance(value, list) else value for name, value in values.items()}
 
     @property
     def success_rate(self) -> float:
@@ -83,8 +85,8 @@ class RunState(Holdings):
         return self.attempted - self.skipped - self.retried - (self.rollbacks - self.undone)
 
 
-_TEACHER = "router"  # the name in a checkpoint of what the teacher keeps
-# What a rollback must not undo: the record of what happened, and what is known to be bad.
+_TEACHER = "router"  # the key of the teacher's state in a checkpoint
+# Counters that a rollback does not undo.
 _HISTORY = (
     "attempted",
     "skipped",
@@ -100,27 +102,29 @@ _HISTORY = (
     "best_perplexity",
     "evaluations_since_best",
     "last_perplexity",
+    "micro_batch_parts",
+    "shortages",
 )
 
 
 def weights_of(model: Any) -> dict[str, Tensor]:
-    """Parameters and persistent buffers under their names, each tensor once however often it is tied."""
-    found = {name: parameter.data for name, parameter in model.named_parameters()}
-    known = {tensor.data_ptr() for tensor in found.values()}
+    """Parameters and persistent buffers by name; a tied tensor once."""
+    weights = {name: parameter.data for name, parameter in model.named_parameters()}
+    known = {tensor.data_ptr() for tensor in weights.values()}
     for name, tensor in model.state_dict().items():
-        if name not in found and tensor.data_ptr() not in known:
-            found[name] = tensor
-    return found
+        if name not in weights and tensor.data_ptr() not in known:
+            weights[name] = tensor
+    return weights
 
 
 def projectors_of(run: Run) -> dict[str, Mapping[str, Tensor]]:
-    """The matrices that inner objectives train beside the student, as a group of their own; none where none is."""
-    found = weights_of(run.mix.projectors)
-    return {"projectors": found} if found else {}
+    """The projectors that objectives train beside the student, as a group; empty where there are none."""
+    weights = weights_of(run.mix.projectors)
+    return {"projectors": weights} if weights else {}
 
 
 def capture(run: Run, state: RunState) -> Saved:
-    """The whole state as named tensors and JSON values. Tensors are the living ones: copy before changing them."""
+    """The full state as named tensors and JSON values. The tensors are not copies."""
     random = {"cpu": torch.get_rng_state()}
     if run.device.type == "cuda":
         random["cuda"] = torch.cuda.get_rng_state(run.device)
@@ -139,7 +143,7 @@ def capture(run: Run, state: RunState) -> Saved:
         "precision": run.precision.state_dict(),
         "guard": run.guard.state_dict(),
         "num_updates": run.optimizer.num_updates,
-        "before": strict(state.before),  # a yardstick of an odd text may be infinite, which JSON is not
+        "before": strict(state.before),  # a yardstick may be infinite, which JSON cannot store
         "events": run.log.position,
         "processes": run.parallel.size,
         "canary": state.canary_reference if math.isfinite(state.canary_reference) else None,
@@ -150,22 +154,22 @@ def capture(run: Run, state: RunState) -> Saved:
 
 
 def lacks(saved: Saved) -> str:
-    """What a checkpoint needs to be continued from and does not hold; nothing where it is complete."""
+    """What a checkpoint lacks to be continued from; empty where it is complete."""
     groups = {"student", "optimizer", "random"} - set(saved.tensors)
     keys = {"state", "precision", "guard", "num_updates", "before"} - set(saved.scalars)
     return f"{', '.join(sorted(groups | keys))} missing" if groups or keys else ""
 
 
 def history(run: Run, state: RunState) -> dict[str, Any]:
-    """What a rollback must not undo, for its mark on the disk."""
+    """Budgets and counters that a rollback does not undo, for its mark on the disk."""
     kept = {name: value for name, value in state.counters().items() if name in _HISTORY}
     return {"state": kept, "guard": run.guard.state_dict(), "events": run.log.position}
 
 
-def recall(run: Run, state: RunState, mark: Mark) -> None:
-    """Put back what a rollback must not undo into a state from before it.
+def restore_history(run: Run, state: RunState, mark: Mark) -> None:
+    """Restore the budgets and counters of a rollback's mark.
 
-    The best student of an abandoned stretch is still the best, if its weights can be found.
+    The best student of abandoned steps stays the best if its weights can be found.
     """
     best = run.checkpoints.abandoned_best(int(mark.history["state"]["best_step"]))
     for name, value in mark.history["state"].items():
@@ -173,16 +177,16 @@ def recall(run: Run, state: RunState, mark: Mark) -> None:
             setattr(state, name, list(value) if isinstance(value, list) else value)
     if best:
         state.best_weights = {name: tensor.clone() for name, tensor in best.items()}
-    windows = run.guard.windows()
-    run.guard.load_state_dict({**mark.history["guard"], "windows": windows})
+    statistics = run.guard.statistics()
+    run.guard.load_state_dict({**mark.history["guard"], "windows": statistics})
 
 
 @torch.no_grad()
 def restore(run: Run, state: RunState, saved: Saved, *, keeps_history: bool = False) -> None:
-    """Put a saved state back. A rollback keeps its history: budgets spent stay spent."""
+    """Restore a saved state. A rollback keeps its history: budgets spent stay spent."""
     _copy_into(weights_of(run.student.model), saved.tensors["student"])
-    for group, living in projectors_of(run).items():
-        _copy_into(living, saved.tensors.get(group, {}))
+    for group, weights in projectors_of(run).items():
+        _copy_into(weights, saved.tensors.get(group, {}))
     run.optimizer.num_updates = int(saved.scalars["num_updates"])
     run.optimizer.load_tensors(saved.tensors["optimizer"])
     torch.set_rng_state(saved.tensors["random"]["cpu"])
@@ -190,7 +194,7 @@ def restore(run: Run, state: RunState, saved: Saved, *, keeps_history: bool = Fa
         torch.cuda.set_rng_state(saved.tensors["random"]["cuda"], run.device)
     run.precision.load_state_dict(saved.scalars["precision"])
     state.reach.begin(run)
-    # Of that time: what the canary did later was the work of steps that are now undone.
+    # The canary losses of the saved state: later ones belong to undone steps.
     state.canary_reference = _or_unknown(saved.scalars["canary"])
     state.canary_best = _or_unknown(saved.scalars.get("canary_best", saved.scalars["canary"]))
     teacher = saved.tensors.get(_TEACHER, {}), saved.scalars.get(_TEACHER) or {}
@@ -199,7 +203,7 @@ def restore(run: Run, state: RunState, saved: Saved, *, keeps_history: bool = Fa
         if not (keeps_history and name in _HISTORY):
             setattr(state, name, list(value) if isinstance(value, list) else value)
     if keeps_history:
-        run.guard.restore_windows(saved.scalars["guard"]["windows"])
+        run.guard.restore_statistics(saved.scalars["guard"]["windows"])
     else:
         run.guard.load_state_dict(saved.scalars["guard"])
         state.best_weights = {name: tensor.clone() for name, tensor in saved.tensors.get("best", {}).items()}
@@ -209,9 +213,9 @@ def _or_unknown(canary: float | None) -> float:
     return float("inf") if canary is None else float(canary)
 
 
-def _copy_into(living: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
-    if set(living) != set(saved):
-        odd = sorted(set(living) ^ set(saved))[:3]
+def _copy_into(present: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+    if set(present) != set(saved):
+        odd = sorted(set(present) ^ set(saved))[:3]
         raise ValueError(f"the saved state has other tensors: {', '.join(odd)}")
-    for name, tensor in living.items():
+    for name, tensor in present.items():
         tensor.copy_(saved[name])

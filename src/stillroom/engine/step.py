@@ -1,7 +1,7 @@
-"""One optimizer step: the page that explains the project.
+"""One optimizer step. Read this page first.
 
-A window of micro-batches is scored in FP32, its gradients are gathered, one small record of evidence is read
-from the device, and the guard's verdict on it is carried out. A skipped step never touches the optimizer.
+Score a window of micro-batches in FP32, gather its gradients, read one small record of evidence from the device, and
+carry out the guard's verdict on it. A refused step never calls the optimizer.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from stillroom.engine.fitting import parts_of, within_memory
 from stillroom.engine.recovery.recover import carry_out, examine
 from stillroom.engine.run import Run
 from stillroom.engine.state import RunState
@@ -38,7 +39,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What one attempt looked like and what was done about it."""
+    """The evidence of one attempt and the verdict on it."""
 
     verdict: Verdict
     evidence: Evidence
@@ -67,8 +68,8 @@ def train_step(run: Run, state: RunState, window: Sequence[Batch]) -> StepOutcom
         state.attempt = 0
         state.tokens += evidence.num_targets
     else:
-        whole = run.parallel.whole_window(run.loader, state.cursor, window)
-        carry_out(run, state, whole, evidence, verdict)
+        all_batches = run.parallel.whole_window(run.loader, state.cursor, window)
+        carry_out(run, state, all_batches, evidence, verdict)
     run.optimizer.zero_grad()
 
     terms = TermRecord.table(dict(evidence.terms), lesson.weights)
@@ -77,18 +78,24 @@ def train_step(run: Run, state: RunState, window: Sequence[Batch]) -> StepOutcom
 
 
 def attempt(run: Run, state: RunState, window: Sequence[Batch]) -> tuple[Evidence, Lesson]:
-    """Forward and backward of a window: gradients are left in place, nothing is applied."""
+    """Forward and backward of a window. Leave the gradients in place and apply nothing."""
     lesson = run.lesson(state)
-    # Of the whole window and of all processes, before any forward: the one divisor.
+    # Counts of the whole window over all processes, before any forward: the only divisor.
     counts = run.parallel.counts(run.mix.counts(window))
-    tally = Tally()
-    run.teacher.begin(window, state.applied, state.cursor)
-    run.parallel.seed(run.config.train.seed, state.attempted)
-    for batch in run.parallel.scored(window):
-        tally.add(_learn(run, batch, lesson, counts))
+    tally = within_memory(run, state, lambda: _gather(run, state, window, lesson, counts))
     run.hooks.gradients(run.optimizer)
     run.parallel.sum_gradients(run.optimizer)
     return _read_evidence(run, state, tally, lesson, counts), lesson
+
+
+def _gather(run: Run, state: RunState, window: Sequence[Batch], lesson: Lesson, counts: dict[str, int]) -> Tally:
+    """Forward and backward of every micro-batch of a window."""
+    tally = Tally()
+    run.teacher.begin(window, state.applied, state.cursor)
+    run.parallel.seed(run.config.train.seed, state.attempted)
+    for batch in run.parallel.scored(list(parts_of(window, state))):
+        tally.add(_learn(run, batch, lesson, counts))
+    return tally
 
 
 def _learn(run: Run, batch: Batch, lesson: Lesson, counts: dict[str, int]) -> Score:
@@ -108,20 +115,20 @@ def _learn(run: Run, batch: Batch, lesson: Lesson, counts: dict[str, int]) -> Sc
 
 
 def _read_evidence(run: Run, state: RunState, tally: Tally, lesson: Lesson, counts: dict[str, int]) -> Evidence:
-    """Pack what the guard needs into one tensor and read it once: the only host read of a step.
+    """Pack what the guard needs into one tensor and read it: the only host read of a step.
 
-    Sums are those of all processes; norms are of gradients that are the same everywhere. So all read the same.
+    Terms and counters are summed over all processes; gradients are the same everywhere. So all processes read the same.
     """
     norms = run.precision.squared_norms(run.optimizer)
     zero = torch.zeros((), device=run.device)
-    packed = {"loss": tally.loss if tally.loss is not None else zero, "bad_teacher_rows": zero}
-    packed |= tally.counters
-    packed |= {f"term.{name}": total for name, total in tally.totals.items()}
+    summed = {"loss": tally.loss if tally.loss is not None else zero, "bad_teacher_rows": zero}
+    summed |= tally.counters
+    summed |= {f"term.{name}": total for name, total in tally.totals.items()}
     alike = {f"norm.{name}": square for name, square in norms.items()}
     alike |= {f"sample.{name}": share for name, share in state.sampled.items()}
-    named = packed | alike
+    named = summed | alike
     stacked = torch.stack([value.detach().reshape(()).to(run.device, torch.float32) for value in named.values()])
-    run.parallel.sum_([stacked[: len(packed)]])
+    run.parallel.sum_([stacked[: len(summed)]])
     values = dict(zip(named, stacked.tolist(), strict=True))
     means = {name: values[f"term.{name}"] / max(counts[name], 1) for name in tally.totals}
     scale = run.precision.loss_scale
@@ -145,7 +152,7 @@ def _read_evidence(run: Run, state: RunState, tally: Tally, lesson: Lesson, coun
 
 
 def _apply(run: Run, state: RunState, evidence: Evidence, rate: float) -> None:
-    """Clip each group to the bound and update. Now and then, look at how much of the update arrived."""
+    """Clip each group to the bound and update. Every `log_steps`, sample how much of the update was stored."""
     bound = run.config.train.max_grad_norm
     factors = {name: min(1.0, bound / (norm + 1e-12)) for name, norm in evidence.group_norms.items()}
     is_sampled = state.applied % run.config.telemetry.log_steps == 0

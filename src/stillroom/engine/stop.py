@@ -1,4 +1,4 @@
-"""A wish to end, from a signal or a clock, and how it is granted."""
+"""Requests to stop, from a signal or the time limit."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from types import FrameType
 
 from stillroom.errors import Interrupted
 
-# A hangup is what a closed terminal or a lost connection sends. Not every platform has it.
+# A closed terminal or a lost connection sends a hangup. Not every platform has it.
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name))
 
 
 class Stop:
-    """Asked for by a signal or a time limit; granted between two steps or two held-out batches."""
+    """A request to stop. It takes effect between two steps or two held-out batches."""
 
     def __init__(self, max_minutes: float = 0.0) -> None:
         self.reason = ""
-        self.reserve = 0.0  # seconds that saving will take: the time limit is reached that much earlier
+        self.reserve = 0.0  # seconds that saving takes, subtracted from the time limit
         self._is_loading = False
         self._has_deadline = False
         self._deadline = time.monotonic() + 60 * max_minutes if max_minutes else None
@@ -34,22 +34,22 @@ class Stop:
         return self._deadline is not None and time.monotonic() + self.reserve >= self._deadline
 
     def heed_clock(self) -> None:
-        """From now on the time limit counts: a step is made. Earlier, a run resumed again and again would never move.
+        """Enforce the time limit from now on. Called after the first step, so that every start of a run makes progress.
 
-        The limit is counted from the start of the command, loading and the first evaluation included.
+        The limit counts from the start of the command, loading and the first evaluation included.
         """
         self._has_deadline = True
 
     @contextmanager
     def while_loading(self) -> Iterator[None]:
-        """Inside, a signal ends the command at once: nothing is there that could be lost."""
+        """In the body a signal ends the command at once: there is nothing to save."""
         self.check_loading()
         self._is_loading = True
         try:
             yield
         finally:
             self._is_loading = False
-        self.check_loading()  # a library may have caught what the signal raised
+        self.check_loading()  # a library may have caught the error that the signal raised
 
     def check_loading(self) -> None:
         if self.reason:
@@ -60,19 +60,19 @@ class Stop:
 
     @contextmanager
     def on_signals(self) -> Iterator[None]:
-        """SIGTERM, a hangup and Ctrl-C ask politely; a second Ctrl-C does not wait."""
+        """SIGTERM, a hangup and Ctrl-C request a stop; a second Ctrl-C ends at once."""
 
-        def ask(number: int, _frame: FrameType | None) -> None:
+        def request(number: int, _frame: FrameType | None) -> None:
             if self.reason and number == signal.SIGINT:
                 raise KeyboardInterrupt
             self.reason = f"received {signal.Signals(number).name}"
             if self._is_loading:
                 self.check_loading()
 
-        # Under nohup a hangup is ignored, and stays so.
+        # Under nohup a hangup stays ignored.
         wanted = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
         try:
-            before = {number: signal.signal(number, ask) for number in wanted}
+            before = {number: signal.signal(number, request) for number in wanted}
         except ValueError:  # not in the main thread: the embedding program owns the signals
             yield
             return

@@ -1,8 +1,8 @@
-"""What a model is made of: layers, widths, vocabulary, and how its head turns hidden states into logits.
+"""A model's layers, widths, vocabulary, and how its head turns hidden states into logits.
 
-The head is described, not called, so that objectives can evaluate it a chunk at a time. Models differ in
-what they do after the last product (Granite divides, Cohere multiplies, Gemma 2 caps), so the description
-is checked against the model's own logits before anything relies on it.
+The head is described, not called, so that objectives can evaluate it a chunk at a time. Models differ in what follows
+the last product (Granite divides, Cohere multiplies, Gemma 2 caps), so the description is checked against the model's
+own logits before it is used.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from stillroom.errors import BrokenAtStart
 from stillroom.types import HeadWeights
 
 _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # Gemma 2, RecurrentGemma, xLSTM
-_LARGE_LOGIT = 64.0  # beyond the caps in use, which are 15 to 50
+_LARGE_LOGIT = 64.0  # above the caps in use, which are 15 to 50
 
 
 @dataclass(frozen=True)
 class Anatomy:
-    """The numbers a report, a plan or a check needs."""
+    """Sizes of a model."""
 
     family: str
     num_parameters: int
@@ -59,10 +59,9 @@ def anatomy_of(model: Any) -> Anatomy:
 
 
 def backbone(model: Any) -> nn.Module:
-    """The model without its head: returns hidden states and makes no logits.
+    """The model without its head: returns hidden states and computes no logits.
 
-    Some classes (Llama 4) name a base model that they do not have and answer with themselves: theirs is the part that
-    holds the embeddings.
+    `base_model` of some classes (Llama 4) is the whole model; take the child that holds the embeddings.
     """
     body: nn.Module = model.base_model
     inputs = model.get_input_embeddings()
@@ -73,20 +72,20 @@ def backbone(model: Any) -> nn.Module:
 
 
 def layers_of(model: Any) -> list[nn.Module]:
-    """The decoder's blocks: the one list of modules as long as the configuration says."""
-    found = layers_if_any(model)
-    if not found:
+    """The decoder's blocks: the list of modules whose length is the configured number of layers."""
+    layers = layers_if_any(model)
+    if not layers:
         raise BrokenAtStart(
             f"no list of {_num_layers(model)} layers in {type(model).__name__}: its layers cannot be looked at",
             advice=["use objectives on the model's answers alone (kd, ce)"],
         )
-    return found
+    return layers
 
 
 def layers_if_any(model: Any) -> list[nn.Module]:
-    """The decoder's blocks, or nothing for a model that is not a list of layers.
+    """The decoder's blocks; empty for a model that is not a list of layers.
 
-    A model that also sees has two such lists: the decoder's is looked for first.
+    A vision-language model has two such lists: search the decoder first.
     """
     wanted = _num_layers(model)
     for body in (*_decoders(model), backbone(model)):
@@ -97,8 +96,8 @@ def layers_if_any(model: Any) -> list[nn.Module]:
 
 
 def _decoders(model: Any) -> list[nn.Module]:
-    found = model.get_decoder() if hasattr(model, "get_decoder") else None
-    return [found] if isinstance(found, nn.Module) else []
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+    return [decoder] if isinstance(decoder, nn.Module) else []
 
 
 def _num_layers(model: Any) -> int:
@@ -106,7 +105,10 @@ def _num_layers(model: Any) -> int:
 
 
 def head_of(model: Any, vocab_size: int | None = None) -> HeadWeights:
-    """The live head of a model: its tensors are the model's own, so gradients reach them."""
+    """The head of a model. Its tensors are the model's own, so gradients reach them.
+
+    Under autocast an FP32 head gets half operands for its products, as in the model's own call.
+    """
     config = model.config.get_text_config()
     linear = model.get_output_embeddings()
     scale = 1.0
@@ -115,18 +117,28 @@ def head_of(model: Any, vocab_size: int | None = None) -> HeadWeights:
     if getattr(config, "logit_scale", None):  # Cohere: a factor
         scale = float(config.logit_scale)
     caps = [getattr(config, name, None) for name in _CAPS]
-    rows = int(linear.weight.shape[0])
+    num_rows = int(linear.weight.shape[0])
     return HeadWeights(
         weight=linear.weight,
         bias=getattr(linear, "bias", None),
         scale=scale,
         softcap=next((float(cap) for cap in caps if cap), None),
-        vocab_size=vocab_size if vocab_size and vocab_size < rows else None,
+        vocab_size=vocab_size if vocab_size and vocab_size < num_rows else None,
+        product_dtype=_autocast_dtype(linear.weight),
     )
 
 
+def _autocast_dtype(weight: Tensor) -> torch.dtype | None:
+    """The half dtype that autocast would give this weight now; None where it would leave it alone."""
+    kind = weight.device.type
+    if weight.dtype != torch.float32 or not torch.is_autocast_enabled(kind):
+        return None
+    dtype = torch.get_autocast_dtype(kind)
+    return dtype if dtype in (torch.float16, torch.bfloat16) else None
+
+
 def head_logits(head: HeadWeights, hidden: Tensor) -> Tensor:
-    """Logits by the description, in the widest dtype at hand. For checks and small batches only."""
+    """Logits by the description, in FP32. For checks and small batches only."""
     if head.is_identity:
         return hidden.float()[..., : head.vocab_size]
     weight = head.weight[: head.num_real]
@@ -139,10 +151,13 @@ def head_logits(head: HeadWeights, hidden: Tensor) -> Tensor:
 
 @torch.no_grad()
 def head_error(model: Any, input_ids: Tensor) -> float:
-    """The largest difference between described and real logits, relative to their spread.
+    """The largest difference between described and real logits, relative to their standard deviation.
 
-    Tried twice: as the model answers, and with its hidden states made so large that a cap would show. A fresh model's
-    logits are far below any cap, and training takes them there.
+    Compare twice: as the model is, and with hidden states so large that a cap shows. The logits of an untrained model
+    are far below any cap; training raises them.
+
+    Make the head's product in FP32 both times, whatever the dtype of the weights: rounded half logits would look like a
+    head that is described wrongly.
     """
     was_training = model.training
     model.eval()
@@ -151,30 +166,56 @@ def head_error(model: Any, input_ids: Tensor) -> float:
         head = head_of(model)
         if hidden is None or head.weight.ndim != 2 or hidden.shape[-1] != head.weight.shape[1]:
             return float("inf")
-        own = model(input_ids=input_ids, use_cache=False).logits
+        own, _ = _wide_logits(model, input_ids)
         error = _difference(own, head_logits(head, hidden))
         factor = max(1.0, _LARGE_LOGIT / max(float(own.float().abs().max()), 1e-6))
-        with _louder(model.get_output_embeddings(), factor) as calls:
-            own = model(input_ids=input_ids, use_cache=False).logits
-        return max(error, _difference(own, head_logits(head, hidden.float() * factor))) if calls else error
+        own, is_called = _wide_logits(model, input_ids, factor)
+        return max(error, _difference(own, head_logits(head, hidden.float() * factor))) if is_called else error
     finally:
         model.train(was_training)
 
 
+def _wide_logits(model: Any, input_ids: Tensor, factor: float = 1.0) -> tuple[Tensor, bool]:
+    """The model's logits with the product of its head made in FP32, of what reaches the head times the factor.
+
+    The answer says whether the head was called as a module at all: some models use its weight alone, and their logits
+    come back as they are.
+    """
+    with _head_in_fp32(model.get_output_embeddings(), factor) as calls:
+        logits: Tensor = model(input_ids=input_ids, use_cache=False).logits
+    return logits, bool(calls)
+
+
 @contextmanager
-def _louder(head: nn.Module, factor: float) -> Iterator[list[int]]:
-    """Multiply what reaches the head. The answer has an entry for each call: some heads are used without one."""
+def _head_in_fp32(head: nn.Module, factor: float) -> Iterator[list[int]]:
+    """Let a linear layer multiply its input by the factor and by its weight in FP32. Yield a list that grows with each
+    call.
+
+    A layer of another kind keeps its own arithmetic; only its input is multiplied.
+    """
     calls: list[int] = []
+
+    def multiply(hidden: Tensor) -> Tensor:
+        assert isinstance(head, nn.Linear)
+        calls.append(1)
+        bias = None if head.bias is None else head.bias.float()
+        return nn.functional.linear(hidden.float() * factor, head.weight.float(), bias)
 
     def enlarge(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         calls.append(1)
         return (inputs[0] * factor, *inputs[1:])
 
-    handle = head.register_forward_pre_hook(enlarge)
+    is_plain = type(head) is nn.Linear and "forward" not in vars(head)
+    handle = None if is_plain else head.register_forward_pre_hook(enlarge)
+    if is_plain:
+        head.forward = multiply
     try:
         yield calls
     finally:
-        handle.remove()
+        if handle is None:
+            del head.forward
+        else:
+            handle.remove()
 
 
 def _difference(own: Tensor, described: Tensor) -> float:

@@ -28,6 +28,7 @@ NAME = "stillroom_causal"
 # Attention modules that compute openly. They stay so after the forward pass, because gradient checkpointing runs it
 # again in the backward pass and must find the same arithmetic.
 _OPEN: WeakSet[nn.Module] = WeakSet()
+_NO_GROUPS = nn.Module()  # stands in for an attention whose heads were repeated: it has no `num_key_value_groups`
 
 
 def _attend(
@@ -35,17 +36,36 @@ def _attend(
 ) -> tuple[Tensor, Tensor | None]:
     if module in _OPEN:
         return _attend_in_the_open(query, key, value, options.get("dropout", 0.0), options.get("scaling"))
+    if attention_mask is None and key.shape[1] < query.shape[1] and needs_every_head(query.device):
+        options.setdefault("is_causal", getattr(module, "is_causal", True))
+        key, value, module = _every_head(key, query), _every_head(value, query), _NO_GROUPS
     answer: tuple[Tensor, Tensor | None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     return answer
+
+
+def needs_every_head(device: torch.device) -> bool:
+    """Whether keys and values are repeated for each query head before the kernel is called.
+
+    Only the flash kernel takes fewer key heads than query heads, and below sm_80 there is none: torch would fall back
+    to plain products that keep [heads, length, length]. With repeated heads the memory-efficient kernel serves there.
+    """
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) < (8, 0)
+
+
+def _every_head(states: Tensor, query: Tensor) -> Tensor:
+    """Keys or values once for each query head. [B, H_kv, L, D] -> [B, H, L, D]"""
+    groups = query.shape[1] // states.shape[1]
+    return states.unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(1, 2)
 
 
 def _attend_in_the_open(
     query: Tensor, key: Tensor, value: Tensor, dropout: float, scaling: float | None
 ) -> tuple[Tensor, Tensor]:
     """The same attention with its probabilities, in FP32 and before dropout: noise is no part of what is matched."""
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1:
-        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    if key.shape[1] < query.shape[1]:
+        key, value = _every_head(key, query), _every_head(value, query)
     num_queries, num_keys = query.shape[2], key.shape[2]
     with torch.autocast(query.device.type, enabled=False):
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling

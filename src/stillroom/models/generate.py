@@ -1,4 +1,4 @@
-"""Text from a model, for people to look at."""
+"""Generate text from a model, for people to read."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def generate(
 ) -> str:
     """The continuation of a prompt, without the prompt. Greedy at temperature 0.
 
-    A prompt of tokens is taken as it stands; a text begins with what the tokenizer puts before texts by itself.
-    Sampling is done here, in FP32 and with a generator of its own: FP16 logits that overflow would otherwise
-    end in a device assertion, and the run's random state must not notice that someone looked.
+    A prompt of tokens is used as it is; a text gets the tokens that the tokenizer adds before a text by default.
+    Sample here, in FP32 and with a separate generator: overflowing FP16 logits would end in a device assertion, and
+    the run's random state must not change.
     """
     if max_new_tokens < 1 or not 0.0 <= temperature < float("inf"):
         raise ConfigError(
             f"{max_new_tokens} tokens at temperature {temperature:g} cannot be written",
             advice=["ask for at least one token", "use a temperature of 0 (the likeliest token) or above"],
         )
-    ids = _begun(tokenizer, prompt) if isinstance(prompt, str) else list(prompt)
+    ids = _opened(tokenizer, prompt) if isinstance(prompt, str) else list(prompt)
     generator = torch.Generator().manual_seed(seed)
     limit = int(getattr(model.config.get_text_config(), "max_position_embeddings", 0) or 0)
     ends = end_ids(model, tokenizer)
@@ -60,19 +60,19 @@ def generate(
 
 
 def continuation(tokenizer: Any, before: Sequence[int], after: Sequence[int]) -> str:
-    """The text that tokens add to those before them.
+    """The text that `after` adds to `before`.
 
-    Decoded alone, the first of them may lose its leading space, and half a character is none: so it is the text of all
-    tokens without what it has in common with the text of those before.
+    Decoded alone, the first token may lose its leading space, and part of a character cannot be decoded. So decode all
+    tokens, and cut off the prefix shared with the decoded `before`.
     """
     whole = str(tokenizer.decode([*before, *after], skip_special_tokens=True))
-    known = str(tokenizer.decode(list(before), skip_special_tokens=True))
-    pairs = zip(whole, known, strict=False)
-    return whole[next((place for place, (one, two) in enumerate(pairs) if one != two), min(len(whole), len(known))) :]
+    start = str(tokenizer.decode(list(before), skip_special_tokens=True))
+    pairs = zip(whole, start, strict=False)
+    return whole[next((place for place, (one, two) in enumerate(pairs) if one != two), min(len(whole), len(start))) :]
 
 
 def readable(tokenizer: Any, ids: Sequence[int]) -> str:
-    """Tokens as text for people: special tokens are left out, and where they part two texts a line ends."""
+    """Tokens as text for people: a line break stands for special tokens between two texts."""
     special = special_ids(tokenizer)
     parts: list[list[int]] = [[]]
     for number in ids:
@@ -87,15 +87,15 @@ def readable(tokenizer: Any, ids: Sequence[int]) -> str:
 
 
 def special_ids(tokenizer: Any) -> set[int]:
-    """Tokens that are no text: those with a role, and those added as special, as the marks of turns are."""
+    """Special tokens: those with a role, and those added as special, such as turn marks."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     return set(tokenizer.all_special_ids) | {number for number, token in added.items() if token.special}
 
 
 def end_ids(model: Any, tokenizer: Any) -> set[int]:
-    """Tokens that end a text: the tokenizer's, and those that the model's own settings name, as the end of a turn.
+    """Tokens that end a text: the tokenizer's, and those of the model's generation settings, such as an end of turn.
 
-    Of the latter only special tokens count: a configuration made without a tokenizer names any number.
+    Of the latter only special tokens count: a configuration made without a tokenizer may name any id.
     """
     named = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     ends = {number for number in (named if isinstance(named, list | tuple) else [named]) if number is not None}
@@ -103,8 +103,8 @@ def end_ids(model: Any, tokenizer: Any) -> set[int]:
     return own | (ends & special_ids(tokenizer))
 
 
-def _begun(tokenizer: Any, prompt: str) -> list[int]:
-    """A text with what the tokenizer itself puts before it, and without what it puts after."""
+def _opened(tokenizer: Any, prompt: str) -> list[int]:
+    """A text with the tokens that the tokenizer adds before it, and without those it adds after."""
     bare = list(tokenizer(prompt, add_special_tokens=False)["input_ids"])
     whole = list(tokenizer(prompt)["input_ids"])
     starts = (start for start in range(len(whole)) if whole[start : start + len(bare)] == bare)

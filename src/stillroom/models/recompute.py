@@ -1,4 +1,4 @@
-"""Layers whose activations are computed again in the backward instead of being kept."""
+"""Activation checkpointing: recompute layers in the backward pass instead of keeping their activations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 def recomputed(blocks: Sequence[nn.Module], is_on: bool = True) -> Iterator[None]:
     """Recompute the blocks' forwards in any backward inside the body.
 
-    The models' own switch works only in training mode, which would also turn on the teacher's dropout and jitter.
+    The models' own switch works only in training mode, which would also enable the teacher's dropout and jitter.
     """
     chosen = [block for block in blocks if is_on and "forward" not in vars(block)]
     for block in chosen:

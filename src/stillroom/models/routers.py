@@ -1,12 +1,11 @@
-"""Where a mixture of experts decides: finding its gates, and standing beside them while they decide.
+"""Find the gates of a mixture of experts; intercept their logits and top-k.
 
-A gate is found by structure, never by its name: it is the module beside a bank of experts whose only matrix has a
-row for each expert and a column for each feature. Names mislead ("gate_proj" is a part of every expert), and the
-class differs in each family.
+A gate is found by structure: the module beside a bank of experts whose only matrix has a row for each expert and a
+column for each feature. Names mislead ("gate_proj" is a part of every expert), and each family has its own class.
 
-What happens inside a gate is the same everywhere: one product gives the logits, one top-k chooses. `routed` steps in
-at those two calls, so that logits can be read, computed from other weights, shifted, or chosen from differently,
-while everything a family does around them (groups, correction biases, normalisation) stays its own.
+In every gate one product gives the logits and one top-k chooses. `routed` intercepts those two calls, to read the
+logits, compute them from other weights, shift them, or choose differently. What a family does around them (groups,
+correction biases, normalisation) is unchanged.
 
 Legend: T tokens, E experts, K chosen, D width.
 """
@@ -37,7 +36,7 @@ _SIGMOIDS = (torch.sigmoid, Tensor.sigmoid, F.sigmoid, F.logsigmoid)
 
 @dataclass(frozen=True)
 class Gate:
-    """One router of a model. `weight` and `bias` are names of the model's parameters; a correction bias is neither."""
+    """One router of a model. `weight` and `bias` are parameter names; a correction bias is neither."""
 
     name: str
     module: nn.Module
@@ -54,10 +53,10 @@ class Gate:
 
 
 def find_gates(model: nn.Module, patterns: Sequence[str] = ()) -> list[Gate]:
-    """The gates of a model, in the order of its layers. `patterns` name modules by hand, with * and ?."""
-    found = _by_hand(model, patterns) if patterns else _by_structure(model)
-    if found:
-        return found
+    """The gates of a model, in the order of its layers. `patterns` are module names with * and ?."""
+    gates = _by_name(model, patterns) if patterns else _by_structure(model)
+    if gates:
+        return gates
     looked_for = f"modules called {', '.join(patterns)}" if patterns else LOOKED_FOR
     raise BrokenAtStart(
         f"no gate was found in the teacher ({type(model).__name__}); looked for {looked_for}",
@@ -70,17 +69,17 @@ def find_gates(model: nn.Module, patterns: Sequence[str] = ()) -> list[Gate]:
 
 
 def describe(gates: Sequence[Gate]) -> str:
-    """One line for the log: how many, of what size, and which."""
+    """One line for the log: number, sizes and names of the gates."""
     sizes = sorted({(gate.num_experts, gate.num_chosen) for gate in gates})
-    told = " and ".join(f"{chosen} of {experts} experts" for experts, chosen in sizes)
+    choices = " and ".join(f"{chosen} of {experts} experts" for experts, chosen in sizes)
     names = [gate.weight for gate in gates]
     shown = ", ".join(names) if len(names) <= 4 else f"{names[0]}, {names[1]}, ... {names[-1]}"
     biases = sum(gate.bias is not None for gate in gates)
-    return f"{len(gates)} gates that choose {told}{', with biases' if biases else ''}: {shown}"
+    return f"{len(gates)} gates that choose {choices}{', with biases' if biases else ''}: {shown}"
 
 
 def _by_structure(model: nn.Module) -> list[Gate]:
-    found: dict[str, Gate] = {}
+    gates: dict[str, Gate] = {}
     for name, parent in model.named_modules():
         children = dict(parent.named_children())
         sizes = {child: _bank_size(module) for child, module in children.items()}
@@ -90,13 +89,13 @@ def _by_structure(model: nn.Module) -> list[Gate]:
                 continue
             gate = _as_gate(model, f"{name}.{child}" if name else child, parent, module)
             if gate is not None and gate.num_experts in banks:
-                found[gate.name] = gate
-    return list(found.values())
+                gates[gate.name] = gate
+    return list(gates.values())
 
 
-def _by_hand(model: nn.Module, patterns: Sequence[str]) -> list[Gate]:
+def _by_name(model: nn.Module, patterns: Sequence[str]) -> list[Gate]:
     modules = dict(model.named_modules())
-    found = []
+    gates = []
     for name, module in modules.items():
         if not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
             continue
@@ -107,26 +106,26 @@ def _by_hand(model: nn.Module, patterns: Sequence[str]) -> list[Gate]:
                 where="teacher.router.patterns",
                 advice=["leave teacher.router.patterns out: gates are found by their structure"],
             )
-        found.append(gate)
-    return found
+        gates.append(gate)
+    return gates
 
 
 def _bank_size(module: nn.Module) -> int:
-    """How many experts a module holds; 0 when it is no bank of experts."""
+    """The number of experts in a module; 0 if it is not a bank of experts."""
     if isinstance(module, nn.ModuleList):
         kinds = {tuple((name, p.shape) for name, p in expert.named_parameters()) for expert in module}
         return len(module) if len(kinds) == 1 and any(kinds) else 0
     if isinstance(module, nn.modules.conv._ConvNd):
-        return 0  # its weights are 3-d too, with a row for each channel
+        return 0  # a convolution has 3-d weights too
     sizes = {int(p.shape[0]) for p in module.parameters(recurse=False) if p.ndim == 3}
     if len(sizes) == 1:
         return sizes.pop()
-    declared = getattr(module, "num_experts", 0)  # banks that keep all experts in one matrix
+    declared = getattr(module, "num_experts", 0)  # all experts in one matrix
     return declared if isinstance(declared, int) and len(_matrices(module)) >= 2 else 0
 
 
 def _matrices(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """What has rows and columns. A correction bias may be stored as one row: that is not a matrix."""
+    """Parameters with several rows and columns: a correction bias may be stored as a matrix of one row."""
     return [(path, p) for path, p in module.named_parameters() if p.ndim >= 2 and p.numel() > max(p.shape)]
 
 
@@ -155,25 +154,25 @@ def _num_chosen(model: nn.Module, parent: nn.Module, module: nn.Module) -> int:
     return 1
 
 
-# -- standing beside -------------------------------------------------------------------------------------
+# -- interception ----------------------------------------------------------------------------------------
 
 
 @dataclass
 class Seen:
     """What a gate did in the last forward."""
 
-    logits: Tensor  # [T, E], FP32 and alive: gradients reach the gate
+    logits: Tensor  # [T, E], FP32, part of the graph
     chosen: Tensor  # [T, K]
-    is_sigmoid: bool  # whether scores are sigmoids of the logits instead of their softmax
+    is_sigmoid: bool  # scores are sigmoids of the logits, not their softmax
 
 
 @dataclass
 class Routing:
-    """What to do at the gates of a forward, and what was seen there.
+    """Changes to the gates during a forward, and what was `seen` there.
 
-    `weights` replaces parameters by name, and the product is then computed in FP32 whatever the model is stored in.
-    `offsets` are added to the logits of a gate. `num_chosen` changes how many experts answer, by the gate's number of
-    experts. `sampled_share` of the tokens draw their experts from the gate's distribution instead of taking the best.
+    `weights` replaces parameters by name; the product is then computed in FP32. `offsets` are added to a gate's logits,
+    by the gate's name. `num_chosen` maps a gate's number of experts to how many are used. `sampled_share` of the
+    tokens draw their experts from the gate's distribution instead of taking the best.
     """
 
     weights: Mapping[str, Tensor] = field(default_factory=dict)
@@ -186,7 +185,7 @@ class Routing:
 
 @contextmanager
 def routed(gates: Sequence[Gate], routing: Routing) -> Iterator[Routing]:
-    """Apply a routing to every forward in the body, recomputed ones included: keep it open until after backward."""
+    """Apply a routing to every forward in the body. Run the backward inside too: it may recompute forwards."""
     with ExitStack() as stack:
         for number, gate in enumerate(gates):
             stack.enter_context(_patched(gate, number, routing))
@@ -197,31 +196,31 @@ def routed(gates: Sequence[Gate], routing: Routing) -> Iterator[Routing]:
 def _patched(gate: Gate, number: int, routing: Routing) -> Iterator[None]:
     module, own = gate.module, gate.module.forward
     was_patched = "forward" in vars(module)
-    natural = getattr(module, "top_k", None)
+    own_top_k = getattr(module, "top_k", None)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        inside = _Inside(gate, number, routing)
-        with inside:
+        interception = _Interception(gate, number, routing)
+        with interception:
             output = own(*args, **kwargs)
-        inside.finish()
+        interception.finish()
         return output
 
     module.forward = forward
-    if routing.num_chosen is not None and isinstance(natural, int):
-        module.top_k = routing.num_chosen(gate.num_experts)  # type: ignore[assignment]  # some count with it afterwards
+    if routing.num_chosen is not None and isinstance(own_top_k, int):
+        module.top_k = routing.num_chosen(gate.num_experts)  # type: ignore[assignment]  # some read it after the top-k
     try:
         yield
     finally:
-        if routing.num_chosen is not None and isinstance(natural, int):
-            module.top_k = natural  # type: ignore[assignment]
+        if routing.num_chosen is not None and isinstance(own_top_k, int):
+            module.top_k = own_top_k  # type: ignore[assignment]
         if was_patched:
             module.forward = own
         else:
             del module.forward
 
 
-class _Inside(TorchFunctionMode):
-    """Steps in at the product and at the choice of one gate."""
+class _Interception(TorchFunctionMode):
+    """Intercept the product and the top-k of one gate."""
 
     def __init__(self, gate: Gate, number: int, routing: Routing) -> None:
         super().__init__()
@@ -232,19 +231,16 @@ class _Inside(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is F.linear and self.logits is None and _argument(args, kwargs, 1, "weight").shape[0] == self._rows:
+        num_experts = self.gate.num_experts
+        if func is F.linear and self.logits is None and _argument(args, kwargs, 1, "weight").shape[0] == num_experts:
             return self._product(args, kwargs)
         if func in _SIGMOIDS:
             self.is_sigmoid = True
         if func in (torch.topk, Tensor.topk):
             scores = args[0] if args else kwargs["input"]
-            if scores.ndim == 2 and scores.shape[1] == self._rows:
+            if scores.ndim == 2 and scores.shape[1] == num_experts:
                 return self._choice(scores, _argument(args, kwargs, 1, "k"), kwargs)
         return func(*args, **kwargs)
-
-    @property
-    def _rows(self) -> int:
-        return self.gate.num_experts
 
     def _product(self, args: Any, kwargs: Any) -> Tensor:
         inputs: Tensor = _argument(args, kwargs, 0, "input")
@@ -255,15 +251,15 @@ class _Inside(TorchFunctionMode):
         wide = torch.promote_types(inputs.dtype, torch.float32)
         logits = F.linear(inputs, weight, bias) if is_own else F.linear(inputs.to(wide), weight.to(wide), bias)
         offset = self.routing.offsets.get(self.gate.name)
-        self.logits = logits.to(wide).reshape(-1, self._rows)
+        self.logits = logits.to(wide).reshape(-1, self.gate.num_experts)
         if offset is not None:
             self.logits = self.logits + offset
-        # What follows in the gate expects the dtype that the model's own product would have had.
+        # The rest of the gate expects the dtype of the model's own product.
         return self.logits.to(inputs.dtype).reshape(logits.shape)
 
     def _choice(self, scores: Tensor, num_chosen: int, kwargs: Any) -> Any:
         wanted = self.routing.num_chosen
-        k = num_chosen if wanted is None else wanted(self._rows)
+        k = num_chosen if wanted is None else wanted(self.gate.num_experts)
         values, indices = torch.topk(scores, k, dim=-1, sorted=kwargs.get("sorted", True))
         if self.routing.sampled_share > 0.0 and self.logits is not None:
             indices = self._sampled(indices, k)

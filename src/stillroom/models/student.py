@@ -1,4 +1,4 @@
-"""The student as the engine sees it: batches in, views out."""
+"""The student: takes a batch, returns a view."""
 
 from __future__ import annotations
 
@@ -8,22 +8,29 @@ import torch
 from torch import Tensor
 
 from stillroom.models.anatomy import backbone, head_of, layers_if_any
+from stillroom.models.compiled import CompiledBody
 from stillroom.models.taps import tapped
 from stillroom.types import Batch, HeadWeights, Needs, StudentView
 
 
 class Student:
-    """A language model that answers with hidden states at the scored positions."""
+    """A language model that returns hidden states at the scored positions."""
 
-    def __init__(self, model: Any, *, vocab_size: int, is_described: bool) -> None:
+    def __init__(
+        self, model: Any, *, vocab_size: int, is_described: bool, compiled: CompiledBody | None = None
+    ) -> None:
         self.model = model
+        self._compiled = compiled
         self.vocab_size = vocab_size
         self.is_described = is_described
         self._blocks = layers_if_any(model)
 
     def observe(self, batch: Batch, needs: Needs) -> StudentView:
         with tapped(self._blocks, needs) as taps:
-            hidden, head = last_hidden(self.model, batch, self.vocab_size, self.is_described)
+            # Evaluation, and layers that are looked at, use the body as it is.
+            is_plain_training = self.model.training and torch.is_grad_enabled() and needs == Needs()
+            compiled = self._compiled if is_plain_training else None
+            hidden, head = last_hidden(self.model, batch, self.vocab_size, self.is_described, compiled)
         num_rows, length = batch.input_ids.shape
         positions = batch.positions
         chosen = hidden.reshape(-1, hidden.shape[-1]).index_select(0, positions)
@@ -36,15 +43,19 @@ class Student:
         self.model.eval()
 
 
-def last_hidden(model: Any, batch: Batch, vocab_size: int, is_described: bool) -> tuple[Tensor, HeadWeights]:
-    """What the head works on, and the head.
+def last_hidden(
+    model: Any, batch: Batch, vocab_size: int, is_described: bool, compiled: CompiledBody | None = None
+) -> tuple[Tensor, HeadWeights]:
+    """The input of the head, and the head.
 
-    A model whose head we cannot describe answers with its logits and an identity head: correct, but it
-    keeps a [tokens, vocabulary] tensor.
+    For a model whose head cannot be described: its logits and an identity head, which is correct but keeps a
+    [tokens, vocabulary] tensor.
 
-    No attention mask is passed: rows are padded on the right and attention is causal, so no scored position can see
-    padding.
+    No attention mask is passed: rows are padded on the right and attention is causal, so no scored position attends
+    to padding.
     """
+    if is_described and compiled is not None:
+        return compiled(batch.input_ids), head_of(model, vocab_size)
     if is_described:
         body = backbone(model)
         output = body(input_ids=batch.input_ids, use_cache=False)

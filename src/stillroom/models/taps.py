@@ -1,7 +1,6 @@
-"""Hidden states and attention maps of chosen layers, and nothing else.
+"""Read hidden states and attention maps of chosen layers by forward hooks.
 
-`output_hidden_states=True` keeps every layer alive. A tap is a forward hook on just the layers a term asked
-for; with none asked for, none is placed.
+`output_hidden_states=True` would keep every layer's states. Only the layers that an objective needs get a hook.
 """
 
 from __future__ import annotations
@@ -21,20 +20,20 @@ from stillroom.types import Needs
 
 @contextmanager
 def tapped(blocks: Sequence[nn.Module], needs: Needs) -> Iterator[dict[str, Tensor]]:
-    """A dict that fills with `hidden.<layer>` [B, L, D] and `attention.<layer>` [B, H, L, L] while the body runs
-    the model."""
-    found: dict[str, Tensor] = {}
+    """Yield a dict that the model's forward in the body fills: `hidden.<layer>` [B, L, D], `attention.<layer>`
+    [B, H, L, L]."""
+    taps: dict[str, Tensor] = {}
 
     def keep_hidden(layer: int) -> Any:
         def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            found[f"hidden.{layer}"] = output[0] if isinstance(output, tuple) else output
+            taps[f"hidden.{layer}"] = output[0] if isinstance(output, tuple) else output
 
         return hook
 
     def keep_attention(layer: int) -> Any:
         def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
             if isinstance(output, tuple) and len(output) > 1 and isinstance(output[1], Tensor):
-                found[f"attention.{layer}"] = output[1]
+                taps[f"attention.{layer}"] = output[1]
 
         return hook
 
@@ -48,7 +47,7 @@ def tapped(blocks: Sequence[nn.Module], needs: Needs) -> Iterator[dict[str, Tens
     for layer in sorted(needs.attention_layers):
         handles.append(attention_of(blocks[layer]).register_forward_hook(keep_attention(layer)))
     try:
-        yield found
+        yield taps
     finally:
         for handle in handles:
             handle.remove()
@@ -56,7 +55,7 @@ def tapped(blocks: Sequence[nn.Module], needs: Needs) -> Iterator[dict[str, Tens
 
 @torch.no_grad()
 def gives_attention(model: Any, layers: Collection[int]) -> bool:
-    """Whether the taps catch real attention maps of these layers: tried on a few tokens, not concluded from names."""
+    """Whether the taps of these layers give causal attention maps. Tested on a few tokens."""
     device = next(model.parameters()).device
     ids = torch.arange(4, device=device).unsqueeze(0)
     was_training = model.training
@@ -64,16 +63,16 @@ def gives_attention(model: Any, layers: Collection[int]) -> bool:
     try:
         with tapped(layers_of(model), Needs(attention_layers=frozenset(layers))) as taps:
             backbone(model)(input_ids=ids, use_cache=False)
-    except LookupError:  # a block without a module that is named attention
+    except LookupError:  # a block without an attention module
         return False
     finally:
         model.train(was_training)
     maps = [taps.get(f"attention.{layer}") for layer in layers]
     return all(
-        found is not None
-        and found.ndim == 4
-        and found.shape[2:] == (4, 4)
-        and bool(torch.allclose(found.float().sum(-1), torch.ones((), device=device), atol=1e-2))
-        and bool((found.float().triu(1) == 0).all())
-        for found in maps
+        weights is not None
+        and weights.ndim == 4
+        and weights.shape[2:] == (4, 4)
+        and bool(torch.allclose(weights.float().sum(-1), torch.ones((), device=device), atol=1e-2))
+        and bool((weights.float().triu(1) == 0).all())
+        for weights in maps
     )

@@ -1,4 +1,4 @@
-"""What the student is asked to do. `fused_head_loss` and the divergences are usable without the rest."""
+"""The objectives of a run. `fused_head_loss` and the divergences can be used without the rest of the library."""
 
 from stillroom.objectives.head import (
     DenseTeacher,
@@ -8,7 +8,7 @@ from stillroom.objectives.head import (
     fused_head_loss,
     score_head,
 )
-from stillroom.objectives.inner import terms as terms  # registers its objectives by name
+from stillroom.objectives.inner import terms as terms  # registers its objectives
 from stillroom.objectives.mix import Mix
 from stillroom.objectives.objective import Inside, Objective, Plan, Recipe, plan_objectives, register
 

@@ -1,7 +1,7 @@
-"""What the teacher answers ("kd") and what the data says ("ce"): two terms of one pass over the head.
+"""Distillation ("kd") and cross-entropy ("ce"): two terms of one pass over the head.
 
-They are one objective, because they share the student's logits, and because a row whose teacher is no distribution, or
-a batch that no teacher answered, moves its weight from the first to the second.
+They are one objective, because they share the student's logits, and because the weight of kd moves to ce for a row
+whose teacher is not a distribution and for a batch without a signal.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from stillroom.types import Batch, Lesson, Score, Signal, StudentView
 
 @dataclass(frozen=True)
 class Emphasis:
-    """How much each position counts in the kd term and how softly it is taught; None: all alike."""
+    """Weight and temperature of each position in the kd term; None: the same for all."""
 
     weights: Tensor | None = None  # [N], mean 1 in each sequence
     temperatures: Tensor | None = None  # [N]
@@ -41,11 +41,11 @@ class Answers(Objective):
         self.terms = ("kd", "ce")
         self._config = config
         self._kernel: KernelName = kernel or config.kernel
-        for settings in _extremes(config.kd):  # a ramp that ends nowhere is refused here
+        for settings in _extremes(config.kd):  # raises if an end of a ramp is out of bounds
             divergences.make(config.kd.divergence, settings)
 
     def is_scored(self, lesson: Lesson, signal: Signal | None) -> bool:
-        """Always: the gradient of the head is there whatever the weights are, zeros included."""
+        """Always, so that the head has a gradient even where both weights are 0."""
         return True
 
     def check_signal(self, kind: SignalKind, stored_temperature: float) -> None:
@@ -65,7 +65,7 @@ class Answers(Objective):
 
     def notes(self, device_type: str) -> tuple[str, ...]:
         twice = "token weights look at both models' rows first: the head's logits are made twice"
-        return self._kernel_note(device_type), *((twice,) if self._config.kd.looks_at_rows else ())
+        return self._kernel_note(device_type), *((twice,) if self._config.kd.needs_both_logits else ())
 
     def _kernel_note(self, device_type: str) -> str:
         kd = self._config.kd
@@ -76,7 +76,7 @@ class Answers(Objective):
     def score(
         self, view: StudentView, signal: Signal | None, batch: Batch, lesson: Lesson, shares: Mapping[str, float]
     ) -> Score:
-        """Without a signal (the teacher fell back) the weight of distillation moves to cross-entropy."""
+        """Without a signal (the teacher is suspended) the weight of kd moves to ce."""
         kd_weight, ce_weight = shares["kd"], shares["ce"]
         if signal is None:
             kd_weight, ce_weight = 0.0, ce_weight + kd_weight
@@ -85,7 +85,7 @@ class Answers(Objective):
         temperature = self.setting(lesson, "temperature")
         top_k = round(self.setting(lesson, "top_k"))
         emphasis = Emphasis()
-        if kd.looks_at_rows and signal is not None and kd_weight != 0.0:
+        if kd.needs_both_logits and signal is not None and kd_weight != 0.0:
             emphasis = self._emphasise(view, signal, lesson, temperature, top_k)
         scored = score_head(
             view,
@@ -106,19 +106,19 @@ class Answers(Objective):
         return Score(scored.loss, scored.terms, scored.counters)
 
     def _emphasise(self, view: StudentView, signal: Signal, lesson: Lesson, temperature: float, top_k: int) -> Emphasis:
-        """Weights and temperatures of the positions, from a first look at both models' rows."""
+        """Weights and temperatures of the positions, from statistics of both models' distributions."""
         kd = self._config.kd
-        facts = survey(view, signal, chunk_tokens=self._config.chunk_tokens, top_k=top_k)
+        stats = survey(view, signal, chunk_tokens=self._config.chunk_tokens, top_k=top_k)
         index = view.sequences
         if index is None:
-            index = torch.zeros(facts.entropy.shape, dtype=torch.long, device=facts.entropy.device)
+            index = torch.zeros(stats.entropy.shape, dtype=torch.long, device=stats.entropy.device)
         sequences = tokens.Sequences(index, view.num_sequences)
-        # A row whose teacher is no distribution is left to cross-entropy by the pass; here it must not spread.
-        hellinger = facts.hellinger.nan_to_num(nan=0.0)
-        weights = tokens.entropy_weights(facts.entropy, sequences) if kd.token_weight == "entropy" else None
+        # The head pass moves a row with a bad teacher to cross-entropy; here its NaN must not reach other rows.
+        hellinger = stats.hellinger.nan_to_num(nan=0.0)
+        weights = tokens.entropy_weights(stats.entropy, sequences) if kd.token_weight == "entropy" else None
         fraction = self.setting(lesson, "token_fraction")
         if fraction < 1.0:
-            criterion = facts.entropy if kd.token_criterion == "entropy" else hellinger
+            criterion = stats.entropy if kd.token_criterion == "entropy" else hellinger
             chosen = tokens.top_fraction(criterion, sequences, fraction)
             weights = chosen if weights is None else weights * chosen
         strength = self.setting(lesson, "token_temperature")
@@ -128,6 +128,6 @@ class Answers(Objective):
 
 
 def _extremes(kd: KdConfig) -> list[dict[str, float]]:
-    """The settings of the divergence at the two ends of whatever moves."""
+    """The settings of the divergence at both ends of their ramps."""
     names = divergences.settings_of(kd.divergence)
     return [{name: ends(getattr(kd, name))[place] for name in names} for place in (0, -1)]

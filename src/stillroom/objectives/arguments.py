@@ -1,4 +1,4 @@
-"""Checks of one argument at a time, with an error that names it. None of them looks at a tensor's values."""
+"""Check single arguments; errors name the argument. No check reads a tensor's values."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def check_tensor(
     dtypes: str = "floating",
     advice: str = "one entry for each position of the student's hidden states, in the same order",
 ) -> None:
-    """A tensor of that shape, where a word in place of a length stands for any, on that device.
+    """A tensor of that shape, on that device. A name in place of a length matches any length.
 
     `dtypes` is "floating", "integer" or "real" (either of them, or bool). `advice` is for a wrong shape.
     """

@@ -1,8 +1,8 @@
-"""The clamps of the older guides, for those who ask for them by name. Off by default, because both do harm.
+"""Optional clamps on logits and loss, as older guides recommend. Off by default, because both do harm.
 
-A clamp of +-c on the logits puts a floor under every token's cross-entropy: the largest probability it allows over V
-tokens is 1 / (1 + (V - 1) e^-2c). A clamp on the loss makes its gradient zero beyond the bound. A floor above the
-bound makes every gradient zero: nothing can be learned, and such a pair is refused.
+A clamp of +-c on the logits bounds the largest probability over V tokens by 1 / (1 + (V - 1) e^-2c), so every token's
+cross-entropy has a floor. A clamp on the loss makes its gradient zero above the bound. Raise if the floor is above the
+bound: every gradient would be zero.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Clamps:
     loss: float = 0.0
 
     def check(self, vocab_size: int) -> list[str]:
-        """What the user should know, or an error when nothing could be learned."""
-        told = []
+        """Notes for the log. Raise if every gradient would be zero."""
+        notes = []
         if self.logits:
             floor = perplexity_floor(self.logits, vocab_size)
             if self.loss and math.log(floor) >= self.loss:
@@ -43,13 +43,13 @@ class Clamps:
                         "FP16 does not need either: `presets`",
                     ],
                 )
-            told.append(
+            notes.append(
                 f"logits are clamped to +-{self.logits:g}: over {vocab_size:,} tokens no perplexity below "
                 f"{floor:.4g} can be reached, and clamped logits have no gradient"
             )
         if self.loss:
-            told.append(f"the loss is clamped at {self.loss:g}: batches above it have no gradient")
-        return told
+            notes.append(f"the loss is clamped at {self.loss:g}: batches above it have no gradient")
+        return notes
 
     def on_view(self, view: StudentView) -> StudentView:
         return replace(view, head=replace(view.head, clamp=self.logits)) if self.logits else view

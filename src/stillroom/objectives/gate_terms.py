@@ -1,7 +1,6 @@
-"""What is asked of gates beside the teacher's answers: that all experts are used, and that the choice stays open.
+"""Regularisers of gates: load balance over the experts, and entropy of the choice.
 
-Both are computed from the live logits in FP32, so that both have a gradient: a regulariser on detached
-probabilities moves nothing.
+Both are computed in FP32 from logits with a gradient: on detached probabilities they would have no effect.
 
 Legend: T tokens, E experts, K chosen.
 """
@@ -18,7 +17,7 @@ from stillroom.types import Term
 def gate_log_probs(logits: Tensor, *, is_sigmoid: bool = False) -> Tensor:
     """The gate's distribution over experts in log space. [T, E]
 
-    Gates that score with sigmoids (DeepSeek-V3 2024) have none of their own: their scores are normalised to one.
+    Gates that score with sigmoids (DeepSeek-V3 2024) have no distribution: their scores are normalised to sum to 1.
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if is_sigmoid:
@@ -27,7 +26,7 @@ def gate_log_probs(logits: Tensor, *, is_sigmoid: bool = False) -> Tensor:
 
 
 def shares_of(chosen: Tensor, num_experts: int, is_token: Tensor) -> Tensor:
-    """The share of the choices that fell on each expert. [E], sums to 1. A choice has no gradient."""
+    """The share of choices of each expert. [E], sums to 1. A choice has no gradient."""
     weights = is_token.to(torch.float32).unsqueeze(1).expand_as(chosen)
     counts = torch.zeros(num_experts, device=chosen.device).index_add_(0, chosen.reshape(-1), weights.reshape(-1))
     return counts / counts.sum().clamp_min(1)

@@ -1,7 +1,7 @@
-"""The mix: named objectives, weighed by the lesson, divided once, scored alike in training and evaluation.
+"""The mix: the weighted sum of the objectives, the same in training and evaluation.
 
-loss = sum over terms of weight * total / count, where the counts are those of the whole window (all micro-batches,
-all ranks), agreed before any forward. So eight micro-batches give the gradient of one, whatever their lengths.
+loss = sum over terms of weight * total / count. The counts are those of the whole window (all micro-batches, all
+processes), known before any forward. So eight micro-batches give the gradient of one, whatever their lengths.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from stillroom.types import Batch, BothNeeds, Lesson, Score, Signal, StudentView
 
 
 class Mix:
-    """The objectives of a run: `kd` and `ce` on the scored targets of a batch, and what was planned beside them."""
+    """The objectives of a run: `kd` and `ce`, and those planned beside them."""
 
     def __init__(
         self,
@@ -39,16 +39,16 @@ class Mix:
 
     @property
     def projectors(self) -> nn.ModuleDict:
-        """What is trained beside the student and is no part of it."""
+        """Networks trained beside the student; not part of it."""
         return self.planned.projectors
 
     def check_signal(self, kind: SignalKind, stored_temperature: float = 1.0) -> None:
-        """Refuse, when the run is built, what a cached signal of this kind cannot serve."""
+        """Raise for settings that a cached signal of this kind cannot serve."""
         for objective in self.objectives:
             objective.check_signal(kind, stored_temperature)
 
     def notes(self, device_type: str) -> tuple[str, ...]:
-        """What a person should know of these objectives before hours are spent."""
+        """Notes of the objectives for the log, written when the run starts."""
         return (*(note for one in self.objectives for note in one.notes(device_type)), *self.planned.notes)
 
     def needs(self, lesson: Lesson) -> BothNeeds:
@@ -64,19 +64,19 @@ class Mix:
     ) -> Score:
         """The loss of one micro-batch, already divided by the counts of the window, and its terms."""
         view, signal = self._clamps.on_view(view), self._clamps.on_signal(signal)
-        found = [
+        scores = [
             objective.score(view, signal, batch, lesson, _shares(objective, lesson, counts))
             for objective in self.objectives
             if objective.is_scored(lesson, signal)
         ]
-        first, *others = found
+        first, *others = scores
         loss, terms, counters = first.loss, dict(first.terms), dict(first.counters)
         for score in others:
             loss = loss + score.loss
             terms |= score.terms
-            _count_in(counters, score.counters)
+            _add_counters(counters, score.counters)
         self._check_answer(terms)
-        # Clamps are of targets, whatever else a term counts.
+        # The clamp is per target, whatever a term counts.
         loss, was_cut = self._clamps.on_loss(loss, batch.num_scored / max(1.0, counts["ce"]))
         if was_cut is not None:
             counters["clamped_losses"] = was_cut
@@ -93,7 +93,7 @@ class Mix:
 
 
 def _check_terms(objectives: Sequence[Objective]) -> None:
-    """Each term belongs to one objective, which counts it."""
+    """Raise unless each term belongs to one objective, which counts it."""
     announced = [term for objective in objectives for term in objective.terms]
     twice = {term for term in announced if announced.count(term) > 1}
     uncounted = {term for objective in objectives for term in objective.terms if term not in objective.counts([])}
@@ -107,12 +107,12 @@ def _check_terms(objectives: Sequence[Objective]) -> None:
 
 
 def _shares(objective: Objective, lesson: Lesson, counts: Mapping[str, float]) -> dict[str, float]:
-    """What one target of each term weighs in the window. The only division by a count there is."""
+    """The weight of one target of each term in the window. The only division by a count."""
     return {term: lesson.weight(term) / max(1.0, counts[term]) for term in objective.terms}
 
 
-def _count_in(counters: dict[str, Tensor], more: Mapping[str, Tensor]) -> None:
-    """Counters of another objective. Rows with a bad teacher are the same rows for all of them."""
+def _add_counters(counters: dict[str, Tensor], more: Mapping[str, Tensor]) -> None:
+    """Add the counters of another objective. Rows with a bad teacher are the same for all: take the maximum."""
     for name, count in more.items():
         if name not in counters:
             counters[name] = count

@@ -1,7 +1,7 @@
-"""What an objective is: its terms, what it asks of the models, what it counts, and its score.
+"""The base class of objectives: terms, needs, counts and score.
 
-An objective is planned once, when both models are known, by the recipe registered under its name
-(`config/extensions.py`). The mix asks each for its counts and its score, and divides; it knows none of them by name.
+An objective is made once, when both models are known, by the recipe registered under its name
+(`config/extensions.py`). The mix loops over the objectives and divides; it knows none by name.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from stillroom.types import Batch, BothNeeds, Lesson, Needs, Score, Signal, Stud
 
 @dataclass(frozen=True)
 class Inside:
-    """What an objective must know of a model to be planned."""
+    """The sizes of a model that an objective is made from."""
 
     num_layers: int
     width: int
@@ -31,20 +31,20 @@ class Inside:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a recipe makes an objective from. Random numbers drawn meanwhile depend on the run's seed alone."""
+    """The arguments of a recipe. Random numbers drawn in it depend on the run's seed alone."""
 
     name: str
     section: ObjectiveSection
     student: Inside
     teacher: Inside | None  # None where no term of the run needs the teacher
-    kept: Sequence[int] | None = None  # layers of the teacher that a student cut from it was made of
+    kept: Sequence[int] | None = None  # the teacher's layers that a cut student consists of
 
 
 class Objective:
-    """One or several terms of the loss. A subclass overrides `score`, and what else differs from the defaults.
+    """One or several terms of the loss. A subclass overrides `score` and whatever else differs.
 
-    `asked` is what it asks of both models while it has a weight. `modules` are networks trained beside the student:
-    they are in checkpoints, have the projectors' learning rate, stay FP32, and are no part of the exported student.
+    `asked` is what it needs of both models while it has a weight. `modules` are networks trained beside the student:
+    they are in checkpoints, have the projectors' learning rate, stay FP32, and are not part of the exported student.
     """
 
     def __init__(self, name: str, section: ObjectiveSection) -> None:
@@ -56,11 +56,11 @@ class Objective:
 
     @property
     def settings(self) -> Mapping[str, Scalar]:
-        """What a curriculum may move."""
+        """The settings that a curriculum may change."""
         return self.section.settings
 
     def setting(self, lesson: Lesson, name: str) -> float:
-        """The curriculum's value of a setting; what the config says where the curriculum is silent."""
+        """The lesson's value of a setting, else the configured one."""
         key, configured = f"{self.name}.{name}", self.settings[name]
         if key in lesson.settings:
             return lesson.settings[key]
@@ -72,32 +72,32 @@ class Objective:
         return any(lesson.weight(term) != 0.0 for term in self.terms)
 
     def is_scored(self, lesson: Lesson, signal: Signal | None) -> bool:
-        """Whether it has a say now: a term of weight 0 is not computed, nor is one whose teacher does not answer."""
+        """Whether it is computed now: not at weight 0, and not without a signal if it needs the teacher."""
         return self.has_weight(lesson) and (signal is not None or not self.section.needs_teacher)
 
     def needs(self, lesson: Lesson) -> BothNeeds:
-        """What it asks of each model beyond the last hidden states."""
+        """What it needs of each model beside the last hidden states."""
         return self.asked if self.has_weight(lesson) else BothNeeds()
 
     def counts(self, batches: Sequence[Batch]) -> Mapping[str, int]:
-        """How many each term of a window is the mean over, known before any forward: scored positions, by default."""
+        """What each term's total over a window is divided by, known before any forward: scored positions by default."""
         return dict.fromkeys(self.terms, num_scored(batches))
 
     def score(
         self, view: StudentView, signal: Signal | None, batch: Batch, lesson: Lesson, shares: Mapping[str, float]
     ) -> Score:
-        """The loss of a micro-batch, where one target of a term weighs `shares[term]`, and its unweighted terms."""
+        """The loss of a micro-batch, with weight `shares[term]` for one target of a term, and its unweighted terms."""
         raise NotImplementedError
 
     def scored(self, total: Tensor, count: Tensor, share: float, counters: Mapping[str, Tensor] | None = None) -> Score:
-        """The score of one term from the sum that carries its gradient and how many are in it."""
+        """The score of a single term from its sum, which carries the gradient, and its count."""
         return Score(share * total, {self.name: Term(total.detach(), count)}, counters or {})
 
     def check_signal(self, kind: SignalKind, stored_temperature: float) -> None:
-        """Refuse, when the run is built, what a cached signal of this kind cannot serve."""
+        """Raise for settings that a cached signal of this kind cannot serve."""
 
     def notes(self, device_type: str) -> tuple[str, ...]:
-        """What a person should know of it before hours are spent."""
+        """Notes for the log, written when the run starts."""
         return ()
 
 
@@ -106,9 +106,9 @@ def num_scored(batches: Iterable[Batch]) -> int:
 
 
 def union(asked: Iterable[BothNeeds]) -> BothNeeds:
-    """Everything that any of several asks for."""
-    found = list(asked)
-    return BothNeeds(_union([both.student for both in found]), _union([both.teacher for both in found]))
+    """The union of several needs."""
+    needs = list(asked)
+    return BothNeeds(_union([both.student for both in needs]), _union([both.teacher for both in needs]))
 
 
 def _union(needs: Sequence[Needs]) -> Needs:
@@ -122,17 +122,17 @@ def _union(needs: Sequence[Needs]) -> Needs:
 
 
 def register(name: str, recipe: Recipe) -> None:
-    """Make an objective available as `objectives.<name>`, in this process. Packages use an entry point instead."""
+    """Make an objective available as `objectives.<name>` in this process. Packages use an entry point instead."""
     OBJECTIVES.register(name, recipe)
 
 
 @dataclass(frozen=True)
 class Planned:
-    """The objectives of a run beside `kd` and `ce`, and what there is to tell about them when it starts."""
+    """The objectives of a run beside `kd` and `ce`, and notes for the log."""
 
     objectives: tuple[Objective, ...] = ()
     notes: tuple[str, ...] = ()
-    projectors: nn.ModuleDict = field(init=False)  # all that they train, under one name each
+    projectors: nn.ModuleDict = field(init=False)  # all modules of the objectives, by name
 
     def __post_init__(self) -> None:
         named = {f"{one.name}_{key}": module for one in self.objectives for key, module in one.modules.items()}
@@ -150,9 +150,9 @@ def plan_objectives(
     seed: int = 0,
     kept: Sequence[int] | None = None,
 ) -> Planned:
-    """The objectives that the configuration ever uses. What the models cannot serve is refused here, before training.
+    """Make the objectives that the configuration uses. Raise if the models cannot serve them.
 
-    In the order of registration, then of the configuration: the seed gives each the same random numbers every time.
+    The order is that of registration, then of the configuration, so the seed gives each the same random numbers.
     """
     used = [name for name in config.weights if name not in ("kd", "ce")]
     own = [name for name in OBJECTIVES.loaded() if name in used]

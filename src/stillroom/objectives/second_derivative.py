@@ -1,4 +1,4 @@
-"""Gradients that are made by hand have no derivative of their own: asking for one must not give 0 in silence."""
+"""Raise on a second derivative of hand-written gradients, instead of silently returning 0."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _NoSecondDerivative(torch.autograd.Function):
 
 
 def only_once(gradients: Iterable[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """The gradients of a backward as they are; under create_graph, such that differentiating them raises."""
+    """The gradients unchanged; under create_graph, differentiating them raises."""
     if not torch.is_grad_enabled():
         return tuple(gradients)
     return tuple(

@@ -1,10 +1,10 @@
-"""Which positions of a sequence count more, and how soft they are taught: decided from both models' rows.
+"""Weights and temperatures of positions in the kd term, from statistics of both models' distributions.
 
-Everything is relative to the position's own sequence (its median, its mean, its rank there). A sequence is never split
-over micro-batches, so eight micro-batches still equal one; the published methods compare within whatever batch there
-is. Weights have mean 1 in each sequence, so the counts that divide the loss are known before any forward.
+Everything is relative to the position's own sequence (median, mean, rank). A sequence is never split over
+micro-batches, so eight micro-batches equal one; the published methods compare within the batch. Weights have mean 1 in
+each sequence, so the counts that divide the loss are known before any forward.
 
-Nothing here carries gradient: the facts are measured, then held.
+Nothing here carries gradient.
 
 Legend: N scored positions, S sequences.
 """
@@ -21,7 +21,7 @@ _LEAST = 1e-6  # of a Hellinger distance: below it two rows are the same
 
 @dataclass(frozen=True)
 class Sequences:
-    """To which sequence of the batch each scored position belongs."""
+    """The sequence of each scored position."""
 
     index: Tensor  # [N]
     count: int
@@ -56,7 +56,7 @@ class Sequences:
 
 
 def temperatures(hellinger: Tensor, sequences: Sequences, base: float, strength: float) -> Tensor:
-    """T_i = base * exp(-strength * tanh(log(s_i / median s))): what is hard is taught sharply, what is easy softly.
+    """T_i = base * exp(-strength * tanh(log(s_i / median s))): lower temperatures for harder positions.
 
     Inverse difficulty temperature scaling of AdaKD (Xie et al. 2026), who use strength 0.5. [N]
     """
@@ -66,7 +66,7 @@ def temperatures(hellinger: Tensor, sequences: Sequences, base: float, strength:
 
 
 def entropy_weights(entropy: Tensor, sequences: Sequences) -> Tensor:
-    """The student's entropy over its mean in the sequence: positions it is sure of teach little. [N]"""
+    """The student's entropy over its mean in the sequence: certain positions weigh little. [N]"""
     mean = sequences.mean(entropy)
     return torch.where(mean > 0, entropy / mean.clamp_min(torch.finfo(mean.dtype).tiny), torch.ones_like(mean))
 

@@ -1,4 +1,4 @@
-"""One process or several: the seam through which a run uses them."""
+"""One interface for runs of one process and of several."""
 
 from stillroom.parallel.base import Parallel, fingerprint
 from stillroom.parallel.replicated import Replicated, join

@@ -1,8 +1,8 @@
 """How a run uses its processes. With one process every method is a no-op.
 
-Every process trains on its share of each window. Counts are summed before any forward, so the one division is by the
-counts of all; gradients are summed and never averaged, because the counts have divided already; what the guard judges
-is the same everywhere, so every process reaches the same verdict. Only the first process writes.
+Every process trains on its share of each window. Counts are summed before any forward, so every loss is divided by the
+counts of all processes, and gradients are summed, not averaged. The guard's evidence is the same everywhere, so every
+process reaches the same verdict. Only the first process writes.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Parallel:
     # -- what a step asks ----------------------------------------------------------------------------------
 
     def prepare(self, optimizer: AdamW) -> None:
-        """Once, when the run is built."""
+        """Called once, when the run is built."""
 
     def seed(self, seed: int, attempted: int) -> None:
-        """Before the first forward of an attempt."""
+        """Called before the first forward of an attempt."""
 
     def scored(self, window: Sequence[Batch]) -> list[Batch]:
         """The micro-batches this process learns from: those with a target."""
@@ -47,19 +47,19 @@ class Parallel:
         return dict(counts)
 
     def sum_gradients(self, optimizer: AdamW) -> None:
-        """After the last backward of a window: leave the same gradients everywhere."""
+        """Called after the last backward of a window: sum the gradients over the processes."""
 
     def sum_(self, tensors: Iterable[Tensor]) -> None:
         """Sum each tensor over the processes, in place."""
 
     def whole_window(self, loader: Loader, cursor: int, window: Sequence[Batch]) -> Sequence[Batch]:
-        """The window of all processes, of which `window` is this one's share."""
+        """The window of all processes; `window` is the share of this one."""
         return window
 
-    # -- what all must know --------------------------------------------------------------------------------
+    # -- what all processes agree on --------------------------------------------------------------------
 
     def worst(self, value: float) -> float:
-        """The largest value of any process; NaN is worse than all."""
+        """The largest value of any process; NaN counts as infinite."""
         return value
 
     def broadcast(self, value: float) -> float:
@@ -74,7 +74,7 @@ class Parallel:
         """Raise if the processes' tensors differ in any bit."""
 
     def wait(self) -> None:
-        """Wait until all processes are here."""
+        """Wait for all processes."""
 
     def all_of(self, claim: bool) -> bool:
         return self.worst(0.0 if claim else 1.0) == 0.0
@@ -89,8 +89,8 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 @torch.no_grad()
 def fingerprint(tensors: Mapping[str, Tensor]) -> int:
     """Sum the bits of every tensor, weighted by its place among the tensors."""
-    whole = 0
+    total = 0
     for place, tensor in enumerate(tensors.values(), start=1):
         bits = tensor.detach().contiguous().view(_INTEGERS[tensor.element_size()])
-        whole = (whole + place * int(bits.sum(dtype=torch.int64))) % (1 << 62)
-    return whole
+        total = (total + place * int(bits.sum(dtype=torch.int64))) % (1 << 62)
+    return total

@@ -1,4 +1,4 @@
-"""Several processes with a replica of the student each, as torchrun or accelerate start them."""
+"""Several processes with a replica of the student each, started by torchrun or accelerate."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _BUCKET_ELEMENTS = 1 << 22
 
 
 class Replicated(Parallel):
-    """Processes that talk through torch.distributed. One that is gone ends the others instead of hanging them."""
+    """Processes that communicate by torch.distributed. If one ends, the others raise instead of waiting forever."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
-        # Small numbers travel through main memory where a backend for it is there.
+        # Send small numbers through main memory where gloo is available.
         self._device = torch.device("cpu" if "gloo" in dist.get_backend_config() else "cuda")
 
     def prepare(self, optimizer: AdamW) -> None:
@@ -42,7 +42,7 @@ class Replicated(Parallel):
         torch.manual_seed(((seed * 1_000_003 + attempted) * 1_009 + self.rank) & (2**63 - 1))
 
     def scored(self, window: Sequence[Batch]) -> list[Batch]:
-        """A process without a target learns from one batch all the same: it adds zeros under the same names."""
+        """A process without a target scores one batch all the same: every process must sum the same names."""
         return super().scored(window) or list(window[:1])
 
     def sum_gradients(self, optimizer: AdamW) -> None:
@@ -59,28 +59,28 @@ class Replicated(Parallel):
 
     def sum_(self, tensors: Iterable[Tensor]) -> None:
         for bucket in _buckets(tensors):
-            whole = self._sum(torch.cat([tensor.reshape(-1) for tensor in bucket]))
-            for tensor, part in zip(bucket, whole.split([tensor.numel() for tensor in bucket]), strict=True):  # type: ignore[no-untyped-call]
+            summed = self._sum(torch.cat([tensor.reshape(-1) for tensor in bucket]))
+            for tensor, part in zip(bucket, summed.split([tensor.numel() for tensor in bucket]), strict=True):  # type: ignore[no-untyped-call]
                 tensor.copy_(part.view_as(tensor))
 
     def worst(self, value: float) -> float:
         ordered = math.inf if math.isnan(value) else value
-        found = torch.tensor([ordered], dtype=torch.float64, device=self._device)
-        with _together():
-            dist.all_reduce(found, dist.ReduceOp.MAX)
-        return float(found.tolist()[0])
+        largest = torch.tensor([ordered], dtype=torch.float64, device=self._device)
+        with _peer_errors():
+            dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return float(largest.tolist()[0])
 
     def broadcast(self, value: float) -> float:
-        found = torch.tensor([value], dtype=torch.float64, device=self._device)
-        with _together():
-            dist.broadcast(found, src=0)
-        return float(found.tolist()[0])
+        sent = torch.tensor([value], dtype=torch.float64, device=self._device)
+        with _peer_errors():
+            dist.broadcast(sent, src=0)
+        return float(sent.tolist()[0])
 
     def same_everywhere(self, fingerprint: int) -> bool:
-        found = torch.tensor([fingerprint, -fingerprint], dtype=torch.int64, device=self._device)
-        with _together():
-            dist.all_reduce(found, dist.ReduceOp.MAX)
-        highest, lowest = found.tolist()
+        extremes = torch.tensor([fingerprint, -fingerprint], dtype=torch.int64, device=self._device)
+        with _peer_errors():
+            dist.all_reduce(extremes, dist.ReduceOp.MAX)
+        highest, lowest = extremes.tolist()
         return bool(highest == -lowest)
 
     def check_replicas(self, tensors: Mapping[str, Tensor]) -> None:
@@ -98,13 +98,13 @@ class Replicated(Parallel):
         self.worst(0.0)
 
     def _sum(self, tensor: Tensor) -> Tensor:
-        with _together():
+        with _peer_errors():
             dist.all_reduce(tensor, dist.ReduceOp.SUM)
         return tensor
 
 
 def join(timeout_minutes: float) -> Parallel:
-    """The processes of this run, as torchrun or accelerate started them; alone where none did.
+    """Join the processes that torchrun or accelerate started; `Parallel()` for a single process.
 
     A process waits for another at most `timeout_minutes`.
     """
@@ -120,15 +120,15 @@ def join(timeout_minutes: float) -> Parallel:
         )
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        with _together():
+        with _peer_errors():
             dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes))
         atexit.register(dist.destroy_process_group)
     return Replicated(dist.get_rank(), dist.get_world_size())
 
 
 @contextmanager
-def _together() -> Iterator[None]:
-    """What torch raises when another process is gone or does not answer, as an end that can be resumed."""
+def _peer_errors() -> Iterator[None]:
+    """Turn torch's error for a missing or silent process into `Interrupted`: the run can be resumed."""
     try:
         yield
     except RuntimeError as error:
@@ -141,7 +141,7 @@ def _together() -> Iterator[None]:
 
 
 def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors of one dtype, enough of them to be worth a message and few enough to be copied."""
+    """Group tensors of one dtype into messages of bounded size."""
     bucket: list[Tensor] = []
     for tensor in tensors:
         is_full = sum(held.numel() for held in bucket) + tensor.numel() > _BUCKET_ELEMENTS

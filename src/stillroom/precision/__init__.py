@@ -2,8 +2,19 @@
 
 from stillroom.precision import rounding
 from stillroom.precision.adamw import AdamW, ParameterGroup
+from stillroom.precision.budget import BytesPerParameter, bytes_per_parameter
 from stillroom.precision.policy import Precision
 from stillroom.precision.resolve import choose, resolve
 from stillroom.precision.scaler import LossScale
 
-__all__ = ["AdamW", "LossScale", "ParameterGroup", "Precision", "choose", "resolve", "rounding"]
+__all__ = [
+    "AdamW",
+    "BytesPerParameter",
+    "LossScale",
+    "ParameterGroup",
+    "Precision",
+    "bytes_per_parameter",
+    "choose",
+    "resolve",
+    "rounding",
+]

@@ -2,7 +2,7 @@
 
 Loshchilov and Hutter 2019. On FP16 weights the usual implementation divides by an epsilon that FP16 rounds
 to zero and is NaN at the first step; here weights, gradients and moments are FP32 while they are worked on
-and return to their storage afterwards. Buckets bound the FP32 scratch.
+and return to their storage afterwards, many tensors at a time. Buckets bound the FP32 scratch.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw as adamw_update
 
-from stillroom.precision.storage import Moment, Storage
+from stillroom.precision import rounding
+from stillroom.precision.storage import Moment, Storage, in_fp32
 
-_BUCKET_ELEMENTS = 1 << 22
+_SCRATCH_BYTES = 1 << 27
 COUNTS = "num_updates"  # in a checkpoint: the updates of each parameter, in the order of the groups
 
 
@@ -50,6 +51,19 @@ class _Cell:
     @property
     def gradient(self) -> Tensor | None:
         return self.accumulated if self.accumulated is not None else self.parameter.grad
+
+    @property
+    def known_gradient(self) -> Tensor:
+        assert self.gradient is not None  # buckets hold only parameters with a gradient
+        return self.gradient
+
+    @property
+    def scratch_bytes(self) -> int:
+        """What an update of this parameter needs beside what is kept."""
+        each = self.storage.scratch_bytes
+        each += 2 * self.first.scratch_bytes if self.first.values.dtype != torch.float32 else 0
+        each += 4 if self.known_gradient.dtype != torch.float32 else 0
+        return each * self.parameter.numel()
 
     def accumulate(self, parameter: Tensor) -> None:
         """Move a fresh gradient into the FP32 sum: an FP16 sum would drop what is small beside it."""
@@ -86,6 +100,7 @@ class AdamW:
         # what it should be after a hundred of theirs.
         self._counts = torch.zeros(sum(len(group.parameters) for group in groups), device=first.device)
         counts = iter(self._counts.unbind())
+        self._rounds = moment_dtype == torch.bfloat16  # whether moments are rounded stochastically
         self.cells: dict[str, list[_Cell]] = {}
         for group in groups:
             self.cells[group.name] = []
@@ -178,16 +193,17 @@ class AdamW:
         self.num_updates += 1
 
     def _update(self, bucket: list[_Cell], rate: float, factor: float) -> None:
-        weights = [cell.storage.read() for cell in bucket]
-        gradients = [_in_fp32(cell.gradient) for cell in bucket]
-        torch._foreach_mul_(gradients, factor)
-        first = [cell.first.read() for cell in bucket]
-        second = [cell.second.read() for cell in bucket]
+        kind: Any = type(bucket[0].storage)
+        storages = [cell.storage for cell in bucket]
+        firsts, seconds = [cell.first for cell in bucket], [cell.second for cell in bucket]
+        weights, gradients = kind.read_all(storages), in_fp32([cell.known_gradient for cell in bucket])
+        torch._foreach_mul_(gradients.parts, factor)
+        first, second = Moment.read_all(firsts), Moment.read_all(seconds)
         adamw_update(
-            weights,
-            gradients,
-            first,
-            second,
+            weights.parts,
+            gradients.parts,
+            first.parts,
+            second.parts,
             [],
             [cell.num_updates for cell in bucket],
             fused=True,
@@ -199,10 +215,26 @@ class AdamW:
             eps=self.epsilon,
             maximize=False,
         )
-        for cell, weight, m, v in zip(bucket, weights, first, second, strict=True):
-            cell.storage.write(weight, self._generator)
-            cell.first.write(m, self._generator)
-            cell.second.write(v, self._generator)
+        bits = self._draw(bucket)
+        kind.write_all(storages, weights, bits.get("weights"))
+        Moment.write_all(firsts, first, bits.get("first"))
+        Moment.write_all(seconds, second, bits.get("second"))
+
+    def _draw(self, bucket: list[_Cell]) -> dict[str, Tensor]:
+        """The random bits of a bucket in one draw: for each parameter in turn those of its weights and its moments."""
+        streams = [*(["weights"] if bucket[0].storage.draws else []), *(["first", "second"] if self._rounds else [])]
+        if not streams:
+            return {}
+        num_bits = rounding.BF16_BITS if self._rounds else rounding.FP16_BITS
+        sizes = [cell.parameter.numel() for cell in bucket for _stream in streams]
+        drawn = rounding.random_bits(sum(sizes), num_bits, self._generator, bucket[0].parameter.device)
+        if len(streams) == 1:
+            return {streams[0]: drawn}
+        pieces = torch.split(drawn, sizes)
+        found = {name: torch.cat(pieces[number :: len(streams)]) for number, name in enumerate(streams)}
+        if "weights" in found:
+            found["weights"].bitwise_and_((1 << rounding.FP16_BITS) - 1)
+        return found
 
     # -- state -------------------------------------------------------------------------------------------
 
@@ -243,20 +275,19 @@ class AdamW:
             yield from cells
 
 
-def _in_fp32(gradient: Tensor | None) -> Tensor:
-    assert gradient is not None  # buckets hold only parameters with a gradient
-    return gradient if gradient.dtype == torch.float32 else gradient.float()
-
-
 def _buckets(cells: list[_Cell]) -> Iterator[list[_Cell]]:
-    """Runs of cells with equal decay and bounded size."""
+    """Runs of cells with equal decay and one kind of storage, no larger than their FP32 scratch may be.
+
+    Where the update needs no scratch, a run is as long as it is.
+    """
     bucket: list[_Cell] = []
     size = 0
-    for cell in sorted(cells, key=lambda cell: cell.decay):
-        if bucket and (cell.decay != bucket[0].decay or size + cell.parameter.numel() > _BUCKET_ELEMENTS):
+    for cell in sorted(cells, key=lambda cell: (cell.decay, type(cell.storage).__name__)):
+        is_alike = bucket and cell.decay == bucket[0].decay and type(cell.storage) is type(bucket[0].storage)
+        if bucket and not (is_alike and size + cell.scratch_bytes <= _SCRATCH_BYTES):
             yield bucket
             bucket, size = [], 0
         bucket.append(cell)
-        size += cell.parameter.numel()
+        size += cell.scratch_bytes
     if bucket:
         yield bucket

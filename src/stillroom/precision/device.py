@@ -1,7 +1,8 @@
 """What a device can do natively, as plain facts.
 
-`torch.cuda.is_bf16_supported()` says yes on a T4, by emulation; and a wheel built without a card's
-architecture sees the card, allocates on it, and dies at the first kernel. So both are asked precisely.
+`torch.cuda.is_bf16_supported()` says yes on a T4, by emulation, and speaks of the current card, not of the chosen one;
+a wheel built without a card's architecture sees the card, allocates on it, and dies at the first kernel. So the
+capability of the chosen card is asked.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ class DeviceFacts:
     memory_bytes: int = 0
     architecture: str = ""  # e.g. "sm_75"
     built_for: tuple[str, ...] = ()  # architectures of the installed torch
+    has_tensor_cores: bool = True  # without them FP16 products with FP32 sums run at FP32's rate
 
     @property
     def is_supported(self) -> bool:
@@ -42,10 +44,12 @@ def facts_of(device: torch.device) -> DeviceFacts:
     if device.type != "cuda":
         return DeviceFacts(kind=device.type, name=device.type.upper())
     major, minor = torch.cuda.get_device_capability(device)
+    is_amd = torch.version.hip is not None  # its capability numbers mean other things
     return DeviceFacts(
         kind="cuda",
         name=torch.cuda.get_device_name(device),
-        has_native_bf16=torch.cuda.is_bf16_supported(including_emulation=False),
+        has_native_bf16=is_amd or major >= 8,
+        has_tensor_cores=is_amd or major >= 7,
         memory_bytes=torch.cuda.get_device_properties(device).total_memory,
         architecture=f"sm_{major}{minor}",
         built_for=tuple(torch.cuda.get_arch_list()),

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stillroom.config.schema import PrecisionConfig, TrainConfig
+from stillroom.config.schema import PrecisionConfig
+from stillroom.config.train import TrainConfig
 from stillroom.precision.adamw import AdamW, ParameterGroup
 from stillroom.precision.cpu_half_matmul import HalfProducts
 from stillroom.precision.scaler import LossScale
@@ -50,11 +51,16 @@ class Precision:
             stack.enter_context(self.half_products())
             yield
 
+    @property
+    def emulates_half(self) -> bool:
+        """Whether FP16 products are computed in FP32 and rounded."""
+        uses_half = self.compute_dtype == torch.float16 or self.keeps_half_weights
+        return uses_half and self.device.type == "cpu"
+
     @contextmanager
     def half_products(self) -> Iterator[None]:
         """FP16 products by way of FP32 where the device has no fast ones."""
-        uses_half = self.compute_dtype == torch.float16 or self.keeps_half_weights
-        if uses_half and self.device.type == "cpu":
+        if self.emulates_half:
             with HalfProducts():  # type: ignore[no-untyped-call]
                 yield
         else:
@@ -131,7 +137,12 @@ class Precision:
     # -- state -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        return {"mode": self.mode, "scale": self.scaler.scale, "good_steps": self.scaler.good_steps}
+        return {
+            "mode": self.mode,
+            "scale": self.scaler.scale,
+            "good_steps": self.scaler.good_steps,
+            "device": self.device.type,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state["mode"] != self.mode:

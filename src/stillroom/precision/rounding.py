@@ -16,7 +16,15 @@ _FP16_LARGEST = 65504.0
 RESIDUAL_SCALE = 4096.0  # keeps the residual of ordinary weights out of FP16's subnormal range
 
 
-def stochastic_fp16(values: Tensor, generator: torch.Generator) -> Tensor:
+FP16_BITS, BF16_BITS = 13, 16  # mantissa bits that FP32 has and the shorter format has not
+
+
+def random_bits(count: int, num_bits: int, generator: torch.Generator, device: torch.device) -> Tensor:
+    """`count` integers of that many random bits. On a CPU a draw in pieces gives the numbers of one draw."""
+    return torch.randint(0, 1 << num_bits, (count,), generator=generator, device=device, dtype=torch.int32)
+
+
+def round_to_fp16(values: Tensor, bits: Tensor) -> Tensor:
     """FP16 neighbours of FP32 values, up or down with the probability that makes the mean exact.
 
     FP32 carries 13 mantissa bits more than FP16: adding 13 random bits and cutting them off rounds up with
@@ -24,20 +32,27 @@ def stochastic_fp16(values: Tensor, generator: torch.Generator) -> Tensor:
     the smallest step. NaN and infinity pass through; what exceeds the largest finite value becomes infinite,
     as in any cast, for the guard to see.
     """
-    random = torch.randint(0, 1 << 13, values.shape, generator=generator, device=values.device, dtype=torch.int32)
-    bits = values.view(torch.int32)
-    normal = ((bits + random) & ~0x1FFF).view(torch.float32)
-    steps = values / _FP16_SUBNORMAL_STEP
-    small = torch.floor(steps + random.float() / (1 << 13)) * _FP16_SUBNORMAL_STEP
+    normal = (values.view(torch.int32) + bits).bitwise_and_(~0x1FFF).view(torch.float32)
+    small = bits.float().div_(1 << FP16_BITS).add_(values / _FP16_SUBNORMAL_STEP).floor_().mul_(_FP16_SUBNORMAL_STEP)
     rounded = torch.where(values.abs() < _FP16_SMALLEST_NORMAL, small, normal)
-    return torch.where(torch.isfinite(values), rounded, values).to(torch.float16)
+    # Infinity has no mantissa bits to be added to; NaN has, and might become a number.
+    return torch.where(values == values, rounded, values).to(torch.float16)
+
+
+def round_to_bf16(values: Tensor, bits: Tensor) -> Tensor:
+    """BF16 neighbours of FP32 values, unbiased. BF16 shares FP32's exponents, so one addition covers all."""
+    rounded = (values.view(torch.int32) + bits).bitwise_and_(~0xFFFF).view(torch.float32)
+    return torch.where(values == values, rounded, values).to(torch.bfloat16)
+
+
+def stochastic_fp16(values: Tensor, generator: torch.Generator) -> Tensor:
+    """`round_to_fp16` with bits of its own."""
+    return round_to_fp16(values, random_bits(values.numel(), FP16_BITS, generator, values.device).view(values.shape))
 
 
 def stochastic_bf16(values: Tensor, generator: torch.Generator) -> Tensor:
-    """BF16 neighbours of FP32 values, unbiased. BF16 shares FP32's exponents, so one addition covers all."""
-    random = torch.randint(0, 1 << 16, values.shape, generator=generator, device=values.device, dtype=torch.int32)
-    rounded = ((values.view(torch.int32) + random) & ~0xFFFF).view(torch.float32)
-    return torch.where(torch.isfinite(values), rounded, values).to(torch.bfloat16)
+    """`round_to_bf16` with bits of its own."""
+    return round_to_bf16(values, random_bits(values.numel(), BF16_BITS, generator, values.device).view(values.shape))
 
 
 def split(values: Tensor) -> tuple[Tensor, Tensor]:

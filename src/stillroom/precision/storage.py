@@ -1,12 +1,15 @@
-"""How a parameter and its moments are kept between steps.
+"""How parameters and their moments are kept between steps.
 
-The optimizer works in FP32 on what `read` returns and hands it to `write`. A storage is the only place that
-knows in how many bytes a weight lives, so a new precision policy is a new storage, not a new optimizer.
+The optimizer works in FP32 on what `read_all` returns and hands it to `write_all`. A storage is the only place that
+knows in how many bytes a weight lives, so a new precision policy is a new storage, not a new optimizer. Tensors are
+read and written many at a time, through one flat copy: a GPU is given a few large kernels instead of a few a tensor.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +17,39 @@ from torch import Tensor, nn
 from stillroom.precision import rounding
 
 
+@dataclass(frozen=True)
+class Working:
+    """FP32 values of several tensors. `flat` holds them end to end where they are copies, and `parts` are its views."""
+
+    parts: list[Tensor]
+    flat: Tensor | None = None
+
+
+def in_fp32(tensors: Sequence[Tensor]) -> Working:
+    """The tensors themselves where all are FP32, else FP32 copies of all of them."""
+    if all(tensor.dtype == torch.float32 for tensor in tensors):
+        return Working(list(tensors))
+    sizes = [tensor.numel() for tensor in tensors]
+    flat = torch.empty(sum(sizes), dtype=torch.float32, device=tensors[0].device)
+    parts = [part.view(tensor.shape) for part, tensor in zip(torch.split(flat, sizes), tensors, strict=True)]
+    torch._foreach_copy_(parts, list(tensors))
+    return Working(parts, flat)
+
+
+def copy_flat(flat: Tensor, into: Sequence[Tensor]) -> None:
+    """Copy values that lie end to end into tensors."""
+    parts = torch.split(flat, [tensor.numel() for tensor in into])
+    torch._foreach_copy_(list(into), [part.view(tensor.shape) for part, tensor in zip(parts, into, strict=True)])
+
+
 class Storage(Protocol):
     """Keeps one parameter. `extra` are the tensors a checkpoint must hold beside the parameter itself."""
 
     parameter: nn.Parameter
+    draws: ClassVar[int]  # random numbers that a write takes for each element
+    scratch_bytes: ClassVar[int]  # memory that reading and writing take for each element
 
     def read(self) -> Tensor: ...
-    def write(self, values: Tensor, generator: torch.Generator) -> None: ...
     def refresh(self) -> None: ...
     def extra(self) -> dict[str, Tensor]: ...
 
@@ -28,14 +57,22 @@ class Storage(Protocol):
 class Direct:
     """The parameter is FP32 and is its own master."""
 
+    draws: ClassVar[int] = 0
+    scratch_bytes: ClassVar[int] = 0
+
     def __init__(self, parameter: nn.Parameter) -> None:
         self.parameter = parameter
 
     def read(self) -> Tensor:
         return self.parameter.data
 
-    def write(self, values: Tensor, generator: torch.Generator) -> None:
-        """Nothing to do: `read` gave the parameter itself."""
+    @staticmethod
+    def read_all(storages: Sequence[Direct]) -> Working:
+        return Working([storage.parameter.data for storage in storages])
+
+    @staticmethod
+    def write_all(storages: Sequence[Direct], values: Working, bits: Tensor | None) -> None:
+        """Nothing to do: `read_all` gave the parameters themselves."""
 
     def refresh(self) -> None:
         """Nothing to do: there is no second copy."""
@@ -47,6 +84,9 @@ class Direct:
 class Master:
     """FP16 parameter, FP32 master copy."""
 
+    draws: ClassVar[int] = 0
+    scratch_bytes: ClassVar[int] = 0
+
     def __init__(self, parameter: nn.Parameter) -> None:
         self.parameter = parameter
         self.master = parameter.data.float()
@@ -55,8 +95,13 @@ class Master:
     def read(self) -> Tensor:
         return self.master
 
-    def write(self, values: Tensor, generator: torch.Generator) -> None:
-        self.refresh()
+    @staticmethod
+    def read_all(storages: Sequence[Master]) -> Working:
+        return Working([storage.master for storage in storages])
+
+    @staticmethod
+    def write_all(storages: Sequence[Master], values: Working, bits: Tensor | None) -> None:
+        torch._foreach_copy_([storage.parameter.data for storage in storages], values.parts)
 
     def refresh(self) -> None:
         """Write the master over the FP16 copy: heals a copy that was damaged alone."""
@@ -69,6 +114,9 @@ class Master:
 class Split:
     """FP16 parameter, FP16 residual: four bytes that hold about 22 bits."""
 
+    draws: ClassVar[int] = 0
+    scratch_bytes: ClassVar[int] = 20
+
     def __init__(self, parameter: nn.Parameter) -> None:
         self.parameter = parameter
         parameter.data, self.residual = rounding.split(parameter.data.float())
@@ -76,10 +124,20 @@ class Split:
     def read(self) -> Tensor:
         return rounding.join(self.parameter.data, self.residual)
 
-    def write(self, values: Tensor, generator: torch.Generator) -> None:
-        coarse, residual = rounding.split(values)
-        self.parameter.data.copy_(coarse)
-        self.residual.copy_(residual)
+    @staticmethod
+    def read_all(storages: Sequence[Split]) -> Working:
+        coarse = in_fp32([storage.parameter.data for storage in storages])
+        residual = in_fp32([storage.residual for storage in storages])
+        assert coarse.flat is not None and residual.flat is not None  # both are FP16
+        coarse.flat.add_(residual.flat.div_(rounding.RESIDUAL_SCALE))
+        return coarse
+
+    @staticmethod
+    def write_all(storages: Sequence[Split], values: Working, bits: Tensor | None) -> None:
+        assert values.flat is not None
+        coarse, residual = rounding.split(values.flat)
+        copy_flat(coarse, [storage.parameter.data for storage in storages])
+        copy_flat(residual, [storage.residual for storage in storages])
 
     def refresh(self) -> None:
         """Nothing to do: the parameter is half of the value, not a copy of it."""
@@ -91,6 +149,9 @@ class Split:
 class Stochastic:
     """FP16 parameter alone, rounded so that small updates survive in the mean."""
 
+    draws: ClassVar[int] = 1
+    scratch_bytes: ClassVar[int] = 28
+
     def __init__(self, parameter: nn.Parameter) -> None:
         self.parameter = parameter
         parameter.data = parameter.data.to(torch.float16)
@@ -98,8 +159,14 @@ class Stochastic:
     def read(self) -> Tensor:
         return self.parameter.data.float()
 
-    def write(self, values: Tensor, generator: torch.Generator) -> None:
-        self.parameter.data.copy_(rounding.stochastic_fp16(values, generator))
+    @staticmethod
+    def read_all(storages: Sequence[Stochastic]) -> Working:
+        return in_fp32([storage.parameter.data for storage in storages])
+
+    @staticmethod
+    def write_all(storages: Sequence[Stochastic], values: Working, bits: Tensor | None) -> None:
+        assert values.flat is not None and bits is not None
+        copy_flat(rounding.round_to_fp16(values.flat, bits), [storage.parameter.data for storage in storages])
 
     def refresh(self) -> None:
         """Nothing to do: there is no second copy."""
@@ -115,12 +182,19 @@ class Moment:
     must be stochastic: to nearest, a second moment with decay 0.999 could never decay.
     """
 
+    scratch_bytes: ClassVar[int] = 24  # of one in BF16; one in FP32 takes none
+
     def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
         self.values = torch.zeros(like.shape, dtype=dtype, device=like.device)
 
     def read(self) -> Tensor:
         return self.values.float()  # the tensor itself when it is FP32 already
 
-    def write(self, values: Tensor, generator: torch.Generator) -> None:
-        if self.values.dtype == torch.bfloat16:
-            self.values.copy_(rounding.stochastic_bf16(values, generator))
+    @staticmethod
+    def read_all(moments: Sequence[Moment]) -> Working:
+        return in_fp32([moment.values for moment in moments])
+
+    @staticmethod
+    def write_all(moments: Sequence[Moment], values: Working, bits: Tensor | None) -> None:
+        if values.flat is not None and bits is not None:
+            copy_flat(rounding.round_to_bf16(values.flat, bits), [moment.values for moment in moments])

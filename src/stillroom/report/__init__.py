@@ -1,4 +1,4 @@
-"""A run as one page: what came of it, in words, numbers and curves. Offline, in one file."""
+"""The report of a run: one HTML file with words, tables and figures, readable offline."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ __all__ = ["RunRecord", "render", "write_report"]
 
 
 def write_report(run_dir: Path | str) -> Path:
-    """Write `report.html` into a run's folder and answer with its path.
+    """Write `report.html` into a run's folder and return its path.
 
-    Whatever the folder lacks (a crashed run has no summary) the page says so and shows the rest.
+    The page says what the folder lacks (a crashed run has no summary) and shows the rest.
     """
     path = Path(run_dir) / "report.html"
     temporary = path.with_name(path.name + ".tmp")

@@ -1,7 +1,7 @@
-"""The parts figures are drawn with: colours by role, axes, curves thinned to what a screen can show.
+"""Parts of figures: colours by role, axes, curves thinned to what a screen can show.
 
-Figures are plain plotly dictionaries. Colours are the light ones; the page replaces each by its dark partner
-when the reader's screen is dark. Plotly reads tags in labels, so text from outside goes through `label`.
+Figures are plain plotly dictionaries with the colours of a light page; on a dark screen the page replaces each by its
+dark counterpart. Plotly reads tags in labels, so text from outside goes through `label`.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from stillroom.report.markup import text
-from stillroom.telemetry.wording import clip
+from stillroom.telemetry.wording import as_number, clip
 
 Trace = dict[str, Any]
 Layout = dict[str, Any]
 Curve = tuple[list[float], list[float]]
 
 MAX_POINTS = 2000
-MAX_AREAS = 300  # points of a stacked area; more only fray its edges
+MAX_AREAS = 300  # points of a stacked area; more only roughen its edges
 MAX_NAMED_TICKS = 6
-SMOOTHED_SHARE = 0.02  # of the run, that the smoothed curve looks back over
+SMOOTHED_SHARE = 0.02  # of the run: span of the running mean
 
 # role: (on a light page, on a dark page). The same role has the same colour in every figure and table.
 ROLES: Mapping[str, tuple[str, str]] = {
@@ -38,7 +38,7 @@ ROLES: Mapping[str, tuple[str, str]] = {
     "page": ("#faf8f4", "#15171a"),
     "good": ("#2f7a48", "#7cc794"),
 }
-# kd listens to the teacher and ce to the data, as plain training does; the others take what is left.
+# kd has the teacher's colour, ce that of plain training; the other terms take the remaining colours.
 TERM_COLOURS = {"kd": ROLES["teacher"][0], "ce": ROLES["baseline"][0]}
 OTHER_COLOURS = ("#3f6fb0", "#97689a", "#5d8a3c", "#b0567a", "#8a7a2e", "#4d8f8a")
 DARK_OTHER_COLOURS = ("#86aee6", "#c99ccb", "#9cc97c", "#e295b4", "#cbbb6c", "#8fd0cb")
@@ -54,7 +54,7 @@ def dark_partners() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Figure:
-    """One drawing with the sentence that says what to see in it."""
+    """One figure, with a title that states what it shows."""
 
     key: str
     title: str
@@ -71,13 +71,20 @@ def label(name: object) -> str:
 # -- curves ----------------------------------------------------------------------------------------------
 
 
+def curve(events: Sequence[Mapping[str, Any]], key: str, *, above: float | None = None) -> Curve:
+    """The finite values of a key over the steps."""
+    values = [(float(event["step"]), as_number(event.get(key))) for event in events]
+    points = [(step, value) for step, value in values if value is not None and (above is None or value > above)]
+    return [step for step, _ in points], [value for _, value in points]
+
+
 def short(value: float) -> float:
-    """Five digits are more than a screen can show."""
+    """Round to five significant digits, which is more than a screen can show."""
     return float(f"{value:.5g}")
 
 
 def thin(curve: Curve, limit: int = MAX_POINTS) -> Curve:
-    """At most `limit` points, keeping the lowest and highest of each stretch so that no spike is lost."""
+    """At most `limit` points, keeping the lowest and highest of each stretch, so that spikes stay visible."""
     xs, ys = curve
     if len(xs) <= limit:
         return xs, ys
@@ -90,19 +97,19 @@ def thin(curve: Curve, limit: int = MAX_POINTS) -> Curve:
 
 
 def stretches(items: Sequence[Any], limit: int = MAX_AREAS) -> list[Sequence[Any]]:
-    """The items in at most `limit` stretches of equal length, for curves that must share their places."""
+    """The items in at most `limit` stretches of equal length, for curves that must share their x values."""
     size = math.ceil(len(items) / limit) or 1
     return [items[begin : begin + size] for begin in range(0, len(items), size)]
 
 
 def smooth(curve: Curve) -> Curve:
-    """A running mean that looks back over a share of the run."""
+    """A running mean over the last SMOOTHED_SHARE of the run."""
     xs, ys = curve
-    # A short run is noisy too: there it looks back over a tenth, up to eight steps.
+    # In a short run take a tenth, up to eight steps.
     pull = 1.0 / max(1.0, SMOOTHED_SHARE * len(ys), min(8.0, len(ys) / 10))
     level, out = ys[0] if ys else 0.0, []
     for index, value in enumerate(ys):
-        # The first points are averaged evenly: the first value alone would drag on for long.
+        # Average the first points evenly, else the first value would dominate for long.
         level += max(pull, 1.0 / (index + 1)) * (value - level)
         out.append(level)
     return xs, out
@@ -118,7 +125,7 @@ def line(curve: Curve, name: str, stroke: str, **options: Any) -> Trace:
         "x": xs,
         "y": [short(value) for value in ys],
         "line": style,
-        "cliponaxis": False,  # markers on the frame stay whole
+        "cliponaxis": False,  # do not cut markers at the frame
     } | options
 
 
@@ -141,7 +148,7 @@ def marks(curve: Curve, name: str, stroke: str, symbol: str = "circle", **option
 
 
 def noisy(curve: Curve, name: str, smoothed_name: str, **options: Any) -> list[Trace]:
-    """A curve that jumps from step to step: each value pale, and the running mean to follow."""
+    """A noisy curve: each value pale, and the running mean."""
     return [
         line(thin(curve), name, colour("training"), width=1, hoverinfo="skip", **options),
         line(thin(smooth(curve)), smoothed_name, colour("student"), **options),
@@ -168,7 +175,7 @@ def layout(last_step: float, y_axis: Layout, **options: Any) -> Layout:
         "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "font": {"color": colour("ink")}},
         "xaxis": x_axis(last_step),
         "yaxis": y_axis,
-        "dragmode": False,  # a page is scrolled with the finger that would otherwise zoom
+        "dragmode": False,  # on a touch screen, scroll the page instead of zooming
     } | options
 
 
@@ -191,7 +198,7 @@ def y_axis(title: str, **options: Any) -> Layout:
         "zeroline": False,
         "fixedrange": True,
         "automargin": True,
-        "ticks": "outside",  # unseen ticks keep the labels clear of markers on the axis
+        "ticks": "outside",  # invisible ticks keep labels away from markers on the axis
         "ticklen": 6,
         "tickcolor": "rgba(0,0,0,0)",
         "nticks": 6,
@@ -199,7 +206,7 @@ def y_axis(title: str, **options: Any) -> Layout:
 
 
 def y_axis_for(title: str, values: Sequence[float]) -> Layout:
-    """Logarithmic where the values span more than a decade, with ticks people can read."""
+    """A y axis: logarithmic, with round ticks, if the values span more than a decade."""
     positive = [value for value in values if value > 0]
     if not positive or len(positive) < len(values) or max(positive) / min(positive) < 10:
         return y_axis(title)
@@ -217,7 +224,7 @@ def y_axis_for(title: str, values: Sequence[float]) -> Layout:
 
 
 def y_axis_at(title: str, values: Sequence[float]) -> Layout:
-    """Ticks at the very values where they are few, as powers of two are; else as `y_axis_for`."""
+    """A y axis with a tick at each value if there are few (powers of two); else as `y_axis_for`."""
     few = sorted(set(values))
     if len(few) > MAX_NAMED_TICKS:
         return y_axis_for(title, values)
@@ -236,7 +243,7 @@ def _log_ticks(low: float, high: float) -> list[float]:
 
 
 def two_panels(last_step: float, upper: Layout, lower: Layout) -> Layout:
-    """Two drawings over the same steps, one above the other: two scales in one would invite false crossings."""
+    """Two panels over the same steps, one above the other: with two scales in one panel, crossings would mislead."""
     return layout(
         last_step,
         upper | {"domain": [0.56, 1.0]},
@@ -247,7 +254,7 @@ def two_panels(last_step: float, upper: Layout, lower: Layout) -> Layout:
 
 
 def phase_lines(events: Sequence[Mapping[str, Any]]) -> Layout:
-    """Where the curriculum changed: a thin line with the new phase's name at the top."""
+    """A thin vertical line, with the name of the new phase, where the curriculum changes phase."""
     steps = [event["step"] for event in events if isinstance(event.get("step"), int)]
     names = [label(event.get("to")) for event in events if isinstance(event.get("step"), int)]
     shapes = [

@@ -1,6 +1,6 @@
-"""The figures of the report, each a function of the run: a drawing, or None when the run has nothing to draw.
+"""The figures of the report. Each function returns a figure, or None if the run has no data for it.
 
-Titles say what to see, with the run's own numbers.
+Titles state the result with the run's numbers.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from dataclasses import replace
 from stillroom.report.drawing import (
     OTHER_COLOURS,
     TERM_COLOURS,
-    Curve,
     Figure,
     Trace,
     colour,
+    curve,
     label,
     layout,
     level,
@@ -58,16 +58,9 @@ def all_figures(run: RunRecord) -> list[Figure]:
     tried = [perplexity(run), objective(run), shares(run), pulls(run), gradients(run), rates(run), pace(run)]
     tried.append(router_figure(run))
     drawn = [figure for figure in tried if figure is not None]
-    if sum(not figure.is_wide for figure in drawn) % 2:  # the last one would stand beside an empty place
+    if sum(not figure.is_wide for figure in drawn) % 2:  # else the last one would be beside an empty place
         drawn[-1] = replace(drawn[-1], is_wide=True)
     return drawn
-
-
-def curve(events: Sequence[Event], key: str, *, above: float | None = None) -> Curve:
-    """The finite values of a key over the steps."""
-    found = [(float(event["step"]), as_number(event.get(key))) for event in events]
-    kept = [(step, value) for step, value in found if value is not None and (above is None or value > above)]
-    return [step for step, _ in kept], [value for _, value in kept]
 
 
 def last_step(run: RunRecord) -> float:
@@ -106,9 +99,9 @@ def perplexity(run: RunRecord) -> Figure | None:
 
 
 def _whiskers(run: RunRecord, xs: Sequence[float], ys: Sequence[float]) -> Trace:
-    """Error bars where evaluations have an interval."""
-    known = {float(event["step"]): items(mapping(event, "intervals"), "perplexity") for event in run.evals}
-    bounds = [[as_number(bound) for bound in known.get(x, ())] for x in xs]
+    """Error bars of the evaluations that have an interval."""
+    intervals = {float(event["step"]): items(mapping(event, "intervals"), "perplexity") for event in run.evals}
+    bounds = [[as_number(bound) for bound in intervals.get(x, ())] for x in xs]
     if not any(len(pair) == 2 and None not in pair for pair in bounds):
         return {}
     above, below = [], []
@@ -137,16 +130,16 @@ def objective(run: RunRecord) -> Figure | None:
     if not train[0] and not held_out[0]:
         return None
     traces: list[Trace] = []
-    told: list[str] = []
+    ends: list[str] = []
     if train[0]:
         traces += noisy(train, "training, each step", "training, smoothed")
-        told.append(f"{format_loss(smooth(train)[1][-1])} in training")
+        ends.append(f"{format_loss(smooth(train)[1][-1])} in training")
     if held_out[0]:
         traces.append(
             line(held_out, "held out", colour("ink"), mode="lines+markers", width=1.5, dash="dot", marker={"size": 7})
         )
-        told.append(f"{format_loss(held_out[1][-1])} held out")
-    title = f"The objective ends at {' and '.join(told)}"
+        ends.append(f"{format_loss(held_out[1][-1])} held out")
+    title = f"The objective ends at {' and '.join(ends)}"
     caption = "The same objective at the same weights for both, so the distance between the curves is real."
     axis = y_axis_for("objective", [*train[1], *held_out[1]])
     return Figure("objective", title, caption, traces, layout(last_step(run), axis) | phase_lines(run.of("phase")))
@@ -180,28 +173,28 @@ def _share(event: Event, name: str) -> float:
 
 
 def pulls(run: RunRecord) -> Figure | None:
-    """Each term's share of the gradient, and whether terms pull the same way, where it was measured."""
-    found = sorted({event["step"]: event for event in run.of("gradients") if _is_step(event)}.items())
-    names = list(dict.fromkeys(name for _, event in found for name in mapping(event, "terms")))
+    """Each term's share of the gradient, and the cosines between terms, if they were measured."""
+    records = sorted({event["step"]: event for event in run.of("gradients") if _is_step(event)}.items())
+    names = list(dict.fromkeys(name for _, event in records for name in mapping(event, "terms")))
     if len(names) < 2:
         return None
     strokes = iter(OTHER_COLOURS * len(names))
     traces: list[Trace] = []
     style = {"mode": "lines+markers", "marker": {"size": 5}}
     for name in names:
-        heights = [as_number(mapping(mapping(event, "terms"), name).get("share")) for _, event in found]
-        kept = [
-            (float(step), 100 * value) for (step, _), value in zip(found, heights, strict=True) if value is not None
+        heights = [as_number(mapping(mapping(event, "terms"), name).get("share")) for _, event in records]
+        points = [
+            (float(step), 100 * value) for (step, _), value in zip(records, heights, strict=True) if value is not None
         ]
         stroke = TERM_COLOURS.get(name) or next(strokes)
-        traces.append(line(([x for x, _ in kept], [y for _, y in kept]), label(name), stroke, **style))
+        traces.append(line(([x for x, _ in points], [y for _, y in points]), label(name), stroke, **style))
         traces[-1]["hovertemplate"] = "%{y:.1f}%"
-    for pair in dict.fromkeys(pair for _, event in found for pair in mapping(event, "cosines")):
-        angles = [(float(step), as_number(mapping(event, "cosines").get(pair))) for step, event in found]
-        points = [(step, value) for step, value in angles if value is not None]
+    for pair in dict.fromkeys(pair for _, event in records for pair in mapping(event, "cosines")):
+        cosines = [(float(step), as_number(mapping(event, "cosines").get(pair))) for step, event in records]
+        points = [(step, value) for step, value in cosines if value is not None]
         curve_of = ([x for x, _ in points], [y for _, y in points])
         traces.append(line(curve_of, label(pair), colour("ink"), width=1.5, dash="dot", **style) | {"yaxis": "y2"})
-    last = {name: as_number(mapping(mapping(found[-1][1], "terms"), name).get("share")) or 0.0 for name in names}
+    last = {name: as_number(mapping(mapping(records[-1][1], "terms"), name).get("share")) or 0.0 for name in names}
     largest = max(last, key=last.__getitem__)
     title = f"{clean(largest)} makes {format_percent(last[largest], 0)} of the gradient at the end"
     caption = "Above: each term's share of the gradient norms. Below: 1 is the same direction, below 0 they disagree."
@@ -227,15 +220,15 @@ def gradients(run: RunRecord) -> Figure | None:
         traces.append(level(clip, last_step(run), f"clipped at {clip:g}", colour("muted")))
     if refused:
         places = [(float(event["step"]), as_number(event.get("grad_norm"))) for event in refused]
-        # A norm that is not finite has no place on the axis: it is marked at the top.
+        # Mark a norm that is not finite at the top.
         heights = [value if value is not None and value > 0 else roof for _, value in places]
         spots = ([step for step, _ in places], heights)
         traces.append(marks(spots, "refused", colour("refused"), "x", size=9))
-    told = [f"median {format_norm(statistics.median(norms[1]))}"] if norms[0] else []
+    parts = [f"median {format_norm(statistics.median(norms[1]))}"] if norms[0] else []
     if clip and norms[0]:
-        told.append(f"{format_percent(statistics.fmean(value > clip for value in norms[1]), 0)} of the steps clipped")
-    told.append(f"{len(refused)} attempts refused" if refused else "none refused")
-    title = f"Gradient norm: {', '.join(told)}"
+        parts.append(f"{format_percent(statistics.fmean(value > clip for value in norms[1]), 0)} of the steps clipped")
+    parts.append(f"{len(refused)} attempts refused" if refused else "none refused")
+    title = f"Gradient norm: {', '.join(parts)}"
     caption = "Before clipping."
     if refused:
         caption += " A refused attempt changed no weight; crosses at the top had no finite norm."
@@ -262,7 +255,7 @@ def rates(run: RunRecord) -> Figure | None:
 
 
 def _unbroken(rate: float) -> str:
-    """A rate that no line break can cut at its hyphen."""
+    """Prevent a line break at the hyphen of a rate."""
     return format_lr(rate).replace("-", "\u2011")
 
 

@@ -1,7 +1,7 @@
-"""HTML by construction: text is escaped unless it is already markup.
+"""Build HTML: text is escaped unless it is already markup.
 
-Everything a run recorded (names, samples, paths, reasons) may hold anything at all, so no page is built by
-gluing strings: only `element` makes markup, and it escapes each child that is not markup itself.
+What a run recorded (names, samples, paths, reasons) may contain anything, so never concatenate strings: only `element`
+makes markup, and it escapes each child that is not markup.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _VOID = frozenset({"meta", "br", "hr"})
 
 
 class Html(str):
-    """Markup that is safe as it stands."""
+    """Markup that needs no escaping."""
 
     __slots__ = ()
 
 
 def text(value: object, *, keep_lines: bool = False) -> Html:
-    """Any value as escaped text, without control characters and direction overrides."""
+    """Any value as escaped text without control characters and direction overrides."""
     return Html(html.escape(clean(value, keep_lines=keep_lines), quote=True))
 
 
@@ -33,19 +33,19 @@ def join(parts: Iterable[Html]) -> Html:
 
 def element(name: str, /, *children: object, **attributes: object) -> Html:
     """`element("td", value, class_="number")`. Attributes that are None are left out."""
-    given = "".join(
+    written = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{text(value)}"'
         for key, value in attributes.items()
         if value is not None
     )
     if name in _VOID:
-        return Html(f"<{name}{given}>")
+        return Html(f"<{name}{written}>")
     inner = "".join(child if isinstance(child, Html) else text(child) for child in children if child is not None)
-    return Html(f"<{name}{given}>{inner}</{name}>")
+    return Html(f"<{name}{written}>{inner}</{name}>")
 
 
 def json_block(identifier: str, value: Any) -> Html:
-    """Data for a script. No `<` survives, so nothing in it can end the element or open another."""
+    """Data for a script. `<` is escaped, so nothing in it can end the element or open another."""
     packed = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     for character in "<>&":
         packed = packed.replace(character, f"\\u{ord(character):04x}")

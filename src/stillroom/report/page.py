@@ -1,7 +1,7 @@
-"""The page: style, script, words, tables and figures in one file that fetches nothing.
+"""Assemble the page: style, script, words, tables and figures in one file that loads nothing.
 
-The policy in the head names the two scripts by their hashes. Should text from a run ever get into the page
-unescaped, the browser would still not run it.
+The content security policy in the head lists the two scripts by their hashes, so a browser would not run text from a
+run even if it got into the page unescaped.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from stillroom.report.figures import all_figures
 from stillroom.report.markup import Html, element, join, json_block
 from stillroom.report.record import RunRecord
 from stillroom.report.router import router_part
-from stillroom.report.words import facts, headline, smaller, story
+from stillroom.report.words import facts, headline, size_sentence, story
 
 
 def render(run: RunRecord) -> str:
@@ -68,13 +68,13 @@ def _top(run: RunRecord) -> Html:
     first, *rest = headline(run) or ["Nothing is known about this run's result."]
     numbers = [element("div", element("dt", name), element("dd", value)) for name, value in facts(run)]
     missing = [element("li", sentence) for sentence in run.missing]
-    size, told = smaller(run), story(run)
+    size, sentences = size_sentence(run), story(run)
     return element(
         "header",
         element("p", "stillroom", Html(" &middot; "), run.name, class_="eyebrow"),
         element("h1", first),
         element("p", " ".join([*rest, *([size] if size else [])]), class_="lead") if rest or size else None,
-        element("ul", *[element("li", sentence) for sentence in told], class_="note") if told else None,
+        element("ul", *[element("li", sentence) for sentence in sentences], class_="note") if sentences else None,
         element("aside", element("p", "Parts of this run are missing."), element("ul", *missing)) if missing else None,
         element("dl", *numbers, class_="facts") if numbers else None,
     )
@@ -127,7 +127,7 @@ def _script() -> Html:
 
 @cache
 def _plotly() -> Html:
-    from plotly.offline import get_plotlyjs  # loading plotly is worth paying for only when something is drawn
+    from plotly.offline import get_plotlyjs  # slow to import: only if something is drawn
 
     return Html(get_plotlyjs())
 

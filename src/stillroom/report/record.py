@@ -1,4 +1,4 @@
-"""What a run's folder says, read with care for what a crash may have left out."""
+"""Read a run's folder, and note what a crash left out."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BASELINES = ("baseline", "baseline_equal_compute")
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One run, as its folder tells it. `missing` are sentences about what is not there."""
+    """One run, read from its folder. `missing` are sentences about what is not there."""
 
     name: str
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -44,13 +44,13 @@ class RunRecord:
 
     @cached_property
     def start(self) -> Mapping[str, Any]:
-        """The last start: a resumed run may have moved to another machine."""
+        """The last start: a resumed run may be on another machine."""
         starts = self.of("run_start")
         return starts[-1] if starts else {}
 
     @property
     def end(self) -> Mapping[str, Any]:
-        """How the run ended, unless it was taken up again after that."""
+        """How the run ended, unless it was resumed after that."""
         for event in reversed(self.events):
             if event.get("event") == "run_end":
                 return event
@@ -65,34 +65,34 @@ class RunRecord:
 
     @cached_property
     def kept_steps(self) -> list[Event]:
-        """The steps that made the student, in order; after a rollback the later attempt counts."""
+        """The applied steps, in order; after a rollback the later attempt counts."""
         kept = {event["step"]: event for event in self.of("step") if _is_kept(event)}
         return [kept[step] for step in sorted(kept)]
 
     @cached_property
     def refused_steps(self) -> list[Event]:
-        """Attempts that changed nothing: refused step records, and guard events that have none."""
+        """Refused attempts: step records, and guard events of steps without a record."""
         steps = [event for event in self.of("step") if _has_step(event) and not _is_kept(event)]
-        told = {event["step"] for event in steps}
-        guards = [event for event in self.of("guard") if _has_step(event) and event["step"] not in told]
+        recorded = {event["step"] for event in steps}
+        guards = [event for event in self.of("guard") if _has_step(event) and event["step"] not in recorded]
         guarded = [{**mapping(event, "evidence"), **event} for event in guards]
         return sorted(steps + guarded, key=lambda event: int(event["step"]))
 
     @cached_property
     def evals(self) -> list[Event]:
-        """One evaluation a step, in order, of those that gave a number."""
-        found = {event["step"]: event for event in self.of("eval") if _has_step(event)}
-        return [found[step] for step in sorted(found) if as_number(found[step].get("perplexity")) is not None]
+        """The last evaluation of each step, in order, without those that gave no number."""
+        evals = {event["step"]: event for event in self.of("eval") if _has_step(event)}
+        return [evals[step] for step in sorted(evals) if as_number(evals[step].get("perplexity")) is not None]
 
     @property
     def num_steps_planned(self) -> int:
         return int(as_number(mapping(self.start, "schedule").get("optimizer_steps")) or 0)
 
     def result(self, row: str) -> Mapping[str, Any]:
-        """A row of the summary. Without a summary the evaluations tell what they can about the student."""
-        told = mapping(self.summary, row)
-        if told or self.summary:
-            return told
+        """A row of the summary. Without a summary, the first or last evaluation of the student."""
+        result = mapping(self.summary, row)
+        if result or self.summary:
+            return result
         evals = self.evals
         if row == "student" and evals:
             return evals[-1]
@@ -119,16 +119,16 @@ def _is_kept(event: Event) -> bool:
 
 def _read_log(path: Path, missing: list[str]) -> tuple[Event, ...]:
     try:
-        found = scan_events(path)
+        scan = scan_events(path)
     except DataError:
         missing.append(f"{path.name} is not there, so there are no curves.")
         return ()
-    if found.is_torn:
+    if scan.is_torn:
         missing.append(f"The last line of {path.name} is torn, as a crash in the middle of a write leaves it.")
-    if found.broken_lines:
-        lines = ", ".join(map(str, found.broken_lines[:5])) + (", ..." if len(found.broken_lines) > 5 else "")
-        missing.append(f"{path.name} has {len(found.broken_lines)} broken lines that are left out: {lines}.")
-    return found.records
+    if scan.broken_lines:
+        lines = ", ".join(map(str, scan.broken_lines[:5])) + (", ..." if len(scan.broken_lines) > 5 else "")
+        missing.append(f"{path.name} has {len(scan.broken_lines)} broken lines that are left out: {lines}.")
+    return scan.records
 
 
 def _read_object(path: Path, missing: list[str]) -> Mapping[str, Any]:

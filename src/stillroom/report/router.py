@@ -1,11 +1,11 @@
-"""The teacher's gates in the report: how the teacher did while they moved, and what each of them does."""
+"""The teacher's gates in the report: the teacher's loss and the gates' drift over the run, and a row for each gate."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from stillroom.report.drawing import Curve, Figure, Trace, colour, level, line, marks, two_panels, y_axis
+from stillroom.report.drawing import Figure, Trace, colour, curve, level, line, marks, two_panels, y_axis
 from stillroom.report.markup import Html, element, join
 from stillroom.report.record import RunRecord, mapping
 from stillroom.telemetry.events import Event
@@ -18,14 +18,14 @@ MAX_ROWS = 48
 
 def records(run: RunRecord) -> list[Event]:
     """One record a step, in order; after a rollback the later one counts."""
-    found = {event["step"]: event for event in run.of("router") if isinstance(event.get("step"), int)}
-    return [found[step] for step in sorted(found)]
+    by_step = {event["step"]: event for event in run.of("router") if isinstance(event.get("step"), int)}
+    return [by_step[step] for step in sorted(by_step)]
 
 
 def router_figure(run: RunRecord) -> Figure | None:
-    """The teacher's held-out loss over the run, with the bound of the alarm, above the drift of its gates."""
+    """The teacher's held-out loss and the bound of the alarm, above the drift of its gates."""
     events = records(run)
-    nll = _curve(events, "teacher_nll")
+    nll = curve(events, "teacher_nll")
     if len(nll[0]) < 2:
         return None
     last, start = max(nll[0]), nll[1][0]
@@ -36,9 +36,9 @@ def router_figure(run: RunRecord) -> Figure | None:
         traces.append(level(start + bound, last, "alarm", colour("refused"), dash="dot"))
     alarms = [event for event in events if event.get("alarm")]
     if alarms:
-        traces.append(marks(_curve(alarms, "teacher_nll"), "restored and frozen", colour("refused"), "x", size=10))
+        traces.append(marks(curve(alarms, "teacher_nll"), "restored and frozen", colour("refused"), "x", size=10))
     drift = ([float(event["step"]) for event in events], [largest_drift(event) for event in events])
-    kl = _curve(events, "kl_to_original")
+    kl = curve(events, "kl_to_original")
     traces.append(line(drift, "largest gate drift", colour("ink"), width=1.5) | {"yaxis": "y2"})
     traces.append(line(kl, "KL to the original teacher", colour("student"), width=1.5, dash="dash") | {"yaxis": "y2"})
     title = f"The teacher's held-out loss goes from {format_loss(start)} to {format_loss(nll[1][-1])}"
@@ -49,27 +49,21 @@ def router_figure(run: RunRecord) -> Figure | None:
     return Figure("router", title, caption, traces, picture)
 
 
-def _curve(events: Sequence[Event], key: str) -> Curve:
-    found = [(float(event["step"]), as_number(event.get(key))) for event in events]
-    kept = [(step, value) for step, value in found if value is not None]
-    return [step for step, _ in kept], [value for _, value in kept]
-
-
 def router_part(run: RunRecord) -> Html | None:
-    """The probe's finding and a row for each gate; None where the run had nothing to do with gates."""
+    """The probe's result and a row for each gate; None if the run recorded no gates."""
     events = records(run)
     if not events:
         return None
     last = events[-1]
     layers = [layer for layer in items(last, "layers") if isinstance(layer, Mapping)]
-    told = [_sentence(last), *(_probe(event) for event in run.of("router_probe")[-1:])]
+    sentences = [_sentence(last), *(_probe(event) for event in run.of("router_probe")[-1:])]
     names = ("gate", "entropy, nats", "drift", "most used expert", "least used expert")
     head = element("tr", *(element("th", name, scope="col") for name in names))
     rows = [_row(layer) for layer in layers[:MAX_ROWS]]
     if len(layers) > MAX_ROWS:
-        told.append(f"{len(layers) - MAX_ROWS} more gates stand in events.jsonl.")
+        sentences.append(f"{len(layers) - MAX_ROWS} more gates stand in events.jsonl.")
     table = element("table", element("thead", head), element("tbody", *rows), class_="results")
-    return join([element("p", " ".join(told), class_="note"), table])
+    return join([element("p", " ".join(sentences), class_="note"), table])
 
 
 def _sentence(event: Event) -> str:
@@ -81,9 +75,9 @@ def _sentence(event: Event) -> str:
 
 
 def _probe(event: Event) -> str:
-    found = "worthwhile" if event.get("is_worthwhile") else "pointless"
+    answer = "worthwhile" if event.get("is_worthwhile") else "pointless"
     return (
-        f"The probe found router training {found}: {show(event, 'updates', format_count)} updates on the labels moved "
+        f"The probe found router training {answer}: {show(event, 'updates', format_count)} updates on the labels moved "
         f"the teacher's held-out loss from {show(event, 'nll_before', format_loss)} to "
         f"{show(event, 'nll_after', format_loss)}."
     )

@@ -1,4 +1,4 @@
-"""The parts of the page that are words and tables."""
+"""The text and tables of the page."""
 
 from __future__ import annotations
 
@@ -63,25 +63,25 @@ def results_table(run: RunRecord) -> Html | None:
 
 
 def yardsticks_table(run: RunRecord) -> Html | None:
-    """How close each model is to the teacher, token by token, and how well it knows what it knows."""
+    """How close each model is to the teacher, token by token, and how well it is calibrated."""
     table = _table([(key, name, run.result(key)) for key, name in ROWS if run.result(key)], CLOSER_COLUMNS)
     if table is None:
         return None
-    told = (
+    note = (
         "Acceptance rate: how often the teacher would take the student's token in speculative decoding. Calibration "
         "error: how far confidence and accuracy of the likeliest token lie apart."
     )
     scored, held_out = as_number(run.result("student").get("documents")), _num_held_out(run)
     if scored is not None and scored < MIN_DOCUMENTS:
-        told += (
+        note += (
             f" There are no intervals: it takes {MIN_DOCUMENTS} held-out documents (scored: {format_count(scored)})."
         )
     elif scored is not None:
         documents = f"{format_count(scored)} held-out documents"
         if held_out is not None and scored < held_out:
             documents = f"{format_count(scored)} of {format_count(held_out)} held-out documents, those that were scored"
-        told += f" Small figures are 95 % intervals over {documents}, redrawn 1,000 times."
-    return join([table, element("p", told, class_="note")])
+        note += f" Small figures are 95 % intervals over {documents}, redrawn 1,000 times."
+    return join([table, element("p", note, class_="note")])
 
 
 def _num_held_out(run: RunRecord) -> float | None:
@@ -91,7 +91,7 @@ def _num_held_out(run: RunRecord) -> float | None:
 def _table(
     rows: Sequence[tuple[str, str, Mapping[str, Any]]], wanted: Sequence[tuple[str, str, Callable[[float], str]]]
 ) -> Html | None:
-    """Rows of a result in the columns that at least one of them fills; None when no column is left."""
+    """A table without the columns that are empty in all rows; None if no column is left."""
     columns = [column for column in wanted if any(show(row, column[0], column[2]) != "-" for _, _, row in rows)]
     if not columns:
         return None
@@ -152,10 +152,10 @@ def guard_table(run: RunRecord) -> Html:
     if not guards:
         return element("p", "Every step was kept. The guard had nothing to do.", class_="note")
     counts = Counter(clean(event.get("action")) for event in guards)
-    told = ", ".join(f"{action} {count}" for action, count in counts.most_common())
+    actions = ", ".join(f"{action} {count}" for action, count in counts.most_common())
     shown = guards if len(guards) <= MAX_GUARD_ROWS else guards[: MAX_GUARD_ROWS // 2] + guards[-MAX_GUARD_ROWS // 2 :]
     left_out = len(guards) - len(shown)
-    summary = f"{len(guards)} events: {told}."
+    summary = f"{len(guards)} events: {actions}."
     summary += f" {left_out} from the middle are left out here and stand in events.jsonl." if left_out else ""
     names = ("step", "action", "reason", "samples", "evidence")
     head = element("tr", *(element("th", name, scope="col") for name in names))
@@ -178,7 +178,7 @@ def _guard_row(event: Event) -> Html:
 
 
 def _with_words(evidence: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The record as it was measured: `nan` where null and a sibling stand for it."""
+    """The evidence with `nan` or `inf` in place of null and its sibling key."""
     siblings = {key for key in evidence if key.endswith("_nonfinite")}
     return {key: evidence.get(f"{key}_nonfinite", value) for key, value in evidence.items() if key not in siblings}
 
@@ -187,7 +187,7 @@ def _with_words(evidence: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def samples_part(run: RunRecord) -> Html | None:
-    # A resumed run writes its samples again: the last answer to a prompt stands.
+    # A resumed run writes its samples again: show the last answer to each prompt.
     samples = list({clean(event.get("prompt")): event for event in run.of("sample")}.values())[-MAX_SAMPLES:]
     return join(map(_sample, samples)) if samples else None
 
@@ -213,7 +213,7 @@ def _quote(value: str) -> Html:
 
 
 def settings_part(run: RunRecord) -> Html | None:
-    """Configuration, versions and machine, folded away: looked up, not read."""
+    """Configuration, versions and machine, folded by default."""
     groups = [
         ("Configuration", run.config),
         ("Versions", mapping(run.start, "versions")),
@@ -229,7 +229,7 @@ def settings_part(run: RunRecord) -> Html | None:
 
 
 def _groups(values: Mapping[str, Any]) -> Iterator[Html]:
-    """One small list for each section, and one before them for what stands outside any."""
+    """A list for each section, after one for the values outside any section."""
     loose = {key: value for key, value in values.items() if not isinstance(value, Mapping)}
     if loose:
         yield _definitions(loose)
@@ -249,21 +249,21 @@ def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, st
         if isinstance(value, Mapping) and value:
             yield from _flat(value, f"{name}.")
         else:
-            yield name, _told(value)
+            yield name, _shown(value)
 
 
-def _told(value: Any) -> str:
+def _shown(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
-    told = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return clip(told, MAX_SETTING_CHARACTERS)
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return clip(text, MAX_SETTING_CHARACTERS)
 
 
 def notes_list(run: RunRecord) -> Html | None:
-    told = [*items(mapping(run.start, "data"), "notes"), *(event.get("text") for event in run.of("note"))]
+    notes = [*items(mapping(run.start, "data"), "notes"), *(event.get("text") for event in run.of("note"))]
     precision = mapping(run.start, "precision")
     if precision.get("reason"):
-        told.insert(0, f"precision {clean(precision.get('mode'))}: {clean(precision['reason'])}")
-    if not told:
+        notes.insert(0, f"precision {clean(precision.get('mode'))}: {clean(precision['reason'])}")
+    if not notes:
         return None
-    return element("ul", *(element("li", note) for note in dict.fromkeys(map(clean, told))), class_="notes")
+    return element("ul", *(element("li", note) for note in dict.fromkeys(map(clean, notes))), class_="notes")

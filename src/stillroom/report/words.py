@@ -1,4 +1,4 @@
-"""The result in words: what a person would say about the run after looking at every number."""
+"""The result of a run in words."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from stillroom.telemetry.wording import (
 
 
 def headline(run: RunRecord) -> list[str]:
-    """A few sentences, the most important first; the bad news first of all."""
+    """A few sentences: first whether the run failed, then the result, then the comparison with plain training."""
     return [*_how_it_ended(run), *_what_was_reached(run), *_against_plain_training(run)]
 
 
 def story(run: RunRecord) -> list[str]:
-    """What the run itself has to say about its result, beyond the figures: the demo explains its comparison."""
-    told = run.summary.get("story")
-    return [clean(sentence) for sentence in told] if isinstance(told, list) else []
+    """Sentences in the summary, such as the demo's explanation of its comparison."""
+    sentences = run.summary.get("story")
+    return [clean(sentence) for sentence in sentences] if isinstance(sentences, list) else []
 
 
 def _how_it_ended(run: RunRecord) -> list[str]:
@@ -72,23 +72,22 @@ def _against_plain_training(run: RunRecord) -> list[str]:
         return []
     baseline = min(plain)
     which = "the better plain-training baseline" if len(plain) > 1 else "the plain-training baseline"
-    told = f"{which} ({format_result(baseline)})"
+    reference = f"{which} ({format_result(baseline)})"
     if student >= baseline:
-        return [f"That is no better than {told}: distillation did not pay in this run."]
+        return [f"That is no better than {reference}: distillation did not pay in this run."]
     if teacher is None or not math.isfinite(teacher):
-        return [f"That is {format_percent(1 - student / baseline, 0)} below {told}."]
+        return [f"That is {format_percent(1 - student / baseline, 0)} below {reference}."]
     if baseline <= teacher:
-        return [f"There is no gap to close: {told} is already as good as the teacher."]
+        return [f"There is no gap to close: {reference} is already as good as the teacher."]
     if student <= teacher:
-        return [f"On this data it is as good as the teacher, and ahead of {told}."]
+        return [f"On this data it is as good as the teacher, and ahead of {reference}."]
     closed = (baseline - student) / (baseline - teacher)
-    return [f"It closes {format_percent(closed, 0)} of the gap between {told} and the teacher."]
+    return [f"It closes {format_percent(closed, 0)} of the gap between {reference} and the teacher."]
 
 
 def facts(run: RunRecord) -> list[tuple[str, str]]:
-    """The run in a row of small numbers: label and value."""
+    """The run's main numbers as (label, value)."""
     summary = run.summary
-    found: list[tuple[str, str]] = []
     steps = as_number(summary.get("steps"))
     if steps is None and run.kept_steps:
         steps = float(run.kept_steps[-1]["step"])
@@ -100,14 +99,14 @@ def facts(run: RunRecord) -> list[tuple[str, str]]:
         ("skipped", as_number(summary.get("skipped")), format_count),
         ("rollbacks", as_number(summary.get("rollbacks")), format_count),
     )
-    found += [(label, form(value)) for label, value, form in numbers if value is not None]
+    labelled = [(label, form(value)) for label, value, form in numbers if value is not None]
     precision = run.start.get("precision")
     if isinstance(precision, dict) and precision.get("mode"):
-        found.append(("precision", clean(precision["mode"])))
-    return found
+        labelled.append(("precision", clean(precision["mode"])))
+    return labelled
 
 
-def smaller(run: RunRecord) -> str | None:
+def size_sentence(run: RunRecord) -> str | None:
     """How the two models compare in size."""
     teacher, student = (as_number(run.result(row).get("parameters")) for row in ("teacher", "student"))
     if not teacher or not student or student >= teacher:

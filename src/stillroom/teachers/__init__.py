@@ -1,4 +1,4 @@
-"""Where the teacher's answers come from."""
+"""Teachers: what a run asks of them, and the kinds there are."""
 
 from stillroom.teachers.base import NO_TEACHER, SignalKind, Teacher
 from stillroom.teachers.faulty import FaultyTeacher

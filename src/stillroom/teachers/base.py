@@ -1,17 +1,16 @@
-"""What a run asks of its teacher. Every method here does nothing, so `Teacher()` is the teacher of a run without one.
+"""The interface between a run and its teacher. Every method is a no-op: `Teacher()` serves a run without a teacher.
 
 A window goes through a teacher in this order:
 
-    begin                                        a window begins: prefetch, look ahead
+    begin                                        before the window's first forward
     joint_graph                                  around each micro-batch's forward and backward
         answers                                  before the student's forward
-        signals_after_student                    after it: the signals that are scored
+        signals_after_student                    after it; returns the signals that are scored
         extra_loss                               added to the student's loss, differentiated with it
-    after_student                                the teacher's own learning, with the student's view
+    after_student                                after the backward; the teacher may learn
     end_window                                   with the verdict and the evidence of the step
 
-Between windows `look_after` is called before anything is kept. `observe` is the teacher as it stands, for everything
-that is not a training step.
+`look_after` is called between windows, before anything is kept. `observe` is for everything but training steps.
 """
 
 from __future__ import annotations
@@ -24,17 +23,20 @@ from typing import Any, Literal
 from torch import Tensor
 
 from stillroom.models import Student
-from stillroom.types import Batch, Evidence, Needs, Signal, StudentView, Verdict
+from stillroom.types import Batch, DenseSignal, Evidence, Needs, SampledSignal, Signal, StudentView, TopKSignal, Verdict
 
 SignalKind = Literal["none", "dense", "top-k", "sampled"]
 Answers = Sequence[Signal | None]  # several are averaged; None: the student is scored on the labels alone
 
 
 class Teacher:
-    """No teacher: it answers None, learns nothing and keeps nothing. Every other teacher overrides what it does."""
+    """No teacher: answers None, learns nothing, has no state. A subclass overrides what differs.
+
+    A run checks on its first batch that `observe` answers with a signal of the declared `kind`.
+    """
 
     kind: SignalKind = "none"
-    notes: tuple[str, ...] = ()  # what the user is told when the run begins
+    notes: tuple[str, ...] = ()  # logged when the run begins
 
     @property
     def gives_signals(self) -> bool:
@@ -47,13 +49,13 @@ class Teacher:
 
     @property
     def original(self) -> Teacher:
-        """The teacher as it was given: what a finished student is compared with."""
+        """The teacher as it was given. A finished student is compared with it."""
         return self
 
     # -- answering ---------------------------------------------------------------------------------------
 
     def observe(self, batch: Batch, needs: Needs) -> Signal | None:
-        """The answer to a batch, without a gradient and without chance."""
+        """The answer to a batch, without gradient and without randomness."""
         return None
 
     def answers(self, batch: Batch, needs: Needs) -> Answers:
@@ -61,7 +63,7 @@ class Teacher:
         return [self.observe(batch, needs)]
 
     def signals_after_student(self, answers: Answers, batch: Batch, view: StudentView, needs: Needs) -> Answers:
-        """The signals that are scored: the answers, or what replaces them now that the student's view is known."""
+        """The signals to score: the answers, or what replaces them given the student's view."""
         return answers
 
     # -- learning ----------------------------------------------------------------------------------------
@@ -70,7 +72,7 @@ class Teacher:
         """Window `cursor` of the data order begins; `step` student steps have been applied before it."""
 
     def joint_graph(self, batch: Batch) -> AbstractContextManager[None]:
-        """Around forward and backward of a micro-batch, for a teacher that the student's backward goes through."""
+        """Wraps forward and backward of a micro-batch, for a teacher that the student's gradient flows into."""
         return nullcontext()
 
     def extra_loss(self, batch: Batch, view: StudentView, *, num_targets: int) -> Tensor | float:
@@ -81,29 +83,29 @@ class Teacher:
         """Learn from a micro-batch after the student's backward."""
 
     def end_window(self, verdict: Verdict, evidence: Evidence, rate_factor: float) -> None:
-        """Apply what was learned in a window that is kept; drop it in any other. The student is updated after this."""
+        """Apply what was learned if the step is kept, else drop it. Called before the student's update."""
 
     # -- between windows ---------------------------------------------------------------------------------
 
     def begin_run(self) -> None:
-        """Once, before the first step of a run that is not resumed."""
+        """Called once, before the first step of a run that is not resumed."""
 
     def look_after(self, step: int, *, is_eval: bool) -> None:
-        """Before a snapshot, a checkpoint or an evaluation: leave nothing in it that must not be kept."""
+        """Called before a snapshot, a checkpoint or an evaluation: repair what must not be saved."""
 
     def as_model(self) -> Student | None:
-        """Its network as something that is scored and writes text; None where it has none on this machine."""
+        """Its network, to be evaluated and to generate text; None where there is none on this machine."""
         return None
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        """The network of `as_model` is on the run's device in the body."""
+        """Keep the network of `as_model` on the run's device in the body."""
         yield
 
     # -- state -------------------------------------------------------------------------------------------
 
     def trained_weights(self) -> Mapping[str, Tensor]:
-        """The living weights that it trains."""
+        """The weights that it trains, not copies."""
         return {}
 
     def tensors(self) -> dict[str, Tensor]:
@@ -113,14 +115,26 @@ class Teacher:
         return {}
 
     def load(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any], *, keeps_history: bool = False) -> None:
-        """Put a saved state back. After a rollback, what is counted stays counted."""
+        """Restore a saved state. With `keeps_history` (a rollback), counters stay."""
 
     def summary(self) -> dict[str, Any]:
-        """What the run's summary says of it."""
+        """Entries for the run's summary."""
         return {}
 
     def save(self, folder: Path) -> None:
-        """Write what it trained into the folder of the run, whole or not at all."""
+        """Write what it trained into the run's folder, complete or not at all."""
 
 
 NO_TEACHER = Teacher()
+
+
+def kind_of(signal: Signal | None) -> SignalKind:
+    match signal:
+        case None:
+            return "none"
+        case DenseSignal():
+            return "dense"
+        case TopKSignal():
+            return "top-k"
+        case SampledSignal():
+            return "sampled"

@@ -1,4 +1,4 @@
-"""A teacher whose answers go wrong on purpose, around any other."""
+"""Wrap any teacher and inject faults into its answers."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from stillroom.types import Batch, DenseSignal, Evidence, Needs, SampledSignal, 
 
 
 class FaultyTeacher(Teacher):
-    """Passes everything on to `inner`. `strikes(name)` says, once for each place, whether a fault occurs there.
+    """Pass everything on to `inner`. `strikes(name)` says whether that fault occurs now.
 
-    Faults strike what is scored in training: held-out text is answered by `inner` alone.
+    Faults affect training signals only: `observe` is that of `inner`.
     """
 
     def __init__(self, inner: Teacher, strikes: Callable[[str], bool], tell: Callable[[str], object]) -> None:
@@ -34,27 +34,27 @@ class FaultyTeacher(Teacher):
     def begin(self, window: Sequence[Batch], step: int, cursor: int = 0) -> None:
         self._step = step + 1
         if self._strikes("router_nan"):
-            self._spoil_gate()
+            self._set_gate_nan()
         self.inner.begin(window, step, cursor)
 
     def signals_after_student(self, answers: Answers, batch: Batch, view: StudentView, needs: Needs) -> Answers:
-        """Every signal of every teacher passes here, whether it was given before the student's view or after."""
-        found = self.inner.signals_after_student(answers, batch, view, needs)
-        return [signal if signal is None else self._struck(signal) for signal in found]
+        """Every training signal passes here, given before the student's view or after."""
+        signals = self.inner.signals_after_student(answers, batch, view, needs)
+        return [signal if signal is None else self._with_faults(signal) for signal in signals]
 
     @torch.no_grad()
-    def _spoil_gate(self) -> None:
+    def _set_gate_nan(self) -> None:
         weight = next(iter(self.inner.trained_weights().values()), None)
         if weight is None:
             self._tell("router_nan did nothing: no gate is trained in this run")
         else:
             weight.view(-1)[0] = float("nan")
 
-    def _struck(self, signal: Signal) -> Signal:
+    def _with_faults(self, signal: Signal) -> Signal:
         if self._strikes("teacher_nan"):
-            signal = _without_numbers(signal)
+            signal = _with_nan(signal)
         if self._strikes("teacher_garbage"):
-            signal = _nonsense(signal, self._step)
+            signal = _with_noise(signal, self._step)
         return signal
 
     # -- passed on ---------------------------------------------------------------------------------------
@@ -118,8 +118,8 @@ class FaultyTeacher(Teacher):
         self.inner.save(folder)
 
 
-def _without_numbers(signal: Signal) -> Signal:
-    """The same signal with NaN for every number it gives."""
+def _with_nan(signal: Signal) -> Signal:
+    """The signal with NaN in place of its values."""
     match signal:
         case DenseSignal():
             return replace(signal, hidden=torch.full_like(signal.hidden, float("nan")))
@@ -129,8 +129,8 @@ def _without_numbers(signal: Signal) -> Signal:
             return replace(signal, weights=torch.full_like(signal.weights, float("nan")))
 
 
-def _nonsense(signal: Signal, seed: int) -> Signal:
-    """Finite noise for hidden states; of sparse signals, each position gets the answer of its neighbour."""
+def _with_noise(signal: Signal, seed: int) -> Signal:
+    """Finite noise for hidden states; in sparse signals, each position gets its neighbour's ids."""
     match signal:
         case DenseSignal():
             generator = torch.Generator(device=signal.hidden.device).manual_seed(seed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +11,11 @@ import torch
 
 from stillroom.models import Student
 from stillroom.models.anatomy import layers_if_any
+from stillroom.models.compiled import CompiledBody
 from stillroom.models.student import last_hidden
 from stillroom.models.taps import tapped
 from stillroom.teachers.base import SignalKind, Teacher
+from stillroom.teachers.offload import Offloaded
 from stillroom.types import Batch, DenseSignal, Needs
 
 
@@ -22,14 +24,24 @@ class LiveTeacher(Teacher):
 
     kind: SignalKind = "dense"
 
-    def __init__(self, model: Any, *, vocab_size: int, device: torch.device, offload: bool, is_described: bool) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        vocab_size: int,
+        device: torch.device,
+        offload: bool,
+        is_described: bool,
+        compiled: CompiledBody | None = None,
+    ) -> None:
         self.model = model
+        self._compiled = compiled
         self.vocab_size = vocab_size
         self.device = device
         self.offload = offload
         self.is_described = is_described
         self._blocks = layers_if_any(model)
-        self._visits = 0
+        self._away = Offloaded(model, device)
         if not offload:
             model.to(device)
 
@@ -40,11 +52,12 @@ class LiveTeacher(Teacher):
     def answer(self, batch: Batch, needs: Needs) -> DenseSignal:
         """`observe` for callers that may want a gradient: those stay `at_work` until after their backward."""
         with self.at_work(), tapped(self._blocks, needs) as taps:
-            hidden, head = last_hidden(self.model, batch, self.vocab_size, self.is_described)
+            compiled = None if torch.is_grad_enabled() or needs != Needs() else self._compiled
+            hidden, head = last_hidden(self.model, batch, self.vocab_size, self.is_described, compiled)
             if self.offload:
-                # The head outlives the visit: the objectives need it after the body has left the device.
-                bias = head.bias.to(self.device, copy=True) if head.bias is not None else None
-                head = replace(head, weight=head.weight.to(self.device, copy=True), bias=bias)
+                # The head outlives the visit: the objectives need the copy on the device, not the model's parameter.
+                bias = head.bias.detach() if head.bias is not None else None
+                head = replace(head, weight=head.weight.detach(), bias=bias)
         chosen = hidden.reshape(-1, hidden.shape[-1]).index_select(0, batch.positions)
         return DenseSignal(chosen, head, taps)
 
@@ -53,16 +66,6 @@ class LiveTeacher(Teacher):
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        """The weights are on the device in the body. Visits may be nested: the last one to end sends them home."""
-        if not self.offload:
+        """The weights are on the device in the body."""
+        with self._away.at_work() if self.offload else nullcontext():
             yield
-            return
-        if self._visits == 0:
-            self.model.to(self.device)
-        self._visits += 1
-        try:
-            yield
-        finally:
-            self._visits -= 1
-            if self._visits == 0:
-                self.model.to("cpu")

@@ -1,4 +1,4 @@
-"""Which teacher a configuration asks for."""
+"""Make the teacher of a configuration."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from stillroom.config import Config
 from stillroom.curriculum import Curriculum
 from stillroom.errors import ConfigError
 from stillroom.models import LoadedModel
+from stillroom.models.compiled import CompiledBody
 from stillroom.models.routers import find_gates
 from stillroom.teachers.base import NO_TEACHER, Teacher
 from stillroom.teachers.live import LiveTeacher
@@ -22,8 +23,9 @@ def make_teacher(
     surroundings: Surroundings,
     *,
     num_processes: int = 1,
+    compiled: CompiledBody | None = None,
 ) -> Teacher:
-    """No teacher where none was loaded, a router where something is done at its gates, else the model as it is."""
+    """`NO_TEACHER` where none was loaded, a `LiveTeacher` for router mode `frozen`, else a `RunRouter`."""
     if loaded is None:
         return NO_TEACHER
     if config.teacher.router.mode == "frozen":
@@ -33,6 +35,7 @@ def make_teacher(
             device=surroundings.precision.device,
             offload=config.teacher.placement == "offload",
             is_described=loaded.is_described,
+            compiled=compiled,
         )
     if num_processes > 1:
         raise ConfigError(
@@ -44,7 +47,7 @@ def make_teacher(
 
 
 def unused_teacher_settings(config: Config) -> list[str]:
-    """Settings that would do nothing are said aloud, and those that cannot work are refused."""
+    """Notes on settings without effect. Raise for settings that cannot work."""
     if config.teacher.cache:
         raise ConfigError(
             "training from a stored teacher is not part of this version",
@@ -67,7 +70,7 @@ def unused_teacher_settings(config: Config) -> list[str]:
 
 
 def num_trained_by_teacher(config: Config, model: Any) -> int:
-    """Weights that are trained beside the student's: they count when a precision is chosen."""
+    """The number of gate weights that are trained; it counts when a precision is chosen."""
     router = config.teacher.router
     if model is None or router.mode not in TRAINING_MODES:
         return 0

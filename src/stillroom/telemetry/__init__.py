@@ -1,7 +1,7 @@
-"""What happened, written down once and shown from there.
+"""Record what a run does, and show it.
 
-Everything a run does becomes an event in one JSONL file. Console, report and diagnosis are drawn from
-events and from nothing else, so what a person saw is what a program can read later.
+Everything a run does becomes an event in one JSONL file. Console, report and diagnosis read events and nothing else,
+so a program can later read whatever a person saw.
 """
 
 from stillroom.telemetry.events import (

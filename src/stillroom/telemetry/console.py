@@ -1,7 +1,7 @@
-"""What a person sees while a run goes on, drawn from events and from nothing else.
+"""Show a run while it goes on, from its events alone.
 
-Four screens behind one protocol: a live line on a terminal, one updated text in a notebook, plain lines in a pipe, and
-silence. Besides the command line only this file and `preview` know rich.
+Four screens with one protocol: a live line on a terminal, one updated text in a notebook, plain lines in a pipe, and
+silence. Besides the command line only this file and `preview` use rich.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["ConsoleMode", "ConsoleView", "clean", "format_lr", "render_error"]
 
 ConsoleMode = Literal["auto", "plain", "quiet"]
 
-LINE_WIDTH = 100  # plain lines of prose are wrapped here; a line of numbers is shorter by itself
+LINE_WIDTH = 100  # prose is wrapped here; lines of numbers are shorter
 ERROR_WIDTH = 80
 REDRAW_SECONDS = 0.1
 NOTEBOOK_SECONDS = 0.5  # each update is a message to the browser
@@ -43,10 +43,10 @@ NOTEBOOK_SECONDS = 0.5  # each update is a message to the browser
 
 @dataclass(frozen=True)
 class Moment:
-    """A step as a screen needs it: the record, its place in the run, and how much of it to say."""
+    """A step for a screen: the record, its place in the run, and how much of it to show."""
 
     event: Mapping[str, Any]
-    num_steps: int  # in the whole run; 0 when nobody knows
+    num_steps: int  # in the whole run; 0: unknown
     num_skipped: int  # so far
     components: list[str]  # the table of terms, in the first steps only
     is_due: bool  # for a log line
@@ -58,13 +58,13 @@ class Moment:
 
 class Screen(Protocol):
     def lines(self, lines: list[str]) -> None:
-        """Say something that stays."""
+        """Write lines that stay."""
 
     def step(self, moment: Moment) -> None:
-        """Show where the run is."""
+        """Show the current step."""
 
     def close(self) -> None:
-        """Leave the terminal as it was found."""
+        """Restore the terminal."""
 
 
 class SilentScreen:
@@ -100,7 +100,7 @@ class PlainScreen:
 
 
 class NotebookScreen(PlainScreen):
-    """Lines for what stays, and the step's numbers in one text that is updated."""
+    """Lines that stay, and the step's numbers in one text that is updated."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream)
@@ -120,14 +120,14 @@ class NotebookScreen(PlainScreen):
 
 
 class EnduringConsole(Console):
-    """Rich ends the program when nobody reads any more; a run of hours goes on without a reader."""
+    """Rich ends the program on a broken pipe; a run must go on without a reader."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError("nobody reads this terminal any more")
 
 
 class LiveScreen:
-    """A bar and the step's numbers at the bottom of a terminal; all that stays scrolls above them."""
+    """A bar and the step's numbers at the bottom of a terminal; lines that stay scroll above them."""
 
     def __init__(self, stream: TextIO, width: int | None = None) -> None:
         self._console = EnduringConsole(
@@ -166,14 +166,14 @@ class LiveScreen:
         bar.add_row(strip, Text(pace))
         counters = _filled(say.step_counters(moment.event, moment.num_skipped), self._console.width)
         return Group(
-            bar, *(Text(_encodable(row, self._console.file), no_wrap=True, overflow="crop") for row in counters)
+            bar, *(Text(_encodable(line, self._console.file), no_wrap=True, overflow="crop") for line in counters)
         )
 
 
 class ConsoleView:
-    """Listens to an event log and shows it: `log.listen(view.handle)`.
+    """Show the events of a log: `log.listen(view.handle)`.
 
-    A reader who goes away (`| head`, a closed terminal) silences the view; the run itself goes on.
+    When the reader goes away (`| head`, a closed terminal) the view falls silent and the run goes on.
     """
 
     def __init__(self, mode: ConsoleMode = "auto", stream: TextIO | None = None, *, width: int | None = None) -> None:
@@ -186,7 +186,7 @@ class ConsoleView:
         self._temperature: float | None = None
 
     def handle(self, event: Mapping[str, Any]) -> None:
-        """Show one event. Names it does not know are passed over."""
+        """Show one event. Unknown events are ignored."""
         with self._while_someone_reads():
             if event.get("event") == "step":
                 self._screen.step(self._moment(event))
@@ -194,7 +194,7 @@ class ConsoleView:
                 self._screen.lines(self._lines(event))
 
     def finish(self, summary: Mapping[str, Any], report: object = None) -> None:
-        """The last block: what came out of the run and where the report lies."""
+        """The last block: the result of the run and the path of the report."""
         with self._while_someone_reads():
             self._screen.close()
             self._screen.lines(["", *summary_lines(summary, report)])
@@ -217,12 +217,12 @@ class ConsoleView:
             if isinstance(error, ValueError) and not self._stream.closed:
                 raise
             gone, self._screen = self._screen, SilentScreen()
-            with suppress(OSError, ValueError):  # gives sys.stdout back; what it says on leaving nobody reads
+            with suppress(OSError, ValueError):  # restores sys.stdout
                 gone.close()
 
     def _moment(self, event: Mapping[str, Any]) -> Moment:
-        told = as_number(event.get("skipped"))  # of the whole run, which may have begun in another process
-        self._num_skipped = self._num_skipped + (event.get("verdict") == "skip") if told is None else int(told)
+        skipped = as_number(event.get("skipped"))  # of the whole run, also before a resume
+        self._num_skipped = self._num_skipped + (event.get("verdict") == "skip") if skipped is None else int(skipped)
         step = event.get("step")
         place = step if isinstance(step, int) else 0
         temperature = as_number(event.get("temperature", self._temperature))
@@ -277,13 +277,13 @@ def _screen_for(mode: ConsoleMode, stream: TextIO, width: int | None) -> Screen:
         return SilentScreen()
     if mode == "auto" and stream is sys.stdout and is_notebook():
         return NotebookScreen(stream)
-    # Asked of the stream itself: rich would also say yes to a pipe when FORCE_COLOR is set.
+    # Ask the stream: with FORCE_COLOR set rich treats a pipe as a terminal.
     is_terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
     return LiveScreen(stream, width) if mode == "auto" and is_terminal else PlainScreen(stream)
 
 
 def render_error(error: StillroomError, stream: TextIO | None = None) -> None:
-    """One screen about how a run ended: what happened, where, what to try, and the exit code."""
+    """Show an error: what happened, where, what to try, and the exit code."""
     out = stream or sys.stderr
     parts = [error.title, "", *_labelled("what", error.what)]
     if error.where:
@@ -297,12 +297,12 @@ def render_error(error: StillroomError, stream: TextIO | None = None) -> None:
 
 def _labelled(label: str, text: str) -> list[str]:
     paragraphs = clean(text, keep_lines=True).splitlines() or [""]
-    rows = [row for paragraph in paragraphs for row in textwrap.wrap(paragraph, ERROR_WIDTH - 9) or [""]]
-    return [f"  {label if index == 0 else '':<5}  {row}" for index, row in enumerate(rows)]
+    lines = [line for paragraph in paragraphs for line in textwrap.wrap(paragraph, ERROR_WIDTH - 9) or [""]]
+    return [f"  {label if index == 0 else '':<5}  {line}" for index, line in enumerate(lines)]
 
 
 def _wrapped(line: str, width: int) -> list[str]:
-    """Prose broken at spaces with a hanging indent; words longer than a line (paths) stay whole."""
+    """Wrap prose at spaces with a hanging indent. Words longer than a line (paths) stay whole."""
     if len(line) <= width:
         return [line]
     return textwrap.wrap(
@@ -311,17 +311,17 @@ def _wrapped(line: str, width: int) -> list[str]:
 
 
 def _filled(counters: list[str], width: int) -> list[str]:
-    """Counters in as few rows as the width allows; none is cut in two."""
-    rows: list[str] = []
+    """Counters in as few lines as the width allows; none is split."""
+    lines: list[str] = []
     for counter in counters:
-        if rows and len(rows[-1]) + 2 + len(counter) <= width:
-            rows[-1] += "  " + counter
+        if lines and len(lines[-1]) + 2 + len(counter) <= width:
+            lines[-1] += "  " + counter
         else:
-            rows.append(counter)
-    return rows
+            lines.append(counter)
+    return lines
 
 
 def _encodable(text: str, stream: Any) -> str:
-    """`text` with escapes for what the stream's encoding lacks: a name must not be able to stop a run."""
+    """Escape what the stream's encoding lacks, so that no name can stop a run."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)

@@ -1,8 +1,7 @@
 """The event log: one strict JSON object a line.
 
-Strict means that every JSON reader accepts it: NaN and infinity are no JSON, so a value that is not finite
-is written as null and named beside it, `"loss": null, "loss_nonfinite": "nan"`. It is never written as a
-number that it is not.
+Every JSON reader accepts it: NaN and infinity are not JSON, so a value that is not finite is written as null with a
+sibling key, `"loss": null, "loss_nonfinite": "nan"`, and never as another number.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ EVAL_KEYS = (
 )
 TERM_KEYS = ("raw", "weight", "scaled", "share")
 
-# What a run writes again when it goes over the same steps a second time after a resume.
+# Events that a run writes again if it repeats steps after a resume.
 _WRITTEN_AGAIN = frozenset({"step", "eval", "checkpoint", "guard", "phase", "gradients", "router"})
 _WRITTEN_ONCE = frozenset({"sample", "first_forward", "router_probe"})  # at the beginning or the end, without a step
 
@@ -62,21 +61,21 @@ _WRITTEN_ONCE = frozenset({"sample", "first_forward", "router_probe"})  # at the
 
 
 class EventLog:
-    """Appends events to a file and tells listeners about each, after it is on its way to the disk.
+    """Append events to a file, then call listeners with each.
 
-    Opening a file that exists continues it: a last line torn by a crash goes, and so does what the continued run
-    will write again. `keep_records` is the `position` of the log when the state was saved: of the records after it,
-    those that come again go, whatever their step; a refused step before it stays, though its step was not applied yet.
-    Without it, `keep_until_step` decides by the step alone. `dropped` counts what went.
+    Opening a file that exists continues it: drop a last line torn by a crash, and the records that the resumed run will
+    write again. `keep_records` is the `position` of the log when the state was saved: records before it stay (also a
+    refused step, which was not applied); of those after it, drop the ones that will be written again, whatever their
+    step. Without it, `keep_until_step` decides by the step alone. `dropped` counts the records removed.
     """
 
     def __init__(
         self, path: Path | str, *, keep_records: int | None = None, keep_until_step: int | None = None
     ) -> None:
         self.path = Path(path)
-        self.position = 0  # records so far, those that wait for room included
+        self.position = 0  # records so far, including those that wait for disk space
         self._listeners: list[Listener] = []
-        self._waiting: list[str] = []  # lines that a full disk refused, kept for when there is room
+        self._waiting: list[str] = []  # lines that a full disk refused
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.dropped = 0
@@ -87,7 +86,7 @@ class EventLog:
             raise _cannot_write(self.path, error) from error
 
     def write(self, event: str, /, **fields: Any) -> Event:
-        """Write one event; answers with the record as it stands in the file."""
+        """Write one event; return the record as it is in the file."""
         taken = [key for key in HEADER_KEYS if key in fields]
         if taken:
             raise ValueError(f"an event's own fields cannot be called {', '.join(taken)}")
@@ -96,11 +95,11 @@ class EventLog:
         self._waiting.append(_line(record))
         self.position += 1
         self._flush()
-        self._tell(record)
+        self._notify(record)
         return record
 
-    def _tell(self, record: Event) -> None:
-        """A listener whose reader is gone (a closed pipe or terminal) hears no more; the run does not depend on it."""
+    def _notify(self, record: Event) -> None:
+        """Call the listeners. Remove one whose pipe or terminal is closed; the run goes on."""
         for listener in tuple(self._listeners):
             try:
                 listener(record)
@@ -111,12 +110,12 @@ class EventLog:
                 self.write("note", text="nobody reads the console any more: the run goes on without it")
 
     def sync(self) -> None:
-        """Bring what is written to the disk itself."""
-        with contextlib.suppress(OSError):  # not every file can be: a full disk is told where a record is written
+        """Flush what is written to the disk."""
+        with contextlib.suppress(OSError):  # not every file can be flushed; `write` reports a full disk
             os.fsync(self._file.fileno())
 
     def _flush(self) -> None:
-        """Write what is waiting. A full disk costs no step: the lines wait, and a half-written one is taken back."""
+        """Write the waiting lines. On a full disk they keep waiting, and a half-written line is removed."""
         try:
             good = self._file.tell()
             self._file.write("".join(self._waiting))
@@ -128,7 +127,7 @@ class EventLog:
             self._reopen(good)
 
     def _reopen(self, good: int) -> None:
-        """Drop the buffer that cannot be written, and with it what was half written."""
+        """Discard the buffer that cannot be written, and cut the file back to its last whole line."""
         with contextlib.suppress(OSError):
             self._file.close()
         try:
@@ -157,12 +156,12 @@ class EventLog:
         try:
             self.close()
         except CannotSave:
-            if error is None:  # else the first end is the one to be told
+            if error is None:  # else report the first error
                 raise
 
 
 class SilentLog(EventLog):
-    """The log of a process that is not the first: it writes nothing, because another writes the same."""
+    """The log of every process but the first: writes nothing, because the first writes the same."""
 
     def __init__(self) -> None:
         self.path = Path()
@@ -183,40 +182,40 @@ class SilentLog(EventLog):
 
 
 def _line(record: Event) -> str:
-    # Escaping beyond ASCII keeps one record on one line in every editor and terminal.
+    # Escape non-ASCII characters, some of which break lines in editors and terminals.
     return json.dumps(record, ensure_ascii=True, allow_nan=False) + "\n"
 
 
 def _mend(path: Path, keep_records: int | None, keep_until_step: int | None) -> tuple[int, int]:
-    """Rewrite the file without what a resumed run must not keep; answers with how many records stayed and went."""
-    found = scan_events(path)
-    _refuse_broken(path, found)
+    """Rewrite the file without the records that a resumed run writes again. Return how many were (kept, dropped)."""
+    scan = scan_events(path)
+    _refuse_broken(path, scan)
     kept = [
         record
-        for number, record in enumerate(found.records)
+        for number, record in enumerate(scan.records)
         if (keep_records is not None and number < keep_records)
         or not _comes_again(record, keep_until_step, is_after=keep_records is not None)
     ]
-    dropped = len(found.records) - len(kept) + found.is_torn
+    dropped = len(scan.records) - len(kept) + scan.is_torn
     if dropped or not path.read_bytes().endswith(b"\n"):
         _replace(path, kept)
     return len(kept), dropped
 
 
 def _comes_again(record: Event, keep_until_step: int | None, *, is_after: bool) -> bool:
-    """Whether a resumed run writes this record again. `is_after`: it is known to come after the state was saved."""
+    """Whether a resumed run writes this record again. `is_after`: it was written after the state was saved."""
     kind, step = record.get("event"), record.get("step")
     if keep_until_step is None:
         return False
     if kind in _WRITTEN_ONCE:
         return is_after
     is_later = isinstance(step, int) and step > keep_until_step
-    # The record of a checkpoint follows the checkpoint, and is not written again.
+    # The record of a checkpoint is written after the state is saved, and not again.
     return kind in _WRITTEN_AGAIN and (is_later or (is_after and kind != "checkpoint"))
 
 
 def _replace(path: Path, records: Iterable[Event]) -> None:
-    """Atomic: a crash leaves the old file or the new one, never half of either."""
+    """Replace the file atomically: a crash leaves the old file or the new one."""
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("w", encoding="ascii", newline="\n") as file:
         file.writelines(_line(record) for record in records)
@@ -238,15 +237,15 @@ def _cannot_write(path: Path, error: OSError) -> CannotSave:
 
 @dataclasses.dataclass(frozen=True)
 class EventScan:
-    """All that can be read of a log: its records, and the numbers of the lines that cannot."""
+    """The readable records of a log, and the numbers of the lines that cannot be read."""
 
     records: tuple[Event, ...]
     broken_lines: tuple[int, ...]  # without the torn one
-    is_torn: bool  # a crash in the middle of a write leaves part of a last line
+    is_torn: bool  # the last line is incomplete, after a crash while it was written
 
 
 def scan_events(path: Path | str) -> EventScan:
-    """Read what can be read; a caller that needs the whole truth uses `read_events`."""
+    """Read what can be read. `read_events` raises for a broken line."""
     try:
         lines = Path(path).read_bytes().split(b"\n")
     except OSError as error:
@@ -265,17 +264,17 @@ def scan_events(path: Path | str) -> EventScan:
 
 
 def read_events(path: Path | str) -> list[Event]:
-    """Every record of a log. A torn last line is passed over; any other broken line is an error."""
-    found = scan_events(path)
-    _refuse_broken(Path(path), found)
-    return list(found.records)
+    """Every record of a log. Ignore a torn last line; raise for any other broken line."""
+    scan = scan_events(path)
+    _refuse_broken(Path(path), scan)
+    return list(scan.records)
 
 
-def _refuse_broken(path: Path, found: EventScan) -> None:
-    if found.broken_lines:
+def _refuse_broken(path: Path, scan: EventScan) -> None:
+    if scan.broken_lines:
         raise DataError(
-            f"line {found.broken_lines[0]} of the event log is not a JSON object",
-            where=f"{path}:{found.broken_lines[0]}",
+            f"line {scan.broken_lines[0]} of the event log is not a JSON object",
+            where=f"{path}:{scan.broken_lines[0]}",
             advice=("remove that line if you edited the file by hand", "restore the file from a copy"),
         )
 
@@ -293,23 +292,23 @@ def _refuse_constant(name: str) -> float:
 
 
 def problems(record: Mapping[str, Any]) -> list[str]:
-    """What a record lacks of the contract with users; empty when nothing does."""
+    """How a record breaks the documented format; empty if it does not."""
     name = record.get("event")
     required = HEADER_KEYS + {"step": STEP_KEYS, "eval": EVAL_KEYS}.get(str(name), ())
-    found = [f"{name}: {key} is missing" for key in required if key not in record]
+    faults = [f"{name}: {key} is missing" for key in required if key not in record]
     terms = record.get("terms") if name in ("step", "eval") else None
     for term, parts in (terms or {}).items():
-        found += [f"{name}: terms.{term}.{key} is missing" for key in TERM_KEYS if key not in parts]
+        faults += [f"{name}: terms.{term}.{key} is missing" for key in TERM_KEYS if key not in parts]
     for scope in (record, *(terms or {}).values()):
-        found += _false_siblings(str(name), scope)
-    return found
+        faults += _false_siblings(str(name), scope)
+    return faults
 
 
 def _false_siblings(name: str, scope: Mapping[str, Any]) -> list[str]:
-    found = []
+    faults = []
     for key, word in scope.items():
         if key.endswith(NONFINITE) and isinstance(word, str):
             value = scope.get(key.removesuffix(NONFINITE))
             if word not in NONFINITE_WORDS or value is not None:
-                found.append(f"{name}: {key} says {word!r} beside {value!r}")
-    return found
+                faults.append(f"{name}: {key} says {word!r} beside {value!r}")
+    return faults

@@ -1,7 +1,7 @@
-"""What is said about each event: an event in, lines of plain text out.
+"""Format events as lines of plain text.
 
-Calm voice: lower case, units, ASCII, one thing a line. Nothing here knows about terminals. What is said at the end of a
-command is in results.py.
+Lower case, units, ASCII, one thing a line. Nothing here depends on a terminal. The lines at the end of a command are in
+results.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from stillroom.telemetry.wording import (
 
 NUM_SAMPLES_NAMED = 3
 SAMPLE_WIDTH = 66
-_MOSTLY = 0.9  # below this share of scored tokens, the share is told
+_MOSTLY = 0.9  # below this share of scored tokens, print their number
 
 
 def _short(value: float) -> str:
@@ -82,9 +82,9 @@ def _data_line(split: str, data: Fields) -> str:
 
 
 def first_forward_lines(event: Fields) -> list[str]:
-    """Shapes and weights of the first batch, so that a wrong pairing shows before hours are spent on it."""
+    """Shapes and weights of the first batch, so that a wrong pair of models shows early."""
     weights = section(event, "weights")
-    told = "  ".join(f"{clean(name)} {show(weights, name, _short)}" for name in weights) or "-"
+    weighed = "  ".join(f"{clean(name)} {show(weights, name, _short)}" for name in weights) or "-"
     return [
         "first forward",
         f"  rows {show(event, 'rows', format_count)}  positions {show(event, 'positions', format_count)}"
@@ -92,25 +92,25 @@ def first_forward_lines(event: Fields) -> list[str]:
         f"  student hidden {_shape(event, 'student_hidden')}  teacher hidden {_shape(event, 'teacher_hidden')}"
         f"  vocabulary {show(event, 'vocabulary', format_count)}",
         *_pairing_lines(event),
-        f"  temperature {show(event, 'temperature', _short)}  weights {told}",
+        f"  temperature {show(event, 'temperature', _short)}  weights {weighed}",
     ]
 
 
 def _pairing_lines(event: Fields) -> list[str]:
-    """Whether the two models speak of the same tokens at the same places."""
+    """Whether the two models have the same vocabulary and the same alignment of targets."""
     lines = []
     if items(event, "student_logits"):
         lines.append(f"  student logits {_shape(event, 'student_logits')}  teacher {_shape(event, 'teacher_logits')}")
     hashes = section(event, "vocabulary_hash")
     if hashes:
-        told = "  ".join(f"{clean(name)} {clean(value)}" for name, value in hashes.items())
+        named = "  ".join(f"{clean(name)} {clean(value)}" for name, value in hashes.items())
         same = "" if len(hashes) < 2 else "  the same" if len(set(hashes.values())) == 1 else "  different"
-        lines.append(f"  vocabulary hash  {told}{same}")
+        lines.append(f"  vocabulary hash  {named}{same}")
     alignment = section(event, "alignment")
     if alignment:
         losses = (("as given", "as_given"), ("one back", "one_back"), ("one ahead", "one_ahead"))
-        told = "  ".join(f"{label} {show(alignment, key, format_loss)}" for label, key in losses)
-        lines.append(f"  {clean(alignment.get('model'))} loss by targets  {told}")
+        shown = "  ".join(f"{label} {show(alignment, key, format_loss)}" for label, key in losses)
+        lines.append(f"  {clean(alignment.get('model'))} loss by targets  {shown}")
     return lines
 
 
@@ -123,7 +123,7 @@ def _shape(event: Fields, key: str) -> str:
 
 
 def step_counters(event: Fields, skipped: int) -> list[str]:
-    """What the step is made of. Terms are shown as they enter the loss, so that they add up to it."""
+    """Loss, terms and counters of a step. Terms are weighted, so that they add up to the loss."""
     counters = [f"loss {show(event, 'train_loss', format_loss)}"]
     counters += [f"{clean(name)} {show(term, 'scaled', format_loss)}" for name, term in _active_terms(event)]
     counters.append(f"lr {show(event, 'lr', format_lr)}")
@@ -187,7 +187,7 @@ def eval_line(event: Fields) -> str:
 
 
 def gradients_line(event: Fields) -> str:
-    """How much each term pulls, and whether the terms pull the same way."""
+    """Each term's share of the gradient, and the cosines between terms."""
     terms, cosines = section(event, "terms"), section(event, "cosines")
     parts = [f"gradients at step {event.get('step')}"]
     parts += [f"{clean(name)} {show(section(terms, name), 'share', format_percent)}" for name in terms]

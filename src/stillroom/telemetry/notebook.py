@@ -1,7 +1,7 @@
-"""Whether this process serves a notebook, and a place in its output that can be written over.
+"""Detect a notebook, and show text in it that can be updated.
 
-A notebook's output is no terminal: escape codes show as they are, and lines only grow. What changes is shown by a
-display that is updated. IPython is asked only where it runs already; it is no dependency.
+A notebook's output is not a terminal: it does not obey escape codes. Changing text needs an updatable display. IPython
+is used only if it is already running; it is not a dependency.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def is_notebook() -> bool:
-    """Whether the output of this process is that of a Jupyter kernel. IPython in a terminal is a terminal."""
+    """Whether this process is a Jupyter kernel. False for IPython in a terminal."""
     ipython = sys.modules.get("IPython")
     if ipython is None or "ipykernel" not in sys.modules:
         return False

@@ -1,6 +1,6 @@
-"""The preview of data on a terminal: a summary, and documents with what is scored in colour.
+"""Print a preview of data: a summary, and documents with the scored text in colour.
 
-Where there are no colours, scored text stands between [[ and ]].
+Without colours, scored text is between [[ and ]].
 """
 
 from __future__ import annotations
@@ -24,21 +24,23 @@ def show_preview(result: Fields, stream: TextIO | None = None) -> None:
     has_colour = console.is_terminal and not console.no_color
     for line in summary_lines(result):
         console.print(line)
-    rows = items(result, "rows")
-    if rows:
-        console.print(f"\n{len(rows):,} of {show(result, 'documents', format_count)} documents, ", end="")
+    documents = items(result, "rows")
+    if documents:
+        console.print(f"\n{len(documents):,} of {show(result, 'documents', format_count)} documents, ", end="")
         console.print(Text("scored in this colour", style=_SCORED) if has_colour else "scored between [[ and ]]")
-    for row in rows:
-        console.print(f"\n-- {clean(row['id'])}  {row['tokens']:,} tokens, {row['scored_tokens']:,} scored")
+    for document in documents:
+        tokens, scored = document["tokens"], document["scored_tokens"]
+        console.print(f"\n-- {clean(document['id'])}  {tokens:,} tokens, {scored:,} scored")
+        pieces = list(_shown(document["pieces"]))
         if has_colour:
-            pieces = [(text, _SCORED if is_scored else _UNSCORED) for text, is_scored in _shown(row["pieces"])]
-            console.print(Text.assemble(*pieces))
+            styled = [(text, _SCORED if is_scored else _UNSCORED) for text, is_scored in pieces]
+            console.print(Text.assemble(*styled))
         else:
-            console.print("".join(f"[[{text}]]" if is_scored else text for text, is_scored in _shown(row["pieces"])))
+            console.print("".join(f"[[{text}]]" if is_scored else text for text, is_scored in pieces))
 
 
 def summary_lines(result: Fields) -> list[str]:
-    """What the data is, how long its documents are, how much is scored, and what is left out and why."""
+    """Name, shapes and lengths of the data, how much is scored, and what is left out and why."""
     shapes = ", ".join(f"{clean(name)} ({count:,})" for name, count in section(result, "shapes").items())
     lengths = section(result, "lengths")
     spread = ", ".join(f"{name.replace('_', ' ')} {show(lengths, name, format_count)}" for name in lengths)
@@ -60,13 +62,13 @@ def summary_lines(result: Fields) -> list[str]:
 
 
 def _shown(pieces: Sequence[tuple[str, bool]]) -> Iterator[tuple[str, bool]]:
-    """The pieces of a document, without control characters and cut where it is long."""
-    left = _SHOWN_CHARACTERS
+    """The pieces of a document without control characters, cut after _SHOWN_CHARACTERS."""
+    num_left = _SHOWN_CHARACTERS
     for text, is_scored in pieces:
-        if left <= 0:
+        if num_left <= 0:
             break
-        yield clean(text[:left], keep_lines=True), is_scored
-        left -= len(text)
+        yield clean(text[:num_left], keep_lines=True), is_scored
+        num_left -= len(text)
     total = sum(len(text) for text, _ in pieces)
     if total > _SHOWN_CHARACTERS:
         yield f"\n... {total - _SHOWN_CHARACTERS:,} more characters", False

@@ -1,4 +1,4 @@
-"""What a record of a run holds, read with care for what may be missing: a view of a run must not be what ends it."""
+"""Read values of a record without raising for missing ones: a view must not end a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Format = Callable[[float], str]
 
 
 def reading(record: Fields, key: str) -> float | None:
-    """A number of a record as it was before it was written: not-finite values come back from their sibling."""
+    """A number of a record; NaN and infinity are restored from the sibling key."""
     word = record.get(f"{key}_nonfinite")
     if word in ("nan", "inf", "-inf"):
         return float(str(word))
@@ -20,13 +20,13 @@ def reading(record: Fields, key: str) -> float | None:
 
 
 def show(record: Fields, key: str, form: Format) -> str:
-    """A number of a record in the given form, `nan` or `inf` where it is that, `-` where there is none."""
+    """A number of a record as text: formatted, or `nan`, `inf`, or `-` if there is none."""
     value = reading(record, key)
     return "-" if value is None else form(value)
 
 
 def show_interval(record: Fields, key: str, form: Format) -> str:
-    """The 95 % interval of a yardstick, `55.0 to 59.3`; nothing where none was taken or both ends read alike."""
+    """The 95 % interval of a yardstick, `55.0 to 59.3`; empty if there is none or both ends print the same."""
     bounds = [as_number(bound) for bound in items(section(record, "intervals"), key)]
     if len(bounds) != 2 or bounds[0] is None or bounds[1] is None:
         return ""

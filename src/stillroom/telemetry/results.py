@@ -1,4 +1,4 @@
-"""What a command says when it is done: the table of a run, the yardsticks of a model, a quarantined batch."""
+"""The lines a command prints at its end: the table of a run, the yardsticks of a model, a quarantined batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stillroom.telemetry.wording import (
 )
 from stillroom.yardsticks import MIN_DOCUMENTS
 
-# The rows of the last table, as they are called in summary.json and on the screen.
+# The rows of the table: key in summary.json, label on the screen.
 RESULT_ROWS = (
     ("teacher", "teacher"),
     ("student_before", "student before"),
@@ -38,7 +38,7 @@ RESULT_COLUMNS: tuple[tuple[str, str, Format], ...] = (
 
 
 def summary_lines(summary: Fields, report: object = None) -> list[str]:
-    """The result as a table, the checks, and where the report lies."""
+    """The result as a table, the checks, and the path of the report."""
     rows = [(label, section(summary, key)) for key, label in RESULT_ROWS if section(summary, key)]
     lines: list[str] = []
     if rows:
@@ -52,27 +52,27 @@ def summary_lines(summary: Fields, report: object = None) -> list[str]:
     for check in items(summary, "checks"):
         if isinstance(check, Mapping):
             word = "passed" if check.get("passed") else "failed"
-            told = f": {clean(check['text'])}" if check.get("text") else ""
-            lines.append(f"check {word}  {clean(check.get('name'))}{told}")
+            detail = f": {clean(check['text'])}" if check.get("text") else ""
+            lines.append(f"check {word}  {clean(check.get('name'))}{detail}")
     if report is not None:
         lines.append(f"report  {clean(report)}")
     return lines
 
 
 def _interval_line(student: Fields) -> list[str]:
-    """How sure the student's numbers are, in one line of at most 80 characters."""
-    told = [
+    """The intervals of the student's numbers, in one line of at most 80 characters."""
+    ranges = [
         f"{label} {show_interval(student, key, form)}"
         for key, label, form in (("perplexity", "perplexity", format_result), ("kl", "KL", format_result))
         if show_interval(student, key, form)
     ]
-    if not told:
+    if not ranges:
         return no_interval_lines(student)
-    return [f"95 % interval over {show(student, 'documents', format_count)} documents: student's {', '.join(told)}"]
+    return [f"95 % interval over {show(student, 'documents', format_count)} documents: student's {', '.join(ranges)}"]
 
 
 def no_interval_lines(row: Fields) -> list[str]:
-    """Why there is no interval, where the documents are too few for one."""
+    """A line that explains a missing interval, if the documents are too few for one."""
     documents = as_number(row.get("documents"))
     if documents is None or documents >= MIN_DOCUMENTS:
         return []
@@ -100,7 +100,7 @@ ASSESSMENT_ROWS: tuple[tuple[str, str, Format], ...] = (
 
 
 def assessment_lines(result: Fields) -> list[str]:
-    """The yardsticks of a model, one a line, and of its teacher beside it."""
+    """The yardsticks of a model, one a line, beside those of its teacher."""
     voices = [(name, section(result, name)) for name in ("student", "teacher") if section(result, name)]
     lines = [f"{key:<6}  {clean(result[key])}" for key in ("model", "data", "device") if result.get(key)]
     has_intervals = any(section(row, "intervals") for _, row in voices)
@@ -141,7 +141,7 @@ _SHOWN_CHARACTERS = 160
 
 
 def replay_lines(result: Fields) -> list[str]:
-    """What a quarantined batch did then and does now."""
+    """What a quarantined batch did in the run and does now."""
     then, now = section(result, "then"), section(result, "now")
     lines = [
         f"step {result.get('step')}, scored again with the checkpoint of step {result.get('checkpoint')}",

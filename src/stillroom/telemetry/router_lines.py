@@ -1,4 +1,4 @@
-"""What is said about a teacher's gates."""
+"""Format events about a teacher's gates."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def largest_drift(event: Mapping[str, Any]) -> float:
 
 
 def router_line(event: Mapping[str, Any]) -> str:
-    """Where the teacher stands: its held-out loss against the start, and how far its gates have moved."""
+    """The teacher's held-out loss against the start, and the drift of its gates."""
     parts = [f"router at step {event.get('step')}  {clean(event.get('mode'))}"]
     parts.append(f"teacher loss {show(event, 'teacher_nll', format_loss)}")
     parts.append(f"start {show(event, 'teacher_nll_start', format_loss)}")

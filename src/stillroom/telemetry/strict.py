@@ -1,4 +1,4 @@
-"""Values as strict JSON: a number that is not finite is null, with a sibling that says which it was."""
+"""Convert values to strict JSON: a number that is not finite becomes null, with a sibling key that names it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ NONFINITE_WORDS = ("nan", "inf", "-inf")
 
 
 def strict(fields: Mapping[Any, Any]) -> dict[str, Any]:
-    """The same mapping as plain JSON values, with a sibling for each value that is not finite.
+    """The mapping as plain JSON values, with a sibling key for each value that is not finite.
 
-    Inside a list the sibling of the list says which places: `"norms": [0.5, null], "norms_nonfinite":
-    {"1": "nan"}`; places in nested lists are joined by dots.
+    The sibling of a list maps indices to names: `"norms": [0.5, null], "norms_nonfinite": {"1": "nan"}`; indices into
+    nested lists are joined by dots.
     """
     plain: dict[str, Any] = {}
     siblings: dict[str, Any] = {}
@@ -30,13 +30,13 @@ def strict(fields: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any, place: str, lost: dict[str, str]) -> Any:
-    """`value` as JSON; what is not finite becomes None and is noted in `lost` under its place in the list."""
+    """`value` as JSON. What is not finite becomes None and is noted in `lost` under its index."""
     match value:
         case None | bool() | str():
             return value
         case numbers.Integral():
             return int(value)
-        case numbers.Real():  # numpy's scalars register here too
+        case numbers.Real():  # numpy's scalars too
             number = float(value)
             if math.isfinite(number):
                 return number

@@ -1,7 +1,7 @@
-"""Numbers and names as people read them: on a terminal, in a log line, in the report.
+"""Format numbers and names for terminal, log and report.
 
-No colours and no layout. Text that came from data, models or users goes through `clean` before anyone
-sees it: a model's name must not be able to move the cursor, hide a line or turn text around.
+No colours and no layout. Text from data, models or users goes through `clean` before it is shown: a model's name must
+not be able to move the cursor, hide a line or reverse text.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ _ESCAPE_SEQUENCE = re.compile(
     r"|\x1b[ -/]*[0-~]"
 )
 _SPACES = {"\t": "    ", "\n": "\n", "\u2028": "\n", "\u2029": "\n"}
-# Invisible, but Persian and the scripts of India cannot be spelt without them.
+# Invisible, but needed to write Persian and Indian scripts.
 _JOINERS = frozenset("\u200c\u200d")
 _UNSEEN = frozenset({"Cc", "Cf"})
 
 
 def clean(text: object, *, keep_lines: bool = False) -> str:
-    """`text` with no control characters, escape sequences or direction overrides.
+    """`text` without control characters, escape sequences and direction overrides.
 
-    Without `keep_lines` the result is one line. Half of a surrogate pair becomes "?": it can be in a
-    JSON file but not on a terminal.
+    Without `keep_lines` the result is one line. A lone surrogate becomes "?": a JSON file can hold it, a terminal
+    cannot show it.
     """
     plain = _ESCAPE_SEQUENCE.sub("", str(text).replace("\r\n", "\n").replace("\r", "\n"))
     if not plain.isprintable():
@@ -47,7 +47,7 @@ def _visible(character: str) -> str:
 
 
 def clip(text: object, width: int) -> str:
-    """One clean line of at most `width` characters, with dots where it was cut."""
+    """One clean line of at most `width` characters, ending in dots if it was cut."""
     line = clean(text)
     return line if len(line) <= width else line[: max(width - 3, 0)].rstrip() + "..."
 
@@ -56,7 +56,7 @@ def clip(text: object, width: int) -> str:
 
 
 def as_number(value: Any) -> float | None:
-    """A finite number, or None for anything else a file may hold in its place."""
+    """The value if it is a finite number, else None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -67,19 +67,19 @@ def as_number(value: Any) -> float | None:
 
 
 def format_lr(value: float) -> str:
-    """Three significant digits. A positive rate is never shown as zero, however small it is."""
+    """Three significant digits. A positive rate is never shown as zero."""
     return f"{value:.2e}"
 
 
 def format_loss(value: float) -> str:
-    """Three decimals where they mean something: 2.314, 0.412, 95.873, 1,204.5, 0.00812, 3.10e-05."""
+    """Usually three decimals: 2.314, 0.412, 95.873, 1,204.5, 0.00812, 3.10e-05."""
     if abs(value) < 1e6:
         return f"{value:,.1f}" if abs(value) >= 1000 else _small(value, 3)
     return f"{value:.2e}"
 
 
 def format_norm(value: float) -> str:
-    """Two decimals, or three significant digits where two decimals would say little: 0.83, 0.0123, 2.50e+04."""
+    """Two decimals, or three significant digits of small and large norms: 0.83, 0.0123, 2.50e+04."""
     return _small(value, 2) if abs(value) < 1000 else f"{value:.2e}"
 
 
@@ -90,7 +90,7 @@ def _small(value: float, decimals: int) -> str:
 
 
 def format_result(value: float) -> str:
-    """Three significant digits for a result; whole numbers from a hundred on: 1.62, 57.1, 134, 2,031."""
+    """Three significant digits; whole numbers from a hundred on: 1.62, 57.1, 134, 2,031."""
     size = abs(value)
     if math.isnan(value):
         return "nan"
@@ -98,7 +98,7 @@ def format_result(value: float) -> str:
         return "0"
     if size < 1e-3 or size >= 1e7:
         return f"{value:.2e}"
-    # Rounding first keeps 99.96 from showing as 100.0.
+    # Round first: 99.96 must not show as 100.0.
     digits = math.floor(math.log10(float(f"{size:.2e}")))
     return f"{value:,.{max(0, 2 - digits)}f}"
 

@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stillroom.config import load_config
 from stillroom.data.loader import Loader
-from stillroom.engine.building.preflight import SHIFTS, check_targets, judge_alignment, shifted_losses
+from stillroom.engine.building.preflight import SHIFTS, check_targets, first_forward, judge_alignment, shifted_losses
 from stillroom.engine.distill import distill
+from stillroom.engine.state import RunState
 from stillroom.errors import BrokenAtStart, ConfigError
 from stillroom.models.anatomy import backbone, head_of
 from stillroom.telemetry import read_events
@@ -97,6 +98,22 @@ def test_a_run_with_shifted_labels_stops_with_exit_code_20(
     with pytest.raises(BrokenAtStart, match="misaligned") as caught:
         distill(load_config(overrides=tiny.settings(world)), tmp_path / "run", device="cpu")
     assert caught.value.exit_code == 20
+
+
+@pytest.mark.parametrize("declared", ["none", "top-k", "sampled"])
+def test_a_teacher_whose_answer_is_not_of_its_declared_kind_is_refused_by_name(make_run: Any, declared: str) -> None:
+    run = make_run()
+    first_forward(run, RunState())
+    run.teacher.kind = declared
+    with pytest.raises(BrokenAtStart, match=f"the teacher LiveTeacher declares .* {declared!r} .* 'dense'") as caught:
+        first_forward(run, RunState())
+    assert caught.value.exit_code == 20 and caught.value.advice and caught.value.where == run.config.teacher.model
+
+
+def test_a_run_without_a_teacher_passes_the_check_of_the_kind(make_run: Any) -> None:
+    run = make_run(objectives__kd__weight=0.0, objectives__ce__weight=1.0)
+    assert run.teacher.kind == "none"
+    first_forward(run, RunState())
 
 
 def test_the_first_forward_says_shapes_vocabularies_and_alignment(world: Path, tmp_path: Path) -> None:

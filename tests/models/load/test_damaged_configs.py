@@ -56,7 +56,7 @@ def test_a_damaged_configuration_is_refused(
 ) -> None:
     change, word = CONFIGURATIONS[damage]
     change(model_folder)
-    refused(model_folder, word, how=how)
+    assert refused(model_folder, word, how=how)
 
 
 @pytest.mark.parametrize("damage", [name for name in CONFIGURATIONS if "generation" not in name])
@@ -64,13 +64,13 @@ def test_a_damaged_configuration_is_refused_for_a_random_student(model_folder: P
     change, word = CONFIGURATIONS[damage]
     change(model_folder)
     (model_folder / "model.safetensors").unlink()
-    refused(model_folder, word, how=train)
+    assert refused(model_folder, word, how=train)
 
 
 def test_a_configuration_that_is_a_folder(model_folder: Path) -> None:
     (model_folder / "config.json").unlink()
     (model_folder / "config.json").mkdir()
-    refused(model_folder, "config.json")
+    assert refused(model_folder, "config.json")
 
 
 # -- tokenizers ------------------------------------------------------------------------------------------
@@ -90,7 +90,7 @@ TOKENIZERS: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_a_damaged_tokenizer_is_refused(model_folder: Path, damage: str) -> None:
     change, word = TOKENIZERS[damage]
     change(model_folder)
-    refused(model_folder, "tokenizer", str(model_folder), word)
+    assert refused(model_folder, "tokenizer", str(model_folder), word)
 
 
 def test_a_tokenizer_of_an_unknown_class_is_the_table_in_its_file(model_folder: Path) -> None:
@@ -101,8 +101,8 @@ def test_a_tokenizer_of_an_unknown_class_is_the_table_in_its_file(model_folder: 
 def test_a_tokenizer_larger_than_the_embeddings_is_refused_with_both_numbers(model_folder: Path) -> None:
     tiny.tokenizer(400).save_pretrained(model_folder)
     highest = max(tiny.tokenizer(400).get_vocab().values())
-    error = refused(model_folder, f"token id {highest:,}", "320 embeddings", code=2)
-    assert isinstance(error, ConfigError)
+    refusal = refused(model_folder, f"token id {highest:,}", "320 embeddings", code=2)
+    assert refusal and isinstance(refusal.error, ConfigError)
 
 
 # -- models of another kind ------------------------------------------------------------------------------
@@ -111,7 +111,7 @@ def test_a_tokenizer_larger_than_the_embeddings_is_refused_with_both_numbers(mod
 def test_an_encoder_decoder_is_called_one(model_folder: Path) -> None:
     T5Config(vocab_size=320, d_model=16, d_ff=16, num_layers=1, num_heads=2, d_kv=8).save_pretrained(model_folder)
     for how in (ask, train):
-        refused(model_folder, "encoder-decoder model (t5)", how=how)
+        assert refused(model_folder, "encoder-decoder model (t5)", how=how)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_an_encoder_decoder_is_called_one(model_folder: Path) -> None:
 def test_a_model_that_sees_is_called_one(model_folder: Path, config: Any, words: tuple[str, ...]) -> None:
     config().save_pretrained(model_folder)
     for how in (ask, train):
-        refused(model_folder, "vision-language", "text-only", *words, how=how)
+        assert refused(model_folder, "vision-language", "text-only", *words, how=how)
 
 
 def test_an_encoder_is_not_taken_for_a_decoder(tmp_path: Path) -> None:
@@ -133,6 +133,6 @@ def test_an_encoder_is_not_taken_for_a_decoder(tmp_path: Path) -> None:
     BertLMHeadModel(BertConfig(vocab_size=320, **sizes)).save_pretrained(tmp_path / "bert")
     tiny.tokenizer().save_pretrained(tmp_path / "bert")
     for how in (ask, train):
-        refused(tmp_path / "bert", "not causal", "BertLMHeadModel", how=how)
+        assert refused(tmp_path / "bert", "not causal", "BertLMHeadModel", how=how)
     edit(tmp_path / "bert", is_decoder=True)
     assert not ask(tmp_path / "bert").is_described

@@ -41,7 +41,7 @@ def test_weights_that_are_no_safetensors_are_refused(
     model_folder: Path, damage: str, how: Callable[[Path], LoadedModel]
 ) -> None:
     WEIGHTS[damage](model_folder)
-    refused(model_folder, str(model_folder), how=how)
+    assert refused(model_folder, str(model_folder), how=how)
 
 
 @pytest.mark.parametrize("how", [ask, train])
@@ -50,23 +50,23 @@ def test_a_weight_that_the_file_lacks_is_never_drawn_at_random(
     model_folder: Path, name: str, how: Callable[[Path], LoadedModel]
 ) -> None:
     rewrite(model_folder, lambda tensors: tensors.pop(name))
-    refused(model_folder, "misses", name, how=how)
+    assert refused(model_folder, "misses", name, how=how)
 
 
 @pytest.mark.parametrize("how", [ask, train])
 def test_a_file_without_tensors_is_refused(model_folder: Path, how: Callable[[Path], LoadedModel]) -> None:
     rewrite(model_folder, lambda tensors: tensors.clear())
-    refused(model_folder, "misses", "and 8 more", how=how)
+    assert refused(model_folder, "misses", "and 8 more", how=how)
 
 
 def test_weights_that_the_model_has_no_place_for_are_refused(model_folder: Path) -> None:
     rewrite(model_folder, lambda tensors: tensors.update({"model.layers.7.mlp.up_proj.weight": torch.zeros(4, 4)}))
-    refused(model_folder, "no such weight", "model.layers.7.mlp.up_proj.weight")
+    assert refused(model_folder, "no such weight", "model.layers.7.mlp.up_proj.weight")
 
 
 def test_weights_of_another_size_are_refused_with_both_sizes(model_folder: Path) -> None:
     edit(model_folder, vocab_size=400)
-    refused(model_folder, "another size", "lm_head.weight", "320 x 16", "400 x 16")
+    assert refused(model_folder, "another size", "lm_head.weight", "320 x 16", "400 x 16")
 
 
 def test_constants_of_an_older_file_are_said_and_harmless(model_folder: Path) -> None:
@@ -113,7 +113,7 @@ def test_a_head_of_its_own_is_not_lost_to_a_flag_that_ties(model_folder: Path) -
 
 def test_weights_that_are_not_finite_are_named(model_folder: Path) -> None:
     rewrite(model_folder, lambda tensors: tensors["model.norm.weight"].fill_(float("nan")))
-    refused(model_folder, "not finite", "model.norm.weight")
+    assert refused(model_folder, "not finite", "model.norm.weight")
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int32])
@@ -124,7 +124,7 @@ def test_weights_stored_as_integers_are_refused(model_folder: Path, dtype: torch
         tensors["lm_head.weight"] = (tensors["lm_head.weight"] * 100).to(dtype)
 
     rewrite(model_folder, quantise)
-    refused(model_folder, "lm_head.weight")
+    assert refused(model_folder, "lm_head.weight")
 
 
 # -- what must still load --------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ def test_an_index_reaches_nothing_but_safetensors_of_its_folder(
     (model_folder / "model.safetensors").unlink()
     index = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(names, shard)}
     (model_folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    refused(model_folder, shard, how=how)
+    assert refused(model_folder, shard, how=how)
     assert not trap.exists()
 
 
@@ -76,7 +76,7 @@ def test_pickled_weights_are_refused_by_name(
     """A student folder with pickled weights alone is not one without weights: it must not begin at random."""
     (model_folder / "model.safetensors").unlink()
     set_trap(model_folder / name, trap)
-    refused(model_folder, name, "pickle", how=how)
+    assert refused(model_folder, name, "pickle", how=how)
     assert not trap.exists()
 
 
@@ -89,7 +89,7 @@ def test_pickles_beside_safetensors_are_left_alone(model_folder: Path, trap: Pat
 def test_a_configuration_cannot_name_its_weights(model_folder: Path, trap: Path) -> None:
     set_trap(model_folder / "adapter_model.bin", trap)
     edit(model_folder, transformers_weights="adapter_model.bin")
-    refused(model_folder, "adapter_model.bin")
+    assert refused(model_folder, "adapter_model.bin")
     assert not trap.exists()
 
 
@@ -99,7 +99,7 @@ def test_a_configuration_cannot_name_its_weights(model_folder: Path, trap: Path)
 def test_a_broken_index_is_refused(model_folder: Path, index: str) -> None:
     (model_folder / "model.safetensors").unlink()
     (model_folder / "model.safetensors.index.json").write_text(index)
-    refused(model_folder, "model.safetensors.index.json")
+    assert refused(model_folder, "model.safetensors.index.json")
 
 
 def test_shards_that_are_not_there_are_named(model_folder: Path, tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_shards_that_are_not_there_are_named(model_folder: Path, tmp_path: Path)
     tiny.tokenizer().save_pretrained(tmp_path / "shards")
     lost = sorted((tmp_path / "shards").glob("*.safetensors"))[1]
     lost.unlink()
-    refused(tmp_path / "shards", lost.name)
+    assert refused(tmp_path / "shards", lost.name)
 
 
 # -- adapters --------------------------------------------------------------------------------------------
@@ -147,18 +147,18 @@ def test_an_adapter_is_merged_into_its_base(
 def test_a_pickled_adapter_is_refused(adapter: Path, trap: Path) -> None:
     (adapter / "adapter_model.safetensors").unlink()
     set_trap(adapter / "adapter_model.bin", trap)
-    refused(adapter, "adapter_model.bin", "pickle")
+    assert refused(adapter, "adapter_model.bin", "pickle")
     assert not trap.exists()
 
 
 def test_a_pickled_base_of_an_adapter_is_refused(adapter: Path, model_folder: Path, trap: Path) -> None:
     (model_folder / "model.safetensors").unlink()
     set_trap(model_folder / "pytorch_model.bin", trap)
-    refused(adapter, "pytorch_model.bin", "pickle")
+    assert refused(adapter, "pytorch_model.bin", "pickle")
     assert not trap.exists()
 
 
 @pytest.mark.parametrize("config", ["{", "[]", "{}", '{"base_model_name_or_path": 3}'])
 def test_an_adapter_without_a_base_is_refused(adapter: Path, config: str) -> None:
     (adapter / "adapter_config.json").write_text(config)
-    refused(adapter, "adapter_config.json")
+    assert refused(adapter, "adapter_config.json")

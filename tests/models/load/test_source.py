@@ -113,13 +113,13 @@ def test_a_model_in_the_hub_s_cache_is_found_without_a_network(
 
 
 def test_a_file_is_not_a_folder(model_folder: Path) -> None:
-    refused(model_folder / "model.safetensors", "is a file")
+    assert refused(model_folder / "model.safetensors", "is a file")
 
 
 def test_the_folder_of_a_run_points_to_its_student(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"config": {}}')
     (tmp_path / "events.jsonl").write_text("")
-    refused(tmp_path, "folder of a run", str(tmp_path / "student"), how=lambda path: train(path))
+    assert refused(tmp_path, "folder of a run", str(tmp_path / "student"), how=lambda path: train(path))
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="everything may be read")
@@ -127,7 +127,7 @@ def test_the_folder_of_a_run_points_to_its_student(tmp_path: Path) -> None:
 def test_a_folder_without_permission(model_folder: Path, part: str) -> None:
     (model_folder / part).chmod(0)
     try:
-        refused(model_folder, "Permission denied")
+        assert refused(model_folder, "Permission denied")
     finally:
         (model_folder / part).chmod(0o700)
 

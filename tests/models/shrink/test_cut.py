@@ -104,7 +104,7 @@ def test_a_cut_that_keeps_all_layers_is_the_teacher(family: str) -> None:
     teacher = teacher_of(family)
     found = cut(teacher, ShrinkConfig())
     assert torch.equal(logits(found.model), logits(teacher)) and found.kept_layers == (0, 1, 2, 3)
-    assert "nothing was cut" in found.told
+    assert "nothing was cut" in found.summary
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from stillroom.config import load_config
 from stillroom.config.schema import ShrinkConfig
-from stillroom.engine.building.shrink_student import told_of_start
+from stillroom.engine.building.shrink_student import start_note
 from stillroom.engine.distill import distill, resume
 from stillroom.engine.loop import Stop
 from stillroom.errors import ConfigError, Interrupted
@@ -281,8 +281,8 @@ def test_a_resumed_run_keeps_its_layers_and_chooses_nothing_again(
     [
         (None, "is missing"),
         ("{", "damaged"),
-        ('{"layers": [0, 1], "of": 4, "method": "loss", "why": []}', "does not speak of 3 of 4"),
-        ('{"layers": [0, 1, 2], "of": 9, "method": "loss", "why": []}', "does not speak of 3 of 4"),
+        ('{"layers": [0, 1], "of": 4, "method": "loss", "why": []}', "does not name 3 of 4"),
+        ('{"layers": [0, 1, 2], "of": 9, "method": "loss", "why": []}', "does not name 3 of 4"),
         ('{"layers": [0, 2, 1], "of": 4, "method": "loss", "why": []}', "not ascending"),
         ('{"of": 4}', "damaged"),
     ],
@@ -302,7 +302,7 @@ def test_a_run_whose_choice_is_lost_is_not_continued_with_another(
 
 def test_a_student_worse_than_guessing_is_said_to_be() -> None:
     even, loss = ShrinkConfig(layers=2, method="even"), ShrinkConfig(layers=2)
-    assert "guessing" not in told_of_start(loss, 319.0, 320, 12.0)
-    told = told_of_start(even, 540_000.0, 320, 12.0)
-    assert "worse than guessing among the 320 tokens" in told and "student.shrink.method = 'loss'" in told
-    assert "student.shrink.method" not in told_of_start(loss, 540_000.0, 320), "what was done already is no advice"
+    assert "guessing" not in start_note(loss, 319.0, 320, 12.0)
+    note = start_note(even, 540_000.0, 320, 12.0)
+    assert "worse than guessing among the 320 tokens" in note and "student.shrink.method = 'loss'" in note
+    assert "student.shrink.method" not in start_note(loss, 540_000.0, 320), "what was done already is no advice"

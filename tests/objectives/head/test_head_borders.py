@@ -23,7 +23,7 @@ from stillroom.objectives import (
     score_head,
 )
 from stillroom.objectives.head.kernel import choose_kernel
-from stillroom.objectives.head.row_kernel import Logits, RowPlan, Rows
+from stillroom.objectives.head.row_kernel import Logits, RowPlan, RowRecord
 from stillroom.objectives.head.sparse import keep_top_k
 from stillroom.objectives.inner import distances
 from stillroom.types import DenseSignal, HeadWeights, TopKSignal
@@ -186,7 +186,7 @@ def test_what_nobody_looked_at_still_never_reaches_foreign_memory(make: Callable
 )
 def test_the_compiled_kernel_reads_no_tensor_of_another_length(field: str) -> None:
     """The last line: whoever calls the kernel past the border."""
-    rows = Rows(
+    rows = RowRecord(
         targets=torch.zeros(N, dtype=torch.long),
         **{name: torch.ones(N) for name in ("temperatures", "kd_weights", "ce_weights", "kd", "ce")},
         is_bad=torch.zeros(N, dtype=torch.bool),

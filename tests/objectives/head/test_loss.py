@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from stillroom.errors import ConfigError
 from stillroom.objectives import DenseTeacher, divergences, fused_head_loss, score_head
 from stillroom.objectives.divergences.base import Divergence
-from stillroom.objectives.head.products import chunk_size
 from stillroom.types import HeadWeights
 
 FORWARD_KL = divergences.make("forward_kl")
@@ -333,18 +332,3 @@ def test_vocabularies_of_different_size_are_refused_with_advice() -> None:
     with pytest.raises(ConfigError, match="teacher has 13 tokens, student 12") as error:
         run(replace(case, head=replace(case.head, vocab_size=12)))
     assert error.value.advice
-
-
-@given(num_rows=st.integers(0, 5000), num_tokens=st.integers(1, 300_000), width=st.integers(1, 8192))
-def test_a_chosen_chunk_keeps_to_its_budget(num_rows: int, num_tokens: int, width: int) -> None:
-    chunk = chunk_size(0, num_rows, num_tokens, width)
-    assert 1 <= chunk <= 1024
-    assert chunk <= max(1, num_rows)
-    budget = max(128 * 2**20, 4 * num_tokens * width)
-    assert chunk <= 64 or 2 * 4 * chunk * num_tokens <= budget
-
-
-def test_an_asked_chunk_is_taken() -> None:
-    assert chunk_size(512, 2000, 32_000, 576) == 512
-    assert chunk_size(512, 100, 32_000, 576) == 100
-    assert chunk_size(0, 600, 32_000, 576) == 300  # two equal ones, not 512 and a rest

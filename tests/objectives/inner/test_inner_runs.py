@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,13 @@ from transformers import AutoModelForCausalLM
 
 from stillroom.checkpoint import CheckpointStore
 from stillroom.config import load_config
-from stillroom.engine.building.assemble import build_run
-from stillroom.engine.building.device import find_device
-from stillroom.engine.building.models import load_models
 from stillroom.engine.distill import distill, resume
 from stillroom.engine.run import Run
 from stillroom.engine.state import RunState, capture, restore
 from stillroom.engine.step import attempt, train_step
 from stillroom.errors import ConfigError, Interrupted
 from stillroom.evaluation import evaluate
-from stillroom.telemetry import EventLog, read_events
+from stillroom.telemetry import read_events
 
 ALL = {f"objectives.{name}.weight": 0.1 for name in ("feature", "attention", "layerwise", "contrastive")}
 ALL |= {"objectives.ce.weight": 0.3, "objectives.kd.weight": 0.7}
@@ -33,24 +29,6 @@ RAMPS = {
 PHASES = [{"name": "logits", "until": 0.3}, {"name": "features", "until": 0.6}, {"name": "all", "until": 1.0}]
 
 
-@pytest.fixture
-def make(world: Path, tmp_path: Path) -> Iterator[Any]:
-    logs = []
-
-    def build(over: dict[str, Any]) -> Run:
-        config = load_config(overrides={**tiny.settings(world), **over})
-        device = find_device("cpu")
-        log = EventLog(tmp_path / f"{len(logs)}.jsonl")
-        logs.append(log)
-        run = build_run(config, tmp_path, log, device=device, models=load_models(config, device))
-        run.student.train()
-        return run
-
-    yield build
-    for log in logs:
-        log.close()
-
-
 def projectors(run: Run) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in run.mix.projectors.state_dict().items()}
 
@@ -59,8 +37,8 @@ def projectors(run: Run) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16-mixed", "fp16-split"])
-def test_a_step_with_inner_terms_reads_from_the_device_once(make: Any, count_reads: Any, precision: str) -> None:
-    run, state = make({**ALL, "precision.mode": precision}), RunState()
+def test_a_step_with_inner_terms_reads_from_the_device_once(make_run: Any, count_reads: Any, precision: str) -> None:
+    run, state = make_run({**ALL, "precision.mode": precision}), RunState()
     train_step(run, state, run.loader.window(0))
     reads = count_reads()
     outcome = train_step(run, state, run.loader.window(1))
@@ -69,8 +47,8 @@ def test_a_step_with_inner_terms_reads_from_the_device_once(make: Any, count_rea
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16-master", "fp16-split", "fp16-sr", "fp16-mixed"])
-def test_projectors_are_trained_in_fp32_whatever_the_student_is_kept_in(make: Any, precision: str) -> None:
-    run, state = make({**ALL, "precision.mode": precision}), RunState()
+def test_projectors_are_trained_in_fp32_whatever_the_student_is_kept_in(make_run: Any, precision: str) -> None:
+    run, state = make_run({**ALL, "precision.mode": precision}), RunState()
     before = projectors(run)
     for index in range(3):
         assert train_step(run, state, run.loader.window(index)).verdict.action == "keep"
@@ -80,16 +58,19 @@ def test_projectors_are_trained_in_fp32_whatever_the_student_is_kept_in(make: An
     assert all(not torch.equal(before[name], after[name]) for name in before)
 
 
-def test_projectors_have_a_rate_of_their_own(make: Any) -> None:
-    assert make({**ALL, "train.projector_learning_rate": 0.5}).optimizer.rates == {"student": 3e-3, "projectors": 0.5}
-    assert make(ALL).optimizer.rates == {"student": 3e-3, "projectors": 3e-3}
+def test_projectors_have_a_rate_of_their_own(make_run: Any) -> None:
+    assert make_run({**ALL, "train.projector_learning_rate": 0.5}).optimizer.rates == {
+        "student": 3e-3,
+        "projectors": 0.5,
+    }
+    assert make_run(ALL).optimizer.rates == {"student": 3e-3, "projectors": 3e-3}
 
 
 @pytest.mark.parametrize("packing", ["blocks", "rows"])
-def test_accumulated_gradients_equal_those_of_one_batch(make: Any, packing: str) -> None:
+def test_accumulated_gradients_equal_those_of_one_batch(make_run: Any, packing: str) -> None:
     over = {**ALL, "objectives.contrastive.weight": 0.0, "data.packing": packing}
-    one = make({**over, "train.batch_size": 8})
-    many = make({**over, "train.batch_size": 1, "train.gradient_accumulation_steps": 8})
+    one = make_run({**over, "train.batch_size": 8})
+    many = make_run({**over, "train.batch_size": 1, "train.gradient_accumulation_steps": 8})
     seen = [attempt(run, RunState(), run.loader.window(0))[0] for run in (one, many)]
     for name, value in seen[0].terms.items():
         assert seen[1].terms[name] == pytest.approx(value, rel=1e-6), name
@@ -98,8 +79,8 @@ def test_accumulated_gradients_equal_those_of_one_batch(make: Any, packing: str)
 
 
 @pytest.mark.parametrize("applied", [0, 4, 7])
-def test_eval_equals_train_in_every_phase(make: Any, applied: int) -> None:
-    run = make({**RAMPS, "objectives.ce.weight": 0.3, "curriculum.phases": PHASES})
+def test_eval_equals_train_in_every_phase(make_run: Any, applied: int) -> None:
+    run = make_run({**RAMPS, "objectives.ce.weight": 0.3, "curriculum.phases": PHASES})
     state = RunState(applied=applied)
     window = run.loader.window(0)
     evidence, lesson = attempt(run, state, window)
@@ -115,8 +96,8 @@ def test_eval_equals_train_in_every_phase(make: Any, applied: int) -> None:
 # -- state -----------------------------------------------------------------------------------------------
 
 
-def test_a_rollback_takes_the_projectors_back(make: Any) -> None:
-    run, state = make(ALL), RunState()
+def test_a_rollback_takes_the_projectors_back(make_run: Any) -> None:
+    run, state = make_run(ALL), RunState()
     train_step(run, state, run.loader.window(0))
     saved, before = capture(run, state).copied(), projectors(run)
     train_step(run, state, run.loader.window(1))
@@ -125,8 +106,8 @@ def test_a_rollback_takes_the_projectors_back(make: Any) -> None:
     assert all(torch.equal(before[name], tensor) for name, tensor in projectors(run).items())
 
 
-def test_a_projector_that_is_not_finite_is_a_broken_state_and_not_a_bad_batch(make: Any) -> None:
-    run, state = make(ALL), RunState()
+def test_a_projector_that_is_not_finite_is_a_broken_state_and_not_a_bad_batch(make_run: Any) -> None:
+    run, state = make_run(ALL), RunState()
     run.ring.keep(capture(run, state))
     train_step(run, state, run.loader.window(0))
     with torch.no_grad():
@@ -221,13 +202,13 @@ def test_what_cannot_be_is_refused_when_it_is_read(over: dict[str, Any], said: s
         load_config(overrides=over)
 
 
-def test_a_layer_that_does_not_exist_is_refused_before_training(make: Any) -> None:
+def test_a_layer_that_does_not_exist_is_refused_before_training(make_run: Any) -> None:
     with pytest.raises(ConfigError) as caught:
-        make({"objectives.feature.weight": 0.1, "objectives.feature.layers": [[0, 2]]})
+        make_run({"objectives.feature.weight": 0.1, "objectives.feature.layers": [[0, 2]]})
     assert "no layer 2" in caught.value.what and caught.value.where == "objectives.feature.layers"
 
 
-def test_settings_without_effect_are_said(make: Any) -> None:
-    run = make({"objectives.attention.weight": 0.1, "objectives.attention.attention_layers": 0})
+def test_settings_without_effect_are_said(make_run: Any) -> None:
+    run = make_run({"objectives.attention.weight": 0.1, "objectives.attention.attention_layers": 0})
     assert "the attention term is off" in run.mix.planned.notes[0] and not run.mix.planned.objectives
-    assert "no effect" in make({"train.projector_learning_rate": 0.1}).mix.planned.notes[0]
+    assert "no effect" in make_run({"train.projector_learning_rate": 0.1}).mix.planned.notes[0]

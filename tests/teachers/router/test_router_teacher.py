@@ -150,7 +150,7 @@ def test_learning_moves_every_gate_and_nothing_else(family: str, aims: Aims) -> 
         learn(teacher, batch_of(seed=seed), aims=aims)
         teacher.update_gates(is_kept=True, rate_factor=1.0)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items()), "bit for bit"
-    for gate in teacher.found:
+    for gate in teacher.moe_gates:
         assert teacher.gates.drift(gate.weight) > 0
 
 
@@ -333,7 +333,7 @@ def test_a_refused_student_step_leaves_the_gates_alone() -> None:
     learn(teacher, batch, student_view(batch))
     teacher.update_gates(is_kept=False, rate_factor=1.0)
     assert teacher.gates.optimizer.num_updates == 0 and not teacher.gates.has_gradient
-    assert all(teacher.gates.drift(gate.weight) == 0 for gate in teacher.found)
+    assert all(teacher.gates.drift(gate.weight) == 0 for gate in teacher.moe_gates)
 
 
 def test_a_router_gradient_that_is_not_finite_costs_one_update() -> None:

@@ -1,1 +1,1 @@
-"""From a configuration to a run that may take its first step."""
+"""Build a run from a configuration, up to its first step."""

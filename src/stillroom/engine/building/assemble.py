@@ -1,23 +1,25 @@
-"""From a configuration to a run: every part is made here and nowhere else."""
+"""Build a run from a configuration: the one place that makes its parts."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
-from stillroom.checkpoint import CheckpointSnapshots, CheckpointStore, SnapshotRing, Snapshots
+from stillroom.checkpoint import CheckpointStore
 from stillroom.config import Config
 from stillroom.curriculum import Curriculum
-from stillroom.data import Loader, open_data
+from stillroom.data import Corpus, Loader, open_data
+from stillroom.engine.building.budgets import make_snapshots
+from stillroom.engine.building.compilation import compile_bodies
 from stillroom.engine.building.inner_build import make_objectives
 from stillroom.engine.building.models import Models
 from stillroom.engine.inject import make_hooks
 from stillroom.engine.run import Run, held_out_batches
 from stillroom.engine.run_folder.lock import FolderLock
 from stillroom.guard import Guard
+from stillroom.models import Student
 from stillroom.objectives.clamps import Clamps
 from stillroom.objectives.mix import Mix
 from stillroom.objectives.objective import Planned
@@ -27,8 +29,6 @@ from stillroom.schedule import Schedule, steps_of_run, warmup_of_run
 from stillroom.teachers import Surroundings, make_teacher
 from stillroom.teachers.make import num_trained_by_teacher
 from stillroom.telemetry import EventLog
-
-_SNAPSHOT_SHARE = 0.4
 
 
 def build_run(
@@ -41,41 +41,35 @@ def build_run(
     inject: str = "",
     parallel: Parallel | None = None,
     lock: FolderLock | None = None,
+    begun_in: str = "",
 ) -> Run:
-    """Assemble a run. Nothing is trained here, and nothing is written but the log."""
+    """Assemble a run. Train nothing, and write nothing but the log.
+
+    `begun_in` is the precision of the checkpoint that the run continues from.
+    """
     parallel = parallel or Parallel()
     torch.manual_seed(config.train.seed)
     corpus = open_data(config.data, models.tokenizer)
-    loader = Loader(
-        corpus.train,
-        batch_size=config.train.batch_size,
-        accumulation=config.train.gradient_accumulation_steps,
-        seed=config.train.seed,
-        rank=parallel.rank,
-        num_ranks=parallel.size,
-    )
-    num_parameters = models.loaded_student.anatomy.num_parameters + num_trained_by_teacher(config, models.teacher)
-    precision = resolve(config.precision.mode, device, config=config.precision, num_parameters=num_parameters)
+    loader = make_loader(config, corpus, parallel)
+    precision = make_precision(config, models, device, begun_in)
     models.student.to(device)
     planned = make_objectives(config, models.student, models.teacher, device, kept=models.kept_layers)
     optimizer = make_optimizer(models.student, precision, config, planned)
     parallel.prepare(optimizer)
     hooks = make_hooks(inject, tell=lambda text: log.write("note", text=text))
-    student = models.loaded_student.as_student(models.vocab_size)
-    surroundings = Surroundings(
-        student=student,
-        optimizer=optimizer,
-        precision=precision,
-        learning_rate=config.train.learning_rate,
-        window=loader.window,
-        held_out=lambda: held_out_batches(config, corpus),
-        write=log.write,
+    schedule = make_schedule(config, loader.num_batches, parallel.size)
+    student_body, teacher_body = compile_bodies(config, models, precision, schedule.num_steps * parallel.size, log)
+    student = models.loaded_student.as_student(models.vocab_size, student_body)
+    surroundings = make_surroundings(config, student, optimizer, precision, loader, corpus, log)
+    teacher = make_teacher(
+        config,
+        models.loaded_teacher,
+        models.vocab_size,
+        surroundings,
+        num_processes=parallel.size,
+        compiled=teacher_body,
     )
-    teacher = make_teacher(config, models.loaded_teacher, models.vocab_size, surroundings, num_processes=parallel.size)
-    clamps = Clamps(config.guard.logit_clamp, config.guard.loss_clamp)
-    for text in clamps.check(models.vocab_size):
-        log.write("note", text=text)
-    mix = Mix(config.objectives, clamps=clamps, planned=planned)
+    mix = make_mix(config, models.vocab_size, planned, log)
     checkpoints = CheckpointStore(folder / "checkpoints", config.checkpoint.keep, hooks.checkpoint_point)
     return Run(
         config=config,
@@ -88,13 +82,13 @@ def build_run(
         loader=loader,
         mix=mix,
         curriculum=Curriculum.of(config),
-        schedule=make_schedule(config, loader.num_batches, parallel.size),
+        schedule=schedule,
         precision=precision,
         optimizer=optimizer,
         guard=Guard(config.guard),
         log=log,
         checkpoints=checkpoints,
-        ring=make_snapshots(config, optimizer, models.student, checkpoints, log, parallel),
+        ring=make_snapshots(config, precision.mode, optimizer, models.student, checkpoints, log, parallel),
         hooks=hooks,
         parallel=parallel,
         lock=lock,
@@ -102,21 +96,51 @@ def build_run(
     )
 
 
-def make_snapshots(
-    config: Config, optimizer: AdamW, student: Any, checkpoints: CheckpointStore, log: EventLog, parallel: Parallel
-) -> Snapshots:
-    """Snapshots in memory while they take a modest share of what is free, else the checkpoints on disk."""
-    tensors = [*student.parameters(), *optimizer.tensors().values()]
-    needed = config.guard.snapshot_ring * sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    free = psutil.virtual_memory().available
-    if parallel.all_of(needed * parallel.size <= _SNAPSHOT_SHARE * free):
-        return SnapshotRing(config.guard.snapshot_ring)
-    log.write(
-        "note",
-        text=f"{config.guard.snapshot_ring} snapshots would take {needed / 1e9:.1f} GB of {free / 1e9:.1f} GB free: "
-        "a rollback returns to the newest checkpoint on disk instead",
+def make_loader(config: Config, corpus: Corpus, parallel: Parallel) -> Loader:
+    return Loader(
+        corpus.train,
+        batch_size=config.train.rows_per_batch,
+        accumulation=config.train.gradient_accumulation_steps,
+        seed=config.train.seed,
+        rank=parallel.rank,
+        num_ranks=parallel.size,
     )
-    return CheckpointSnapshots(checkpoints)
+
+
+def make_precision(config: Config, models: Models, device: torch.device, begun_in: str = "") -> Precision:
+    """The mode that was asked for, the best for this device and size, or the one a continued run began in."""
+    num_parameters = models.loaded_student.anatomy.num_parameters + num_trained_by_teacher(config, models.teacher)
+    asked = config.precision
+    return resolve(asked.mode, device, config=asked, num_parameters=num_parameters, begun_in=begun_in)
+
+
+def make_surroundings(
+    config: Config,
+    student: Student,
+    optimizer: AdamW,
+    precision: Precision,
+    loader: Loader,
+    corpus: Corpus,
+    log: EventLog,
+) -> Surroundings:
+    """What a teacher may use of the run."""
+    return Surroundings(
+        student=student,
+        optimizer=optimizer,
+        precision=precision,
+        learning_rate=config.train.learning_rate,
+        window=loader.window,
+        held_out=lambda: held_out_batches(config, corpus),
+        write=log.write,
+    )
+
+
+def make_mix(config: Config, vocab_size: int, planned: Planned, log: EventLog) -> Mix:
+    """The objectives with the clamps that were asked for. Log what the clamps cost."""
+    clamps = Clamps(config.guard.logit_clamp, config.guard.loss_clamp)
+    for text in clamps.check(vocab_size):
+        log.write("note", text=text)
+    return Mix(config.objectives, clamps=clamps, planned=planned)
 
 
 def make_optimizer(student: Any, precision: Precision, config: Config, planned: Planned) -> AdamW:

@@ -1,4 +1,4 @@
-"""The objectives of a run beside `kd` and `ce`: planned from two real models and tried on them."""
+"""Plan the objectives beside `kd` and `ce` for two loaded models, and check that the models serve them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from stillroom.types import BothNeeds
 def make_objectives(
     config: Config, student: Any, teacher: Any, device: torch.device, *, kept: Sequence[int] | None = None
 ) -> Planned:
-    """The objectives beside `kd` and `ce`, with what they train on the device, and notes for the log."""
+    """Plan the objectives beside `kd` and `ce`, put their projectors on the device, and collect notes for the log."""
     objectives = config.objectives
     notes: list[str] = []
     if objectives.attention.weight != 0.0 and not objectives.attention.attention_layers:
@@ -33,7 +33,7 @@ def make_objectives(
     planned.projectors.to(device)
     for objective in planned.objectives:
         if isinstance(objective, InnerObjective):
-            pairs = ", ".join(f"{mine} to {goal}" for mine, goal in objective.pairs)
+            pairs = ", ".join(f"{student_layer} to {teacher_layer}" for student_layer, teacher_layer in objective.pairs)
             notes.append(f"{objective.name}: layers of the student to layers of the teacher, counted from 0: {pairs}")
     num_projected = sum(parameter.numel() for parameter in planned.projectors.parameters())
     if num_projected:
@@ -42,17 +42,17 @@ def make_objectives(
     if asked.student.attention_layers or asked.teacher.attention_layers:
         notes += _open_attention(asked, student, teacher, config.data.max_length)
     if planned.find("contrastive"):
-        notes.append(_on_contrast(config.train.batch_size))
+        notes.append(_contrast_note(config.train.rows_per_batch))
     return Planned(planned.objectives, tuple(notes))
 
 
 def _inside(model: Any) -> Inside:
-    found = anatomy_of(model)
-    return Inside(found.num_layers, found.width)
+    anatomy = anatomy_of(model)
+    return Inside(anatomy.num_layers, anatomy.width)
 
 
 def _open_attention(asked: BothNeeds, student: Any, teacher: Any, length: int) -> list[str]:
-    """Let both models show the maps that are asked for, or refuse while nothing is lost yet."""
+    """Make both models return the attention maps of the asked layers. Raise if one cannot."""
     notes = []
     for role, model, needs in (("student", student, asked.student), ("teacher", teacher, asked.teacher)):
         if not needs.attention_layers:
@@ -70,7 +70,7 @@ def _open_attention(asked: BothNeeds, student: Any, teacher: Any, length: int) -
     return notes
 
 
-def _on_contrast(batch_size: int) -> str:
+def _contrast_note(batch_size: int) -> str:
     if batch_size == 1:
         return "contrastive: a micro-batch of one row has nothing to contrast, so the term is 0: raise train.batch_size"
     return (

@@ -1,12 +1,13 @@
-"""The loss scale of an FP16 run, found before its first step.
+"""Find the loss scale of an FP16 run before its first step.
 
-A scale that is too large costs a whole step for each halving until it fits. One backward pass of the first micro-batch
-at a small scale shows how large FP16 gradients become, and gradients grow in proportion to the scale.
+A scale that is too large costs one step for each halving. Gradients are proportional to the scale, so one backward
+pass of the first micro-batch at a small scale tells which scale fits.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -14,18 +15,22 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from stillroom.engine.fitting import parts_of, within_memory
 from stillroom.engine.run import Run
 from stillroom.engine.state import RunState
 from stillroom.types import Batch
 
-_PROBE_SCALE = (
-    64.0  # small enough for gradients of 1,000, large enough that what FP16 rounds to 0 stays small at 65,536
-)
-_LARGEST = 65504.0 / 8.0  # of FP16's range: gradients grow in the first steps, and the scale grows by itself later
+_PROBE_SCALE = 64.0  # holds gradients up to 1,000; gradients that FP16 rounds to 0 here are small at 65,536 too
+_LARGEST = 65504.0 / 8.0  # an eighth of FP16's range: gradients grow in the first steps
+
+
+_UNWRITTEN = frozenset(
+    getattr(torch.ops.aten, name) for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+)  # their memory holds what was there before
 
 
 class PeakWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    """While active, keeps the largest magnitude of every FP16 tensor that an operation returns."""
+    """While active, record the largest magnitude of every FP16 tensor that an operation returns."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -33,6 +38,8 @@ class PeakWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         answer = func(*args, **(kwargs or {}))
+        if func.overloadpacket in _UNWRITTEN:
+            return answer
         for tensor in answer if isinstance(answer, (tuple, list)) else (answer,):
             if isinstance(tensor, Tensor) and tensor.dtype == torch.float16 and tensor.numel():
                 self._peaks.append(tensor.detach().abs().amax().float())
@@ -43,36 +50,38 @@ class PeakWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
 
 
 def find_loss_scale(run: Run, state: RunState) -> None:
-    """Lower the configured scale to one whose gradients fit FP16, and say so. Weights and random state stay."""
+    """Lower the configured scale until gradients fit FP16, and log it. Leave weights and random state unchanged."""
     if not run.precision.scales_loss:
         return
     window = run.loader.window(0)
     counts = run.parallel.counts(run.mix.counts(window))
-    batch = next((batch for batch in window if batch.num_scored), None)
     configured, floor = run.precision.loss_scale, run.precision.scaler.floor
     peak = math.inf
     for probe in sorted({min(_PROBE_SCALE, configured), floor}, reverse=True):
         run.precision.start_at(probe)
-        peak = run.parallel.worst(_peak_at(run, state, batch, counts) if batch is not None else 0.0) / probe
+        peak = run.parallel.worst(within_memory(run, state, lambda: _peak_at(run, state, window, counts))) / probe
         if math.isfinite(peak):
             break
     scale = fitting_scale(peak, configured, floor)
     run.precision.start_at(scale)
     if scale < configured:
-        found = f"gradients of the first batch reach {peak:.3g}" if math.isfinite(peak) else "the first batch overflows"
-        run.log.write("note", text=f"loss scale {scale:,.0f} instead of {configured:,.0f}: FP16 {found}")
+        cause = f"gradients of the first batch reach {peak:.3g}" if math.isfinite(peak) else "the first batch overflows"
+        run.log.write("note", text=f"loss scale {scale:,.0f} instead of {configured:,.0f}: FP16 {cause}")
 
 
 def fitting_scale(peak: float, configured: float, floor: float) -> float:
-    """The configured scale, halved until gradients that reach `peak` unscaled fit; never below the floor."""
+    """The configured scale, halved until unscaled gradients up to `peak` fit; never below the floor."""
     scale = configured
     while scale > floor and not peak * scale <= _LARGEST:
         scale = max(scale / 2.0, floor)
     return scale
 
 
-def _peak_at(run: Run, state: RunState, batch: Batch, counts: dict[str, int]) -> float:
-    """The largest FP16 gradient of a micro-batch at the present scale, in activations and weights."""
+def _peak_at(run: Run, state: RunState, window: Sequence[Batch], counts: dict[str, int]) -> float:
+    """The largest FP16 gradient of the first micro-batch at the present scale, in activations and weights."""
+    batch = next((batch for batch in parts_of(window, state) if batch.num_scored), None)
+    if batch is None:
+        return 0.0
     lesson = run.lesson(state)
     needs = run.mix.needs(lesson)
     batch = batch.to(run.device)

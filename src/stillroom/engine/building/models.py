@@ -1,4 +1,4 @@
-"""Teacher and student as the configuration names them: loaded, tried, and checked against each other."""
+"""Load teacher and student, probe them, and check that they share a vocabulary."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from stillroom.models import (
     load_tokenizer,
     open_student,
     open_teacher,
-    tried,
+    try_model,
     vocabulary_hash,
 )
 from stillroom.parallel import Parallel
+from stillroom.precision.device import facts_of
 from stillroom.teachers.make import unused_teacher_settings
 
 
@@ -57,29 +58,29 @@ def load_models(
     parallel: Parallel | None = None,
     tell: Callable[[str], None] = lambda _text: None,
 ) -> Models:
-    """Load what the configuration names, try it, and check that the two understand each other.
+    """Load and probe both models, and check that they share a vocabulary.
 
-    `folder` is the run's: a student that is cut from its teacher keeps there which layers it was made of.
+    `folder` is the run's: a student cut from its teacher stores the choice of layers there.
     """
     uses_teacher = Curriculum.of(config).uses_teacher
     notes = unused_teacher_settings(config)
     is_cut = config.student.init == "shrink"
-    brings_own = not is_cut and has_tokenizer(config.student, config.student.model)
+    has_own_tokenizer = not is_cut and has_tokenizer(config.student, config.student.model)
     teacher_tokenizer = None
-    if uses_teacher or not brings_own:
+    if uses_teacher or not has_own_tokenizer:
         teacher_tokenizer = load_tokenizer(config.teacher, config.teacher.model)
-    tokenizer = load_tokenizer(config.student, config.student.model) if brings_own else teacher_tokenizer
-    if not brings_own:
+    tokenizer = load_tokenizer(config.student, config.student.model) if has_own_tokenizer else teacher_tokenizer
+    if not has_own_tokenizer:
         notes.append("the student brings no tokenizer: it takes the teacher's")
     kept = teacher = None
     if uses_teacher or is_cut:
         teacher = open_teacher(config.teacher, teacher_dtype(config, device), teacher_tokenizer)
     if is_cut:
         assert teacher is not None
-        found = cut_student(config, teacher.network, tokenizer, device, folder=folder, parallel=parallel, tell=tell)
-        kept = found.kept_layers
-        notes += [*unused_name(config.student), *found.notes]
-        student = tried(found.model, tokenizer, name=student_name(config), role="student")
+        cut = cut_student(config, teacher.network, tokenizer, device, folder=folder, parallel=parallel, tell=tell)
+        kept = cut.kept_layers
+        notes += [*unused_name(config.student), *cut.notes]
+        student = try_model(cut.model, tokenizer, name=student_name(config), role="student")
         teacher = teacher if uses_teacher else None
     else:
         student = open_student(config.student, tokenizer, seed=config.train.seed)
@@ -87,7 +88,7 @@ def load_models(
     if teacher is not None:
         size = agree_on_vocabulary(teacher_tokenizer, tokenizer, teacher.anatomy.vocab_rows, size)
         notes += opening_difference(teacher_tokenizer, tokenizer, config.data.bos)
-    spoken = {"student": tokenizer, **({"teacher": teacher_tokenizer} if teacher is not None else {})}
+    tokenizers = {"student": tokenizer, **({"teacher": teacher_tokenizer} if teacher is not None else {})}
     return Models(
         tokenizer,
         teacher,
@@ -95,7 +96,7 @@ def load_models(
         size,
         (*notes, *student.notes, *(teacher.notes if teacher else ())),
         kept,
-        {role: vocabulary_hash(table) for role, table in spoken.items()},
+        {role: vocabulary_hash(table) for role, table in tokenizers.items()},
     )
 
 
@@ -103,4 +104,7 @@ def teacher_dtype(config: Config, device: torch.device) -> torch.dtype:
     if config.teacher.dtype != "auto":
         dtype: torch.dtype = getattr(torch, config.teacher.dtype)
         return dtype
-    return torch.float32 if device.type == "cpu" else torch.float16
+    if device.type != "cuda":
+        return torch.float32
+    # A teacher that was trained in bf16 may overflow FP16; without native bf16 its products would be emulated.
+    return torch.bfloat16 if facts_of(device).has_native_bf16 else torch.float16

@@ -1,8 +1,8 @@
-"""The first forward: shapes, vocabularies and alignment, looked at before hours are spent.
+"""Check one batch before training: targets, alignment with both models, and the kind of the teacher's signal.
 
-Labels that are shifted by one train without a complaint and end in a useless student, so the shift is tested twice.
-By content: the target of a position must be the next input. By the model: one that knows the language finds the next
-token likelier than the one it has just read (labels not shifted) and than the one after (labels shifted twice).
+Labels shifted by one position train without an error and give a useless student, so the shift is tested twice.
+By content: the target of a position must be the next input. By a model: one that knows the language gives the next
+token a lower loss than its own input (labels not shifted) and than the token after (labels shifted twice).
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from stillroom.engine.run import Run
 from stillroom.engine.state import RunState
 from stillroom.errors import BrokenAtStart
 from stillroom.models.anatomy import head_logits
-from stillroom.types import IGNORED, Batch, DenseSignal, HeadWeights
+from stillroom.teachers.base import Teacher, kind_of
+from stillroom.types import IGNORED, Batch, DenseSignal, HeadWeights, Signal
 
 _CHUNK = 512
 _LEAST_POSITIONS = 32  # fewer say nothing about a shift
@@ -28,7 +29,7 @@ SHIFTS = ("as_given", "one_back", "one_ahead")
 
 @torch.no_grad()
 def first_forward(run: Run, state: RunState) -> None:
-    """Look at the first batch with both models, write what was seen, and stop where it is certain to be wrong."""
+    """Run both models on the first batch and log shapes and alignment. Raise where the labels are certainly wrong."""
     batch = run.loader.window(0)[0]
     check_targets(batch)
     batch = batch.to(run.device)
@@ -39,10 +40,11 @@ def first_forward(run: Run, state: RunState) -> None:
         view = run.student.observe(batch, needs.student)
     run.student.train()
     signal = run.teacher.observe(batch, needs.teacher)
+    check_kind(run.teacher, signal, where=run.config.teacher.model)
     dense = signal if isinstance(signal, DenseSignal) else None
     judge, hidden, head = ("teacher", dense.hidden, dense.head) if dense else ("student", view.hidden, view.head)
     losses = shifted_losses(hidden, head, batch)
-    found, doubt = judge_alignment(losses)
+    means, doubt = judge_alignment(losses)
     run.log.write(
         "first_forward",
         rows=batch.input_ids.shape[0],
@@ -54,22 +56,22 @@ def first_forward(run: Run, state: RunState) -> None:
         teacher_logits=[dense.hidden.shape[0], dense.head.num_real] if dense else None,
         vocabulary=run.student.vocab_size,
         vocabulary_hash=run.vocabularies,
-        alignment={"model": judge, **found, "positions": losses.shape[1], "doubt": doubt},
+        alignment={"model": judge, **means, "positions": losses.shape[1], "doubt": doubt},
         temperature=lesson.settings.get("kd.temperature", 1.0),
         weights=dict(lesson.weights),
     )
     if doubt == "one_ahead":
         raise BrokenAtStart(
-            f"the {judge} finds the token after the target likelier than the target: {_told(found)}",
+            f"the {judge} finds the token after the target likelier than the target: {_format_means(means)}",
             where="first batch",
             advice=[
                 "the labels lag behind by one position: check how the data is cut",
                 "or the model shifts by itself",
             ],
         )
-    # A student that begins at random knows nothing yet, and nothing relies on what it says.
+    # Log no doubt of the student: with random weights it has not learned the text.
     if doubt and judge == "teacher":
-        run.log.write("note", text=f"{_DOUBTS[doubt].format(judge)} ({_told(found)})")
+        run.log.write("note", text=f"{_DOUBTS[doubt].format(judge)} ({_format_means(means)})")
 
 
 _DOUBTS = {
@@ -80,14 +82,26 @@ _DOUBTS = {
 }
 
 
-def _told(found: dict[str, float]) -> str:
+def _format_means(means: dict[str, float]) -> str:
     return (
-        f"loss {found['as_given']:.4g} as given, {found['one_back']:.4g} one back, {found['one_ahead']:.4g} one ahead"
+        f"loss {means['as_given']:.4g} as given, {means['one_back']:.4g} one back, {means['one_ahead']:.4g} one ahead"
     )
 
 
+def check_kind(teacher: Teacher, signal: Signal | None, *, where: str) -> None:
+    """Raise if the teacher's answer is not of the kind it declares."""
+    kind = kind_of(signal)
+    if kind != teacher.kind:
+        name = type(teacher).__name__
+        raise BrokenAtStart(
+            f"the teacher {name} declares signals of kind {teacher.kind!r} and answers the first batch with {kind!r}",
+            where=where,
+            advice=[f"set {name}.kind = {kind!r}", f"or return a signal of kind {teacher.kind!r} from {name}.observe"],
+        )
+
+
 def check_targets(batch: Batch) -> None:
-    """Every scored target must be the input of the position after it, where the row has one."""
+    """Every scored target must equal the input of the next position, where the row has one."""
     following = batch.input_ids[:, 1:]
     targets = batch.targets[:, :-1]
     is_inside = (targets != IGNORED) & (batch.attention_mask[:, 1:] == 1)
@@ -104,7 +118,7 @@ def check_targets(batch: Batch) -> None:
 def shifted_losses(hidden: Tensor, head: HeadWeights, batch: Batch) -> Tensor:
     """Cross-entropy of the scored positions under three alignments of the targets. [3, N], in the order of SHIFTS.
 
-    Only positions that have all three are used, so that the three means are over the same text.
+    Use only positions that have all three, so that the means are over the same positions.
     """
     ahead = torch.full_like(batch.targets, IGNORED)
     ahead[:, :-1] = batch.targets[:, 1:]
@@ -119,15 +133,15 @@ def shifted_losses(hidden: Tensor, head: HeadWeights, batch: Batch) -> Tensor:
 
 
 def judge_alignment(losses: Tensor) -> tuple[dict[str, float], str]:
-    """The three mean losses, and what is to be doubted: nothing, `unknown`, `noise`, `one_back` or `one_ahead`.
+    """The three mean losses, and a doubt: empty, `unknown`, `noise`, `one_back` or `one_ahead`.
 
-    A shift counts as better when its gain is large in itself and three standard errors above zero.
+    A shift is better when its gain exceeds both a fixed bound and three standard errors.
     """
     num_positions = losses.shape[1]
     means = losses.double().mean(dim=1).tolist() if num_positions else [math.nan] * 3
-    found = dict(zip(SHIFTS, means, strict=True))
+    mean_of = dict(zip(SHIFTS, means, strict=True))
     if num_positions < _LEAST_POSITIONS or not all(map(math.isfinite, means)):
-        return found, "unknown"
+        return mean_of, "unknown"
     gains: dict[str, Any] = {}
     for place, name in ((1, "one_back"), (2, "one_ahead")):
         gain = (losses[0] - losses[place]).double()
@@ -136,5 +150,5 @@ def judge_alignment(losses: Tensor) -> tuple[dict[str, float], str]:
     for name in ("one_ahead", "one_back"):
         mean, bound = gains[name]
         if mean > bound:
-            return found, name
-    return found, "" if all(mean < -bound for mean, bound in gains.values()) else "noise"
+            return mean_of, name
+    return mean_of, "" if all(mean < -bound for mean, bound in gains.values()) else "noise"

@@ -1,7 +1,7 @@
-"""A student cut from the teacher when a run is built.
+"""Cut the student from the teacher when a run is built.
 
-Which layers stay is decided once, when the run begins, and kept in its folder: a resumed run must compare its layers
-with the same ones of the teacher, and does not spend the time again.
+The choice of layers is made once and stored in the run's folder: a resumed run must pair its layers with the same
+layers of the teacher, and does not choose again.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def cut_student(
     parallel: Parallel | None = None,
     tell: Callable[[str], None] = lambda _text: None,
 ) -> Cut:
-    """The student that the configuration asks to be cut, ready to be trained.
+    """Cut the student that the configuration describes and make it ready for training.
 
-    Where layers or widths are to be chosen, the teacher reads a few batches of the training data: a rerun reads the
-    same ones. `folder` is where the choice of layers is kept.
+    To choose layers or widths, the teacher reads a few fixed batches of the training data. `folder` stores the choice
+    of layers.
     """
     wanted, parallel = config.student.shrink, parallel or Parallel()
     num_layers = len(blocks_of(teacher))
@@ -52,25 +52,25 @@ def cut_student(
     batches: Iterable[Batch] = ()
     if wanted.cuts_width or (is_chosen and choice is None and wanted.method != "even"):
         rows = open_data(config.data, tokenizer).train
-        batches = fixed_batches(rows, config.train.batch_size, _num_batches(config))
+        batches = fixed_batches(rows, config.train.rows_per_batch, _num_batches(config))
         teacher.to(device)
     begun, cpu_begun = time.monotonic(), time.process_time()
-    found = cut(teacher, wanted, batches, choice=choice, tell=tell if parallel.is_first else lambda _text: None)
+    result = cut(teacher, wanted, batches, choice=choice, tell=tell if parallel.is_first else lambda _text: None)
     spent = {"seconds": time.monotonic() - begun, "cpu_seconds": time.process_time() - cpu_begun}
     teacher.to("cpu")
     if is_chosen and choice is None:
-        _check_alike(found.choice, parallel)
+        _check_alike(result.choice, parallel)
         if folder is not None and parallel.is_first:
-            _store(folder, found.choice, num_layers, spent)
-    ready_student(found.model, config.student)
-    return found
+            _store(folder, result.choice, num_layers, spent)
+    ready_student(result.model, config.student)
+    return result
 
 
 def _num_batches(config: Config) -> int:
-    """As many as the widths need, and rows enough for the tokens that layers are chosen by."""
+    """Enough batches for the widths, and enough tokens for the choice of layers."""
     wanted = config.student.shrink
-    a_batch = config.train.batch_size * min(config.data.max_length, 128)
-    return max(wanted.calibration_batches, -(-wanted.choice_tokens // a_batch))
+    tokens_per_batch = config.train.rows_per_batch * min(config.data.max_length, 128)
+    return max(wanted.calibration_batches, -(-wanted.choice_tokens // tokens_per_batch))
 
 
 # -- the choice in the run's folder ----------------------------------------------------------------------
@@ -88,14 +88,14 @@ def _store(folder: Path, choice: Choice, num_layers: int, spent: dict[str, float
 
 
 def _stored(folder: Path | None, wanted: ShrinkConfig, num_layers: int, parallel: Parallel) -> Choice | None:
-    """The choice that the run began with, as the first process reads it; None for a run that begins."""
-    found = _read(folder, wanted, num_layers) if folder is not None and parallel.is_first else None
-    if not parallel.broadcast(float(found is not None)):
+    """The choice stored by an earlier start of the run, read by the first process; None for a new run."""
+    stored = _read(folder, wanted, num_layers) if folder is not None and parallel.is_first else None
+    if not parallel.broadcast(float(stored is not None)):
         return None
     assert isinstance(wanted.layers, int)
-    layers = found.layers if found is not None else (0,) * wanted.layers
+    layers = stored.layers if stored is not None else (0,) * wanted.layers
     agreed = tuple(int(parallel.broadcast(float(layer))) for layer in layers)
-    return Choice(agreed, found.method if found is not None else "given", found.why if found is not None else ())
+    return Choice(agreed, stored.method if stored is not None else "given", stored.why if stored is not None else ())
 
 
 def _read(folder: Path, wanted: ShrinkConfig, num_layers: int) -> Choice | None:
@@ -111,12 +111,12 @@ def _read(folder: Path, wanted: ShrinkConfig, num_layers: int) -> Choice | None:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         choice = Choice(tuple(int(layer) for layer in record["layers"]), record["method"], tuple(record["why"]))
-        is_whole = record["of"] == num_layers and len(choice.layers) == wanted.layers
+        is_complete = record["of"] == num_layers and len(choice.layers) == wanted.layers
         settled_layers(choice.layers, num_layers)
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, ValueError) as error:
         raise _damaged(path, f"{type(error).__name__}: {error}") from error
-    if not is_whole:
-        raise _damaged(path, f"it does not speak of {wanted.layers} of {num_layers} layers")
+    if not is_complete:
+        raise _damaged(path, f"it does not name {wanted.layers} of {num_layers} layers")
     return choice
 
 
@@ -129,7 +129,7 @@ def _damaged(path: Path, reason: str) -> ConfigError:
 
 
 def _check_alike(choice: Choice, parallel: Parallel) -> None:
-    """Each process chose for itself, on the same text: another choice would be another student."""
+    """Raise if the processes chose different layers: each chose for itself, on the same text."""
     if not parallel.same_everywhere(zlib.crc32(json.dumps(choice.layers).encode())):
         raise ConfigError(
             f"the processes chose different layers to keep (this one: {list(choice.layers)})",
@@ -138,26 +138,26 @@ def _check_alike(choice: Choice, parallel: Parallel) -> None:
         )
 
 
-# -- what is said ----------------------------------------------------------------------------------------
+# -- notes for the log ----------------------------------------------------------------------------------------
 
 
-def told_of_start(
+def start_note(
     wanted: ShrinkConfig, perplexity: float, vocab_size: int, teacher_perplexity: float | None = None
 ) -> str:
-    """How the student stands right after the cut. A model that knows nothing has the vocabulary as its perplexity."""
+    """The perplexity right after the cut. A model that guesses has the size of the vocabulary as its perplexity."""
     beside = "" if teacher_perplexity is None else f" (teacher {teacher_perplexity:,.4g})"
-    told = f"right after the cut the student's held-out perplexity is {perplexity:,.4g}{beside}"
+    note = f"right after the cut the student's held-out perplexity is {perplexity:,.4g}{beside}"
     if perplexity <= vocab_size:
-        return told
+        return note
     other = ", or set student.shrink.method = 'loss'" if wanted.method in ("even", "influence") else ""
     return (
-        f"{told}: worse than guessing among the {vocab_size:,} tokens of the vocabulary, where a student drawn at "
+        f"{note}: worse than guessing among the {vocab_size:,} tokens of the vocabulary, where a student drawn at "
         f"random starts: keep more of the teacher{other}"
     )
 
 
 def student_name(config: Config) -> str:
-    """What the student is called in log and report: one that is cut has no name of its own."""
+    """The student's name in log and report; a cut student is named for its teacher."""
     return f"{config.teacher.model} (cut)" if config.student.init == "shrink" else config.student.model
 
 

@@ -1,1 +1,1 @@
-"""What a finished run is judged by and leaves behind."""
+"""Judge a finished run and describe its result."""

@@ -1,4 +1,4 @@
-"""What can be said of a run before its first step and after its last: will it move the student, and did it help?"""
+"""Warn before the first step if the student will hardly move; say after the last whether training helped."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ DONE = "done"
 DIVERGED = "diverged"
 FINISHED = (DONE, DIVERGED)
 
-_WORSE = 1.005  # of the perplexity before training: less is the noise of the last steps
-_TRIAL_STEPS = 10  # fewer steps, a dry run's, may make a student worse without anything being wrong
+_WORSE = 1.005  # times the perplexity before training; a smaller rise is noise
+_TRIAL_STEPS = 10  # a shorter run may make a student worse without a fault
 _HARDLY = 0.01  # nats of held-out loss
 
 
 def how_it_ended(state: RunState, kept: float, before: float) -> dict[str, Any]:
-    """Status, reason and advice. `kept` is the perplexity of the student that is handed out.
+    """Status, reason and advice. `kept` is the perplexity of the student that is written.
 
-    The student before training is a candidate, so what is kept is never worse; a run whose last student is worse, and
-    which never had a better one, has diverged and is not done.
+    The student before training is a candidate, so the one kept is never worse. A run without a better student whose
+    last student is worse has diverged.
     """
     last = state.last_perplexity
     if state.best_step and kept < before:
@@ -37,14 +37,14 @@ def how_it_ended(state: RunState, kept: float, before: float) -> dict[str, Any]:
     is_lost = last is None or (last > _WORSE * before and state.applied >= _TRIAL_STEPS)
     ended = "cannot be scored" if last is None else f"has a held-out perplexity of {format_result(last)}"
     reason = f"after {state.applied:,} steps the student {ended}, before training {format_result(before)}"
-    told = "no evaluation found a better student than the one before training, which is the one kept"
+    outcome = "no evaluation found a better student than the one before training, which is the one kept"
     advice = [
         "lower the learning rate, or warm up for longer: --set train.learning_rate=...",
         "compare the teacher with the student before training: one that knows this text less cannot teach it",
     ]
     if is_lost:
-        return {"status": DIVERGED, "reason": f"{reason}: {told}", "advice": advice}
-    return {"status": DONE, "reason": "", "advice": [f"{told}: train for longer, or at another learning rate"]}
+        return {"status": DIVERGED, "reason": f"{reason}: {outcome}", "advice": advice}
+    return {"status": DONE, "reason": "", "advice": [f"{outcome}: train for longer, or at another learning rate"]}
 
 
 def _hardly_moved(state: RunState, gain: float) -> str:
@@ -56,12 +56,12 @@ def _hardly_moved(state: RunState, gain: float) -> str:
 
 # -- before the first step -------------------------------------------------------------------------------
 
-_KNOWS_NOTHING = 0.5  # of the vocabulary's size: the perplexity of a student that guesses is all of it
-_LEAST_WAY = 1.0  # in standard deviations of the weights
+_KNOWS_NOTHING = 0.5  # of the vocabulary's size, which is the perplexity of a guess
+_LEAST_TRAVEL = 1.0  # in standard deviations of the weights
 
 
 def doubts(run: Run, perplexity: float) -> list[str]:
-    """What the configuration makes unlikely to work, measured on the student before training."""
+    """Reasons why this configuration is unlikely to work, measured on the student before training."""
     return [*_stands_still(run, perplexity), *_hardly_taught(run)]
 
 
@@ -69,7 +69,7 @@ _HARDLY_TAUGHT = 0.02  # of all weights
 
 
 def _hardly_taught(run: Run) -> list[str]:
-    """A teacher whose terms weigh next to nothing throughout costs a forward pass and teaches nothing."""
+    """Warn if the teacher's terms never weigh more than a few percent: its forward passes are wasted."""
     if not run.teacher.gives_signals:
         return []
     share = max(_teachers_share(run.curriculum.at(progress).weights) for progress in (0.0, 0.25, 0.5, 0.75, 1.0))
@@ -87,14 +87,16 @@ def _teachers_share(weights: Mapping[str, float]) -> float:
 
 
 def _stands_still(run: Run, perplexity: float) -> list[str]:
-    """A student that knows nothing must move its weights by about their own size; AdamW moves each by at most about
-    the learning rate a step."""
+    """Warn if an untrained student cannot move its weights by about their own size.
+
+    AdamW moves a weight by at most about the learning rate in a step.
+    """
     if perplexity < _KNOWS_NOTHING * run.student.vocab_size:
         return []
     rate = run.config.train.learning_rate
     factors = sum(run.schedule.factor(step) for step in range(run.schedule.num_steps))
     spread = _spread(run)
-    if rate * factors >= _LEAST_WAY * spread:
+    if rate * factors >= _LEAST_TRAVEL * spread:
         return []
     steps = f"{run.schedule.num_steps:,} steps at learning rate {format_lr(rate)}"
     return [

@@ -1,4 +1,4 @@
-"""What a finished run leaves, for the program that started it."""
+"""The result of a finished run, for the program that started it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stillroom.telemetry.wording import clean, format_result
 class Result:
     """A finished run: its folder and its summary.
 
-    With several processes the first one has the whole summary; the others know how the run ended.
+    With several processes the first has the full summary; the others have only status, reason and advice.
     """
 
     folder: Path
@@ -39,19 +39,19 @@ class Result:
         return reload(self.student_path)
 
     def __repr__(self) -> str:
-        told = [f"folder={str(self.folder)!r}", f"status={self.summary.get('status')!r}"]
+        parts = [f"folder={str(self.folder)!r}", f"status={self.summary.get('status')!r}"]
         if "steps" in self.summary:
-            told.append(f"steps={self.summary['steps']}")
+            parts.append(f"steps={self.summary['steps']}")
         row = section(self.summary, "student")
         if row:
-            told.append(f"perplexity={show(row, 'perplexity', format_result)}")
+            parts.append(f"perplexity={show(row, 'perplexity', format_result)}")
             others = [
                 f"{word} {show(section(self.summary, key), 'perplexity', format_result)}"
                 for key, word in (("student_before", "before"), ("teacher", "teacher"))
                 if section(self.summary, key)
             ]
-            told[-1] += f" ({', '.join(others)})" if others else ""
-        return f"Result({', '.join(told)})"
+            parts[-1] += f" ({', '.join(others)})" if others else ""
+        return f"Result({', '.join(parts)})"
 
     def _repr_html_(self) -> str:
         """The result as a small table, for a notebook. Everything that comes from the run is escaped."""

@@ -1,4 +1,4 @@
-"""Samples for the report: the same beginnings continued by teacher and student, greedily."""
+"""Samples for the report: teacher and student continue the same prompts, greedily."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PROMPT_TOKENS = 32
 
 
 def make_samples(run: Run) -> list[dict[str, str]]:
-    """Questions answered, and texts continued from their first tokens, by both models and by the record itself."""
+    """Prompts with the answers of both models and the reference from the record."""
     samples, teacher = [], run.teacher.as_model()
     rows = run.corpus.evaluation
     wanted = min(run.config.eval.samples, len(rows))
@@ -32,10 +32,10 @@ def make_samples(run: Run) -> list[dict[str, str]]:
 
 
 def beginning(rows: Rows, index: int) -> tuple[list[int], list[int]]:
-    """What is continued, and how the record goes on.
+    """(prompt, reference answer) of a record.
 
-    A record with a prompt is cut where its answer begins. Plain text is cut after its first tokens, a short one in the
-    middle: its end mark is nothing to continue from.
+    Cut a record with a prompt where its answer begins. Cut plain text after its first tokens, a short text in the
+    middle.
     """
     prompt, answer = rows.question(index)
     if len(prompt) > 1:

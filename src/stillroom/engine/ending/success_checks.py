@@ -1,9 +1,9 @@
-"""Success criteria: what a finished run must show before anyone calls it a success.
+"""Success criteria of a finished run.
 
-Four named checks, judged from the run's own events, so that a run resumed five times is judged as one:
+Four named checks, judged from the run's events, so a run that was resumed is judged as one:
 
 1. The held-out perplexity is below the configured bound, or below that of the student before training, and in either
-   case below that of a guess among all tokens, which is their number.
+   case below the size of the vocabulary, which is the perplexity of a guess.
 2. The objective held out is less than twice the objective in training, both at the same weights of the terms.
 3. No attempted step of the last epoch had a loss or gradient that is not finite.
 4. Every term that has a weight has a share in the objective, in every phase, and a term without weight has none.
@@ -21,7 +21,7 @@ Event = Mapping[str, Any]
 Check = dict[str, Any]
 
 MAX_GAP = 2.0
-LAST_STEPS = 20  # of training, whose mean is compared with the evaluation: one step alone is noise
+LAST_STEPS = 20  # training steps whose mean loss is compared with the evaluation
 
 
 def success_checks(
@@ -34,10 +34,10 @@ def success_checks(
     epoch_steps: int,
     vocab_size: int = 0,
 ) -> list[Check]:
-    """The four checks, each with what was measured, the bound, and a sentence."""
+    """The four checks, each with the measured value, the bound, and a sentence."""
     events = list(events)
     steps = [event for event in events if event.get("event") == "step" and isinstance(event.get("step"), int)]
-    # After a rollback the later attempt counts, as it does for the weights.
+    # After a rollback the later attempt of a step counts.
     kept = list({event["step"]: event for event in steps if event.get("verdict") == "keep"}.values())
     kept.sort(key=lambda event: int(event["step"]))
     evals = [event for event in events if event.get("event") == "eval" and isinstance(event.get("step"), int)]
@@ -55,7 +55,7 @@ def _check(name: str, passed: bool, value: float | None, bound: float | None, te
 
 
 def check_perplexity(perplexity: float, before: float | None, max_perplexity: float, vocab_size: int = 0) -> Check:
-    """Whether the student predicts the text. One that does worse than chance fails, whatever it was before."""
+    """Whether the student predicts the text. A student worse than a guess always fails."""
     name = "held-out perplexity"
     bound = max_perplexity or before
     whose = "the bound set as eval.max_perplexity" if max_perplexity else "the student before training"
@@ -69,7 +69,7 @@ def check_perplexity(perplexity: float, before: float | None, max_perplexity: fl
 
 
 def check_gap(kept: Sequence[Event], evals: Sequence[Event]) -> Check:
-    """Whether evaluation costs less than twice what training does; written as a difference so that 0 is no trouble."""
+    """Whether the held-out objective is less than twice that of training; a difference, so a loss of 0 is allowed."""
     name = "train and eval objective within 2x"
     last = max(evals, key=lambda event: int(event["step"]), default=None)
     held_out = as_number(last.get("objective")) if last else None
@@ -80,15 +80,15 @@ def check_gap(kept: Sequence[Event], evals: Sequence[Event]) -> Check:
     trained = sum(losses) / len(losses)
     passed = held_out - trained < (MAX_GAP - 1.0) * abs(trained)
     ratio = held_out / trained if trained > 0 else None
-    told = f"{ratio:.2f}x, " if ratio is not None else ""
-    text = f"{told}{format_loss(held_out)} held out, {format_loss(trained)} in the last {len(losses)} steps"
+    factor = f"{ratio:.2f}x, " if ratio is not None else ""
+    text = f"{factor}{format_loss(held_out)} held out, {format_loss(trained)} in the last {len(losses)} steps"
     return _check(name, passed, ratio, MAX_GAP, text)
 
 
 def check_finite(attempts: Sequence[Event], last_step: int, epoch_steps: int) -> Check:
-    """No loss or gradient of the last epoch's steps that was not finite.
+    """Whether every loss and gradient of the last epoch was finite.
 
-    A retry is no fault: an overflow of the scaled gradients is how an FP16 run finds its loss scale.
+    A retry does not count: an FP16 run finds its loss scale by overflows of the scaled gradients.
     """
     recent = [event for event in attempts if (as_number(event.get("step")) or 0) > last_step - epoch_steps]
     bad = sorted({int(event["step"]) for event in recent if _is_nonfinite(event)})
@@ -103,7 +103,7 @@ def check_finite(attempts: Sequence[Event], last_step: int, epoch_steps: int) ->
 def _is_nonfinite(event: Event) -> bool:
     if "retry" in (event.get("verdict"), event.get("action")):
         return False
-    if event.get("event") == "guard":  # weights found to be not finite between two steps leave no step record
+    if event.get("event") == "guard":  # weights found not finite between two steps leave no step record
         return event.get("action") in ("rollback", "reset") and "not finite" in str(event.get("reason"))
     return "train_loss_nonfinite" in event or "grad_norm_nonfinite" in event
 
@@ -123,8 +123,8 @@ def check_balance(kept: Sequence[Event], min_share: float) -> Check:
                 least = min(least, share)
                 if not min_share <= share <= 1.0 - min_share:
                     asked = _asked(steps, term)
-                    told = f", and {format_percent(asked)} of the weights, as configured" if asked < min_share else ""
-                    flagged.append(f"{clean(term)} has {format_percent(share)} in phase {clean(phase)}{told}")
+                    remark = f", and {format_percent(asked)} of the weights, as configured" if asked < min_share else ""
+                    flagged.append(f"{clean(term)} has {format_percent(share)} in phase {clean(phase)}{remark}")
         flagged += [f"{term} has no weight in phase {clean(phase)} and enters all the same" for term in _unasked(steps)]
     if not seen:
         return _check(name, False, None, min_share, "no step was recorded")
@@ -142,17 +142,17 @@ def _terms(event: Event) -> Mapping[str, Any]:
 
 
 def _shares(steps: Sequence[Event]) -> dict[str, float]:
-    """For each term with a weight somewhere in these steps, its mean share where it has one."""
-    found: dict[str, list[float]] = {}
+    """The mean share of each term over the steps in which it has a weight."""
+    shares_of: dict[str, list[float]] = {}
     for event in steps:
         for term, record in _terms(event).items():
             if record.get("weight"):
-                found.setdefault(term, []).append(as_number(record.get("share")) or 0.0)
-    return {term: sum(shares) / len(shares) for term, shares in found.items()}
+                shares_of.setdefault(term, []).append(as_number(record.get("share")) or 0.0)
+    return {term: sum(shares) / len(shares) for term, shares in shares_of.items()}
 
 
 def _asked(steps: Sequence[Event], term: str) -> float:
-    """The mean share of a term in the sum of all weights: what the configuration asks for."""
+    """The mean share of a term in the sum of the configured weights."""
     shares = []
     for event in steps:
         weights = {name: as_number(record.get("weight")) or 0.0 for name, record in _terms(event).items()}
@@ -162,7 +162,7 @@ def _asked(steps: Sequence[Event], term: str) -> float:
 
 
 def _unasked(steps: Sequence[Event]) -> list[str]:
-    """Terms that weigh nothing and yet add to the objective: the fault that no weight of the curriculum can show."""
+    """Terms of weight 0 that add to the objective all the same."""
     return sorted(
         {
             clean(term)

@@ -1,1 +1,1 @@
-"""What is done about steps that go wrong: looking, skipping, rolling back, keeping the evidence."""
+"""Recovery from bad steps: examine, skip, roll back, quarantine."""

@@ -1,7 +1,7 @@
-"""A batch as a file keeps it: its tensors by name, and the rest of its fields as JSON.
+"""Write a batch to a file and read it back: tensors by name, all other fields as JSON.
 
-Fields are taken from the record itself, so a batch that is read back has all that was written. What a batch computes
-from its tensors is not written: reading computes it again.
+The fields are those of the dataclass, so none is forgotten. Fields that a batch computes from its tensors are not
+written: reading computes them again.
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ _OTHER = "other"  # the one field that is itself a batch
 
 def tensors_of(batch: Batch) -> dict[str, Tensor]:
     """The tensors of a batch, and under `other.` those of its second reading."""
-    found = {one.name: getattr(batch, one.name) for one in _given() if one.type == "Tensor"}
+    tensors = {one.name: getattr(batch, one.name) for one in _given() if one.type == "Tensor"}
     if batch.other is not None:
-        found |= {f"{_OTHER}.{name}": tensor for name, tensor in tensors_of(batch.other).items()}
-    return found
+        tensors |= {f"{_OTHER}.{name}": tensor for name, tensor in tensors_of(batch.other).items()}
+    return tensors
 
 
 def facts_of(batch: Batch) -> dict[str, Any]:
-    """Everything else, in shapes that JSON has."""
-    found: dict[str, Any] = {}
+    """The other fields, as JSON values."""
+    facts: dict[str, Any] = {}
     for one in _given():
         value = getattr(batch, one.name)
         if one.name == _OTHER:
-            found[_OTHER] = None if batch.other is None else facts_of(batch.other)
+            facts[_OTHER] = None if batch.other is None else facts_of(batch.other)
         elif one.type == "tuple[str, ...]":
-            found[one.name] = list(value)
+            facts[one.name] = list(value)
         elif one.type == "int":
-            found[one.name] = int(value)
+            facts[one.name] = int(value)
         elif one.type != "Tensor":
             raise TypeError(f"Batch.{one.name} is {one.type}: no file keeps that")
-    return found
+    return facts
 
 
 def batch_of(tensors: Mapping[str, Tensor], facts: Mapping[str, Any], *, prefix: str = "") -> Batch:
-    """The batch that was written. A file from before a field existed has its default; KeyError where there is none."""
-    found: dict[str, Any] = {}
+    """Read a batch. A field missing from an older file takes its default; KeyError where it has none."""
+    values: dict[str, Any] = {}
     for one in _given():
         if one.type == "Tensor":
-            found[one.name] = tensors[prefix + one.name]
+            values[one.name] = tensors[prefix + one.name]
         elif one.name in facts or one.default is MISSING:
-            found[one.name] = _read(one, tensors, facts[one.name], prefix)
-    return Batch(**found)
+            values[one.name] = _read(one, tensors, facts[one.name], prefix)
+    return Batch(**values)
 
 
 def _read(one: Field[Any], tensors: Mapping[str, Tensor], value: Any, prefix: str) -> Any:
@@ -63,5 +63,5 @@ def _read(one: Field[Any], tensors: Mapping[str, Tensor], value: Any, prefix: st
 
 
 def _given() -> Iterator[Field[Any]]:
-    """The fields that whoever makes a batch gives."""
+    """The fields that are arguments of `Batch`."""
     return (one for one in fields(Batch) if one.init)

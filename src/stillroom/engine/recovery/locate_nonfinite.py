@@ -1,7 +1,7 @@
-"""The first thing that is not finite, by name: a weight, a module, a loss term, or the gradient of a parameter.
+"""Name the first non-finite tensor of a step: a weight, a module's output, a loss term, or a gradient.
 
-A slow path, taken only for a refused step. It runs the window's first micro-batches again with a hook on every
-module, so a fault that does not repeat is found in what it left behind (weights and gradients), or said to be gone.
+A slow path, for refused steps only. It runs the window's micro-batches again with a hook on every module. A fault that
+does not repeat is found in the weights and gradients it left, or reported as gone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from stillroom.types import Batch, DenseSignal, Lesson
 
 @torch.no_grad()
 def locate(run: Run, window: Sequence[Batch], lesson: Lesson) -> str:
-    """A sentence that names the first non-finite tensor of a step, in the order in which it is computed."""
+    """A sentence that names the first non-finite tensor, in the order of computation."""
     for name, parameter in run.student.model.named_parameters():
         if not _is_finite(parameter):
             return f"weight {name} of the student is not finite"
@@ -26,10 +26,10 @@ def locate(run: Run, window: Sequence[Batch], lesson: Lesson) -> str:
         if not _is_finite(parameter):
             return f"projector {name} is not finite"
     for batch in window:
-        found = _in_forward(run, batch, lesson) if batch.num_scored else ""
-        if found:
-            return found
-    # Backward runs from the last layer to the first, so the last bad gradient by name is the first by time.
+        fault = _in_forward(run, batch, lesson) if batch.num_scored else ""
+        if fault:
+            return fault
+    # Backward goes from the last layer to the first, so the last bad gradient was computed first.
     for name, gradient in reversed(list(run.optimizer.named_gradients())):
         if not _is_finite(gradient):
             return f"the gradient of {name} is not finite, though the forward pass is"

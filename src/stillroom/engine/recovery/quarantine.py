@@ -1,4 +1,4 @@
-"""Offending batches, kept for a person to look at and for `stillroom replay`."""
+"""Store the windows of refused steps for inspection and for `stillroom replay`."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ _TEXT_CHARACTERS = 2000
 
 
 def find_windows(folder: Path) -> dict[tuple[int, int], Path]:
-    """The windows that are kept, by optimizer step and number of the attempt."""
-    found = {
+    """The stored windows, by optimizer step and number of the attempt."""
+    windows = {
         (int(match[1]), int(match[2])): path for path in folder.glob("*.json") if (match := _NAME.match(path.name))
     }
-    return dict(sorted(found.items()))
+    return dict(sorted(windows.items()))
 
 
 def keep_window(
     run: Run, state: RunState, window: Sequence[Batch], evidence: Evidence, verdict: Verdict, located: str
 ) -> Path | None:
-    """Write a window's tensors and what is known about it; nothing once the folder holds MAX_FILES.
+    """Write a window's tensors, evidence and verdict, unless the folder holds MAX_FILES already.
 
-    The name has the number of the attempt, because refused attempts do not move the step. A resumed run that refuses
-    the same attempt again writes the same file.
+    The file name includes the number of the attempt, because a refused attempt does not advance the step. A resumed
+    run that refuses the same attempt writes the same file.
     """
     if not run.parallel.is_first:
         return None
@@ -81,6 +81,6 @@ def _facts(
 
 
 def _text(run: Run, ids: list[int]) -> str:
-    """The row as text with everything unprintable escaped."""
+    """The row as text, with unprintable characters escaped."""
     text = run.tokenizer.decode(ids)[:_TEXT_CHARACTERS]
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode("ascii") for c in text)

@@ -1,9 +1,8 @@
-"""How large weights can have become by updates alone.
+"""Bound how much updates can have changed the weights.
 
-AdamW moves no weight further than a few learning rates in one step: |m| / sqrt(v) is bounded by its betas alone, by the
-inequality of Cauchy and Schwarz. A weight that grew by more was changed by something else: a flipped bit, or a learning
-rate that is not the schedule's. No loss need show it: a student that knows nothing yet scores alike with such a weight
-and without.
+AdamW moves a weight by at most a few learning rates in one step: |m| / sqrt(v) is bounded by the betas (Cauchy-Schwarz
+inequality). A larger change has another cause: a flipped bit, or a learning rate that is not the schedule's. The loss
+of an untrained student may not show it.
 """
 
 from __future__ import annotations
@@ -25,8 +24,10 @@ _EARLY_STEPS = 1000  # in which the bias correction may lengthen a step
 
 @cache
 def longest_step(beta1: float, beta2: float) -> float:
-    """The most that one update of AdamW moves a weight, in learning rates, whatever the gradients; inf where nothing
-    bounds it. With m and v as sums over past gradients and the bias correction of step t."""
+    """The largest change of a weight in one AdamW update, in learning rates, for any gradients; inf if unbounded.
+
+    With m and v as sums over past gradients and the bias correction of step t.
+    """
     ratio = beta1 * beta1 / beta2 if beta2 else math.inf
     if ratio >= 1.0:
         return math.inf
@@ -37,14 +38,14 @@ def longest_step(beta1: float, beta2: float) -> float:
 
 
 class Reach:
-    """The largest weight of each parameter when it was last seen to be sound, and how far updates went since."""
+    """The largest weight of each parameter at the last sound state, and the sum of update sizes since then."""
 
     def __init__(self) -> None:
         self._peaks: Tensor | None = None
         self._factors = 0.0  # of the schedule, summed over the updates since
 
     def begin(self, run: Run) -> None:
-        """The weights as they stand are sound."""
+        """Take the present weights as sound."""
         self._peaks = weight_peaks(run)
         self._factors = 0.0
 
@@ -52,16 +53,16 @@ class Reach:
         self._factors += rate_factor
 
     def holds(self, run: Run) -> bool:
-        """Whether no parameter has a weight that updates cannot have made. NaN is none that they can."""
+        """Whether every weight is within what updates can have made it. NaN is not."""
         if self._peaks is None:
             return True
         step = _MARGIN * longest_step(*run.optimizer.betas) * max(run.optimizer.rates.values())
-        way = step * self._factors if self._factors else 0.0
-        return bool((weight_peaks(run) <= self._peaks * (1.0 + _ROUNDING) + way).all())
+        travel = step * self._factors if self._factors else 0.0
+        return bool((weight_peaks(run) <= self._peaks * (1.0 + _ROUNDING) + travel).all())
 
 
 @torch.no_grad()
 def weight_peaks(run: Run) -> Tensor:
-    """The largest magnitude in each trained parameter; NaN where there is one. [parameters]"""
-    found = (*run.student.model.parameters(), *run.mix.projectors.parameters())
-    return torch.stack([parameter.detach().abs().amax().float() for parameter in found if parameter.numel()])
+    """The largest magnitude in each trained parameter; NaN where one is NaN. [parameters]"""
+    trained = (*run.student.model.parameters(), *run.mix.projectors.parameters())
+    return torch.stack([parameter.detach().abs().amax().float() for parameter in trained if parameter.numel()])

@@ -1,4 +1,4 @@
-"""What is done about a step that was refused."""
+"""Examine the state of a run and carry out the verdict on a refused step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from stillroom.checkpoint import Saved, SnapshotRing
+from stillroom.checkpoint import Saved
 from stillroom.engine.recovery.locate_nonfinite import locate
 from stillroom.engine.recovery.quarantine import keep_window
 from stillroom.engine.recovery.reach import weight_peaks
@@ -17,6 +17,7 @@ from stillroom.engine.state import RunState, capture, restore
 from stillroom.errors import BrokenAtStart, Diverged, LossScaleAtFloor, StillroomError, TooManySkips
 from stillroom.evaluation import evaluate
 from stillroom.guard import is_astray, is_within_band
+from stillroom.snapshots import SnapshotRing
 from stillroom.types import Batch, Evidence, Examination, Verdict
 
 _PATIENCE = 2
@@ -25,8 +26,8 @@ _LEAST_TOKEN_SHARE = 0.1  # of all weights, for cross-entropy and distillation t
 
 @torch.no_grad()
 def examine(run: Run, state: RunState) -> Examination:
-    """A slow, careful look at the state: used only when a step is suspicious."""
-    # A damaged FP16 copy beside a sound master is mended here, for the cost of a copy.
+    """Check weights, moments and the canary. Slow: used only for a suspicious step."""
+    # Repair FP16 copies from their FP32 masters.
     run.optimizer.refresh()
     weights = run.parallel.all_of(_weights_are_finite(run))
     moments = run.parallel.all_of(all(_is_finite(t) for t in run.optimizer.tensors().values()))
@@ -37,7 +38,7 @@ def examine(run: Run, state: RunState) -> Examination:
 
 @torch.no_grad()
 def is_sound(run: Run) -> bool:
-    """Whether every weight and moment is finite: asked before anything is kept or saved."""
+    """Whether every weight and moment is finite. Checked before anything is kept or saved."""
     return run.parallel.all_of(
         _weights_are_finite(run) and all(_is_finite(t) for t in run.optimizer.tensors().values())
     )
@@ -51,13 +52,13 @@ def _is_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(tensor).all())
 
 
-def look(run: Run, state: RunState, evidence: Evidence) -> Examination | None:
-    """What the state after a step looks like, or None when it could not stay and was rolled back.
+def check_state(run: Run, state: RunState, evidence: Evidence) -> Examination | None:
+    """Examine the state after a step; None if it was bad and was rolled back.
 
-    It stays when it is finite, nowhere larger than updates can have made it, and the canary is not far worse than at
-    its best. Asked before anything is kept, and at the first steps, when no statistics could show a loss that leaps.
+    The state is good if it is finite, no weight is larger than updates can have made it, and the canary is not far
+    worse than its best. Called before anything is kept, and after the first steps, when the guard has no statistics.
     """
-    exam = _at_a_glance(run, state) if is_sound(run) else examine(run, state)
+    exam = _examine_finite(run, state) if is_sound(run) else examine(run, state)
     if exam.weights_finite and exam.moments_finite and exam.weights_reached and not is_astray(exam):
         state.reach.begin(run)
         if exam.canary_best == float("inf"):
@@ -69,17 +70,17 @@ def look(run: Run, state: RunState, evidence: Evidence) -> Examination | None:
     return None
 
 
-def _at_a_glance(run: Run, state: RunState) -> Examination:
-    """Of a state that is known to be finite."""
+def _examine_finite(run: Run, state: RunState) -> Examination:
+    """Examine a state that is known to be finite."""
     is_reached = run.parallel.all_of(state.reach.holds(run))
     return Examination(True, True, canary_loss(run), *_canary_bounds(run, state), is_reached)
 
 
 def _canary_bounds(run: Run, state: RunState) -> tuple[float, float]:
-    """What the canary is held against: its reference and its best.
+    """The canary losses to compare with: at the last snapshot, and the best.
 
-    Nothing, in a stretch that trains hidden states alone: hardly a term looks at tokens then, so what the student says
-    of them may get worse without being wrong, and the next stretch begins from there.
+    Infinite while kd and ce have almost no weight: training hidden states alone may raise the loss on tokens without a
+    fault.
     """
     weights = run.lesson(state).weights
     if sum(weights.get(term, 0.0) for term in ("kd", "ce")) >= _LEAST_TOKEN_SHARE * sum(weights.values()):
@@ -89,19 +90,19 @@ def _canary_bounds(run: Run, state: RunState) -> tuple[float, float]:
 
 def canary_loss(run: Run) -> float:
     """Plain cross-entropy on the canary batch; positions that cannot be scored count as infinite."""
-    # Dropout is off in evaluation, so looking does not move the random state.
+    # Dropout is off in evaluation, so the random state does not change.
     result = evaluate(run.student, [run.canary()], precision=run.precision)
     return run.parallel.worst(result.nll if result.unscored_tokens == 0 else float("inf"))
 
 
 def take_snapshot(run: Run, state: RunState, exam: Examination | None = None) -> bool:
-    """Keep the present state for a rollback, unless the canary speaks against it. Returns whether it was kept.
+    """Keep the present state for a rollback, unless the canary got worse. Return whether it was kept.
 
-    The caller has seen that weights and moments are finite. A canary that does worse than at the last snapshot may
-    be the first sign of a divergence, so such a state is not kept; one that stays worse without any step being
-    refused is the new normal, unless it is far worse than the canary ever was.
+    The caller has checked that weights and moments are finite. A canary worse than at the last snapshot may be the
+    first sign of a divergence, so the state is not kept; after two such refusals in a row the higher loss is accepted,
+    unless it is far above the best.
     """
-    exam = exam or _at_a_glance(run, state)
+    exam = exam or _examine_finite(run, state)
     if not math.isfinite(exam.canary_loss) or is_astray(exam):
         return False
     if not is_within_band(exam) and state.snapshots_refused < _PATIENCE:
@@ -115,21 +116,21 @@ def take_snapshot(run: Run, state: RunState, exam: Examination | None = None) ->
 
 
 def keep_snapshot(run: Run, state: RunState) -> None:
-    """Put the present state into the ring as it is: of a resumed run, it comes from a sealed checkpoint."""
+    """Keep the present state without a check: that of a resumed run comes from a sealed checkpoint."""
     run.ring.keep(state_to_return_to(run, state))
 
 
 def state_to_return_to(run: Run, state: RunState) -> Saved:
-    """The present state without the best student, which no rollback takes back."""
+    """The present state without the best student, which a rollback does not restore."""
     saved = capture(run, state)
     without_best = {name: group for name, group in saved.tensors.items() if name != "best"}
     return Saved(saved.step, without_best, saved.scalars)
 
 
 def carry_out(run: Run, state: RunState, window: Sequence[Batch], evidence: Evidence, verdict: Verdict) -> None:
-    """Act on any verdict but keep, and write it into the log."""
+    """Carry out any verdict but keep, and log it."""
     is_finite = math.isfinite(evidence.loss) and math.isfinite(evidence.grad_norm)
-    # A retry is routine in FP16: the overflow is known to be in the scaled gradients.
+    # Do not locate a retry: the overflow is in the scaled gradients.
     located = "" if is_finite or verdict.action == "retry" else locate(run, window, run.lesson(state))
     run.log.write(
         "guard",
@@ -152,9 +153,9 @@ def carry_out(run: Run, state: RunState, window: Sequence[Batch], evidence: Evid
             state.retried += 1
             state.attempt += 1
         case "skip":
-            _leave_out(run, state, window, evidence, verdict, located)
+            _skip_window(run, state, window, evidence, verdict, located)
         case "fallback":
-            _leave_out(run, state, window, evidence, verdict, located)
+            _skip_window(run, state, window, evidence, verdict, located)
             state.fallback_until = state.applied + run.config.guard.fallback_steps
         case "rollback":
             state.rollbacks += 1
@@ -167,7 +168,7 @@ def carry_out(run: Run, state: RunState, window: Sequence[Batch], evidence: Evid
             raise _halted(verdict, evidence, located)
 
 
-def _leave_out(
+def _skip_window(
     run: Run, state: RunState, window: Sequence[Batch], evidence: Evidence, verdict: Verdict, located: str
 ) -> None:
     keep_window(run, state, window, evidence, verdict, located)
@@ -178,7 +179,7 @@ def _leave_out(
 
 
 def roll_back(run: Run, state: RunState, verdict: Verdict) -> None:
-    """Return to the last good state, data cursor included; quarantined windows are passed over on the way back."""
+    """Return to the last good state, data cursor included. Quarantined windows stay skipped."""
     newest = run.ring.newest()
     if newest is None:
         raise Diverged(
@@ -187,8 +188,8 @@ def roll_back(run: Run, state: RunState, verdict: Verdict) -> None:
             advice=_advice(),
         )
     failed_at = state.applied
-    # What happened once may have come from outside: the stretch is replayed as it was. What happens twice from
-    # the same snapshot is in the run: begin further back, and after a divergence more slowly.
+    # The first rollback to a snapshot repeats the steps unchanged: the fault may not repeat. At the second, go back
+    # one snapshot further, and after a divergence lower the learning rate.
     is_second = newest.step == state.rolled_back_to
     if is_second and len(run.ring) > 1:
         run.ring.drop_newest()
@@ -207,8 +208,8 @@ def _reset(run: Run, state: RunState) -> None:
     failed_at = state.applied
     restore(run, state, state.initial, keeps_history=True)
     state.rolled_back_to = -1
-    state.canary_reference = state.canary_best = canary_loss(run)  # the initial state was kept before it was looked at
-    if isinstance(run.ring, SnapshotRing):  # what it holds is of the life that ended
+    state.canary_reference = state.canary_best = canary_loss(run)  # no canary loss was measured for the initial state
+    if isinstance(run.ring, SnapshotRing):  # its snapshots are of the training that was dropped
         while len(run.ring):
             run.ring.drop_newest()
         keep_snapshot(run, state)
@@ -224,7 +225,7 @@ def _halted(verdict: Verdict, evidence: Evidence, located: str) -> StillroomErro
 
 
 def _advice(evidence: Evidence | None = None) -> list[str]:
-    """What fits the cause that was found, most promising first."""
+    """Advice for the cause of the halt, most promising first."""
     advice = []
     if evidence is not None and evidence.bad_teacher_rows:
         advice.append("the teacher's answers are not finite: load it in float32, --set teacher.dtype=float32")

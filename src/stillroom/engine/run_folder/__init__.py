@@ -1,1 +1,1 @@
-"""A run's folder: who owns it, what it says about itself, and the inputs it keeps."""
+"""A run's folder: its lock, its description, and the inputs stored in it."""

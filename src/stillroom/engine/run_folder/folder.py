@@ -1,4 +1,4 @@
-"""A run's folder: who may write there, and what it says about itself."""
+"""Claim a run's folder, and read and write its description."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import contextlib
 import errno
 import json
 import platform
-import shutil
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
@@ -25,23 +23,21 @@ from stillroom.errors import CannotSave, ConfigError, StillroomError
 from stillroom.files import reason_of, write_atomically
 
 CONFIG, EVENTS, SUMMARY = "config.json", "events.jsonl", "summary.json"
-_CUT = (
-    "cut.json"  # written by engine/building/shrink_student.py while the models are loaded, before the run is described
-)
+_CUT = "cut.json"  # written by engine/building/shrink_student.py before config.json
 
-# May change between a run and its resumption without making it another run.
+# Settings that a resumed run may change.
 _NOT_THE_RUN = ("train.max_minutes", "train.peer_timeout_minutes", "telemetry", "checkpoint")
 _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", "numpy")
 
 
 def versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "stillroom": __version__}
+    versions_of = {"python": platform.python_version(), "stillroom": __version__}
     for package in _PACKAGES:
         try:
-            found[package] = metadata.version(package)
+            versions_of[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+            versions_of[package] = "not installed"
+    return versions_of
 
 
 def machine() -> dict[str, Any]:
@@ -55,17 +51,17 @@ def machine() -> dict[str, Any]:
 
 @dataclass
 class Claim:
-    """A folder that is ours while the command runs."""
+    """A folder that this process owns while the command runs."""
 
     folder: Path
     config: Config
     is_resumed: bool = False
     lock: FolderLock | None = None
-    made: tuple[Path, ...] = ()  # folders that were not there before, the innermost first
+    made: tuple[Path, ...] = ()  # folders that were created, the innermost first
     is_begun: bool = False
 
     def describe(self) -> None:
-        """Say what the folder is: from now on the same command continues it."""
+        """Write config.json: from now on the same command continues the run."""
         description = {
             "config": self.config.to_dict(),
             "paths": paths.describe(self.config, self.folder),
@@ -79,7 +75,7 @@ class Claim:
             raise _unwritable(self.folder, error) from error
 
     def withdraw(self) -> None:
-        """Leave no trace of a run that could not begin: its mended configuration may want the same folder."""
+        """Remove all files of a run that could not begin, so that the same folder can be used again."""
         if self.is_resumed or self.is_begun:
             return
         for name in (CONFIG, EVENTS, _CUT):
@@ -88,22 +84,22 @@ class Claim:
         if self.lock is not None:
             self.lock.release()
         for made in self.made:
-            with contextlib.suppress(OSError):  # something else was put into it meanwhile: it stays
+            with contextlib.suppress(OSError):  # not empty: another program has put something there
                 made.rmdir()
 
 
 @contextlib.contextmanager
 def owned(folder: Path, config: Config, *, is_first: bool = True) -> Iterator[Claim]:
-    """Own a folder for as long as the body runs. Of several processes, the first does so for all.
+    """Own a folder while the body runs. Of several processes, the first owns it for all.
 
-    A folder of another run, of something else entirely, or one that another process trains in is refused and left
-    as it is. A body that fails before it set `is_begun` leaves nothing in a folder that was empty.
+    Refuse a folder that holds another run or other files, or that another process trains in, and change nothing there.
+    A body that fails before it sets `is_begun` leaves nothing in a folder that was empty.
     """
     if not is_first:
         yield Claim(folder, config)
         return
     try:
-        look(folder, config)  # before anything is made
+        find_run(folder, config)  # before any folder is created
         made = _make(folder)
         claim = Claim(folder, config, lock=lock.take(folder), made=made)
     except OSError as error:
@@ -111,9 +107,9 @@ def owned(folder: Path, config: Config, *, is_first: bool = True) -> Iterator[Cl
     except ValueError as error:  # a name with a NUL character
         raise ConfigError(f"{folder} cannot be a folder: {error}", where="--out") from error
     try:
-        claim.is_resumed, claim.config = look(folder, config)  # another process may have begun it in between
+        claim.is_resumed, claim.config = find_run(folder, config)  # another process may have begun it in between
         if not claim.is_resumed:
-            (folder / _CUT).unlink(missing_ok=True)  # of a run that was killed before it was described
+            (folder / _CUT).unlink(missing_ok=True)  # of a run that was killed before config.json was written
         yield claim
     except BaseException:
         claim.withdraw()
@@ -123,8 +119,8 @@ def owned(folder: Path, config: Config, *, is_first: bool = True) -> Iterator[Cl
             claim.lock.release()
 
 
-def look(folder: Path, config: Config) -> tuple[bool, Config]:
-    """(whether a run of this very configuration is there, the configuration with its paths as they are found now)."""
+def find_run(folder: Path, config: Config) -> tuple[bool, Config]:
+    """(whether the folder holds a run of this configuration, the configuration with its paths resolved)."""
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder} is a file", where="--out", advice=["choose another folder with --out"])
     if not folder.exists() or all(_is_before_a_run(path) for path in folder.iterdir()):
@@ -135,9 +131,9 @@ def look(folder: Path, config: Config) -> tuple[bool, Config]:
             where="--out",
             advice=["choose another folder with --out", "nothing in it was touched"],
         )
-    there, known = _read(folder)
-    here = paths.absolute(config, known, there)
-    differences = differing_keys(there, here)
+    stored, known = _read(folder)
+    given = paths.absolute(config, known, stored)
+    differences = differing_keys(stored, given)
     if differences:
         shown = "; ".join(differences[:5]) + (f"; and {len(differences) - 5} more" if len(differences) > 5 else "")
         raise ConfigError(
@@ -145,16 +141,16 @@ def look(folder: Path, config: Config) -> tuple[bool, Config]:
             where="--out",
             advice=["choose another folder with --out", f"or continue that run: stillroom resume {folder}"],
         )
-    return True, here
+    return True, given
 
 
 def _is_before_a_run(path: Path) -> bool:
-    """What a process that was killed before its run began may leave in the run's folder."""
+    """Whether a path may be left by a process that was killed before its run began."""
     return path.name in (lock.NAME, _CUT) or inputs.is_ours(path)
 
 
 def _make(folder: Path) -> tuple[Path, ...]:
-    """Make a folder with those around it; answers with those that were not there."""
+    """Create a folder with its parents. Return those that were created."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     return tuple(missing)
@@ -169,7 +165,7 @@ def _unwritable(folder: Path, error: OSError) -> StillroomError:
 
 
 def read_config(folder: Path) -> Config:
-    """The configuration of a run, with the paths of its files as they are found now."""
+    """The configuration of a run, with its paths resolved."""
     return _read(folder)[0]
 
 
@@ -189,20 +185,20 @@ def _read(folder: Path) -> tuple[Config, dict[str, Any]]:
 
 
 def read_summary(folder: Path) -> tuple[dict[str, Any], str]:
-    """(the summary of a finished run, why it cannot be read). Without one, the run is not finished."""
+    """(the summary of a finished run, why it cannot be read). Empty for a run that is not finished."""
     try:
-        found = json.loads((folder / SUMMARY).read_bytes())
+        summary = json.loads((folder / SUMMARY).read_bytes())
     except FileNotFoundError:
         return {}, ""
     except (OSError, ValueError, RecursionError) as error:
         return {}, f"{SUMMARY} cannot be read and is written again: {reason_of(error)}"
-    if not isinstance(found, dict):
+    if not isinstance(summary, dict):
         return {}, f"{SUMMARY} does not hold an object and is written again"
-    return found, ""
+    return summary, ""
 
 
 def differing_keys(old: Config, new: Config) -> list[str]:
-    """`key: old -> new` for every setting that makes the two different runs."""
+    """A line for each setting in which two configurations are different runs."""
     before, after = _flat(old.to_dict()), _flat(new.to_dict())
     return [
         f"{key} is {before.get(key)!r} there and {after.get(key)!r} here"
@@ -220,11 +216,3 @@ def _flat(table: Any, prefix: str = "") -> dict[str, Any]:
     for key, value in table.items():
         flat.update(_flat(value, f"{prefix}.{key}" if prefix else key))
     return flat
-
-
-def free_bytes(folder: Path) -> int:
-    return shutil.disk_usage(folder).free
-
-
-def command_line() -> str:
-    return " ".join(["stillroom", *sys.argv[1:]])

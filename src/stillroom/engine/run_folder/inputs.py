@@ -1,8 +1,8 @@
-"""Models and data that were given as objects, kept in the run's folder so that the run is complete without them.
+"""Store models and data given as objects in the run's folder, so that the run can be resumed without them.
 
 `inputs/` holds `teacher` and `student` as model folders, `train.jsonl` and `eval.jsonl`, and `inputs.json` with a
-digest of each object. The configuration names these files, so a run is resumed from them like any other. Whoever gives
-the same folder again must give the same objects: the digests are compared.
+digest of each object. The configuration names these files. A later call with the same folder must give the same
+objects: the digests are compared.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _PLACES = {
 
 @dataclass(frozen=True)
 class Inputs:
-    """What was given as objects, by the name of the argument."""
+    """Models and data given as objects, by the name of the argument."""
 
     models: dict[str, GivenModel] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     def settings(self, folder: Path) -> dict[str, str]:
-        """The settings that name the files of a run in this folder."""
+        """The settings that name the stored files, for a run in this folder."""
         return {
             _PLACES[role][0]: str(folder / FOLDER / _PLACES[role][1])
             for role in _PLACES
@@ -46,11 +46,11 @@ class Inputs:
         }
 
     def keep(self, folder: Path, *, is_resumed: bool) -> tuple[str, ...]:
-        """Write what was given into a run's folder; of a run that is there, compare it. Answers with notes."""
+        """Write the objects into a run's folder; for a resumed run, compare their digests. Return notes for the log."""
         if not self.models and not self.data:
             return ()
         try:
-            remove(folder, keeps_whole=is_resumed)  # what a kill left
+            remove(folder, keeps_complete=is_resumed)  # half-written files of a killed process
             if is_resumed:
                 self._compare(folder)
                 return ()
@@ -89,10 +89,10 @@ class Inputs:
             for role in (*self.models, *self.data):
                 model = self.models.get(role)
                 if model is not None:
-                    found = model.fingerprint()
+                    digest = model.fingerprint()
                 else:
-                    found = write_records(self.data[role], Path(scratch) / _PLACES[role][1], role).sha256
-                if found != known.get(role):
+                    digest = write_records(self.data[role], Path(scratch) / _PLACES[role][1], role).sha256
+                if digest != known.get(role):
                     raise ConfigError(
                         f"{folder} holds a run whose {role} was another",
                         where=role,
@@ -106,27 +106,27 @@ class Inputs:
 def _digests(folder: Path) -> dict[str, str]:
     path = folder / FOLDER / DIGESTS
     try:
-        found = json.loads(path.read_bytes())
+        digests = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"{path} cannot be read: {reason_of(error)}",
             advice=[f"continue the run with what it keeps: stillroom.resume({str(folder)!r})"],
         ) from error
-    return dict(found) if isinstance(found, dict) else {}
+    return dict(digests) if isinstance(digests, dict) else {}
 
 
 def is_ours(path: Path) -> bool:
-    """Whether a path is the inputs of a run, whole or half-written."""
-    return _is_whole(path) or (path.name.startswith(f"{TEMPORARY}{FOLDER}-") and path.is_dir())
+    """Whether a path is the inputs of a run, complete or half-written."""
+    return _is_complete(path) or (path.name.startswith(f"{TEMPORARY}{FOLDER}-") and path.is_dir())
 
 
-def _is_whole(path: Path) -> bool:
+def _is_complete(path: Path) -> bool:
     return path.name == FOLDER and (path / DIGESTS).is_file()
 
 
-def remove(folder: Path, *, keeps_whole: bool = False) -> None:
-    """Remove the inputs of a run that could not begin, or only what is half-written of them."""
+def remove(folder: Path, *, keeps_complete: bool = False) -> None:
+    """Remove the inputs of a run; with `keeps_complete`, only half-written ones."""
     if folder.is_dir():
         for path in folder.iterdir():
-            if is_ours(path) and not (keeps_whole and _is_whole(path)):
+            if is_ours(path) and not (keeps_complete and _is_complete(path)):
                 shutil.rmtree(path, ignore_errors=True)

@@ -1,7 +1,7 @@
 """One owner for a run's folder: a lock on a file in it, which the system releases when the process ends.
 
-The lock is flock's, which Linux carries to NFS servers too. Where a file system has no locks, the process that the
-file names is looked for instead, which tells processes of this machine only.
+The lock is flock's, which works on NFS under Linux too. On a file system without locks, check whether the process
+named in the file is alive, which finds processes of this machine only.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from stillroom.errors import ConfigError
 
 try:
     import fcntl
-except ImportError:  # not a Unix: the process is looked for
+except ImportError:  # not a Unix: check for the process instead
     fcntl = None  # type: ignore[assignment]
 
 NAME = "run.lock"
 _HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 _TRIES = 20
 
-# Folders this process owns, with the thread: a demo takes its folder and so does the run within it.
+# Folders this process owns, with the thread. One thread may take a folder twice: the demo and the run in it.
 _owned: dict[Path, tuple[int, FolderLock]] = {}
 _guard = threading.Lock()
 
@@ -43,14 +43,14 @@ class FolderLock:
         self._handle = handle
 
     def holds(self) -> bool:
-        """Whether the folder is still there and still ours: not deleted, not deleted and made again."""
+        """Whether the lock file is still the one that was locked: not deleted, not created again."""
         try:
             return os.path.samestat(os.fstat(self._handle), self.path.stat())
         except OSError:
             return False
 
     def release(self) -> None:
-        """Give the folder up and leave no file behind."""
+        """Release the folder and remove the lock file."""
         if not self.is_outer:
             return
         with _guard:
@@ -63,7 +63,7 @@ class FolderLock:
 
 
 def take(folder: Path) -> FolderLock:
-    """Own a folder, or say who does. Raises OSError where the file cannot be made."""
+    """Own a folder, or raise with the name of its owner. OSError where the file cannot be created."""
     path = folder.resolve() / NAME
     with _guard:
         if path in _owned:
@@ -90,7 +90,7 @@ def _open(folder: Path, path: Path) -> FolderLock:
             os.lseek(handle, 0, os.SEEK_SET)
             os.write(handle, json.dumps(_describe()).encode("utf-8"))
             return lock
-        os.close(handle)  # its owner ended between our opening and our locking, and removed it
+        os.close(handle)  # its owner released it between open and lock
     raise _taken(folder, {})
 
 
@@ -118,13 +118,13 @@ def _describe() -> dict[str, Any]:
 
 
 def _read(handle: int) -> dict[str, Any]:
-    """Who the file names; nobody where it is empty or damaged."""
+    """The owner that the file names; empty where the file is empty or damaged."""
     try:
         os.lseek(handle, 0, os.SEEK_SET)
-        found = json.loads(os.read(handle, 4096))
+        owner = json.loads(os.read(handle, 4096))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return owner if isinstance(owner, dict) else {}
 
 
 def _is_alive(owner: dict[str, Any]) -> bool:

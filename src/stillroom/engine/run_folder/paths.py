@@ -1,7 +1,7 @@
-"""Where the local files of a configuration are, for a run that is resumed from another directory or was moved.
+"""Find the local files of a configuration when a run is resumed from another directory or was moved.
 
-Each path is kept twice: absolute, and relative to the run's folder. The absolute one is used while it is there; after
-a whole tree was moved, the relative one leads to the same files.
+Each path is stored twice: absolute, and relative to the run's folder. The absolute path is used while it exists; after
+the tree was moved, the relative one.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ _NOT_FILES = ("builtin:", "hf:")
 
 
 def local_paths(config: Config) -> dict[str, str]:
-    """The absolute path behind each setting that names local files, seen from the current directory."""
-    found = {}
+    """The absolute path of each setting that names local files, from the current directory."""
+    absolute_paths = {}
     for key in KEYS:
         given = _get(config, key)
         if not given or given.startswith(_NOT_FILES):
             continue
         path = Path(given).expanduser().absolute()
-        # A model's name may be a hub id; data and caches are files wherever they are not called otherwise.
+        # A model's name may be a hub id; data and caches without a prefix are files.
         if key not in _MODELS or path.is_dir():
-            found[key] = os.path.normpath(path)
-    return found
+            absolute_paths[key] = os.path.normpath(path)
+    return absolute_paths
 
 
 def describe(config: Config, folder: Path) -> dict[str, dict[str, str]]:
-    """What a run's folder keeps about its paths."""
+    """The paths of a configuration as config.json stores them."""
     here = folder.resolve()
     return {
         key: {"given": str(_get(config, key)), "absolute": path, "relative": os.path.relpath(path, here)}
@@ -45,7 +45,7 @@ def describe(config: Config, folder: Path) -> dict[str, dict[str, str]]:
 
 
 def resolved(config: Config, known: Mapping[str, Any], folder: Path) -> Config:
-    """The configuration with the paths that a run's folder keeps, in the form that exists now."""
+    """The configuration with each stored path in the form that exists."""
     changes = {}
     for key, forms in known.items():
         if key in KEYS and isinstance(forms, Mapping) and _get(config, key) == forms.get("given"):
@@ -56,9 +56,9 @@ def resolved(config: Config, known: Mapping[str, Any], folder: Path) -> Config:
 
 
 def absolute(config: Config, known: Mapping[str, Any], resolved_there: Config) -> Config:
-    """A configuration seen from here, comparable with that of a folder.
+    """The configuration with absolute paths, to be compared with that of a folder.
 
-    A name that is no file here and is the very word that was given there means the file it meant there.
+    A path that does not exist here and equals the one given when the run began means the same file.
     """
     here = local_paths(config)
     for key, forms in known.items():

@@ -1,1 +1,1 @@
-"""Models and tokenizers from folders, hub ids, builtin names and objects, tried before they are used."""
+"""Load models and tokenizers from folders, hub ids, builtin names and objects, and test them before use."""

@@ -1,7 +1,7 @@
-"""The files of a model folder, looked at before a loader is: which weights would be read, and what the model is.
+"""Check the files of a model folder before a loader reads them.
 
-Weights are read from safetensors in the folder itself and from nowhere else. Only names are judged, because the hub's
-cache is made of links. A loader would follow an index to any file, and hand one that is no safetensors to an unpickler.
+Weights are read only from safetensors in the folder itself. Judge names, not resolved paths: the hub's cache is made
+of links. A loader would follow an index to any file, and unpickle one that is not safetensors.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _PICKLES = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
 def check_weight_files(source: Source) -> list[str]:
-    """The safetensors that will be read. A folder whose weights are not safetensors of its own is refused."""
+    """The safetensors that will be read. Refuse a folder whose weights are not safetensors of its own."""
     if (source.folder / "generation_config.json").exists():
-        read_json(source, "generation_config.json")  # a loader passes over a broken one without a word
+        read_json(source, "generation_config.json")  # a loader silently ignores a broken one
     named = read_json(source, "config.json").get("transformers_weights")
     if named is not None and str(named) not in (_SINGLE, _INDEX):
         raise BrokenAtStart(
@@ -44,7 +44,7 @@ def check_weight_files(source: Source) -> list[str]:
 
 
 def _readable(source: Source, files: list[str]) -> list[str]:
-    """safetensors are written for their owner alone, and to others their reader says that there is no such file."""
+    """Refuse unreadable files: safetensors are written for their owner alone, and the loader reports "no such file"."""
     for file in files:
         if not os.access(source.folder / file, os.R_OK):
             raise BrokenAtStart(
@@ -59,7 +59,7 @@ def check_adapter_files(source: Source) -> None:
 
 
 def _without_safetensors(source: Source, wanted: str) -> BrokenAtStart:
-    pickles = sorted(found.name for pattern in _PICKLES for found in source.folder.glob(pattern))
+    pickles = sorted(path.name for pattern in _PICKLES for path in source.folder.glob(pattern))
     if pickles:
         return BrokenAtStart(
             f"{source.name} has its weights only as {_listed(pickles)}, which is a pickle: reading one runs its code",
@@ -68,7 +68,7 @@ def _without_safetensors(source: Source, wanted: str) -> BrokenAtStart:
                 f"or get the {wanted} of the same model",
             ],
         )
-    others = sorted(found.name for found in source.folder.glob("*.safetensors"))
+    others = sorted(path.name for path in source.folder.glob("*.safetensors"))
     held = f"; it holds {_listed(others)}" if others else ""
     return BrokenAtStart(
         f"{source.name} has no {wanted} and no index of shards{held}",
@@ -101,26 +101,26 @@ def _check_index(source: Source) -> list[str]:
 
 
 def coded_weights(source: Source, files: list[str], is_number: Callable[[str], bool]) -> list[str]:
-    """Tensors of the files that hold codes where the model has numbers: a loader would cast one to the other.
+    """Quantised tensors of the files, which a loader would cast to floating point as if they were numbers.
 
-    `is_number` says whether the model has a floating-point tensor of this name. A name it does not have may be changed
-    by the loader: those are judged by the types that only quantised models use.
+    `is_number` says whether the model has a floating-point tensor of this name. A loader may rename the others: those
+    are judged by dtypes that only quantised models use.
     """
-    found = []
+    coded = []
     for file in files:
         with safe_open(source.folder / file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118, it is no dict
+            for name in tensors.keys():  # noqa: SIM118 - not a dict
                 kind = str(tensors.get_slice(name).get_dtype())
                 if kind not in _NUMBERS and (is_number(name) or kind in _CODES):
-                    found.append(f"{name} ({kind})")
-    return found
+                    coded.append(f"{name} ({kind})")
+    return coded
 
 
 def read_json(source: Source, name: str) -> dict[str, Any]:
-    """A JSON object from the folder, or an error that names the file."""
+    """Read a JSON object from the folder. Raise with the name of the file."""
     path = source.folder / name
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        table = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise BrokenAtStart(
             f"{source.name} has no {name}",
@@ -133,18 +133,18 @@ def read_json(source: Source, name: str) -> dict[str, Any]:
         raise BrokenAtStart(f"{path} cannot be read: {error.strerror}", advice=["check its permissions"]) from error
     except ValueError as error:  # not JSON, or not UTF-8
         raise BrokenAtStart(f"{path} is not valid JSON: {error}", advice=["get the file again"]) from error
-    if not isinstance(found, dict):
-        raise BrokenAtStart(f"{path} holds a {type(found).__name__}, not an object", advice=["get the file again"])
-    return found
+    if not isinstance(table, dict):
+        raise BrokenAtStart(f"{path} holds a {type(table).__name__}, not an object", advice=["get the file again"])
+    return table
 
 
 def _below(path: Path) -> list[str]:
-    """A folder that holds a model may be the next one down: a run's folder holds `student`."""
+    """Suggest subfolders that hold a model, such as `student` of a run's folder."""
     try:
         inner = sorted(path.parent.glob(f"*/{path.name}"))
     except OSError:
         return []
-    return [f"did you mean {found.parent}?" for found in inner[:2]] if path.name == "config.json" else []
+    return [f"did you mean {match.parent}?" for match in inner[:2]] if path.name == "config.json" else []
 
 
 def _listed(names: list[str], most: int = 3) -> str:

@@ -1,4 +1,4 @@
-"""Models given as objects: checked, told apart by their contents, written to a folder, copied. Never changed.
+"""Models given as Python objects: check, fingerprint, save and copy them, without changing them.
 
 A model is a `PreTrainedModel`, or a pair of one and its tokenizer.
 """
@@ -19,20 +19,20 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from stillroom.errors import BrokenAtStart, CannotSave, ConfigError, StillroomError
 from stillroom.files import is_disk_full, reason_of
-from stillroom.models.load.loaded import LoadedModel, tried
+from stillroom.models.load.loaded import LoadedModel, try_model
 from stillroom.models.load.open import explained, load_teacher, load_tokenizer
 
 EXPECTED = (
     "a name (folder, hub id or builtin:...), a transformers model for causal language, or a pair (model, tokenizer)"
 )
-# Of a configuration: what says when and by whom it was written, or is set by whoever runs the model.
+# Configuration keys that do not change what the model computes.
 _NOT_THE_MODEL = ("transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype", "use_cache")
 _HASHED_ELEMENTS = 1 << 24
 
 
 @dataclass(frozen=True)
 class GivenModel:
-    """A model object, with its tokenizer where one came with it."""
+    """A model object, with its tokenizer if one was given."""
 
     role: str
     network: Any
@@ -44,7 +44,7 @@ class GivenModel:
 
     @classmethod
     def of(cls, value: object, role: str) -> GivenModel | None:
-        """The object behind an argument; None for a name. Raise where it is neither."""
+        """The model of an argument; None for a name. Raise if it is neither."""
         if isinstance(value, str | Path):
             return None
         network, tokenizer = value, None
@@ -56,9 +56,9 @@ class GivenModel:
                 raise _wrong(role, f"has a {type(tokenizer).__name__} in the place of its tokenizer")
         if not isinstance(network, PreTrainedModel):
             raise _wrong(role, f"is a {type(network).__name__}", *_unwrap(network))
-        found = cls(role, network, tokenizer)
-        found._check()
-        return found
+        model = cls(role, network, tokenizer)
+        model._check()
+        return model
 
     def _check(self) -> None:
         if getattr(self.network, "_hf_peft_config_loaded", False):
@@ -70,10 +70,10 @@ class GivenModel:
             raise _wrong(self.role, "has weights that are not in memory but on the meta device", *advice)
 
     def check_kept(self) -> list[str]:
-        """Refuse what a saved and loaded copy would not do as the object does. Answers with notes."""
+        """Refuse an object that a saved and loaded copy would not equal. Return notes."""
         kind = type(self.network)
-        known = AutoModelForCausalLM._model_mapping.get(type(self.network.config), ())
-        if kind not in (known if isinstance(known, tuple) else (known,)):
+        classes = AutoModelForCausalLM._model_mapping.get(type(self.network.config), ())
+        if kind not in (classes if isinstance(classes, tuple) else (classes,)):
             raise _wrong(
                 self.role,
                 f"is a {kind.__name__}, which AutoModelForCausalLM does not load from its configuration: a run "
@@ -81,7 +81,7 @@ class GivenModel:
                 "give the name of its folder, with trust_remote_code and a revision where it needs its own code",
                 "or make the class known: AutoModelForCausalLM.register(config_class, model_class)",
             )
-        # Where accelerate placed a model, it put hooks around each forward: those belong to the place.
+        # accelerate wraps the forwards of a model it placed; `_is_changed` leaves those out.
         changed = [name for name, part in self.network.named_modules() if _is_changed(part)]
         if changed:
             raise _wrong(
@@ -108,21 +108,21 @@ class GivenModel:
         return [*notes, "student: all its weights are frozen, and its copy is trained nevertheless"]
 
     def fingerprint(self) -> str:
-        """sha256 of the weights, of what the configuration says of the model, and of the tokenizer."""
-        found = hashlib.sha256()
+        """sha256 of the weights, the configuration and the tokenizer."""
+        digest = hashlib.sha256()
         for name, tensor in sorted(self.network.state_dict().items()):
-            found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
             flat = tensor.detach().reshape(-1)
             for begin in range(0, flat.numel(), _HASHED_ELEMENTS):
                 part = flat[begin : begin + _HASHED_ELEMENTS].cpu().contiguous()
-                found.update(part.view(torch.uint8).numpy().tobytes())
+                digest.update(part.view(torch.uint8).numpy().tobytes())
         settings = {key: value for key, value in self.network.config.to_dict().items() if key not in _NOT_THE_MODEL}
-        found.update(json.dumps(settings, sort_keys=True, default=str).encode())
-        found.update(_tokenizer_words(self.tokenizer).encode("utf-8", "surrogatepass"))
-        return found.hexdigest()
+        digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
+        digest.update(_tokenizer_text(self.tokenizer).encode("utf-8", "surrogatepass"))
+        return digest.hexdigest()
 
     def save(self, folder: Path) -> None:
-        """Write the model as a Hugging Face folder, with the tokenizer where there is one."""
+        """Write the model, and the tokenizer if there is one, as a Hugging Face folder."""
         try:
             with _config_kept(self.network):
                 self.network.save_pretrained(folder)
@@ -130,7 +130,7 @@ class GivenModel:
                 self.tokenizer.save_pretrained(folder)
         except (StillroomError, MemoryError):
             raise
-        except Exception as error:  # safetensors, tokenizers and quantisers raise kinds of their own
+        except Exception as error:  # safetensors, tokenizers and quantisers raise their own classes
             if isinstance(error, OSError) or is_disk_full(error):
                 raise CannotSave(
                     f"cannot write {self.name}: {reason_of(error)}",
@@ -144,17 +144,17 @@ class GivenModel:
             ) from error
 
     def copied(self, tokenizer: Any) -> LoadedModel:
-        """A copy in FP32 for evaluation, tried like a loaded model. The object stays as it is."""
+        """An FP32 copy for evaluation, tested like a loaded model."""
         if getattr(self.network, "is_quantized", False):
             raise _wrong(self.role, "is quantised and has no FP32 copy", "give the name of its folder")
         with explained(self.name, "network"):
             network = copy.deepcopy(self.network).float()
         network.requires_grad_(False)
-        return tried(network.eval(), tokenizer, name=self.name, role=self.role)
+        return try_model(network.eval(), tokenizer, name=self.name, role=self.role)
 
 
 def reload(folder: Path) -> tuple[Any, Any]:
-    """(model, tokenizer) of a folder as a user would load them: FP32, evaluation mode, gradients allowed."""
+    """(model, tokenizer) of a folder as a user would load them: FP32, evaluation mode, gradients enabled."""
     from stillroom.config.schema import TeacherConfig
 
     section = TeacherConfig(model=str(folder))
@@ -167,7 +167,7 @@ def _wrong(role: str, what: str, *advice: str) -> ConfigError:
 
 
 def _unwrap(network: object) -> list[str]:
-    """What to give instead, for the wrappers that people hold models in."""
+    """Advice for common wrappers of a model: what to pass instead."""
     if isinstance(network, type) and issubclass(network, PreTrainedModel):
         return ["that is the class: give a model of it"]
     for attribute in ("_orig_mod", "module"):
@@ -182,7 +182,7 @@ def _is_changed(part: Any) -> bool:
     return "forward" in vars(part) and not hasattr(part, "_hf_hook")
 
 
-def _tokenizer_words(tokenizer: Any) -> str:
+def _tokenizer_text(tokenizer: Any) -> str:
     if tokenizer is None:
         return ""
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -193,7 +193,7 @@ def _tokenizer_words(tokenizer: Any) -> str:
 
 @contextmanager
 def _config_kept(network: Any) -> Iterator[None]:
-    """`save_pretrained` writes its dtype and its class into the configuration: put back what was there."""
+    """Restore the configuration after the body: `save_pretrained` writes its dtype and class into it."""
     settings = network.config.__dict__
     before = dict(settings)
     try:

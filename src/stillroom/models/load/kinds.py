@@ -1,4 +1,4 @@
-"""Which kind of model a configuration describes, and what to say of one that is no causal language model."""
+"""Read a model's configuration, and refuse one that is not a causal language model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SENSES = ("vision_config", "audio_config", "vision_encoder_config", "speech_con
 
 
 def read_config(section: ModelSection, source: Source) -> Any:
-    """The configuration of a causal language model, or an error that says what the model is instead."""
+    """Read the configuration of a causal language model. Raise with what the model is instead."""
     table = read_json(source, "config.json")
     kind = table.get("model_type")
     if not isinstance(kind, str):
@@ -76,7 +76,7 @@ def _check_kind(source: Source, config: Any) -> None:
 
 
 def _text_part(config: Any) -> str:
-    """What to do with the text part of a model that also sees or hears."""
+    """Advice about the text part of a multimodal model."""
     try:
         text = config.get_text_config()
     except ValueError:  # several text parts

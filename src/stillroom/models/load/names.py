@@ -1,4 +1,4 @@
-"""Names of models that stand for something else: the folder of a run means the student in it."""
+"""The folder of a run names the student in it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ STUDENT = "student"
 
 
 def model_name(name: str) -> str:
-    """The folder of the student where `name` is the folder of a run, otherwise the name as it is."""
+    """The student's folder if `name` is the folder of a run, else the name unchanged."""
     folder = Path(name).expanduser()
     if not folder.is_dir() or not is_run(folder):
         return name
@@ -25,5 +25,5 @@ def model_name(name: str) -> str:
 
 
 def is_run(folder: Path) -> bool:
-    """A run keeps a record of its events and has no weights beside it."""
+    """Whether a folder has a file of events and no weights beside it."""
     return (folder / "events.jsonl").exists() and not any(folder.glob("*.safetensors"))

@@ -1,8 +1,7 @@
-"""Models and tokenizers from a folder, a hub id, an adapter folder, or a builtin name.
+"""Load models and tokenizers from a folder, a hub id, an adapter folder, or a builtin name.
 
-Safetensors only, and no code from a model repository unless the user pinned it. A weight the model has and the file
-has not would be random, so it is an error. Whatever goes wrong while loading ends as one error that names the model
-and says what to try.
+Safetensors only, and no code from a model repository unless the user pinned it. A weight that the file lacks would be
+random, so it is an error. Any failure of a loader becomes one error with the model's name and advice.
 """
 
 from __future__ import annotations
@@ -22,23 +21,23 @@ from stillroom.models.load.files import COMPLETE, check_adapter_files, check_wei
 from stillroom.models.load.kinds import read_config
 from stillroom.models.load.source import Source, fetch, one_line
 
-# Progress bars and advice of the loader would interleave with our own log.
+# The loader's progress bars and warnings would interleave with our log.
 transformers_logging.set_verbosity_error()
 transformers_logging.disable_progress_bar()
 
-# Masks, positions and rotary tables that older versions of transformers saved among the weights. The model makes them
-# itself. `attn.bias` is a mask: the biases of an attention belong to its products and are named for them.
+# Masks, positions and rotary tables that older versions of transformers saved with the weights; the model computes
+# them. `attn.bias` is a mask: real biases of an attention carry the names of its projections.
 _CONSTANTS = re.compile(
     r"(inv_freq|position_ids|masked_bias|(attn|attention)\.bias|causal_mask|(cos|sin)_cached|embed_positions\.weights)$"
 )
-_NAMED = 4  # names that are shown of a longer list
+_NAMED = 4  # names shown of a longer list
 
 
 @contextmanager
 def explained(name: str, part: str) -> Iterator[None]:
-    """The one border to the loaders: any error of theirs goes on as ours, with its cause and what to try.
+    """Convert any error of a loader to ours, with its cause and advice.
 
-    Damaged files end in errors of a dozen classes of several libraries, so none is singled out.
+    Damaged files raise a dozen classes of several libraries, so catch them all.
     """
     try:
         yield
@@ -59,7 +58,7 @@ def load_tokenizer(section: ModelSection, name: str) -> Any:
             f"{name} has no tokenizer", advice=["copy the tokenizer's files of the same model into the folder"]
         )
     if (source.folder / "config.json").exists():
-        _read_config(section, source)  # a loader of tokenizers reads it too, and would be blamed for it
+        _read_config(section, source)  # the tokenizer's loader reads it too: report its errors first
     with explained(name, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(source.path, trust_remote_code=section.trust_remote_code)
         if not tokenizer.get_vocab():
@@ -73,12 +72,12 @@ def _read_config(section: ModelSection, source: Source) -> Any:
 
 
 def has_tokenizer(section: ModelSection, name: str) -> bool:
-    """Whether a model brings its own tokenizer."""
+    """Whether the model's folder has a tokenizer."""
     return fetch(section, name, weights=False).has_tokenizer
 
 
 def load_teacher(section: TeacherConfig, dtype: torch.dtype) -> tuple[Any, list[str]]:
-    """A model that is only asked, and what there is to say about its files."""
+    """A model for inference, and notes about its files."""
     source = fetch(section, section.model, weights=True)
     with explained(section.model, "weights"):
         model, notes = _load(section, source, dtype)
@@ -88,7 +87,7 @@ def load_teacher(section: TeacherConfig, dtype: torch.dtype) -> tuple[Any, list[
 
 
 def load_student(section: StudentConfig, *, seed: int) -> tuple[Any, list[str]]:
-    """The student in FP32, and first among the notes where its weights come from. Precision policies cast it later."""
+    """The student in FP32, and notes, first where its weights come from. The precision policy casts it later."""
     init = section.init
     source = fetch(section, section.model, weights=init != "random")
     if init == "auto":
@@ -112,7 +111,7 @@ def load_student(section: StudentConfig, *, seed: int) -> tuple[Any, list[str]]:
 
 def _draw(section: StudentConfig, source: Source, seed: int) -> Any:
     config = _read_config(section, source)
-    # The student's weights depend on the run's seed alone, not on what was drawn before.
+    # The student's weights depend on the run's seed alone, not on earlier draws.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=section.trust_remote_code)
@@ -120,13 +119,13 @@ def _draw(section: StudentConfig, source: Source, seed: int) -> Any:
 
 
 def ready_student(model: Any, section: StudentConfig) -> None:
-    """What every student needs before it is trained, wherever its weights come from."""
+    """Prepare a student for training."""
     if section.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.config.use_cache = False
     if getattr(model.config, "rescale_every", 0):
-        # RWKV halves weights of its later layers in place whenever it evaluates, against overflow in half precision: a
-        # student saved after an evaluation would be another one.
+        # In evaluation mode RWKV halves weights of its later layers in place, against overflow in half precision: a
+        # student saved after an evaluation would have other weights.
         model.config.rescale_every = 0
 
 
@@ -138,7 +137,7 @@ def _load(section: ModelSection, source: Source, dtype: torch.dtype) -> tuple[An
 def _load_weights(section: ModelSection, source: Source, dtype: torch.dtype) -> tuple[Any, list[str]]:
     config = _read_config(section, source)
     files = check_weight_files(source)
-    model, found = AutoModelForCausalLM.from_pretrained(
+    model, report = AutoModelForCausalLM.from_pretrained(
         source.path,
         config=config,
         dtype=dtype,
@@ -147,7 +146,7 @@ def _load_weights(section: ModelSection, source: Source, dtype: torch.dtype) -> 
         ignore_mismatched_sizes=True,  # not ignored: refused below with both sizes
         output_loading_info=True,
     )
-    notes = _check_keys(source, found)
+    notes = _check_keys(source, report)
     if getattr(model, "is_quantized", False):
         return model, notes
     if getattr(config, "quantization_config", None) is not None:
@@ -163,25 +162,25 @@ def _load_weights(section: ModelSection, source: Source, dtype: torch.dtype) -> 
     return model, notes
 
 
-def _check_keys(source: Source, found: dict[str, Any]) -> list[str]:
-    """Refuse a file that is not the model's own; say which constants of an older file were passed over.
+def _check_keys(source: Source, report: dict[str, Any]) -> list[str]:
+    """Refuse a file whose weights are not the model's. Return a note about constants that were ignored.
 
-    What transformers itself ignores for the family, and weights that are tied, are in none of the lists.
+    The loader's report omits tied weights and those that transformers ignores for the family.
     """
-    unexpected = sorted(found["unexpected_keys"])
+    unexpected = sorted(report["unexpected_keys"])
     constants = [name for name in unexpected if _CONSTANTS.search(name)]
     faults = {
-        "misses": sorted(found["missing_keys"]),
+        "misses": sorted(report["missing_keys"]),
         "has in another size": [
             f"{name} ({_shape(held)} in the file, {_shape(wanted)} in config.json)"
-            for name, held, wanted in sorted(found["mismatched_keys"])
+            for name, held, wanted in sorted(report["mismatched_keys"])
         ],
         "also holds, though the model has no such weight,": [name for name in unexpected if name not in constants],
     }
-    said = [f"{what} {_listed(names)}" for what, names in faults.items() if names]
-    if said:
+    problems = [f"{what} {_listed(names)}" for what, names in faults.items() if names]
+    if problems:
         raise BrokenAtStart(
-            f"the weights of {source.name} are not those of its config.json: the file {'; it '.join(said)}",
+            f"the weights of {source.name} are not those of its config.json: the file {'; it '.join(problems)}",
             advice=[
                 "check that config.json and the weights belong together, and that every file was copied whole",
                 "a missing lm_head.weight of a model with tied embeddings: set tie_word_embeddings in config.json",
@@ -203,7 +202,7 @@ def _listed(names: list[str]) -> str:
 
 
 def _load_adapter(source: Source, dtype: torch.dtype) -> tuple[Any, list[str]]:
-    """The base model of a LoRA adapter with the adapter merged in. The base is loaded like any other model."""
+    """Load the base model of a LoRA adapter like any other model, and merge the adapter into it."""
     check_adapter_files(source)
     base = read_json(source, "adapter_config.json").get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
@@ -217,10 +216,10 @@ def _load_adapter(source: Source, dtype: torch.dtype) -> tuple[Any, list[str]]:
             f"{source.name} is a LoRA adapter and needs peft", advice=["pip install 'stillroom[peft]'"]
         ) from None
     section = TeacherConfig(model=base)
-    found = fetch(section, base, weights=True)
-    if found.is_adapter:
+    base_source = fetch(section, base, weights=True)
+    if base_source.is_adapter:
         raise BrokenAtStart(f"the base model {base} of {source.name} is an adapter itself", advice=["merge it first"])
-    model, notes = _load_weights(section, found, dtype)
+    model, notes = _load_weights(section, base_source, dtype)
     return PeftModel.from_pretrained(model, source.path).merge_and_unload(), [
         f"{source.name} is an adapter, merged into {base}",
         *notes,

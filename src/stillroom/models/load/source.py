@@ -1,7 +1,7 @@
-"""Where a model comes from: a folder, a hub id or a builtin name, always ending in a folder on this disk.
+"""Resolve a folder, a hub id or a builtin name to a folder on this disk.
 
-A hub model is fetched as a folder of its safetensors, its configuration and its tokenizer, and is then treated like
-any other folder: pickled weights are not even downloaded. A name that looks like a path is never asked of a hub.
+A hub model is downloaded as a folder of safetensors, configuration and tokenizer (never pickled weights), and is then
+treated like any other folder. A name that looks like a path is never looked up on a hub.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from stillroom.errors import BrokenAtStart, ConfigError
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
-# Variants and consolidated copies for other programs are not what is loaded.
+# Not downloaded: variants, and consolidated copies for other programs.
 _WEIGHT_FILES = ("model.safetensors", "model-*-of-*.safetensors", "adapter_model.safetensors")
 _LEFT_OUT = ("*/*",)
 _HUB_SECONDS = 10.0
@@ -30,12 +30,12 @@ _FILE_ENDINGS = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".ckpt", ".json
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model comes from, after builtin names are resolved."""
+    """A model's name and folder, after builtin names are resolved."""
 
     name: str  # as the user wrote it
-    path: str  # a folder, or the hub id while it is not fetched
+    path: str  # a folder, or a hub id that was not fetched yet
     is_local: bool
-    note: str = ""  # how it was fetched, where that is worth a line
+    note: str = ""  # how it was fetched, for the log
 
     @property
     def folder(self) -> Path:
@@ -47,7 +47,7 @@ class Source:
 
     @property
     def has_weights(self) -> bool:
-        """Whether the folder brings weights of any kind: pickled ones count, and are refused by name when read."""
+        """Whether the folder has weights of any kind. Pickled ones count, and are refused when read."""
         return not self.is_local or any(
             any(self.folder.glob(pattern))
             for pattern in ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth")
@@ -59,7 +59,7 @@ class Source:
 
 
 def find(name: str) -> Source:
-    """What a name means, by the disk and the name alone: nothing is fetched here."""
+    """Resolve a name by the disk and the name alone. Fetches nothing."""
     if name.startswith("builtin:"):
         return _find_builtin(name)
     path = Path(name).expanduser()
@@ -68,7 +68,7 @@ def find(name: str) -> Source:
             next(path.iterdir(), None)
             return Source(name, str(path), is_local=True)
         is_there = path.exists()
-    except OSError as error:  # no permission, or a name the disk does not take
+    except OSError as error:  # no permission, or not a valid file name
         raise BrokenAtStart(f"{name} cannot be read: {error.strerror}", advice=["check its permissions"]) from error
     if is_there:
         raise BrokenAtStart(f"{name} is a file, not a model folder", advice=[_WANTED])
@@ -87,14 +87,14 @@ def _find_builtin(name: str) -> Source:
         near = difflib.get_close_matches(short, builtin.MODELS, n=1)
         raise ConfigError(
             f"there is no builtin model {short!r}",
-            advice=[f"did you mean builtin:{known}?" for known in near]
-            + ["builtin models: " + ", ".join(f"builtin:{known}" for known in builtin.MODELS)],
+            advice=[f"did you mean builtin:{match}?" for match in near]
+            + ["builtin models: " + ", ".join(f"builtin:{model}" for model in builtin.MODELS)],
         )
     return Source(name, str(builtin.model_path(short)), is_local=True)
 
 
 def _why_a_path(name: str) -> str:
-    """Why a name that is no folder can only have been meant as one; empty for what may be a hub id."""
+    """Why a name that is not a folder must be a path; empty if it may be a hub id."""
     if name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1:
         return "the name is that of a path"
     if "\\" in name or re.match(r"[A-Za-z]:", name):
@@ -109,14 +109,14 @@ def _why_a_path(name: str) -> str:
 
 def _neighbours(path: Path) -> list[str]:
     try:
-        names = [found.name for found in path.parent.iterdir() if found.is_dir()]
-    except OSError:  # nothing there to be named
+        names = [entry.name for entry in path.parent.iterdir() if entry.is_dir()]
+    except OSError:  # no such folder, or not readable
         return []
     return [f"did you mean {path.parent / near}?" for near in difflib.get_close_matches(path.name, names, n=1)]
 
 
 def fetch(section: ModelSection, name: str, *, weights: bool) -> Source:
-    """The model as a folder on this disk. A hub model is downloaded, or found in the hub's cache without a network."""
+    """The model as a folder on this disk. Download a hub model, or without a network take it from the hub's cache."""
     source = find(name)
     if source.is_local:
         return source
@@ -133,13 +133,13 @@ def fetch(section: ModelSection, name: str, *, weights: bool) -> Source:
 
 @lru_cache(maxsize=64)
 def _ask_hub(name: str, revision: str | None) -> str | Exception:
-    """The commit a hub model stands at, or why the hub does not say. Asked once: all its files are of one commit.
+    """The current commit of a hub model, or the error. Asked once, so that all files are of one commit.
 
-    The downloader's own question has no time limit, and transformers repeats its for over a minute.
+    The downloader's own request has no time limit, and transformers retries for over a minute.
     """
     try:
         return str(HfApi().model_info(name, revision=revision, timeout=_HUB_SECONDS).sha)
-    except Exception as error:  # noqa: BLE001, raised by the caller with this as its cause, unless the cache has the model
+    except Exception as error:  # noqa: BLE001 - the caller raises it unless the cache has the model
         return error
 
 
@@ -158,7 +158,7 @@ def _download(source: Source, section: ModelSection, patterns: list[str]) -> str
         )
     except MemoryError:
         raise
-    except Exception as error:  # the hub's errors are many, and each of them ends here with its cause
+    except Exception as error:  # the hub raises many classes
         reason = one_line(answer if isinstance(answer, Exception) else error)
         raise BrokenAtStart(
             f"cannot fetch {source.name} from the hub: {reason}",
@@ -172,7 +172,7 @@ def _download(source: Source, section: ModelSection, patterns: list[str]) -> str
 
 
 def _indexed(folder: str) -> list[str]:
-    """Safetensors an index names that the usual patterns would miss. A broken index is refused when it is read."""
+    """Safetensors named by an index that the usual patterns miss. A broken index is refused when it is read."""
     try:
         index = json.loads((Path(folder) / "model.safetensors.index.json").read_text(encoding="utf-8"))
         return sorted({str(name) for name in index["weight_map"].values() if str(name).endswith(".safetensors")})
@@ -181,6 +181,6 @@ def _indexed(folder: str) -> list[str]:
 
 
 def one_line(error: BaseException) -> str:
-    """An error of another library as one line of bounded length."""
+    """Format another library's error as one line of bounded length."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 300 else text[:297] + "..."

@@ -1,6 +1,6 @@
-"""Whether two models mean the same by token 1,234.
+"""Compare the vocabularies of two models.
 
-Equal sizes prove nothing and different sizes may be mere padding, so tokenizers are compared by content.
+Equal sizes prove nothing and different sizes may be padding, so compare tokenizers by content.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from stillroom.errors import ConfigError
 
 
 def vocabulary_hash(tokenizer: Any) -> str:
-    """A name for the mapping from tokens to ids; equal hashes mean equal vocabularies."""
+    """A hash of the mapping from tokens to ids."""
     digest = hashlib.sha256()
     for token, index in sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0])):
         digest.update(f"{index}\t{token}\n".encode("utf-8", errors="surrogatepass"))
@@ -20,10 +20,10 @@ def vocabulary_hash(tokenizer: Any) -> str:
 
 
 def agree_on_vocabulary(teacher: Any, student: Any, teacher_rows: int, student_rows: int) -> int:
-    """The number of ids that both models share, or an error that says how the vocabularies differ.
+    """The number of ids that both models share. Raise if the vocabularies differ.
 
-    `teacher` and `student` are tokenizers, the row counts are those of the heads. Heads padded to different
-    multiples agree on the smaller one as long as every real token fits.
+    `teacher` and `student` are tokenizers, the row counts those of the heads. Of heads padded to different multiples
+    the smaller counts, if every real token fits.
     """
     mine, theirs = student.get_vocab(), teacher.get_vocab()
     if mine != theirs:
@@ -52,10 +52,10 @@ def agree_on_vocabulary(teacher: Any, student: Any, teacher_rows: int, student_r
 
 
 def check_rows(tokenizer: Any, head_rows: int, embedding_rows: int, name: str) -> None:
-    """Every token of the tokenizer needs a row in the embeddings and in the head of the model that reads it."""
-    rows = min(head_rows, embedding_rows)
+    """Raise if a token of the tokenizer has no row in the model's embeddings or head."""
+    num_rows = min(head_rows, embedding_rows)
     highest = max(tokenizer.get_vocab().values()) if tokenizer is not None else -1
-    if highest >= rows:
+    if highest >= num_rows:
         raise ConfigError(
             f"the tokenizer goes up to token id {highest:,}, and {name} has {embedding_rows:,} embeddings and "
             f"a head of {head_rows:,} rows",

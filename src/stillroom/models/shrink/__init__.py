@@ -1,1 +1,1 @@
-"""A student cut from its teacher."""
+"""Cut a student from its teacher."""

@@ -1,7 +1,7 @@
-"""A model run with some of its layers left out, without building another one.
+"""Run a model with some of its layers left out, without building another model.
 
-A layer that is left out hands on what it was given. Masks, positions and everything else that a model prepares for each
-layer by its number stay as they are, so this is what a cut must compute, whatever the family.
+A layer that is left out returns its input. Masks, positions and whatever else a model prepares for each layer by its
+number are unchanged, so this is what a cut must compute, in any family.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ _NUM_TRIED = 4
 
 
 class Bypass:
-    """The layers of a model, each of which can be stepped over."""
+    """A model whose layers can be left out."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
         self.blocks = blocks_of(model)
-        self._rests = self._look()
+        self._rests = self._extra_outputs()
 
     @property
     def num_layers(self) -> int:
         return len(self.blocks)
 
     def logits(self, ids: Tensor, **options: Any) -> Tensor:
-        """The model's own logits of one row, in FP32. [L, V]"""
-        found: Tensor = self.model(input_ids=ids, **{"use_cache": False, **options}).logits
-        return found[0].float()
+        """The model's logits of one sequence, in FP32. [L, V]"""
+        logits: Tensor = self.model(input_ids=ids, **{"use_cache": False, **options}).logits
+        return logits[0].float()
 
     @contextmanager
     def without(self, removed: Collection[int], *, begin: int = 0, entering: Tensor | None = None) -> Iterator[None]:
-        """Leave layers out for a while.
+        """Leave layers out in the body.
 
-        With `entering`, which is what layer `begin` was given in an earlier pass, the layers below are not computed
-        again: `begin` must be left out itself, and hands that on.
+        `entering` is the input of layer `begin` in an earlier pass. With it the layers below are not computed again;
+        `begin` must be left out too, and returns it.
         """
         skipped = {layer for layer in range(self.num_layers) if layer < begin or layer in removed}
         changed = [self.blocks[layer] for layer in sorted(skipped)]
         for layer in skipped:
-            given = entering if layer == begin else None
-            # An attribute of the instance is found before the method of its class.
-            self.blocks[layer].__dict__["forward"] = _StandIn(given, self._rests[layer])
+            hidden = entering if layer == begin else None
+            # An attribute of the instance takes precedence over the method of its class.
+            self.blocks[layer].__dict__["forward"] = _Skip(hidden, self._rests[layer])
         try:
             yield
         except (LookupError, ValueError, TypeError, AttributeError) as error:
@@ -59,17 +59,17 @@ class Bypass:
                 del block.__dict__["forward"]
 
     @contextmanager
-    def listening(self, heard: dict[int, tuple[Tensor, Tensor]]) -> Iterator[None]:
-        """Fill `heard` with what each layer was given and what it gave."""
+    def recording(self, states: dict[int, tuple[Tensor, Tensor]]) -> Iterator[None]:
+        """Record each layer's (input, output) in `states`."""
 
-        def listen(layer: int) -> Any:
+        def record(layer: int) -> Any:
             def hook(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-                heard[layer] = (_hidden_of(args, kwargs), output[0] if isinstance(output, tuple) else output)
+                states[layer] = (_hidden_of(args, kwargs), output[0] if isinstance(output, tuple) else output)
 
             return hook
 
         handles = [
-            block.register_forward_hook(listen(layer), with_kwargs=True) for layer, block in enumerate(self.blocks)
+            block.register_forward_hook(record(layer), with_kwargs=True) for layer, block in enumerate(self.blocks)
         ]
         try:
             yield
@@ -78,16 +78,16 @@ class Bypass:
                 handle.remove()
 
     @torch.no_grad()
-    def _look(self) -> dict[int, tuple[Any, ...] | None]:
-        """What each layer returns after the hidden states: None for a layer that returns these alone."""
+    def _extra_outputs(self) -> dict[int, tuple[Any, ...] | None]:
+        """What each layer returns after the hidden states; None for a layer that returns a bare tensor."""
         rests: dict[int, tuple[Any, ...] | None] = {}
         odd: list[str] = []
 
         def look(layer: int) -> Any:
             def hook(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-                given = _hidden_of(args, kwargs)
+                entering = _hidden_of(args, kwargs)
                 first = output[0] if isinstance(output, tuple) else output
-                if not isinstance(first, Tensor) or first.shape != given.shape:
+                if not isinstance(first, Tensor) or first.shape != entering.shape:
                     odd.append(f"layer {layer} gives something else than it was given")
                 rests[layer] = output[1:] if isinstance(output, tuple) else None
 
@@ -108,8 +108,8 @@ class Bypass:
         return rests
 
 
-class _StandIn:
-    """Takes the place of a layer's forward pass."""
+class _Skip:
+    """Replaces a layer's forward: returns its input, or `entering`."""
 
     def __init__(self, entering: Tensor | None, rest: tuple[Any, ...] | None) -> None:
         self._entering = entering
@@ -121,10 +121,10 @@ class _StandIn:
 
 
 def _hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    found = args[0] if args else kwargs.get("hidden_states")
-    if not isinstance(found, Tensor):
+    hidden = args[0] if args else kwargs.get("hidden_states")
+    if not isinstance(hidden, Tensor):
         raise LookupError("a layer was given no hidden states")
-    return found
+    return hidden
 
 
 def blocks_of(model: Any) -> list[nn.Module]:
@@ -135,7 +135,7 @@ def blocks_of(model: Any) -> list[nn.Module]:
 
 
 def cannot_be_cut(model: Any, reason: str, advice: tuple[str, ...] = ()) -> ConfigError:
-    """The refusal for a family, or a choice of its layers, whose cut would not be the teacher with layers taken out."""
+    """The error for a family, or a choice of layers, whose cut would not equal the teacher without the other layers."""
     family = model.config.get_text_config().model_type
     return ConfigError(
         f"a student cannot be cut like this from a teacher of the family {family}: {reason}",

@@ -1,7 +1,7 @@
-"""A student cut from its teacher: fewer layers, and where the family is described, fewer channels, neurons and heads.
+"""Cut a student from its teacher: fewer layers, and in supported families fewer channels, neurons and heads.
 
-What is kept are the teacher's own weights, so the student begins near what it is to learn instead of nowhere: worth
-more than any change of loss (Muralidharan et al. 2024). The result is an ordinary model of the teacher's family.
+The student starts with the teacher's weights, which helps more than any change of loss (Muralidharan et al. 2024).
+The result is an ordinary model of the teacher's family.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from stillroom.types import Batch
 
 @dataclass(frozen=True)
 class Cut:
-    """The student, which of the teacher's layers its own once were, and sentences for the log."""
+    """The student, the teacher's layers it keeps, and a line for the log."""
 
     model: Any
     choice: Choice
-    told: str
+    summary: str
 
     @property
     def kept_layers(self) -> tuple[int, ...]:
@@ -40,8 +40,8 @@ class Cut:
     @property
     def notes(self) -> tuple[str, ...]:
         if self.choice.method in ("all", "given"):
-            return (self.told, *self.choice.why)
-        return (self.told, *(f"layers kept by {self.choice.method}: {text}" for text in self.choice.why))
+            return (self.summary, *self.choice.why)
+        return (self.summary, *(f"layers kept by {self.choice.method}: {text}" for text in self.choice.why))
 
 
 def cut(
@@ -52,9 +52,9 @@ def cut(
     choice: Choice | None = None,
     tell: Tell = lambda _text: None,
 ) -> Cut:
-    """A smaller model of the teacher's family, in FP32, with the teacher's weights where it has any.
+    """Make a smaller model of the teacher's family, in FP32, from the teacher's weights.
 
-    `batches` tell which layers and channels matter. A `choice` of layers that was made before is taken as it is.
+    `batches` are the text on which layers and channels are ranked. A `choice` that was made before is used unchanged.
     """
     if wanted.cuts_width:
         check_widths(teacher, wanted)
@@ -66,31 +66,31 @@ def cut(
         teacher.train(was_training)
 
 
-def _cut(teacher: Any, wanted: ShrinkConfig, looked_at: list[Batch], choice: Choice | None, tell: Tell) -> Cut:
+def _cut(teacher: Any, wanted: ShrinkConfig, batches: list[Batch], choice: Choice | None, tell: Tell) -> Cut:
     if choice is None:
         device = next(teacher.parameters()).device
-        texts = passages(looked_at, wanted.choice_tokens, device)
+        texts = passages(batches, wanted.choice_tokens, device)
         choice = choose_layers(teacher, wanted, texts, Fit(teacher), tell)
     layers = choice.layers
     keep = Keep()
     if wanted.cuts_width:
         removed = set(range(len(blocks_of(teacher)))) - set(layers)
-        with Bypass(teacher).without(removed):  # what matters to the student, not to the whole teacher
-            importance = measure(teacher, looked_at)
+        with Bypass(teacher).without(removed):  # rank for the student, not for the whole teacher
+            importance = measure(teacher, batches)
         keep = choose(teacher, wanted, importance, layers)
     student = built(teacher, layers, lambda text: shrink_config(text, wanted)).float()
-    _take_back_rescaling(teacher)
+    _undo_rescaling(teacher)
     _check_fit(teacher, student, _fill(teacher, student, layers, keep))
     check_layers(teacher, student, layers, with_numbers=not wanted.cuts_width)
     if not wanted.cuts_width:
         check_logits(teacher, student, layers)
     student.generation_config = copy.deepcopy(teacher.generation_config)
-    return Cut(student, choice, _told(teacher, student, layers, wanted))
+    return Cut(student, choice, _summary(teacher, student, layers, wanted))
 
 
 @torch.no_grad()
 def _fill(teacher: Any, student: Any, layers: tuple[int, ...], keep: Keep) -> list[str]:
-    """Copy what is kept into the student; returns the tensors that found no counterpart of their shape."""
+    """Copy the teacher's weights into the student. Return the names of tensors without a counterpart of their shape."""
     source, prefix = teacher.state_dict(), _prefix(teacher)
     misfits = []
     for name, target in student.state_dict().items():
@@ -98,17 +98,17 @@ def _fill(teacher: Any, student: Any, layers: tuple[int, ...], keep: Keep) -> li
         if name.startswith(prefix):
             number, rest = name.removeprefix(prefix).split(".", 1)
             layer, origin = int(number), f"{prefix}{layers[int(number)]}.{rest}"
-        found: Tensor | None = source.get(origin)
-        found = None if found is None else shrink_tensor(name, found.float(), keep, layer)
-        if found is None or found.shape != target.shape:
+        weight: Tensor | None = source.get(origin)
+        weight = None if weight is None else shrink_tensor(name, weight.float(), keep, layer)
+        if weight is None or weight.shape != target.shape:
             misfits.append(name)
         else:
-            target.copy_(found)
+            target.copy_(weight)
     return misfits
 
 
-def _take_back_rescaling(teacher: Any) -> None:
-    """RWKV divides weights of later layers in place when it first evaluates; training mode multiplies them again."""
+def _undo_rescaling(teacher: Any) -> None:
+    """RWKV divides weights of later layers in place in evaluation mode; its training mode multiplies them back."""
     for module in teacher.modules():
         if getattr(module, "layers_are_rescaled", False):
             module.training = True
@@ -117,7 +117,7 @@ def _take_back_rescaling(teacher: Any) -> None:
 
 
 def _prefix(model: Any) -> str:
-    """How the names of a model's layers begin."""
+    """The prefix of the parameter names of a model's layers."""
     first = layers_of(model)[0]
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) and module[0] is first:
@@ -136,7 +136,7 @@ def _check_fit(teacher: Any, student: Any, misfits: list[str]) -> None:
         raise ConfigError("the teacher ties its embeddings in a way that a cut does not keep", where="student.shrink")
 
 
-def _told(teacher: Any, student: Any, layers: tuple[int, ...], wanted: ShrinkConfig) -> str:
+def _summary(teacher: Any, student: Any, layers: tuple[int, ...], wanted: ShrinkConfig) -> str:
     before, after = anatomy_of(teacher), anatomy_of(student)
     parts = [f"layers {', '.join(map(str, layers))} of {before.num_layers}"]
     for name, value in (("width", wanted.width), ("mlp width", wanted.mlp_width), ("heads", wanted.heads)):
@@ -144,5 +144,5 @@ def _told(teacher: Any, student: Any, layers: tuple[int, ...], wanted: ShrinkCon
             parts.append(f"{name} {value:,}")
     dtype = str(next(teacher.parameters()).dtype).removeprefix("torch.")
     size = f"{after.num_parameters:,} of {before.num_parameters:,} parameters"
-    told = f"student cut from the teacher's {dtype} weights: {'; '.join(parts)}; {size}"
-    return told if after.num_parameters < before.num_parameters else f"{told}: nothing was cut, it is a copy"
+    summary = f"student cut from the teacher's {dtype} weights: {'; '.join(parts)}; {size}"
+    return summary if after.num_parameters < before.num_parameters else f"{summary}: nothing was cut, it is a copy"

@@ -1,9 +1,9 @@
-"""Which of a teacher's layers a student keeps when only their number is given.
+"""Choose which of a teacher's layers a student keeps, if only their number is given.
 
-- `loss`: take out one layer at a time, each time the one without which the loss on a little text is lowest.
-- `influence`: one pass over the text; keep the layers that change the hidden states most, by the mean of 1 - cosine
-  between what a layer is given and what it gives (Men et al. 2024).
-- `even`: equal steps from the first to the last; looks at no text.
+- `loss`: remove one layer at a time, each time the one without which the loss on a little text is lowest.
+- `influence`: one pass over the text; keep the layers with the highest mean of 1 - cosine between input and output
+  (Men et al. 2024).
+- `even`: equal steps from the first to the last; needs no text.
 
 Measured on a real model (benchmarks/quality/results/cut.md) the three are orders of magnitude apart in perplexity.
 """
@@ -26,18 +26,18 @@ from stillroom.models.shrink.passages import Passage, finite, num_positions, num
 
 Method = Literal["loss", "influence", "even", "given", "all"]
 
-# Floating-point operations that `auto` spends on a choice by loss: some ten minutes on two CPU cores; on a data-centre
-# GPU some minutes by estimate. Operations and not seconds: the answer must not depend on how busy a machine is.
+# Floating-point operations that `auto` spends on a choice by loss: about ten minutes on two CPU cores, an estimated few
+# minutes on a data-centre GPU. Operations, not seconds: the choice must not depend on how busy a machine is.
 BUDGET_CPU = 1e14
 BUDGET_GPU = 1e16
 
-_SECONDS_BETWEEN_WORDS = 20.0
+_SECONDS_BETWEEN_REPORTS = 20.0
 _SIGMAS = 4.0
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Layers that stay, by what they were chosen, and sentences for the log."""
+    """The layers kept, the method of the choice, and notes for the log."""
 
     layers: tuple[int, ...]
     method: Method
@@ -49,14 +49,14 @@ Tell = Callable[[str], None]
 
 
 def evenly_spaced(number: int, num_layers: int) -> tuple[int, ...]:
-    """So many layers at equal steps from the first to the last."""
+    """`number` layers at equal steps from the first to the last."""
     if number == 1:
         return (0,)
     return tuple((2 * i * (num_layers - 1) + number - 1) // (2 * (number - 1)) for i in range(number))
 
 
 def settled_layers(wanted: int | Sequence[int], num_layers: int) -> tuple[int, ...] | None:
-    """The layers that stay where the setting alone says it, counted from 0; None where they are to be chosen."""
+    """The layers kept if the setting alone determines them, counted from 0; None if they must be chosen."""
     where = "student.shrink.layers"
     if isinstance(wanted, int):
         if not 0 <= wanted <= num_layers:
@@ -82,7 +82,7 @@ def settled_layers(wanted: int | Sequence[int], num_layers: int) -> tuple[int, .
 def choose_layers(
     teacher: Any, wanted: ShrinkConfig, texts: Sequence[Passage], fits: Fits, tell: Tell = lambda _text: None
 ) -> Choice:
-    """The layers that stay, as the settings say. `fits` says whether the family can be cut to a set of layers."""
+    """Choose the layers to keep. `fits` says whether the family can be cut to a set of layers."""
     num_layers = len(blocks_of(teacher))
     settled = settled_layers(wanted.layers, num_layers)
     if settled is not None:
@@ -94,18 +94,19 @@ def choose_layers(
     if taken != "even":
         tell(f"choosing {wanted.layers} of {num_layers} layers by {taken} on {num_scored(texts):,} tokens")
     if taken == "even":
-        found = Choice(evenly_spaced(wanted.layers, num_layers), "even", ("at equal steps from the first to the last",))
+        layers = evenly_spaced(wanted.layers, num_layers)
+        choice = Choice(layers, "even", ("at equal steps from the first to the last",))
     elif taken == "influence":
-        found = by_influence(teacher, wanted.layers, texts, fits)
+        choice = by_influence(teacher, wanted.layers, texts, fits)
     else:
-        found = by_loss(teacher, wanted.layers, texts, fits, tell)
-    return replace(found, why=(*found.why, *([why] if why else [])))
+        choice = by_loss(teacher, wanted.layers, texts, fits, tell)
+    return replace(choice, why=(*choice.why, *([why] if why else [])))
 
 
 def take_method(
     teacher: Any, wanted: ShrinkConfig, number: int, texts: Sequence[Passage]
 ) -> tuple[Literal["loss", "influence", "even"], str]:
-    """The method, and why where it was left to us."""
+    """The method, and the reason if it was `auto`."""
     if wanted.method == "even":
         return "even", ""
     if not texts:
@@ -128,16 +129,16 @@ def take_method(
 
 
 def cost_of_loss(teacher: Any, number: int, num_read: int) -> float:
-    """Floating-point operations of a choice by loss on so many positions, scored or not: an upper bound.
+    """An upper bound of the floating-point operations of a choice by loss on `num_read` positions, scored or not.
 
-    All experts of a mixture count, and candidates that are given up early.
+    Counts all experts of a mixture, and candidates that are dropped early.
     """
     blocks = blocks_of(teacher)
     layer = sum(parameter.numel() for block in blocks for parameter in block.parameters()) / len(blocks)
     head = int(teacher.get_output_embeddings().weight.numel())
     total = 0.0
     for kept in range(len(blocks), number, -1):
-        # One pass through all; then for each layer its successors, which are half of them on average.
+        # One pass through all layers; then for each candidate the layers above it, on average half of them.
         total += kept * layer + head + kept * ((kept - 1) / 2 * layer + head)
     return 2.0 * num_read * total
 
@@ -147,11 +148,11 @@ def cost_of_loss(teacher: Any, number: int, num_read: int) -> float:
 
 @torch.no_grad()
 def by_loss(teacher: Any, number: int, texts: Sequence[Passage], fits: Fits, tell: Tell) -> Choice:
-    """Take out one layer at a time, each time the one without which the loss on the texts is lowest."""
+    """Remove one layer at a time, each time the one without which the loss on the texts is lowest."""
     bypass = Bypass(teacher)
     kept = list(range(bypass.num_layers))
     count = num_scored(texts)
-    begun = spoken = time.monotonic()
+    begun = reported = time.monotonic()
     whole = loss = finite(sum(float(text.losses(bypass.logits(text.ids)).sum()) for text in texts) / count)
     if loss == float("inf"):
         raise BrokenAtStart(
@@ -161,12 +162,12 @@ def by_loss(teacher: Any, number: int, texts: Sequence[Passage], fits: Fits, tel
         )
     order: list[int] = []
     while len(kept) > number:
-        gone, loss = _next_to_go(bypass, kept, texts, fits, number)
+        gone, loss = _least_needed(bypass, kept, texts, fits, number)
         kept.remove(gone)
         order.append(gone)
-        if time.monotonic() - spoken > _SECONDS_BETWEEN_WORDS:
-            spoken = time.monotonic()
-            tell(f"choosing layers: {len(order)} of {bypass.num_layers - number} taken out in {spoken - begun:.0f} s")
+        if time.monotonic() - reported > _SECONDS_BETWEEN_REPORTS:
+            reported = time.monotonic()
+            tell(f"choosing layers: {len(order)} of {bypass.num_layers - number} taken out in {reported - begun:.0f} s")
     why = (
         f"one after another the layer without which the loss on {count:,} tokens was lowest went out "
         f"({', '.join(map(str, order))}): loss {whole:.3f} with all, {loss:.3f} now"
@@ -174,10 +175,10 @@ def by_loss(teacher: Any, number: int, texts: Sequence[Passage], fits: Fits, tel
     return Choice(tuple(kept), "loss", (why,))
 
 
-def _next_to_go(
+def _least_needed(
     bypass: Bypass, kept: Sequence[int], texts: Sequence[Passage], fits: Fits, number: int
 ) -> tuple[int, float]:
-    """The layer without which the loss is lowest among those that can go, with that loss."""
+    """Of the layers that can be removed, the one without which the loss is lowest, and that loss."""
     candidates = list(kept)
     while candidates:
         losses = losses_without_one(bypass, kept, candidates, texts)
@@ -185,26 +186,25 @@ def _next_to_go(
             if fits(tuple(other for other in kept if other != layer)):
                 return layer, losses[layer]
         candidates = [layer for layer in candidates if layer not in losses]
-    raise _none_can_go(bypass.model, kept, fits, number)
+    raise _none_removable(bypass.model, kept, fits, number)
 
 
 def losses_without_one(
     bypass: Bypass, kept: Sequence[int], candidates: Sequence[int], texts: Sequence[Passage]
 ) -> dict[int, float]:
-    """The mean loss without each candidate, one at a time; those that are certain not to be the lowest are left out.
+    """The mean loss without each candidate, one at a time, leaving out those that cannot be the lowest.
 
-    What enters a layer does not depend on it, so only the layers above are computed again. A candidate is given up
-    between two texts once its loss is above the lowest by four standard errors of the difference (a race, Maron and
-    Moore 1994).
+    A layer's input does not depend on the layer, so only the layers above are recomputed. After each text, drop the
+    candidates whose loss exceeds the lowest by four standard errors of the difference (a race, Maron and Moore 1994).
     """
     removed = set(range(bypass.num_layers)) - set(kept)
     losses: dict[int, Tensor] = {layer: torch.zeros(0, dtype=torch.float64) for layer in candidates}
     for text in texts:
-        heard: dict[int, Any] = {}
-        with bypass.without(removed), bypass.listening(heard):
+        states: dict[int, Any] = {}
+        with bypass.without(removed), bypass.recording(states):
             bypass.logits(text.ids)
         for layer, before in losses.items():
-            entering, _given = heard.pop(layer)
+            entering, _leaving = states.pop(layer)
             with bypass.without(removed | {layer}, begin=layer, entering=entering):
                 losses[layer] = torch.cat([before, text.losses(bypass.logits(text.ids))])
         losses = _still_possible(losses)
@@ -212,10 +212,10 @@ def losses_without_one(
 
 
 def _still_possible(losses: dict[int, Tensor]) -> dict[int, Tensor]:
-    """Without those whose mean is above the lowest beyond doubt."""
+    """Drop the layers whose mean loss is significantly above the lowest."""
     leader = losses[min(losses, key=lambda layer: (finite(float(losses[layer].mean())), layer))]
     bound = _SIGMAS / max(1, leader.numel()) ** 0.5
-    # Compared so that a difference that is not a number gives nobody up.
+    # `not >` keeps a candidate whose difference is NaN.
     return {
         layer: each
         for layer, each in losses.items()
@@ -224,14 +224,14 @@ def _still_possible(losses: dict[int, Tensor]) -> dict[int, Tensor]:
 
 
 def _first_that_fits(teacher: Any, kept: Sequence[int], scores: dict[int, float], fits: Fits, number: int) -> int:
-    """The layer with the lowest score that can go; the lower number of two equal ones."""
+    """The removable layer with the lowest score; of equals the lower number."""
     for layer in sorted(kept, key=lambda layer: (scores[layer], layer)):
         if fits(tuple(other for other in kept if other != layer)):
             return layer
-    raise _none_can_go(teacher, kept, fits, number)
+    raise _none_removable(teacher, kept, fits, number)
 
 
-def _none_can_go(teacher: Any, kept: Sequence[int], fits: Fits, number: int) -> ConfigError:
+def _none_removable(teacher: Any, kept: Sequence[int], fits: Fits, number: int) -> ConfigError:
     first = tuple(range(number))
     return cannot_be_cut(
         teacher,
@@ -246,15 +246,15 @@ def _none_can_go(teacher: Any, kept: Sequence[int], fits: Fits, number: int) -> 
 
 @torch.no_grad()
 def by_influence(teacher: Any, number: int, texts: Sequence[Passage], fits: Fits) -> Choice:
-    """Keep the layers that turn the hidden states most, all measured in the whole teacher."""
+    """Keep the layers that change the direction of the hidden states most, measured in the whole teacher."""
     bypass = Bypass(teacher)
     sums = dict.fromkeys(range(bypass.num_layers), 0.0)
     for text in texts:
-        heard: dict[int, Any] = {}
-        with bypass.listening(heard):
+        states: dict[int, Any] = {}
+        with bypass.recording(states):
             bypass.logits(text.ids)
-        for layer, (given, gave) in heard.items():
-            sums[layer] += float((1.0 - F.cosine_similarity(given.float(), gave.float(), dim=-1)).sum())
+        for layer, (entering, leaving) in states.items():
+            sums[layer] += float((1.0 - F.cosine_similarity(entering.float(), leaving.float(), dim=-1)).sum())
     count = num_positions(texts)
     influence = {layer: finite(total / count) for layer, total in sums.items()}
     kept = list(influence)

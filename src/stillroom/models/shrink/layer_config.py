@@ -1,8 +1,8 @@
-"""The configuration of a model that keeps some of a teacher's layers.
+"""Rewrite a model's configuration for a subset of its layers.
 
-Families say in many ways which layer is of which kind: a list with an entry for each layer, a list of layer numbers, a
-count of leading layers, a period. Each is rewritten for the layers that stay. What cannot be said in a family's own
-terms is left as it is: `models/shrink/cut.py` compares the layers that result with the teacher's and refuses.
+Families encode the kind of each layer differently: a list with an entry for each layer, a list of layer numbers, a
+count of leading layers, a period. Each is rewritten for the layers kept. What a family's settings cannot express stays
+unchanged; `models/shrink/proof.py` then finds that the layers differ from the teacher's, and refuses.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ _FOR_EACH_LAYER = (
 )  # fmt: skip
 # Numbers of layers.
 _LAYER_NUMBERS = ("mlp_only_layers", "moe_layers", "attn_layer_indices", "full_attn_idxs")
-# How many layers at the beginning are of a kind of their own.
+# Number of leading layers of another kind.
 _LEADING = ("first_k_dense_replace", "num_dense_layers")
-# Layers whose number leaves the offset when divided by the period are of a kind of their own.
+# Layers with number % period == offset are of another kind.
 _PERIODS = (("attn_layer_period", "attn_layer_offset"), ("expert_layer_period", "expert_layer_offset"))
 
 
 def config_of_layers(config: Any, layers: Sequence[int]) -> Any:
-    """A copy of a model's configuration for these of its layers, read back as a saved one would be."""
+    """A copy of a model's configuration for these layers, as it would be after saving and loading."""
     new = copy.deepcopy(config)
     text = new.get_text_config()
     num_layers = int(text.num_hidden_layers)
     if vars(text).get("rescale_every"):
-        # RWKV halves weights in place while it evaluates, against FP16 overflow: a student saved then would be wrong.
+        # RWKV halves weights in place in evaluation mode, against FP16 overflow: a student saved then would be wrong.
         text.rescale_every = 0
     if tuple(layers) == tuple(range(num_layers)):
         return _read_back(new)
@@ -54,14 +54,14 @@ def config_of_layers(config: Any, layers: Sequence[int]) -> Any:
 
 
 def _read_back(config: Any) -> Any:
-    """What a folder written with this configuration gives: values that follow from others are made again."""
-    found = type(config).from_dict(config.to_dict())
-    found._attn_implementation = config._attn_implementation
-    return found
+    """The configuration as it would be after saving and loading: derived values are computed again."""
+    loaded = type(config).from_dict(config.to_dict())
+    loaded._attn_implementation = config._attn_implementation
+    return loaded
 
 
 def _rewrite_sparse_step(text: Any, num_layers: int) -> None:
-    """Every nth layer sparse, said as a list of those that are not."""
+    """Rewrite "every nth layer is sparse" as a list of the dense layers."""
     step = vars(text).get("decoder_sparse_step")
     if not step or step == 1 or not isinstance(vars(text).get("mlp_only_layers"), list):
         return
@@ -74,14 +74,14 @@ def _rewrite_period(text: Any, names: tuple[str, str], layers: Sequence[int]) ->
     period, offset = (vars(text).get(name) for name in names)
     if not period or offset is None:
         return
-    found = find_period([layer % period == offset for layer in layers])
-    if found is not None:
-        for name, value in zip(names, found, strict=True):
+    rewritten = find_period([layer % period == offset for layer in layers])
+    if rewritten is not None:
+        for name, value in zip(names, rewritten, strict=True):
             setattr(text, name, value)
 
 
 def find_period(marks: Sequence[bool]) -> tuple[int, int] | None:
-    """The smallest period and its offset whose layers are exactly the marked ones; None where no period says it."""
+    """The smallest period, with its offset, that gives exactly the marked layers; None if there is none."""
     for period in range(1, len(marks) + 2):
         for offset in range(period):
             if all((place % period == offset) == mark for place, mark in enumerate(marks)):
@@ -90,7 +90,7 @@ def find_period(marks: Sequence[bool]) -> tuple[int, int] | None:
 
 
 def _rewrite_range(text: Any, layers: Sequence[int]) -> None:
-    """Layers from a first to a last one are sparse."""
+    """Rewrite a range of sparse layers."""
     own = vars(text)
     first, last = own.get("moe_layer_start_index"), own.get("moe_layer_end_index")
     if first is None or last is None or own.get("moe_layer_interval", 1) != 1:
@@ -102,7 +102,7 @@ def _rewrite_range(text: Any, layers: Sequence[int]) -> None:
 
 
 def _rewrite_tiles(text: Any, layers: Sequence[int], num_layers: int) -> None:
-    """A pattern that a family repeats until every layer has its kind, written out."""
+    """Write out a pattern of layer kinds that the family repeats."""
     own = vars(text)
     tile = own.get("block_types")
     if isinstance(tile, list | tuple) and tile:

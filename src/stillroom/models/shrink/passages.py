@@ -1,4 +1,4 @@
-"""A few passages of text to judge a model by while it is cut: some hundred tokens, the same every time."""
+"""Passages of text that rank a model's layers while it is cut: a few hundred tokens, the same every time."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch.nn import functional as F
 
 from stillroom.types import IGNORED, Batch
 
-_LONGEST = 128  # positions of a passage: several short ones tell more, and sooner, than few long ones
+_LONGEST = 128  # positions of a passage: many short passages rank layers better and sooner than few long ones
 _LEAD = 32  # positions before the first scored one, as context
 
 
 @dataclass(frozen=True)
 class Passage:
-    """One row without padding. `targets[l]` is the token that follows position l, or IGNORED."""
+    """One sequence without padding. `targets[l]` is the token that follows position l, or IGNORED."""
 
     ids: Tensor  # [1, L]
     targets: Tensor  # [L]
@@ -36,14 +36,14 @@ class Passage:
 
 
 def passages(batches: Iterable[Batch], num_tokens: int, device: torch.device) -> list[Passage]:
-    """Passages from rows spread over the batches, until so many tokens are scored.
+    """Passages from rows spread over the batches, with `num_tokens` scored tokens in total.
 
-    A row is cut to 128 positions from shortly before its first scored one on, so that several rows have a say. A row
-    without a scored token is passed over.
+    A row is cut to 128 positions, beginning shortly before its first scored one, so that several rows count. A row
+    without a scored token is skipped.
     """
     rows = [row for batch in batches for row in zip(batch.input_ids, batch.attention_mask, batch.targets, strict=True)]
     stride = max(1, len(rows) // -(-num_tokens // _LONGEST))
-    found: list[Passage] = []
+    texts: list[Passage] = []
     for number in [number for start in range(stride) for number in range(start, len(rows), stride)]:
         ids, mask, targets = rows[number]
         scored = (targets[: int(mask.sum())] != IGNORED).nonzero().squeeze(-1)
@@ -52,9 +52,9 @@ def passages(batches: Iterable[Batch], num_tokens: int, device: torch.device) ->
         begin = max(0, int(scored[0]) - _LEAD)
         in_reach = scored[scored < begin + _LONGEST][:num_tokens]
         end = int(in_reach[-1]) + 1
-        found.append(Passage(ids[begin:end].unsqueeze(0).to(device), targets[begin:end].to(device)))
+        texts.append(Passage(ids[begin:end].unsqueeze(0).to(device), targets[begin:end].to(device)))
         num_tokens -= int(in_reach.numel())
-    return found
+    return texts
 
 
 def num_scored(texts: Sequence[Passage]) -> int:
@@ -67,7 +67,7 @@ def num_positions(texts: Sequence[Passage]) -> int:
 
 @torch.no_grad()
 def mean_loss(model: Any, texts: Sequence[Passage]) -> float:
-    """Mean cross-entropy of a model, a passage at a time; infinite where it is not finite."""
+    """Mean cross-entropy of a model over the passages; infinity if it is not finite."""
     was_training = model.training
     model.eval()
     device = next(model.parameters()).device
@@ -80,5 +80,5 @@ def mean_loss(model: Any, texts: Sequence[Passage]) -> float:
 
 
 def finite(loss: float) -> float:
-    """A loss that can be compared: NaN counts as infinite."""
+    """The loss, or infinity if it is not finite, so that losses can be compared."""
     return loss if math.isfinite(loss) else math.inf

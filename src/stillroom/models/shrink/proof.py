@@ -1,8 +1,8 @@
-"""Proof that a student cut in depth is its teacher with layers taken out.
+"""Check that a student cut in depth equals its teacher without the removed layers.
 
-Families number their layers in ways that no table knows in full, so each cut is compared with the teacher itself: the
-tensors and settings of each layer, and the logits of a few tokens with the teacher's other layers left out. A cut that
-is not equal is refused by name.
+No table covers all the ways in which families number their layers, so compare each cut with the teacher: the tensors
+and settings of each layer, and the logits of a few tokens with the teacher's other layers left out. Refuse a cut that
+differs.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from stillroom.models.attention import NAME
 from stillroom.models.shrink.bypass import Bypass, blocks_of, cannot_be_cut
 from stillroom.models.shrink.layer_config import config_of_layers
 
-# What a family raises when its configuration makes no model.
+# What a family raises if its configuration is not valid.
 _NO_MODEL = (ValueError, KeyError, IndexError, TypeError, AttributeError, RuntimeError, StrictDataclassError)
 
-# Settings of a module that are not part of what it computes, or name its place.
+# Attributes of a module that do not change what it computes, or that are its number.
 _PLACE = ("training", "layer_idx", "layer_id", "layer_index", "gradient_checkpointing")
 
 _NUM_TRIED = 12
-# Logits may differ by the order of summation; a teacher in half precision also by rounding, and by an expert that wins
-# by less than that. Two unrelated rows of logits differ by 1.4 of their spread.
+# In standard deviations of the logits, which differ by the order of summation; for a teacher in half precision also by
+# rounding, and by experts chosen differently because of it. Unrelated logits differ by 1.4.
 _TOLERANCE = 1e-3
 _TOLERANCE_HALF = 0.3
 
 
 def built(teacher: Any, layers: Sequence[int], narrow: Callable[[Any], None] = lambda _text: None) -> Any:
-    """A model of the teacher's class for these layers; its weights are not the teacher's yet."""
+    """A model of the teacher's class for these layers, with random weights."""
     text = teacher.config.get_text_config()
     if getattr(text, "scale_attn_by_inverse_layer_idx", False) and tuple(layers) != tuple(range(len(layers))):
         raise ConfigError(
@@ -45,14 +45,14 @@ def built(teacher: Any, layers: Sequence[int], narrow: Callable[[Any], None] = l
         config = config_of_layers(teacher.config, layers)
         narrow(config.get_text_config())
         if config._attn_implementation == NAME:
-            config._attn_implementation = "sdpa"  # ours is chosen again when the student is made ready
+            config._attn_implementation = "sdpa"  # ours is set when the student is prepared for training
         return type(teacher)(config)
     except _NO_MODEL as error:
         raise _makes_no_model(teacher, layers, error) from error
 
 
 class Fit:
-    """Whether a family can be cut to a set of layers. Layers that are all of one kind always can."""
+    """Whether a family can be cut to a set of layers. Always True if all layers are of one kind."""
 
     def __init__(self, teacher: Any) -> None:
         blocks = blocks_of(teacher)
@@ -66,9 +66,9 @@ class Fit:
         if self._is_uniform:
             return True
         if self._attending and not self._attending & set(layers):
-            return False  # a hybrid without attention has no cache that counts positions, and cannot generate
+            return False  # a hybrid without attention cannot generate: its cache does not count positions
         try:
-            with torch.device("meta"):  # shapes and settings alone
+            with torch.device("meta"):  # no weights
                 student = built(self._teacher, layers)
             check_layers(self._teacher, student, layers)
         except ConfigError:
@@ -81,9 +81,9 @@ def has_attention(block: nn.Module) -> bool:
 
 
 def check_layers(teacher: Any, student: Any, layers: Sequence[int], *, with_numbers: bool = True) -> None:
-    """Each layer of the student must be made like the one of the teacher that it comes from.
+    """Raise if a layer of the student differs in structure from the teacher's layer it comes from.
 
-    `with_numbers` False leaves sizes out, for a student whose widths are cut too.
+    `with_numbers` False ignores sizes, for a student whose widths are cut too.
     """
     theirs = blocks_of(teacher)
     for place, (block, layer) in enumerate(zip(blocks_of(student), layers, strict=True)):
@@ -99,7 +99,7 @@ def check_layers(teacher: Any, student: Any, layers: Sequence[int], *, with_numb
 
 @torch.no_grad()
 def check_logits(teacher: Any, student: Any, layers: Sequence[int]) -> None:
-    """The student's logits must be those of the teacher with its other layers left out, with and without a cache."""
+    """Raise if the student's logits, with or without a cache, differ from the teacher's without its other layers."""
     device, dtype = next(teacher.parameters()).device, next(teacher.parameters()).dtype
     was_training = student.training
     student.eval()
@@ -116,10 +116,10 @@ def check_logits(teacher: Any, student: Any, layers: Sequence[int]) -> None:
     tolerance = _TOLERANCE if dtype in (torch.float32, torch.float64) else _TOLERANCE_HALF
     for uses_cache in (False, True):
         try:
-            found = student(input_ids=ids, use_cache=uses_cache).logits[0].float()
+            logits = student(input_ids=ids, use_cache=uses_cache).logits[0].float()
         except _NO_MODEL as error:
             raise _makes_no_model(teacher, layers, error) from error
-        error_rms = float((found - expected).square().mean().sqrt() / expected.std().clamp_min(1e-30))
+        error_rms = float((logits - expected).square().mean().sqrt() / expected.std().clamp_min(1e-30))
         if not error_rms <= tolerance:
             raise cannot_be_cut(
                 teacher,
@@ -131,24 +131,24 @@ def check_logits(teacher: Any, student: Any, layers: Sequence[int]) -> None:
 
 
 def _traits(block: nn.Module, *, with_numbers: bool) -> dict[str, Any]:
-    """What a layer is made of: shapes of its tensors, classes of its modules, and their plain settings."""
+    """A layer's tensor shapes, module classes, and their plain attributes."""
     kinds: tuple[type, ...] = (bool, str, int, float) if with_numbers else (bool, str)
-    found: dict[str, Any] = {}
+    traits: dict[str, Any] = {}
     for name, module in block.named_modules():
-        found[name or "layer"] = type(module).__name__
+        traits[name or "layer"] = type(module).__name__
         for key, value in vars(module).items():
             if isinstance(value, kinds) and not key.startswith("_") and key not in _PLACE:
-                found[f"{name}.{key}" if name else key] = value
+                traits[f"{name}.{key}" if name else key] = value
     if with_numbers:
-        found.update({name: tuple(tensor.shape) for name, tensor in block.state_dict().items()})
-    return found
+        traits.update({name: tuple(tensor.shape) for name, tensor in block.state_dict().items()})
+    return traits
 
 
 def _advice(teacher: Any) -> tuple[str, ...]:
     text = teacher.config.get_text_config()
     kinds = next((getattr(text, name) for name in ("layers_block_type", "layer_types") if hasattr(text, name)), None)
-    told = f" (they are {', '.join(map(str, kinds))})" if isinstance(kinds, list) else ""
-    return (f"choose layers so that every kind has its place, with student.shrink.layers = [...]{told}",)
+    listed = f" (they are {', '.join(map(str, kinds))})" if isinstance(kinds, list) else ""
+    return (f"choose layers so that every kind has its place, with student.shrink.layers = [...]{listed}",)
 
 
 def _makes_no_model(teacher: Any, layers: Sequence[int], error: Exception) -> ConfigError:

@@ -1,13 +1,12 @@
-"""Fewer channels, neurons and heads, kept by how strongly they speak on real text.
+"""Cut channels, neurons and heads; keep those with the largest activations on real text.
 
 Importance is the mean absolute activation over a few batches (Muralidharan et al. 2024): of a channel of the residual
 stream, after the norms; of a neuron, before the MLP's last matrix; of a group of heads, before attention's last matrix.
 Channels are chosen once for the whole model, because every layer reads and writes the same stream; neurons and heads
-are chosen in each layer by itself.
+are chosen in each layer separately.
 
-A norm divides by the root mean square over all channels. When channels go, the gain of each norm is corrected by the
-share of the energy that they carried, so that the channels that stay keep their size: cutting silent channels
-changes nothing.
+A norm divides by the root mean square over all channels. Correct the gain of each norm by the share of the energy in
+the removed channels, so that the remaining ones keep their size: removing channels that are 0 changes nothing.
 
 Legend: D width, M neurons, H heads, G query heads for each key-value head, E size of a head.
 """
@@ -28,10 +27,10 @@ from stillroom.errors import ConfigError
 from stillroom.models.anatomy import backbone, layers_of
 from stillroom.types import Batch
 
-# Families whose blocks are exactly what the table below says, and whose forward pass uses no width beside it.
+# Families whose blocks match the table below exactly, and whose forward pass uses no other width.
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
-# The axes of each tensor, by the end of its name. A head's own size is never cut.
+# The axes of each tensor, by the end of its name. The size of a head is never cut.
 _AXES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (r"(embed_tokens|lm_head)\.weight$", ("vocabulary", "width")),
     (r"(^|\.)norm\.weight$|_layernorm\.weight$", ("width",)),
@@ -50,13 +49,13 @@ _AXES: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 @dataclass(frozen=True)
 class Keep:
-    """Indices that stay on each axis, for the student's layers in order; an axis that is not named is whole."""
+    """Indices kept on each axis, for the student's layers in order. An axis that is not listed is kept whole."""
 
     width: Tensor | None = None
     neurons: tuple[Tensor, ...] = ()
     queries: tuple[Tensor, ...] = ()
     keys: tuple[Tensor, ...] = ()
-    gains: dict[str, float] = field(default_factory=dict)  # factor on a norm's gain, by the student's name for it
+    gains: dict[str, float] = field(default_factory=dict)  # factor on a norm's gain, by the norm's name in the student
 
     @property
     def is_everything(self) -> bool:
@@ -71,7 +70,7 @@ class Keep:
 
 @dataclass
 class Importance:
-    """Sums over the positions looked at. Layers are the teacher's."""
+    """Sums over positions. Layers are the teacher's."""
 
     num_positions: int = 0
     channels: dict[str, Tensor] = field(default_factory=dict)  # norm's name -> sum of |output| [D]
@@ -84,7 +83,7 @@ class Importance:
 
 
 def check_widths(teacher: Any, wanted: ShrinkConfig) -> None:
-    """Refuse what cannot be cut, before anything is measured."""
+    """Raise if the widths cannot be cut, before anything is measured."""
     config = teacher.config.get_text_config()
     if config.model_type not in FAMILIES:
         raise ConfigError(
@@ -118,7 +117,7 @@ def check_widths(teacher: Any, wanted: ShrinkConfig) -> None:
 
 @torch.no_grad()
 def measure(teacher: Any, batches: Iterable[Batch]) -> Importance:
-    """Run the batches through the teacher and sum what each channel, neuron and head says at positions with a token."""
+    """Run the batches through the teacher; sum the activations of channels, neurons and heads, without padding."""
     importance = Importance()
     was_training = teacher.training
     teacher.eval()
@@ -126,7 +125,7 @@ def measure(teacher: Any, batches: Iterable[Batch]) -> Importance:
     for batch in batches:
         places = batch.attention_mask.reshape(-1).nonzero().squeeze(-1).to(device)
         importance.num_positions += int(places.numel())
-        with _listening(teacher, importance, places):
+        with _recording(teacher, importance, places):
             backbone(teacher)(input_ids=batch.input_ids.to(device), use_cache=False)
     teacher.train(was_training)
     if not importance.num_positions:
@@ -139,7 +138,7 @@ def measure(teacher: Any, batches: Iterable[Batch]) -> Importance:
 
 
 @contextmanager
-def _listening(teacher: Any, importance: Importance, places: Tensor) -> Iterator[None]:
+def _recording(teacher: Any, importance: Importance, places: Tensor) -> Iterator[None]:
     def chosen(states: Tensor) -> Tensor:
         return states.reshape(-1, states.shape[-1]).index_select(0, places).float()
 
@@ -179,13 +178,13 @@ def _add(sums: dict[Any, Tensor], key: Any, value: Tensor) -> None:
 
 
 def choose(teacher: Any, wanted: ShrinkConfig, importance: Importance, layers: Sequence[int]) -> Keep:
-    """The strongest channels, neurons and heads, in their old order."""
+    """The channels, neurons and heads with the highest importance, in their original order."""
     config = teacher.config.get_text_config()
     width, gains = None, {}
     if wanted.width and wanted.width < int(config.hidden_size):
-        heard = {name: sums for name, sums in importance.channels.items() if _student_name(name, layers)}
-        width = _strongest(torch.stack(list(heard.values())).sum(0), wanted.width)
-        for name in heard:
+        sums_by_norm = {name: sums for name, sums in importance.channels.items() if _student_name(name, layers)}
+        width = _strongest(torch.stack(list(sums_by_norm.values())).sum(0), wanted.width)
+        for name in sums_by_norm:
             share = float(importance.energy[name][width].sum()) / importance.num_positions
             gains[f"{_student_name(name, layers)}.weight"] = (share * config.hidden_size / wanted.width) ** 0.5
     neurons: tuple[Tensor, ...] = ()
@@ -200,8 +199,8 @@ def choose(teacher: Any, wanted: ShrinkConfig, importance: Importance, layers: S
             _strongest(importance.queries[layer].view(-1, groups * size).sum(1), wanted.heads // groups)
             for layer in layers
         ]
-        queries = tuple(_spread(kept, groups * size) for kept in heads)
-        keys = tuple(_spread(kept, size) for kept in heads)
+        queries = tuple(_entries(group, groups * size) for group in heads)
+        keys = tuple(_entries(group, size) for group in heads)
     return Keep(width, neurons, queries, keys, gains)
 
 
@@ -209,25 +208,25 @@ def _strongest(importance: Tensor, number: int) -> Tensor:
     return importance.argsort(descending=True, stable=True)[:number].sort().values
 
 
-def _spread(kept: Tensor, size: int) -> Tensor:
-    """Groups as the entries they are made of."""
-    return (kept[:, None] * size + torch.arange(size, device=kept.device)).reshape(-1)
+def _entries(groups: Tensor, size: int) -> Tensor:
+    """The indices of all entries of these groups of `size`."""
+    return (groups[:, None] * size + torch.arange(size, device=groups.device)).reshape(-1)
 
 
 def _student_name(name: str, layers: Sequence[int]) -> str:
-    """The student's name of a norm of the teacher; empty where its layer does not stay."""
-    found = re.search(r"\blayers\.(\d+)\.", name)
-    if not found:
+    """The name in the student of a norm of the teacher; empty if its layer is not kept."""
+    match = re.search(r"\blayers\.(\d+)\.", name)
+    if not match:
         return name
-    layer = int(found[1])
-    return f"{name[: found.start(1)]}{layers.index(layer)}{name[found.end(1) :]}" if layer in layers else ""
+    layer = int(match[1])
+    return f"{name[: match.start(1)]}{layers.index(layer)}{name[match.end(1) :]}" if layer in layers else ""
 
 
 # -- the cut ---------------------------------------------------------------------------------------------
 
 
 def shrink_config(config: Any, wanted: ShrinkConfig) -> None:
-    """Write the sizes that stay into a configuration; also a head's, which would follow the width otherwise."""
+    """Write the new sizes into a configuration, and the size of a head, which would else be derived from the width."""
     if not wanted.cuts_width:
         return
     groups = int(config.num_attention_heads) // int(config.num_key_value_heads)
@@ -242,7 +241,7 @@ def shrink_config(config: Any, wanted: ShrinkConfig) -> None:
 
 
 def shrink_tensor(name: str, tensor: Tensor, keep: Keep, layer: int | None) -> Tensor | None:
-    """The part of a tensor that stays; None for a name that the table does not know, where a width is cut at all."""
+    """The kept part of a tensor; None if a width is cut and the table does not list the tensor."""
     if keep.is_everything:
         return tensor
     axes = next((axes for pattern, axes in _AXES if re.search(pattern, name)), None)

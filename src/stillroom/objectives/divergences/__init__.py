@@ -1,6 +1,6 @@
 """Divergences between a teacher and a student, with closed-form slopes."""
 
-from stillroom.objectives.divergences import adaptive as adaptive  # registers its members by name
+from stillroom.objectives.divergences import adaptive as adaptive  # registers its members
 from stillroom.objectives.divergences.base import Divergence
 from stillroom.objectives.divergences.family import (
     STEEP,

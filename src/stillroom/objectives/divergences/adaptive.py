@@ -1,13 +1,13 @@
-"""Members of the divergence family that look at the two rows before they decide what to measure.
+"""Divergences with a target or weights that depend on the two rows.
 
-| member | D                                           | what is decided, and held fixed for the gradient            |
+| member | D                                           | what depends on the rows, held fixed for the gradient       |
 |--------|---------------------------------------------|-------------------------------------------------------------|
 | taid(t)| KL(r, q), r ~ q^(1-t) p^t                   | the target r, between student (t = 0) and teacher (t = 1)    |
 | todi   | sum s p log(p/q) + (1-s) q log(q/p)         | s = p / (p + q) for each token                               |
 | akl    | w KL(p, q) + (1-w) KL(q, p)                 | w, the share of |p - q| in the teacher's likeliest half      |
 
 TAID: Shing et al. (2025); its t is a setting that the curriculum moves, so there is no hidden state. ToDi: Jung et al.
-(2025). AKL: Wu et al. (2024). What is decided carries no gradient: it says where to look, not what is right.
+(2025). AKL: Wu et al. (2024).
 
 Reverse terms read the teacher's log-probs with the floor of `reverse_kl`.
 
@@ -29,7 +29,7 @@ from stillroom.objectives.divergences.family import ForwardKL, unit_setting
 from stillroom.objectives.divergences.named import register
 
 _HEAD_MASS = 0.5
-_NEAR = 0.1  # a target nearer to the student than this is described by its distance
+_NEAR = 0.1  # below it the target is computed from its distance to the student
 _MOST_STEP = 60.0  # in nats; exp of it times a probability of 0 is 0
 
 
@@ -58,9 +58,9 @@ class Interpolated:
         return Slopes(value, target.neg_() if slope is None else slope, teacher_slope)
 
     def _near_student(self, student: Softmax, teacher: Softmax) -> tuple[Tensor, Tensor, Tensor]:
-        """r, log r - log q and q - r, from x = t (log p - log q): r and q share all digits but those of x."""
+        """r, log r - log q and q - r, from x = t (log p - log q): q - r would lose all digits by cancellation."""
         step = teacher.scores.sub_(student.scores).mul_(self.place)
-        step.clamp_max_(_MOST_STEP)  # only what the student rules out has more, and that stays ruled out
+        step.clamp_max_(_MOST_STEP)  # larger only where the student's probability is 0, and stays 0
         log_norm = torch.log1p((torch.expm1(step) * student.probs).sum(-1, keepdim=True))
         step.sub_(log_norm)
         slope = torch.expm1(step).mul_(student.probs).neg_()
@@ -69,10 +69,10 @@ class Interpolated:
 
 @dataclass(frozen=True)
 class TokenWise:
-    """ToDi: forward where the teacher says more than the student, reverse where it says less, token by token.
+    """ToDi: forward KL for tokens with p > q, reverse KL for tokens with p < q, by smooth weights.
 
-    With its weights put in, the value is sum (p - q) log(p / q), Jeffreys' divergence; the slopes are not Jeffreys',
-    because the weights are held fixed.
+    The value equals Jeffreys' divergence, sum (p - q) log(p / q); the slopes differ, because the weights are held
+    fixed.
     """
 
     name: ClassVar[str] = "todi"
@@ -94,7 +94,7 @@ class TokenWise:
 
 @dataclass(frozen=True)
 class HeadAndTail:
-    """AKL: forward KL in so far as the two differ where the teacher's mass is, reverse KL in so far as they do not."""
+    """AKL: forward KL weighted by the share of |p - q| on the teacher's likeliest half, reverse KL by the rest."""
 
     name: ClassVar[str] = "akl"
 
@@ -114,13 +114,13 @@ class HeadAndTail:
 
 
 def _head_share(student_probs: Tensor, teacher_probs: Tensor) -> Tensor:
-    """The share of sum |p - q| that lies on the likeliest tokens that make up half of the teacher's mass. [...]"""
+    """The share of sum |p - q| on the likeliest tokens with half of the teacher's mass. [...]"""
     ordered, order = teacher_probs.sort(dim=-1, descending=True)
     gap = (student_probs.gather(-1, order) - ordered).abs_()
     is_head = ordered.cumsum(-1) - ordered < _HEAD_MASS  # the mass before a token: the head has at least one
     head = (gap * is_head).sum(-1)
-    whole = gap.sum(-1)
-    return torch.where(whole > 0, head / whole.clamp_min(torch.finfo(whole.dtype).tiny), torch.full_like(whole, 0.5))
+    total = gap.sum(-1)
+    return torch.where(total > 0, head / total.clamp_min(torch.finfo(total.dtype).tiny), torch.full_like(total, 0.5))
 
 
 def _make_taid(settings: Mapping[str, float]) -> Divergence:

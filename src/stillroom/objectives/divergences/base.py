@@ -1,4 +1,4 @@
-"""What a divergence is: maths on rows of log-probabilities.
+"""The interface of a divergence between rows of probabilities.
 
 Legend: ... rows, V vocabulary.
 """
@@ -15,21 +15,21 @@ from stillroom.numerics import Softmax
 
 @dataclass(frozen=True)
 class Slopes:
-    """A divergence at some rows: its value, dD/dlog q and, where asked for, dD/dlog p.
+    """The value of a divergence for each row, dD/dlog q and, if wanted, dD/dlog p.
 
-    A multiple of q in the student's slope (of p in the teacher's) may be added or left out: the softmax removes it.
+    A multiple of q may be added to the student's slope (of p to the teacher's): the softmax removes it.
     """
 
     value: Tensor  # [...]
     student: Tensor  # [..., V]
     teacher: Tensor | None  # [..., V]
-    is_pulled: bool = False  # the student's slope sums to 0, so it is the gradient of its logits as it stands
+    is_pulled: bool = False  # the student's slope sums to 0, so it is the gradient of the logits
 
 
 class Divergence(Protocol):
     """A distance between teacher and student rows.
 
-    `evaluate` may overwrite the `scores` it is given (each temporary of a vocabulary counts), never the `probs`.
+    `evaluate` may overwrite the `scores` it is given, to save memory, but not the `probs`.
     """
 
     @property

@@ -1,8 +1,8 @@
 """One family of divergences between a teacher p and a student q, with closed-form slopes.
 
-A member answers three questions about two rows: its value summed over the vocabulary, and the slopes dD/dlog q
-and dD/dlog p. The slopes treat log q (log p) as free; `softmax_pullback` brings them to
-logits, where d/dz = (slope - q * sum(slope)) / T.
+A member computes, for two rows, its value summed over the vocabulary and the slopes dD/dlog q and dD/dlog p. The slopes
+treat log q (log p) as free variables; `softmax_pullback` turns them into gradients of the logits,
+d/dz = (slope - q * sum(slope)) / T.
 
 | member              | D                                      | remarks                                          |
 |---------------------|----------------------------------------|--------------------------------------------------|
@@ -13,18 +13,18 @@ logits, where d/dz = (slope - q * sum(slope)) / T.
 | skew_reverse_kl(a)  | KL(q, (1-a) p + a q)                   | log-ratio bounded by -log a                      |
 | total_variation     | sum |p - q| / 2                        | between 0 and 1; not smooth at p = q             |
 | alpha_beta(a, b)    | sum [a p^s + b q^s - s p^a q^b] / s a b | s = a + b; (1, 0) is forward, (0, 1) reverse KL   |
-| taid, todi, akl     | see adaptive.py                        | they look at the rows before they decide         |
+| taid, todi, akl     | see adaptive.py                        | weights or target depend on the rows             |
 
-The usual Jensen-Shannon of Agarwal et al. (2024) vanishes like beta(1 - beta) at its ends; ours is divided by
-that, so it runs into forward and reverse KL continuously (at beta = 0.5 it is 4 times theirs).
+The Jensen-Shannon divergence of Agarwal et al. (2024) vanishes like beta(1 - beta) at its ends; ours is divided by
+that, so its limits are forward and reverse KL (at beta = 0.5 it is 4 times theirs).
 
-Settings may lie anywhere in [0, 1]: a ramp comes as near to an end as rounding lets it. So the quotient of a small
-difference and a small setting is taken by log1p or expm1, and a slope that vanishes near an end is written as a product
-with what makes it vanish. `tests/objectives/divergences/test_family_ends.py` holds values and gradients to 60 digits.
+Settings may be anywhere in [0, 1]; a ramp comes arbitrarily near to the ends. So the quotient of a small difference and
+a small setting is computed by log1p or expm1, and a slope that vanishes near an end is written as a product with the
+vanishing factor. `tests/objectives/divergences/test_family_ends.py` compares values and gradients with 60 digits.
 
-Floor of reverse KL: where the teacher says less than exp(-50) (or exactly 0) it is read as exp(-50). The value
-is then too small by at most q * (-50 - log p) for such a token, and finite; the teacher's slope is 0 there. alpha_beta
-has the same floor wherever the student says more than exp(-50).
+Floor of reverse KL: teacher probabilities below exp(-50) are read as exp(-50). The value is then finite, too small by
+at most q * (-50 - log p) for such a token, and the teacher's slope is 0 there. alpha_beta has the same floor where the
+student's probability is above exp(-50).
 
 Legend: ... rows, V vocabulary.
 """
@@ -52,19 +52,19 @@ class ForwardKL:
 
     def evaluate(self, student: Softmax, teacher: Softmax, *, wants_teacher: bool) -> Slopes:
         pointwise = teacher.scores.sub_(student.scores).mul_(teacher.probs)
-        # The constants of the two rows come after the sum, and change a slope by a multiple of p only: like the +p that
-        # belongs to the teacher's slope, the softmax pull-back removes it.
+        # Add the normalisers after the sum: they change the teacher's slope by a multiple of p, which the softmax
+        # pull-back removes, like the +p that belongs to that slope.
         value = pointwise.sum(-1) + (student.log_norm - teacher.log_norm)
         if wants_teacher:
             return Slopes(value, -teacher.probs, pointwise)
-        if teacher.sums_to_one:  # -p and the multiple of q that makes it sum to 0: two passes less
+        if teacher.sums_to_one:  # q - p sums to 0, so no pull-back is needed: two passes less
             return Slopes(value, torch.sub(student.probs, teacher.probs, out=pointwise), None, is_pulled=True)
         return Slopes(value, torch.neg(teacher.probs, out=pointwise), None)
 
 
 @dataclass(frozen=True)
 class ReverseKL:
-    """KL(q, p) = sum q (log q - log p), with log p floored so that an impossible token costs 50 nats."""
+    """KL(q, p) = sum q (log q - log p), with log p floored at -50 nats."""
 
     name: ClassVar[str] = "reverse_kl"
 
@@ -83,8 +83,8 @@ class ReverseKL:
 class JensenShannon:
     """Normalised Jensen-Shannon with mixture m = beta p + (1 - beta) q, 0 < beta < 1.
 
-    Its slopes are q (log q - log m) / beta and p (log p - log m) / (1 - beta), and, D being homogeneous in
-    (p, q), their sum is D itself (Euler).
+    Its slopes are q (log q - log m) / beta and p (log p - log m) / (1 - beta). D is homogeneous in (p, q), so their
+    sum is D (Euler).
     """
 
     beta: float
@@ -105,12 +105,12 @@ class JensenShannon:
 def _mixture_slopes(near: Softmax, far: Softmax, share: float) -> tuple[Tensor, Tensor]:
     """a (log a - log m) / share and b (log b - log m) / (1 - share), m = share b + (1 - share) a, share <= 1/2.
 
-    log m - log a = log1p(share (b - a) / a): its argument is never below -1/2, so the quotient by the share keeps its
-    digits however small the share is.
+    log m - log a = log1p(share (b - a) / a) with an argument of at least -1/2, so dividing by a small share loses no
+    digits.
     """
     base = near.probs.clamp_min(torch.finfo(near.probs.dtype).tiny)
     rise = torch.sub(far.probs, near.probs).div_(base).mul_(share).log1p_()
-    log_near = torch.log(base, out=base)  # of the rounded probability, like all that it is subtracted from
+    log_near = torch.log(base, out=base)  # of the rounded probability, consistent with the other terms
     far_slope = far.take_log_of_probs().sub_(log_near).sub_(rise).mul_(far.probs).div_(1.0 - share)
     return rise.div_(-share).mul_(near.probs), far_slope
 
@@ -146,15 +146,15 @@ class SkewReverseKL:
         return Slopes(value, student_slope, teacher_slope if wants_teacher else None)
 
 
-STEEP = 0.9  # above it the two parts of a skewed slope are nearly equal and opposite
+STEEP = 0.9  # above it the two parts of a skewed slope nearly cancel
 
 
 def _skewed(own: Softmax, other: Softmax, alpha: float, *, wants_own: bool) -> tuple[Tensor, Tensor | None, Tensor]:
     """KL(a, m) with m = alpha a + (1 - alpha) b, and its slopes in log a (where wanted) and in log b.
 
-    With the multiples of a and b that the softmax removes taken out, the slopes are
-    a (log a - log m) + alpha (1 - alpha) a (b - a) / m and (1 - alpha)^2 b (b - a) / m: what vanishes near alpha = 1
-    is a factor, not a difference.
+    Without the multiples of a and b that the softmax removes, the slopes are
+    a (log a - log m) + alpha (1 - alpha) a (b - a) / m and (1 - alpha)^2 b (b - a) / m: near alpha = 1 a factor
+    vanishes, not a difference.
     """
     tiny, rest = torch.finfo(own.probs.dtype).tiny, 1.0 - alpha
     mixture = (own.probs * alpha).add_(other.probs, alpha=rest).clamp_min_(tiny)
@@ -175,7 +175,7 @@ def _skewed(own: Softmax, other: Softmax, alpha: float, *, wants_own: bool) -> t
 
 @dataclass(frozen=True)
 class TotalVariation:
-    """Half the L1 distance: the chance that the best coupling of p and q disagrees."""
+    """Half the L1 distance: the probability that the best coupling of p and q disagrees."""
 
     name: ClassVar[str] = "total_variation"
 
@@ -188,10 +188,10 @@ class TotalVariation:
 
 @dataclass(frozen=True)
 class AlphaBeta:
-    """The alpha-beta divergence: two powers between forward KL (1, 0) and reverse KL (0, 1), by limits where one is 0.
+    """The alpha-beta divergence: forward KL at (1, 0), reverse KL at (0, 1); where one is 0, the limit.
 
-    Cichocki et al. (2011); for distillation Wang et al. (2025), who use (0.2, 0.7). A larger alpha looks at where the
-    teacher is sure, a larger beta at where the student is.
+    Cichocki et al. (2011); for distillation Wang et al. (2025), who use (0.2, 0.7). A larger alpha stresses tokens that
+    are likely for the teacher, a larger beta those that are likely for the student.
     """
 
     alpha: float
@@ -211,15 +211,15 @@ class AlphaBeta:
         a, b = self.alpha, self.beta
         log_p, log_q = teacher.take_log_probs(), student.take_log_probs()
         dtype = log_p.dtype
-        if a + b < _SMALL_POWER:  # the value is what is left of two slopes that cancel up to a factor of a + b
+        if a + b < _SMALL_POWER:  # the two slopes nearly cancel in the value: use FP64
             log_p, log_q = log_p.double(), log_q.double()
-        floor = log_q.clamp_max(LOG_PROB_FLOOR)  # what neither side says needs no floor
+        floor = log_q.clamp_max(LOG_PROB_FLOOR)  # no floor where the student's probability is below it too
         is_floored = log_p < floor if wants_teacher else None
         log_p = torch.maximum(log_p, floor, out=floor)
         p_a, p_b = (log_p * a).exp_(), (log_p * b).exp_()
         q_a, q_b = (log_q * a).exp_(), (log_q * b).exp_()
         log_ratio = log_p.sub_(log_q)
-        # Each token's part is positive, and the slopes say it in differences that vanish exactly where p = q.
+        # Differences that are exactly 0 where p = q.
         toward = _power_gap(p_b, q_b, log_ratio, b).mul_(p_a)  # the teacher's slope
         away = _power_gap(q_a, p_a, log_ratio.neg_(), a).mul_(q_b)  # the student's slope
         value = (toward.sum(-1) + away.sum(-1)) / (a + b)  # D is homogeneous of degree a + b (Euler)
@@ -229,7 +229,7 @@ class AlphaBeta:
 
 
 _LEAST_POWER = 1e-6
-_SMALL_POWER = 0.05  # below it the difference of two powers over the power loses digits
+_SMALL_POWER = 0.05  # below it the difference of two powers loses digits
 
 
 def _power_gap(upper: Tensor, lower: Tensor, log_ratio: Tensor, power: float) -> Tensor:
@@ -246,7 +246,7 @@ def _power_gap(upper: Tensor, lower: Tensor, log_ratio: Tensor, power: float) ->
 
 
 def unit_setting(settings: Mapping[str, float], key: str, default: float) -> float:
-    """A setting that lies between 0 and 1."""
+    """A setting between 0 and 1."""
     value = settings.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigError(f"{key} is {value!r}, not a number", advice=[f"set {key} between 0 and 1"])
@@ -260,7 +260,7 @@ def _check_inside(key: str, value: float, advice: str) -> None:
         raise ConfigError(f"{key} is {value:g}", advice=[advice])
 
 
-_LEAST_SHARE = 2.0**-100  # below it FP32 cannot divide by the share: it is read as 0
+_LEAST_SHARE = 2.0**-100  # FP32 cannot divide by less: read as 0
 
 
 def _make_jsd(settings: Mapping[str, float]) -> Divergence:

@@ -15,14 +15,14 @@ _SETTINGS = ("beta", "alpha", "interpolation")
 
 @dataclass(frozen=True)
 class Member:
-    """A divergence by name: what makes it, and which settings of `objectives.kd` beside the temperature it is given."""
+    """A registered divergence: its factory, and the settings of `objectives.kd` that the factory takes."""
 
     make: Factory
     settings: tuple[str, ...] = ()  # of beta, alpha, interpolation: each between 0 and 1, and possibly a ramp
 
 
 def register(name: str, factory: Factory, settings: tuple[str, ...] = ()) -> None:
-    """Make a divergence available by name, in this process. Packages use an entry point that names a `Member`."""
+    """Make a divergence available by name in this process. Packages use an entry point that names a `Member`."""
     DIVERGENCES.register(name, Member(factory, settings))
 
 
@@ -31,7 +31,7 @@ def names() -> tuple[str, ...]:
 
 
 def settings_of(name: str) -> tuple[str, ...]:
-    """The settings that the divergence of that name is given."""
+    """The settings that the divergence of that name takes."""
     member: Member = DIVERGENCES.find(name)
     if strange := set(member.settings) - set(_SETTINGS):
         raise ConfigError(
@@ -42,6 +42,6 @@ def settings_of(name: str) -> tuple[str, ...]:
 
 
 def make(name: str, settings: Mapping[str, float] | None = None) -> Divergence:
-    """The divergence of that name; settings that are missing take the family's defaults."""
+    """The divergence of that name; missing settings take its defaults."""
     member: Member = DIVERGENCES.find(name)
     return member.make(settings or {})

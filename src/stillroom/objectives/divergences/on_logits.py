@@ -18,7 +18,7 @@ from stillroom.objectives.second_derivative import only_once
 
 
 def student_gradient(slopes: Slopes, student: Softmax) -> Tensor:
-    """dD/dz of the student's logits over the temperature. Overwrites the slope."""
+    """dD/d(z / T) for the student's logits z. Overwrites the slope."""
     return slopes.student if slopes.is_pulled else softmax_pullback(slopes.student, student.probs)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from stillroom.objectives import divergences
 from stillroom.objectives.divergences.base import Divergence
 from stillroom.objectives.head.kernel_plain import PlainKernel, finish, outside_vocabulary
-from stillroom.objectives.head.row_kernel import Logits, RowPlan, Rows, TeacherRows
+from stillroom.objectives.head.row_kernel import Logits, RowPlan, RowRecord, TeacherRows
 from stillroom.objectives.head.sparse import give_rest_to_label, keep_top_k, without_empty_tail
 from stillroom.types import SampledSignal, TopKSignal
 
@@ -70,7 +70,7 @@ class CompiledKernel:
         self._run.argtypes, self._run.restype = (ctypes.POINTER(_Job),), ctypes.c_int32
         self._plain = PlainKernel()
 
-    def run(self, student: Logits, teacher: TeacherRows | None, rows: Rows, plan: RowPlan) -> None:
+    def run(self, student: Logits, teacher: TeacherRows | None, rows: RowRecord, plan: RowPlan) -> None:
         code = _code_of(plan.divergence)
         raw = student.raw
         is_odd = code is None or plan.wants_teacher or student.clamp is not None or plan.label_margin is not None
@@ -91,7 +91,7 @@ class CompiledKernel:
 
 
 def _job(
-    student: Logits, teacher: TeacherRows | None, rows: Rows, plan: RowPlan, code: tuple[int, float]
+    student: Logits, teacher: TeacherRows | None, rows: RowRecord, plan: RowPlan, code: tuple[int, float]
 ) -> tuple[_Job, list[Tensor]]:
     """The call's arguments, and the tensors they point into. Each has the length that the loops will read."""
     kept_alive: list[Tensor] = []

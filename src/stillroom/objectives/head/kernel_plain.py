@@ -1,6 +1,6 @@
 """The row kernel in plain PyTorch: runs wherever torch runs, and is what other kernels must agree with.
 
-Rows are taken in blocks, so that temporaries stay near the cache and cost no memory to speak of.
+Rows are taken in blocks, because there are up to 26 temporaries of a block's size.
 
 Legend: C rows, V vocabulary.
 """
@@ -16,7 +16,8 @@ from torch import Tensor
 from stillroom.errors import DataError
 from stillroom.numerics import Softmax, softcap, softcap_slope
 from stillroom.objectives.divergences import softmax_pullback, student_gradient
-from stillroom.objectives.head.row_kernel import Logits, RowPlan, Rows, TeacherRows
+from stillroom.objectives.head.chunks import TEMPORARIES
+from stillroom.objectives.head.row_kernel import Logits, RowPlan, RowRecord, TeacherRows
 from stillroom.objectives.head.sparse import (
     KdRows,
     give_rest_to_label,
@@ -28,26 +29,38 @@ from stillroom.objectives.head.sparse import (
 )
 from stillroom.types import SampledSignal, TopKSignal
 
-_BLOCK_ELEMENTS = 1 << 19  # 2 MB of FP32 for each temporary
+_BLOCK_ELEMENTS = 1 << 19  # on a CPU: 2 MB of FP32 for each temporary
+_MOST_TEMPORARIES = 26  # [rows, V] of four bytes alive at once, in the divergence that has most of them
+_LEAST_ELEMENTS = 1 << 20  # on a device: kernels on less take no longer to run than to launch
 _KEPT_BYTES = 31 << 20  # glibc learns from blocks up to 32 MB
 
 
 class PlainKernel:
-    """See the module's docstring."""
+    """Every divergence and every form of teacher, in any dtype, on any device."""
 
     name = "plain"
 
-    def run(self, student: Logits, teacher: TeacherRows | None, rows: Rows, plan: RowPlan) -> None:
+    def run(self, student: Logits, teacher: TeacherRows | None, rows: RowRecord, plan: RowPlan) -> None:
         num_rows, num_tokens = student.raw.shape
-
-        block = num_rows  # a GPU has no such cache, and each launch costs
-        if student.raw.device.type == "cpu":
+        kind = student.raw.device.type
+        if kind == "cpu":
             _keep_freed_memory()
             _check_inside(rows.targets, teacher, num_tokens)
-            block = max(1, _BLOCK_ELEMENTS // num_tokens)
-        for start in range(0, num_rows, max(1, block)):
+        block = rows_at_once(num_rows, num_tokens, kind)
+        for start in range(0, num_rows, block):
             part = slice(start, min(start + block, num_rows))
             _run_block(student.rows(part), _teacher_rows(teacher, part), rows.rows(part), plan)
+
+
+def rows_at_once(num_rows: int, num_tokens: int, device_type: str) -> int:
+    """Rows of a block. On a CPU its temporaries stay near the cache; on a device all of them fit `TEMPORARIES` chunks.
+
+    A device's block has a million entries at least, even where the chunk is smaller than that.
+    """
+    if device_type == "cpu":
+        return max(1, _BLOCK_ELEMENTS // num_tokens)
+    share = num_rows * TEMPORARIES // _MOST_TEMPORARIES
+    return max(1, share, min(num_rows, _LEAST_ELEMENTS // num_tokens))
 
 
 def _check_inside(targets: Tensor, teacher: TeacherRows | None, num_tokens: int) -> None:
@@ -83,23 +96,8 @@ def _teacher_rows(teacher: TeacherRows | None, part: slice) -> TeacherRows | Non
     return teacher.rows(part) if isinstance(teacher, Logits) else select_rows(teacher, part)
 
 
-def _run_block(student: Logits, teacher: TeacherRows | None, rows: Rows, plan: RowPlan) -> None:
-    logits = finish(student)
-    if rows.clamped is not None and student.clamp is not None:
-        rows.clamped.copy_((logits.abs() >= student.clamp).sum(-1))
-    own = Softmax.of_logits(logits)
-    targets = rows.targets[:, None]
-    rows.ce.copy_(own.log_norm - own.scores.gather(-1, targets).squeeze(-1))
-    gradient: Tensor | None = None
-    ce_weights = rows.ce_weights
-    if teacher is not None and plan.divergence is not None:
-        kd, gradient, is_bad = _kd_rows(logits, own, teacher, rows, plan)
-        zeros = torch.zeros_like(kd)
-        rows.kd.copy_(torch.where(is_bad, zeros, kd))
-        rows.is_bad.copy_(is_bad)
-        ce_weights = ce_weights + torch.where(is_bad, rows.kd_weights, zeros)
-        if gradient is not None:
-            gradient.mul_((torch.where(is_bad, zeros, rows.kd_weights) * rows.temperatures)[:, None])
+def _run_block(student: Logits, teacher: TeacherRows | None, rows: RowRecord, plan: RowPlan) -> None:
+    logits, own, gradient, ce_weights = fill_values(student, teacher, rows, plan)
     if plan.wants_student:
         column = ce_weights[:, None]
         out = student.raw if _is_bare(student) else own.probs
@@ -107,8 +105,33 @@ def _run_block(student: Logits, teacher: TeacherRows | None, rows: Rows, plan: R
             torch.mul(own.probs, column, out=out)
         else:
             torch.addcmul(gradient, own.probs, column, out=out)
-        out.scatter_add_(-1, targets, -column)
-        _leave_gradient(student, logits, out)
+        out.scatter_add_(-1, rows.targets[:, None], -column)
+        leave_gradient(student, logits, out)
+
+
+def fill_values(
+    student: Logits, teacher: TeacherRows | None, rows: RowRecord, plan: RowPlan
+) -> tuple[Tensor, Softmax, Tensor | None, Tensor]:
+    """Fill the values of a block's rows, and the teacher's gradient where wanted.
+
+    Return what the student's gradient is made of: its logits, their softmax at T = 1, the weighted gradient of kd
+    (None without kd), and what the cross-entropy of each row weighs.
+    """
+    logits = finish(student)
+    if rows.clamped is not None and student.clamp is not None:
+        rows.clamped.copy_((logits.abs() >= student.clamp).sum(-1))
+    own = Softmax.of_logits(logits)
+    rows.ce.copy_(own.log_norm - own.scores.gather(-1, rows.targets[:, None]).squeeze(-1))
+    if teacher is None or plan.divergence is None:
+        return logits, own, None, rows.ce_weights
+    kd, gradient, is_bad = _kd_rows(logits, own, teacher, rows, plan)
+    zeros = torch.zeros_like(kd)
+    rows.kd.copy_(torch.where(is_bad, zeros, kd))
+    rows.is_bad.copy_(is_bad)
+    ce_weights = rows.ce_weights + torch.where(is_bad, rows.kd_weights, zeros)
+    if gradient is not None:
+        gradient.mul_((torch.where(is_bad, zeros, rows.kd_weights) * rows.temperatures)[:, None])
+    return logits, own, gradient, ce_weights
 
 
 def _is_bare(logits: Logits) -> bool:
@@ -116,7 +139,7 @@ def _is_bare(logits: Logits) -> bool:
     return logits.scale == 1.0 and logits.softcap is None and logits.clamp is None
 
 
-def _kd_rows(logits: Tensor, own: Softmax, teacher: TeacherRows, rows: Rows, plan: RowPlan) -> KdRows:
+def _kd_rows(logits: Tensor, own: Softmax, teacher: TeacherRows, rows: RowRecord, plan: RowPlan) -> KdRows:
     assert plan.divergence is not None
     if isinstance(teacher, Logits):
         if not plan.top_k:
@@ -131,7 +154,7 @@ def _kd_rows(logits: Tensor, own: Softmax, teacher: TeacherRows, rows: Rows, pla
     return sampled_rows(logits, teacher, rows.temperatures, wants_gradient=plan.wants_student)
 
 
-def _dense_rows(own: Softmax, teacher_logits: Logits, rows: Rows, plan: RowPlan) -> KdRows:
+def _dense_rows(own: Softmax, teacher_logits: Logits, rows: RowRecord, plan: RowPlan) -> KdRows:
     """`own` is the student's softmax at T = 1; its scores may be used up, its probabilities not."""
     assert plan.divergence is not None
     temperatures = rows.temperatures[:, None]
@@ -147,11 +170,11 @@ def _dense_rows(own: Softmax, teacher_logits: Logits, rows: Rows, plan: RowPlan)
     if slopes.teacher is not None:
         teacher_gradient = softmax_pullback(slopes.teacher, teacher.probs)
         kd_weights = torch.where(is_bad, torch.zeros_like(rows.kd_weights), rows.kd_weights) * rows.temperatures
-        _leave_gradient(teacher_logits, finished, teacher_gradient.mul_(kd_weights[:, None]))
+        leave_gradient(teacher_logits, finished, teacher_gradient.mul_(kd_weights[:, None]))
     return slopes.value * rows.temperatures * rows.temperatures, gradient, is_bad
 
 
-def _lead_to_label(teacher: Softmax, rows: Rows, margin: float) -> None:
+def _lead_to_label(teacher: Softmax, rows: RowRecord, margin: float) -> None:
     """Where the likeliest token is not the label, mix in the label until it leads by the margin, in place.
 
     p' = (1 - a) p + a [label] with a = (margin + max p - p_label) / (1 + max p - p_label): the corrective teacher of
@@ -174,7 +197,7 @@ def _make_uniform(softmax: Softmax, mask: Tensor) -> None:
     """Overwrite the rows that a mask names: by index where looking at the mask is free, else wholesale."""
     num_tokens = softmax.probs.shape[-1]
     fillings = ((softmax.scores, 0.0), (softmax.probs, 1.0 / num_tokens), (softmax.log_norm, math.log(num_tokens)))
-    if mask.device.type == "cpu":
+    if mask.device.type == "cpu" and not torch.compiler.is_compiling():
         rows = mask.nonzero().squeeze(-1)
         if rows.numel():
             for values, filling in fillings:
@@ -196,7 +219,7 @@ def finish(logits: Logits) -> Tensor:
     return finished if logits.clamp is None else finished.clamp(-logits.clamp, logits.clamp)
 
 
-def _leave_gradient(logits: Logits, finished: Tensor, gradient: Tensor) -> None:
+def leave_gradient(logits: Logits, finished: Tensor, gradient: Tensor) -> None:
     """Overwrite the bare products with the gradient with respect to them. A bad row's slope may be NaN: `where`."""
     if logits.clamp is not None:
         gradient = torch.where(finished.abs() < logits.clamp, gradient, torch.zeros_like(gradient))

@@ -1,19 +1,18 @@
 """The fused head: every vocabulary-level objective in one chunked pass over the scored positions.
 
-A [tokens, vocabulary] tensor of logits is the largest thing in distillation and is needed for milliseconds. The
-pass takes a chunk of positions, makes the student's and the teacher's logits, turns them into row values and, in
-the same memory, into gradients, multiplies those back to the hidden states and the head weight, and goes on.
+A [tokens, vocabulary] tensor of logits is the largest thing in distillation and is needed for milliseconds. The pass
+takes a chunk of positions, computes the student's and the teacher's logits, overwrites them with gradients, multiplies
+those back to the hidden states and the head weight, and takes the next chunk.
 
-`score_head` is what the mix calls; `fused_head_loss` is the same pass for people who bring their own loop.
+The mix calls `score_head`; `fused_head_loss` is the same pass for people who bring their own loop.
 
 Legend: N positions, V real vocabulary, K kept ids, D width.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,53 +25,14 @@ from stillroom.objectives.arguments import check_number
 from stillroom.objectives.divergences.base import Divergence
 from stillroom.objectives.head.border_values import check_values
 from stillroom.objectives.head.borders import check_labels, check_pass
+from stillroom.objectives.head.chunks import choose_chunk
+from stillroom.objectives.head.inputs import Positions, Teacher, as_signal, flattened
 from stillroom.objectives.head.kernel import KernelName, choose_kernel
 from stillroom.objectives.head.passes import HeadTask, run_pass
-from stillroom.objectives.head.products import chunk_size
 from stillroom.objectives.head.row_kernel import RowPlan
-from stillroom.objectives.head.sparse import select_rows
 from stillroom.types import IGNORED, DenseSignal, HeadWeights, SampledSignal, Signal, StudentView, Term, TopKSignal
 
 Weight = float | Tensor
-
-
-@dataclass(frozen=True)
-class DenseTeacher:
-    """The teacher's last hidden states and the head that turns them into logits."""
-
-    hidden: Tensor  # [N, D]
-    weight: Tensor  # [V, D]
-    bias: Tensor | None = None  # [V]
-    scale: float = 1.0
-    softcap: float | None = None
-    vocab_size: int | None = None  # real vocabulary where the weight has padding rows
-    taps: Mapping[str, Tensor] = field(default_factory=dict)  # kept with the answer; the head does not read them
-    clamp: float | None = None  # logits beyond +-clamp are cut
-
-    @property
-    def head(self) -> HeadWeights:
-        return HeadWeights(self.weight, self.bias, self.scale, self.softcap, self.vocab_size, self.clamp)
-
-
-@dataclass(frozen=True)
-class TopKTeacher:
-    """The teacher's K likeliest tokens and the log mass of all others, at the temperature of the call."""
-
-    ids: Tensor  # [N, K], distinct in each row
-    log_probs: Tensor  # [N, K]
-    tail_log_mass: Tensor  # [N]
-
-
-@dataclass(frozen=True)
-class SampledTeacher:
-    """Sampled tokens of the teacher with weights that sum to 1, at the temperature of the call."""
-
-    ids: Tensor  # [N, K]
-    weights: Tensor  # [N, K]
-    entropy: Tensor  # [N]
-
-
-Teacher = DenseTeacher | TopKTeacher | SampledTeacher | Signal
 
 
 @dataclass(frozen=True)
@@ -133,22 +93,15 @@ def fused_head_loss(
     check_number("kd_weight", kd_weight, least=0.0)
     check_number("ce_weight", ce_weight, least=0.0)
     head = HeadWeights(student_weight, student_bias, student_scale, student_softcap, vocab_size)
-    signal = _as_signal(teacher, temperature) if kd_weight != 0.0 else None
-    if top_k and signal is not None and not isinstance(signal, DenseSignal):
-        raise ConfigError("top_k belongs to a dense teacher; this one has its tokens already", where="top_k",
-                          advice=["leave top_k out"])  # fmt: skip
+    signal = as_signal(teacher, temperature) if kd_weight != 0.0 else None
+    _check_top_k(top_k, signal)
     chosen = _chosen(divergence, {"beta": beta, "alpha": alpha, "interpolation": interpolation})
-    given = _flattened(student_hidden, labels, signal, token_weights, token_temperature)
+    given = flattened(student_hidden, labels, signal, token_weights, token_temperature)
     options: dict[str, Any] = {"divergence": chosen, "temperature": temperature, "top_k": top_k}
     options["chunk_tokens"] = chunk_tokens
     check_pass(given.view(head), given.signal, given.labels, token_weights=given.weights,
                token_temperature=given.temperatures, **options)  # fmt: skip
-    places = (given.labels != IGNORED).nonzero().squeeze(-1)
-    scored = given.select(places)
-    count = scored.labels.numel()
-    if scored.weights is not None:  # a row that weighs nothing may hold anything: NaN too
-        kept = (scored.weights != 0).nonzero().squeeze(-1)
-        scored, places = scored.select(kept), places[kept]
+    scored, places, count = _scored(given)
     if validate:
         check_values(scored.labels, scored.signal, scored.weights, scored.temperatures, head.num_real, places)
     result = score_head(
@@ -157,6 +110,29 @@ def fused_head_loss(
         token_weights=scored.weights, token_temperature=scored.temperatures, kernel=kernel, **options,
     )  # fmt: skip
     return _with_fallback(result, count - scored.labels.numel())
+
+
+def _check_top_k(top_k: int, signal: Signal | None) -> None:
+    if top_k and signal is not None and not isinstance(signal, DenseSignal):
+        raise ConfigError(
+            "top_k belongs to a dense teacher; this one has its tokens already",
+            where="top_k",
+            advice=["leave top_k out"],
+        )
+
+
+def _scored(given: Positions) -> tuple[Positions, Tensor, int]:
+    """The positions that weigh something, their places among those given, and how many have a label.
+
+    A position of weight 0 is counted and not computed: it may hold anything, NaN too.
+    """
+    places = (given.labels != IGNORED).nonzero().squeeze(-1)
+    scored = given.select(places)
+    count = scored.labels.numel()
+    if scored.weights is not None:
+        kept = (scored.weights != 0).nonzero().squeeze(-1)
+        scored, places = scored.select(kept), places[kept]
+    return scored, places, count
 
 
 def score_head(
@@ -184,7 +160,7 @@ def score_head(
     the objective and are part of the totals; `kd_token_weights` are those of the kd term alone. Targets are all >= 0.
     `rest_to_label` and `label_margin` change what the teacher says with the label's help: see `RowPlan`.
     """
-    has_kd, has_ce = not _is_zero(kd_weight), not _is_zero(ce_weight)
+    has_kd = not _is_zero(kd_weight)
     if has_kd and (signal is None or divergence is None):
         raise ConfigError(
             "a kd weight needs a divergence and a teacher's signal", advice=["pass both, or a kd weight of 0"]
@@ -193,48 +169,77 @@ def score_head(
     check_pass(view, signal, targets, divergence, temperature, token_weights, token_temperature, top_k, chunk_tokens)
     if has_kd:
         check_labels(signal, top_k, rest_to_label, label_margin)
-    targets, signal = targets.long(), _with_long_ids(signal)
-    ones = torch.ones(targets.shape, dtype=work_dtype(view.hidden, view.head.weight), device=view.hidden.device)
-    weigh = ones if token_weights is None else ones * token_weights
-    kd_weigh = weigh if kd_token_weights is None else weigh * kd_token_weights
-    wants_grad = torch.is_grad_enabled()
-    teacher_hidden = signal.hidden if isinstance(signal, DenseSignal) else None
+    signal = _with_long_ids(signal)
+    wants_student, wants_teacher = _wanted_gradients(view, signal)
     plan = RowPlan(
         divergence=divergence if has_kd else None,
-        has_ce=has_ce,
+        has_ce=not _is_zero(ce_weight),
         is_unit_temperature=token_temperature is None and temperature == 1.0,
-        wants_student=wants_grad and _any_requires_grad(view.hidden, view.head.weight, view.head.bias),
-        wants_teacher=wants_grad and _any_requires_grad(teacher_hidden),
+        wants_student=wants_student,
+        wants_teacher=wants_teacher,
         top_k=top_k,
         rest_to_label=rest_to_label,
         label_margin=label_margin,
     )
+    weighing = _weigh(view, token_weights, kd_token_weights)
     task = HeadTask(
         head=view.head,
         signal=signal,
-        targets=targets,
-        kd_weights=kd_weigh * kd_weight,
-        ce_weights=weigh * ce_weight,
-        temperatures=ones * (temperature if token_temperature is None else token_temperature),
+        targets=targets.long(),
+        kd_weights=weighing.kd * kd_weight,
+        ce_weights=weighing.ce * ce_weight,
+        temperatures=weighing.ones * (temperature if token_temperature is None else token_temperature),
         plan=plan,
-        kernel=choose_kernel(kernel).kernel,
-        chunk_tokens=chunk_size(chunk_tokens, targets.numel(), view.head.num_real, view.hidden.shape[-1]),
-        clamped=None if view.head.clamp is None else torch.zeros_like(ones),
-        corrected=None if label_margin is None else torch.zeros_like(ones),
+        kernel=choose_kernel(kernel, view.hidden.device).kernel,
+        chunk_tokens=choose_chunk(chunk_tokens, view.hidden, view.head.num_real),
+        clamped=None if view.head.clamp is None else torch.zeros_like(weighing.ones),
+        corrected=None if label_margin is None else torch.zeros_like(weighing.ones),
     )
+    return _result(view, task, weighing)
+
+
+@dataclass(frozen=True)
+class _Weighing:
+    """What each position counts in the two totals, all in the work dtype. [N] each."""
+
+    ones: Tensor
+    ce: Tensor
+    kd: Tensor
+
+
+def _weigh(view: StudentView, token_weights: Tensor | None, kd_token_weights: Tensor | None) -> _Weighing:
+    dtype = work_dtype(view.hidden, view.head.weight)
+    ones = torch.ones(view.hidden.shape[0], dtype=dtype, device=view.hidden.device)
+    both = ones if token_weights is None else ones * token_weights
+    return _Weighing(ones, both, both if kd_token_weights is None else both * kd_token_weights)
+
+
+def _wanted_gradients(view: StudentView, signal: Signal | None) -> tuple[bool, bool]:
+    """Whether the student's and the teacher's logits need a gradient."""
+    if not torch.is_grad_enabled():
+        return False, False
+    teacher_hidden = signal.hidden if isinstance(signal, DenseSignal) else None
+    return _any_requires_grad(view.hidden, view.head.weight, view.head.bias), _any_requires_grad(teacher_hidden)
+
+
+def _result(view: StudentView, task: HeadTask, weighing: _Weighing) -> HeadLoss:
+    """Run the pass and add up its rows."""
+    teacher_hidden = task.signal.hidden if isinstance(task.signal, DenseSignal) else None
     loss, kd, ce, is_bad = run_pass(view.hidden, view.head.weight, view.head.bias, teacher_hidden, task)
     counters = {"bad_teacher_rows": is_bad.sum(), **_filled_counters(task)}
-    terms = {"ce": Term(masked_sum(ce * weigh, weigh != 0), ones.sum())} if has_ce else {}
-    if not has_kd:
+    terms = {}
+    if task.plan.has_ce:
+        terms["ce"] = Term(masked_sum(ce * weighing.ce, weighing.ce != 0), weighing.ones.sum())
+    if task.plan.divergence is None:
         return HeadLoss(loss, terms, counters)
-    num_bad = is_bad.sum().to(ones.dtype)
-    taught = Term(masked_sum(kd * kd_weigh, kd_weigh != 0), targets.numel() - num_bad)
-    fallback = Term(masked_sum(ce * kd_weigh, is_bad & (kd_weigh != 0)), num_bad)
+    num_bad = is_bad.sum().to(weighing.ones.dtype)
+    taught = Term(masked_sum(kd * weighing.kd, weighing.kd != 0), task.targets.numel() - num_bad)
+    fallback = Term(masked_sum(ce * weighing.kd, is_bad & (weighing.kd != 0)), num_bad)
     return HeadLoss(loss, {"kd": taught, **terms}, counters, fallback)
 
 
 def _filled_counters(task: HeadTask) -> dict[str, Tensor]:
-    """Of what the pass changed, where it was allowed to change anything."""
+    """Counts of what the pass changed, where it was told to change anything."""
     counters = {}
     if task.clamped is not None:
         counters["clamped_fraction_sum"] = task.clamped.sum() / task.head.num_real
@@ -249,16 +254,6 @@ def _is_zero(weight: Weight) -> bool:
 
 def _any_requires_grad(*tensors: Tensor | None) -> bool:
     return any(tensor is not None and tensor.requires_grad for tensor in tensors)
-
-
-def _as_signal(teacher: Teacher | None, temperature: float) -> Signal | None:
-    if isinstance(teacher, DenseTeacher):
-        return DenseSignal(teacher.hidden, teacher.head, teacher.taps)
-    if isinstance(teacher, TopKTeacher):
-        return TopKSignal(teacher.ids, teacher.log_probs, teacher.tail_log_mass, temperature)
-    if isinstance(teacher, SampledTeacher):
-        return SampledSignal(teacher.ids, teacher.weights, teacher.entropy, temperature)
-    return teacher
 
 
 def _with_long_ids(signal: Signal | None) -> Signal | None:
@@ -277,61 +272,3 @@ def _with_fallback(result: HeadLoss, num_weightless: int) -> HeadLoss:
     if result.fallback is not None:
         terms["fallback"] = result.fallback
     return replace(result, terms=terms)
-
-
-# -- what a caller gives for each position -------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Positions:
-    hidden: Tensor  # [N, D]
-    labels: Tensor  # [N]
-    signal: Signal | None
-    weights: Tensor | None  # [N]
-    temperatures: Tensor | None  # [N]
-
-    def view(self, head: HeadWeights) -> StudentView:
-        return StudentView(self.hidden, head)
-
-    def select(self, index: Tensor) -> _Positions:
-        """The positions of an ascending index."""
-        if index.numel() == self.labels.numel():
-            return self
-        signal = self.signal
-        if isinstance(signal, DenseSignal):
-            signal = replace(signal, hidden=signal.hidden.index_select(0, index))
-        elif signal is not None:
-            signal = select_rows(signal, index)
-        return _Positions(
-            self.hidden.index_select(0, index),
-            self.labels[index],
-            signal,
-            None if self.weights is None else self.weights[index],
-            None if self.temperatures is None else self.temperatures[index],
-        )
-
-
-def _flattened(
-    hidden: Tensor, labels: Tensor, signal: Signal | None, weights: Tensor | None, temperatures: Tensor | None
-) -> _Positions:
-    """Leading axes like those of the student's hidden states as one; anything else is left for `check_pass` to name."""
-    if not isinstance(hidden, Tensor) or hidden.ndim == 0:
-        raise ConfigError(f"student_hidden is a {type(hidden).__name__} without axes", where="student_hidden",
-                          advice=["hidden states [N, D] at the positions of the labels"])  # fmt: skip
-    leading = hidden.shape[:-1]
-
-    def flat(tensor: Any, num_own: int = 0) -> Any:
-        if not isinstance(tensor, Tensor) or tensor.shape[: tensor.ndim - num_own] != leading:
-            return tensor
-        return tensor.reshape(math.prod(leading), *tensor.shape[tensor.ndim - num_own :])
-
-    match signal:
-        case DenseSignal():
-            signal = replace(signal, hidden=flat(signal.hidden, 1))
-        case TopKSignal():
-            signal = replace(signal, ids=flat(signal.ids, 1), log_probs=flat(signal.log_probs, 1),
-                             tail_log_mass=flat(signal.tail_log_mass))  # fmt: skip
-        case SampledSignal():
-            signal = replace(signal, ids=flat(signal.ids, 1), weights=flat(signal.weights, 1),
-                             entropy=flat(signal.entropy))  # fmt: skip
-    return _Positions(flat(hidden, 1), flat(labels), signal, flat(weights), flat(temperatures))

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from stillroom.numerics import masked_sum, work_dtype
-from stillroom.objectives.head.products import GivenLogits, Products
-from stillroom.objectives.head.row_kernel import RowKernel, RowPlan, Rows, TeacherRows
+from stillroom.objectives.head.products import GivenLogits, Products, Wanted, products_of
+from stillroom.objectives.head.row_kernel import RowKernel, RowPlan, RowRecord, TeacherRows
 from stillroom.objectives.head.sparse import select_rows
 from stillroom.objectives.second_derivative import only_once
 from stillroom.types import DenseSignal, HeadWeights, SampledSignal, Signal, TopKSignal
@@ -87,22 +87,6 @@ def _multiplied(gradient: Tensor, upstream: Tensor) -> Tensor:
     return gradient.mul_(upstream)
 
 
-def _products(
-    hidden: Tensor,
-    head: HeadWeights,
-    dtype: torch.dtype,
-    chunk_tokens: int,
-    wants_hidden: bool = False,
-    wants_weight: bool = False,
-    wants_bias: bool = False,
-) -> Products | GivenLogits:
-    if head.is_identity:
-        return GivenLogits(hidden, head, dtype, chunk_tokens, wants_hidden=wants_hidden)
-    return Products(
-        hidden, head, dtype, chunk_tokens, wants_hidden=wants_hidden, wants_weight=wants_weight, wants_bias=wants_bias
-    )
-
-
 class _Walk:
     """One pass over the chunks: owns the scratch and the gradients while it lasts."""
 
@@ -116,7 +100,7 @@ class _Walk:
     ) -> None:
         self.task, plan = task, task.plan
         dtype = work_dtype(hidden, head.weight)
-        self.rows = Rows(
+        self.rows = RowRecord(
             targets=task.targets,
             temperatures=task.temperatures,
             kd_weights=task.kd_weights,
@@ -127,11 +111,12 @@ class _Walk:
             clamped=task.clamped,
             corrected=task.corrected,
         )
-        wants = tuple(plan.wants_student and needed for needed in needs_grad)
-        self.student = _products(hidden, head, dtype, task.chunk_tokens, *wants[:3])
+        wanted = Wanted(*needs_grad[:3]) if plan.wants_student else Wanted()
+        self.student = products_of(hidden, head, dtype, task.chunk_tokens, wanted)
         self.teacher: Products | GivenLogits | None = None
         if isinstance(task.signal, DenseSignal) and teacher_hidden is not None:
-            self.teacher = _products(teacher_hidden, task.signal.head, dtype, task.chunk_tokens, plan.wants_teacher)
+            wanted = Wanted(hidden=plan.wants_teacher)
+            self.teacher = products_of(teacher_hidden, task.signal.head, dtype, task.chunk_tokens, wanted)
 
     def run(self) -> None:
         plan = self.task.plan

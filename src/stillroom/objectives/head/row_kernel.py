@@ -32,7 +32,7 @@ TeacherRows = Logits | TopKSignal | SampledSignal
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowRecord:
     """What the objectives know of each row, and where its values go. All of length C.
 
     `kd_weights` and `ce_weights` are what a row's value is multiplied with in the loss. A row whose teacher
@@ -49,8 +49,8 @@ class Rows:
     clamped: Tensor | None = None  # out, how many of the student's logits were cut; only with a clamp
     corrected: Tensor | None = None  # out, 1 where the teacher was led to the label; only with a label margin
 
-    def rows(self, part: slice) -> Rows:
-        return Rows(
+    def rows(self, part: slice) -> RowRecord:
+        return RowRecord(
             self.targets[part],
             self.temperatures[part],
             self.kd_weights[part],
@@ -83,4 +83,4 @@ class RowKernel(Protocol):
     @property
     def name(self) -> str: ...
 
-    def run(self, student: Logits, teacher: TeacherRows | None, rows: Rows, plan: RowPlan) -> None: ...
+    def run(self, student: Logits, teacher: TeacherRows | None, rows: RowRecord, plan: RowPlan) -> None: ...

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from stillroom.numerics import Softmax, head_and_tail, work_dtype
+from stillroom.objectives.head.chunks import choose_chunk
 from stillroom.objectives.head.kernel_plain import finish
-from stillroom.objectives.head.products import GivenLogits, Products, chunk_size
+from stillroom.objectives.head.products import products_of
 from stillroom.objectives.head.sparse import keep_top_k, select_rows, without_empty_tail
-from stillroom.types import DenseSignal, HeadWeights, Signal, StudentView, TopKSignal
+from stillroom.types import DenseSignal, Signal, StudentView, TopKSignal
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,9 @@ def survey(view: StudentView, signal: Signal | None, *, chunk_tokens: int, top_k
     """
     dtype = work_dtype(view.hidden, view.head.weight)
     num_rows = view.hidden.shape[0]
-    chunk = chunk_size(chunk_tokens, num_rows, view.head.num_real, view.hidden.shape[-1])
-    student = _products(view.hidden, view.head, dtype, chunk)
-    teacher = _products(signal.hidden, signal.head, dtype, chunk) if isinstance(signal, DenseSignal) else None
+    chunk = choose_chunk(chunk_tokens, view.hidden, view.head.num_real)
+    student = products_of(view.hidden, view.head, dtype, chunk)
+    teacher = products_of(signal.hidden, signal.head, dtype, chunk) if isinstance(signal, DenseSignal) else None
     entropy = torch.zeros(num_rows, dtype=dtype, device=view.hidden.device)
     hellinger = torch.full_like(entropy, torch.nan)
     for start in range(0, num_rows, chunk):
@@ -56,10 +57,6 @@ def survey(view: StudentView, signal: Signal | None, *, chunk_tokens: int, top_k
             assert isinstance(stored, TopKSignal)
             hellinger[part] = _kept_distance(logits, stored, signal.temperature)
     return RowFacts(entropy, hellinger)
-
-
-def _products(hidden: Tensor, head: HeadWeights, dtype: torch.dtype, chunk: int) -> Products | GivenLogits:
-    return GivenLogits(hidden, head, dtype, chunk) if head.is_identity else Products(hidden, head, dtype, chunk)
 
 
 def _distance(one: Tensor, other: Tensor) -> Tensor:

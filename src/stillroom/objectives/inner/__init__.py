@@ -1,1 +1,1 @@
-"""What both models compute on the way: hidden states and attention maps of paired layers."""
+"""Objectives on hidden states and attention maps of paired layers."""

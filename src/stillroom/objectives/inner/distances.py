@@ -1,7 +1,7 @@
-"""Distances between the insides of two models: hidden states, attention maps, pooled rows.
+"""Distances between hidden states, attention maps and pooled rows of two models.
 
-Each function answers for every position (or row) by itself and says which ones the teacher left unusable; nobody
-divides by a count here. Everything is FP32 or better: the square of an FP16 activation above 256 is infinite in FP16.
+Each function returns a value for every position (or row) and marks those where the teacher is unusable; none divides
+by a count. Everything is FP32 or better: the square of an FP16 activation above 256 is infinite in FP16.
 
 Legend: B rows, L positions, N scored positions, D width, H heads, K keys (= L).
 """
@@ -19,23 +19,23 @@ from stillroom.objectives.arguments import check_number, check_tensor
 
 @dataclass(frozen=True)
 class Distances:
-    """A value for each position or row, and where the teacher gave nothing to compare with: there the value is 0."""
+    """A value for each position or row, and where the teacher is unusable: there the value is 0."""
 
     values: Tensor  # [...]
     is_bad: Tensor  # [...], bool
 
 
 def at_positions(states: Tensor, positions: Tensor) -> Tensor:
-    """States [B, L, D] at the flat `positions` [N], in FP32 or better. What stands elsewhere does not matter."""
+    """States [B, L, D] at the flat `positions`, in FP32 or better. [N, D]"""
     return states.reshape(-1, states.shape[-1]).index_select(0, positions).to(work_dtype(states))
 
 
 def relative_error(student: Tensor, teacher: Tensor) -> Distances:
-    """|s - t|^2 / |t|^2 of states [..., D]: the share of the teacher's energy that the student does not explain.
+    """|s - t|^2 / |t|^2 of states [..., D].
 
-    Zero if and only if the two are equal, 1 for a student that says nothing. The quotient depends neither on the
-    width nor on the size of the activations, which differ a hundredfold between layers and between models; a plain
-    mean square would be ruled by the few positions with massive activations (Sun et al. 2024).
+    0 if and only if the two are equal, 1 for a student of zeros. The quotient does not depend on the width or the size
+    of the activations, which differ a hundredfold between layers and models; a plain mean square would be dominated by
+    the few positions with massive activations (Sun et al. 2024).
     """
     student, teacher = _alike(student, teacher)
     teacher, energy, is_bad = _usable(teacher)
@@ -44,9 +44,9 @@ def relative_error(student: Tensor, teacher: Tensor) -> Distances:
 
 
 def cosine_distance(student: Tensor, teacher: Tensor) -> Distances:
-    """1 - cos(s, t) of states [..., D]: zero if and only if they point the same way.
+    """1 - cos(s, t) of states [..., D]: 0 if and only if they have the same direction.
 
-    A student's state of zero has no direction: its distance is 1 and its gradient 0.
+    A student's state of zeros has the distance 1 and the gradient 0.
     """
     student, teacher = _alike(student, teacher)
     teacher, energy, is_bad = _usable(teacher)
@@ -57,9 +57,9 @@ def cosine_distance(student: Tensor, teacher: Tensor) -> Distances:
 def attention_distance(student: Tensor, teacher: Tensor, positions: Tensor) -> Distances:
     """Squared distance of attention maps [B, H, L, K] at the queries `positions` [N], mean over the student's heads.
 
-    Each map is a distribution over the keys before the query, so the value lies between 0 and 2 whatever the length,
-    and the padding behind the query has no part in it. Where the teacher has other heads, a student's head is
-    compared with the mean of the teacher's heads that lie at the same place: a mean of distributions is one too.
+    Each map is a distribution over the keys before the query, so the value is between 0 and 2 for any length, and
+    padding after the query does not count. Where the numbers of heads differ, a student's head is compared with the
+    mean of the teacher's heads at the same place, which is a distribution too.
     """
     check_tensor("student", student, ["B", "H", "L", "K"], device=student.device)
     shape: list[int | str] = [student.shape[0], "H", *student.shape[2:]]
@@ -74,7 +74,7 @@ def attention_distance(student: Tensor, teacher: Tensor, positions: Tensor) -> D
 
 
 def head_map(num_student: int, num_teacher: int) -> Tensor:
-    """Which of the teacher's heads a student's head looks at [Hs, Ht]: those at the same place, rows sum to 1."""
+    """Weights of the teacher's heads for each student head [Hs, Ht]: those at the same place; rows sum to 1."""
     weights = torch.zeros(num_student, num_teacher)
     for head in range(num_student):
         start = head * num_teacher // num_student
@@ -96,8 +96,8 @@ def pooled(states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
 def info_nce(student: Tensor, teacher: Tensor, is_row: Tensor, temperature: float) -> Distances:
     """-log softmax of cos(s_i, t_i) / T among all cos(s_i, t_j) of the batch's rows [B, D] (van den Oord et al. 2018).
 
-    The other rows of the micro-batch are the negatives, so the value of a row depends on its company: eight
-    micro-batches of one do not equal one of eight here, and a row alone has nothing to be told from: exactly 0.
+    The other rows of the micro-batch are the negatives, so eight micro-batches of one do not equal one of eight. A
+    batch of one has no negatives; its loss is 0.
     """
     check_number("temperature", temperature, above=0.0)
     check_tensor("student", student, ["B", "D"], device=student.device)
@@ -107,7 +107,7 @@ def info_nce(student: Tensor, teacher: Tensor, is_row: Tensor, temperature: floa
     is_bad = is_bad & is_row
     is_counted = is_row & ~is_bad
     logits = _unit(student) @ (teacher * energy.rsqrt()[:, None]).T / temperature
-    logits = logits.masked_fill(~is_counted, LOG_ZERO)  # finite: a row without candidates must not make NaN
+    logits = logits.masked_fill(~is_counted, LOG_ZERO)  # finite, so that a row without candidates is not NaN
     values = torch.logsumexp(logits, 1) - logits.diagonal()
     return Distances(torch.where(is_counted, values, torch.zeros_like(values)), is_bad)
 
@@ -119,7 +119,7 @@ def _queries(probs: Tensor, positions: Tensor) -> Tensor:
 
 
 def _alike(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
-    """Both in FP32 or better. Shapes that differ would be broadcast in silence: they are refused."""
+    """Both in FP32 or better. Raise for shapes that differ: they would be broadcast in silence."""
     check_tensor("student", student, [*student.shape], device=student.device)
     advice = "states of the same positions in the same width: a projector brings the student's to the teacher's"
     check_tensor("teacher", teacher, [*student.shape], device=student.device, advice=advice)
@@ -127,9 +127,9 @@ def _alike(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _usable(teacher: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The teacher's states with the useless ones (not finite, or zero) blanked, their energy, and which those are.
+    """The teacher's states with unusable ones (not finite, or zero) set to 0, their energy, and which those are.
 
-    Blanked before they meet the student: a NaN that is only masked afterwards still makes the gradient NaN.
+    Set to 0 before they are combined with the student: a NaN masked afterwards still makes the gradient NaN.
     """
     energy = teacher.square().sum(-1)
     is_bad = ~torch.isfinite(energy) | (energy == 0)
@@ -138,7 +138,7 @@ def _usable(teacher: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _unit(states: Tensor) -> Tensor:
-    """States of length 1; those of no length stay 0, and without a gradient that would be infinite."""
+    """States of norm 1; zeros stay 0, with gradient 0 instead of infinity."""
     energy = states.square().sum(-1, keepdim=True)
     tiny = torch.finfo(states.dtype).tiny
     return states * torch.where(energy > tiny, energy.clamp_min(tiny).rsqrt(), 0.0)

@@ -1,4 +1,4 @@
-"""Which layer of the student answers for which layer of the teacher: whole numbers, decided before any model runs."""
+"""Pair layers of the student with layers of the teacher."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def resolve_pairs(
 ) -> Pairs:
     """Pairs (student's layer, teacher's layer), counted from 0.
 
-    `proportional` puts the student's layers at equal steps and its last beside the teacher's last. A student that was
-    cut from the teacher knows better: `kept` says which layer each of its own once was.
+    `proportional` spaces the student's layers evenly over the teacher's, the last beside the last. For a student cut
+    from the teacher, `kept` gives the teacher's layer that each of its layers was.
     """
     if spec == "last":
         return ((num_student - 1, num_teacher - 1),)

@@ -1,7 +1,7 @@
-"""The terms that look inside both models: what each asks for, what it counts, and the matrices it trains.
+"""Objectives on hidden states and attention maps, with the projectors they train.
 
-A term whose weight is 0 in a lesson asks for nothing and is not computed. Distances are sums over positions (or
-rows), so the window's counts divide them like any other term's.
+A term of weight 0 needs nothing and is not computed. Distances are sums over positions (or rows), divided by the
+window's counts like any other term.
 
     feature      hidden states of a few chosen layers        counted in scored positions
     layerwise    hidden states layer by layer                counted in scored positions
@@ -28,7 +28,7 @@ from stillroom.types import IGNORED, Batch, BothNeeds, Lesson, Needs, Score, Sig
 
 
 def _taps(view: StudentView, signal: Signal, kind: str, pair: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Student's tap, teacher's tap and the scored places. The teacher is the goal: no gradient goes there."""
+    """Student's tap, teacher's tap (detached) and the scored positions."""
     student, teacher = view.taps[f"{kind}.{pair[0]}"], signal.taps[f"{kind}.{pair[1]}"].detach()
     axes = slice(0, 2) if kind == "hidden" else slice(2, 4)
     if view.positions is None or student.shape[0] != teacher.shape[0] or student.shape[axes] != teacher.shape[axes]:
@@ -42,23 +42,23 @@ def _taps(view: StudentView, signal: Signal, kind: str, pair: tuple[int, int]) -
 
 @dataclass(frozen=True)
 class _Mean:
-    """A sum over places of the mean over pairs, how many places are in it, and how many the teacher spoiled."""
+    """The sum over positions (or rows) of the mean over pairs, their count, and how many had a bad teacher."""
 
     total: Tensor
     count: Tensor
     num_bad: Tensor
 
 
-def _mean_of_pairs(found: Sequence[Distances]) -> _Mean:
-    """Mean over pairs, sum over places; a place that the teacher spoiled in any pair is left out and counted."""
-    values = torch.stack([one.values for one in found]).mean(0)
-    is_bad = torch.stack([one.is_bad for one in found]).any(0)
+def _mean_of_pairs(of_pairs: Sequence[Distances]) -> _Mean:
+    """Mean over pairs, sum over positions. Leave out and count positions with a bad teacher in any pair."""
+    values = torch.stack([one.values for one in of_pairs]).mean(0)
+    is_bad = torch.stack([one.is_bad for one in of_pairs]).any(0)
     total = torch.where(is_bad, torch.zeros_like(values), values).sum()
     return _Mean(total, (~is_bad).sum().to(values.dtype), is_bad.sum())
 
 
 class InnerObjective(Objective):
-    """A comparison of paired layers. Where the widths differ, or it is asked for, a projector stands between."""
+    """A comparison of paired layers, through a projector where the widths differ or one is configured."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan.name, plan.section)
@@ -74,7 +74,7 @@ class InnerObjective(Objective):
         return resolve_pairs(layers, plan.student.num_layers, plan.teacher.num_layers, where=where, kept=plan.kept)
 
     def _side(self, layers: frozenset[int]) -> Needs:
-        """What is asked of one model: hidden states."""
+        """What one model must provide: hidden states of these layers."""
         return Needs(hidden_layers=layers)
 
     def _make_projectors(self, plan: Plan) -> dict[tuple[int, int], nn.Module]:
@@ -84,14 +84,14 @@ class InnerObjective(Objective):
         return {pair: _projector(plan.student.width, plan.teacher.width) for pair in self.pairs}
 
     def _project(self, pair: tuple[int, int], states: Tensor) -> Tensor:
-        """States in the teacher's width. No projector means that the widths are equal and nothing stands between."""
+        """States in the teacher's width; unchanged without a projector."""
         if pair not in self._projectors:
             return states
         projected: Tensor = self._projectors[pair](states)
         return projected
 
     def compare(self, view: StudentView, signal: Signal) -> tuple[_Mean, Mapping[str, Tensor]]:
-        """The distance of the two models' layers, and what else was counted."""
+        """The distance of the paired layers, and further counters."""
         raise NotImplementedError
 
     def score(
@@ -137,8 +137,8 @@ class AttentionMaps(InnerObjective):
         return {}
 
     def compare(self, view: StudentView, signal: Signal) -> tuple[_Mean, Mapping[str, Tensor]]:
-        found = [distances.attention_distance(*_taps(view, signal, "attention", pair)) for pair in self.pairs]
-        return _mean_of_pairs(found), {}
+        of_pairs = [distances.attention_distance(*_taps(view, signal, "attention", pair)) for pair in self.pairs]
+        return _mean_of_pairs(of_pairs), {}
 
 
 class Contrast(InnerObjective):
@@ -154,21 +154,21 @@ class Contrast(InnerObjective):
         return {self.name: sum(rows)}
 
     def compare(self, view: StudentView, signal: Signal) -> tuple[_Mean, Mapping[str, Tensor]]:
-        found = []
+        of_pairs = []
         for pair in self.pairs:
             student, teacher, positions = _taps(view, signal, "hidden", pair)
             student, is_row = distances.pooled(student, positions)
             teacher, _same = distances.pooled(teacher, positions)
             student = self._project(pair, student)
-            found.append(distances.info_nce(student, teacher, is_row, self._temperature))
-        mean = _mean_of_pairs(found)
+            of_pairs.append(distances.info_nce(student, teacher, is_row, self._temperature))
+        mean = _mean_of_pairs(of_pairs)
         num_rows = is_row.sum() - mean.num_bad
         counters = {"rows_without_contrast": torch.where(num_rows == 1, num_rows, torch.zeros_like(num_rows))}
         return _Mean(mean.total, num_rows.to(mean.total.dtype), mean.num_bad), counters
 
 
 def _projector(student_width: int, teacher_width: int) -> nn.Linear:
-    """Semi-orthogonal, and scaled so that the size of an entry is kept whatever the two widths are."""
+    """A semi-orthogonal matrix, scaled so that entries keep their size for any two widths."""
     linear = nn.Linear(student_width, teacher_width, bias=False)
     nn.init.orthogonal_(linear.weight, gain=max(1.0, teacher_width / student_width) ** 0.5)
     return linear

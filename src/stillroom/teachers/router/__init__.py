@@ -1,1 +1,1 @@
-"""A mixture-of-experts teacher whose gates are told or trained."""
+"""A mixture-of-experts teacher whose gates choose other experts or are trained."""

@@ -1,8 +1,7 @@
-"""The trained gates of a teacher: FP32 values beside the model, their optimizer, and their guard.
+"""The trained gates of a teacher: FP32 copies, their optimizer, and their guard.
 
-The model itself is never written to. Gates live as FP32 parameters that take the place of the model's own while it
-answers, so the original teacher is always at hand, every expert stays as it was to the last bit, and taking the
-training back is a copy of a few small matrices.
+The model itself is never written to. FP32 parameters replace the model's gates while it answers, so the original
+teacher is always available, the experts do not change, and undoing the training copies a few small matrices.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class GateOptions:
 
 
 class TrainedGates:
-    """FP32 gates with one update rule. A gradient that is not finite costs this update and nothing else."""
+    """FP32 gates with one update rule. A non-finite gradient skips this update and nothing else."""
 
     def __init__(
         self,
@@ -59,15 +58,15 @@ class TrainedGates:
         self.good = {name: tensor.clone() for name, tensor in self.original.items()}
         self.optimizer = AdamW(
             [ParameterGroup("router", options.learning_rate, tuple(self.weights.items()))],
-            store=lambda _name, parameter: Direct(parameter),  # the gates are FP32 already: no second master
+            store=lambda _name, parameter: Direct(parameter),  # the gates are FP32: no master copy
             betas=options.betas,
             epsilon=options.epsilon,
-            weight_decay=0.0,  # pulling gates towards zero is pulling them away from the teacher
+            weight_decay=0.0,  # decay towards zero would move gates away from the teacher
         )
-        # Gradients pass through the teacher's own activations: where those are FP16, small ones would be lost.
+        # Gradients flow through the teacher's activations: in FP16 small ones would be lost without a loss scale.
         self.scales_loss = self.dtype == torch.float16
         self.scaler = LossScale()
-        self.num_applied = 0  # since the original; AdamW's own count begins again with fresh moments
+        self.num_applied = 0  # since the original gates; AdamW's count restarts with fresh moments
         self.num_skipped = 0
         self.num_mended = 0
         self.consecutive = 0
@@ -79,7 +78,7 @@ class TrainedGates:
 
     @property
     def is_hopeless(self) -> bool:
-        """So many updates in a row were not finite that trying on would be pretence."""
+        """Whether so many updates in a row were not finite that training the gates must end."""
         return self.consecutive >= _MAX_CONSECUTIVE
 
     # -- the update --------------------------------------------------------------------------------------
@@ -92,14 +91,14 @@ class TrainedGates:
         self.optimizer.zero_grad()
 
     def apply(self, rate_factor: float, loss: Tensor, scale: float) -> bool:
-        """Clip and update from the gathered gradients, which are `scale` times too large. False: it was skipped."""
+        """Clip and update from gradients that are multiplied by `scale`. Return False if the update was skipped."""
         square, value = torch.stack([self.optimizer.squared_norms()["router"], loss.detach().float()]).tolist()
         norm = math.sqrt(square) / scale if math.isfinite(square) else float("nan")
         self.last_norm = norm
         if not (math.isfinite(norm) and math.isfinite(value)):
             self._skip(value, norm)
             return False
-        # A finite loss has gone through every gate: what produced it is worth returning to.
+        # A finite loss went through every gate, so these weights are good.
         self._copy(self.weights, self.good)
         factor = min(1.0, self.options.max_grad_norm / (norm + 1e-12)) / scale
         self.optimizer.step(rate_factor, {"router": factor})
@@ -121,7 +120,7 @@ class TrainedGates:
 
     @torch.no_grad()
     def mend(self) -> bool:
-        """Put back the last good gates where a gate or a moment is not finite. True if something had to be."""
+        """Restore the last good gates if a gate or a moment is not finite. Return whether they were restored."""
         tensors = [*self.weights.values(), *self.optimizer.tensors().values()]
         if all(bool(torch.isfinite(tensor).all()) for tensor in tensors):
             return False
@@ -133,7 +132,7 @@ class TrainedGates:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Back to the original teacher."""
+        """Restore the gates of the original teacher."""
         self._copy(self.original, self.weights)
         self._copy(self.original, self.good)
         self._forget()
@@ -154,16 +153,16 @@ class TrainedGates:
 
     @torch.no_grad()
     def drift(self, name: str) -> float:
-        """How far a gate has moved, relative to its original length."""
-        length = self.original[name].norm().clamp_min(1e-12)
-        return float((self.weights[name] - self.original[name]).norm() / length)
+        """Distance of a gate from its original, relative to the original's norm."""
+        norm = self.original[name].norm().clamp_min(1e-12)
+        return float((self.weights[name] - self.original[name]).norm() / norm)
 
     # -- state -------------------------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, Tensor]:
-        found = {f"gate.{name}": weight.detach() for name, weight in self.weights.items()}
-        found |= {f"good.{name}": tensor for name, tensor in self.good.items()}
-        return found | {f"optimizer.{name}": tensor for name, tensor in self.optimizer.tensors().items()}
+        tensors = {f"gate.{name}": weight.detach() for name, weight in self.weights.items()}
+        tensors |= {f"good.{name}": tensor for name, tensor in self.good.items()}
+        return tensors | {f"optimizer.{name}": tensor for name, tensor in self.optimizer.tensors().items()}
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -178,14 +177,14 @@ class TrainedGates:
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any], *, keeps_history: bool = False) -> None:
-        """Put a saved state back. After a rollback, what was skipped and mended stays counted."""
-        living = self.tensors()
-        counts = f"optimizer.{COUNTS}"  # not in a checkpoint that has one count for all gates
-        tensors = {counts: torch.full_like(living[counts], int(state["num_updates"])), **tensors}
-        if set(living) != set(tensors):
-            odd = sorted(set(living) ^ set(tensors))[:3]
+        """Restore a saved state. With `keeps_history` (a rollback), counters of skipped and mended updates stay."""
+        present = self.tensors()
+        counts = f"optimizer.{COUNTS}"  # older checkpoints have one count for all gates
+        tensors = {counts: torch.full_like(present[counts], int(state["num_updates"])), **tensors}
+        if set(present) != set(tensors):
+            odd = sorted(set(present) ^ set(tensors))[:3]
             raise ValueError(f"the saved router has other tensors: {', '.join(odd)}")
-        self._copy(tensors, living)
+        self._copy(tensors, present)
         self.optimizer.num_updates = int(state["num_updates"])
         self.num_applied = int(state["num_applied"])
         self.scaler = LossScale(scale=float(state["scale"]), good_steps=int(state["good_steps"]))
@@ -194,7 +193,7 @@ class TrainedGates:
             self.consecutive = int(state["consecutive"])
 
     def save(self, folder: Path) -> None:
-        """The trained gates as a small delta: their values, and which original they belong to."""
+        """Write the trained gates and the fingerprint of the original ones."""
         folder.mkdir(parents=True, exist_ok=True)
         save_file({name: weight.detach().cpu().contiguous() for name, weight in self.weights.items()},
                   folder / "gates.safetensors")  # fmt: skip
@@ -209,7 +208,7 @@ class TrainedGates:
 
 
 def fingerprint(tensors: Mapping[str, Tensor]) -> str:
-    """A name for a set of gates: sha256 over names and FP32 values."""
+    """sha256 over the names and FP32 values of gates."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         digest.update(name.encode())
@@ -219,9 +218,9 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
 
 @torch.no_grad()
 def merge_gates(model: Any, folder: str | Path, *, patterns: Sequence[str] = ()) -> int:
-    """Write the gates a run has trained into a teacher of the same origin. Returns how many tensors were written.
+    """Write the gates that a run trained into the same teacher. Return the number of tensors written.
 
-    The gates in the model must be those the training began with, up to the dtype it was loaded in.
+    The model's gates must be those the training began with, up to the dtype it was loaded in.
     """
     folder = Path(folder)
     facts = json.loads((folder / "gates.json").read_text(encoding="utf-8"))

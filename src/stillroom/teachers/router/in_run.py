@@ -1,4 +1,4 @@
-"""A router teacher inside a run: looks ahead, is probed, is watched on held-out text, and saves its gates."""
+"""A router teacher inside a run: lookahead, probe, checks on held-out text, events, and saving of the gates."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class Surroundings:
     optimizer: AdamW  # the student's
     precision: Precision
     learning_rate: float  # the student's, at its peak
-    window: Callable[[int], Sequence[Batch]]  # of the data order, by number
+    window: Callable[[int], Sequence[Batch]]  # a window of the data order, by number
     held_out: Callable[[], Sequence[Batch]]
-    write: Callable[..., object]  # an event: its name, then its fields
+    write: Callable[..., object]  # writes an event: its name, then its fields
 
 
 class RunRouter(RouterTeacher):
-    """A `RouterTeacher` with the run around it."""
+    """A `RouterTeacher` that uses the parts of a run."""
 
     def __init__(self, config: Config, loaded: LoadedModel, vocab_size: int, surroundings: Surroundings) -> None:
         if config.teacher.router.mode == "sar-meta":
@@ -61,7 +61,7 @@ class RunRouter(RouterTeacher):
         self._direction: Direction = {}  # of this window's lookahead batch, in sar-meta
 
     def begin(self, window: Sequence[Batch], step: int, cursor: int = 0) -> None:
-        """With sar-meta, look ahead: to the first batch of the window after this one."""
+        """In sar-meta, compute the lookahead direction from the first batch of the next window."""
         super().begin(window, step, cursor)
         self._direction = {}
         if self.config.mode == "sar-meta" and self.is_due:
@@ -73,29 +73,29 @@ class RunRouter(RouterTeacher):
     def after_student(self, batch: Batch, view: StudentView, *, num_targets: int) -> None:
         if self.config.mode != "sar-meta":
             self.learn(batch, view, num_targets=num_targets)
-        elif self.is_due and self._direction:  # before the student's first update there is no step to look along
-            further, back = both_ways(self._run.student, self._run.precision, batch, self._direction)
-            self.learn(batch, further, num_targets=num_targets, opposite=back)
+        elif self.is_due and self._direction:  # empty before the student's first update
+            forward, backward = both_ways(self._run.student, self._run.precision, batch, self._direction)
+            self.learn(batch, forward, num_targets=num_targets, opposite=backward)
 
     def begin_run(self) -> None:
-        """Measure the teacher before anything is trained, and find out whether its gates are worth training."""
+        """Measure the teacher before training, and probe whether training its gates helps."""
         held_out = self._run.held_out()
         self._run.write("router", step=0, **self.report(self.start(held_out)), alarm=False)
         steps = self.config.probe_steps
         if not steps or not self.trains:
             return
-        found = probe_gates(self, (self._run.window(index) for index in range(steps)), held_out, steps)
-        self._run.write("router_probe", **found)
-        self._run.write("note", text=verdict_of(found))
+        probed = probe_gates(self, (self._run.window(index) for index in range(steps)), held_out, steps)
+        self._run.write("router_probe", **probed)
+        self._run.write("note", text=verdict_of(probed))
 
     def look_after(self, step: int, *, is_eval: bool) -> None:
-        """Before anything is kept, gates are finite; at an evaluation, the teacher is no worse than it may be."""
+        """Repair non-finite gates; at an evaluation, also restore gates that made the teacher worse."""
         self.gates.mend()
         if not is_eval:
             return
-        found = self.assess(self._run.held_out())
-        record = self.report(found)
-        alarm = self.watch(found)
+        assessment = self.assess(self._run.held_out())
+        record = self.report(assessment)
+        alarm = self.watch(assessment)
         self._run.write("router", step=step, **{**record, "is_frozen": self.is_frozen}, alarm=alarm)
 
     def summary(self) -> dict[str, Any]:
@@ -112,7 +112,7 @@ class RunRouter(RouterTeacher):
         }
 
     def save(self, folder: Path) -> None:
-        """Leave the trained gates in `router/`, beside the student."""
+        """Write the trained gates to `router/` in the run's folder."""
         if self.config.mode not in TRAINING_MODES:
             return
         try:

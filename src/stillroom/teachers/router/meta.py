@@ -1,13 +1,11 @@
-"""sar-meta: which answers of the teacher would have made the student's next step better on other text.
+"""sar-meta: train the gates so that the student's next step lowers its loss on another batch, the lookahead batch.
 
-The gradient of forward KL is linear in the teacher's probabilities p, so the change of another batch's loss
-(the lookahead batch) after one student step is, to first order, sum_v p(v) d log q(v) along that batch's own
-preconditioned step u, and its gradient for the gates needs no second derivative. The derivative along u is a central
-difference: two students, one a step further along u and one a step back, and the difference of the teacher's
-divergences from them.
+The gradient of forward KL is linear in the teacher's probabilities p. So the change of the lookahead batch's loss
+after one student step is, to first order, sum_v p(v) d log q(v) along that batch's own preconditioned step u, and its
+gradient for the gates needs no second derivative. The derivative along u is a central difference: the teacher's
+divergences from two students, one step along u and one step against it.
 
-Experimental. One step of it is real progress, a run of it is not: it looks one step ahead and overfits the lookahead
-batch.
+Experimental. A single step improves the student, a run of steps does not: it overfits the lookahead batch.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ Direction = Mapping[str, Tensor]
 
 
 def check_precision(precision: Precision) -> None:
-    """A step too small for FP16 weights would be no step at all."""
+    """Raise for FP16 weights: they cannot hold steps this small."""
     if precision.keeps_half_weights:
         raise ConfigError(
             f"sar-meta moves the student's weights by less than {precision.mode} can hold",
@@ -41,52 +39,52 @@ def check_precision(precision: Precision) -> None:
 def lookahead_direction(
     student: Student, optimizer: AdamW, precision: Precision, lookahead_batch: Batch, rate: float
 ) -> Direction:
-    """The step that the batch's cross-entropy asks for, as AdamW would take it at this rate, against its gradient.
+    """The gradient of the batch's cross-entropy, preconditioned by AdamW's second moments, times the rate.
 
-    Called between windows: the student holds no gradient before, and none after. Empty before the first update,
-    when there is no second moment to divide by.
+    Called between windows: the student has no gradient before and after. Empty before the first update, when there
+    are no second moments.
     """
     if not optimizer.num_updates or not lookahead_batch.num_scored:
         return {}
-    there = lookahead_batch.to(precision.device)
-    with _looking(student):
+    batch = lookahead_batch.to(precision.device)
+    with _eval_mode(student):
         with precision.autocast():
-            view = student.observe(there, Needs())
-        ce_weight = 1.0 / max(there.num_scored, 1)
-        scored = score_head(view, None, there.scored_targets, kd_weight=0.0, ce_weight=ce_weight, divergence=None)
+            view = student.observe(batch, Needs())
+        ce_weight = 1.0 / max(batch.num_scored, 1)
+        scored = score_head(view, None, batch.scored_targets, kd_weight=0.0, ce_weight=ce_weight, divergence=None)
         precision.backward(scored.loss)
-    found = {}
+    direction = {}
     for cell in optimizer.cells["student"]:
         if cell.gradient is not None:
-            # A parameter without an update has no second moment to divide by: there the direction is 0.
+            # A parameter without an update has no second moment: its direction is 0.
             count = cell.num_updates.double()
             correction = 1.0 - optimizer.betas[1] ** count.clamp_min(1.0)
             spread = (cell.second.read() / correction).sqrt() + optimizer.epsilon
-            found[cell.name] = (count > 0) * rate * (cell.gradient.float() / precision.loss_scale) / spread
+            direction[cell.name] = (count > 0) * rate * (cell.gradient.float() / precision.loss_scale) / spread
     optimizer.zero_grad()
-    return found
+    return direction
 
 
 @torch.no_grad()
 def both_ways(
     student: Student, precision: Precision, batch: Batch, direction: Direction
 ) -> tuple[StudentView, StudentView]:
-    """The student's views of a batch one step along the direction and one step against it.
+    """The student's views of a batch, one step along the direction and one step against it.
 
-    The weights return to what they were, to the last bit.
+    The weights are restored to the last bit.
     """
     views = []
     for sign in (1.0, -1.0):
-        with _moved(student, direction, sign), _looking(student), precision.autocast():
+        with _moved(student, direction, sign), _eval_mode(student), precision.autocast():
             view = student.observe(batch, Needs())
-            # The head's weight is a living tensor that moves back when the body ends.
+            # Copy the head's weight: it is restored when the body ends.
             views.append(StudentView(view.hidden, replace(view.head, weight=view.head.weight.clone())))
     return views[0], views[1]
 
 
 @contextmanager
-def _looking(student: Student) -> Iterator[None]:
-    """Evaluation mode, so that looking draws no random number."""
+def _eval_mode(student: Student) -> Iterator[None]:
+    """Evaluation mode in the body: without dropout the random state does not change."""
     was_training = student.model.training
     student.eval()
     try:

@@ -1,4 +1,4 @@
-"""Whether training a teacher's gates is worthwhile here, by measurement."""
+"""Measure whether training a teacher's gates helps on this text."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ _FLOOR = 0.1  # the probe's learning rate falls along a cosine to this share
 def probe_gates(
     teacher: RouterTeacher, windows: Iterable[Sequence[Batch]], held_out: Sequence[Batch], num_steps: int
 ) -> dict[str, Any]:
-    """Tune the gates on the labels alone, see what the teacher gains on held-out text, and put them back.
+    """Tune the gates on the labels alone, measure the gain on held-out text, and restore the gates.
 
-    A teacher whose held-out loss does not fall this way has nothing to gain from its gates on this text: it is then
-    frozen, unless the configuration insists. The run begins from the original teacher either way.
+    A teacher whose held-out loss does not fall by the threshold is frozen, unless `teacher.router.force` is set.
     """
     start = teacher.start_nll if teacher.start_nll is not None else teacher.start(held_out).nll
     done = 0
@@ -56,17 +55,16 @@ def _tune(teacher: RouterTeacher, window: Sequence[Batch], progress: float) -> N
 
 
 def verdict_of(probed: dict[str, Any]) -> str:
-    """What the probe found, as a sentence."""
-    told = (
+    """The result of the probe, as a sentence."""
+    finding = (
         f"router probe: {probed['updates']} updates of the gates on the labels moved the teacher's held-out loss from "
         f"{probed['nll_before']:.4f} to {probed['nll_after']:.4f} (gain {probed['gain']:+.4f}, "
         f"{probed['threshold']:g} asked for)"
     )
     if probed["is_worthwhile"]:
-        return f"{told}: its gates are trained"
+        return f"{finding}: its gates are trained"
     cost = "it takes about 1.7 times as long as a frozen teacher and rules out a teacher cache"
     if probed["is_forced"]:
-        return (
-            f"{told}: training the router is pointless here ({cost}), and is done because teacher.router.force is set"
-        )
-    return f"{told}: training the router is pointless here ({cost}); the teacher stays frozen"
+        reason = "and is done because teacher.router.force is set"
+        return f"{finding}: training the router is pointless here ({cost}), {reason}"
+    return f"{finding}: training the router is pointless here ({cost}); the teacher stays frozen"

@@ -1,8 +1,8 @@
-"""A mixture-of-experts teacher whose gates may be told to choose differently, or trained while the student learns.
+"""A mixture-of-experts teacher whose gates choose other experts, or are trained while the student learns.
 
-Measured on small models: gates tuned on the labels recover some of what a teacher lacks off its domain; the student's
-own term has shown no gain; and without the truth and an anchor the teacher becomes the student. So every mode that
-trains is held by both, watched on held-out text, and taken back when the teacher gets worse.
+Measured on small models: gates tuned on the labels recover part of the loss of a teacher on a foreign domain; the
+student's term has shown no gain; without the truth and anchor terms the teacher becomes the student. So every training
+mode has both, is checked on held-out text, and is undone when the teacher gets worse.
 
 A teacher outside of a run:
 
@@ -19,7 +19,7 @@ A teacher outside of a run:
         teacher.update_gates(is_kept=True, rate_factor=1.0)
     teacher.watch(teacher.assess(held_out))                   # restores and freezes a teacher that got worse
 
-`probe_gates` of `teachers.router_probe` tells beforehand whether any of this is worthwhile.
+`probe_gates` of `teachers.router.probe` measures beforehand whether training the gates helps.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from stillroom.models.routers import Routing, describe, find_gates, routed
 from stillroom.teachers.base import Answers, SignalKind, Teacher
 from stillroom.teachers.live import LiveTeacher
 from stillroom.teachers.router.gates import GateOptions, TrainedGates
+from stillroom.teachers.router.report import TermSums, event_fields
 from stillroom.teachers.router.terms import Aims, Assessment, assess, own_terms
 from stillroom.teachers.router.transient import downhill_offsets
 from stillroom.teachers.router.trial import try_out
@@ -51,7 +52,7 @@ EXPERIMENTAL_MODES = frozenset({"sar-transient", "sar-meta"})
 
 
 class RouterTeacher(Teacher):
-    """Answers like any teacher; between answers its gates may learn."""
+    """A live teacher whose gates may be changed or trained."""
 
     kind: SignalKind = "dense"
 
@@ -72,8 +73,8 @@ class RouterTeacher(Teacher):
         self._original = LiveTeacher(
             model, vocab_size=vocab_size, device=device, offload=offload, is_described=is_described
         )
-        self.found = find_gates(model, config.patterns)
-        self.gates = TrainedGates(model, self.found, options, device, tell)
+        self.moe_gates = find_gates(model, config.patterns)
+        self.gates = TrainedGates(model, self.moe_gates, options, device, tell)
         self.is_frozen = False
         self.start_nll: float | None = None
         self.probed: dict[str, Any] | None = None
@@ -81,11 +82,11 @@ class RouterTeacher(Teacher):
         self.is_due = False  # whether the gates learn from this window
         self._num_tokens = 0
         self._loss = torch.zeros((), device=device)
-        self._terms: dict[str, Term] = {}
+        self._sums = TermSums()  # of terms since the last report
         self._live: Routing | None = None
         self._answer: DenseSignal | None = None
-        self._held: DenseSignal | None = None
-        tell(describe(self.found))
+        self._anchor_answer: DenseSignal | None = None
+        tell(describe(self.moe_gates))
         if config.mode in EXPERIMENTAL_MODES:
             tell(f"teacher.router.mode {config.mode} is experimental: it has shown no gain and may hurt over a run")
         try_out(self)
@@ -105,45 +106,45 @@ class RouterTeacher(Teacher):
     # -- answering ---------------------------------------------------------------------------------------
 
     def observe(self, batch: Batch, needs: Needs) -> DenseSignal:
-        """The teacher as it stands, without a gradient and without chance."""
+        """The teacher with its present gates, without gradient and without randomness."""
         routing = self.routing()
         if not routing.weights and routing.num_chosen is None:
             return self.original.observe(batch, needs)
-        with routed(self.found, routing):
+        with routed(self.moe_gates, routing):
             return self.original.observe(batch, needs)
 
     def answers(self, batch: Batch, needs: Needs) -> list[DenseSignal]:
-        """One, with knowledge-augmentation several, and none while the student's view is waited for."""
+        """One; several with knowledge-augmentation; none in sar-transient, which needs the student's view first."""
         if self.needs_student_first:
             return []
         if self.config.mode == "knowledge-augmentation":
-            found = []
+            signals = []
             for number in range(self.config.augmentation_passes):
                 routing = self.routing()
                 routing.sampled_share = self.config.augmentation_lambda
-                # A batch draws the same experts whenever it comes: a resumed run sees what the whole one saw.
+                # Seed by the batch: a resumed run draws the same experts.
                 routing.seed = (self.seed * 1_000_003 + batch.index) * 101 + number
-                with routed(self.found, routing):
-                    found.append(self.original.observe(batch, needs))
-            return found
+                with routed(self.moe_gates, routing):
+                    signals.append(self.original.observe(batch, needs))
+            return signals
         if self._live is not None:
             self._answer = self.original.answer(batch, needs)
-            return [_weighed(self._answer, self.config.student_weight)]
+            return [_weighted(self._answer, self.config.student_weight)]
         return [self.observe(batch, needs)]
 
     def signals_after_student(self, answers: Answers, batch: Batch, view: StudentView, needs: Needs) -> Answers:
         return [self._moved_answer(batch, view, needs)] if self.needs_student_first else answers
 
     def _moved_answer(self, batch: Batch, view: StudentView, needs: Needs) -> DenseSignal:
-        """An answer with each token's gates moved by a bounded step downhill. No weight is changed, nothing is kept."""
+        """An answer with each token's gate logits moved a bounded step downhill. No weight changes."""
         moved, unmoved = downhill_offsets(self, batch, view)
         for term in unmoved:
-            self._note("unmoved_tokens", term)
-        with routed(self.found, Routing(offsets=moved)):
+            self._sums.add("unmoved_tokens", term)
+        with routed(self.moe_gates, Routing(offsets=moved)):
             return self.original.observe(batch, needs)
 
     def routing(self) -> Routing:
-        """What the mode does at the gates, chance left out."""
+        """What the mode does at the gates, without randomness."""
         match self.config.mode:
             case "all-experts":
                 return Routing(num_chosen=lambda num_experts: num_experts)
@@ -165,23 +166,23 @@ class RouterTeacher(Teacher):
         if self.config.mode != "sar-joint" or not self.is_due:
             yield
             return
-        self._held = self._anchor(batch)  # before the trained gates take their place
+        self._anchor_answer = self._anchor(batch)  # before the trained gates are in place
         with self.opened(Routing(weights=self.gates.weights)) as routing:
             self._live = routing
             try:
                 yield
             finally:
-                self._live, self._answer, self._held = None, None, None
+                self._live, self._answer, self._anchor_answer = None, None, None
 
     def extra_loss(self, batch: Batch, view: StudentView, *, num_targets: int) -> Tensor | float:
-        """In sar-joint the router's own terms."""
+        """In sar-joint, the router's own terms."""
         if self._live is None or self._answer is None:
             return 0.0
         own, terms = own_terms(
-            self.aims(has_student=False), self._answer, None, self._held, self._live, batch, num_targets,
+            self.aims(has_student=False), self._answer, None, self._anchor_answer, self._live, batch, num_targets,
             self._num_tokens,
         )  # fmt: skip
-        self._add(own, terms)
+        self._add_router_loss(own, terms)
         return own
 
     def after_student(self, batch: Batch, view: StudentView, *, num_targets: int) -> None:
@@ -193,8 +194,8 @@ class RouterTeacher(Teacher):
     ) -> None:  # fmt: skip
         """Add one micro-batch to the gates' gradient. `num_targets` are those of the whole window.
 
-        `opposite` belongs to sar-meta: `view` and `opposite` are then the student a little further and a little
-        back along the step that a lookahead batch asks for.
+        `opposite` is for sar-meta: `view` and `opposite` are then the student one step along the lookahead direction
+        and one step against it.
         """
         if not self.is_due or self.config.mode == "sar-joint":
             return
@@ -205,7 +206,7 @@ class RouterTeacher(Teacher):
             loss, terms = own_terms(aims, answer, view, anchor, routing, batch, num_targets, self._num_tokens, opposite)
             if loss.requires_grad:
                 (loss * self.gates.loss_scale).backward()  # type: ignore[no-untyped-call]
-        self._add(loss, terms)
+        self._add_router_loss(loss, terms)
 
     def end_window(self, verdict: Verdict, evidence: Evidence, rate_factor: float) -> None:
         self.update_gates(
@@ -216,7 +217,7 @@ class RouterTeacher(Teacher):
         )
 
     def update_gates(self, *, is_kept: bool, rate_factor: float, joint_scale: float = 1.0, bad_rows: int = 0) -> None:
-        """Update the gates from what a window gathered, or drop it with the student's refused step."""
+        """Update the gates from the gradient of a window, or drop it with a refused step."""
         if bad_rows and self.trains:
             self.gates.mend()
         if not self.gates.has_gradient:
@@ -227,7 +228,7 @@ class RouterTeacher(Teacher):
         scale = joint_scale if self.config.mode == "sar-joint" else self.gates.loss_scale
         self.gates.apply(rate_factor, self._loss, scale)
         if self.gates.is_hopeless:
-            self._take_back("its updates are not finite, many times in a row")
+            self._restore_and_freeze("its updates are not finite, many times in a row")
 
     def aims(self, *, has_student: bool) -> Aims:
         config = self.config
@@ -242,74 +243,54 @@ class RouterTeacher(Teacher):
 
     @contextmanager
     def opened(self, routing: Routing) -> Iterator[Routing]:
-        """Everything a backward through the teacher needs, until it is done."""
+        """Keep the teacher ready for a backward in the body: on the device, recomputed if configured, routed."""
         is_recomputed = self.config.gradient_checkpointing
-        with self.original.at_work(), recomputed(self._blocks, is_recomputed), routed(self.found, routing):
+        with self.original.at_work(), recomputed(self._blocks, is_recomputed), routed(self.moe_gates, routing):
             yield routing
 
-    def _add(self, loss: Tensor, terms: Mapping[str, Term]) -> None:
+    def _add_router_loss(self, loss: Tensor, terms: Mapping[str, Term]) -> None:
         self._loss = self._loss + loss.detach()
         for name, term in terms.items():
-            self._note(name, term)
-
-    def _note(self, name: str, term: Term) -> None:
-        total, count = term.total.detach(), term.count.detach()
-        known = self._terms.get(name)
-        self._terms[name] = Term(total, count) if known is None else Term(known.total + total, known.count + count)
+            self._sums.add(name, term)
 
     # -- watching ----------------------------------------------------------------------------------------
 
     def start(self, held_out: Iterable[Batch]) -> Assessment:
-        """Measure the teacher before anything is trained: what the alarm compares with."""
-        found = self.assess(held_out)
-        self.start_nll = found.nll
-        return found
+        """Measure the teacher before training. `watch` compares with this loss."""
+        assessment = self.assess(held_out)
+        self.start_nll = assessment.nll
+        return assessment
 
     def assess(self, held_out: Iterable[Batch]) -> Assessment:
         return assess(self, held_out)
 
-    def watch(self, found: Assessment) -> bool:
-        """Restore and freeze gates that made the teacher worse. True if the alarm went off."""
+    def watch(self, assessment: Assessment) -> bool:
+        """Restore and freeze gates that made the teacher worse. Return whether they did."""
         if not self.trains or self.start_nll is None:
             return False
         bound = self.start_nll + self.config.max_degradation
-        if math.isfinite(found.nll) and found.nll <= bound:
+        if math.isfinite(assessment.nll) and assessment.nll <= bound:
             return False
-        self._take_back(f"its held-out loss is {found.nll:.4f}, above {self.start_nll:.4f} + "
+        self._restore_and_freeze(f"its held-out loss is {assessment.nll:.4f}, above {self.start_nll:.4f} + "
                         f"{self.config.max_degradation:g}")  # fmt: skip
         return True
 
     def reset(self, *, is_frozen: bool) -> None:
-        """The original teacher again, as if nothing had been taught."""
+        """Restore the original teacher and drop the sums of its terms."""
         self.gates.restore()
         self.is_frozen = is_frozen
-        self._terms = {}
+        self._sums = TermSums()
 
-    def _take_back(self, why: str) -> None:
+    def _restore_and_freeze(self, why: str) -> None:
         self.gates.restore()
         self.is_frozen = True
         self.tell(f"the teacher's gates are restored and stay frozen: {why}")
 
-    def report(self, found: Assessment) -> dict[str, Any]:
-        """An event's worth: what the gates do, how far they have moved, and what they were taught since the last."""
-        values = {name: (float(term.total), float(term.count)) for name, term in self._terms.items()}
-        self._terms = {}
-        return {
-            "mode": self.config.mode,
-            "is_frozen": self.is_frozen,
-            "teacher_nll": found.nll,
-            "teacher_nll_start": self.start_nll,
-            "kl_to_original": found.kl_to_original,
-            "updates": self.gates.num_applied,
-            "skipped": self.gates.num_skipped,
-            "mended": self.gates.num_mended,
-            "grad_norm": self.gates.last_norm,
-            "terms": {name: total / max(count, 1.0) for name, (total, count) in values.items()},
-            "layers": [
-                {**vars(layer), "drift": self.gates.drift(gate.weight)}
-                for gate, layer in zip(self.found, found.layers, strict=True)
-            ],
-        }
+    def report(self, assessment: Assessment) -> dict[str, Any]:
+        """The fields of a router event. Start the sums of the terms anew."""
+        record = event_fields(self, assessment, self._sums.means())
+        self._sums = TermSums()
+        return record
 
     # -- state -------------------------------------------------------------------------------------------
 
@@ -342,8 +323,8 @@ class RouterTeacher(Teacher):
         self.probed = state["probed"]
 
 
-def _weighed(answer: DenseSignal, weight: float) -> DenseSignal:
-    """The same answer with the gradient that comes back through it multiplied by `weight`."""
+def _weighted(answer: DenseSignal, weight: float) -> DenseSignal:
+    """The same answer, with its gradient multiplied by `weight`."""
     if not answer.hidden.requires_grad:
         return answer
     hidden = answer.hidden.view_as(answer.hidden)

@@ -1,7 +1,7 @@
-"""What gates are taught, and how a teacher with taught gates is measured.
+"""The router's loss, and the assessment of a teacher with trained gates.
 
-The teacher's own terms go through the fused head with the roles exchanged: the teacher is the one that learns, and the
-student (or the original teacher) is the signal. No [tokens, vocabulary] tensor is kept here either.
+The terms go through the fused head with the roles exchanged: the teacher learns, and the student (or the original
+teacher) is the signal. No [tokens, vocabulary] tensor is kept.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _META_STEP = 2.0  # width of the central difference, in lookahead steps
 
 @dataclass(frozen=True)
 class Aims:
-    """What each of the router's terms weighs."""
+    """The weights of the router's terms."""
 
     truth: float = 0.0
     student: float = 0.0
@@ -68,33 +68,33 @@ def own_terms(
     if "kd" in scored.terms:
         terms["student"] = scored.terms["kd"]
     if opposite is not None and aims.student:
-        # sum_v p(v) d log q(v) along the lookahead step, as a difference of two divergences from the same teacher.
-        back = score_head(teacher, _as_signal(opposite), targets, kd_weight=aims.student * per_target / _META_STEP,
+        # sum_v p(v) d log q(v) along the lookahead step, as a difference of two divergences.
+        backward = score_head(teacher, _as_signal(opposite), targets, kd_weight=aims.student * per_target / _META_STEP,
                           ce_weight=0.0, divergence=make("reverse_kl"))  # fmt: skip
-        loss = loss + back.loss
-        terms["opposite"] = back.terms["kd"]
+        loss = loss + backward.loss
+        terms["opposite"] = backward.terms["kd"]
     if anchor is not None and aims.anchor:
-        held = score_head(teacher, anchor, targets, kd_weight=aims.anchor * per_target, ce_weight=0.0,
+        anchored = score_head(teacher, anchor, targets, kd_weight=aims.anchor * per_target, ce_weight=0.0,
                           divergence=make("forward_kl"))  # fmt: skip
-        loss = loss + held.loss
-        terms["anchor"] = held.terms["kd"]
-        bad = bad + held.counters["bad_teacher_rows"]
+        loss = loss + anchored.loss
+        terms["anchor"] = anchored.terms["kd"]
+        bad = bad + anchored.counters["bad_teacher_rows"]
     if student is not None or anchor is not None:
-        # Rows whose other side was no distribution were scored on their labels instead: never in silence.
+        # Count rows whose signal was not a distribution: they were scored on their labels instead.
         ones = torch.ones_like(targets, dtype=torch.float32)
         terms["bad_rows"] = Term(bad.to(ones.dtype), ones.sum())
     return loss + _gate_terms(aims, routing, batch, num_tokens, terms), terms
 
 
 def _as_signal(view: StudentView) -> DenseSignal:
-    """The student as something to compare with: detached, because the gates learn here and not the student."""
+    """The student's view as a signal, detached: the gates learn here, not the student."""
     head = view.head
     bias = None if head.bias is None else head.bias.detach()
     return DenseSignal(view.hidden.detach(), replace(head, weight=head.weight.detach(), bias=bias))
 
 
 def _gate_terms(aims: Aims, routing: Routing, batch: Batch, num_tokens: int, terms: dict[str, Term]) -> Tensor:
-    """Load balance and entropy, averaged over gates: a deep teacher is not regularised harder than a shallow one."""
+    """Load balance and entropy, averaged over gates, so that the weight does not depend on the depth."""
     loss = torch.zeros((), device=batch.input_ids.device)
     if not (aims.load_balance or aims.entropy):
         return loss
@@ -127,7 +127,7 @@ class GateUse:
 
 @dataclass(frozen=True)
 class Assessment:
-    """A teacher on held-out text. Positions whose loss is not finite make the whole not finite."""
+    """A teacher on held-out text. One non-finite position makes the means non-finite."""
 
     nll: float
     kl_to_original: float
@@ -137,24 +137,24 @@ class Assessment:
 
 @torch.no_grad()
 def assess(teacher: RouterTeacher, held_out: Iterable[Batch]) -> Assessment:
-    """Held-out loss of the teacher as it stands, its distance to the original, and what its gates do."""
+    """Held-out loss of the teacher, its divergence from the original, and the use of its experts."""
     device = teacher.original.device
     sums = torch.zeros(3, dtype=torch.float64, device=device)
-    usage = {gate.name: torch.zeros(gate.num_experts, device=device) for gate in teacher.found}
-    entropies = {gate.name: torch.zeros((), device=device) for gate in teacher.found}
+    usage = {gate.name: torch.zeros(gate.num_experts, device=device) for gate in teacher.moe_gates}
+    entropies = {gate.name: torch.zeros((), device=device) for gate in teacher.moe_gates}
     num_tokens = torch.zeros((), device=device)
     for batch in held_out:
-        there = batch.to(device)
-        with routed(teacher.found, teacher.routing()) as routing:
-            answer = teacher.original.observe(there, Needs())
+        batch = batch.to(device)
+        with routed(teacher.moe_gates, teacher.routing()) as routing:
+            answer = teacher.original.observe(batch, Needs())
         anchor = None
         if teacher.trains and teacher.gates.num_applied:
-            anchor = teacher.original.observe(there, Needs())
-        scored = score_head(StudentView(answer.hidden, answer.head), anchor, there.scored_targets, ce_weight=1.0,
+            anchor = teacher.original.observe(batch, Needs())
+        scored = score_head(StudentView(answer.hidden, answer.head), anchor, batch.scored_targets, ce_weight=1.0,
                             kd_weight=0.0 if anchor is None else 1.0, divergence=make("forward_kl"))  # fmt: skip
         kl = scored.terms["kd"].total if "kd" in scored.terms else torch.zeros((), device=device)
         sums += torch.stack([scored.terms["ce"].total, kl, scored.terms["ce"].count]).double()
-        is_token = there.attention_mask.reshape(-1).bool()
+        is_token = batch.attention_mask.reshape(-1).bool()
         tokens = is_token.sum()
         num_tokens += tokens
         for name, seen in routing.seen.items():
@@ -165,6 +165,6 @@ def assess(teacher: RouterTeacher, held_out: Iterable[Batch]) -> Assessment:
     tokens_seen = max(float(num_tokens), 1.0)
     layers = [
         GateUse(gate.name, (usage[gate.name] / tokens_seen).tolist(), float(entropies[gate.name]) / tokens_seen)
-        for gate in teacher.found
+        for gate in teacher.moe_gates
     ]
     return Assessment(nll / max(count, 1.0), kl_sum / max(count, 1.0), int(count), layers)

@@ -1,4 +1,4 @@
-"""sar-transient: where each token's gates would have to go for a better answer, given the student's view."""
+"""sar-transient: move the gates' logits of each token a bounded step downhill, given the student's view."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ if TYPE_CHECKING:
 
 
 def downhill_offsets(teacher: RouterTeacher, batch: Batch, view: StudentView) -> tuple[dict[str, Tensor], list[Term]]:
-    """For each gate, offsets of its logits of bounded length against the router's gradient, [tokens, experts].
+    """For each gate, offsets of its logits against the router's gradient, of bounded norm. [tokens, experts]
 
-    Where a token has no usable gradient the offset is 0; how many those are is the second answer, a term for each gate.
+    The offset of a token without a usable gradient is 0; the second result counts those tokens, a term for each gate.
     """
     num_tokens = int(batch.input_ids.numel())
     config, original = teacher.config, teacher.original
     offsets = {
         gate.name: torch.zeros(num_tokens, gate.num_experts, device=original.device, requires_grad=True)
-        for gate in teacher.found
+        for gate in teacher.moe_gates
     }
     aims = Aims(truth=config.truth_weight, student=config.student_weight)
     with torch.enable_grad(), teacher.opened(Routing(offsets=offsets)) as routing:
         answer = original.answer(batch, Needs())
         loss, _terms = own_terms(aims, answer, view, None, routing, batch, batch.num_scored, num_tokens)
-        # One over the number of targets would flush FP16 gradients to zero; only directions are used.
+        # Undo the division by the number of targets, which would flush FP16 gradients to 0: only directions are used.
         slopes = torch.autograd.grad(loss * batch.num_scored, list(offsets.values()))
     moved, unmoved = {}, []
     for name, slope in zip(offsets, slopes, strict=True):

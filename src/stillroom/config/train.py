@@ -1,0 +1,72 @@
+"""How a run trains: steps, batches, rates and when it is evaluated and saved."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from stillroom.config.sections import Section
+
+
+class TrainConfig(Section):
+    max_steps: Annotated[int, Field(ge=0)] = Field(0, description="optimizer steps; 0: as many as `epochs` give")
+    epochs: Annotated[float, Field(gt=0)] = Field(1.0, description="passes over the training data")
+    batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        8, description="rows in a micro-batch; auto: `step_rows` in the largest micro-batches that fit, found by trial"
+    )
+    step_rows: Annotated[int, Field(ge=1)] = Field(32, description="rows in a step where batch_size is auto")
+    gradient_accumulation_steps: Annotated[int, Field(ge=1)] = Field(1, description="micro-batches in a step")
+    learning_rate: Annotated[float, Field(gt=0)] = Field(1e-3, description="peak learning rate of the student")
+    router_learning_rate: Annotated[float, Field(ge=0)] = Field(0.0, description="0: the student's")
+    projector_learning_rate: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="peak rate of the matrices that inner objectives train beside the student; 0: the student's"
+    )
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    min_learning_rate_ratio: Annotated[float, Field(ge=0, le=1)] = Field(0.1, description="end of the schedule")
+    warmup_steps: Annotated[int, Field(ge=0)] = Field(0, description="optimizer steps; overrides warmup_ratio")
+    warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = Field(0.1, description="share of the optimizer steps")
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    epsilon: Annotated[float, Field(gt=0)] = Field(1e-8, description="of AdamW; always used in FP32")
+    max_grad_norm: Annotated[float, Field(gt=0)] = Field(
+        1.0,
+        description="the student's gradient as a whole is clipped to this norm; projectors and trained gates, which "
+        "have rates of their own, are clipped to the same norm by themselves",
+    )
+    eval_steps: Annotated[int, Field(ge=0)] = Field(
+        0, description="0: up to ten evaluations over the run, fewer where they would take more than a tenth of it"
+    )
+    save_steps: Annotated[int, Field(ge=0)] = Field(
+        0, description="0: with eval_steps, else up to ten checkpoints that take at most a twentieth of the time"
+    )
+    compile: Literal["auto", "off", "student", "both"] = Field(
+        "auto",
+        description="torch.compile for the student, or for both models; auto: the student, in a run on a CPU that is "
+        "long enough to be worth it",
+    )
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    early_stopping: Annotated[int, Field(ge=0)] = Field(
+        0, description="stop after this many evaluations without a better student; 0: never"
+    )
+    max_minutes: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="save and stop with exit code 75, loading and saving included; 0: no limit"
+    )
+    peer_timeout_minutes: Annotated[float, Field(gt=0)] = Field(
+        30.0, description="with several processes: how long one waits for another before the run ends with exit code 75"
+    )
+
+    @property
+    def rows_per_batch(self) -> int:
+        """Rows in a batch of the loader; where memory is short it is taken in parts."""
+        return self.step_rows if self.batch_size == "auto" else self.batch_size
+
+    @model_validator(mode="after")
+    def _auto_decides_accumulation(self) -> TrainConfig:
+        if self.batch_size == "auto" and self.gradient_accumulation_steps != 1:
+            raise ValueError(
+                "batch_size = auto decides how many micro-batches a step has: leave "
+                "gradient_accumulation_steps out and set step_rows"
+            )
+        return self

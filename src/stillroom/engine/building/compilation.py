@@ -1,0 +1,56 @@
+"""What of a run is compiled."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from stillroom.config import Config
+from stillroom.engine.building.models import Models
+from stillroom.models.compiled import CompiledBody, what_to_compile
+from stillroom.precision import Precision
+from stillroom.telemetry import EventLog
+
+
+def compile_bodies(
+    config: Config, models: Models, precision: Precision, num_windows: int, log: EventLog
+) -> tuple[CompiledBody | None, CompiledBody | None]:
+    """The compiled bodies of student and teacher, None where one runs as it is. Nothing is compiled yet.
+
+    `num_windows` are those of all processes together.
+    """
+
+    def tell(text: str) -> None:
+        log.write("note", text=text)
+
+    rows = config.train.rows_per_batch * config.train.gradient_accumulation_steps
+    num_tokens = num_windows * rows * config.data.max_length  # an upper bound, by counts alone
+    flops = 6.0 * models.loaded_student.anatomy.num_parameters * num_tokens
+    chosen = what_to_compile(config.train.compile, precision.device.type, flops)
+    if chosen == "off":
+        return None, None
+    if precision.emulates_half:
+        if config.train.compile != "auto":
+            tell("compile: off, because FP16 products are emulated on a CPU")
+        return None, None
+    _keep_compiled_code()
+    bodies = []
+    teacher = models.loaded_teacher if chosen == "both" else None
+    if teacher is not None and (config.teacher.placement == "offload" or config.teacher.router.mode != "frozen"):
+        tell("compile: a teacher that is offloaded or whose gates are changed runs as it is")
+        teacher = None
+    for role, loaded in (("student", models.loaded_student), ("teacher", teacher)):
+        if loaded is not None and not loaded.is_described:
+            tell(f"compile: the {role} answers with its own logits and is not compiled")
+            loaded = None
+        bodies.append(None if loaded is None else CompiledBody(loaded.network, role, tell))
+    return bodies[0], bodies[1]
+
+
+def _keep_compiled_code() -> None:
+    """Between runs, so that the second one does not compile again. A folder that the user set stays."""
+    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(base / "stillroom" / f"inductor-{torch.__version__}")

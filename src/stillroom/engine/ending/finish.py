@@ -1,0 +1,136 @@
+"""The end of a run: choose the student that is kept, judge it, write it and the summary."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from stillroom.engine.ending.outcome import DONE, how_it_ended
+from stillroom.engine.ending.result import Result
+from stillroom.engine.ending.samples import make_samples
+from stillroom.engine.ending.success_checks import success_checks
+from stillroom.engine.fitting import evaluate_held_out, micro_batch_rows
+from stillroom.engine.run import Run
+from stillroom.engine.saving import load_best, save_student
+from stillroom.engine.state import RunState
+from stillroom.engine.stop import Stop
+from stillroom.errors import CannotSave, Interrupted, NoBetterStudent
+from stillroom.evaluation import Evaluation
+from stillroom.files import reason_of, write_atomically
+from stillroom.models import anatomy_of
+from stillroom.telemetry.events import scan_events
+from stillroom.telemetry.strict import strict
+
+
+def finish(run: Run, state: RunState, stop: Stop) -> Result:
+    """Evaluate the best student, and write it with the summary and the last events."""
+
+    def check_stop() -> None:
+        if run.parallel.any_of(bool(stop.reason)):
+            raise Interrupted(
+                f"stopped after the last step, before the result was written: {stop.reason or 'as another process'}",
+                where=str(run.folder),
+                advice=[f"nothing is trained again: stillroom resume {run.folder}"],
+            )
+
+    # A best student from before a rollback may have the number of the last step and other weights.
+    is_last_best = state.best_step == state.applied and state.evaluations_since_best == 0
+    if not is_last_best:
+        load_best(run, state)
+        whose = f"that of step {state.best_step}" if state.best_step else "the one before training"
+        run.log.write("note", text=f"the best student is {whose}, and it is the one kept")
+    # Compare with the teacher as it was given: trained gates would move the yardstick.
+    reference = run.teacher.original
+    final = state.evaluated if is_last_best and reference is run.teacher else None
+    if final is None:
+        options = {"precision": run.precision, "teacher": reference, "between": check_stop}
+        final = evaluate_held_out(run, state, run.student, **options)
+    check_stop()
+    end = how_it_ended(state, final.perplexity, state.before["student_before"]["perplexity"])
+    if not run.parallel.is_first:
+        return Result(run.folder, dict(end))
+    save_student(run)
+    run.teacher.save(run.folder)
+    for sample in make_samples(run):
+        run.log.write("sample", **sample)
+    summary = _summary(run, state, end, final)
+    write_summary(run.folder, summary)
+    for text in summary["advice"]:
+        run.log.write("note", text=text)
+    code = 0 if end["status"] == DONE else NoBetterStudent.exit_code
+    reason = {"reason": end["reason"]} if end["reason"] else {}
+    run.log.write("run_end", status=end["status"], steps=state.applied, seconds=state.seconds, exit_code=code, **reason)
+    return Result(run.folder, summary)
+
+
+def _summary(run: Run, state: RunState, end: dict[str, Any], final: Evaluation) -> dict[str, Any]:
+    """The contents of summary.json."""
+    summary = {
+        **end,
+        "steps": state.applied,
+        "tokens": state.tokens,
+        "seconds": round(state.seconds, 3),
+        "success_rate": state.success_rate,
+        "skipped": state.skipped,
+        "retried": state.retried,
+        "rollbacks": state.rollbacks,
+        "micro_batch_rows": micro_batch_rows(run, state),
+        "shortages": state.shortages,
+        "best_step": state.best_step,
+        "precision": run.precision.mode,
+        "transfer_tokens": run.corpus.counters.get("train_tokens"),
+        "learning_rate": run.config.train.learning_rate,
+        "weight_decay": run.config.train.weight_decay,
+        **state.before,
+        "student": {**summary_row(final, run.student.model), "steps": state.applied, "tokens": state.tokens},
+        **run.teacher.summary(),
+    }
+    summary["checks"] = _checks(run, summary)
+    return summary
+
+
+def result_or_error(result: Result) -> Result:
+    """The result; raise for a run that took all its steps and found no better student."""
+    if result.summary.get("status", DONE) == DONE:
+        return result
+    raise NoBetterStudent(
+        str(result.summary["reason"]),
+        folder=result.folder,
+        summary=result.summary,
+        advice=[str(text) for text in result.summary["advice"]],
+    )
+
+
+def _checks(run: Run, summary: dict[str, Any]) -> list[dict[str, Any]]:
+    """The success criteria, judged from the event log, which has all starts of a resumed run."""
+    before = summary.get("student_before", {})
+    return success_checks(
+        scan_events(run.log.path).records,
+        perplexity=summary["student"]["perplexity"],
+        perplexity_before=before.get("perplexity"),
+        max_perplexity=run.config.eval.max_perplexity,
+        min_share=run.config.eval.min_share,
+        epoch_steps=run.loader.num_windows,
+        vocab_size=run.student.vocab_size,
+    )
+
+
+def write_summary(folder: Path, summary: dict[str, Any]) -> None:
+    contents = json.dumps(strict(summary), indent=1, allow_nan=False).encode("utf-8")
+    try:
+        write_atomically(folder / "summary.json", contents)
+    except OSError as error:
+        raise CannotSave(
+            f"cannot write the summary: {reason_of(error)}",
+            where=str(folder / "summary.json"),
+            advice=[
+                "free some space on that disk",
+                f"then continue, nothing is trained again: stillroom resume {folder}",
+            ],
+        ) from error
+
+
+def summary_row(result: Evaluation, model: Any) -> dict[str, Any]:
+    """What the summary says of a model."""
+    return {**result.yardsticks(), "parameters": anatomy_of(model).num_parameters}

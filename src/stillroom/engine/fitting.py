@@ -1,0 +1,97 @@
+"""Fit the work of a run into memory: where it runs out, halve the micro-batches and do the same work again.
+
+Terms are sums and the counts of the whole window divide once, so a window in smaller parts gives the same loss and the
+same gradient, up to the order of FP32 sums. The size that fits is kept for the rest of the run, in its checkpoints too.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+import torch
+
+from stillroom.ends import is_out_of_memory
+from stillroom.engine.run import Run
+from stillroom.engine.state import RunState
+from stillroom.errors import OutOfMemory
+from stillroom.evaluation import Evaluation, evaluate
+from stillroom.files import reason_of
+from stillroom.models import Student
+from stillroom.objectives.head.buffers import POOL
+from stillroom.types import Batch
+
+T = TypeVar("T")
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+def parts_of(batches: Iterable[Batch], state: RunState) -> Iterator[Batch]:
+    """The micro-batches at the size that fits."""
+    for batch in batches:
+        yield from batch.parts(state.micro_batch_parts)
+
+
+def within_memory(run: Run, state: RunState, work: Callable[[], T]) -> T:
+    """The result of `work`, which uses `parts_of`. Where memory runs out in any process, all take smaller parts."""
+    while True:
+        result, shortage = None, ""
+        try:
+            result = work()
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            shortage = reason_of(error)
+        # Outside of the handler: the error's traceback holds the tensors of the work that failed.
+        if not run.parallel.any_of(bool(shortage)):
+            return result  # type: ignore[return-value]
+        _take_smaller_parts(run, state, shortage or "memory ran out in another process")
+
+
+def evaluate_held_out(run: Run, state: RunState, student: Student, **options: Any) -> Evaluation:
+    """`evaluate` on the held-out batches, in parts that fit."""
+    return within_memory(run, state, lambda: evaluate(student, parts_of(run.eval_batches(), state), **options))
+
+
+def _take_smaller_parts(run: Run, state: RunState, shortage: str) -> None:
+    rows = micro_batch_rows(run, state)
+    run.optimizer.zero_grad()
+    if rows <= 1:
+        raise OutOfMemory(
+            f"not even a micro-batch of one row fits into memory{_by_how_much(shortage)}: {shortage}",
+            where=str(run.device),
+            advice=[
+                "recompute activations: --set student.gradient_checkpointing=true",
+                f"shorter rows: --set data.max_length={max(run.config.data.max_length // 2, 1)}",
+                "keep the teacher off the device: --set teacher.placement=offload",
+                f"then continue from the last checkpoint: stillroom resume {run.folder}",
+            ],
+        )
+    state.micro_batch_parts *= 2
+    state.shortages += 1
+    gc.collect()
+    POOL.clear()
+    if run.device.type == "cuda":
+        torch.cuda.empty_cache()
+    now = micro_batch_rows(run, state)
+    text = f"memory ran out: micro-batches of {now:,} rows instead of {rows:,}, and the same work again"
+    if run.mix.planned.find("contrastive"):
+        text += "; the contrastive term now compares fewer rows"
+    run.log.write("note", text=text, micro_batch_rows=now, reason=shortage)
+
+
+def micro_batch_rows(run: Run, state: RunState) -> int:
+    """Rows in the largest micro-batch."""
+    return math.ceil(run.config.train.rows_per_batch / state.micro_batch_parts)
+
+
+def _by_how_much(reason: str) -> str:
+    """What was missing, where the allocator's message says how much it wanted and how much was free."""
+    wanted = re.search(r"[Tt]ried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", reason)
+    free = re.search(r"([\d.]+) (bytes|KiB|MiB|GiB) is free", reason)
+    if not wanted or not free:
+        return ""
+    missing = float(wanted[1]) * _UNITS[wanted[2]] - float(free[1]) * _UNITS[free[2]]
+    return f", {missing / 2**20:,.0f} MiB are missing" if missing > 0 else ""

@@ -1,0 +1,176 @@
+"""Runs of the product on a card made of main memory, in a process of their own:
+
+    python card_runs.py JOB.json
+
+The job names the kind of card, the worlds (teacher, student, text), and the runs. The answer is written beside it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from card_cases import CASES, SHORT, Case
+from card_watch import Watch, planted
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
+
+def run_case(case: Case, worlds: dict[str, str], folder: Path, device: str) -> dict[str, Any]:
+    import tiny
+
+    from stillroom.config import load_config
+
+    world = Path(worlds[case.world])
+    config = load_config(overrides={**tiny.settings(world), **SHORT, **case.settings})
+    watch = Watch(case)
+    with watch.active(), planted(case.mutant):
+        found = _ACTS[case.act](case, config, world, folder, device, watch)
+    return {"broken": watch.broken, "steps": watch.steps, **found}
+
+
+def _train(case: Case, config: Any, world: Path, folder: Path, device: str, watch: Watch) -> dict[str, Any]:
+    from stillroom.engine.distill import distill
+
+    return _told(distill(config, folder, device=device, inject=case.inject))
+
+
+def _told(result: Any) -> dict[str, Any]:
+    from stillroom.telemetry import read_events
+
+    events = list(read_events(result.folder / "events.jsonl"))
+    return {
+        "precision": result.summary["precision"],
+        "status": result.summary["status"],
+        "actions": [event["action"] for event in events if event["event"] == "guard"],
+        "notes": [event["text"] for event in events if event["event"] == "note"],
+        "gpu_memory": [event["gpu_memory_gb"] for event in events if event["event"] == "step"],
+        "loss_scale": [event["loss_scale"] for event in events if event["event"] == "step"],
+    }
+
+
+def _replay(case: Case, config: Any, world: Path, folder: Path, device: str, watch: Watch) -> dict[str, Any]:
+    from stillroom.engine.replay import replay
+
+    told = _train(case, config, world, folder, device, watch)
+    found = replay(folder, 3, device=device)
+    return {**told, "loss": found["now"]["loss"]}
+
+
+def _evaluate(case: Case, config: Any, world: Path, folder: Path, device: str, watch: Watch) -> dict[str, Any]:
+    from stillroom.assess import assess
+
+    options: dict[str, Any] = {"teacher": str(world / "teacher"), "max_length": 32, "max_batches": 2}
+    student, text = str(world / "student"), str(world / "train.jsonl")
+    found = [assess(student, text, device=name, **options)["student"] for name in (device, "cpu")]
+    return {"perplexity": [one["perplexity"] for one in found], "kl": [one["kl"] for one in found]}
+
+
+def _generate(case: Case, config: Any, world: Path, folder: Path, device: str, watch: Watch) -> dict[str, Any]:
+    from stillroom.assess import continue_text
+
+    texts = [
+        continue_text(str(world / "teacher"), "the still room", device=name, max_new_tokens=6)[0]
+        for name in (device, "cpu")
+    ]
+    return {"texts": texts}
+
+
+def _cut(config: Any, folder: Path, watch: Watch, *, first: str, then: str) -> dict[str, Any]:
+    """A run that ends at its fourth attempt on one device and goes on on another."""
+    from stillroom.engine.distill import distill, resume
+
+    watch.stop_at = 4
+    with contextlib.suppress(RuntimeError):
+        distill(config, folder, device=first)
+    watch.stop_at = 0
+    return _told(resume(folder, device=then))
+
+
+def _from_cpu(case: Case, config: Any, world: Path, folder: Path, device: str, watch: Watch) -> dict[str, Any]:
+    return _cut(config, folder, watch, first="cpu", then=device)
+
+
+def _to_cpu(case: Case, config: Any, world: Path, folder: Path, device: str, watch: Watch) -> dict[str, Any]:
+    return _cut(config, folder, watch, first=device, then="cpu")
+
+
+def _cut_and_resumed(case: Case, config: Any, world: Path, folder: Path, device: str, watch: Watch) -> dict[str, Any]:
+    """Against the same run uncut: the students' files are compared."""
+    from stillroom.engine.distill import distill
+
+    told = _cut(config, folder, watch, first=device, then=device)
+    distill(config, folder.with_name("uncut"), device=device)
+    files = [where / "student" / "model.safetensors" for where in (folder, folder.with_name("uncut"))]
+    return {**told, "is_same": files[0].read_bytes() == files[1].read_bytes()}
+
+
+_ACTS: dict[str, Callable[..., dict[str, Any]]] = {
+    "train": _train,
+    "replay": _replay,
+    "evaluate": _evaluate,
+    "generate": _generate,
+    "from cpu": _from_cpu,
+    "to cpu": _to_cpu,
+    "cut": _cut_and_resumed,
+}
+
+
+def _saves_from_main_memory() -> None:
+    """A limit of the card: its tensors have no memory that safetensors could look at."""
+    from transformers import PreTrainedModel
+
+    save = PreTrainedModel.save_pretrained
+
+    def moved(self: Any, *args: Any, **options: Any) -> None:
+        where = next(self.parameters()).device
+        self.to("cpu")
+        try:
+            save(self, *args, **options)
+        finally:
+            self.to(where)
+
+    PreTrainedModel.save_pretrained = moved
+
+
+def main(job: Path) -> None:
+    asked = json.loads(job.read_text())
+    if asked["card"] == "cuda":
+        import card_cuda
+
+        card_cuda.load_guard(Path(asked["guard"]))
+        import torch
+
+        card_cuda.install(tuple(asked["capability"]))
+        device = "cuda"
+    else:
+        import card_private
+        import torch
+
+        card_private.install()
+        device = card_private.NAME
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    _saves_from_main_memory()
+    answers = {}
+    for name in asked["runs"]:
+        folder = job.parent / name.replace(" ", "-") / "run"
+        folder.parent.mkdir()
+        try:
+            answers[name] = run_case(CASES[name], asked["worlds"], folder, device)
+        except Exception as error:  # noqa: BLE001 - the answer says what happened
+            frames = [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)]
+            answers[name] = {"error": f"{type(error).__name__}: {error}", "at": frames[-6:]}
+        shutil.rmtree(folder.parent)
+    job.with_suffix(".answer").write_text(json.dumps(answers))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,190 @@
+"""Whole runs on a graphics card made of main memory, several in a process: what a CPU alone does not show.
+
+Of every step that is kept: the host reads once, nothing is copied but what is planned, and generators are on the card.
+Of every snapshot: it is in main memory. `card.py` says what such a card can and cannot show.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import card_cuda
+import pytest
+import tiny
+import torch
+from transformers import AutoModelForCausalLM
+
+TURING, AMPERE = (7, 5), (8, 0)
+Answers = dict[str, dict[str, Any]]
+Ask = Callable[..., Answers]
+
+
+@pytest.fixture(scope="session")
+def worlds(world: Path, moe_world: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The shared worlds, and one whose student has two query heads for each key head."""
+    grouped = tmp_path_factory.mktemp("grouped")
+    shutil.copytree(world / "teacher", grouped / "teacher")
+    shutil.copytree(world / "student", grouped / "student")
+    shutil.copy(world / "train.jsonl", grouped)
+    config = tiny.config("llama", width=32, num_layers=1)
+    config.num_key_value_heads = 1
+    torch.manual_seed(2)
+    AutoModelForCausalLM.from_config(config).save_pretrained(grouped / "student")
+    return {"dense": str(world), "moe": str(moe_world), "grouped": str(grouped)}
+
+
+@pytest.fixture(scope="session")
+def guard(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if card_cuda.COMPILER is None:
+        pytest.skip("no C++ compiler: the card is not tried as a CUDA device here")
+    library = tmp_path_factory.mktemp("guard") / "guard.so"
+    card_cuda.build_guard(library)
+    return library
+
+
+def ask(job: dict[str, Any], folder: Path) -> Answers:
+    path = folder / "job.json"
+    path.write_text(json.dumps(job))
+    words = [sys.executable, str(Path(__file__).with_name("card_runs.py")), str(path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(words, check=False, capture_output=True, text=True, timeout=500, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    answers: Answers = json.loads(path.with_suffix(".answer").read_text())
+    return answers
+
+
+@pytest.fixture
+def on_cuda(guard: Path, worlds: dict[str, str], tmp_path: Path) -> Ask:
+    def asked(runs: Sequence[str], capability: tuple[int, int] = TURING) -> Answers:
+        job = {"card": "cuda", "guard": str(guard), "capability": capability, "worlds": worlds, "runs": list(runs)}
+        return ask(job, tmp_path)
+
+    return asked
+
+
+@pytest.fixture
+def on_private(worlds: dict[str, str], tmp_path: Path) -> Ask:
+    code = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import card_private as c; print(c.missing())"
+    )
+    missing = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+    if missing:
+        pytest.skip(f"the card is not tried as a device of its own here: {missing}")
+    return lambda runs: ask({"card": "private", "worlds": worlds, "runs": list(runs)}, tmp_path)
+
+
+def check(answers: Answers) -> None:
+    """No run failed, and none broke a law."""
+    wrong = {name: found.get("error") or found["broken"] for name, found in answers.items()}
+    assert not {name: why for name, why in wrong.items() if why}, wrong
+
+
+def last_loss(found: dict[str, Any]) -> float:
+    return float(found["steps"][-1]["loss"])
+
+
+def test_every_precision_trains_with_one_read_a_step(on_cuda: Ask) -> None:
+    modes = ["fp32", "fp16-mixed", "fp16-master", "fp16-split", "fp16-sr"]
+    answers = on_cuda(["auto", *modes, "bf16 moments", "accumulation", "accumulation mixed"])
+    check(answers)
+    assert answers["auto"]["precision"] == "fp16-mixed"
+    for mode in modes:
+        assert answers[mode]["precision"] == mode
+        assert last_loss(answers[mode]) == pytest.approx(last_loss(answers["fp32"]), rel=1e-3)
+        scaled = 65536.0 if mode.startswith("fp16") else 1.0
+        assert set(answers[mode]["loss_scale"]) == {scaled}, "as on a CPU: nothing overflows"
+    assert set(answers["fp16-mixed"]["steps"][-1]["attention"]) == {"float16 gqa=False"}
+    first = answers["auto"]
+    assert first["gpu_memory"][1] == pytest.approx(first["steps"][1]["peak"] / 1e9), "the peak of the step is shown"
+    assert first["steps"][1]["peak"] > 1.2 * first["steps"][1]["live"]
+
+
+def test_every_objective_and_placement_keeps_to_the_plan(on_cuda: Ask) -> None:
+    runs = ["auto", "inner", "top-k", "labels alone", "jsd", "recomputed", "fp32 teacher", "shared heads", "shrink"]
+    answers = on_cuda([*runs, "offload", "offload fp32"])
+    check(answers)
+    assert set(answers["shared heads"]["steps"][-1]["attention"]) == {"float16 gqa=False"}, "below sm_80"
+    near, far = answers["auto"]["steps"][-1], answers["offload"]["steps"][-1]
+    assert last_loss(answers["offload"]) == last_loss(answers["auto"]), "the same teacher"
+    assert far["pinned_in"] == near["live"] - far["live"] > 0, "each step brings what is not kept, from pinned memory"
+    twice = answers["offload fp32"]["steps"][-1]
+    assert twice["pinned_in"] == 2 * far["pinned_in"], "once for each micro-batch"
+
+
+def test_every_router_mode_keeps_to_the_plan(on_cuda: Ask) -> None:
+    modes = ["truth", "sar", "sar-joint", "sar-meta", "sar-transient", "all-experts", "augmentation"]
+    answers = on_cuda([*(f"router {mode}" for mode in modes), "router sar offload"])
+    check(answers)
+    assert last_loss(answers["router sar offload"]) == pytest.approx(last_loss(answers["router sar"]), rel=1e-5)
+
+
+def test_faults_are_recovered_from_on_a_card(on_cuda: Ask) -> None:
+    answers = on_cuda(["nan_weight", "nan_moment", "inf_grad", "inf_logit", "teacher_nan", "huge_weight", "replay"])
+    check(answers)
+    for name in ("nan_weight", "nan_moment", "huge_weight"):
+        assert answers[name]["actions"] == ["rollback"], name
+    assert math.isfinite(answers["replay"]["loss"])
+
+
+def test_a_run_goes_on_on_another_device_in_the_mode_it_began_in(on_cuda: Ask) -> None:
+    answers = on_cuda(
+        ["from the CPU", "from the CPU fp16", "to the CPU", "cut and resumed", "evaluate", "generate"]
+    )  # fmt: skip
+    check(answers)
+    for name, mode in (("from the CPU", "fp32"), ("from the CPU fp16", "fp16-split"), ("to the CPU", "fp16-mixed")):
+        assert answers[name]["precision"] == mode and len(answers[name]["steps"]) == 5
+        assert any("goes on with" in note for note in answers[name]["notes"])
+    assert answers["cut and resumed"]["is_same"], "bit for bit"
+    for pair in (answers["evaluate"]["perplexity"], answers["evaluate"]["kl"]):
+        assert pair[0] == pytest.approx(pair[1], rel=1e-6)
+    assert answers["generate"]["texts"][0] == answers["generate"]["texts"][1]
+
+
+def test_a_card_with_bf16_is_used_so(on_cuda: Ask) -> None:
+    answers = on_cuda(["auto", "bf16-mixed", "shared heads", "offload"], AMPERE)
+    check(answers)
+    assert answers["auto"]["precision"] == "bf16-mixed"
+    assert set(answers["auto"]["steps"][-1]["attention"]) == {"bfloat16 gqa=False"}, "teacher and student"
+    assert "float16" not in answers["auto"]["steps"][-1]["products"]
+    assert "bfloat16 gqa=True" in answers["shared heads"]["steps"][-1]["attention"], "the flash kernel takes it"
+
+
+MUTANTS = {
+    "mutant item": "read 2 times",
+    "mutant copy": "copied to the card",
+    "mutant wrong device": "same device",
+    "mutant ring": "a snapshot is on the card",
+    "mutant generator": "generator",
+    "mutant copied out": "copied to main memory",
+}
+
+
+def caught(found: dict[str, Any]) -> str:
+    return str(found.get("error") or " ".join(found["broken"]))
+
+
+def test_planted_mistakes_are_caught(on_cuda: Ask) -> None:
+    answers = on_cuda(list(MUTANTS))
+    for name, words in MUTANTS.items():
+        assert words in caught(answers[name]), f"{name}: {caught(answers[name])}"
+
+
+def test_a_device_of_its_own_shows_the_same(on_private: Ask) -> None:
+    """Without a compiler: what does not depend on the name of the device."""
+    modes = ["fp32", "fp16-master", "fp16-split", "fp16-sr"]
+    runs = [*modes, "accumulation", "inner", "top-k", "offload", "inf_grad", "from the CPU", "to the CPU", "evaluate"]
+    mutants = ["mutant item", "mutant copy", "mutant wrong device", "mutant ring", "mutant generator"]
+    answers = on_private([*runs, *mutants])
+    check({name: answers[name] for name in runs})
+    for mode in modes:
+        assert last_loss(answers[mode]) == pytest.approx(last_loss(answers["fp32"]), rel=1e-3)
+    for name in mutants:
+        assert MUTANTS[name] in caught(answers[name]), f"{name}: {caught(answers[name])}"

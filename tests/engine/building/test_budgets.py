@@ -1,0 +1,58 @@
+"""Where snapshots are kept: main memory counts all that is held there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+import tiny
+import torch
+
+from stillroom.checkpoint import CheckpointStore
+from stillroom.config import load_config
+from stillroom.config.schema import PrecisionConfig
+from stillroom.engine.building.budgets import make_snapshots, snapshot_bytes
+from stillroom.parallel import Parallel
+from stillroom.precision import AdamW, ParameterGroup, resolve
+from stillroom.precision.policy import POLICIES
+from stillroom.snapshots import CheckpointSnapshots, SnapshotRing
+from stillroom.telemetry import SilentLog
+
+
+def parts(mode: str, moments: str) -> tuple[torch.nn.Module, AdamW]:
+    student = torch.nn.Sequential(*(torch.nn.Linear(256, 256, bias=False) for _ in range(3)))
+    frozen, projector = torch.nn.Linear(256, 256, bias=False), torch.nn.Linear(256, 256, bias=False)
+    frozen.requires_grad_(False)
+    student.append(frozen)
+    named = tuple((name, part) for name, part in student.named_parameters() if part.requires_grad)
+    precision = resolve(mode, config=PrecisionConfig(moments=moments))  # type: ignore[arg-type]
+    config = load_config(overrides=tiny.settings(Path()))
+    groups = [ParameterGroup("student", 1e-3, named)]
+    groups.append(ParameterGroup("projectors", 1e-3, (("projectors.one", projector.weight),)))
+    return student, precision.optimizer(groups, config.train)
+
+
+@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+@pytest.mark.parametrize("mode", list(POLICIES))
+@pytest.mark.parametrize("on_exhausted", ["halt", "reset"])
+def test_the_budget_is_what_the_ring_and_the_best_student_take(mode: str, moments: str, on_exhausted: str) -> None:
+    over = {"precision.moments": moments, "guard.snapshot_ring": 3, "guard.on_exhausted": on_exhausted}
+    config = load_config(overrides={**tiny.settings(Path()), **over})
+    student, optimizer = parts(mode, moments)
+    projector = optimizer.cells["projectors"][0].parameter
+    weights = sum(part.numel() * part.element_size() for part in student.parameters())
+    state = sum(part.numel() * part.element_size() for part in optimizer.tensors().values())
+    num_copies = 4 if on_exhausted == "reset" else 3
+    held = num_copies * (weights + state + 4 * projector.numel()) + weights
+    assert snapshot_bytes(config, mode, optimizer, student) == pytest.approx(held, rel=1e-3)
+
+
+def test_snapshots_go_to_the_disk_where_memory_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(overrides=tiny.settings(Path()))
+    student, optimizer = parts("fp32", "float32")
+    needed = snapshot_bytes(config, "fp32", optimizer, student)
+    store, log = CheckpointStore(tmp_path), SilentLog()
+    for free, kind in ((int(needed / 0.4) + 10, SnapshotRing), (int(needed / 0.4) - 10, CheckpointSnapshots)):
+        monkeypatch.setattr(psutil, "virtual_memory", lambda free=free: type("Memory", (), {"available": free}))
+        assert isinstance(make_snapshots(config, "fp32", optimizer, student, store, log, Parallel()), kind)

@@ -1,0 +1,80 @@
+"""The device of a run: chosen anew each time, and left with the settings it had."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from stillroom.engine.building.device import deterministic, find_device
+from stillroom.errors import BrokenAtStart
+
+
+@pytest.fixture
+def cards(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
+    """Two cards; the answer lists which were made current."""
+    made_current: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", made_current.append)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    return made_current
+
+
+@pytest.mark.usefixtures("cards")
+def test_a_process_may_ask_for_the_cpu_and_then_for_a_card() -> None:
+    assert find_device("cpu").type == "cpu"
+    assert find_device("auto") == torch.device("cuda:1"), "the current card"
+    assert find_device("cpu").type == "cpu"
+
+
+def test_each_of_several_processes_has_a_card_of_its_own(
+    cards: list[torch.device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rank in (0, 1):
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        assert find_device("auto") == find_device("cuda") == torch.device("cuda", rank)
+    assert cards == [torch.device("cuda", rank) for rank in (0, 0, 1, 1)]
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(BrokenAtStart, match="has no card"):
+        find_device("auto")
+
+
+def test_apples_gpu_is_passed_over_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    told: list[str] = []
+    assert find_device("auto", told.append).type == "cpu"
+    assert len(told) == 1 and "float64" in told[0]
+    with pytest.raises(BrokenAtStart, match="float64") as caught:
+        find_device("mps")
+    assert "--device cpu" in caught.value.advice
+    assert find_device("cpu", told.append).type == "cpu" and len(told) == 1, "asked for: nothing to say"
+
+
+def state() -> tuple[bool, bool, str | None, bool]:
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+        torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
+    )
+
+
+def test_a_run_on_a_card_asks_for_a_fixed_order_and_leaves_torch_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    before = state()
+    with deterministic(torch.device("cuda")):
+        assert state() == (True, True, ":4096:8", False)
+    assert state() == before
+    with pytest.raises(KeyError), deterministic(torch.device("cuda")):
+        raise KeyError
+    assert state() == before
+    with deterministic(torch.device("cpu")):
+        assert state() == before, "a CPU adds in a fixed order already"
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    with deterministic(torch.device("cuda")):
+        assert state()[2] == ":16:8", "the user's"
+    assert state()[2] == ":16:8"

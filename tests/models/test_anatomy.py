@@ -1,0 +1,68 @@
+"""The description of a head, and the check of it in whatever dtype a model was loaded."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+import torch
+from transformers import AutoModelForCausalLM
+
+from stillroom.models.anatomy import head_error, head_logits, head_of
+from stillroom.types import HeadWeights
+
+IDS = torch.arange(12).unsqueeze(0)
+
+
+def model_of(family: str = "llama") -> torch.nn.Module:
+    torch.manual_seed(0)
+    model: torch.nn.Module = AutoModelForCausalLM.from_config(tiny.config(family)).eval()
+    return model
+
+
+@torch.no_grad()
+def with_logits_around(mean: float) -> torch.nn.Module:
+    """A model whose logits at IDS are all shifted: of a size at which half numbers lie far apart."""
+    model = model_of()
+    hidden = model.base_model(IDS).last_hidden_state[0]  # type: ignore[operator]
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    head.weight.add_(mean * (torch.linalg.pinv(hidden) @ torch.ones(len(hidden))))
+    assert abs(float(model(IDS).logits.mean()) - mean) < 1.0
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_head_is_described_whatever_dtype_it_was_loaded_in(dtype: torch.dtype) -> None:
+    model = with_logits_around(-300.0).to(dtype)
+    with torch.no_grad():
+        own = model(IDS).logits.float()
+        described = head_logits(head_of(model), model.base_model(IDS).last_hidden_state)  # type: ignore[operator]
+    assert (own - described).abs().max() / own.std() > 0.05, "by its own rounded logits it would be refused"
+    assert head_error(model, IDS) < 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("family", ["gemma2", "granite"])
+def test_a_wrong_description_is_noticed_in_every_dtype(
+    family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of(family).to(dtype)
+    assert head_error(model, IDS) < 1e-3
+    monkeypatch.setattr("stillroom.models.anatomy.head_of", lambda model: HeadWeights(model.lm_head.weight))
+    assert head_error(model, IDS) > 0.1
+
+
+def test_the_check_leaves_the_head_as_it_was() -> None:
+    model = model_of().half()
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    before = dict(vars(head))
+    head_error(model, IDS)
+    assert vars(head) == before
+    assert model(IDS).logits.dtype == torch.float16
+
+
+def test_products_have_half_operands_under_autocast_alone() -> None:
+    model = model_of()
+    assert head_of(model).product_dtype is None
+    with torch.autocast("cpu", torch.bfloat16):
+        assert head_of(model).product_dtype == torch.bfloat16
+        assert head_of(model.half()).product_dtype is None, "half already"
