@@ -65,7 +65,7 @@ def stillroom(problem: Problem, recorder: Recorder, dtype: torch.dtype, **over: 
             "teacher.model": "built", "student.model": "built", "data.train": str(text), "data.eval_share": 0.1,
             "data.max_length": problem.length, "train.batch_size": problem.rows, "train.max_steps": 1000,
             "objectives.kd.weight": 1.0, "objectives.ce.weight": 0.0, "objectives.kd.temperature": 1.0,
-            "telemetry.log_steps": 1000,
+            "telemetry.log_steps": 1000, "train.compile": "off",
         }  # fmt: skip
         config = load_config(overrides={**settings, **over})
         models = Models(tokenizer, loaded[0], loaded[1], VOCABULARY, ())

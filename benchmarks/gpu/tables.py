@@ -78,13 +78,14 @@ def _one_card(name: str, found: dict[str, Any]) -> str:
 
 def _all_cards(result: dict[str, Any]) -> str:
     cards = list(result["cards"])
-    lines = ["## Model: milliseconds a step on each card (x bound)", "", _line(["models", "step", *cards]),
-             "|" + "---|" * (len(cards) + 2)]  # fmt: skip
+    head = _line(["models", "step", *cards])
+    lines = ["## Model: milliseconds a step on each card (x bound)", "", head, "|" + "---|" * (len(cards) + 2)]
     for name, found in result["problems"].items():
         lines.append(_line([name, "bound", *(f"{1e3 * found[card]['bound']['step']:.1f}" for card in cards)]))
         for who in found[cards[0]]["rows"]:
-            rows = [found[card]["rows"][who] for card in cards]
-            lines.append(_line([name, who, *(f"{1e3 * row['seconds']:.1f} ({row['x_bound']:.2f})" for row in rows)]))
+            rows = [found[card]["rows"].get(who) for card in cards]
+            cells = [f"{1e3 * row['seconds']:.1f} ({row['x_bound']:.2f})" if row else "" for row in rows]
+            lines.append(_line([name, who, *cells]))
     first = next(iter(result["problems"].values()))
     chosen = "; ".join(f"{card}: {first[card]['rows']['stillroom']['precision']}" for card in cards)
     return "\n".join([*lines, "", f"Stillroom's precision is what `auto` chooses: {chosen}.", ""])
