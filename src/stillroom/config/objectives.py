@@ -132,8 +132,8 @@ class ObjectivesConfig(Section):
     )
     kernel: Literal["auto", "plain", "compiled"] = Field(
         "auto",
-        description="rows of the head: compiled (C++ on a CPU, torch.compile on a card) where that is possible and agrees, "
-        "else plain PyTorch",
+        description="rows of the head: compiled (C++ on a CPU, torch.compile on a card) where that is possible and "
+        "agrees, else plain PyTorch",
     )
 
     @model_validator(mode="wrap")
