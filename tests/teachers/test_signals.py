@@ -124,6 +124,33 @@ def test_the_logged_value_is_a_true_kl_estimate(kind: str) -> None:
         assert abs(np.mean(values) - whole) < 4 * error + 0.005
 
 
+@pytest.mark.parametrize("kind", ["sampled", "hybrid"])
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_the_gradient_from_draws_is_that_of_the_whole_distribution_on_average(kind: str, temperature: float) -> None:
+    hidden, head, targets = world(4)
+    generator = torch.Generator().manual_seed(3)
+    student = hidden + 0.3 * torch.randn(N, D, generator=generator)
+    spec = SignalSpec(KINDS[kind].kind, KINDS[kind].exact, KINDS[kind].draws, temperature)
+
+    def gradient(signal: DenseSignal | TopKSignal | SampledSignal) -> torch.Tensor:
+        states = student.clone().requires_grad_()
+        score_head(
+            StudentView(states, head), signal, targets, kd_weight=1.0, ce_weight=0.0,
+            divergence=make("forward_kl", {}), temperature=temperature,
+        ).loss.backward()  # fmt: skip
+        assert states.grad is not None
+        return states.grad
+
+    def angle(one: torch.Tensor, other: torch.Tensor) -> float:
+        return math.degrees(math.acos(torch.cosine_similarity(one.flatten(), other.flatten(), dim=0).clamp(-1, 1)))
+
+    whole = gradient(DenseSignal(hidden, head))
+    each = [gradient(signal_of(reduce_row(hidden, head, targets, spec, f"{key}"), spec)) for key in range(100)]
+    mean = torch.stack(each).mean(0)
+    assert angle(mean, whole) < 0.3 * angle(each[0], whole) and angle(mean, whole) < 12
+    assert float(mean.norm() / whole.norm()) == pytest.approx(1.0, abs=0.05)
+
+
 def test_a_row_that_is_no_distribution_stays_none() -> None:
     hidden, head, targets = world()
     hidden[3] = float("nan")

@@ -20,7 +20,7 @@ from stillroom.errors import BrokenAtStart, ConfigError, DataError
 from stillroom.models import LoadedModel, load_tokenizer, open_teacher, vocabulary_hash
 from stillroom.teachers import Teacher
 from stillroom.teachers.cache.identity import teacher_identity
-from stillroom.teachers.cache.manifest import Manifest, check_same, is_there, read_manifest
+from stillroom.teachers.cache.manifest import SHARD_TOKENS, Manifest, check_same, is_there, read_manifest
 from stillroom.teachers.cache.plan import NeededRow, needed_rows
 from stillroom.teachers.cache.reader import Cache
 from stillroom.teachers.cache.teacher import CachedTeacher, Window
@@ -31,6 +31,7 @@ from stillroom.teachers.spec import cache_spec, check_use, stored_spec
 
 AUTO = "auto"
 _NAMED = 3
+_LARGE = 300_000_000  # parameters of a teacher that may take minutes for a shard: what a kill costs is kept small
 
 Tell = Callable[[str], object]
 
@@ -166,12 +167,14 @@ def new_manifest(
 ) -> Manifest:
     """What a cache of this configuration is, at its temperature or at another."""
     about: dict[str, Any] = {"teacher": config.teacher.model, "stillroom": __version__, "torch": torch.__version__}
+    shard_tokens = SHARD_TOKENS
     if loaded is not None:
         about["parameters"] = loaded.anatomy.num_parameters
+        shard_tokens //= 4 if loaded.anatomy.num_parameters > _LARGE else 1
     identity = teacher_identity(config.teacher, dtype)
     spec = cache_spec(config).within(vocab_size)
     spec = spec if temperature is None else replace(spec, temperature=temperature)
-    return Manifest(spec, vocab_size, vocabulary_hash(tokenizer), identity, about)
+    return Manifest(spec, vocab_size, vocabulary_hash(tokenizer), identity, about, shard_tokens)
 
 
 def fill(

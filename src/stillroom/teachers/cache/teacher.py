@@ -89,6 +89,7 @@ class CachedTeacher(Teacher):
 
     def begin(self, window: Sequence[Batch], step: int, cursor: int = 0) -> None:
         if self._reader is None:
+            self._num_unknown = 0  # trials before the first window may ask for rows of no data
             self._reader = ThreadPoolExecutor(1, thread_name_prefix="stillroom-cache")
         upcoming = self._window(cursor + 1) if self._window is not None else ()
         batches = (*window, *upcoming)

@@ -64,6 +64,29 @@ class Progress:
         return (self.all_tokens - self.done_tokens) / max(self.tokens_per_second, 1e-9)
 
 
+class _Meter:
+    """Counts what is asked and written, and tells."""
+
+    def __init__(self, tell: Callable[[Progress], None], whole: int) -> None:
+        self._tell, self._whole, self._begun = tell, whole, time.monotonic()
+        self._done = self._asked = self._in_shard = self._num_bytes = 0
+
+    def asked(self, num_tokens: int) -> None:
+        """So many tokens of the shard at hand were answered."""
+        self._asked += num_tokens
+        self._in_shard += num_tokens
+        self._report(min(self._done + self._in_shard, self._whole))
+
+    def shard(self, left: int, num_bytes: int) -> None:
+        """A shard is written; `left` tokens are in none yet, by whomever they will be written."""
+        self._done, self._in_shard = self._whole - left, 0
+        self._num_bytes += num_bytes
+        self._report(self._done)
+
+    def _report(self, done: int) -> None:
+        self._tell(Progress(done, self._whole, self._num_bytes, self._asked, time.monotonic() - self._begun))
+
+
 def open_store(folder: Path, manifest: Manifest) -> Manifest:
     """Begin a cache in a folder, or find that it is the one that was begun. Answers with the manifest that is there."""
     try:
@@ -103,11 +126,10 @@ def write_missing(
 
     `beside` are caches of other signals for the same rows: the teacher is asked once for all of them.
     """
-    begun = time.monotonic()
     folders = (folder, *beside)
     missing = {row.key: row for place in folders for row in missing_rows(Cache(place), needed)}
     plans = plan_shards(list(missing.values()), read_manifest(folder).shard_tokens)
-    whole, written, num_bytes = sum(plan.num_tokens for plan in plans), 0, 0
+    meter = _Meter(tell, sum(plan.num_tokens for plan in plans))
     left = plans
     with _Claims(folder) as claims:
         while left:
@@ -117,14 +139,12 @@ def write_missing(
                 with claims.trying(plan.name) as is_mine:
                     if not is_mine or not _unwritten(folders, [plan]):
                         continue
-                    contents = _contents(plan, folders, teacher, is_stopped)
+                    contents = _contents(plan, folders, teacher, is_stopped, meter)
                     if contents is None:
                         return False
                     for place, held in contents.items():
                         _commit(_path(place, plan), held, claims)
-                written, num_bytes = written + plan.num_tokens, num_bytes + sum(map(len, contents.values()))
-                done = whole - sum(one.num_tokens for one in _unwritten(folders, plans))
-                tell(Progress(done, whole, num_bytes, written, time.monotonic() - begun))
+                meter.shard(sum(one.num_tokens for one in _unwritten(folders, plans)), sum(map(len, contents.values())))
             num_left, left = len(left), _unwritten(folders, left)
             if len(left) == num_left:
                 time.sleep(_WAIT_SECONDS)  # another process has them; should it end, its claims fall to us
@@ -148,7 +168,7 @@ def missing_rows(cache: Cache, needed: Sequence[NeededRow]) -> list[NeededRow]:
 
 
 def _contents(
-    plan: ShardPlan, folders: Sequence[Path], teacher: AnswersRows, is_stopped: Callable[[], bool]
+    plan: ShardPlan, folders: Sequence[Path], teacher: AnswersRows, is_stopped: Callable[[], bool], meter: _Meter
 ) -> dict[Path, bytes] | None:
     """The shard's bytes for each folder, or None where the writer was asked to stop in the middle of it."""
     manifests = [read_manifest(folder) for folder in folders]
@@ -159,6 +179,7 @@ def _contents(
         given = teacher.answer_rows(batch, [manifest.signal for manifest in manifests])
         for kept, rows in zip(answers, given, strict=True):
             kept |= dict(zip(batch.keys, rows, strict=True))
+        meter.asked(int(batch.attention_mask.sum()))
     packed = [pack_shard(kept, manifest) for kept, manifest in zip(answers, manifests, strict=True)]
     return dict(zip(folders, packed, strict=True))
 
