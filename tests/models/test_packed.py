@@ -11,7 +11,7 @@ import tiny
 import torch
 from torch.nn import functional as F
 
-from stillroom.models import tried
+from stillroom.models import try_model
 from stillroom.models.attention import NAME, show_attention
 from stillroom.models.packed import block_mask, packing_error, positions_of, sequences_of
 from stillroom.types import IGNORED, Batch, Needs
@@ -51,7 +51,7 @@ def nll(student: Any, batch: Batch, needs: Needs = Needs()) -> torch.Tensor:  # 
 @pytest.mark.parametrize("family", CAN)
 @torch.no_grad()
 def test_packed_texts_have_the_loss_of_each_alone(family: str) -> None:
-    loaded = tried(families.build(family), tiny.tokenizer(), name=family, role="student")
+    loaded = try_model(families.build(family), tiny.tokenizer(), name=family, role="student")
     assert loaded.network.config.get_text_config()._attn_implementation == CAN[family]
     student = loaded.as_student()
     packed = batch_of(texts())
@@ -66,7 +66,7 @@ def test_packed_texts_have_the_loss_of_each_alone(family: str) -> None:
 
 @torch.no_grad()
 def test_open_attention_keeps_to_the_texts_too() -> None:
-    loaded = tried(families.build("llama"), tiny.tokenizer(), name="llama", role="student")
+    loaded = try_model(families.build("llama"), tiny.tokenizer(), name="llama", role="student")
     show_attention(loaded.network)
     student, packed = loaded.as_student(), batch_of(texts())
     view = student.observe(packed, Needs(attention_layers=frozenset({0})))
@@ -81,7 +81,7 @@ def test_gradients_of_packed_texts_are_those_of_each_alone_with_checkpointing_to
     gradients = []
     for is_packed, is_checkpointed in ((False, False), (True, False), (True, True)):
         torch.manual_seed(0)
-        loaded = tried(families.build("llama"), tiny.tokenizer(), name="llama", role="student")
+        loaded = try_model(families.build("llama"), tiny.tokenizer(), name="llama", role="student")
         if is_checkpointed:
             loaded.network.gradient_checkpointing_enable()
             loaded.network.train()
@@ -99,7 +99,7 @@ def test_gradients_of_packed_texts_are_those_of_each_alone_with_checkpointing_to
 
 @pytest.mark.parametrize("family", CANNOT)
 def test_a_family_whose_texts_leak_is_found(family: str) -> None:
-    loaded = tried(families.build(family), tiny.tokenizer(), name=family, role="student")
+    loaded = try_model(families.build(family), tiny.tokenizer(), name=family, role="student")
     assert packing_error(loaded.network) > 1e-2
 
 
