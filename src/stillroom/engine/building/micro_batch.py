@@ -47,8 +47,10 @@ def _try(run: Run, state: RunState) -> None:
 
 
 def _longest(run: Run) -> Batch:
-    """As many rows as a step has, of the greatest length that the data may have."""
+    """As many rows as a step has, of the greatest length that the data may have; with a mask if theirs have one."""
     shape = (run.config.train.rows_per_batch, run.config.data.max_length)
     ids = torch.randint(0, run.student.vocab_size, shape, generator=torch.Generator().manual_seed(0))
     ones = torch.ones_like(ids)
-    return Batch(ids, ones, ids.roll(-1, dims=1), ones, tuple(f"trial-{row}" for row in range(shape[0])))
+    segments = torch.zeros_like(ids) if run.corpus.train.is_packed else None
+    names = tuple(f"trial-{row}" for row in range(shape[0]))
+    return Batch(ids, ones, ids.roll(-1, dims=1), ones, names, segments=segments)
