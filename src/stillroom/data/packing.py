@@ -46,6 +46,7 @@ class Rows:
         pad_id: int = 0,
         names_offsets: bool = False,
         firsts: Ints | None = None,
+        num_targets: int | None = None,
     ) -> None:
         if len(starts) != len(ends) or (starts < 0).any() or (ends <= starts).any() or (ends > len(encoded.ids)).any():
             raise DataError(f"{len(starts)} starts and {len(ends)} ends are not rows of {len(encoded.ids)} tokens")
@@ -55,6 +56,7 @@ class Rows:
         self._pad_id = pad_id
         self._names_offsets = names_offsets
         self._firsts = firsts
+        self._num_targets = num_targets  # where it was counted already
 
     def __len__(self) -> int:
         return len(self._starts) if self._firsts is None else len(self._firsts) - 1
@@ -97,6 +99,8 @@ class Rows:
     @cached_property
     def num_targets(self) -> int:
         """Scored targets in one pass over all rows."""
+        if self._num_targets is not None:
+            return self._num_targets
         return int(_num_targets(self._encoded, self._starts, self._ends).sum())
 
     def row(self, index: int) -> npt.NDArray[np.int32]:
@@ -191,13 +195,15 @@ def pack(encoded: Encoded, packing: Packing, max_length: int, tally: Tally, *, p
     else:
         starts, ends = _consecutive(encoded.bounds, ~encoded.prompts, max_length)
         _count_truncated(encoded, max_length, tally)
-    has_targets = _num_targets(encoded, starts, ends) > 0
+    counts = _num_targets(encoded, starts, ends)
+    has_targets, total = counts > 0, int(counts.sum())
+    del counts
     tally.counters["rows_without_targets"] += int((~has_targets).sum())
     starts, ends = starts[has_targets], ends[has_targets]
     if packing != "packed":
-        return Rows(encoded, starts, ends, pad_id=pad_id, names_offsets=packing == "blocks")
+        return Rows(encoded, starts, ends, pad_id=pad_id, names_offsets=packing == "blocks", num_targets=total)
     order, firsts = best_fit(ends - starts - 1, max_length)
-    return Rows(encoded, starts[order], ends[order], pad_id=pad_id, firsts=firsts)
+    return Rows(encoded, starts[order], ends[order], pad_id=pad_id, firsts=firsts, num_targets=total)
 
 
 def _consecutive(bounds: Ints, is_continued: npt.NDArray[np.bool_], max_length: int) -> tuple[Ints, Ints]:
@@ -225,12 +231,12 @@ def _count_truncated(encoded: Encoded, max_length: int, tally: Tally) -> None:
 
 def _num_targets(encoded: Encoded, starts: Ints, ends: Ints) -> Ints:
     """Scored targets of each piece. The first token is not a target."""
-    order = np.argsort(starts, kind="stable")
+    order = np.argsort(starts, kind="stable") if (starts[1:] < starts[:-1]).any() else slice(None)
+    first_targets = np.minimum(starts[order] + 1, ends[order])
+    by_end = np.argsort(ends, kind="stable") if (ends[1:] < ends[:-1]).any() else slice(None)
     counts = np.empty(len(starts), np.int64)
-    after_first = np.minimum(starts[order] + 1, ends[order])
-    in_order = np.sort(np.concatenate([after_first, ends]))
-    before = encoded.num_scored_before(in_order)
-    counts[order] = before[np.searchsorted(in_order, ends[order])] - before[np.searchsorted(in_order, after_first)]
+    counts[by_end] = encoded.num_scored_before(ends[by_end])
+    counts[order] -= encoded.num_scored_before(first_targets)
     return counts
 
 

@@ -84,7 +84,10 @@ class StoredDocuments:
         return len(self.chosen)
 
     def contents(self) -> Digests:
-        return np.concatenate([digests_of([]), *(part.digests for part in self.parts)])[self.chosen]
+        digests = np.concatenate([digests_of([]), *(part.digests for part in self.parts)])
+        for part in self.parts:
+            part.release()
+        return digests if len(self.chosen) == len(digests) else digests[self.chosen]
 
     def groups(self) -> Digests:
         return self.contents()

@@ -52,9 +52,15 @@ class Part:
     share_hashes: npt.NDArray[np.uint64]  # [D], what `data.train_share` goes by
     names: Texts  # D
     tally: Tally
+    mapped: mmap.mmap | None = None  # the file that the arrays are read from
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    def release(self) -> None:
+        """Give back the memory of pages that were read. They are read again when they are needed."""
+        if self.mapped is not None and hasattr(mmap, "MADV_DONTNEED"):
+            self.mapped.madvise(mmap.MADV_DONTNEED)
 
     @staticmethod
     def of(documents: Sequence[TokenizedRecord], tally: Tally) -> Part:
@@ -138,7 +144,7 @@ def open_part(path: Path) -> Part:
         for name, (dtype, count, place) in header["sections"].items()
     }
     names = Texts(header["prefix"], arrays.pop("blob"), arrays.pop("ends"))
-    return Part(**arrays, names=names, tally=tally_of(header["tally"]))
+    return Part(**arrays, names=names, tally=tally_of(header["tally"]), mapped=mapped)
 
 
 def tally_values(tally: Tally) -> dict[str, Any]:

@@ -38,8 +38,9 @@ class _Layout:
 class Stream:
     """One array of the parts, seen through the layout. `stream[a:b]` is an ndarray."""
 
-    def __init__(self, arrays: Sequence[npt.NDArray[Any]], layout: _Layout, dtype: Any) -> None:
-        self._arrays, self._layout, self._dtype = arrays, layout, np.dtype(dtype)
+    def __init__(self, parts: Sequence[Part], name: str, layout: _Layout, dtype: Any) -> None:
+        self._parts, self._layout, self._dtype = parts, layout, np.dtype(dtype)
+        self._arrays: list[npt.NDArray[Any]] = [getattr(part, name) for part in parts]
 
     def __len__(self) -> int:
         return int(self._layout.bounds[-1])
@@ -68,6 +69,8 @@ class Stream:
             self._arrays[part][places[cuts[at] : cuts[at + 1]] - firsts[part]]
             for at, part in enumerate(range(low, high + 1))
         ]
+        for part in range(low, high):  # a long slice goes through many parts: it must not keep all of them in memory
+            self._parts[part].release()
         return np.concatenate(pieces).astype(self._dtype, copy=False)
 
 
@@ -78,10 +81,12 @@ def encoded_stream(parts: Sequence[Part], chosen: Ints) -> Encoded:
     layout = _Layout(parts, kept)
     names = JoinedTexts([part.names for part in parts], kept)
     prompts = np.concatenate([np.empty(0, np.bool_), *(part.has_prompt for part in parts)])
+    for part in parts:
+        part.release()
     return Encoded(
-        ids=Stream([part.ids for part in parts], layout, np.int32),
-        num_bytes=Stream([part.num_bytes for part in parts], layout, np.int32),
-        is_scored=Stream([part.is_scored for part in parts], layout, np.bool_),
+        ids=Stream(parts, "ids", layout, np.int32),
+        num_bytes=Stream(parts, "num_bytes", layout, np.int32),
+        is_scored=Stream(parts, "is_scored", layout, np.bool_),
         bounds=layout.bounds,
         names=names,
         groups=names,
