@@ -178,6 +178,8 @@ def _before(run: Run, state: RunState) -> dict[str, Any]:
                 where=run.config.teacher.model,
                 advice=["load it in float32: --set teacher.dtype=float32", "check the model folder"],
             )
+    elif (stored := run.teacher.own_yardsticks(run.eval_batches())) is not None:
+        before["teacher"] = stored
     student = run_evaluation(run, state)
     if not _is_number(student.perplexity) or student.unscored_tokens:
         raise BrokenAtStart(

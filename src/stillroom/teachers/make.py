@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from stillroom.config import Config
 from stillroom.curriculum import Curriculum
 from stillroom.errors import ConfigError
@@ -14,6 +16,8 @@ from stillroom.teachers.base import NO_TEACHER, Teacher
 from stillroom.teachers.live import LiveTeacher
 from stillroom.teachers.router.in_run import RunRouter, Surroundings
 from stillroom.teachers.router.teacher import TRAINING_MODES
+from stillroom.teachers.sparse import SparseTeacher
+from stillroom.teachers.spec import check_use, live_spec
 
 
 def make_teacher(
@@ -29,14 +33,11 @@ def make_teacher(
     if loaded is None:
         return NO_TEACHER
     if config.teacher.router.mode == "frozen":
-        return LiveTeacher(
-            loaded.network,
-            vocab_size=vocab_size,
-            device=surroundings.precision.device,
-            offload=config.teacher.placement == "offload",
-            is_described=loaded.is_described,
-            compiled=compiled,
-        )
+        spec = live_spec(config)
+        device = surroundings.precision.device
+        if spec is None:
+            return live_teacher(config, loaded, vocab_size, device, compiled)
+        return SparseTeacher(live_teacher(config, loaded, vocab_size, device), spec, notes=check_use(config, spec))
     if num_processes > 1:
         raise ConfigError(
             f"teacher.router.mode = {config.teacher.router.mode!r} works in one process, and there are {num_processes}",
@@ -46,14 +47,21 @@ def make_teacher(
     return RunRouter(config, loaded, vocab_size, surroundings)
 
 
+def live_teacher(
+    config: Config, loaded: LoadedModel, vocab_size: int, device: torch.device, compiled: Any = None
+) -> LiveTeacher:
+    return LiveTeacher(
+        loaded.network,
+        vocab_size=vocab_size,
+        device=device,
+        offload=config.teacher.placement == "offload",
+        is_described=loaded.is_described,
+        compiled=compiled,
+    )
+
+
 def unused_teacher_settings(config: Config) -> list[str]:
     """Notes on settings without effect. Raise for settings that cannot work."""
-    if config.teacher.cache:
-        raise ConfigError(
-            "training from a stored teacher is not part of this version",
-            where="teacher.cache",
-            advice=["leave teacher.cache out: the teacher then answers live"],
-        )
     router, train = config.teacher.router, config.train
     if router.mode == "sar-joint" and config.objectives.kd.top_k:
         raise ConfigError(
