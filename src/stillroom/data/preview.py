@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from stillroom.config.schema import DataConfig
+from stillroom.config.data import DataConfig
 from stillroom.data.corpus import encode_training
 from stillroom.data.encode import Encoded, Tokenizer, num_shared, spell
 

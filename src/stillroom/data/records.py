@@ -13,9 +13,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from stillroom.config.data import Layout
+from stillroom.data.layout import Segments as Segments
+from stillroom.data.layout import filled, missing_columns, renamed
 from stillroom.errors import DataError
-
-Segments = tuple[tuple[str, bool], ...]  # (text, is scored), in reading order
 
 SHAPES = (
     '{"text"}',
@@ -47,6 +48,7 @@ class Record:
     segments: Segments
     key: str
     group: str = ""
+    source: int = 0  # which of the sources of the training data
     has_template: bool = False  # a chat template printed it: parse special tokens in it
 
     @property
@@ -163,10 +165,17 @@ class Shaper:
     write_chat: ChatWriter
     tally: Tally
     train_on_prompt: bool = False
+    layout: Layout = field(default_factory=Layout)
 
     def __call__(self, where: str, value: object) -> Record:
         if not isinstance(value, Mapping):
             raise Unusable(f"is {_kind(value)}, not an object with fields")
+        if self.layout.has_layout and (missing := missing_columns(value, self.layout)):
+            raise Unusable(f"has no column {missing[0]}")
+        if self.layout.template:
+            return self._templated(where, value)
+        if self.layout.columns:
+            value = renamed(value, self.layout.columns)
         shape = next((shape for shape in _NEEDED if all(name in value for name in _NEEDED[shape])), None)
         if shape is None:
             raise Unusable(f"has no known fields, only {_listed(value)}")
@@ -188,6 +197,16 @@ class Shaper:
                 prompt = self._full(value, "instruction") + (f"\n\n{context}" if context else "") + "\n\n"
                 return self._plain(where, prompt, self._full(value, "output"))
         return self._plain(where, "", self._full(value, "text"))
+
+    def _templated(self, where: str, value: Mapping[str, Any]) -> Record:
+        columns = self.layout.needed_columns
+        scored = self.layout.scored or columns
+        texts = {name: self._full(value, name) if name in scored else self._text(value, name) for name in columns}
+        segments = filled(texts, self.layout)
+        if self.train_on_prompt:
+            segments = tuple((text, True) for text, _ in segments)
+        self.tally.shapes[f"template: {', '.join(columns)}"] += 1
+        return Record(where, segments, content_key("".join(text for text, _ in segments)))
 
     def _plain(self, where: str, prompt: str, answer: str) -> Record:
         segments = tuple(
