@@ -179,6 +179,21 @@ class DataConfig(Layout):
             return (self._with_layout(SourceConfig(path=self.train)),)
         return tuple(self._with_layout(source) for source in self.train)
 
+    @property
+    def source_names(self) -> tuple[str, ...]:
+        """A name for each source: its path, with a number where a path stands twice."""
+        paths = [source.path for source in self.sources]
+        return tuple(
+            path if paths.count(path) == 1 else f"{path} #{paths[: place + 1].count(path)}"
+            for place, path in enumerate(paths)
+        )
+
+    @property
+    def label_sources(self) -> frozenset[str]:
+        """The names of the sources that are learned from the labels alone."""
+        named = zip(self.source_names, self.sources, strict=True)
+        return frozenset(name for name, source in named if source.objectives == "labels")
+
     def named(self, spec: str) -> SourceConfig:
         """A spec such as `eval` as a source with the section's layout."""
         return self._with_layout(SourceConfig(path=spec))

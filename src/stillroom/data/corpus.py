@@ -15,6 +15,7 @@ from stillroom.config.data import DataConfig, SourceConfig
 from stillroom.data.chat import PlainChat, TemplateChat
 from stillroom.data.embedded import BUILTIN_PREFIX, embedded_records
 from stillroom.data.encode import Encoded, Encoder, Tokenizer
+from stillroom.data.mixing import MixedRows, Part
 from stillroom.data.packing import Rows, pack
 from stillroom.data.reading import read_records
 from stillroom.data.records import Record, Tally, content_key
@@ -88,20 +89,14 @@ def encode_training(config: DataConfig, tokenizer: Tokenizer) -> tuple[Encoded, 
 def _packed(
     train: Sequence[Record], evaluation: Sequence[Record], config: DataConfig, tokenizer: Tokenizer, tally: Tally
 ) -> Corpus:
-    encode = Encoder(tokenizer, tally, config.bos)
     pad_id = next((id_ for id_ in (tokenizer.pad_token_id, tokenizer.eos_token_id) if id_ is not None), 0)
+    encode = Encoder(tokenizer, tally, config.bos)
     sides: dict[str, Rows] = {}
     for side, records in (("train", train), ("eval", evaluation)):
-        encoded, side_tally = encode(records), Tally()
-        packing = _train_packing(config, encoded, side_tally) if side == "train" else "rows"
-        rows = pack(encoded, packing, config.max_length, side_tally, pad_id=pad_id)
-        if records and not len(rows):
-            raise DataError(
-                f"the {side} data has {len(encoded.ids):,} tokens and no row with a target to score",
-                advice=[f"raise data.max_length above {config.max_length}: prompts fill the rows", "give more text"],
-            )
-        _note_truncation(side, encoded, config.max_length, side_tally)
-        tally.absorb(side_tally)
+        if side == "train" and config.is_mixed and records:
+            rows: Rows = _mixed(records, config, encode, tally, pad_id)
+        else:
+            rows = _rows(side, records, config, encode, tally, pad_id)
         tally.counters[f"{side}_tokens"] = rows.num_tokens
         tally.counters[f"{side}_targets"] = rows.num_targets
         tally.counters[f"{side}_documents"] = rows.num_documents
@@ -110,6 +105,39 @@ def _packed(
     _note_counts(tally)
     counters = {name: tally.counters[name] for name in sorted({*COUNTERS, *tally.counters})}
     return Corpus(sides["train"], sides["eval"], tuple(tally.notes), counters)
+
+
+def _rows(side: str, records: Sequence[Record], config: DataConfig, encode: Encoder, tally: Tally, pad_id: int) -> Rows:
+    encoded, side_tally = encode(records), Tally()
+    packing = _train_packing(config, encoded, side_tally) if side == "train" else "rows"
+    rows = pack(encoded, packing, config.max_length, side_tally, pad_id=pad_id)
+    if records and not len(rows):
+        raise DataError(
+            f"the {side} data has {len(encoded.ids):,} tokens and no row with a target to score",
+            advice=[f"raise data.max_length above {config.max_length}: prompts fill the rows", "give more text"],
+        )
+    _note_truncation(side, encoded, config.max_length, side_tally)
+    tally.absorb(side_tally)
+    return rows
+
+
+def _mixed(records: Sequence[Record], config: DataConfig, encode: Encoder, tally: Tally, pad_id: int) -> MixedRows:
+    """The rows of each source apart, so that no row holds text of two."""
+    parts = []
+    for number, source in enumerate(config.sources):
+        own = [record for record in records if record.source == number]
+        if not own:
+            raise DataError(
+                f"no record of {source.path} is left to train on",
+                advice=["give more of it", "leave the source out", "raise data.train_share"],
+            )
+        part = Part(config.source_names[number], _rows("train", own, config, encode, tally, pad_id), source.weight)
+        tally.note(
+            f"source {part.name}: {len(part.rows):,} rows, {part.rows_per_epoch:,} in an epoch (weight "
+            f"{source.weight:g}), learned from {'the labels alone' if source.objectives == 'labels' else 'all terms'}"
+        )
+        parts.append(part)
+    return MixedRows(parts, pad_id=pad_id)
 
 
 def _train_packing(config: DataConfig, encoded: Encoded, tally: Tally) -> Literal["blocks", "rows"]:

@@ -18,6 +18,7 @@ from stillroom.engine.building.models import Models
 from stillroom.engine.inject import make_hooks
 from stillroom.engine.run import Run, held_out_batches
 from stillroom.engine.run_folder.lock import FolderLock
+from stillroom.errors import ConfigError
 from stillroom.guard import Guard
 from stillroom.models import Student
 from stillroom.objectives.clamps import Clamps
@@ -90,6 +91,13 @@ def build_run(
 
 
 def make_loader(config: Config, corpus: Corpus, parallel: Parallel) -> Loader:
+    if config.data.label_sources and parallel.size > 1:
+        # A window may ask the teacher in one process and not in another, and their evidence would not add up.
+        raise ConfigError(
+            "sources with objectives = 'labels' are trained by one process only",
+            where="data.train",
+            advice=["run without torchrun", "leave objectives out of the sources"],
+        )
     return Loader(
         corpus.train,
         batch_size=config.train.rows_per_batch,
