@@ -145,10 +145,10 @@ def test_the_held_out_records_of_all_sources_are_one_set_chosen_by_content(tmp_p
 def test_the_split_does_not_move_when_a_source_is_added(tmp_path: Path, order: tuple[int, int]) -> None:
     """With as many documents as measuring takes; of fewer the note says that more are held out."""
     both = [source(tmp_path / "a.jsonl", 800, "heat"), source(tmp_path / "b.jsonl", 800, "drip")]
-    alone = {name for name in opened(both[0]).evaluation.groups}
+    alone = set(opened(both[0]).evaluation.groups)
     together = set(opened(*(both[place] for place in order)).evaluation.groups)
     assert alone and alone == {name for name in together if name in alone} and len(together) > len(alone)
-    trained = {row for rows in (opened(*both).train,) for row in rows.groups}
+    trained = set(opened(*both).train.groups)
     assert not alone & trained
 
 
