@@ -92,6 +92,8 @@ def test_labels_alone_are_learned_where_cross_entropy_has_no_weight(
     evidence, _ = attempt(run, RunState(), windows(run, sources[1]["path"]))
     assert evidence.loss > 1.0 and evidence.grad_norm > 0
     assert evidence.terms["kd"] == 0.0
+    both, _ = attempt(run, RunState(), [windows(run, source["path"])[0] for source in sources])
+    assert [set(both.sources[source["path"]]) for source in sources] == [{"targets", "kd"}, {"targets", "ce"}]
 
 
 def test_a_run_tells_of_each_source_and_resumes_after_a_move(

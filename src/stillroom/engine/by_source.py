@@ -29,8 +29,12 @@ def add_score(sums: Sums, batch: Batch, score: Score) -> None:
             sums[key] = sums[key] + value.total if key in sums else value.total
 
 
-def filled(sums: Sums, names: Sequence[str], terms: Sequence[str], zero: Tensor) -> Sums:
-    """The sums with 0 where a process has no batch of a source, so that all processes have the same keys."""
+def filled(run: Run, sums: Sums, terms: Sequence[str], zero: Tensor) -> Sums:
+    """The sums with 0 where a process has no batch of a source, so that all processes have the same keys.
+
+    With a source learned from the labels alone there is one process, and a term that a source lacks stays out.
+    """
+    names = () if run.config.data.label_sources else _names(run)
     return {(name, term): zero for name in names for term in terms} | sums
 
 
@@ -41,11 +45,6 @@ def source_counts(run: Run, window: Sequence[Batch]) -> dict[str, int]:
         own = [batch for batch in window if source_of(batch) == name]
         counts |= {_key(name, term): count for term, count in run.mix.counts(own).items()}
     return counts
-
-
-def taught_sources(run: Run) -> list[str]:
-    """The sources that the teacher is asked about."""
-    return [name for name in _names(run) if name not in run.config.data.label_sources]
 
 
 def source_means(sums: Mapping[tuple[str, str], float], counts: Mapping[str, int]) -> dict[str, dict[str, float]]:

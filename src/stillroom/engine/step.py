@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from stillroom.engine.by_source import Sums, add_score, filled, source_counts, source_means, taught_sources
+from stillroom.engine.by_source import Sums, add_score, filled, source_counts, source_means
 from stillroom.engine.fitting import parts_of, within_memory
 from stillroom.engine.recovery.recover import carry_out, examine
 from stillroom.engine.run import Run
@@ -129,7 +129,7 @@ def _read_evidence(run: Run, state: RunState, tally: Tally, lesson: Lesson, coun
     summed = {"loss": tally.loss if tally.loss is not None else zero, "bad_teacher_rows": zero}
     summed |= tally.counters
     summed |= {f"term.{name}": total for name, total in tally.totals.items()}
-    by_source = filled(tally.by_source, taught_sources(run), list(tally.totals), zero)
+    by_source = filled(run, tally.by_source, list(tally.totals), zero)
     summed |= {f"source.{source}.{term}": total for (source, term), total in sorted(by_source.items())}
     alike = {f"norm.{name}": square for name, square in norms.items()}
     alike |= {f"sample.{name}": share for name, share in state.sampled.items()}
