@@ -123,3 +123,18 @@ def test_only_the_first_records_are_read_where_a_number_is_set(tmp_path: Path) -
     assert any("more than data.max_records = 7" in note for note in result["notes"])
     whole = preview(DataConfig(train=spec, max_records=40), tiny.tokenizer(), num_rows=1)
     assert whole["documents"] == 40 and not any("max_records" in note for note in whole["notes"])
+
+
+def test_conversations_are_chats_with_other_names(tmp_path: Path) -> None:
+    tokenizer = tiny.tokenizer()
+    talk = [("system", "be brief"), ("human", "why?"), ("gpt", "because."), ("human", "so?"), ("gpt", "so.")]
+    roles = {"human": "user", "gpt": "assistant"}
+    foreign = {"conversations": [{"from": who, "value": text} for who, text in talk]}
+    usual = {"messages": [{"role": roles.get(who, who), "content": text} for who, text in talk]}
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    shown = [
+        preview(DataConfig(train=file_of(tmp_path / "a.jsonl", [row]), **over), tokenizer, num_rows=0)["rows"][0]
+        for row, over in ((usual, {}), (foreign, {}), (foreign, {"columns": {"messages": "conversations"}}))
+    ]
+    assert shown[0]["pieces"] == shown[1]["pieces"] == shown[2]["pieces"]
+    assert "because." in "".join(text for text, is_scored in shown[0]["pieces"] if is_scored)

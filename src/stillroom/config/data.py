@@ -17,6 +17,7 @@ SHAPES = (
     ("instruction", "input", "output"),
     ("instruction", "output"),
     ("messages",),
+    ("conversations",),
 )
 Pieces = tuple[tuple[str, str | None], ...]  # (literal text, name of the column that follows it, if any)
 

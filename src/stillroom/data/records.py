@@ -24,9 +24,22 @@ SHAPES = (
     '{"question", "answer"}',
     '{"instruction", "input", "output"}',
     '{"messages": [{"role", "content"}, ...]}',
+    '{"conversations": [{"from", "value"}, ...]}',
 )
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # fields that hold a thought apart from the content
-FIELDS = ("messages", "prompt", "completion", "question", "answer", "instruction", "input", "output", "text")
+SPEAKERS = {"human": "user", "gpt": "assistant"}  # of turns with "from" and "value"; other names are roles
+FIELDS = (
+    "messages",
+    "conversations",
+    "prompt",
+    "completion",
+    "question",
+    "answer",
+    "instruction",
+    "input",
+    "output",
+    "text",
+)
 
 _NUM_BAD_KEPT = 20  # a file of the wrong kind has millions of bad records
 _NUM_BAD_NAMED = 3
@@ -154,6 +167,7 @@ _NEEDED = {
     "question, answer": ("question", "answer"),
     "instruction, output": ("instruction", "output"),
     "text": ("text",),
+    "conversations": ("conversations",),
 }
 ChatWriter = Callable[[tuple[Turn, ...]], tuple[Segments, bool]]  # -> segments, whether a template printed them
 
@@ -185,9 +199,9 @@ class Shaper:
 
     def _shaped(self, where: str, value: Mapping[str, Any], shape: str) -> Record:
         match shape:
-            case "messages":
+            case "messages" | "conversations":
                 self.tally.counters["ignored_tools"] += bool(value.get("tools"))
-                return self._chat(where, value["messages"])
+                return self._chat(where, value[shape], shape)
             case "prompt, completion":
                 return self._plain(where, self._text(value, "prompt"), self._full(value, "completion"))
             case "question, answer":
@@ -214,16 +228,16 @@ class Shaper:
         )
         return Record(where, segments, content_key(prompt + answer))
 
-    def _chat(self, where: str, messages: object) -> Record:
+    def _chat(self, where: str, messages: object, name: str) -> Record:
         if not isinstance(messages, list | tuple) or not messages:
-            raise Unusable(f"messages is {_kind(messages)}, not a list of turns")
-        turns = tuple(self._turn(number, message) for number, message in enumerate(messages, 1))
+            raise Unusable(f"{name} is {_kind(messages)}, not a list of turns")
+        turns = tuple(self._turn(f"{name}, turn {number}", message) for number, message in enumerate(messages, 1))
         answers = [number for number, turn in enumerate(turns, 1) if turn.role == "assistant"]
         empty = [number for number in answers if turns[number - 1].is_empty_answer]
         if not self.train_on_prompt and not answers:
-            raise Unusable("messages has no assistant turn to learn from")
+            raise Unusable(f"{name} has no assistant turn to learn from")
         if not self.train_on_prompt and answers == empty:
-            raise Unusable(f"messages, turn {empty[0]} is empty, and no other answer is there to learn from")
+            raise Unusable(f"{name}, turn {empty[0]} is empty, and no other answer is there to learn from")
         segments, has_template = self.write_chat(turns)
         self.tally.counters["empty_answers"] += len(empty)
         if self.train_on_prompt:
@@ -233,8 +247,11 @@ class Shaper:
         content = [[turn.role, turn.content, *([turn.thought] if turn.thought else [])] for turn in turns]
         return Record(where, segments, content_key(json.dumps(content)), has_template=has_template)
 
-    def _turn(self, number: int, message: object) -> Turn:
-        where = f"messages, turn {number}"
+    def _turn(self, where: str, message: object) -> Turn:
+        if isinstance(message, Mapping) and "role" not in message and {"from", "value"} <= set(message):
+            speaker = message["from"]
+            role = SPEAKERS.get(speaker, speaker) if isinstance(speaker, str) else speaker
+            message = {**message, "role": role, "content": message["value"]}
         if isinstance(message, Mapping) and message.get("tool_calls"):
             raise Unusable(f"{where} has tool_calls: calls of tools are not read")
         if not isinstance(message, Mapping) or "role" not in message or "content" not in message:

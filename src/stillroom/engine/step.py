@@ -94,7 +94,7 @@ def attempt(run: Run, state: RunState, window: Sequence[Batch]) -> tuple[Evidenc
 def _gather(run: Run, state: RunState, window: Sequence[Batch], lesson: Lesson, counts: dict[str, int]) -> Tally:
     """Forward and backward of every micro-batch of a window."""
     tally = Tally()
-    if run.config.data.label_sources:  # a window may hold nothing that the teacher is asked about
+    if run.config.data.label_sources:  # a window may hold labels alone
         tally.totals = {term: torch.zeros((), device=run.device) for term, weight in lesson.weights.items() if weight}
     run.teacher.begin(window, state.applied, state.cursor)
     run.parallel.seed(run.config.train.seed, state.attempted)

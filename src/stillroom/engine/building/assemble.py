@@ -52,6 +52,9 @@ def build_run(
     torch.manual_seed(config.train.seed)
     corpus = open_data(config.data, models.tokenizer)
     loader = make_loader(config, corpus, parallel)
+    if len(config.data.sources) > 1 and config.train.gradient_accumulation_steps * parallel.size == 1:
+        text = "each step learns from one source: train.gradient_accumulation_steps above 1 mixes them within a step"
+        log.write("note", text=text)
     precision = make_precision(config, models, device, begun_in)
     models.student.to(device)
     planned = make_objectives(config, models.student, models.teacher, device, kept=models.kept_layers)
