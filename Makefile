@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.stamp
 BENCH  := .venv-bench
 BENCH_STAMP := $(BENCH)/.stamp
 
-.PHONY: demo test test-slow check format bench bench-demo bench-reliability bench-quality docs clean
+.PHONY: demo test test-slow check format bench bench-busy bench-gpu bench-demo bench-reliability bench-quality docs clean
 
 # Core and development tools in one step: the second resolution would cost more than it saves.
 $(STAMP): pyproject.toml constraints.txt
@@ -17,6 +17,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP)
 	$(BIN)/stillroom distill --out runs/demo
+
+# Threads that sleep while they wait: beside other processes those that spin make the tests several times slower.
+test test-slow: export OMP_WAIT_POLICY ?= passive
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2
@@ -48,6 +51,17 @@ bench: $(BENCH_STAMP)
 	$(BENCH)/bin/python benchmarks/training/bench_training.py scaling
 	$(BENCH)/bin/python benchmarks/training/bench_training.py target
 	$(BENCH)/bin/python benchmarks/training/draw.py
+
+# Waits for a machine that does nothing else.
+bench-busy: $(BENCH_STAMP)
+	$(BENCH)/bin/python benchmarks/training/bench_busy.py idle
+	$(BENCH)/bin/python benchmarks/training/bench_busy.py busy
+	$(BENCH)/bin/python benchmarks/training/bench_busy.py demo
+
+# Models of a card: nothing here needs one, but g++.
+bench-gpu: $(BENCH_STAMP)
+	$(BENCH)/bin/python benchmarks/gpu/cost_model.py
+	$(BENCH)/bin/python benchmarks/gpu/memory_grid.py
 
 bench-demo: $(BENCH_STAMP)
 	$(BENCH)/bin/python benchmarks/demo/bench_demo.py search

@@ -14,7 +14,7 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src" / "stillroom"
 
 LAYERS = [
-    {"errors", "files"},
+    {"errors", "files", "threads"},
     {"types", "config", "ends"},
     {"numerics", "curriculum", "schedule", "guard", "builtin", "yardsticks"},
     {"objectives", "precision", "data", "models"},

@@ -49,6 +49,12 @@ class BrokenAtStart(StillroomError):
     title = "broken before training"
 
 
+class CacheDamaged(BrokenAtStart):
+    """A teacher's stored answers are not what was written."""
+
+    title = "the teacher's cache is damaged"
+
+
 class OutOfMemory(StillroomError):
     """The machine or its device has too little memory for the configuration."""
 

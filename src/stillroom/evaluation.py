@@ -18,11 +18,23 @@ from torch import Tensor
 from stillroom.models.student import Student
 from stillroom.objectives.head.kernel_plain import finish
 from stillroom.objectives.head.products import products_of
+from stillroom.objectives.head.sparse import select_rows
 from stillroom.objectives.mix import Mix
 from stillroom.precision import Precision
 from stillroom.teachers import Teacher
-from stillroom.types import Batch, BothNeeds, DenseSignal, HeadWeights, Lesson, Signal, StudentView, TermRecord
-from stillroom.yardsticks import COLUMNS, NUM_BINS, NUM_COLUMNS, TOP_K, Ledger
+from stillroom.types import (
+    Batch,
+    BothNeeds,
+    DenseSignal,
+    HeadWeights,
+    Lesson,
+    SampledSignal,
+    Signal,
+    StudentView,
+    TermRecord,
+    TopKSignal,
+)
+from stillroom.yardsticks import AGAINST_TEACHER, COLUMNS, NUM_BINS, NUM_COLUMNS, TOP_K, Ledger
 
 _CHUNK = 512
 
@@ -43,12 +55,15 @@ class Evaluation:
     tokens: int
     seconds: float
     ledger: Ledger
+    unmeasured: frozenset[str] = frozenset()  # what a teacher's stored answers cannot tell
 
     def yardsticks(self) -> dict[str, Any]:
         """All yardsticks by name, and for each its 95 % interval by bootstrap over documents."""
+        values = {name: None if name in self.unmeasured else value for name, value in self.ledger.values().items()}
+        bounds = {name: list(ends) for name, ends in self.ledger.intervals().items() if name not in self.unmeasured}
         return {
-            **self.ledger.values(),
-            "intervals": {name: list(bounds) for name, bounds in self.ledger.intervals().items()},
+            **values,
+            "intervals": bounds,
             "documents": self.ledger.num_documents,
             "uncompared_tokens": int(self.ledger.total("uncompared")),
         }
@@ -63,7 +78,7 @@ class _Window:
     totals: dict[str, float] = field(default_factory=dict)
 
 
-def go_on() -> None:
+def never_stop() -> None:
     """The default for `between`: an evaluation is never interrupted."""
 
 
@@ -76,7 +91,7 @@ def evaluate(
     teacher: Teacher | None = None,
     mix: Mix | None = None,
     lesson: Lesson | None = None,
-    between: Callable[[], None] = go_on,
+    between: Callable[[], None] = never_stop,
 ) -> Evaluation:
     """Score held-out batches. Without a teacher there is no comparison, without a mix no objective.
 
@@ -85,7 +100,7 @@ def evaluate(
     start = time.monotonic()
     held_out = list(batches)
     window = _Window(mix.counts(held_out) if mix else {})
-    ledger = Ledger()
+    ledger, unmeasured = Ledger(), frozenset[str]()
     needs = mix.needs(lesson) if mix and lesson else BothNeeds()
     was_training = student.model.training
     student.eval()
@@ -96,13 +111,15 @@ def evaluate(
             with precision.autocast():
                 view = student.observe(on_device, needs.student)
             signal = teacher.observe(on_device, needs.teacher) if teacher else None
-            table = _measure(view, signal, on_device)
+            compared = teacher.whole_answer(on_device, signal) if teacher else None
+            table = _measure(view, compared, on_device, teacher.num_exact if teacher else 0)
+            unmeasured = unmeasured_by(compared, teacher.num_exact if teacher else 0)
             ledger.add(batch.documents or batch.sample_ids, table.cpu().numpy())
             if mix and lesson:
                 _add_terms(window, mix, view, signal, on_device, lesson)
     finally:
         student.model.train(was_training)
-    return _result(ledger, window, lesson if mix else None, time.monotonic() - start)
+    return _result(ledger, window, lesson if mix else None, time.monotonic() - start, unmeasured)
 
 
 def _add_terms(
@@ -114,8 +131,11 @@ def _add_terms(
         window.totals[name] = window.totals.get(name, 0.0) + float(term.total)
 
 
-def _measure(view: StudentView, signal: Signal | None, batch: Batch) -> Tensor:
-    """The yardsticks' sums of each row of a batch, a chunk of positions at a time. [B, F] in FP64."""
+def _measure(view: StudentView, signal: Signal | None, batch: Batch, num_exact: int) -> Tensor:
+    """The yardsticks' sums of each row of a batch, a chunk of positions at a time. [B, F] in FP64.
+
+    With a sparse signal what can be had from it is compared: see `stored_comparison`.
+    """
     dense = signal if isinstance(signal, DenseSignal) else None
     num_rows, length = batch.targets.shape
     targets, positions = batch.scored_targets, batch.positions
@@ -127,9 +147,13 @@ def _measure(view: StudentView, signal: Signal | None, batch: Batch) -> Tensor:
     for begin in range(0, num_targets, _CHUNK):
         part = slice(begin, min(begin + _CHUNK, num_targets))
         log_q, log_p = log_q_of(part), log_p_of(part) if log_p_of else None
-        values = _columns(log_q, log_p, targets[part], sizes[part])
+        values = _columns(log_q, log_p, targets[part], sizes[part], _part(signal, part), num_exact)
         table.index_add_(0, positions[part] // length, values)
     return table
+
+
+def _part(signal: Signal | None, part: slice) -> TopKSignal | SampledSignal | None:
+    return select_rows(signal, part) if isinstance(signal, TopKSignal | SampledSignal) else None
 
 
 def _log_probs(hidden: Tensor, head: HeadWeights) -> Callable[[slice], Tensor]:
@@ -143,7 +167,14 @@ def _log_probs(hidden: Tensor, head: HeadWeights) -> Callable[[slice], Tensor]:
     return lambda part: torch.log_softmax(finish(products.logits(part)), dim=-1)
 
 
-def _columns(log_q: Tensor, log_p: Tensor | None, targets: Tensor, sizes: Tensor) -> Tensor:
+def _columns(
+    log_q: Tensor,
+    log_p: Tensor | None,
+    targets: Tensor,
+    sizes: Tensor,
+    stored: TopKSignal | SampledSignal | None,
+    num_exact: int,
+) -> Tensor:
     """The values of each position of a chunk. [C, F] in FP64.
 
     A position whose target has no finite log-probability counts as unscored and is 0 in all other columns.
@@ -154,6 +185,8 @@ def _columns(log_q: Tensor, log_p: Tensor | None, targets: Tensor, sizes: Tensor
     values = {"nll": nll, "targets": torch.ones_like(nll), "bytes": sizes, "unscored": ~is_scored}
     if log_p is not None:
         values |= _comparison(log_q, log_p, ids, is_scored)
+    elif stored is not None:
+        values |= stored_comparison(log_q, stored, ids, is_scored, num_exact)
     columns = [values[name].double() if name in values else torch.zeros_like(nll).double() for name in COLUMNS]
     for place, name in enumerate(COLUMNS):
         if name in ("nll", "targets", "bytes"):
@@ -181,6 +214,43 @@ def _comparison(log_q: Tensor, log_p: Tensor, ids: Tensor, is_scored: Tensor) ->
     return compared | {"uncompared": ~is_compared}
 
 
+def stored_comparison(
+    log_q: Tensor, signal: TopKSignal | SampledSignal, ids: Tensor, is_scored: Tensor, num_exact: int
+) -> dict[str, Tensor]:
+    """Student against a few tokens of the teacher: KL, and agreement where its likeliest tokens lead the signal.
+
+    From samples the KL is an unbiased estimate; from top-k and tail it is a lower bound.
+    """
+    taken = log_q.gather(1, signal.ids)
+    if isinstance(signal, SampledSignal):
+        kl = -(signal.weights * taken).sum(dim=1) - signal.entropy
+    else:
+        rest = log_q.exp().scatter(1, signal.ids, 0.0).sum(dim=1).log()
+        log_p = torch.cat([signal.log_probs, signal.tail_log_mass[:, None]], dim=1)
+        p = log_p.exp()
+        kl = torch.where(p != 0, p * (log_p - torch.cat([taken, rest[:, None]], dim=1)), 0.0).sum(dim=1)
+    is_compared = torch.isfinite(kl) & is_scored
+    theirs = signal.ids[:, : min(num_exact, TOP_K)]
+    found = {"kl": kl, "compared": torch.ones_like(kl)}
+    if num_exact:
+        found["agree"] = theirs[:, 0] == ids[:, 0]
+        found["found"] = (ids == theirs[:, :1]).any(dim=1)
+    if num_exact >= ids.shape[1]:
+        found["shared"] = (ids.unsqueeze(2) == theirs.unsqueeze(1)).any(dim=2).double().mean(dim=1)
+    kept = {name: torch.where(is_compared, value.double(), 0.0) for name, value in found.items()}
+    return kept | {"uncompared": ~is_compared}
+
+
+def unmeasured_by(signal: Signal | None, num_exact: int) -> frozenset[str]:
+    """Yardsticks that a signal cannot give: they are none, and not 0."""
+    if not isinstance(signal, TopKSignal | SampledSignal):
+        return frozenset()
+    if signal.temperature != 1.0:
+        return AGAINST_TEACHER
+    agreement = {"agreement", "top5_agreement"} if not num_exact else set()
+    return frozenset({"acceptance", *agreement, *({"top5_overlap"} if num_exact < TOP_K else ())})
+
+
 def _bins(confidence: Tensor, is_hit: Tensor, is_scored: Tensor) -> Tensor:
     """Count, confidence and hit of each position, in the column of its bin. [C, 3 * NUM_BINS]"""
     confidence = torch.where(is_scored, confidence, 0.0).double()
@@ -194,8 +264,10 @@ def _bins(confidence: Tensor, is_hit: Tensor, is_scored: Tensor) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
-def _result(ledger: Ledger, window: _Window, lesson: Lesson | None, seconds: float) -> Evaluation:
-    values = ledger.values()
+def _result(
+    ledger: Ledger, window: _Window, lesson: Lesson | None, seconds: float, unmeasured: frozenset[str]
+) -> Evaluation:
+    values = {name: None if name in unmeasured else value for name, value in ledger.values().items()}
     perplexity, bits = values["perplexity"], values["bits_per_byte"]
     assert perplexity is not None and bits is not None
     num_targets = ledger.total("targets")
@@ -213,4 +285,5 @@ def _result(ledger: Ledger, window: _Window, lesson: Lesson | None, seconds: flo
         tokens=int(num_targets),
         seconds=seconds,
         ledger=ledger,
+        unmeasured=unmeasured,
     )

@@ -21,6 +21,7 @@ from stillroom.config import load_config
 from stillroom.engine import distill as room
 from stillroom.engine import loop
 from stillroom.engine.distill import distill, resume
+from stillroom.engine.ending import finish
 from stillroom.engine.pace import Pace, plan_evaluations
 from stillroom.engine.stop import Stop
 from stillroom.errors import CheckpointUnusable, Interrupted
@@ -305,7 +306,7 @@ def test_a_signal_while_loading_ends_with_75_and_leaves_no_folder(
 
 @pytest.mark.parametrize(
     ("place", "is_trained", "code"),
-    [("first_forward", False, 75), ("evaluate", True, 75), ("save_student", True, 0)],
+    [("first_forward", False, 75), ("evaluate_held_out", True, 75), ("save_student", True, 0)],
 )
 def test_a_signal_before_the_first_step_or_after_the_last_loses_nothing(
     world: Path, tmp_path: Path, place: str, is_trained: bool, code: int
@@ -315,7 +316,8 @@ def test_a_signal_before_the_first_step_or_after_the_last_loses_nothing(
     last = tmp_path / "run" / "checkpoints" / "step-000008"
 
     def work() -> None:
-        real, is_better = getattr(room, place), loop.is_better
+        module = finish if is_trained else room
+        real, is_better = getattr(module, place), loop.is_better
         # The last student is not the best one, so that the best one is evaluated at the end.
         loop.is_better = lambda result, state: state.applied < 8 and is_better(result, state)
 
@@ -324,7 +326,7 @@ def test_a_signal_before_the_first_step_or_after_the_last_loses_nothing(
                 os.kill(os.getpid(), signal.SIGTERM)
             return real(*args, **options)
 
-        setattr(room, place, signalled)
+        setattr(module, place, signalled)
         try:
             distill(config, tmp_path / "run", device="cpu")
         except Interrupted as error:

@@ -86,6 +86,7 @@ CASES: dict[str, Case] = {
     "replay": Case(inject="inf_logit@3", act="replay"),
     "evaluate": Case(act="evaluate"),
     "generate": Case(act="generate"),
+    "as on the CPU": Case({"precision.mode": "fp32", "teacher.dtype": "float32"}, act="beside"),
     "from the CPU": Case(act="from cpu"),
     "from the CPU fp16": Case({"precision.mode": "fp16-split"}, act="from cpu"),
     "to the CPU": Case(act="to cpu"),

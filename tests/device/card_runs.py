@@ -83,6 +83,15 @@ def _generate(case: Case, config: Any, world: Path, folder: Path, device: str, w
     return {"texts": texts}
 
 
+def _beside(case: Case, config: Any, world: Path, folder: Path, device: str, watch: Watch) -> dict[str, Any]:
+    """The same run on the card and on the CPU."""
+    from stillroom.engine.distill import distill
+
+    told = _train(case, config, world, folder, device, watch)
+    distill(config, folder.with_name("cpu"), device="cpu")
+    return told
+
+
 def _cut(config: Any, folder: Path, watch: Watch, *, first: str, then: str) -> dict[str, Any]:
     """A run that ends at its fourth attempt on one device and goes on on another."""
     from stillroom.engine.distill import distill, resume
@@ -117,6 +126,7 @@ _ACTS: dict[str, Callable[..., dict[str, Any]]] = {
     "replay": _replay,
     "evaluate": _evaluate,
     "generate": _generate,
+    "beside": _beside,
     "from cpu": _from_cpu,
     "to cpu": _to_cpu,
     "cut": _cut_and_resumed,

@@ -101,6 +101,7 @@ def test_every_precision_trains_with_one_read_a_step(on_cuda: Ask) -> None:
         assert last_loss(answers[mode]) == pytest.approx(last_loss(answers["fp32"]), rel=1e-3)
         scaled = 65536.0 if mode.startswith("fp16") else 1.0
         assert set(answers[mode]["loss_scale"]) == {scaled}, "as on a CPU: nothing overflows"
+        assert mode == "fp32" or set(answers[mode]["steps"][-1]["products"]) == {"float16"}, "those of the heads too"
     assert set(answers["fp16-mixed"]["steps"][-1]["attention"]) == {"float16 gqa=False"}
     first = answers["auto"]
     assert first["gpu_memory"][1] == pytest.approx(first["steps"][1]["peak"] / 1e9), "the peak of the step is shown"
@@ -130,15 +131,18 @@ def test_faults_are_recovered_from_on_a_card(on_cuda: Ask) -> None:
     answers = on_cuda(["nan_weight", "nan_moment", "inf_grad", "inf_logit", "teacher_nan", "huge_weight", "replay"])
     check(answers)
     for name in ("nan_weight", "nan_moment", "huge_weight"):
-        assert answers[name]["actions"] == ["rollback"], name
+        # Where the loss scale may fall, the first sign of trouble is taken for an overflow.
+        assert [action for action in answers[name]["actions"] if action != "retry"] == ["rollback"], name
     assert math.isfinite(answers["replay"]["loss"])
 
 
 def test_a_run_goes_on_on_another_device_in_the_mode_it_began_in(on_cuda: Ask) -> None:
     answers = on_cuda(
-        ["from the CPU", "from the CPU fp16", "to the CPU", "cut and resumed", "evaluate", "generate"]
+        ["from the CPU", "from the CPU fp16", "to the CPU", "cut and resumed", "evaluate", "generate", "as on the CPU"]
     )  # fmt: skip
     check(answers)
+    losses = [step["loss"] for step in answers["as on the CPU"]["steps"]]
+    assert losses[:4] == pytest.approx(losses[4:], rel=1e-5), "the card's numbers are the CPU's"
     for name, mode in (("from the CPU", "fp32"), ("from the CPU fp16", "fp16-split"), ("to the CPU", "fp16-mixed")):
         assert answers[name]["precision"] == mode and len(answers[name]["steps"]) == 5
         assert any("goes on with" in note for note in answers[name]["notes"])

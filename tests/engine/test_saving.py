@@ -187,7 +187,7 @@ def test_the_end_of_a_run_stands_once_in_the_record(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed after the samples were written, before the summary was."""
-    from stillroom.engine import distill as room
+    from stillroom.engine.ending import finish as room
 
     config = load_config(overrides=tiny.settings(world))
     with monkeypatch.context() as patch:

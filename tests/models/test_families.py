@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from stillroom.errors import BrokenAtStart
 from stillroom.evaluation import evaluate
-from stillroom.models import tried
+from stillroom.models import try_model
 from stillroom.models.anatomy import layers_if_any
 from stillroom.precision import resolve
 from stillroom.types import IGNORED, Batch
@@ -50,7 +50,7 @@ def scored_or_refused(family: str) -> str:
     expected = own_nll(model, batch)
     for role in ("teacher", "student"):
         try:
-            found = tried(model, tiny.tokenizer(), name=family, role=role)
+            found = try_model(model, tiny.tokenizer(), name=family, role=role)
         except BrokenAtStart as error:
             return str(error)
         measured = evaluate(found.as_student(), [batch], precision=resolve("fp32", torch.device("cpu")))
@@ -72,7 +72,7 @@ def test_a_family_that_sees_its_targets_is_refused(family: str) -> None:
 @pytest.mark.parametrize("family", ["bert", "xlm-roberta", "electra"])
 def test_an_encoder_that_was_made_to_decode_is_scored(family: str) -> None:
     model = families.build(family, is_decoder=True)
-    found = tried(model, tiny.tokenizer(), name=family, role="student")
+    found = try_model(model, tiny.tokenizer(), name=family, role="student")
     [batch] = batches()
     measured = evaluate(found.as_student(), [batch], precision=resolve("fp32", torch.device("cpu")))
     assert not found.is_described

@@ -110,7 +110,7 @@ def test_a_cache_that_cannot_serve_the_config_is_refused_when_the_run_is_built()
     with pytest.raises(ConfigError, match="not linear"):
         Mix(ObjectivesConfig(kd=KdConfig(divergence="reverse_kl"))).check_signal("sampled", 1.0)
     with pytest.raises(ConfigError, match="moves"):
-        Mix(ObjectivesConfig(kd=KdConfig(temperature=Ramp(start=1, end=2)))).check_signal("topk", 1.0)
+        Mix(ObjectivesConfig(kd=KdConfig(temperature=Ramp(start=1, end=2)))).check_signal("top-k", 1.0)
     with pytest.raises(ConfigError, match="stored at temperature 2"):
-        Mix(ObjectivesConfig()).check_signal("topk", 2.0)
+        Mix(ObjectivesConfig()).check_signal("top-k", 2.0)
     Mix(ObjectivesConfig()).check_signal("sampled", 1.0)

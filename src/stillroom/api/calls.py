@@ -89,10 +89,10 @@ def resume(
         check.number(max_minutes, "max_minutes", least=0)
 
     from stillroom.demo import is_demo_run, resume_demo
-    from stillroom.engine.distill import resume as go_on
+    from stillroom.engine.distill import resume as resume_run
 
     def job(*views: Listener) -> Result:
-        go = resume_demo if is_demo_run(path) else go_on
+        go = resume_demo if is_demo_run(path) else resume_run
         return go(path, device=where, max_minutes=max_minutes, listeners=(*views, *handlers))
 
     return _reported(job, progress)

@@ -1,6 +1,9 @@
 """The command line. Each command imports what it needs: `--help` loads no torch."""
 
 from stillroom.cli import runs as runs  # importing a module adds its commands; the order is that of the help
+
+# isort: split
+from stillroom.cli import cache as cache
 from stillroom.cli import views as views
 from stillroom.cli.app import app
 from stillroom.cli.ends import main

@@ -9,6 +9,7 @@ import sys
 
 import typer
 
+from stillroom import threads
 from stillroom.cli.app import app
 from stillroom.ends import fault_of, interrupt_on_signals
 from stillroom.errors import ConfigError, StillroomError
@@ -31,6 +32,7 @@ _NOBODY_READS = 141  # as a shell reports a command whose output was closed
 
 def main(arguments: list[str] | None = None) -> None:
     """Run a command. Print an explanation of any error, and exit with its code."""
+    threads.wait_passively()  # no command has loaded torch yet
     words = _with_dashes(list(sys.argv[1:] if arguments is None else arguments))
     try:
         with interrupt_on_signals():

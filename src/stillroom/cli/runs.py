@@ -97,12 +97,12 @@ def resume(
 
     def job(view: Any) -> Result:
         from stillroom.demo import is_demo_run, resume_demo
-        from stillroom.engine.distill import resume as go_on
+        from stillroom.engine.distill import resume as resume_run
 
         listeners = (view.handle,)
         if is_demo_run(run):
             return resume_demo(run, device=device, max_minutes=max_minutes, listeners=listeners)
-        return go_on(run, device=device, max_minutes=max_minutes, listeners=listeners)
+        return resume_run(run, device=device, max_minutes=max_minutes, listeners=listeners)
 
     _run_and_report(job, run, as_json=as_json, progress=progress)
 

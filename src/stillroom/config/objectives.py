@@ -64,7 +64,7 @@ class KdConfig(ObjectiveSection):
         return self
 
     @property
-    def looks_at_rows(self) -> bool:
+    def needs_both_logits(self) -> bool:
         """Whether token weights or temperatures depend on both models' logits, which are then computed twice."""
         return self.token_weight != "uniform" or self.token_fraction != 1.0 or self.token_temperature != 0.0
 
@@ -127,10 +127,13 @@ class ObjectivesConfig(Section):
     layerwise: LayerwiseConfig = Field(default_factory=LayerwiseConfig)
     contrastive: ContrastiveConfig = Field(default_factory=ContrastiveConfig)
     chunk_tokens: Annotated[int, Field(ge=0)] = Field(
-        0, description="positions the head handles at once; 0: chosen from the vocabulary"
+        0,
+        description="positions the head handles at once; 0: chosen from the vocabulary, on a card from its free memory",
     )
     kernel: Literal["auto", "plain", "compiled"] = Field(
-        "auto", description="rows of the head: compiled C++ where a compiler is found and agrees, else plain PyTorch"
+        "auto",
+        description="rows of the head: compiled (C++ on a CPU, torch.compile on a card) where that is possible and "
+        "agrees, else plain PyTorch",
     )
 
     @model_validator(mode="wrap")

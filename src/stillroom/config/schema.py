@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 from stillroom.config.data import DataConfig as DataConfig
 from stillroom.config.objectives import ObjectivesConfig
 from stillroom.config.sections import Section
+from stillroom.config.signal import SignalConfig
 from stillroom.config.train import TrainConfig
 
 PrecisionMode = Literal["auto", "fp32", "bf16-mixed", "fp16-mixed", "fp16-master", "fp16-split", "fp16-sr"]
@@ -86,13 +87,22 @@ class TeacherConfig(ModelSection):
     placement: Literal["device", "offload"] = Field(
         "device", description="offload: weights live in main memory and visit the device while they answer"
     )
-    cache: str | None = Field(None, description="folder written by `stillroom cache`; the teacher is then not loaded")
+    cache: str | None = Field(
+        None,
+        description="folder written by `stillroom cache`: the teacher is then not loaded. auto: a folder beside the "
+        "run's, written on first use",
+    )
+    signal: SignalConfig = Field(default_factory=SignalConfig)
     router: RouterConfig = Field(default_factory=RouterConfig)
 
     @model_validator(mode="after")
     def _live_gates(self) -> TeacherConfig:
         if self.cache and self.router.mode != "frozen":
             raise ValueError(f"teacher.router.mode {self.router.mode} needs a live teacher: leave teacher.cache out")
+        if self.signal.kind not in ("auto", "dense") and self.router.mode != "frozen":
+            raise ValueError(f"teacher.router.mode {self.router.mode} needs teacher.signal.kind = 'dense'")
+        if self.cache and self.signal.kind == "dense":
+            raise ValueError("a cache holds no dense answers: leave teacher.signal.kind out, or teacher.cache")
         return self
 
 
@@ -264,6 +274,8 @@ class Config(Section):
                 + " and ".join(f"objectives.{name}.weight = 0" for name in inner)
                 + ", or leave teacher.cache out"
             )
+        if inner and self.teacher.signal.kind not in ("auto", "dense"):
+            raise ValueError(f"{' and '.join(inner)} look inside the teacher: set teacher.signal.kind = 'dense'")
         if self.train.warmup_steps and self.train.max_steps and self.train.warmup_steps >= self.train.max_steps:
             raise ValueError(
                 f"train.warmup_steps {self.train.warmup_steps} leaves nothing of train.max_steps {self.train.max_steps}"

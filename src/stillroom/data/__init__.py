@@ -7,7 +7,7 @@ rows into windows of micro-batches, one for each optimizer step; `fixed_batches`
 from stillroom.data.bos import Bos, opening_difference, opening_ids
 from stillroom.data.corpus import Corpus, open_data, open_eval
 from stillroom.data.encode import Encoded, Encoder, Tokenizer
-from stillroom.data.loader import Loader, fixed_batches
+from stillroom.data.loader import Loader, fixed_batches, fixed_rows
 from stillroom.data.packing import Rows, pack
 from stillroom.data.prompts import prompt_ids
 from stillroom.data.records import BadRecord, Record, Tally
@@ -24,6 +24,7 @@ __all__ = [
     "Tally",
     "Tokenizer",
     "fixed_batches",
+    "fixed_rows",
     "open_data",
     "open_eval",
     "opening_difference",

@@ -95,17 +95,23 @@ class Loader:
         return [order[start : start + self._batch_size] for start in range(0, len(order), self._batch_size)]
 
 
-def fixed_batches(rows: Rows, batch_size: int, max_batches: int = 0) -> Iterator[Batch]:
-    """The rows in order, for evaluation: the same batches every time.
-
-    `max_batches` 0 means all. A limit takes evenly spaced rows, because the first ones may all be one document's.
-    """
+def fixed_rows(rows: Rows, batch_size: int, max_batches: int = 0) -> list[int]:
+    """The rows that `fixed_batches` takes."""
     if batch_size < 1 or max_batches < 0:
         raise ConfigError(
             f"batch size {batch_size} with at most {max_batches} batches is not possible",
             advice=["a batch has at least one row; 0 batches means all"],
         )
     num_rows = min(len(rows), max_batches * batch_size) if max_batches else len(rows)
-    chosen = [number * len(rows) // num_rows for number in range(num_rows)]
-    for number in range(-(-num_rows // batch_size)):
+    return [number * len(rows) // num_rows for number in range(num_rows)]
+
+
+def fixed_batches(rows: Rows, batch_size: int, max_batches: int = 0) -> Iterator[Batch]:
+    """The rows in order, for evaluation: the same batches every time.
+
+    `max_batches` 0 means all. A limit takes rows evenly spread over the whole, because the first ones may all
+    come from one document.
+    """
+    chosen = fixed_rows(rows, batch_size, max_batches)
+    for number in range(-(-len(chosen) // batch_size)):
         yield rows.batch(chosen[number * batch_size : (number + 1) * batch_size], index=number)

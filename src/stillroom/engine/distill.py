@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from stillroom import threads
 from stillroom.checkpoint import Mark, Saved
 from stillroom.config import Config
 from stillroom.engine.building.assemble import build_run
@@ -179,6 +180,8 @@ def _before(run: Run, state: RunState) -> dict[str, Any]:
                 where=run.config.teacher.model,
                 advice=["load it in float32: --set teacher.dtype=float32", "check the model folder"],
             )
+    elif (stored := run.teacher.own_yardsticks(run.eval_batches())) is not None:
+        before["teacher"] = stored
     student = run_evaluation(run, state)
     if not _is_number(student.perplexity) or student.unscored_tokens:
         raise BrokenAtStart(
@@ -229,7 +232,7 @@ def _announce(run: Run, models: Models, notes: tuple[str, ...], saved: Saved | N
         student={"name": student_name(config), **anatomy_of(models.student).to_dict()},
         data={**run.corpus.counters, "notes": list(run.corpus.notes)},
     )
-    for text in (*notes, *models.notes, *run.teacher.notes, *run.mix.notes(run.device.type)):
+    for text in (*notes, *threads.notes(), *models.notes, *run.teacher.notes, *run.mix.notes(run.device.type)):
         run.log.write("note", text=text)
     if saved is not None:
         for reason in saved.rejected:

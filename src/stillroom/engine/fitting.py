@@ -22,6 +22,7 @@ from stillroom.evaluation import Evaluation, evaluate
 from stillroom.files import reason_of
 from stillroom.models import Student
 from stillroom.objectives.head.buffers import POOL
+from stillroom.objectives.head.chunks import forget_free_memory
 from stillroom.types import Batch
 
 T = TypeVar("T")
@@ -73,6 +74,7 @@ def _take_smaller_parts(run: Run, state: RunState, shortage: str) -> None:
     state.shortages += 1
     gc.collect()
     POOL.clear()
+    forget_free_memory()
     if run.device.type == "cuda":
         torch.cuda.empty_cache()
     now = micro_batch_rows(run, state)

@@ -22,7 +22,7 @@ from stillroom.engine.state import RunState, weights_of
 from stillroom.engine.step import StepOutcome, train_step
 from stillroom.engine.stop import Stop
 from stillroom.errors import Interrupted
-from stillroom.evaluation import Evaluation, go_on
+from stillroom.evaluation import Evaluation, never_stop
 from stillroom.snapshots import CheckpointSnapshots
 from stillroom.telemetry.memory import memory_in_use
 from stillroom.types import Lesson
@@ -99,7 +99,7 @@ def _stoppable(run: Run, state: RunState, stop: Stop) -> Iterator[None]:
             advice=[f"stillroom resume {run.folder}"],
         ) from None
     finally:
-        state.between_batches = go_on
+        state.between_batches = never_stop
 
 
 def plan(run: Run, state: RunState) -> None:

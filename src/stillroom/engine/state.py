@@ -13,7 +13,7 @@ from torch import Tensor
 from stillroom.checkpoint import Mark, Saved
 from stillroom.engine.pace import Pace
 from stillroom.engine.recovery.reach import Reach
-from stillroom.evaluation import Evaluation, go_on
+from stillroom.evaluation import Evaluation, never_stop
 from stillroom.telemetry.strict import strict
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class Holdings:
     pace: Pace = field(default_factory=Pace)
     evaluated: Evaluation | None = None  # the last evaluation of the student
     saved_at: tuple[int, ...] = ()  # counters that identify the state of the newest checkpoint
-    between_batches: Callable[[], None] = go_on  # called between held-out batches; may raise to stop
+    between_batches: Callable[[], None] = never_stop  # called between held-out batches; may raise to stop
 
 
 _HELD = {known.name for known in fields(Holdings)}

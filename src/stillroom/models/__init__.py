@@ -1,7 +1,7 @@
 """Load models, describe them, and run them."""
 
 from stillroom.models.anatomy import Anatomy, anatomy_of, head_error
-from stillroom.models.load.loaded import LoadedModel, open_student, open_teacher, tried
+from stillroom.models.load.loaded import LoadedModel, open_student, open_teacher, try_model
 from stillroom.models.load.open import has_tokenizer, load_student, load_teacher, load_tokenizer
 from stillroom.models.load.source import find
 from stillroom.models.load.vocabulary import agree_on_vocabulary, vocabulary_hash
@@ -23,6 +23,6 @@ __all__ = [
     "load_tokenizer",
     "open_student",
     "open_teacher",
-    "tried",
+    "try_model",
     "vocabulary_hash",
 ]

@@ -65,7 +65,7 @@ class Answers(Objective):
 
     def notes(self, device_type: str) -> tuple[str, ...]:
         twice = "token weights look at both models' rows first: the head's logits are made twice"
-        return self._kernel_note(device_type), *((twice,) if self._config.kd.looks_at_rows else ())
+        return self._kernel_note(device_type), *((twice,) if self._config.kd.needs_both_logits else ())
 
     def _kernel_note(self, device_type: str) -> str:
         kd = self._config.kd
@@ -85,7 +85,7 @@ class Answers(Objective):
         temperature = self.setting(lesson, "temperature")
         top_k = round(self.setting(lesson, "top_k"))
         emphasis = Emphasis()
-        if kd.looks_at_rows and signal is not None and kd_weight != 0.0:
+        if kd.needs_both_logits and signal is not None and kd_weight != 0.0:
             emphasis = self._emphasise(view, signal, lesson, temperature, top_k)
         scored = score_head(
             view,

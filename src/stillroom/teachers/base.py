@@ -37,6 +37,7 @@ class Teacher:
 
     kind: SignalKind = "none"
     notes: tuple[str, ...] = ()  # logged when the run begins
+    num_exact: int = 0  # its likeliest tokens that lead each position of a sparse signal, in order; 0: not known
 
     @property
     def gives_signals(self) -> bool:
@@ -65,6 +66,14 @@ class Teacher:
     def signals_after_student(self, answers: Answers, batch: Batch, view: StudentView, needs: Needs) -> Answers:
         """The signals to score: the answers, or what replaces them given the student's view."""
         return answers
+
+    def whole_answer(self, batch: Batch, signal: Signal | None) -> Signal | None:
+        """What a student is compared with after `observe` gave `signal`: the dense answer where it is at hand."""
+        return signal
+
+    def own_yardsticks(self, batches: Sequence[Batch]) -> dict[str, Any] | None:
+        """Its own results on held-out batches where it has no network that could be scored; None: not known."""
+        return None
 
     # -- learning ----------------------------------------------------------------------------------------
 

@@ -60,6 +60,16 @@ class FaultyTeacher(Teacher):
     # -- passed on ---------------------------------------------------------------------------------------
 
     @property
+    def num_exact(self) -> int:  # type: ignore[override]
+        return self.inner.num_exact
+
+    def whole_answer(self, batch: Batch, signal: Signal | None) -> Signal | None:
+        return self.inner.whole_answer(batch, signal)
+
+    def own_yardsticks(self, batches: Sequence[Batch]) -> dict[str, Any] | None:
+        return self.inner.own_yardsticks(batches)
+
+    @property
     def needs_student_first(self) -> bool:
         return self.inner.needs_student_first
 

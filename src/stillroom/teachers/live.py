@@ -11,6 +11,7 @@ import torch
 
 from stillroom.models import Student
 from stillroom.models.anatomy import layers_if_any
+from stillroom.models.compiled import CompiledBody
 from stillroom.models.student import last_hidden
 from stillroom.models.taps import tapped
 from stillroom.teachers.base import SignalKind, Teacher
@@ -23,8 +24,18 @@ class LiveTeacher(Teacher):
 
     kind: SignalKind = "dense"
 
-    def __init__(self, model: Any, *, vocab_size: int, device: torch.device, offload: bool, is_described: bool) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        vocab_size: int,
+        device: torch.device,
+        offload: bool,
+        is_described: bool,
+        compiled: CompiledBody | None = None,
+    ) -> None:
         self.model = model
+        self._compiled = compiled
         self.vocab_size = vocab_size
         self.device = device
         self.offload = offload
@@ -41,7 +52,8 @@ class LiveTeacher(Teacher):
     def answer(self, batch: Batch, needs: Needs) -> DenseSignal:
         """`observe` for callers that may want a gradient: those stay `at_work` until after their backward."""
         with self.at_work(), tapped(self._blocks, needs) as taps:
-            hidden, head = last_hidden(self.model, batch, self.vocab_size, self.is_described)
+            compiled = None if torch.is_grad_enabled() or needs != Needs() else self._compiled
+            hidden, head = last_hidden(self.model, batch, self.vocab_size, self.is_described, compiled)
             if self.offload:
                 # The head outlives the visit: the objectives need the copy on the device, not the model's parameter.
                 bias = head.bias.detach() if head.bias is not None else None

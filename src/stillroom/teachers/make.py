@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from stillroom.config import Config
 from stillroom.curriculum import Curriculum
 from stillroom.errors import ConfigError
 from stillroom.models import LoadedModel
+from stillroom.models.compiled import CompiledBody
 from stillroom.models.routers import find_gates
 from stillroom.teachers.base import NO_TEACHER, Teacher
 from stillroom.teachers.live import LiveTeacher
 from stillroom.teachers.router.in_run import RunRouter, Surroundings
 from stillroom.teachers.router.teacher import TRAINING_MODES
+from stillroom.teachers.sparse import SparseTeacher
+from stillroom.teachers.spec import check_use, live_spec
 
 
 def make_teacher(
@@ -22,18 +27,17 @@ def make_teacher(
     surroundings: Surroundings,
     *,
     num_processes: int = 1,
+    compiled: CompiledBody | None = None,
 ) -> Teacher:
     """`NO_TEACHER` where none was loaded, a `LiveTeacher` for router mode `frozen`, else a `RunRouter`."""
     if loaded is None:
         return NO_TEACHER
     if config.teacher.router.mode == "frozen":
-        return LiveTeacher(
-            loaded.network,
-            vocab_size=vocab_size,
-            device=surroundings.precision.device,
-            offload=config.teacher.placement == "offload",
-            is_described=loaded.is_described,
-        )
+        spec = live_spec(config)
+        device = surroundings.precision.device
+        if spec is None:
+            return live_teacher(config, loaded, vocab_size, device, compiled)
+        return SparseTeacher(live_teacher(config, loaded, vocab_size, device), spec, notes=check_use(config, spec))
     if num_processes > 1:
         raise ConfigError(
             f"teacher.router.mode = {config.teacher.router.mode!r} works in one process, and there are {num_processes}",
@@ -43,14 +47,21 @@ def make_teacher(
     return RunRouter(config, loaded, vocab_size, surroundings)
 
 
+def live_teacher(
+    config: Config, loaded: LoadedModel, vocab_size: int, device: torch.device, compiled: Any = None
+) -> LiveTeacher:
+    return LiveTeacher(
+        loaded.network,
+        vocab_size=vocab_size,
+        device=device,
+        offload=config.teacher.placement == "offload",
+        is_described=loaded.is_described,
+        compiled=compiled,
+    )
+
+
 def unused_teacher_settings(config: Config) -> list[str]:
     """Notes on settings without effect. Raise for settings that cannot work."""
-    if config.teacher.cache:
-        raise ConfigError(
-            "training from a stored teacher is not part of this version",
-            where="teacher.cache",
-            advice=["leave teacher.cache out: the teacher then answers live"],
-        )
     router, train = config.teacher.router, config.train
     if router.mode == "sar-joint" and config.objectives.kd.top_k:
         raise ConfigError(

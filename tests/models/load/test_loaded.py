@@ -22,7 +22,7 @@ from stillroom.engine.building.device import find_device
 from stillroom.engine.building.models import load_models
 from stillroom.engine.distill import Result, distill
 from stillroom.errors import BrokenAtStart, ConfigError
-from stillroom.models import head_error, open_student, open_teacher, tried
+from stillroom.models import head_error, open_student, open_teacher, try_model
 from stillroom.models.attention import NAME
 from stillroom.types import IGNORED
 
@@ -126,7 +126,7 @@ def test_a_head_of_zeros_does_not_hide_an_encoder() -> None:
         model.get_output_embeddings().weight.zero_()
         model.get_output_embeddings().bias.zero_()
     with pytest.raises(BrokenAtStart, match="not causal"):
-        tried(model, tiny.tokenizer(), name="bert", role="teacher")
+        try_model(model, tiny.tokenizer(), name="bert", role="teacher")
 
 
 def test_a_model_that_answers_by_chance_is_refused() -> None:
@@ -135,7 +135,7 @@ def test_a_model_that_answers_by_chance_is_refused() -> None:
         lambda _module, _inputs, output: output.__setitem__("last_hidden_state", torch.randn_like(output[0]))
     )
     with pytest.raises(BrokenAtStart, match="alike twice"):
-        tried(model, tiny.tokenizer(), name="chance", role="teacher")
+        try_model(model, tiny.tokenizer(), name="chance", role="teacher")
     hook.remove()
 
 
@@ -143,7 +143,7 @@ def test_a_trial_leaves_no_trace() -> None:
     model = families.build("llama").train()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.get_rng_state()
-    tried(model, tiny.tokenizer(), name="llama", role="student")
+    try_model(model, tiny.tokenizer(), name="llama", role="student")
     assert torch.equal(state, torch.get_rng_state()) and model.training
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())

@@ -44,7 +44,7 @@ def teacher_of(kind: str, num_rows: int, num_tokens: int, temperatures: Tensor, 
     log_probs = torch.log_softmax(logits / temperatures[:, None], -1)
     if kind == "dense":
         return Logits(logits)
-    if kind == "topk":
+    if kind == "top-k":
         ids = log_probs.topk(min(8, num_tokens)).indices
         rest = torch.logsumexp(log_probs.scatter(-1, ids, -math.inf), -1)
         return TopKSignal(ids, log_probs.gather(-1, ids), rest)
@@ -93,7 +93,7 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("member", MEMBERS, ids=repr)
-@pytest.mark.parametrize("kind", ["dense", "topk"])
+@pytest.mark.parametrize("kind", ["dense", "top-k"])
 @pytest.mark.parametrize("temperature", [1.0, 2.0, None])
 @pytest.mark.parametrize("head", HEADS.values(), ids=HEADS.keys())
 def test_compiled_equals_plain(member: Divergence, kind: str, temperature: float | None, head: dict[str, Any]) -> None:
@@ -121,7 +121,7 @@ def test_compiled_equals_plain_for_samples_and_for_labels_alone(kind: str, tempe
 
 
 @needs_compiler
-@pytest.mark.parametrize("kind", ["dense", "topk", "sampled"])
+@pytest.mark.parametrize("kind", ["dense", "top-k", "sampled"])
 def test_bad_teacher_rows_are_the_same_rows(kind: str) -> None:
     temperatures = torch.full((6,), 2.0)
     teacher = teacher_of(kind, 6, 50, temperatures)
@@ -168,7 +168,7 @@ def test_a_student_that_is_not_finite_is_not_hidden() -> None:
     for spoil in (math.nan, math.inf):
         logits = draw(0, 2, 40)
         logits[1, 17] = spoil
-        for kind in ("dense", "topk", "sampled"):
+        for kind in ("dense", "top-k", "sampled"):
             answer = run(
                 CHOICE.kernel, MEMBERS[0], Logits(logits), teacher_of(kind, 2, 40, torch.ones(2)), torch.ones(2)
             )

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
+from half_cases import distance, exact, gradients, near_convergence
 from head_cases import FORWARD_KL, Case, grads_of, make_case, reference_rows, run
 from torch import Tensor
 
 from stillroom.objectives.head import multiply
 from stillroom.objectives.head.multiply import HalfMultiplier, WideMultiplier, choose_multiplier
-from stillroom.types import DenseSignal, HeadWeights
+from stillroom.types import HeadWeights
 
 HALVES = [torch.float16, torch.bfloat16]
 
@@ -25,43 +25,6 @@ HALVES = [torch.float16, torch.bfloat16]
 def on_card(monkeypatch: pytest.MonkeyPatch) -> None:
     """Multiply as a card does."""
     monkeypatch.setattr(multiply, "multiplies_half", lambda device: True)
-
-
-def near_convergence(mean: float, teacher_dtype: torch.dtype, temperature: float, seed: int = 0) -> Case:
-    """An FP16 student whose logits lie around `mean`, and a teacher at a KL of about 1e-3 from it."""
-    num_rows, num_tokens, width = 48, 4096, 64
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-    hidden, weight = draw(num_rows, width), draw(num_tokens, width) * (2.0 / math.sqrt(width))
-    hidden[:, 0], weight[:, 0] = 4.0, mean / 4.0
-    hidden, weight = hidden.half(), weight.half()
-    apart = draw(num_tokens, width) * math.sqrt(2e-3 / width) * temperature
-    apart[:, 0] = 0.0  # a shift of all logits is no difference
-    teacher = DenseSignal(hidden.to(teacher_dtype), HeadWeights((weight.double() + apart).to(teacher_dtype)))
-    targets = torch.randint(num_tokens, (num_rows,), generator=generator)
-    return Case(hidden.requires_grad_(), HeadWeights(weight.requires_grad_()), teacher, targets)
-
-
-def gradients(case: Case, **options: Any) -> dict[str, Tensor]:
-    """The head's own FP32 gradients, before they are cast to the inputs' dtype."""
-    options = {"kd_weight": 1 / 48, "ce_weight": 0.0, "chunk_tokens": 20, **options}
-    saved = run(case, **options).loss.grad_fn.saved_tensors
-    return {"hidden": saved[0], "weight": saved[1]}
-
-
-def exact(case: Case, temperature: float, kd_weight: float = 1 / 48) -> tuple[float, dict[str, Tensor]]:
-    """Mean KL at the temperature, and the gradients in float64."""
-    wide = replace(case.copy(torch.float64), targets=case.targets)
-    kd, _ = reference_rows(wide, FORWARD_KL, temperature)
-    (kd.sum() * kd_weight).backward()
-    return float(kd.detach().mean()) / temperature**2, grads_of(wide)
-
-
-def distance(value: Tensor, expected: Tensor) -> float:
-    return float((value.double() - expected).norm() / expected.norm())
 
 
 # -- the bar -----------------------------------------------------------------------------------------------
@@ -244,3 +207,12 @@ def test_every_product_of_a_card_has_half_operands_and_an_fp32_result(monkeypatc
     monkeypatch.setattr(torch, "mm", mm)
     run(make_case(8, 9, 50, widths=(8, 6)).copy(torch.float16), chunk_tokens=5).loss.backward()
     assert asked == [(torch.float16, torch.float16, torch.float32)] * 8
+
+
+@pytest.mark.usefixtures("on_card")
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_chunk_may_add_to_the_weight_gradient_in_parts(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case(8, 9, 50, widths=(8, 6)).copy(dtype)
+    whole = gradients(case, chunk_tokens=4)["weight"]
+    monkeypatch.setattr(multiply, "_SHARE_TOKENS", 17)
+    torch.testing.assert_close(gradients(case, chunk_tokens=4)["weight"], whole, rtol=1e-5, atol=1e-7)

@@ -198,10 +198,10 @@ def test_the_mean_over_samples_is_the_full_gradient() -> None:
     assert relative_error(sampled.hidden.grad, dense.hidden.grad) < 0.05
 
 
-@pytest.mark.parametrize("kind", ["topk", "sampled"])
+@pytest.mark.parametrize("kind", ["top-k", "sampled"])
 def test_a_bad_row_of_a_cache_falls_back_to_cross_entropy(kind: str) -> None:
     case = make_case(6, 4)
-    if kind == "topk":
+    if kind == "top-k":
         stored = top_k(case, 3, 1.0)
         stored.log_probs[2, 1] = math.nan
         signal: TopKSignal | SampledSignal = stored
@@ -238,8 +238,8 @@ def test_impossible_pairs_are_refused_with_advice() -> None:
         check_pair("sampled", "reverse_kl", 1.0, 1.0)
     assert len(error.value.advice) >= 2
     with pytest.raises(ConfigError, match="stored at temperature 1, the run asks for 2"):
-        check_pair("topk", "forward_kl", 2.0, 1.0)
-    check_pair("topk", "jsd", 1.0, 1.0)
+        check_pair("top-k", "forward_kl", 2.0, 1.0)
+    check_pair("top-k", "jsd", 1.0, 1.0)
     case = make_case()
     with pytest.raises(ConfigError, match="stored at temperature"):
         score_head(

@@ -12,9 +12,10 @@ from stillroom.config import Config
 from stillroom.curriculum import Curriculum
 from stillroom.data import Corpus, Loader, open_data
 from stillroom.engine.building.budgets import make_snapshots
+from stillroom.engine.building.cache_build import cached_teacher
 from stillroom.engine.building.compilation import compile_bodies
 from stillroom.engine.building.inner_build import make_objectives
-from stillroom.engine.building.models import Models
+from stillroom.engine.building.models import Models, teacher_dtype
 from stillroom.engine.inject import make_hooks
 from stillroom.engine.run import Run, held_out_batches
 from stillroom.engine.run_folder.lock import FolderLock
@@ -27,7 +28,7 @@ from stillroom.objectives.objective import Planned
 from stillroom.parallel import Parallel
 from stillroom.precision import AdamW, ParameterGroup, Precision, resolve
 from stillroom.schedule import Schedule, steps_of_run, warmup_of_run
-from stillroom.teachers import Surroundings, make_teacher
+from stillroom.teachers import Surroundings, Teacher, make_teacher
 from stillroom.teachers.make import num_trained_by_teacher
 from stillroom.telemetry import EventLog
 
@@ -62,11 +63,12 @@ def build_run(
     parallel.prepare(optimizer)
     hooks = make_hooks(inject, tell=lambda text: log.write("note", text=text))
     schedule = make_schedule(config, loader.num_batches, parallel.size)
-    student_body, _teacher_body = compile_bodies(config, models, precision, schedule.num_steps * parallel.size, log)
+    student_body, teacher_body = compile_bodies(config, models, precision, schedule.num_steps * parallel.size, log)
     student = models.loaded_student.as_student(models.vocab_size, student_body)
     surroundings = make_surroundings(config, student, optimizer, precision, loader, corpus, log)
-    teacher = make_teacher(config, models.loaded_teacher, models.vocab_size, surroundings, num_processes=parallel.size)
+    teacher = build_teacher(config, models, corpus, surroundings, parallel, teacher_body)
     mix = make_mix(config, models.vocab_size, planned, log)
+    check_sparse(config, teacher, mix)
     checkpoints = CheckpointStore(folder / "checkpoints", config.checkpoint.keep, hooks.checkpoint_point)
     return Run(
         config=config,
@@ -91,6 +93,36 @@ def build_run(
         lock=lock,
         vocabularies=models.vocabularies,
     )
+
+
+def build_teacher(
+    config: Config, models: Models, corpus: Corpus, surroundings: Surroundings, parallel: Parallel, compiled: Any
+) -> Teacher:
+    """From stored answers where the configuration names some, else from the model that was loaded."""
+    size, device = models.vocab_size, surroundings.precision.device
+    if models.cache is None:
+        return make_teacher(
+            config, models.loaded_teacher, size, surroundings, num_processes=parallel.size, compiled=compiled
+        )
+    return cached_teacher(
+        config,
+        models.cache,
+        models.tokenizer,
+        corpus,
+        device,
+        teacher_dtype(config, device),
+        loaded=models.loaded_teacher,
+        vocab_size=size,
+        window=surroundings.window,
+        tell=lambda text: surroundings.write("note", text=text),
+    )
+
+
+def check_sparse(config: Config, teacher: Teacher, mix: Mix) -> None:
+    """Refuse what an objective cannot do with a few tokens, before anything is trained."""
+    temperature = config.objectives.kd.temperature
+    if teacher.kind in ("top-k", "sampled") and isinstance(temperature, float):
+        mix.check_signal("top-k" if teacher.kind == "top-k" else "sampled", temperature)
 
 
 def make_loader(config: Config, corpus: Corpus, parallel: Parallel) -> Loader:

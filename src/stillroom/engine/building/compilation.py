@@ -38,6 +38,9 @@ def compile_bodies(
     _keep_compiled_code()
     bodies = []
     teacher = models.loaded_teacher if chosen == "both" else None
+    if teacher is not None and (config.teacher.placement == "offload" or config.teacher.router.mode != "frozen"):
+        tell("compile: a teacher that is offloaded or whose gates are changed runs as it is")
+        teacher = None
     for role, loaded in (("student", models.loaded_student), ("teacher", teacher)):
         if loaded is not None and not loaded.is_described:
             tell(f"compile: the {role} answers with its own logits and is not compiled")

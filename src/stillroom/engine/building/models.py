@@ -12,6 +12,7 @@ import torch
 from stillroom.config import Config
 from stillroom.curriculum import Curriculum
 from stillroom.data import opening_difference
+from stillroom.engine.building.cache_build import AUTO, cache_folder, is_there, stored_vocabulary, uses_cache
 from stillroom.engine.building.shrink_student import cut_student, student_name, unused_name
 from stillroom.models import (
     LoadedModel,
@@ -20,7 +21,7 @@ from stillroom.models import (
     load_tokenizer,
     open_student,
     open_teacher,
-    tried,
+    try_model,
     vocabulary_hash,
 )
 from stillroom.parallel import Parallel
@@ -39,6 +40,7 @@ class Models:
     notes: tuple[str, ...]
     kept_layers: tuple[int, ...] | None = None  # of the teacher, where the student was cut from it
     vocabularies: dict[str, str] = field(default_factory=dict)  # hash of each model's table of tokens
+    cache: Path | None = None  # folder of the teacher's stored answers
 
     @property
     def teacher(self) -> Any:
@@ -67,24 +69,30 @@ def load_models(
     is_cut = config.student.init == "shrink"
     has_own_tokenizer = not is_cut and has_tokenizer(config.student, config.student.model)
     teacher_tokenizer = None
-    if uses_teacher or not has_own_tokenizer:
+    if (uses_teacher and not uses_cache(config)) or not has_own_tokenizer:
         teacher_tokenizer = load_tokenizer(config.teacher, config.teacher.model)
     tokenizer = load_tokenizer(config.student, config.student.model) if has_own_tokenizer else teacher_tokenizer
     if not has_own_tokenizer:
         notes.append("the student brings no tokenizer: it takes the teacher's")
     kept = teacher = None
-    if uses_teacher or is_cut:
-        teacher = open_teacher(config.teacher, teacher_dtype(config, device), teacher_tokenizer)
+    dtype = teacher_dtype(config, device)
+    cache = cache_folder(config, folder, tokenizer, dtype) if uses_cache(config) else None
+    is_stored = cache is not None and (config.teacher.cache != AUTO or is_there(cache))
+    if (uses_teacher and not is_stored) or is_cut:
+        teacher_tokenizer = teacher_tokenizer or load_tokenizer(config.teacher, config.teacher.model)
+        teacher = open_teacher(config.teacher, dtype, teacher_tokenizer)
     if is_cut:
         assert teacher is not None
         cut = cut_student(config, teacher.network, tokenizer, device, folder=folder, parallel=parallel, tell=tell)
         kept = cut.kept_layers
         notes += [*unused_name(config.student), *cut.notes]
-        student = tried(cut.model, tokenizer, name=student_name(config), role="student")
-        teacher = teacher if uses_teacher else None
+        student = try_model(cut.model, tokenizer, name=student_name(config), role="student")
+        teacher = teacher if uses_teacher and not is_stored else None
     else:
         student = open_student(config.student, tokenizer, seed=config.train.seed)
     size = student.anatomy.vocab_rows
+    if cache is not None and is_stored:
+        size = stored_vocabulary(cache, tokenizer, size)
     if teacher is not None:
         size = agree_on_vocabulary(teacher_tokenizer, tokenizer, teacher.anatomy.vocab_rows, size)
         notes += opening_difference(teacher_tokenizer, tokenizer, config.data.bos)
@@ -97,6 +105,7 @@ def load_models(
         (*notes, *student.notes, *(teacher.notes if teacher else ())),
         kept,
         {role: vocabulary_hash(table) for role, table in tokenizers.items()},
+        cache,
     )
 
 

@@ -27,7 +27,7 @@ def local_paths(config: Config) -> dict[str, str]:
     absolute_paths = {}
     for key in _keys(config):
         given = _get(config, key)
-        if not given or given.startswith(_NOT_FILES):
+        if not given or given.startswith(_NOT_FILES) or (key in _FOLDERS and given == "auto"):
             continue
         path = Path(given).expanduser().absolute()
         # A model's name may be a hub id; data and caches without a prefix are files.

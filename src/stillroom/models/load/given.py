@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from stillroom.errors import BrokenAtStart, CannotSave, ConfigError, StillroomError
 from stillroom.files import is_disk_full, reason_of
-from stillroom.models.load.loaded import LoadedModel, tried
+from stillroom.models.load.loaded import LoadedModel, try_model
 from stillroom.models.load.open import explained, load_teacher, load_tokenizer
 
 EXPECTED = (
@@ -150,7 +150,7 @@ class GivenModel:
         with explained(self.name, "network"):
             network = copy.deepcopy(self.network).float()
         network.requires_grad_(False)
-        return tried(network.eval(), tokenizer, name=self.name, role=self.role)
+        return try_model(network.eval(), tokenizer, name=self.name, role=self.role)
 
 
 def reload(folder: Path) -> tuple[Any, Any]:

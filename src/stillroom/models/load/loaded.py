@@ -58,15 +58,15 @@ def open_teacher(section: TeacherConfig, dtype: torch.dtype, tokenizer: Any = No
     """Load a model for inference, with its tokenizer, and test it."""
     tokenizer = tokenizer or load_tokenizer(section, section.model)
     network, notes = load_teacher(section, dtype)
-    return tried(network, tokenizer, name=section.model, role="teacher", notes=notes)
+    return try_model(network, tokenizer, name=section.model, role="teacher", notes=notes)
 
 
 def open_student(section: StudentConfig, tokenizer: Any, *, seed: int) -> LoadedModel:
     network, notes = load_student(section, seed=seed)
-    return tried(network, tokenizer, name=section.model, role="student", notes=notes)
+    return try_model(network, tokenizer, name=section.model, role="student", notes=notes)
 
 
-def tried(network: Any, tokenizer: Any, *, name: str, role: str, notes: Sequence[str] = ()) -> LoadedModel:
+def try_model(network: Any, tokenizer: Any, *, name: str, role: str, notes: Sequence[str] = ()) -> LoadedModel:
     """Test a network on a few tokens; raise if it cannot be used.
 
     The random state, the weights and the mode of the network are restored.

@@ -1,10 +1,10 @@
-"""What only the values of a caller's tensors can say: labels and ids inside the vocabulary, masses that sum to 1.
+"""Checks of tensor values: labels and ids inside the vocabulary, masses that sum to 1.
 
-The answers are made where the tensors are and read back in one copy. The mix never asks: its labels and its teacher's
-answers are checked where they are made, and a training step reads from the device once.
+They are computed on the tensors' device and read in one copy. The mix does not call them: its labels and its teacher's
+answers are checked where they are made, because a training step may read from the device only once.
 
-A stored row with NaN or infinite mass is not refused. It is what a broken teacher leaves behind: the pass sets it aside
-and counts it.
+A stored row with NaN or infinite mass is accepted: a broken teacher writes such rows, and the pass counts them and
+scores them by their labels.
 
 Legend: N positions, V vocabulary, K kept ids.
 """

@@ -1,8 +1,8 @@
-"""Large memory of the head on a CPU: lent to a tensor and taken back when nothing uses that tensor's memory any more.
+"""A pool of large CPU buffers for the head: a buffer returns to it when the last tensor that uses it is gone.
 
-A block of this size goes back to the system when it is freed, and the next pass faults it in again, page by page, each
-cleared by the kernel first. For a chunk of logits that took longer than the compiled rows do, and the weight's gradient
-is as large. A GPU's allocator keeps what is freed by itself, so there it is asked.
+Freed, a block of this size goes back to the system, and the next pass faults it in again page by page, each cleared
+first. For a chunk of logits that took longer than the compiled rows, and the weight's gradient is as large. On a GPU
+torch's caching allocator is used.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ _MOST_KEPT = 5  # of one pass: two chunks of logits, the weight's gradient, FP32
 
 
 class BufferPool:
-    """Blocks that nobody uses at the moment. Passes in several threads borrow from it and never share one."""
+    """Unused blocks. Several threads may borrow; no block is lent twice at a time."""
 
     def __init__(self, least_kept_bytes: int = _LEAST_KEPT_BYTES) -> None:
         self._least_kept_bytes = least_kept_bytes
         self._blocks: list[np.ndarray] = []
-        # A collection of garbage may run anywhere, also in here, and bring a block back in the middle of lending one.
+        # Reentrant: garbage collection may run inside `_take` and call `_put` in the same thread.
         self._lock = threading.RLock()
 
     def borrow(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """An empty tensor. Its memory, with whatever was left in it, is lent again once the last view of it is gone."""
+        """Return an uninitialised tensor. Its memory comes back to the pool when its last view is gone."""
         num_bytes = math.prod(shape) * dtype.itemsize
         if device.type != "cpu" or num_bytes < self._least_kept_bytes:
             return torch.empty(shape, dtype=dtype, device=device)
@@ -40,11 +40,11 @@ class BufferPool:
 
     @property
     def num_bytes(self) -> int:
-        """What is kept."""
+        """Bytes of the unused blocks."""
         return sum(block.size for block in self._blocks)
 
     def clear(self) -> None:
-        """Give back to the system what nobody uses."""
+        """Free the unused blocks."""
         with self._lock:
             self._blocks = []
 
@@ -59,7 +59,7 @@ class BufferPool:
         return torch.empty(num_bytes, dtype=torch.uint8).numpy()  # torch's own memory, for its alignment
 
     def _put(self, block: np.ndarray) -> None:
-        """Keep the largest few: a small one is quickly had anew."""
+        """Keep the largest few blocks: small ones are cheap to allocate."""
         with self._lock:
             self._blocks = sorted([*self._blocks, block], key=lambda block: block.size)[-_MOST_KEPT:]
 

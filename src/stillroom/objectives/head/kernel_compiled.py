@@ -1,7 +1,7 @@
 """The row kernel in C++ (native/rows.cpp), called through ctypes: no torch headers, no build tools beyond a compiler.
 
-It serves FP32 rows on a CPU. What it does not know (FP64, a GPU, a teacher that is being trained, a divergence that
-somebody registered) goes to the plain kernel, which computes the same.
+It serves FP32 rows on a CPU. Anything else (FP64, a GPU, a teacher that is being trained, a divergence registered by
+another package) is left to the plain kernel.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _DENSE, _TOP_K, _SAMPLED = 1, 2, 3
 
 
 class CompiledKernel:
-    """See the module's docstring. `library` is what kernel_build made."""
+    """The row kernel of a library that `kernel_build` made."""
 
     name = "compiled"
 
@@ -85,7 +85,7 @@ class CompiledKernel:
                 teacher = give_rest_to_label(teacher, rows.targets)
         job, kept_alive = _job(student, teacher, rows, plan, code)
         status = self._run(ctypes.byref(job))
-        del kept_alive  # the job holds bare addresses: the tensors behind them had to outlive the call
+        del kept_alive  # the job holds addresses: the tensors must outlive the call
         if status != 0:
             raise outside_vocabulary(raw.shape[1])
 

@@ -59,6 +59,10 @@ class InductorKernel:
             self._plain.run(student, teacher, rows, plan)
 
     def _admits(self, kind: Hashable) -> bool:
+        try:
+            hash(kind)
+        except TypeError:  # a divergence of another package that has no hash
+            return False
         if len(self._is_fused) < _MOST_KINDS:
             self._is_fused.setdefault(kind, True)
         return self._is_fused.get(kind, False)

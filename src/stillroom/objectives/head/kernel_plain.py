@@ -64,7 +64,7 @@ def rows_at_once(num_rows: int, num_tokens: int, device_type: str) -> int:
 
 
 def _check_inside(targets: Tensor, teacher: TeacherRows | None, num_tokens: int) -> None:
-    """Main memory is read for nothing; a GPU raises by itself, later and with less to say."""
+    """On a CPU reading ids is free. A GPU raises by itself, later and with a poorer message."""
     ids = [targets] if teacher is None or isinstance(teacher, Logits) else [targets, teacher.ids]
     for tensor in ids:
         numbers = tensor.numpy()
@@ -82,10 +82,9 @@ def outside_vocabulary(num_tokens: int) -> DataError:
 
 @functools.cache
 def _keep_freed_memory() -> None:
-    """Free one large block, once: glibc then keeps what later blocks free instead of returning it to the system.
+    """Free one large block, once: glibc then keeps freed memory of that size instead of returning it to the system.
 
-    Without it every block of rows gives its temporaries back and faults them in again, page by page, which takes longer
-    than the arithmetic.
+    Otherwise every block of rows faults its temporaries in again, page by page, which takes longer than the arithmetic.
     """
     torch.empty(_KEPT_BYTES, dtype=torch.uint8)
 
@@ -135,7 +134,7 @@ def fill_values(
 
 
 def _is_bare(logits: Logits) -> bool:
-    """Whether the products are the logits: a gradient may then overwrite them as it comes."""
+    """Whether the products are the logits up to a bias, so that the gradient can be written over them directly."""
     return logits.scale == 1.0 and logits.softcap is None and logits.clamp is None
 
 
@@ -155,7 +154,7 @@ def _kd_rows(logits: Tensor, own: Softmax, teacher: TeacherRows, rows: RowRecord
 
 
 def _dense_rows(own: Softmax, teacher_logits: Logits, rows: RowRecord, plan: RowPlan) -> KdRows:
-    """`own` is the student's softmax at T = 1; its scores may be used up, its probabilities not."""
+    """`own` is the student's softmax at T = 1. Its scores may be overwritten, its probabilities not."""
     assert plan.divergence is not None
     temperatures = rows.temperatures[:, None]
     finished = finish(teacher_logits)
@@ -194,7 +193,7 @@ def _lead_to_label(teacher: Softmax, rows: RowRecord, margin: float) -> None:
 
 
 def _make_uniform(softmax: Softmax, mask: Tensor) -> None:
-    """Overwrite the rows that a mask names: by index where looking at the mask is free, else wholesale."""
+    """Overwrite the masked rows: by index on a CPU, where reading the mask is free, else by a mask over all rows."""
     num_tokens = softmax.probs.shape[-1]
     fillings = ((softmax.scores, 0.0), (softmax.probs, 1.0 / num_tokens), (softmax.log_norm, math.log(num_tokens)))
     if mask.device.type == "cpu" and not torch.compiler.is_compiling():

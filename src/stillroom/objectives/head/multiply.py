@@ -39,6 +39,7 @@ _BIAS, _MANTISSA_BITS = 127, 23  # of an FP32 number
 _TOP = 14  # exponent of the largest entry of a row after scaling: below 2^15, and FP16 ends at 65,504
 _MOST_LIFT = 80  # a row whose largest entry is below 2^-66 is not lifted to the top: its power would leave FP32
 _LEAST_HIDDEN = -24  # exponent of the smallest FP16 number
+_SHARE_TOKENS = 8192  # rows of the weight's gradient that a later chunk adds to at once: bounds what it needs for that
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ class HalfMultiplier:
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._rows: Tensor | None = None  # [C, V], the gradient as an operand
-        self._share: Tensor | None = None  # [V, D], what a chunk adds to the weight's gradient
+        self._share: Tensor | None = None  # [tokens, D], what a chunk adds to some rows of the weight's gradient
         self._mean: Tensor | None = None  # [D], of the weight's rows
 
     def operand(self, tensor: Tensor) -> Tensor:
@@ -164,22 +165,28 @@ class HalfMultiplier:
             out.mul_(_power_of_two(-gradient.lifts)[:, None])
 
     def to_weight(self, gradient: GradientRows, hidden: Tensor, out: Tensor, *, adds: bool) -> None:
-        if gradient.lifts is None:
-            power = None
-        else:
+        power = None
+        if gradient.lifts is not None:
             hidden, power = _balanced(hidden, gradient.lifts)
         if not adds:
             _multiply(gradient.values.t(), hidden, out)
             if power is not None:
                 out.mul_(power)
             return
+        for start in range(0, out.shape[0], _SHARE_TOKENS):
+            self._add_share(gradient.values[:, start : start + _SHARE_TOKENS], hidden, power, out[start:])
+
+    def _add_share(self, values: Tensor, hidden: Tensor, power: Tensor | None, out: Tensor) -> None:
+        """Add values.T @ hidden * power to the first rows of `out`."""
+        num_tokens = values.shape[1]
         if self._share is None:
-            self._share = torch.empty_like(out)
-        _multiply(gradient.values.t(), hidden, self._share)
+            self._share = torch.empty(num_tokens, out.shape[1], dtype=out.dtype, device=out.device)
+        share = self._share[:num_tokens]
+        _multiply(values.t(), hidden, share)
         if power is None:
-            out.add_(self._share)
+            out[:num_tokens].add_(share)
         else:
-            out.addcmul_(self._share, power)
+            out[:num_tokens].addcmul_(share, power)
 
 
 def _balanced(hidden: Tensor, lifts: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,8 @@
 """The chunked pass as one autograd node.
 
-Gradients are made in the forward because everything they need is at hand there. The backward only multiplies them
-with the upstream scalar, in FP32, before the cast to the input's dtype: a loss scale then still lifts FP16
-gradients out of the flush-to-zero range.
+Gradients are computed in the forward, while the chunk's logits are in memory. The backward multiplies them by the
+upstream scalar in FP32 and casts them to the input's dtype after that, so that a loss scale keeps FP16 gradients from
+being flushed to zero.
 
 Legend: N scored positions, V real vocabulary, D width.
 """
@@ -26,7 +26,7 @@ from stillroom.types import DenseSignal, HeadWeights, SampledSignal, Signal, Top
 
 @dataclass(frozen=True)
 class HeadTask:
-    """All of a pass that autograd does not differentiate."""
+    """The inputs of a pass that autograd does not differentiate."""
 
     head: HeadWeights
     signal: Signal | None
@@ -58,13 +58,13 @@ class _HeadPass(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         head = replace(task.head, weight=weight, bias=bias)
         with torch.autocast(hidden.device.type, enabled=False):
-            walk = _Walk(hidden, head, teacher_hidden, task, ctx.needs_input_grad)
-            walk.run()
-        ctx.save_for_backward(*walk.gradients())
+            chunked = _ChunkedPass(hidden, head, teacher_hidden, task, ctx.needs_input_grad)
+            chunked.run()
+        ctx.save_for_backward(*chunked.gradients())
         ctx.dtypes = tuple(None if t is None else t.dtype for t in (hidden, weight, bias, teacher_hidden))
-        rows = walk.rows
+        rows = chunked.rows
         ctx.mark_non_differentiable(rows.kd, rows.ce, rows.is_bad)
-        return walk.loss(), rows.kd, rows.ce, rows.is_bad
+        return chunked.loss(), rows.kd, rows.ce, rows.is_bad
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
@@ -77,18 +77,18 @@ class _HeadPass(torch.autograd.Function):
 
 
 def _multiplied(gradient: Tensor, upstream: Tensor) -> Tensor:
-    """gradient * upstream, without a second weight gradient in memory when the graph is not kept for another time."""
+    """gradient * upstream, in place unless the graph is kept: a second weight gradient would double the memory."""
     keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     if keeps_graph is None or keeps_graph():
         return gradient * upstream
-    # Main memory is read for nothing; on a GPU the question would wait for the device, and the product is cheap.
+    # Reading a CPU scalar is free. On a GPU the read would wait for the device, and the product is cheap.
     if upstream.device.type == "cpu" and upstream.detach().numpy() == 1.0:
         return gradient
     return gradient.mul_(upstream)
 
 
-class _Walk:
-    """One pass over the chunks: owns the scratch and the gradients while it lasts."""
+class _ChunkedPass:
+    """One pass over the chunks. Owns the scratch and the gradients."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class _Walk:
                 self.teacher.pull_back(part)
 
     def loss(self) -> Tensor:
-        """Weighted sum of the rows; the kd weight of a bad row stands in front of its cross-entropy."""
+        """Weighted sum of the rows. A bad row's kd weight multiplies its cross-entropy."""
         rows = self.rows
         ce_weights = rows.ce_weights + torch.where(rows.is_bad, rows.kd_weights, torch.zeros_like(rows.kd_weights))
         # A row of weight 0 may have an infinite value, and 0 * inf is NaN.

@@ -1,4 +1,4 @@
-"""What a row kernel is: it turns a chunk's logits into row values and, in the same memory, into gradients.
+"""The interface of a row kernel: it computes values of a chunk's rows and overwrites their logits with gradients.
 
 Legend: C rows of a chunk, V vocabulary, K kept ids.
 """
@@ -16,7 +16,7 @@ from stillroom.types import SampledSignal, TopKSignal
 
 @dataclass(frozen=True)
 class Logits:
-    """A chunk's bare products hidden @ weight.T and what the head still does to them."""
+    """A chunk's products hidden @ weight.T, and what the head does to them afterwards."""
 
     raw: Tensor  # [C, V], scratch: a kernel may leave the gradient with respect to `raw` here
     bias: Tensor | None = None  # [V]
@@ -33,10 +33,10 @@ TeacherRows = Logits | TopKSignal | SampledSignal
 
 @dataclass(frozen=True)
 class RowRecord:
-    """What the objectives know of each row, and where its values go. All of length C.
+    """Inputs and outputs of a kernel for each row. All of length C.
 
-    `kd_weights` and `ce_weights` are what a row's value is multiplied with in the loss. A row whose teacher
-    is not a distribution is marked in `is_bad`, has a kd of 0, and its kd weight goes to cross-entropy.
+    `kd_weights` and `ce_weights` multiply a row's values in the loss. A row whose teacher is no distribution is marked
+    in `is_bad`, has a kd of 0, and its kd weight is added to its ce weight.
     """
 
     targets: Tensor
@@ -47,7 +47,7 @@ class RowRecord:
     ce: Tensor  # out
     is_bad: Tensor  # out, bool
     clamped: Tensor | None = None  # out, how many of the student's logits were cut; only with a clamp
-    corrected: Tensor | None = None  # out, 1 where the teacher was led to the label; only with a label margin
+    corrected: Tensor | None = None  # out, 1 where the teacher was corrected towards the label; only with a margin
 
     def rows(self, part: slice) -> RowRecord:
         return RowRecord(

@@ -31,7 +31,7 @@ from stillroom.objectives.divergences import student_gradient
 from stillroom.objectives.divergences.base import Divergence
 from stillroom.types import SampledSignal, Signal, TopKSignal
 
-SignalKind = Literal["dense", "topk", "sampled"]
+SignalKind = Literal["dense", "top-k", "sampled"]
 
 KdRows = tuple[Tensor, Tensor | None, Tensor]  # T^2 D [C], d D / d (logits / T) [C, V] or None, is_bad [C]
 
@@ -126,7 +126,7 @@ def select_rows(signal: TopKSignal | SampledSignal, part: slice | Tensor) -> Top
 
 def kind_of(signal: Signal) -> SignalKind:
     if isinstance(signal, TopKSignal):
-        return "topk"
+        return "top-k"
     return "sampled" if isinstance(signal, SampledSignal) else "dense"
 
 

@@ -1,6 +1,6 @@
-"""A first look at both models' rows, before the pass that learns from them: entropy and distance of each position.
+"""Entropy and teacher-student distance of each position, computed before the pass that makes gradients.
 
-It costs the two logits products once more. Nothing is kept but two numbers for each position.
+It costs the two logits products once more and keeps two numbers for each position.
 
 Legend: N scored positions, V vocabulary.
 """
@@ -22,7 +22,7 @@ from stillroom.types import DenseSignal, Signal, StudentView, TopKSignal
 
 @dataclass(frozen=True)
 class RowFacts:
-    """What is known of each position before anything is learned from it."""
+    """Statistics of each position, without gradients."""
 
     entropy: Tensor  # [N], of the student at T = 1, in nats
     hellinger: Tensor  # [N], between teacher and student; NaN where the teacher's row is no distribution
@@ -30,7 +30,7 @@ class RowFacts:
 
 @torch.no_grad()
 def survey(view: StudentView, signal: Signal | None, *, chunk_tokens: int, top_k: int = 0) -> RowFacts:
-    """Facts of every position, a chunk at a time.
+    """Compute the statistics of every position, a chunk at a time.
 
     The distance is taken at T = 1 from a dense teacher, and over kept tokens and tail at the stored temperature from
     top-k answers. Without a teacher, or from samples, it is NaN.

@@ -1,0 +1,226 @@
+"""The cache of a configuration: its folder, the rows it needs, whether it is the right one, and filling it."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stillroom import __version__
+from stillroom.config import Config
+from stillroom.curriculum import Curriculum
+from stillroom.data import Corpus, fixed_rows
+from stillroom.errors import BrokenAtStart, ConfigError, DataError
+from stillroom.models import LoadedModel, load_tokenizer, open_teacher, vocabulary_hash
+from stillroom.teachers import Teacher
+from stillroom.teachers.cache.identity import teacher_identity
+from stillroom.teachers.cache.manifest import SHARD_TOKENS, Manifest, check_same, is_there, read_manifest
+from stillroom.teachers.cache.plan import NeededRow, needed_rows
+from stillroom.teachers.cache.reader import Cache
+from stillroom.teachers.cache.teacher import CachedTeacher, Window
+from stillroom.teachers.cache.writer import Progress, missing_rows, open_store, write_missing
+from stillroom.teachers.make import live_teacher
+from stillroom.teachers.sparse import SparseTeacher
+from stillroom.teachers.spec import cache_spec, check_use, stored_spec
+
+AUTO = "auto"
+_NAMED = 3
+_LARGE = 300_000_000  # parameters of a teacher that may take minutes for a shard: what a kill costs is kept small
+
+Tell = Callable[[str], object]
+
+
+def uses_cache(config: Config) -> bool:
+    return bool(config.teacher.cache) and Curriculum.of(config).uses_teacher
+
+
+def cache_folder(config: Config, folder: Path | None, tokenizer: Any, dtype: torch.dtype) -> Path:
+    """Where the cache of a run is. An automatic one lies beside the run's folder, under a name of its own teacher.
+
+    So runs that lie side by side share it, and a run with another teacher or another signal makes another one.
+    """
+    if config.teacher.cache != AUTO:
+        place = Path(str(config.teacher.cache)).expanduser()
+        read_manifest(place)  # before anything is loaded
+        return place
+    if folder is None:
+        raise ConfigError("teacher.cache = 'auto' lies beside a run's folder, and there is none", where="teacher.cache")
+    identity = teacher_identity(config.teacher, dtype)
+    told = json.dumps([identity, cache_spec(config).to_dict(), vocabulary_hash(tokenizer)], sort_keys=True)
+    name = hashlib.blake2b(told.encode("utf-8"), digest_size=6).hexdigest()
+    return folder.resolve().parent / f"teacher-cache-{name}"
+
+
+def stored_vocabulary(place: Path, tokenizer: Any, student_rows: int) -> int:
+    """The vocabulary of a cache, which the student must be able to answer."""
+    manifest = read_manifest(place)
+    if manifest.tokenizer != vocabulary_hash(tokenizer):
+        raise ConfigError(
+            f"{place} was written for another tokenizer: its hash is {manifest.tokenizer}, here "
+            f"{vocabulary_hash(tokenizer)}",
+            where="teacher.cache",
+            advice=["choose a student of the teacher's family", "write a cache for this configuration"],
+        )
+    if manifest.vocab_size > student_rows:
+        raise ConfigError(
+            f"{place} was written for {manifest.vocab_size:,} tokens, and the student's head has {student_rows:,}",
+            where="teacher.cache",
+            advice=["write the cache with this student in the configuration: both then agree on a vocabulary"],
+        )
+    return manifest.vocab_size
+
+
+def required_rows(config: Config, corpus: Corpus) -> list[NeededRow]:
+    """All training rows, and the held-out rows that evaluations use."""
+    size = config.eval.batch_size or config.train.rows_per_batch
+    held_out = fixed_rows(corpus.evaluation, size, config.eval.max_batches)
+    return needed_rows([(corpus.train, range(len(corpus.train))), (corpus.evaluation, held_out)])
+
+
+# -- using it --------------------------------------------------------------------------------------------
+
+
+def cached_teacher(
+    config: Config,
+    place: Path,
+    tokenizer: Any,
+    corpus: Corpus,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    loaded: LoadedModel | None,
+    vocab_size: int,
+    window: Window,
+    tell: Tell,
+) -> CachedTeacher:
+    """The teacher that answers from a cache, once it is known to be the right one and to answer every row.
+
+    An automatic cache is written first where rows are missing, with the loaded teacher, which is then let go.
+    """
+    needed = required_rows(config, corpus)
+    if config.teacher.cache == AUTO:
+        fill(config, place, needed, tokenizer, device, dtype, loaded=loaded, vocab_size=vocab_size, tell=tell)
+    cache = Cache(place)
+    asked = stored_spec(config, cache.manifest.signal)
+    identity, notes = _identity_here(config)
+    here = Manifest(asked, cache.manifest.vocab_size, vocabulary_hash(tokenizer), identity)
+    check_same(cache.manifest, here, place)
+    _check_coverage(cache, needed, place)
+    for text in (*notes, *check_use(config, asked)):
+        tell(text)
+
+    def load_whole() -> Teacher:
+        return live_teacher(config, open_teacher(config.teacher, dtype), cache.manifest.vocab_size, device)
+
+    is_compared = config.teacher.signal.compare == "whole"
+    return CachedTeacher(cache, device=device, window=window, load_whole=load_whole if is_compared else None)
+
+
+def _identity_here(config: Config) -> tuple[dict[str, Any], list[str]]:
+    """Which teacher the configuration names, where its files are here; a dtype only where one is asked for."""
+    try:
+        dtype = None if config.teacher.dtype == "auto" else config.teacher.dtype
+        return teacher_identity(config.teacher, dtype), []
+    except BrokenAtStart as error:
+        if config.teacher.signal.compare == "whole":
+            raise
+        return {}, [
+            f"whether the cache is of {config.teacher.model} cannot be told, its files are not here: {error.what}"
+        ]
+
+
+def _check_coverage(cache: Cache, needed: Sequence[NeededRow], place: Path) -> None:
+    missing = missing_rows(cache, needed)
+    if not missing:
+        return
+    names = ", ".join(row.name for row in missing[:_NAMED]) + (", ..." if len(missing) > _NAMED else "")
+    told = f"{len(missing):,} of {len(needed):,} rows of the data are not in {place}: {names}"
+    if len(missing) == len(needed):
+        told = f"{place} is a cache of other data: it answers none of these {len(needed):,} rows"
+    raise DataError(
+        told,
+        where="teacher.cache",
+        advice=[
+            f"add them, and keep what is there: stillroom cache CONFIG --out {place}",
+            "rows are known by their tokens and targets: data.max_length, data.packing and data.bos change them",
+            "leave teacher.cache out: the teacher then answers live",
+        ],
+    )
+
+
+# -- filling it ------------------------------------------------------------------------------------------
+
+
+def new_manifest(
+    config: Config,
+    tokenizer: Any,
+    vocab_size: int,
+    dtype: torch.dtype,
+    loaded: LoadedModel | None,
+    temperature: float | None = None,
+) -> Manifest:
+    """What a cache of this configuration is, at its temperature or at another."""
+    about: dict[str, Any] = {"teacher": config.teacher.model, "stillroom": __version__, "torch": torch.__version__}
+    shard_tokens = SHARD_TOKENS
+    if loaded is not None:
+        about["parameters"] = loaded.anatomy.num_parameters
+        shard_tokens //= 4 if loaded.anatomy.num_parameters > _LARGE else 1
+    identity = teacher_identity(config.teacher, dtype)
+    spec = cache_spec(config).within(vocab_size)
+    spec = spec if temperature is None else replace(spec, temperature=temperature)
+    return Manifest(spec, vocab_size, vocabulary_hash(tokenizer), identity, about, shard_tokens)
+
+
+def fill(
+    config: Config,
+    place: Path,
+    needed: Sequence[NeededRow],
+    tokenizer: Any,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    loaded: LoadedModel | None,
+    vocab_size: int,
+    tell: Tell,
+    beside: Mapping[Path, float] | None = None,
+    on_progress: Callable[[Progress], None] = lambda _progress: None,
+    is_stopped: Callable[[], bool] = lambda: False,
+) -> bool:
+    """Write the rows that are missing. The teacher is loaded for them only, and let go of at the end.
+
+    `beside` are folders of the same answers at other temperatures, filled in the same pass.
+    """
+    others = dict(beside or {})
+    for folder, temperature in {place: None, **others}.items():
+        open_store(folder, new_manifest(config, tokenizer, vocab_size, dtype, loaded, temperature))
+    missing = max((missing_rows(Cache(folder), needed) for folder in (place, *others)), key=len)
+    if missing:
+        if loaded is None:
+            own = load_tokenizer(config.teacher, config.teacher.model)
+            loaded = open_teacher(config.teacher, dtype, own)
+        tell(f"the teacher is asked {len(missing):,} of {len(needed):,} rows, and its answers are kept in {place}")
+        live = live_teacher(config, loaded, vocab_size, device)
+        teacher = SparseTeacher(live, read_manifest(place).signal)
+        is_done = write_missing(place, needed, teacher, beside=tuple(others), tell=on_progress, is_stopped=is_stopped)
+    else:
+        is_done = True
+    if loaded is not None:
+        _let_go(loaded)
+    return is_done
+
+
+def _let_go(loaded: LoadedModel) -> None:
+    """Free the weights. What describes the network (names, shapes) stays for whoever still has it."""
+    loaded.network.to("meta")
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+__all__ = ["AUTO", "cache_folder", "cached_teacher", "fill", "is_there", "required_rows", "stored_vocabulary"]

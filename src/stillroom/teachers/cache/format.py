@@ -1,0 +1,142 @@
+"""A shard: the answers to some rows in one file that says what it holds and notices when it was changed.
+
+    magic                      24 bytes
+    length of the header       8 bytes, little endian
+    header                     JSON: which cache it belongs to, how many rows, positions and bytes, what was counted
+    index                      40 bytes a row, by key: key, place and length of its block, positions, checksum
+    checksum of all the above  16 bytes
+    blocks                     one a row
+
+A block's checksum is taken over the row's key and the bytes, so a block under another row's key is noticed as well as a
+changed one. Blocks are read by their place and not mapped: a mapped file that is cut short would end the process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from stillroom.errors import CacheDamaged
+from stillroom.files import reason_of
+
+MAGIC = b"stillroom cache shard 1\n"
+SUFFIX = ".shard"
+_INDEX = np.dtype([("key", "u1", 16), ("place", "<u8"), ("length", "<u4"), ("positions", "<u4"), ("sum", "u1", 8)])
+_HEAD_SUM = 16
+_MAX_HEADER = 1 << 20
+_COUNTS = ("rows", "positions", "blocks_bytes")
+
+REPAIR = "delete that file; `stillroom cache CONFIG --out DIR` then writes its rows again and keeps all others"
+
+
+@dataclass(frozen=True)
+class Block:
+    """A row's answer as it is stored."""
+
+    key: bytes  # 16 bytes
+    num_positions: int
+    packed: bytes
+
+
+def block_sum(key: bytes, packed: bytes | memoryview) -> bytes:
+    return hashlib.blake2b(packed, digest_size=8, key=key).digest()
+
+
+def shard_bytes(store: str, blocks: Sequence[Block], counters: Mapping[str, float]) -> bytes:
+    """The whole file. The same blocks give the same bytes, in whatever order they are given."""
+    blocks = sorted(blocks, key=lambda block: block.key)
+    index = np.zeros(len(blocks), _INDEX)
+    place = 0
+    for row, block in enumerate(blocks):
+        index[row]["key"] = np.frombuffer(block.key, np.uint8)
+        index[row]["sum"] = np.frombuffer(block_sum(block.key, block.packed), np.uint8)
+        index[row]["place"], index[row]["length"] = place, len(block.packed)
+        index[row]["positions"] = block.num_positions
+        place += len(block.packed)
+    header = {
+        "store": store,
+        "rows": len(blocks),
+        "positions": sum(block.num_positions for block in blocks),
+        "blocks_bytes": place,
+        "counters": dict(sorted(counters.items())),
+    }
+    told = json.dumps(header, sort_keys=True, allow_nan=False).encode("ascii")
+    head = MAGIC + len(told).to_bytes(8, "little") + told + index.tobytes()
+    checksum = hashlib.blake2b(head, digest_size=_HEAD_SUM).digest()
+    return b"".join([head, checksum, *(block.packed for block in blocks)])
+
+
+class Shard:
+    """A shard on disk whose header and index were checked. Blocks are read one at a time, and checked then."""
+
+    def __init__(self, path: Path, store: str | None) -> None:
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                self.header, self.index, self._start = _read_head(path, file, size)
+        except OSError as error:
+            raise CacheDamaged(f"{path} cannot be read: {reason_of(error)}", advice=["check the disk"]) from error
+        end = self._start + int(self.header["blocks_bytes"])
+        if size != end:
+            raise damaged(path, f"has {size:,} bytes instead of {end:,}: it was cut short or written over")
+        if store is not None and self.header["store"] != store:
+            raise CacheDamaged(
+                f"{path} belongs to another cache: it was made with other settings or by another teacher",
+                advice=[REPAIR, "shards of different caches cannot be put together"],
+            )
+        self.keys = np.ascontiguousarray(self.index["key"]).reshape(-1, 16)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.index)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._start + int(self.header["blocks_bytes"])
+
+    def block(self, handle: int, row: int) -> tuple[bytes, int]:
+        """The bytes of a row and how many positions they answer. `handle` is the open file."""
+        entry = self.index[row]
+        length = int(entry["length"])
+        try:
+            packed = os.pread(handle, length, self._start + int(entry["place"]))
+        except OSError as error:
+            raise damaged(self.path, f"row {row} cannot be read: {reason_of(error)}") from error
+        key = entry["key"].tobytes()
+        if len(packed) != length or block_sum(key, packed) != entry["sum"].tobytes():
+            raise damaged(self.path, f"row {row} ({key.hex()}) is not what was written: its checksum does not hold")
+        return packed, int(entry["positions"])
+
+
+def damaged(path: Path, what: str) -> CacheDamaged:
+    return CacheDamaged(f"shard {path.name}: {what}", where=str(path), advice=[REPAIR, "or restore it from a copy"])
+
+
+def _read_head(path: Path, file: Any, size: int) -> tuple[dict[str, Any], npt.NDArray[Any], int]:
+    """(header, index, where the blocks begin), once their checksum holds."""
+    begin = file.read(len(MAGIC) + 8)
+    if not begin.startswith(MAGIC) or len(begin) < len(MAGIC) + 8:
+        raise damaged(path, "is no shard of a teacher cache, or its first bytes were changed")
+    length = int.from_bytes(begin[len(MAGIC) :], "little")
+    told = file.read(length) if length <= min(size, _MAX_HEADER) else b""
+    try:
+        header = json.loads(told)
+        rows = int(header["rows"])
+        if not all(int(header[name]) >= 0 for name in _COUNTS) or rows * _INDEX.itemsize > size:
+            raise ValueError
+        index_bytes = file.read(rows * _INDEX.itemsize)
+    except (ValueError, KeyError, TypeError):
+        raise damaged(path, "has a header that was changed") from None
+    head = begin + told + index_bytes
+    if file.read(_HEAD_SUM) != hashlib.blake2b(head, digest_size=_HEAD_SUM).digest():
+        raise damaged(path, "has a header or an index that was changed, or was cut short")
+    return header, np.frombuffer(index_bytes, _INDEX), len(head) + _HEAD_SUM

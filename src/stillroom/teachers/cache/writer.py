@@ -1,0 +1,280 @@
+"""Writing a cache: the missing shards, one at a time, whole or not at all, by one process or by several.
+
+A process claims a shard by a lock on one byte of a file, which the system releases when the process ends, however it
+ends. What is claimed is left to its owner, and looked for again at the end. Where a file system has no locks, two
+processes may make the same shard twice: it has the same bytes, and the second replaces the first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from stillroom.errors import CannotSave, ConfigError
+from stillroom.files import TEMPORARY, reason_of, write_atomically
+from stillroom.teachers.cache.codec import pack
+from stillroom.teachers.cache.format import SUFFIX, Block, shard_bytes
+from stillroom.teachers.cache.manifest import NAME, Manifest, check_same, is_there, read_manifest
+from stillroom.teachers.cache.plan import NeededRow, ShardPlan, plan_shards
+from stillroom.teachers.cache.reader import SHARDS, Cache
+from stillroom.teachers.signals import NOTHING, RowAnswer, SignalSpec
+from stillroom.types import Batch
+
+try:
+    import fcntl
+except ImportError:  # not a Unix
+    fcntl = None  # type: ignore[assignment]
+
+LOCK = "writers.lock"
+_WAIT_SECONDS = 0.5
+
+
+class AnswersRows(Protocol):
+    """Who is asked."""
+
+    @property
+    def batch_tokens(self) -> int:
+        """How many tokens it is asked at once."""
+
+    def answer_rows(self, batch: Batch, specs: Sequence[SignalSpec]) -> list[list[RowAnswer]]:
+        """For each signal the answer to each row."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a writer is, over all shards of the cache that were missing when it began."""
+
+    done_tokens: int
+    all_tokens: int
+    num_bytes: int  # written by this process
+    written_tokens: int  # by this process
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.written_tokens / max(self.seconds, 1e-9)
+
+    @property
+    def eta_seconds(self) -> float:
+        return (self.all_tokens - self.done_tokens) / max(self.tokens_per_second, 1e-9)
+
+
+class _Meter:
+    """Counts what is asked and written, and tells."""
+
+    def __init__(self, tell: Callable[[Progress], None], whole: int) -> None:
+        self._tell, self._whole, self._begun = tell, whole, time.monotonic()
+        self._done = self._asked = self._in_shard = self._num_bytes = 0
+
+    def asked(self, num_tokens: int) -> None:
+        """So many tokens of the shard at hand were answered."""
+        self._asked += num_tokens
+        self._in_shard += num_tokens
+        self._report(min(self._done + self._in_shard, self._whole))
+
+    def shard(self, left: int, num_bytes: int) -> None:
+        """A shard is written; `left` tokens are in none yet, by whomever they will be written."""
+        self._done, self._in_shard = self._whole - left, 0
+        self._num_bytes += num_bytes
+        self._report(self._done)
+
+    def _report(self, done: int) -> None:
+        self._tell(Progress(done, self._whole, self._num_bytes, self._asked, time.monotonic() - self._begun))
+
+
+def open_store(folder: Path, manifest: Manifest) -> Manifest:
+    """Begin a cache in a folder, or find that it is the one that was begun. Answers with the manifest that is there."""
+    try:
+        others = sorted(path.name for path in folder.iterdir() if not _is_ours(path)) if folder.exists() else []
+        if others and not is_there(folder):
+            raise ConfigError(
+                f"{folder} is not empty and holds no teacher cache: {', '.join(others[:4])}",
+                where="--out",
+                advice=["choose another folder with --out", "nothing in it was touched"],
+            )
+        (folder / SHARDS).mkdir(parents=True, exist_ok=True)
+        with _Claims(folder) as claims, claims.waiting(0):
+            if not is_there(folder):
+                claims.remove_leftovers(folder, NAME)
+                write_atomically(folder / NAME, manifest.to_bytes())
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+    there = read_manifest(folder)
+    check_same(there, manifest, folder)
+    return there
+
+
+def _is_ours(path: Path) -> bool:
+    return path.name in (SHARDS, LOCK, NAME) or path.name.startswith(f"{TEMPORARY}{NAME}")
+
+
+def write_missing(
+    folder: Path,
+    needed: Sequence[NeededRow],
+    teacher: AnswersRows,
+    *,
+    beside: Sequence[Path] = (),
+    tell: Callable[[Progress], None] = lambda _progress: None,
+    is_stopped: Callable[[], bool] = lambda: False,
+) -> bool:
+    """Write every needed row that is not there. Answers False where it was stopped before all of them were.
+
+    `beside` are caches of other signals for the same rows: the teacher is asked once for all of them.
+    """
+    folders = (folder, *beside)
+    missing = {row.key: row for place in folders for row in missing_rows(Cache(place), needed)}
+    plans = plan_shards(list(missing.values()), read_manifest(folder).shard_tokens)
+    meter = _Meter(tell, sum(plan.num_tokens for plan in plans))
+    left = plans
+    with _Claims(folder) as claims:
+        while left:
+            for plan in left:
+                if is_stopped():
+                    return False
+                with claims.trying(plan.name) as is_mine:
+                    if not is_mine or not _unwritten(folders, [plan]):
+                        continue
+                    contents = _contents(plan, folders, teacher, is_stopped, meter)
+                    if contents is None:
+                        return False
+                    for place, held in contents.items():
+                        _commit(_path(place, plan), held, claims)
+                meter.shard(sum(one.num_tokens for one in _unwritten(folders, plans)), sum(map(len, contents.values())))
+            num_left, left = len(left), _unwritten(folders, left)
+            if len(left) == num_left:
+                time.sleep(_WAIT_SECONDS)  # another process has them; should it end, its claims fall to us
+    return True
+
+
+def _path(folder: Path, plan: ShardPlan) -> Path:
+    return folder / SHARDS / f"{plan.name}{SUFFIX}"
+
+
+def _unwritten(folders: Sequence[Path], plans: Sequence[ShardPlan]) -> list[ShardPlan]:
+    """Of some plans, those whose shard is not in every folder."""
+    there = set.intersection(*({entry.name for entry in os.scandir(folder / SHARDS)} for folder in folders))
+    return [plan for plan in plans if f"{plan.name}{SUFFIX}" not in there]
+
+
+def missing_rows(cache: Cache, needed: Sequence[NeededRow]) -> list[NeededRow]:
+    """The needed rows that a cache does not answer."""
+    known = cache.has([row.key for row in needed])
+    return [row for row, is_known in zip(needed, known, strict=True) if not is_known]
+
+
+def _contents(
+    plan: ShardPlan, folders: Sequence[Path], teacher: AnswersRows, is_stopped: Callable[[], bool], meter: _Meter
+) -> dict[Path, bytes] | None:
+    """The shard's bytes for each folder, or None where the writer was asked to stop in the middle of it."""
+    manifests = [read_manifest(folder) for folder in folders]
+    answers: list[dict[str, RowAnswer]] = [{} for _ in folders]
+    for batch in plan.batches(teacher.batch_tokens):
+        if is_stopped():
+            return None
+        given = teacher.answer_rows(batch, [manifest.signal for manifest in manifests])
+        for kept, rows in zip(answers, given, strict=True):
+            kept |= dict(zip(batch.keys, rows, strict=True))
+        meter.asked(int(batch.attention_mask.sum()))
+    packed = [pack_shard(kept, manifest) for kept, manifest in zip(answers, manifests, strict=True)]
+    return dict(zip(folders, packed, strict=True))
+
+
+def pack_shard(answers: dict[str, RowAnswer], manifest: Manifest) -> bytes:
+    """Answers by key as the bytes of a shard."""
+    blocks = [
+        Block(bytes.fromhex(key), answer.num_positions, pack(answer, manifest.id_bytes))
+        for key, answer in answers.items()
+    ]
+    counters = {"mass": 0.0, "unusable": 0, "floored": 0}
+    for _key, answer in sorted(answers.items()):
+        counters["mass"] += float(answer.mass.sum())
+        counters["unusable"] += int((answer.entropy == NOTHING).sum())
+        counters["floored"] += int((answer.log_probs == NOTHING - 1).sum())
+    return shard_bytes(manifest.store, blocks, counters)
+
+
+def commit_shard(folder: Path, plan: ShardPlan, contents: bytes) -> None:
+    """Put a shard that was made elsewhere into its place."""
+    with _Claims(folder) as claims, claims.trying(plan.name):
+        _commit(_path(folder, plan), contents, claims)
+
+
+def _commit(path: Path, contents: bytes, claims: _Claims) -> None:
+    try:
+        claims.remove_leftovers(path.parent, path.name)
+        write_atomically(path, contents)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def _unwritable(path: Path, error: OSError) -> CannotSave:
+    return CannotSave(
+        f"cannot write the cache: {reason_of(error)}",
+        where=str(path),
+        advice=[
+            "free some space on that disk, or see to its permissions",
+            "then give the same command again: finished shards are kept, and none is half written",
+        ],
+    )
+
+
+class _Claims:
+    """Locks on single bytes of one file: one for each shard, and byte 0 for the manifest."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / LOCK
+        self._handle = -1
+        self._has_locks = fcntl is not None
+
+    def __enter__(self) -> _Claims:
+        self._handle = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        os.close(self._handle)
+
+    @contextlib.contextmanager
+    def waiting(self, place: int) -> Iterator[None]:
+        """Inside, this process alone has the byte."""
+        self._lock(place, waits=True)
+        try:
+            yield
+        finally:
+            self._unlock(place)
+
+    @contextlib.contextmanager
+    def trying(self, name: str) -> Iterator[bool]:
+        """Whether the shard of this name is ours inside."""
+        place = 1 + int(name[:14], 16)
+        is_mine = self._lock(place, waits=False)
+        try:
+            yield is_mine
+        finally:
+            if is_mine:
+                self._unlock(place)
+
+    def _lock(self, place: int, *, waits: bool) -> bool:
+        if not self._has_locks:
+            return True
+        try:
+            fcntl.lockf(self._handle, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB), 1, place)
+        except (BlockingIOError, PermissionError):
+            return False
+        except OSError:  # a file system without locks: everyone may write everything
+            self._has_locks = False
+        return True
+
+    def _unlock(self, place: int) -> None:
+        if self._has_locks:
+            fcntl.lockf(self._handle, fcntl.LOCK_UN, 1, place)
+
+    def remove_leftovers(self, folder: Path, name: str) -> None:
+        """What a writer of this very file left behind when it was killed. Only its owner may: see `trying`."""
+        if self._has_locks:
+            for path in folder.glob(f"{TEMPORARY}{name}-*"):
+                path.unlink(missing_ok=True)

@@ -1,0 +1,270 @@
+"""What a teacher's distribution is reduced to: a few tokens, their log-probabilities, and the mass of the rest.
+
+top_k         the k likeliest tokens and the exact mass of all others: serves every divergence.
+sampled       tokens drawn from the whole distribution (RS-KD, Anshumann et al. 2025): unbiased for forward KL.
+hybrid        the m likeliest exactly, and draws from what is left, which share its mass: unbiased for forward KL, with
+              less variance than draws alone, because what is likely is not left to chance.
+renormalised  the k likeliest as if nothing else could come: biased, for stores that hold no more. Says its mean mass.
+
+Numbers are rounded where they are made, to whole multiples of a step, and are rounded nowhere else. So an answer that
+was stored and one that is given live are the same bits. A row is answered by itself: what it is told depends on its
+tokens, on its targets and on the seed, and on no neighbour, no padding and no order.
+
+Legend: N scored positions of a row, V vocabulary, M exact tokens, D draws.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from stillroom.models.anatomy import head_logits
+from stillroom.numerics import LOG_ZERO, Softmax
+from stillroom.types import HeadWeights, SampledSignal, TopKSignal
+
+Kind = Literal["top_k", "sampled", "hybrid", "renormalised"]
+Codes = npt.NDArray[np.uint16]
+Ids = npt.NDArray[np.int32]
+
+LOG_STEP = 1.0 / 256.0  # nats: a probability is off by 0.2 % at most, about what FP16 does to log-probs near -4
+ENTROPY_STEP = 1.0 / 2048.0  # nats: reaches to 32, and the largest vocabularies have 12
+NOTHING = 65535  # code of a log-probability of -inf, and of an entropy that is not finite: a row that is unusable
+_FLOOR = NOTHING - 1
+_PRODUCT_VALUES = 1 << 24  # logits that are made together: 64 MB
+_BLOCK_VALUES = 1 << 19  # of these, what is looked at together: temporaries stay near the cache
+_BIN = 64  # tokens whose masses are summed before anything is drawn
+_PROBABILITIES: npt.NDArray[np.float64] = np.exp(-LOG_STEP * np.arange(NOTHING + 1, dtype=np.float64))
+_PROBABILITIES[NOTHING] = 0.0
+
+
+@dataclass(frozen=True)
+class SignalSpec:
+    """What is asked of a teacher at each position."""
+
+    kind: Kind
+    exact: int  # likeliest tokens that are kept: k, or the m of a hybrid
+    draws: int  # tokens drawn from the rest
+    temperature: float = 1.0
+    seed: int = 0
+
+    @property
+    def is_sampled(self) -> bool:
+        return self.kind in ("sampled", "hybrid")
+
+    @property
+    def width(self) -> int:
+        return self.exact + self.draws
+
+    def to_dict(self) -> dict[str, Any]:
+        """By the names that a configuration has for them, without those that mean nothing for the kind."""
+        found: dict[str, Any] = {"kind": self.kind}
+        if self.exact:
+            found["m" if self.kind == "hybrid" else "k"] = self.exact
+        if self.draws:
+            found |= {"draws": self.draws, "draw_seed": self.seed}
+        return found | {"temperature": self.temperature}
+
+    @staticmethod
+    def of_dict(found: dict[str, Any]) -> SignalSpec:
+        exact = int(found.get("k", found.get("m", 0)))
+        temperature, seed = float(found["temperature"]), int(found.get("draw_seed", 0))
+        return SignalSpec(found["kind"], exact, int(found.get("draws", 0)), temperature, seed)
+
+    def within(self, vocab_size: int) -> SignalSpec:
+        """No more tokens are kept than there are."""
+        return SignalSpec(self.kind, min(self.exact, vocab_size), self.draws, self.temperature, self.seed)
+
+
+@dataclass(frozen=True)
+class RowAnswer:
+    """The answer to one row, in the whole numbers that are stored. Everything that follows is computed from these."""
+
+    ids: Ids  # [N, M], the likeliest first
+    log_probs: Codes  # [N, M]
+    tail: Codes  # [N], log mass of all tokens that are not among the exact ones
+    entropy: Codes  # [N], at the temperature of the signal
+    label: Codes  # [N], log-probability of the target at temperature 1
+    drawn: Ids  # [N, D], ascending, with repeats
+
+    @property
+    def num_positions(self) -> int:
+        return len(self.tail)
+
+    @property
+    def mass(self) -> npt.NDArray[np.float64]:
+        """[N] What the exact tokens hold."""
+        found: npt.NDArray[np.float64] = np.minimum(_PROBABILITIES[self.log_probs].sum(axis=-1), 1.0)
+        return found
+
+    @property
+    def label_log_probs(self) -> npt.NDArray[np.float64]:
+        """[N] At temperature 1; -inf where it is below what can be stored, NaN where the row is unusable."""
+        with np.errstate(divide="ignore"):
+            found = np.where(self.label == NOTHING, -np.inf, -LOG_STEP * self.label.astype(np.float64))
+        return np.where(self.entropy == NOTHING, np.nan, found)
+
+    @staticmethod
+    def join(answers: Sequence[RowAnswer]) -> RowAnswer:
+        """Several rows as one, in order."""
+        if len(answers) == 1:
+            return answers[0]
+        names = ("ids", "log_probs", "tail", "entropy", "label", "drawn")
+        return RowAnswer(*(np.concatenate([getattr(one, name) for one in answers]) for name in names))
+
+    @staticmethod
+    def unusable(num_positions: int, spec: SignalSpec) -> RowAnswer:
+        """An answer that is no distribution: the student is scored on the labels there, and it is counted."""
+        nothing = np.full(num_positions, NOTHING, np.uint16)
+        ids = np.zeros((num_positions, spec.exact), np.int32)
+        codes = np.full((num_positions, spec.exact), NOTHING, np.uint16)
+        return RowAnswer(ids, codes, nothing, nothing, nothing, np.zeros((num_positions, spec.draws), np.int32))
+
+
+# -- from logits to whole numbers ------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def reduce_row(hidden: Tensor, head: HeadWeights, targets: Tensor, spec: SignalSpec, key: str) -> RowAnswer:
+    """The answer to one row from the teacher's hidden states at its scored positions [N, width]. `key` is its name."""
+    spec = spec.within(head.num_real)
+    uniforms = torch.from_numpy(_uniforms(key, len(targets), spec))
+    size, block = (max(1, values // head.num_real) for values in (_PRODUCT_VALUES, _BLOCK_VALUES))
+    parts = []
+    for start in range(0, len(targets), size):
+        logits = head_logits(head, hidden[start : start + size])
+        for at in range(0, len(logits), block):
+            here = slice(start + at, start + min(at + block, len(logits)))
+            parts.append(_reduce(logits[at : at + block], targets[here], uniforms[here], spec))
+    return RowAnswer.join(parts) if parts else RowAnswer.unusable(0, spec)
+
+
+def _uniforms(key: str, num_positions: int, spec: SignalSpec) -> npt.NDArray[np.float64]:
+    """[N, D] Numbers in [0, 1) that depend on the row's content and the seed alone."""
+    digest = hashlib.blake2b(f"{spec.seed}:{key}".encode(), digest_size=16).digest()
+    generator = np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
+    return generator.random((num_positions, spec.draws))
+
+
+def _reduce(logits: Tensor, targets: Tensor, uniforms: Tensor, spec: SignalSpec) -> RowAnswer:
+    """Some positions of a row. The rest is summed directly: a mass of 1e-12 is no difference of 1 and something."""
+    whole = Softmax.of_logits(logits, spec.temperature)
+    entropy = whole.log_norm - (whole.probs * whole.scores).sum(-1)
+    kept, ids = whole.scores.topk(spec.exact, dim=-1)
+    rest = whole.probs.scatter_(-1, ids, 0.0)
+    bins = functional.pad(rest, (0, -rest.shape[-1] % _BIN)).view(len(rest), -1, _BIN)
+    cumulative = bins.sum(-1).cumsum(-1, dtype=torch.float64)
+    drawn = _draw(bins, cumulative, uniforms.to(logits.device)) if spec.draws else ids[:, :0]
+    cold = whole if spec.temperature == 1.0 else Softmax.of_logits(logits)
+    label = cold.scores.gather(-1, targets[:, None]).squeeze(-1) - cold.log_norm
+    is_bad = ~torch.isfinite(whole.log_norm + entropy)
+    return RowAnswer(
+        ids=_ids(ids, is_bad),
+        log_probs=_log_codes(kept - whole.log_norm[:, None], is_bad),
+        tail=_log_codes(cumulative[:, -1].log(), is_bad),
+        entropy=_entropy_codes(entropy, is_bad),
+        label=_log_codes(label, is_bad),
+        drawn=_ids(drawn, is_bad),
+    )
+
+
+def _draw(bins: Tensor, cumulative: Tensor, uniforms: Tensor) -> Tensor:
+    """[N, D] ids, ascending, drawn with replacement in proportion to masses [N, bins, tokens of a bin].
+
+    First the bin is found, among their cumulative masses [N, bins], then the token in it: most of a large vocabulary is
+    never looked at. Where nothing is left to draw from, any token does: it will have no weight.
+    """
+    place, rest = _find(cumulative, uniforms * cumulative[:, -1:])
+    chosen = bins.gather(1, place[..., None].expand(-1, -1, bins.shape[-1])).cumsum(-1, dtype=torch.float64)
+    before = torch.where(place > 0, cumulative.gather(-1, (place - 1).clamp_min(0)), 0.0)
+    mass = cumulative.gather(-1, place) - before
+    share = torch.where(mass > 0, (rest - before) / mass, 0.0)
+    inside, _ = _find(chosen, share[..., None] * chosen[..., -1:])
+    return (place * bins.shape[-1] + inside.squeeze(-1)).sort(dim=-1).values
+
+
+def _find(cumulative: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """Where each wanted mass lies among cumulative ones, and that mass kept below the whole: [..., D] of [..., V]."""
+    whole = cumulative[..., -1:]
+    wanted = torch.minimum(wanted, torch.nextafter(whole, torch.zeros_like(whole)))
+    found = torch.searchsorted(cumulative, wanted.contiguous(), right=True)
+    return found.clamp_max_(cumulative.shape[-1] - 1), wanted
+
+
+def _ids(ids: Tensor, is_bad: Tensor) -> Ids:
+    found: Ids = torch.where(is_bad[:, None], 0, ids).to(torch.int32).cpu().numpy()
+    return found
+
+
+def _log_codes(log_probs: Tensor, is_bad: Tensor) -> Codes:
+    """Rounded to a step. Below -255 the lowest code is given, which is 0 to any sum; -inf has a code of its own."""
+    is_bad = is_bad if log_probs.ndim == 1 else is_bad[:, None]
+    steps = (log_probs.double() / -LOG_STEP).round_().clamp_(0, _FLOOR)
+    steps = torch.where(is_bad | (log_probs <= LOG_ZERO / 2), NOTHING, steps)
+    return _whole(steps)
+
+
+def _entropy_codes(entropy: Tensor, is_bad: Tensor) -> Codes:
+    return _whole(torch.where(is_bad, NOTHING, (entropy.double() / ENTROPY_STEP).round_().clamp_(0, _FLOOR)))
+
+
+def _whole(steps: Tensor) -> Codes:
+    found: Codes = steps.to(torch.int32).cpu().numpy().astype(np.uint16)
+    return found
+
+
+# -- from whole numbers to signals -----------------------------------------------------------------------
+
+
+def signal_of(answer: RowAnswer, spec: SignalSpec) -> TopKSignal | SampledSignal:
+    """The signal that is scored, in main memory. What was rounded is made to sum to 1 again, in FP64."""
+    is_bad = answer.entropy == NOTHING
+    kept = _PROBABILITIES[answer.log_probs]
+    tail = _PROBABILITIES[answer.tail]
+    if spec.kind == "renormalised":
+        tail = np.zeros_like(tail)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        total = kept.sum(axis=-1) + tail
+        if spec.is_sampled:
+            return _sampled(answer, spec, kept / total[:, None], tail / total, is_bad)
+        log_total = np.log(total)
+        log_probs = _log_probs(answer.log_probs) - log_total[:, None]
+        log_tail = np.where(tail > 0, _log_probs(answer.tail), -np.inf) - log_total
+    log_tail[is_bad] = np.nan
+    return TopKSignal(
+        ids=torch.from_numpy(answer.ids.astype(np.int64)),
+        log_probs=torch.from_numpy(log_probs.astype(np.float32)),
+        tail_log_mass=torch.from_numpy(log_tail.astype(np.float32)),
+        temperature=spec.temperature,
+    )
+
+
+def _log_probs(codes: Codes) -> npt.NDArray[np.float64]:
+    return np.where(codes == NOTHING, -np.inf, -LOG_STEP * codes.astype(np.float64))
+
+
+def _sampled(
+    answer: RowAnswer,
+    spec: SignalSpec,
+    kept: npt.NDArray[np.float64],
+    tail: npt.NDArray[np.float64],
+    is_bad: npt.NDArray[np.bool_],
+) -> SampledSignal:
+    """Exact tokens weigh what they hold; each draw an equal share of what is left."""
+    shares = np.repeat((tail / max(1, spec.draws))[:, None], spec.draws, axis=1)
+    weights = np.concatenate([kept, shares], axis=1)
+    weights[is_bad] = np.nan
+    entropy = np.where(is_bad, np.nan, ENTROPY_STEP * answer.entropy.astype(np.float64))
+    return SampledSignal(
+        ids=torch.from_numpy(np.concatenate([answer.ids, answer.drawn], axis=1).astype(np.int64)),
+        weights=torch.from_numpy(weights.astype(np.float32)),
+        entropy=torch.from_numpy(entropy.astype(np.float32)),
+        temperature=spec.temperature,
+    )

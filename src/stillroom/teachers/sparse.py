@@ -1,0 +1,143 @@
+"""A live teacher that answers with a few tokens: what a cache stores, made while the student trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from stillroom.ends import is_out_of_memory
+from stillroom.models import Student
+from stillroom.teachers.base import SignalKind, Teacher
+from stillroom.teachers.live import LiveTeacher
+from stillroom.teachers.signals import RowAnswer, SignalSpec, reduce_row, signal_of
+from stillroom.types import Batch, DenseSignal, Needs, SampledSignal, Signal, TopKSignal
+
+_GPU_TOKENS = 16_384  # asked at once where a batch pays; halved where memory does not suffice
+
+
+class SparseTeacher(Teacher):
+    """Reduces the answers of a live teacher, row by row.
+
+    On a CPU each row is asked by itself, without padding, because a product's last bits may depend on what it is
+    computed together with: the answer is then a function of the row. It costs nothing there: rows are long enough to
+    fill the machine. On a GPU rows are asked together, and live and stored answers agree to rounding.
+    """
+
+    def __init__(self, live: LiveTeacher, spec: SignalSpec, *, notes: Sequence[str] = ()) -> None:
+        self.live = live
+        self.spec = spec.within(live.vocab_size)
+        self.kind: SignalKind = "sampled" if spec.is_sampled else "top-k"
+        self.num_exact = self.spec.exact
+        self.notes = (f"the teacher answers live with {describe(self.spec)}", *notes)
+        self.batch_tokens = 1 if live.device.type == "cpu" else _GPU_TOKENS
+        self._whole: tuple[tuple[str, ...], DenseSignal] | None = None
+        self._mass, self._positions = 0.0, 0
+
+    # -- answering ---------------------------------------------------------------------------------------
+
+    def observe(self, batch: Batch, needs: Needs) -> Signal:
+        (answers,) = self.answer_rows(batch, [self.spec], keeps_whole=True)
+        self._mass += sum(float(answer.mass.sum()) for answer in answers)
+        self._positions += batch.num_scored
+        return to_device(signal_of(RowAnswer.join(answers), self.spec), self.live.device)
+
+    def whole_answer(self, batch: Batch, signal: Signal | None) -> Signal | None:
+        """The dense answer behind the last signal: it is at hand."""
+        if self._whole is not None and self._whole[0] == batch.keys:
+            return self._whole[1]
+        return signal
+
+    @torch.no_grad()
+    def answer_rows(
+        self, batch: Batch, specs: Sequence[SignalSpec], *, keeps_whole: bool = False
+    ) -> list[list[RowAnswer]]:
+        """For each signal the answer to each row of a batch; a row without targets has one of no positions."""
+        there = batch.to(self.live.device)
+        parts = self._row_by_row(there) if self.live.device.type == "cpu" else self._together(there)
+        # Cast once: what is computed from the logits is FP32 for every dtype of the teacher.
+        head = parts[0][0].head
+        head = head if head.is_identity else replace(head, weight=head.weight.float())
+        if keeps_whole:
+            hidden = torch.cat([signal.hidden for signal in parts[0]])
+            self._whole = batch.keys, replace(parts[0][0], hidden=hidden, taps={})
+        return [
+            [
+                reduce_row(signal.hidden, head, targets, spec, key)
+                for key, signal, targets in zip(batch.keys, *parts, strict=True)
+            ]
+            for spec in specs
+        ]
+
+    def _row_by_row(self, batch: Batch) -> tuple[list[DenseSignal], list[torch.Tensor]]:
+        with self.live.at_work():
+            rows = [_row(batch, number) for number in range(batch.input_ids.shape[0])]
+            return [self.live.observe(row, Needs()) for row in rows], [row.scored_targets for row in rows]
+
+    def _together(self, batch: Batch) -> tuple[list[DenseSignal], list[torch.Tensor]]:
+        """One forward for the whole batch, or for its halves where memory does not suffice."""
+        try:
+            whole = self.live.observe(batch, Needs())
+        except (MemoryError, RuntimeError) as error:
+            if batch.input_ids.shape[0] == 1 or not is_out_of_memory(error):
+                raise
+            self.batch_tokens = max(1, self.batch_tokens // 2)
+            first, second = (self._together(half) for half in batch.parts(2))
+            return first[0] + second[0], first[1] + second[1]
+        sizes = torch.bincount(batch.positions // batch.input_ids.shape[1], minlength=batch.input_ids.shape[0])
+        counts = sizes.tolist()
+        signals = [replace(whole, hidden=part) for part in torch.split(whole.hidden, counts)]
+        return signals, list(torch.split(batch.scored_targets, counts))
+
+    # -- passed on ---------------------------------------------------------------------------------------
+
+    def as_model(self) -> Student | None:
+        return self.live.as_model()
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        with self.live.at_work():
+            yield
+
+    def summary(self) -> dict[str, Any]:
+        mass = self._mass / self._positions if self._positions and self.spec.exact else None
+        return {"teacher_signal": {**self.spec.to_dict(), "mean_mass": mass}}
+
+
+def describe(spec: SignalSpec) -> str:
+    """A signal in words."""
+    told = {
+        "top_k": f"its {spec.exact} likeliest tokens and the exact mass of the rest",
+        "sampled": f"{spec.draws} tokens drawn from its distribution",
+        "hybrid": f"its {spec.exact} likeliest tokens exactly and {spec.draws} drawn from the rest",
+        "renormalised": f"its {spec.exact} likeliest tokens as if nothing else could come, which is biased",
+    }
+    return f"{told[spec.kind]}, at temperature {spec.temperature:g}"
+
+
+def to_device(signal: TopKSignal | SampledSignal, device: torch.device) -> TopKSignal | SampledSignal:
+    if device.type == "cpu":
+        return signal
+    names = ("ids", "log_probs", "tail_log_mass") if isinstance(signal, TopKSignal) else ("ids", "weights", "entropy")
+    return replace(signal, **{name: getattr(signal, name).to(device, non_blocking=True) for name in names})
+
+
+def _row(batch: Batch, number: int) -> Batch:
+    """One row of a batch, without its padding."""
+    length, part = max(1, int(batch.attention_mask[number].sum())), slice(number, number + 1)
+
+    def cut(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor[part, :length]
+
+    return Batch(
+        cut(batch.input_ids),
+        cut(batch.attention_mask),
+        cut(batch.targets),
+        cut(batch.target_bytes),
+        batch.sample_ids[part],
+        batch.index,
+        batch.documents[part],
+    )

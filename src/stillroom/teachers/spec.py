@@ -1,0 +1,101 @@
+"""Which signal a configuration asks for, and what it cannot be used with."""
+
+from __future__ import annotations
+
+from stillroom.config import Config
+from stillroom.config.sections import Ramp
+from stillroom.config.signal import DEFAULT_DRAWS, DEFAULT_HYBRID_DRAWS, DEFAULT_K, DEFAULT_M
+from stillroom.errors import ConfigError
+from stillroom.teachers.signals import SignalSpec
+
+
+def live_spec(config: Config) -> SignalSpec | None:
+    """The signal of a live teacher; None: its whole distribution, which `objectives.kd.top_k` reduces in the head."""
+    return None if config.teacher.signal.kind in ("auto", "dense") else _spec(config, config.teacher.signal.kind)
+
+
+def cache_spec(config: Config) -> SignalSpec:
+    """The signal that a new cache of this configuration holds."""
+    kind = config.teacher.signal.kind
+    if kind == "auto":
+        kd = config.objectives.kd
+        looks_at_distance = (kd.token_fraction != 1.0 and kd.token_criterion == "hellinger") or kd.token_temperature
+        is_linear = kd.divergence == "forward_kl" and not kd.top_k and kd.on_wrong_teacher == "keep"
+        kind = "hybrid" if is_linear and not looks_at_distance else "top_k"
+    return _spec(config, kind)
+
+
+def stored_spec(config: Config, there: SignalSpec) -> SignalSpec:
+    """What is asked of a cache that is there: where the configuration leaves it open, what the cache holds."""
+    kd, signal = config.objectives.kd, config.teacher.signal
+    if signal.kind == "auto" and not kd.top_k:
+        return SignalSpec(there.kind, there.exact, there.draws, _temperature(config), there.seed)
+    return cache_spec(config)
+
+
+def _spec(config: Config, kind: str) -> SignalSpec:
+    signal, seed = config.teacher.signal, config.teacher.signal.draw_seed
+    temperature, top_k = _temperature(config), _top_k(config, kind)
+    match kind:
+        case "top_k" | "renormalised":
+            if signal.k and top_k and signal.k != top_k:
+                raise ConfigError(
+                    f"objectives.kd.top_k is {top_k} and teacher.signal.k is {signal.k}",
+                    where="teacher.signal.k",
+                    advice=["leave one of them out"],
+                )
+            k = signal.k or top_k or DEFAULT_K
+            return SignalSpec("renormalised" if kind == "renormalised" else "top_k", k, 0, temperature)
+        case "sampled":
+            return SignalSpec("sampled", 0, signal.draws or DEFAULT_DRAWS, temperature, seed)
+        case _:
+            draws = signal.draws or DEFAULT_HYBRID_DRAWS
+            return SignalSpec("hybrid", signal.m or DEFAULT_M, draws, temperature, seed)
+
+
+def _temperature(config: Config) -> float:
+    found = config.objectives.kd.temperature
+    if isinstance(found, Ramp):
+        raise ConfigError(
+            "a sparse signal has one temperature, and objectives.kd.temperature moves",
+            where="objectives.kd.temperature",
+            advice=["set it to a number", "use the live teacher with teacher.signal.kind = 'dense'"],
+        )
+    return float(found)
+
+
+def _top_k(config: Config, kind: str) -> int:
+    found = config.objectives.kd.top_k
+    if isinstance(found, Ramp):
+        raise ConfigError(
+            "a stored signal has one k, and objectives.kd.top_k moves",
+            where="objectives.kd.top_k",
+            advice=["set it to a number", "use the live teacher with teacher.signal.kind = 'dense'"],
+        )
+    if found and kind in ("sampled", "hybrid"):
+        raise ConfigError(
+            f"objectives.kd.top_k asks for likely tokens and their tail, teacher.signal.kind = {kind!r} for draws",
+            where="teacher.signal.kind",
+            advice=["set objectives.kd.top_k = 0", "set teacher.signal.kind = 'top_k'"],
+        )
+    return int(found)
+
+
+def check_use(config: Config, spec: SignalSpec) -> list[str]:
+    """Refuse settings that would do nothing, or harm, with this signal. Answers with what should be said."""
+    kd = config.objectives.kd
+    if spec.is_sampled and kd.token_fraction != 1.0 and kd.token_criterion == "hellinger":
+        raise ConfigError(
+            "the distance of teacher and student cannot be told from drawn tokens",
+            where="objectives.kd.token_criterion",
+            advice=["set it to 'entropy'", "set teacher.signal.kind = 'top_k'"],
+        )
+    if kd.on_wrong_teacher == "mft" or (kd.on_wrong_teacher == "label_residual" and spec.is_sampled):
+        raise ConfigError(
+            f"objectives.kd.on_wrong_teacher = {kd.on_wrong_teacher!r} does not go with answers of kind {spec.kind}",
+            where="objectives.kd.on_wrong_teacher",
+            advice=["set it to 'keep'", "label_residual goes with teacher.signal.kind = 'top_k'"],
+        )
+    if config.guard.logit_clamp:
+        return ["guard.logit_clamp holds for the student alone: the teacher's answers are stored unclamped"]
+    return []
