@@ -49,7 +49,7 @@ class Loader:
         self._rank = rank
         self._num_ranks = num_ranks
         self._seed = seed
-        self._kept: tuple[int, list[Ints]] | None = None
+        self._kept: tuple[int, Ints] | None = None
 
     @property
     def num_batches(self) -> int:
@@ -83,16 +83,17 @@ class Loader:
         return [self._batch(epoch, number) for number in range(first, last)]
 
     def _batch(self, epoch: int, number: int) -> Batch:
-        if self._kept is None or self._kept[0] != epoch:
-            self._kept = (epoch, self._batches(epoch))
-        return self._rows.batch(self._kept[1][number], index=epoch * self.num_batches + number)
-
-    def _batches(self, epoch: int) -> list[Ints]:
-        """The rows of each micro-batch of an epoch."""
+        start = number * self._batch_size
         if isinstance(self._rows, MixedRows):
-            return self._rows.epoch(self._seed, epoch, self._batch_size)
-        order = np.random.default_rng([self._seed, epoch]).permutation(len(self._rows))
-        return [order[start : start + self._batch_size] for start in range(0, len(order), self._batch_size)]
+            chosen = self._rows.epoch(self._seed, epoch, self._batch_size)[number]
+        else:
+            chosen = self._order(epoch)[start : start + self._batch_size]
+        return self._rows.batch(chosen, index=epoch * self.num_batches + number)
+
+    def _order(self, epoch: int) -> Ints:
+        if self._kept is None or self._kept[0] != epoch:
+            self._kept = (epoch, np.random.default_rng([self._seed, epoch]).permutation(len(self._rows)))
+        return self._kept[1]
 
 
 def fixed_rows(rows: Rows, batch_size: int, max_batches: int = 0) -> list[int]:

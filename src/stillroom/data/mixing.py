@@ -58,6 +58,7 @@ class MixedRows(Rows):
         self.parts = tuple(parts)
         self._pads = {"input_ids": pad_id, "targets": IGNORED}
         self._firsts = np.cumsum([0, *(len(part.rows) for part in parts)])
+        self._kept: tuple[tuple[int, int, int], list[Ints]] | None = None
 
     def __len__(self) -> int:
         return int(self._firsts[-1])
@@ -112,7 +113,13 @@ class MixedRows(Rows):
         return sum(part.num_batches(batch_size) for part in self.parts)
 
     def epoch(self, seed: int, epoch: int, batch_size: int) -> list[Ints]:
-        """The micro-batches of an epoch, each of one source."""
+        """The micro-batches of an epoch, each of one source. Those of the last epoch asked for are kept."""
+        asked = (seed, epoch, batch_size)
+        if self._kept is None or self._kept[0] != asked:
+            self._kept = (asked, self._drawn(seed, epoch, batch_size))
+        return self._kept[1]
+
+    def _drawn(self, seed: int, epoch: int, batch_size: int) -> list[Ints]:
         batches = []
         for number, part in enumerate(self.parts):
             rows = part.epoch(seed, number, epoch) + self._firsts[number]

@@ -19,7 +19,19 @@ from stillroom.data.sources.finding import locate, unread
 from stillroom.data.sources.readers import OURS, Item, Reader, read_parquet, refuse_utf16, register
 from stillroom.errors import DataError
 
-__all__ = ["HUB_PREFIX", "Item", "Reader", "locate", "pieces_of", "read_files", "read_hub", "read_spec", "register"]
+__all__ = [
+    "HUB_PREFIX",
+    "Item",
+    "Reader",
+    "locate",
+    "named_files",
+    "pieces_of",
+    "read_file",
+    "read_files",
+    "read_hub",
+    "read_spec",
+    "register",
+]
 
 PIECE_CHARACTERS = 8_000
 _NUM_NAMED = 3
@@ -39,28 +51,40 @@ def read_spec(
 
 def read_files(spec: str, tally: Tally, columns: Collection[str] = ()) -> Iterator[Item]:
     """The objects of a file, glob or folder."""
-    paths = locate(spec)
-    if others := unread(spec, paths):
+    files = named_files(spec)
+    if others := unread(spec, [path for path, _ in files]):
         named = ", ".join(path.name for path in others[:_NUM_NAMED]) + (", ..." if len(others) > _NUM_NAMED else "")
         tally.note(f"{len(others):,} files of the folder {spec} are of no format that is read: {named}")
+    for path, name in files:
+        yield from read_file(path, name, tally, spec=spec, is_alone=len(files) == 1, columns=columns)
+
+
+def named_files(spec: str) -> list[tuple[Path, str]]:
+    """The files of a spec, each with the name that its records begin with."""
+    paths = locate(spec)
     root = os.path.commonpath([path.parent for path in paths])
-    for path in paths:
-        name = path.relative_to(root).as_posix()
-        is_empty = True
-        num_bad = tally.counters["bad_records"]
-        try:
-            refuse_utf16(path)
-            for item in _reader(path, columns)(path, name, tally):
-                is_empty = False
-                yield item
-        except OSError as error:
-            advice = ["check that the file is whole and that you may read it"]
-            raise DataError(f"{path} cannot be read: {error.strerror or error}", where=spec, advice=advice) from error
-        is_empty = is_empty and tally.counters["bad_records"] == num_bad
-        if is_empty and len(paths) == 1:
-            raise DataError(f"{path} is empty: no record is in it", advice=["check how it was written or downloaded"])
-        if is_empty:
-            tally.refuse(name, "the file is empty")
+    return [(path, path.relative_to(root).as_posix()) for path in paths]
+
+
+def read_file(
+    path: Path, name: str, tally: Tally, *, spec: str = "", is_alone: bool = True, columns: Collection[str] = ()
+) -> Iterator[Item]:
+    """The objects of one file. An empty file is refused, or if it is not alone counted as a bad record."""
+    is_empty = True
+    num_bad = tally.counters["bad_records"]
+    try:
+        refuse_utf16(path)
+        for item in _reader(path, columns)(path, name, tally):
+            is_empty = False
+            yield item
+    except OSError as error:
+        advice = ["check that the file is whole and that you may read it"]
+        raise DataError(f"{path} cannot be read: {error.strerror or error}", where=spec, advice=advice) from error
+    is_empty = is_empty and tally.counters["bad_records"] == num_bad
+    if is_empty and is_alone:
+        raise DataError(f"{path} is empty: no record is in it", advice=["check how it was written or downloaded"])
+    if is_empty:
+        tally.refuse(name, "the file is empty")
 
 
 def _reader(path: Path, columns: Collection[str]) -> Reader:
