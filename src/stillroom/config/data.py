@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import string
+from functools import lru_cache
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
@@ -22,6 +23,7 @@ SHAPES = (
 Pieces = tuple[tuple[str, str | None], ...]  # (literal text, name of the column that follows it, if any)
 
 
+@lru_cache(maxsize=64)  # asked for each record
 def template_pieces(template: str) -> Pieces:
     """The pieces of a template such as "Q: {question}". A brace that stands for itself is written twice.
 
