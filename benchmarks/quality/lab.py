@@ -80,12 +80,15 @@ class Job:
 PLAIN = {"kd.weight": 0.0, "ce.weight": 1.0}
 
 
-def run(job: Job, model: Any = None) -> dict[str, Any]:
-    """Train as the job says and judge the best student of the run on test. `model` is where it begins."""
+def run(job: Job, model: Any = None, source: Teacher | None = None) -> dict[str, Any]:
+    """Train as the job says and judge the best student of the run on test.
+
+    `model` is where it begins, `source` who answers in the place of the job's teacher.
+    """
     torch.set_num_threads(1)
     torch.manual_seed(job.seed)
     model = nets.draw(nets.STUDENT, job.seed) if model is None else copy.deepcopy(model)
-    trained = train(job, model, source_of(job))
+    trained = train(job, model, source or source_of(job))
     model.load_state_dict(trained.best)
     return {
         **judge(model, job.teacher, job.domain),
