@@ -6,23 +6,24 @@ machine, in any order of files, and for any share of the training data.
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from stillroom.builtin import corpus as stdlib
-from stillroom.config.schema import DataConfig
+from stillroom.config.data import DataConfig, SourceConfig
 from stillroom.data.chat import PlainChat, TemplateChat
+from stillroom.data.embedded import BUILTIN_PREFIX, embedded_records
 from stillroom.data.encode import Encoded, Encoder, Tokenizer
+from stillroom.data.mixing import MixedRows, Part
 from stillroom.data.packing import Rows, pack
-from stillroom.data.records import Record, Segments, Shaper, Tally, Unusable, content_key
-from stillroom.data.sources import HUB_PREFIX, pieces_of, read_files, read_hub
+from stillroom.data.reading import read_records
+from stillroom.data.records import Record, Tally, content_key
+from stillroom.data.sources import pieces_of
+from stillroom.data.sources.compressed import data_suffix
 from stillroom.errors import DataError
 from stillroom.yardsticks import MIN_DOCUMENTS
 
-BUILTIN_PREFIX = "builtin:"
 ENOUGH_HELD_OUT = 20  # documents; with fewer, an interval over documents is too narrow
 _SHARE_FOR_ENOUGH = 5  # to reach that, hold out at most one document of this many
 COUNTERS = (
@@ -57,11 +58,11 @@ def open_data(config: DataConfig, tokenizer: Tokenizer) -> Corpus:
     """Read, split and encode a run's training and held-out data."""
     tally = Tally()
     reader = _Reader(config, tokenizer, tally)
-    is_builtin = config.train.startswith(BUILTIN_PREFIX)
+    is_builtin = isinstance(config.train, str) and config.train.startswith(BUILTIN_PREFIX)
     if config.eval is None or (is_builtin and config.eval == config.train):
-        train, evaluation = reader.both_sides(config.train)
+        train, evaluation = reader.both_sides()
     else:
-        train, evaluation = reader.training(config.train), reader.evaluation(config.eval)
+        train, evaluation = reader.training(), reader.evaluation(config.eval)
         _note_overlap(train, evaluation, tally)
     if config.train_share < 1:
         train = _share_of(train, config.train_share)
@@ -77,7 +78,7 @@ def open_eval(spec: str, tokenizer: Tokenizer, config: DataConfig) -> Corpus:
 def encode_training(config: DataConfig, tokenizer: Tokenizer) -> tuple[Encoded, Rows, Tally]:
     """Documents, rows and tally of `config.train`, before any share is held out."""
     tally = Tally()
-    records = _Reader(config, tokenizer, tally).training(config.train)
+    records = _Reader(config, tokenizer, tally).training()
     encoded = Encoder(tokenizer, tally, config.bos)(records)
     rows = pack(encoded, _train_packing(config, encoded, tally), config.max_length, tally)
     _note_truncation("train", encoded, config.max_length, tally)
@@ -88,20 +89,14 @@ def encode_training(config: DataConfig, tokenizer: Tokenizer) -> tuple[Encoded, 
 def _packed(
     train: Sequence[Record], evaluation: Sequence[Record], config: DataConfig, tokenizer: Tokenizer, tally: Tally
 ) -> Corpus:
-    encode = Encoder(tokenizer, tally, config.bos)
     pad_id = next((id_ for id_ in (tokenizer.pad_token_id, tokenizer.eos_token_id) if id_ is not None), 0)
+    encode = Encoder(tokenizer, tally, config.bos)
     sides: dict[str, Rows] = {}
     for side, records in (("train", train), ("eval", evaluation)):
-        encoded, side_tally = encode(records), Tally()
-        packing = _train_packing(config, encoded, side_tally) if side == "train" else "rows"
-        rows = pack(encoded, packing, config.max_length, side_tally, pad_id=pad_id)
-        if records and not len(rows):
-            raise DataError(
-                f"the {side} data has {len(encoded.ids):,} tokens and no row with a target to score",
-                advice=[f"raise data.max_length above {config.max_length}: prompts fill the rows", "give more text"],
-            )
-        _note_truncation(side, encoded, config.max_length, side_tally)
-        tally.absorb(side_tally)
+        if side == "train" and config.is_mixed and records:
+            rows: Rows = _mixed(records, config, encode, tally, pad_id)
+        else:
+            rows = _rows(side, records, config, encode, tally, pad_id)
         tally.counters[f"{side}_tokens"] = rows.num_tokens
         tally.counters[f"{side}_targets"] = rows.num_targets
         tally.counters[f"{side}_documents"] = rows.num_documents
@@ -110,6 +105,39 @@ def _packed(
     _note_counts(tally)
     counters = {name: tally.counters[name] for name in sorted({*COUNTERS, *tally.counters})}
     return Corpus(sides["train"], sides["eval"], tuple(tally.notes), counters)
+
+
+def _rows(side: str, records: Sequence[Record], config: DataConfig, encode: Encoder, tally: Tally, pad_id: int) -> Rows:
+    encoded, side_tally = encode(records), Tally()
+    packing = _train_packing(config, encoded, side_tally) if side == "train" else "rows"
+    rows = pack(encoded, packing, config.max_length, side_tally, pad_id=pad_id)
+    if records and not len(rows):
+        raise DataError(
+            f"the {side} data has {len(encoded.ids):,} tokens and no row with a target to score",
+            advice=[f"raise data.max_length above {config.max_length}: prompts fill the rows", "give more text"],
+        )
+    _note_truncation(side, encoded, config.max_length, side_tally)
+    tally.absorb(side_tally)
+    return rows
+
+
+def _mixed(records: Sequence[Record], config: DataConfig, encode: Encoder, tally: Tally, pad_id: int) -> MixedRows:
+    """The rows of each source apart, so that no row holds text of two."""
+    parts = []
+    for number, source in enumerate(config.sources):
+        own = [record for record in records if record.source == number]
+        if not own:
+            raise DataError(
+                f"no record of {source.path} is left to train on",
+                advice=["give more of it", "leave the source out", "raise data.train_share"],
+            )
+        part = Part(config.source_names[number], _rows("train", own, config, encode, tally, pad_id), source.weight)
+        tally.note(
+            f"source {part.name}: {len(part.rows):,} rows, {part.rows_per_epoch:,} in an epoch (weight "
+            f"{source.weight:g}), learned from {'the labels alone' if source.objectives == 'labels' else 'all terms'}"
+        )
+        parts.append(part)
+    return MixedRows(parts, pad_id=pad_id)
 
 
 def _train_packing(config: DataConfig, encoded: Encoded, tally: Tally) -> Literal["blocks", "rows"]:
@@ -184,12 +212,23 @@ class _Reader:
     tokenizer: Tokenizer
     tally: Tally
 
-    def both_sides(self, spec: str) -> tuple[list[Record], list[Record]]:
-        """Training and held-out records of one spec."""
-        if spec.startswith(BUILTIN_PREFIX):
-            return self._builtin(spec)
-        records = self._outside(spec, splits_text=True)
-        share = self.config.eval_share
+    def both_sides(self) -> tuple[list[Record], list[Record]]:
+        """Training and held-out records of `config.train`. Of all sources but embedded ones, split together."""
+        train, evaluation, outside = list[Record](), list[Record](), list[Record]()
+        for number, source in enumerate(self.config.sources):
+            if source.path.startswith(BUILTIN_PREFIX):
+                for side, records in zip((train, evaluation), self._builtin(source.path, number), strict=True):
+                    side.extend(records)
+            else:
+                outside += self._outside(source, number, splits_text=True)
+        if outside:
+            for side, records in zip((train, evaluation), self._held_out(outside), strict=True):
+                side.extend(records)
+        return train, evaluation
+
+    def _held_out(self, records: list[Record]) -> tuple[list[Record], list[Record]]:
+        paths = [source.path for source in self.config.sources if not source.path.startswith(BUILTIN_PREFIX)]
+        spec, share = ", ".join(paths), self.config.eval_share
         train, evaluation = hold_out(records, share, spec, enough=ENOUGH_HELD_OUT)
         num_asked = len(hold_out(records, share, spec)[1])
         is_raised = len(evaluation) > num_asked
@@ -197,27 +236,30 @@ class _Reader:
         self.tally.note(f"{len(evaluation):,} of {len(records):,} records of {spec} are held out by content hash{why}")
         return train, evaluation
 
-    def training(self, spec: str) -> list[Record]:
-        """All records of a spec; of an embedded corpus only the training side."""
-        return self._builtin(spec)[0] if spec.startswith(BUILTIN_PREFIX) else self._outside(spec)
+    def training(self) -> list[Record]:
+        """All records of `config.train`; of an embedded corpus only the training side."""
+        return [
+            record
+            for number, source in enumerate(self.config.sources)
+            for record in (
+                self._builtin(source.path, number)[0]
+                if source.path.startswith(BUILTIN_PREFIX)
+                else self._outside(source, number)
+            )
+        ]
 
     def evaluation(self, spec: str) -> list[Record]:
         is_builtin = spec.startswith(BUILTIN_PREFIX)
-        return self._builtin(spec)[1] if is_builtin else self._outside(spec, is_evaluation=True)
+        return self._builtin(spec)[1] if is_builtin else self._outside(self.config.named(spec), is_evaluation=True)
 
-    def _outside(self, spec: str, *, is_evaluation: bool = False, splits_text: bool = False) -> list[Record]:
-        tally = Tally()
-        is_hub = spec.startswith(HUB_PREFIX)
-        items = read_hub(spec, is_evaluation=is_evaluation) if is_hub else read_files(spec, tally)
+    def _outside(
+        self, source: SourceConfig, number: int = 0, *, is_evaluation: bool = False, splits_text: bool = False
+    ) -> list[Record]:
+        tally, spec = Tally(), source.path
         write_chat = TemplateChat(self.tokenizer, tally) if self.tokenizer.chat_template else PlainChat(tally)
-        shape = Shaper(write_chat, tally, train_on_prompt=self.config.train_on_prompt)
-        records: list[Record] = []
-        for where, value in items:
-            try:
-                records.append(shape(where, value))
-            except Unusable as error:
-                tally.refuse(where, str(error))
-        if splits_text and len(records) == 1 and records[0].id.rpartition(":")[0].lower().endswith(".txt"):
+        found = read_records(source, self.config, write_chat, tally, number=number, is_evaluation=is_evaluation)
+        records = list(found)
+        if splits_text and len(records) == 1 and data_suffix(records[0].id.rpartition(":")[0]) == ".txt":
             records = _cut_up(records[0], tally)
         tally.counters["records"] += len(records)
         tally.judge(spec, self.config.max_bad_share)
@@ -227,8 +269,9 @@ class _Reader:
         self.tally.absorb(tally)
         return records
 
-    def _builtin(self, spec: str) -> tuple[list[Record], list[Record]]:
-        records, is_stdlib = _builtin_records(spec, train_on_prompt=self.config.train_on_prompt)
+    def _builtin(self, spec: str, number: int = 0) -> tuple[list[Record], list[Record]]:
+        records, is_stdlib = embedded_records(spec, train_on_prompt=self.config.train_on_prompt)
+        records = [replace(record, source=number) for record in records] if number else records
         self.tally.counters["records"] += len(records)
         self.tally.shapes["embedded"] += len(records)
         if not is_stdlib:
@@ -249,52 +292,9 @@ def _cut_up(record: Record, tally: Tally) -> list[Record]:
     pieces = [(line, text) for line, text in pieces_of(record.text) if text.strip()]
     if len(pieces) > 1:
         tally.note(f"{name} is one document: it is cut between paragraphs into {len(pieces):,} to hold some out")
-    return [Record(f"{name}:{line}", ((text, True),), content_key(text)) for line, text in pieces]
-
-
-# -- the embedded text -----------------------------------------------------------------------------------
-
-Documents = Iterator[tuple[stdlib.Document, Segments]]
-
-
-def _whole(documents: Iterator[stdlib.Document]) -> Documents:
-    return ((document, ((document.text, True),)) for document in documents)
-
-
-def _questions(root: Path | None, train_on_prompt: bool) -> Documents:
-    for document, prompt, answer in stdlib.question_answers(root):
-        yield document, ((prompt, train_on_prompt), (answer, True))
-
-
-_BUILTINS: dict[str, Callable[[bool], Documents]] = {
-    "stdlib": lambda _: _whole(stdlib.modules()),
-    "stdlib-source": lambda _: _whole(stdlib.modules()),
-    "stdlib-docs": lambda _: _whole(stdlib.docstrings()),
-    "qa": lambda train_on_prompt: _questions(None, train_on_prompt),
-}
-_WITH_TOPICS = ("stdlib", "stdlib-docs")
-_OWN_ROOT = Path(stdlib.__file__).resolve().parent.parent
-
-
-def _builtin_records(spec: str, *, train_on_prompt: bool) -> tuple[list[Record], bool]:
-    """All records of an embedded corpus, and whether they come from the standard library."""
-    name = spec.removeprefix(BUILTIN_PREFIX)
-    if name not in _BUILTINS:
-        near = difflib.get_close_matches(name, _BUILTINS, n=1)
-        advice = [f"did you mean {BUILTIN_PREFIX}{near[0]}"] if near else []
-        specs = ", ".join(f"{BUILTIN_PREFIX}{builtin}" for builtin in _BUILTINS)
-        raise DataError(f"there is no embedded corpus {spec!r}", advice=[*advice, f"the embedded ones are {specs}"])
-    documents = list(_BUILTINS[name](train_on_prompt))
-    is_stdlib = bool(documents)
-    if not is_stdlib:
-        documents = list(_questions(_OWN_ROOT, train_on_prompt) if name == "qa" else _whole(stdlib.own_text()))
-    elif name in _WITH_TOPICS:
-        documents = [*_whole(stdlib.topics()), *documents]
-    return [_embedded(document, segments) for document, segments in documents], is_stdlib
-
-
-def _embedded(document: stdlib.Document, segments: Segments) -> Record:
-    return Record(document.name, segments, content_key("".join(text for text, _ in segments)), document.group)
+    return [
+        replace(record, id=f"{name}:{line}", segments=((text, True),), key=content_key(text)) for line, text in pieces
+    ]
 
 
 # -- splitting -------------------------------------------------------------------------------------------

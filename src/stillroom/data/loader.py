@@ -16,6 +16,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from stillroom.data.encode import Ints
+from stillroom.data.mixing import MixedRows
 from stillroom.data.packing import Rows
 from stillroom.errors import ConfigError, DataError
 from stillroom.types import Batch
@@ -53,6 +54,8 @@ class Loader:
     @property
     def num_batches(self) -> int:
         """Micro-batches in one epoch."""
+        if isinstance(self._rows, MixedRows):
+            return self._rows.num_batches(self._batch_size)
         return -(-len(self._rows) // self._batch_size)
 
     @property
@@ -81,7 +84,10 @@ class Loader:
 
     def _batch(self, epoch: int, number: int) -> Batch:
         start = number * self._batch_size
-        chosen = self._order(epoch)[start : start + self._batch_size]
+        if isinstance(self._rows, MixedRows):
+            chosen = self._rows.epoch(self._seed, epoch, self._batch_size)[number]
+        else:
+            chosen = self._order(epoch)[start : start + self._batch_size]
         return self._rows.batch(chosen, index=epoch * self.num_batches + number)
 
     def _order(self, epoch: int) -> Ints:
