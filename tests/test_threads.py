@@ -1,4 +1,4 @@
-"""Threads sleep while they wait, if nobody said otherwise and torch has yet to look."""
+"""Threads spin briefly while they wait, if nobody said otherwise and torch has yet to look."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from stillroom import threads
 
 def test_the_choice_is_made_before_torch_is_loaded() -> None:
     environment: dict[str, str] = {}
-    threads.wait_passively(environment, loaded={"json"})
-    assert environment == {"OMP_WAIT_POLICY": "passive"}
-    assert any("OMP_WAIT_POLICY=passive was set" in text for text in threads.notes())
+    threads.spin_briefly(environment, loaded={"json"})
+    assert environment == {"GOMP_SPINCOUNT": "1000"}
+    assert any("GOMP_SPINCOUNT=1000 was set" in text for text in threads.notes())
 
 
 @pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"])
 def test_the_user_s_own_choice_stays(name: str) -> None:
     environment = {name: "7"}
-    threads.wait_passively(environment, loaded=set())
+    threads.spin_briefly(environment, loaded=set())
     assert environment == {name: "7"}
     assert threads.notes() == []
 
 
 def test_a_loaded_torch_would_not_read_it_so_nothing_is_set_or_said() -> None:
     environment: dict[str, str] = {}
-    threads.wait_passively(environment, loaded={"torch"})
+    threads.spin_briefly(environment, loaded={"torch"})
     assert environment == {}
     assert threads.notes() == []
 
@@ -44,4 +44,4 @@ def test_a_run_from_the_command_line_sets_it_and_says_so_in_its_log(world: Path,
     assert done.returncode == 0, done.stderr
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     notes = [event["text"] for event in events if event["event"] == "note"]
-    assert any("OMP_WAIT_POLICY=passive was set" in text for text in notes)
+    assert any("GOMP_SPINCOUNT=1000 was set" in text for text in notes)

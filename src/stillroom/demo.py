@@ -120,7 +120,7 @@ def _compared(done: Result, config: Config, device: str, chosen: dict[str, float
     size = agree_on_vocabulary(
         teacher.tokenizer, student.tokenizer, teacher.anatomy.vocab_rows, student.anatomy.vocab_rows
     )
-    corpus = open_eval(config.data.eval or config.data.train, student.tokenizer, config.data)
+    corpus = open_eval(config.data.eval or config.data.sources[0].path, student.tokenizer, config.data)
     batches = fixed_batches(
         corpus.evaluation, config.eval.batch_size or config.train.rows_per_batch, config.eval.max_batches
     )

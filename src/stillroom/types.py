@@ -45,6 +45,7 @@ class Batch:
     documents: tuple[str, ...] = ()  # B documents the rows start in: the units of a bootstrap
     other: Batch | None = None  # the same text with another tokenizer
     segments: Tensor | None = None  # [B, L], which piece of its row a position is in, -1 is padding; None: one piece
+    sources: tuple[str, ...] = ()  # B sources the rows come from, where the training data has several
     positions: Tensor = field(init=False)  # [N], flat indices of the scored positions in [B, L], in row order
     scored_targets: Tensor = field(init=False)  # [N]
     keys: tuple[str, ...] = field(init=False)  # B digests of the rows' contents, the same in any batch
@@ -304,6 +305,7 @@ class Evidence:
     attempt: int = 0  # how often this window was tried before
     counters: Mapping[str, float] = field(default_factory=lambda: _EMPTY)  # what was clamped, if clamps are on
     samples: Mapping[str, float] = field(default_factory=lambda: _EMPTY)  # share of the last update kept by rounding
+    sources: Mapping[str, Mapping[str, float]] = field(default_factory=lambda: _EMPTY)  # targets and mean terms of each
 
 
 @dataclass(frozen=True)

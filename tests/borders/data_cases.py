@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import os
 
+import pyarrow
 from border_cases import Case, Place, Words, add_each, case
 
 DATA: list[Case] = []
@@ -136,6 +139,118 @@ add_each(
     },
     lambda place, spec: place.distill(data__train=spec),
 )
+
+
+GOOD = lines(*({"text": f"{TEXT} {n}"} for n in range(60)))
+
+
+def _zstd(content: str | bytes) -> bytes:
+    raw = content.encode() if isinstance(content, str) else content
+    return bytes(pyarrow.Codec("zstd").compress(raw, asbytes=True))
+
+
+add_each(
+    DATA,
+    2,
+    {
+        "data_gz_cut_off": ("a.jsonl.gz", gzip.compress(os.urandom(9000).hex().encode())[:4000]),
+        "data_zst_cut_off": ("a.jsonl.zst", _zstd(os.urandom(9000).hex())[:4000]),
+    },
+    _file,
+    says="is cut off",
+)
+add_each(
+    DATA,
+    2,
+    {
+        "data_gz_is_plain_text": ("a.jsonl.gz", GOOD),
+        "data_zst_is_plain_text": ("a.jsonl.zst", GOOD),
+    },
+    _file,
+    says="is damaged or no",
+)
+add_each(
+    DATA,
+    2,
+    {
+        "data_gz_expands_without_end": ("a.jsonl.gz", gzip.compress(bytes(80 << 20))),
+        "data_zst_expands_without_end": ("a.jsonl.zst", _zstd(bytes(80 << 20))),
+        "data_gz_text_expands_without_end": ("a.txt.gz", gzip.compress(bytes(80 << 20))),
+    },
+    _file,
+    says="expands to more than 67,108,864",
+)
+add_each(
+    DATA,
+    2,
+    {
+        "data_gz_empty": ("a.jsonl.gz", b""),
+        "data_gz_of_nothing": ("a.jsonl.gz", gzip.compress(b"")),
+        "data_zst_of_nothing": ("a.jsonl.zst", _zstd(b"")),
+        "data_gz_of_no_format": ("a.gz", gzip.compress(GOOD.encode())),
+        "data_parquet_gz_of_text": ("a.parquet.gz", gzip.compress(GOOD.encode())),
+    },
+    _file,
+)
+add_each(DATA, 0, {"data_gz_is_read": ("a.jsonl.gz", gzip.compress(GOOD.encode()))}, _file)
+
+
+@case(DATA, 2, "several kinds")
+def spec_of_a_folder_of_several_kinds(place: Place) -> Words:
+    place.file("d/a.jsonl", GOOD)
+    place.file("d/readme.txt", TEXT)
+    return place.distill(data__train=str(place.folder / "d"))
+
+
+@case(DATA, 2, "cannot be loaded")
+def spec_of_a_damaged_saved_dataset(place: Place) -> Words:
+    for name in ("state.json", "dataset_info.json"):
+        place.file(f"d/{name}", "{")
+    return place.distill(data__train=str(place.folder / "d"))
+
+
+@case(DATA, 2, "no column 'answer'")
+def columns_that_are_not_there(place: Place) -> Words:
+    path = place.file("a.jsonl", lines(*({"q": f"{n}?", "a": TEXT} for n in range(60))))
+    return place.distill("--set", "data.columns={prompt='q', completion='answer'}", data__train=str(path))
+
+
+@case(DATA, 2, "no column 'question'")
+def template_of_columns_that_are_not_there(place: Place) -> Words:
+    path = place.file("a.jsonl", lines(*({"q": f"{n}?", "a": TEXT} for n in range(60))))
+    return place.distill("--set", "data.template='{question} {a}'", data__train=str(path))
+
+
+add_each(
+    DATA,
+    2,
+    {
+        "template_of_no_column": "data.template='nothing'",
+        "template_with_an_open_brace": "data.template='{a'",
+        "template_reaches_into_a_column": "data.template='{a.__class__}'",
+        "template_indexes_a_column": "data.template='{a[0]}'",
+        "columns_of_no_shape": "data.columns={prompt='a'}",
+        "columns_are_a_list": "data.columns=['a']",
+        "scored_without_a_template": "data.scored='a'",
+        "sources_empty": "data.train=[]",
+        "sources_of_numbers": "data.train=[1, 2]",
+        "sources_without_a_path": "data.train=[{weight=2}]",
+        "sources_with_a_weight_of_nothing": "data.train=[{path='a.jsonl', weight=0}]",
+        "sources_with_a_weight_of_nan": "data.train=[{path='a.jsonl', weight=nan}]",
+        "sources_with_an_unknown_key": "data.train=[{path='a.jsonl', epoch=2}]",
+        "sources_with_unknown_objectives": "data.train=[{path='a.jsonl', objectives='none'}]",
+        "sources_one_of_which_is_missing": "data.train=['a.jsonl', 'b.jsonl']",
+    },
+    lambda place, setting: (place.file("a.jsonl", GOOD), place.distill("--set", setting))[1],
+)
+
+
+@case(DATA, 0)
+def sources_of_two_kinds_are_trained_on(place: Place) -> Words:
+    place.file("a.jsonl", GOOD)
+    place.file("b.jsonl.gz", gzip.compress(lines(*({"q": f"{n}?", "a": TEXT} for n in range(60))).encode()))
+    second = "{path='b.jsonl.gz', objectives='labels', template='{q} {a}', scored='a'}"
+    return place.distill("--set", f"data.train=[{{path='a.jsonl', weight=0.5}}, {second}]")
 
 
 @case(DATA, 2, "max_length")

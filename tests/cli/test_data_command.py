@@ -158,3 +158,73 @@ def test_a_model_without_a_tokenizer_and_a_missing_file_are_named(
     assert code == 2 and "brings no tokenizer" in json.loads(out)["error"]
     code, out, _err = run(capsys, "data", str(tmp_path / "none.jsonl"), "--model", str(folder), "--json")
     assert code == 2
+
+
+def written(path: Path, *texts: str) -> str:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    return str(path)
+
+
+def test_copies_inside_and_between_are_counted(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = written(tmp_path / "a.jsonl", "one", "two", "one", "three", "one")
+    other = written(tmp_path / "b.jsonl", "two", "four", "three")
+    words = (spec, "--model", str(folder), "--eval-data", other)
+    assert json.loads(output(capsys, "data", *words, "--json"))["duplicates"] == {"inside": 2, "between": 2}
+    out = output(capsys, "data", *words)
+    assert "copies    2 records repeat an earlier one" in out and "2 evaluation records are also trained on" in out
+    alone = json.loads(output(capsys, "data", spec, "--model", str(folder), "--json"))
+    assert alone["duplicates"] == {"inside": 2, "between": 0}
+
+
+def test_chats_are_compared_as_the_file_has_them(folder: Path, spec: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = (spec, "--model", str(folder), "--json", "--set", "data.max_bad_share=0.5", "--eval-data", spec)
+    assert json.loads(output(capsys, "data", *words))["duplicates"] == {"inside": 0, "between": 3}
+
+
+def test_ten_documents_and_the_quantiles_of_their_lengths_are_shown(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = written(tmp_path / "a.jsonl", *("x " * n for n in range(1, 31)))
+    out = output(capsys, "data", spec, "--model", str(folder))
+    assert out.count("\n-- a.jsonl:") == 10
+    assert all(name in out for name in ("shortest", "first decile", "median", "ninth decile", "longest"))
+
+
+def test_a_run_s_file_shows_each_of_its_sources(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = written(tmp_path / "a.jsonl", *(f"text {n}" for n in range(20)))
+    two = tmp_path / "b.csv"
+    two.write_text("q,a\n" + "".join(f"{n}?,yes {n}\n" for n in range(30)), encoding="utf-8")
+    run_file = tmp_path / "run.toml"
+    run_file.write_text(
+        f"""[student]
+model = {str(folder)!r}
+[data]
+train = [
+  {{path = {one!r}, weight = 2}},
+  {{path = {str(two)!r}, objectives = "labels", template = "Q: {{q}} A: {{a}}", scored = "a"}},
+]
+""",
+        encoding="utf-8",
+    )
+    result = json.loads(output(capsys, "data", str(run_file), "--json"))
+    first, second = result["sources"]
+    assert (first["path"], first["weight"], first["objectives"], first["documents"]) == (one, 2.0, "all", 20)
+    assert (second["objectives"], second["documents"]) == ("labels", 30)
+    assert second["shapes"] == {"template: q, a": 30}
+    assert result["documents"] == 50 and result["tokens"] == first["tokens"] + second["tokens"]
+    assert [row["pieces"] for row in result["rows"] if row["id"] == "b.csv:2"] == [
+        [["Q: 0? A: ", False], [f"yes 0{END}", True]]
+    ]
+    out = output(capsys, "data", str(run_file), "--rows", "4")
+    assert f"source    {one}, weight 2, learned from text and teacher" in out
+    assert f"source    {two}, weight 1, learned from the text alone" in out
+    assert out.count(f"  of {one}") == 2 and out.count(f"  of {two}") == 2
+
+
+def test_without_a_model_or_a_run_s_file_it_is_asked_for(spec: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _out, err = run(capsys, "data", spec)
+    assert code == 2 and "--model" in err

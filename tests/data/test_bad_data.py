@@ -12,7 +12,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from stillroom.config.schema import DataConfig
-from stillroom.data import Loader, open_data, open_eval, sources
+from stillroom.data import Loader, open_data, open_eval
+from stillroom.data.sources import datasets, readers
 from stillroom.errors import ConfigError, DataError
 
 GOOD = [json.dumps({"text": f"record number {n} is fine"}).encode() for n in range(200)]
@@ -57,6 +58,10 @@ BAD_LINES = {
     b'{"text": "\\u0000\\u0000"}': "text is empty",
     b'{"prompt": "x", "completion": " \\n"}': "completion is empty",
     b'{"prompt": "x", "completion": ["y"]}': "completion is a list, not text",
+    b'{"conversations": "hi"}': "conversations is text, not a list of turns",
+    b'{"conversations": [{"from": "gpt"}]}': "conversations, turn 1: needs role and content",
+    b'{"conversations": [{"from": 5, "value": "x"}]}': "turn 1: role is a number",
+    b'{"conversations": [{"from": "human", "value": "x"}]}': "conversations has no assistant turn",
     b'{"messages": "hi"}': "messages is text, not a list of turns",
     b'{"messages": []}': "not a list of turns",
     b'{"messages": [{"role": "user"}]}': "turn 1: needs role and content",
@@ -91,7 +96,7 @@ def test_nothing_but_bad_records_stops_even_when_all_are_allowed(tmp_path: Path,
 
 
 def test_a_line_above_the_limit_is_left_out(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "MAX_LINE_BYTES", 1 << 20)
+    monkeypatch.setattr(readers, "MAX_LINE_BYTES", 1 << 20)
     long = json.dumps({"text": "x" * (3 << 20)}).encode()
     spec = write(tmp_path / "d.jsonl", *GOOD[:100], long, *GOOD[100:])
     corpus = open_data(DataConfig(train=spec), tokenizer)
@@ -140,12 +145,6 @@ def test_a_missing_file_names_its_neighbours(tmp_path: Path, tokenizer: Any) -> 
     assert "does not exist" in error.what and "train.jsonl" in error.advice[0]
     error = refusal(DataConfig(train=str(tmp_path / "no" / "d.jsonl")), tokenizer)
     assert "the folder" in error.advice[0]
-
-
-def test_a_folder_is_refused_with_a_glob_to_use(tmp_path: Path, tokenizer: Any) -> None:
-    write(tmp_path / "train.jsonl", *GOOD)
-    error = refusal(DataConfig(train=str(tmp_path)), tokenizer)
-    assert "is a folder" in error.what and "*.jsonl" in error.advice[0]
 
 
 def test_a_glob_without_a_match_is_refused(tmp_path: Path, tokenizer: Any) -> None:
@@ -206,7 +205,7 @@ class Hub:
 
 
 def test_a_dataset_out_of_reach_is_refused_with_ways_on(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "_needed", lambda module, where: Hub({}))
+    monkeypatch.setattr(datasets, "needed", lambda module, where: Hub({}))
     error = refusal(DataConfig(train="hf:far/away:cfg"), tokenizer)
     assert "Couldn't reach" in error.what and error.where == "hf:far/away:cfg"
     assert "names no dataset" in refusal(DataConfig(train="hf:"), tokenizer).what
@@ -219,7 +218,7 @@ def test_a_missing_package_is_named(tokenizer: Any, monkeypatch: pytest.MonkeyPa
 
 def test_a_dataset_is_evaluated_on_its_validation_split(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     splits = {"train": [{"text": f"train {n}"} for n in range(9)], "validation": [{"text": "held out"}]}
-    monkeypatch.setattr(sources, "_needed", lambda module, where: Hub(splits))
+    monkeypatch.setattr(datasets, "needed", lambda module, where: Hub(splits))
     corpus = open_data(DataConfig(train="hf:some/set", eval="hf:some/set", packing="rows"), tokenizer)
     assert (corpus.counters["train_documents"], corpus.counters["eval_documents"]) == (9, 1)
     assert corpus.evaluation.sample_id(0) == "some/set/validation:1"

@@ -133,3 +133,14 @@ def test_data_without_a_record_is_no_data(tmp_path: Path) -> None:
         write_records(spent, tmp_path / "train.jsonl", "data")
     with pytest.raises(StillroomError, match="no record"):
         write_records([], tmp_path / "train.jsonl", "data")
+
+
+def test_the_columns_of_a_layout_are_kept(tmp_path: Path) -> None:
+    rows = [{"q": "one?", "a": "yes", "id": 1}, {"q": "two?", "a": "no", "id": 2}]
+    written = write_records(rows, tmp_path / "a.jsonl", "data", ("q", "a"))
+    assert written.left_out == ("id",)
+    assert [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()] == [
+        {"q": row["q"], "a": row["a"]} for row in rows
+    ]
+    loader = DataLoader([{"q": row["q"], "a": row["a"]} for row in rows], batch_size=2)  # type: ignore[arg-type]
+    assert write_records(loader, tmp_path / "b.jsonl", "data", ("q", "a")).sha256 == written.sha256

@@ -32,7 +32,8 @@ _NOBODY_READS = 141  # as a shell reports a command whose output was closed
 
 def main(arguments: list[str] | None = None) -> None:
     """Run a command. Print an explanation of any error, and exit with its code."""
-    threads.wait_passively()  # no command has loaded torch yet
+    threads.spin_briefly()  # no command has loaded torch yet
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its warnings would interleave with our log
     words = _with_dashes(list(sys.argv[1:] if arguments is None else arguments))
     try:
         with interrupt_on_signals():

@@ -48,29 +48,42 @@ def eval_(
 
 @app.command()
 def data(
-    spec: Annotated[str, typer.Argument(help="file, glob, hf:NAME, or builtin:stdlib")],
-    model: Annotated[str, typer.Option(help="whose tokenizer and chat template: folder, hub id, builtin:teacher")],
-    rows: Annotated[int | None, typer.Option(min=0, help="documents to show, 0: all; else 5, as JSON 100")] = None,
+    spec: Annotated[str, typer.Argument(help="file, glob, folder, hf:NAME, builtin:stdlib, or a run's .toml")],
+    model: Annotated[
+        str | None,
+        typer.Option(help="whose tokenizer and chat template: folder, hub id, builtin:teacher; else the .toml's"),
+    ] = None,
+    rows: Annotated[int | None, typer.Option(min=0, help="documents to show, 0: all; else 10, as JSON 100")] = None,
     max_length: Annotated[int | None, typer.Option(min=8, help="tokens in a row: show what fits")] = None,
+    eval_data: Annotated[str | None, typer.Option(help="held-out data: count what stands in both")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="any setting, e.g. data.packing=rows")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """What would be trained on: shape, lengths, which characters are scored, what is left out and why."""
+    """What would be trained on: shape, lengths, which characters are scored, copies, what is left out and why."""
     from stillroom.models.load.names import model_name
 
-    model = model_name(model)
-    named = {"data.train": spec, "student.model": model, "data.max_length": max_length}
+    is_config = spec.lower().endswith(".toml")
+    if model is None and not is_config:
+        raise ConfigError("whose tokenizer is not said", advice=["name a model: --model builtin:teacher"])
+    named = {
+        "data.train": None if is_config else spec,
+        "student.model": model_name(model) if model is not None else None,
+        "data.max_length": max_length,
+        "data.eval": eval_data,
+    }
     overrides = {key: value for key, value in named.items() if value is not None} | parse_assignments(set_ or [])
-    config = load(overrides=overrides).config
+    config = load(spec if is_config else None, overrides=overrides).config
     from stillroom.data.preview import preview
     from stillroom.models.load.open import has_tokenizer, load_tokenizer
 
+    model = config.student.model
     if not has_tokenizer(config.student, model):
         raise ConfigError(f"{model} brings no tokenizer", advice=["name the model whose tokenizer a run would use"])
     tokenizer = load_tokenizer(config.student, model)
-    num_rows = rows if rows is not None else 100 if as_json else 5
+    num_rows = rows if rows is not None else 100 if as_json else 10
     result = preview(config.data, tokenizer, num_rows=num_rows, cuts="data.max_length" in overrides)
-    result = {"data": config.data.train, "model": model, **result}
+    name = ", ".join(source.path for source in config.data.sources)
+    result = {"data": name, "model": model, **result}
     if as_json:
         print_json(result)
         return

@@ -163,5 +163,5 @@ DIVERGENCES: Registry[Any] = Registry(
     ),
 )
 
-# By suffix; `data/sources.py` registers the built-in ones on import.
+# By suffix; `data/sources/readers.py` registers the built-in ones on import.
 READERS: Registry[Any] = Registry("stillroom.readers", "reader of files", accepts=callable, prefix=".")

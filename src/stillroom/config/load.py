@@ -17,6 +17,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from stillroom.config import legacy_json
+from stillroom.config.data import SOURCE_TAGS
 from stillroom.config.extensions import OBJECTIVES
 from stillroom.config.objectives import ObjectivesConfig
 from stillroom.config.schema import Config
@@ -245,7 +246,7 @@ def _is_unintended_branch(problem: Mapping[str, Any]) -> bool:
 
 
 def _is_type(part: str) -> bool:
-    return part in (*_NUMBERS, "Ramp") or part.startswith(("literal[", "tuple[", "function-after["))
+    return part in (*_NUMBERS, "Ramp", *SOURCE_TAGS) or part.startswith(("literal[", "tuple[", "function-after["))
 
 
 def all_keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:

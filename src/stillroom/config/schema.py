@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from stillroom.config.data import DataConfig as DataConfig
 from stillroom.config.objectives import ObjectivesConfig
 from stillroom.config.sections import Section
 from stillroom.config.signal import SignalConfig
@@ -145,39 +146,6 @@ class StudentConfig(ModelSection):
         if self.shrink != ShrinkConfig() and self.init != "shrink":
             raise ValueError(f"shrink is set and init is {self.init!r}: set student.init = 'shrink' to cut the student")
         return self
-
-
-class DataConfig(Section):
-    train: str = Field("builtin:stdlib", description="file, glob, hf:NAME[:CONFIG], builtin:stdlib or builtin:qa")
-    eval: str | None = Field(None, description="held-out data; without it a share of `train` is held out")
-    eval_share: Annotated[float, Field(gt=0, lt=1)] = Field(
-        0.05, description="share held out by content hash when `eval` is not given; of few documents more are"
-    )
-    train_share: Annotated[float, Field(gt=0, le=1)] = Field(
-        1.0, description="share of the training documents that is used, chosen by content hash"
-    )
-    max_length: Annotated[int, Field(ge=8)] = Field(256, description="tokens in a row")
-    packing: Literal["auto", "blocks", "rows", "packed"] = Field(
-        "auto",
-        description="of training data. blocks: documents end to end in full rows; rows: each record in rows of its "
-        "own, padded; packed: several records in a row that do not see each other; auto: blocks for plain text, rows "
-        "where records have a prompt. Held-out records are scored alone",
-    )
-    group_by_length: bool = Field(
-        False, description="put training rows of about equal length into a batch: less padding, another order"
-    )
-    cache: str = Field(
-        "auto",
-        description="folder of the token store, which keeps large files tokenized; auto: the user's cache folder, for "
-        "files of 32 MB and more together; off: tokenize at every start, in memory",
-    )
-    bos: Literal["auto"] | bool = Field(
-        "auto", description="begin each document with the begin-of-text token; auto: where the tokenizer does by itself"
-    )
-    train_on_prompt: bool = Field(False, description="score the prompt's tokens too")
-    max_bad_share: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.01, description="stop when more than this share of the records cannot be used"
-    )
 
 
 class PhaseConfig(Section):

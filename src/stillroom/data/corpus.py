@@ -6,25 +6,34 @@ machine, in any order of files, and for any share of the training data.
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from stillroom.builtin import corpus as stdlib
-from stillroom.config.schema import DataConfig
+from stillroom.config.data import DataConfig, SourceConfig
+from stillroom.data.embedded import BUILTIN_PREFIX, embedded_records
 from stillroom.data.encode import Encoder, Tokenizer
 from stillroom.data.encoded import Encoded
+from stillroom.data.mixing import MixedRows, Part
 from stillroom.data.packing import Packing, Rows, pack
-from stillroom.data.records import Record, Segments, Tally, Unusable, content_key
-from stillroom.data.shaping import make_shaper
-from stillroom.data.sources import HUB_PREFIX, pieces_of, read_files, read_hub
-from stillroom.data.split import Documents, ReadDocuments, StoredDocuments, held_out, note_overlap, share_of
+from stillroom.data.reading import read_records
+from stillroom.data.records import Record, Tally, content_key
+from stillroom.data.shaping import chat_writer
+from stillroom.data.sources import pieces_of
+from stillroom.data.sources.compressed import data_suffix
+from stillroom.data.split import (
+    Documents,
+    ReadDocuments,
+    SourceDocuments,
+    StoredDocuments,
+    held_out,
+    note_overlap,
+    share_of,
+)
 from stillroom.data.store.opening import stored_parts
 from stillroom.errors import DataError
 from stillroom.yardsticks import MIN_DOCUMENTS
 
-BUILTIN_PREFIX = "builtin:"
 Tell = Callable[[str], object]
 
 ENOUGH_HELD_OUT = 20  # documents; with fewer, an interval over documents is too narrow
@@ -60,11 +69,12 @@ def open_data(config: DataConfig, tokenizer: Tokenizer, *, tell: Tell | None = N
     """Read, split and encode a run's training and held-out data. `tell` hears how long work goes on, meanwhile."""
     tally = Tally()
     reader = _Reader(config, tokenizer, tally, tell)
-    is_builtin = config.train.startswith(BUILTIN_PREFIX)
+    is_builtin = isinstance(config.train, str) and config.train.startswith(BUILTIN_PREFIX)
+    evaluation: Documents
     if config.eval is None or (is_builtin and config.eval == config.train):
-        train, evaluation = reader.both_sides(config.train)
+        train, evaluation = reader.both_sides()
     else:
-        train, evaluation = reader.training(config.train), reader.evaluation(config.eval)
+        train, evaluation = reader.training(), reader.evaluation(config.eval)
         note_overlap(train, evaluation, tally)
     if config.train_share < 1:
         train = train.take(share_of(train.share_hashes(), config.train_share))
@@ -75,13 +85,13 @@ def open_eval(spec: str, tokenizer: Tokenizer, config: DataConfig) -> Corpus:
     """Read all of a spec as evaluation data (of an embedded corpus: its held-out side). `train` is empty."""
     tally = Tally()
     evaluation = _Reader(config, tokenizer, tally).evaluation(spec)
-    return _packed(ReadDocuments([]), evaluation, config, tokenizer, tally)
+    return _packed(SourceDocuments([]), evaluation, config, tokenizer, tally)
 
 
 def encode_training(config: DataConfig, tokenizer: Tokenizer) -> tuple[Encoded, Rows, Tally]:
     """Documents, rows and tally of `config.train`, before any share is held out."""
     tally = Tally()
-    documents = _Reader(config, tokenizer, tally).training(config.train)
+    documents = _Reader(config, tokenizer, tally).training()
     encoded = documents.encoded(Encoder(tokenizer, tally, config.bos))
     rows = pack(encoded, _train_packing(config, encoded, tally), config.max_length, tally)
     _note_truncation("train", encoded, config.max_length, tally)
@@ -89,21 +99,17 @@ def encode_training(config: DataConfig, tokenizer: Tokenizer) -> tuple[Encoded, 
     return encoded, rows, tally
 
 
-def _packed(train: Documents, evaluation: Documents, config: DataConfig, tokenizer: Tokenizer, tally: Tally) -> Corpus:
-    encode = Encoder(tokenizer, tally, config.bos)
+def _packed(
+    train: SourceDocuments, evaluation: Documents, config: DataConfig, tokenizer: Tokenizer, tally: Tally
+) -> Corpus:
     pad_id = next((id_ for id_ in (tokenizer.pad_token_id, tokenizer.eos_token_id) if id_ is not None), 0)
+    encode = Encoder(tokenizer, tally, config.bos)
     sides: dict[str, Rows] = {}
     for side, documents in (("train", train), ("eval", evaluation)):
-        encoded, side_tally = documents.encoded(encode), Tally()
-        packing = _train_packing(config, encoded, side_tally) if side == "train" else "rows"
-        rows = pack(encoded, packing, config.max_length, side_tally, pad_id=pad_id)
-        if len(documents) and not len(rows):
-            raise DataError(
-                f"the {side} data has {len(encoded.ids):,} tokens and no row with a target to score",
-                advice=[f"raise data.max_length above {config.max_length}: prompts fill the rows", "give more text"],
-            )
-        _note_truncation(side, encoded, config.max_length, side_tally)
-        tally.absorb(side_tally)
+        if side == "train" and config.is_mixed and len(train):
+            rows: Rows = _mixed(train, config, encode, tally, pad_id)
+        else:
+            rows = _rows(side, documents, config, encode, tally, pad_id)
         tally.counters[f"{side}_tokens"] = rows.num_tokens
         tally.counters[f"{side}_targets"] = rows.num_targets
         tally.counters[f"{side}_documents"] = rows.num_documents
@@ -112,6 +118,38 @@ def _packed(train: Documents, evaluation: Documents, config: DataConfig, tokeniz
     _note_counts(tally)
     counters = {name: tally.counters[name] for name in sorted({*COUNTERS, *tally.counters})}
     return Corpus(sides["train"], sides["eval"], tuple(tally.notes), counters)
+
+
+def _rows(side: str, documents: Documents, config: DataConfig, encode: Encoder, tally: Tally, pad_id: int) -> Rows:
+    encoded, side_tally = documents.encoded(encode), Tally()
+    packing = _train_packing(config, encoded, side_tally) if side == "train" else "rows"
+    rows = pack(encoded, packing, config.max_length, side_tally, pad_id=pad_id)
+    if len(documents) and not len(rows):
+        raise DataError(
+            f"the {side} data has {len(encoded.ids):,} tokens and no row with a target to score",
+            advice=[f"raise data.max_length above {config.max_length}: prompts fill the rows", "give more text"],
+        )
+    _note_truncation(side, encoded, config.max_length, side_tally)
+    tally.absorb(side_tally)
+    return rows
+
+
+def _mixed(train: SourceDocuments, config: DataConfig, encode: Encoder, tally: Tally, pad_id: int) -> MixedRows:
+    """The rows of each source apart, so that no row holds text of two."""
+    parts = []
+    for name, source, own in zip(config.source_names, config.sources, train.sources, strict=True):
+        if not len(own):
+            raise DataError(
+                f"no record of {source.path} is left to train on",
+                advice=["give more of it", "leave the source out", "raise data.train_share"],
+            )
+        part = Part(name, _rows("train", own, config, encode, tally, pad_id), source.weight)
+        tally.note(
+            f"source {part.name}: {len(part.rows):,} rows, {part.rows_per_epoch:,} in an epoch (weight "
+            f"{source.weight:g}), learned from {'the labels alone' if source.objectives == 'labels' else 'all terms'}"
+        )
+        parts.append(part)
+    return MixedRows(parts, pad_id=pad_id)
 
 
 def _train_packing(config: DataConfig, encoded: Encoded, tally: Tally) -> Packing:
@@ -187,12 +225,24 @@ class _Reader:
     tally: Tally
     tell: Tell | None = None
 
-    def both_sides(self, spec: str) -> tuple[Documents, Documents]:
-        """Training and held-out records of one spec."""
-        if spec.startswith(BUILTIN_PREFIX):
-            return self._builtin(spec)
-        documents = self._outside(spec, splits_text=True)
-        share, groups = self.config.eval_share, documents.groups()
+    def both_sides(self) -> tuple[SourceDocuments, SourceDocuments]:
+        """Training and held-out documents of each source. Of all sources but embedded ones, split together."""
+        train, evaluation, outside = dict[int, Documents](), dict[int, Documents](), dict[int, Documents]()
+        for number, source in enumerate(self.config.sources):
+            if source.path.startswith(BUILTIN_PREFIX):
+                train[number], evaluation[number] = self._builtin(source.path)
+            else:
+                outside[number] = self._outside(source, splits_text=True)
+        if outside:
+            sides = self._held_out(SourceDocuments([*outside.values()]))
+            for side, found in zip((train, evaluation), sides, strict=True):
+                side.update(zip(outside, found.sources, strict=True))
+        numbers = range(len(self.config.sources))
+        return SourceDocuments([train[n] for n in numbers]), SourceDocuments([evaluation[n] for n in numbers])
+
+    def _held_out(self, documents: SourceDocuments) -> tuple[SourceDocuments, SourceDocuments]:
+        paths = [source.path for source in self.config.sources if not source.path.startswith(BUILTIN_PREFIX)]
+        spec, share, groups = ", ".join(paths), self.config.eval_share, documents.groups()
         is_held = held_out(groups, share, spec, enough=ENOUGH_HELD_OUT)
         num_held, num_asked = int(is_held.sum()), int(held_out(groups, share, spec).sum())
         is_raised = num_held > num_asked
@@ -200,22 +250,27 @@ class _Reader:
         self.tally.note(f"{num_held:,} of {len(documents):,} records of {spec} are held out by content hash{why}")
         return documents.take(~is_held), documents.take(is_held)
 
-    def training(self, spec: str) -> Documents:
-        """All records of a spec; of an embedded corpus only the training side."""
-        return self._builtin(spec)[0] if spec.startswith(BUILTIN_PREFIX) else self._outside(spec)
+    def training(self) -> SourceDocuments:
+        """All documents of `config.train`; of an embedded corpus only the training side."""
+        return SourceDocuments(
+            [
+                self._builtin(source.path)[0] if source.path.startswith(BUILTIN_PREFIX) else self._outside(source)
+                for source in self.config.sources
+            ]
+        )
 
     def evaluation(self, spec: str) -> Documents:
         is_builtin = spec.startswith(BUILTIN_PREFIX)
-        return self._builtin(spec)[1] if is_builtin else self._outside(spec, is_evaluation=True)
+        return self._builtin(spec)[1] if is_builtin else self._outside(self.config.named(spec), is_evaluation=True)
 
-    def _outside(self, spec: str, *, is_evaluation: bool = False, splits_text: bool = False) -> Documents:
-        tally = Tally()
-        documents: Documents | None = None
-        if not spec.startswith(HUB_PREFIX):
-            parts = stored_parts(spec, self.config, self.tokenizer, tally, splits_text=splits_text, tell=self.tell)
-            documents = None if parts is None else StoredDocuments.of(parts)
-        if documents is None:
-            documents = self._in_memory(spec, tally, is_evaluation=is_evaluation, splits_text=splits_text)
+    def _outside(self, source: SourceConfig, *, is_evaluation: bool = False, splits_text: bool = False) -> Documents:
+        tally, spec = Tally(), source.path
+        parts = stored_parts(source, self.config, self.tokenizer, tally, splits_text=splits_text, tell=self.tell)
+        documents: Documents
+        if parts is not None:
+            documents = StoredDocuments.of(parts)
+        else:
+            documents = self._in_memory(source, tally, is_evaluation=is_evaluation, splits_text=splits_text)
             tally.counters["records"] += len(documents)
         tally.judge(spec, self.config.max_bad_share)
         if not len(documents):
@@ -224,22 +279,17 @@ class _Reader:
         self.tally.absorb(tally)
         return documents
 
-    def _in_memory(self, spec: str, tally: Tally, *, is_evaluation: bool, splits_text: bool) -> ReadDocuments:
-        is_hub = spec.startswith(HUB_PREFIX)
-        items = read_hub(spec, is_evaluation=is_evaluation) if is_hub else read_files(spec, tally)
-        shape = make_shaper(self.config, self.tokenizer, tally)
-        records: list[Record] = []
-        for where, value in items:
-            try:
-                records.append(shape(where, value))
-            except Unusable as error:
-                tally.refuse(where, str(error))
-        if splits_text and len(records) == 1 and records[0].id.rpartition(":")[0].lower().endswith(".txt"):
+    def _in_memory(
+        self, source: SourceConfig, tally: Tally, *, is_evaluation: bool, splits_text: bool
+    ) -> ReadDocuments:
+        write_chat = chat_writer(self.tokenizer, tally)
+        records = list(read_records(source, self.config, write_chat, tally, is_evaluation=is_evaluation))
+        if splits_text and len(records) == 1 and data_suffix(records[0].id.rpartition(":")[0]) == ".txt":
             records = _cut_up(records[0], tally)
         return ReadDocuments(records)
 
     def _builtin(self, spec: str) -> tuple[Documents, Documents]:
-        records, is_stdlib = _builtin_records(spec, train_on_prompt=self.config.train_on_prompt)
+        records, is_stdlib = embedded_records(spec, train_on_prompt=self.config.train_on_prompt)
         self.tally.counters["records"] += len(records)
         self.tally.shapes["embedded"] += len(records)
         if not is_stdlib:
@@ -262,49 +312,6 @@ def _cut_up(record: Record, tally: Tally) -> list[Record]:
     pieces = [(line, text) for line, text in pieces_of(record.text) if text.strip()]
     if len(pieces) > 1:
         tally.note(f"{name} is one document: it is cut between paragraphs into {len(pieces):,} to hold some out")
-    return [Record(f"{name}:{line}", ((text, True),), content_key(text)) for line, text in pieces]
-
-
-# -- the embedded text -----------------------------------------------------------------------------------
-
-Embedded = Iterator[tuple[stdlib.Document, Segments]]
-
-
-def _whole(documents: Iterator[stdlib.Document]) -> Embedded:
-    return ((document, ((document.text, True),)) for document in documents)
-
-
-def _questions(root: Path | None, train_on_prompt: bool) -> Embedded:
-    for document, prompt, answer in stdlib.question_answers(root):
-        yield document, ((prompt, train_on_prompt), (answer, True))
-
-
-_BUILTINS: dict[str, Callable[[bool], Embedded]] = {
-    "stdlib": lambda _: _whole(stdlib.modules()),
-    "stdlib-source": lambda _: _whole(stdlib.modules()),
-    "stdlib-docs": lambda _: _whole(stdlib.docstrings()),
-    "qa": lambda train_on_prompt: _questions(None, train_on_prompt),
-}
-_WITH_TOPICS = ("stdlib", "stdlib-docs")
-_OWN_ROOT = Path(stdlib.__file__).resolve().parent.parent
-
-
-def _builtin_records(spec: str, *, train_on_prompt: bool) -> tuple[list[Record], bool]:
-    """All records of an embedded corpus, and whether they come from the standard library."""
-    name = spec.removeprefix(BUILTIN_PREFIX)
-    if name not in _BUILTINS:
-        near = difflib.get_close_matches(name, _BUILTINS, n=1)
-        advice = [f"did you mean {BUILTIN_PREFIX}{near[0]}"] if near else []
-        specs = ", ".join(f"{BUILTIN_PREFIX}{builtin}" for builtin in _BUILTINS)
-        raise DataError(f"there is no embedded corpus {spec!r}", advice=[*advice, f"the embedded ones are {specs}"])
-    documents = list(_BUILTINS[name](train_on_prompt))
-    is_stdlib = bool(documents)
-    if not is_stdlib:
-        documents = list(_questions(_OWN_ROOT, train_on_prompt) if name == "qa" else _whole(stdlib.own_text()))
-    elif name in _WITH_TOPICS:
-        documents = [*_whole(stdlib.topics()), *documents]
-    return [_embedded(document, segments) for document, segments in documents], is_stdlib
-
-
-def _embedded(document: stdlib.Document, segments: Segments) -> Record:
-    return Record(document.name, segments, content_key("".join(text for text, _ in segments)), document.group)
+    return [
+        replace(record, id=f"{name}:{line}", segments=((text, True),), key=content_key(text)) for line, text in pieces
+    ]

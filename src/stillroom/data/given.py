@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,13 +53,14 @@ def is_name(data: object, role: str) -> bool:
     return False
 
 
-def write_records(data: object, path: Path, role: str) -> Written:
-    """Write each record as a line of JSON. Line n is record n."""
+def write_records(data: object, path: Path, role: str, columns: Sequence[str] = ()) -> Written:
+    """Write each record as a line of JSON. Line n is record n. `columns` are those that the run's layout names."""
     digest, left_out, number = hashlib.sha256(), dict[str, None](), 0
+    names = dict.fromkeys((*_KEPT, *columns))
     with path.open("wb") as file:
-        for number, value in enumerate(_readable(_items(data, role), role), 1):
+        for number, value in enumerate(_readable(_items(data, role, columns), role), 1):
             record = _record(value, number, role)
-            kept = {name: record[name] for name in _KEPT if name in record}
+            kept = {name: record[name] for name in names if name in record}
             if kept:
                 left_out.update(dict.fromkeys(str(name) for name in record if name not in kept))
             # A record without a known field keeps its field names, which the reader quotes when it refuses it.
@@ -103,11 +104,11 @@ def _records_of(data: Any, role: str) -> Iterable[Any]:
     raise _wrong(role, f"is a {type(data).__name__}")
 
 
-def _items(data: object, role: str) -> Iterator[Any]:
+def _items(data: object, role: str, columns: Sequence[str]) -> Iterator[Any]:
     records = _records_of(data, role)
     if isinstance(data, DataLoader) and data.batch_size is not None:
         for number, batch in enumerate(data, 1):
-            yield from _unbatched(batch, number, role)
+            yield from _unbatched(batch, number, role, columns)
         return
     yield from _not_file_names(records, role)
 
@@ -130,13 +131,13 @@ def _readable(items: Iterator[Any], role: str) -> Iterator[Any]:
         yield value
 
 
-def _unbatched(batch: Any, number: int, role: str) -> Iterator[Any]:
+def _unbatched(batch: Any, number: int, role: str, wanted: Sequence[str]) -> Iterator[Any]:
     """The records of a collated batch: a list of records, or columns of strings."""
     if isinstance(batch, list | tuple) and all(isinstance(value, str | Mapping) for value in batch):
         yield from batch
         return
     columns = dict(batch) if isinstance(batch, Mapping) else {}
-    kept = {name: values for name, values in columns.items() if name in FIELDS}
+    kept = {name: values for name, values in columns.items() if name in (*FIELDS, *wanted)}
     is_text = all(isinstance(v, list | tuple) and all(isinstance(text, str) for text in v) for v in kept.values())
     if not kept or not is_text or len({len(values) for values in kept.values()}) != 1:
         raise _wrong(

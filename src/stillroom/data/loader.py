@@ -5,9 +5,7 @@ step. Windows never cross epochs: the last window of an epoch may have fewer mic
 micro-batch fewer rows, but no row is left out. 9,353 rows with batch size 1 and accumulation 8 are 1,170
 steps an epoch, the last with one micro-batch.
 
-Batches of rows of about equal length (`groups_lengths`): the permutation is cut into stretches of many batches, each
-stretch is sorted by length and cut into batches, and the batches are put into random order. So a window still has
-short and long rows, and only batches are alike inside.
+With `groups_lengths` the rows of a batch are of about equal length (`data/grouping.py`).
 
 Several processes share each window: process r of n takes every nth micro-batch from the rth on. Together they read in
 the order of one process with n times the accumulation.
@@ -20,11 +18,11 @@ from collections.abc import Iterator
 import numpy as np
 
 from stillroom.data.encoded import Ints
+from stillroom.data.grouping import grouped
+from stillroom.data.mixing import MixedRows
 from stillroom.data.packing import Rows
 from stillroom.errors import ConfigError, DataError
 from stillroom.types import Batch
-
-_BATCHES_SORTED = 64  # batches of a stretch: more leave less padding and less chance
 
 
 class Loader:
@@ -68,6 +66,8 @@ class Loader:
     @property
     def num_batches(self) -> int:
         """Micro-batches in one epoch."""
+        if isinstance(self._rows, MixedRows):
+            return self._rows.num_batches(self._batch_size)
         return -(-len(self._rows) // self._batch_size)
 
     @property
@@ -96,28 +96,21 @@ class Loader:
 
     def _batch(self, epoch: int, number: int) -> Batch:
         start = number * self._batch_size
-        chosen = self._order(epoch)[start : start + self._batch_size]
+        if isinstance(self._rows, MixedRows):
+            groups_lengths = self._groups_lengths
+            chosen = self._rows.epoch(self._seed, epoch, self._batch_size, groups_lengths=groups_lengths)[number]
+        else:
+            chosen = self._order(epoch)[start : start + self._batch_size]
         return self._rows.batch(chosen, index=epoch * self.num_batches + number)
 
     def _order(self, epoch: int) -> Ints:
         if self._kept is None or self._kept[0] != epoch:
             rng = np.random.default_rng([self._seed, epoch])
             order = rng.permutation(len(self._rows))
-            self._kept = (epoch, self._grouped(order, rng) if self._groups_lengths else order)
+            if self._groups_lengths:
+                order = grouped(order, self._rows.lengths, self._batch_size, rng)
+            self._kept = (epoch, order)
         return self._kept[1]
-
-    def _grouped(self, order: Ints, rng: np.random.Generator) -> Ints:
-        """The same rows, those of a batch of about equal length. The last batch, if partial, stays the last."""
-        lengths, size = self._rows.lengths, self._batch_size
-        grouped = order.copy()
-        for start in range(0, len(order), size * _BATCHES_SORTED):
-            stretch = order[start : start + size * _BATCHES_SORTED]
-            in_order = stretch[np.argsort(lengths[stretch], kind="stable")]
-            num_whole = len(in_order) // size * size
-            batches = in_order[:num_whole].reshape(-1, size)
-            grouped[start : start + num_whole] = batches[rng.permutation(len(batches))].reshape(-1)
-            grouped[start + num_whole : start + len(in_order)] = in_order[num_whole:]
-        return grouped
 
 
 def fixed_rows(rows: Rows, batch_size: int, max_batches: int = 0) -> list[int]:

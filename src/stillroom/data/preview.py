@@ -6,14 +6,16 @@ The pieces are decoded from the tokens that training reads, so they cannot diffe
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from stillroom.config.schema import DataConfig
+from stillroom.config.data import DataConfig
 from stillroom.data.corpus import encode_training
+from stillroom.data.duplicates import count_duplicates
 from stillroom.data.encode import Tokenizer, num_shared, spell
 from stillroom.data.encoded import Encoded
 
@@ -38,12 +40,30 @@ _LEFT_OUT = (
     "rows_without_targets",
 )
 
+_QUANTILES = {"shortest": 0, "first_decile": 0.1, "median": 0.5, "ninth_decile": 0.9, "longest": 1}
+_SUMMED = ("documents", "tokens", "scored_tokens", "training_rows")
+_TOLD_ONCE = ("rows", "notes", "bad_records", "left_out", "max_length")
+
 
 def preview(config: DataConfig, tokenizer: Tokenizer, *, num_rows: int, cuts: bool = False) -> dict[str, Any]:
     """A summary of `config.train`, and its first `num_rows` documents in pieces (0: all).
 
-    `cuts` shows only what `config.max_length` leaves of each document. The summary counts that in any case.
+    `cuts` shows only what `config.max_length` leaves of each document. The summary counts that in any case. Several
+    sources have a summary each, in `sources`, and share the documents shown.
     """
+    duplicates = count_duplicates(config)
+    if not config.is_mixed:
+        return {**_one(config, tokenizer, num_rows, cuts), "duplicates": duplicates}
+    share = -(-num_rows // len(config.sources))  # 0: all
+    parts = []
+    for source in config.sources:
+        part = _one(config.alone(source), tokenizer, share, cuts)
+        part["rows"] = [{**row, "source": source.path} for row in part["rows"]]
+        parts.append({"path": source.path, "weight": source.weight, "objectives": source.objectives, **part})
+    return _joined(parts, num_rows) | {"max_length": config.max_length, "duplicates": duplicates}
+
+
+def _one(config: DataConfig, tokenizer: Tokenizer, num_rows: int, cuts: bool) -> dict[str, Any]:
     encoded, rows, tally = encode_training(config, tokenizer)
     num_scored = encoded.num_scored
     is_shown = rows.is_used if cuts else np.ones(len(encoded.ids), np.bool_)
@@ -61,6 +81,24 @@ def preview(config: DataConfig, tokenizer: Tokenizer, *, num_rows: int, cuts: bo
         "bad_records": [{"where": bad.where, "why": bad.why} for bad in tally.bad],
         "notes": list(tally.notes),
         "rows": list(itertools.islice((row for row in shown if row["tokens"]), num_rows or None)),
+    }
+
+
+def _joined(parts: Sequence[dict[str, Any]], num_rows: int) -> dict[str, Any]:
+    """The sums of several sources, and their documents in one list."""
+    sums = {name: sum(part[name] for part in parts) for name in _SUMMED}
+    left_out = Counter[str]()
+    for part in parts:
+        left_out.update(part["left_out"])
+    return {
+        "shapes": dict(sum((Counter(part["shapes"]) for part in parts), Counter())),
+        **sums,
+        "scored_share": sums["scored_tokens"] / max(sums["tokens"], 1),
+        "left_out": dict(left_out),
+        "bad_records": [bad for part in parts for bad in part["bad_records"]],
+        "notes": list(dict.fromkeys(note for part in parts for note in part["notes"])),
+        "rows": [row for part in parts for row in part["rows"]][: num_rows or None],
+        "sources": [{name: value for name, value in part.items() if name not in _TOLD_ONCE} for part in parts],
     }
 
 
@@ -93,7 +131,8 @@ def token_pieces(tokenizer: Tokenizer, ids: Sequence[int], is_scored: Sequence[b
 
 
 def _lengths(counts: Any) -> dict[str, int]:
+    """Quantiles of the documents' lengths in tokens."""
     if not len(counts):
         return {}
-    low, middle, high, top = np.quantile(counts, [0, 0.5, 0.9, 1], method="nearest").tolist()
-    return {"shortest": int(low), "median": int(middle), "ninth_decile": int(high), "longest": int(top)}
+    found = np.quantile(counts, list(_QUANTILES.values()), method="nearest").tolist()
+    return {name: int(value) for name, value in zip(_QUANTILES, found, strict=True)}

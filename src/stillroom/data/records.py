@@ -13,9 +13,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from stillroom.config.data import Layout
+from stillroom.data.layout import Segments as Segments
+from stillroom.data.layout import filled, missing_columns, renamed
 from stillroom.errors import DataError
-
-Segments = tuple[tuple[str, bool], ...]  # (text, is scored), in reading order
 
 SHAPES = (
     '{"text"}',
@@ -23,9 +24,22 @@ SHAPES = (
     '{"question", "answer"}',
     '{"instruction", "input", "output"}',
     '{"messages": [{"role", "content"}, ...]}',
+    '{"conversations": [{"from", "value"}, ...]}',
 )
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # fields that hold a thought apart from the content
-FIELDS = ("messages", "prompt", "completion", "question", "answer", "instruction", "input", "output", "text")
+SPEAKERS = {"human": "user", "gpt": "assistant"}  # of turns with "from" and "value"; other names are roles
+FIELDS = (
+    "messages",
+    "conversations",
+    "prompt",
+    "completion",
+    "question",
+    "answer",
+    "instruction",
+    "input",
+    "output",
+    "text",
+)
 
 _NUM_BAD_KEPT = 20  # a file of the wrong kind has millions of bad records
 _NUM_BAD_NAMED = 3
@@ -152,6 +166,7 @@ _NEEDED = {
     "question, answer": ("question", "answer"),
     "instruction, output": ("instruction", "output"),
     "text": ("text",),
+    "conversations": ("conversations",),
 }
 ChatWriter = Callable[[tuple[Turn, ...]], tuple[Segments, bool]]  # -> segments, whether a template printed them
 
@@ -163,10 +178,17 @@ class Shaper:
     write_chat: ChatWriter
     tally: Tally
     train_on_prompt: bool = False
+    layout: Layout = field(default_factory=Layout)
 
     def __call__(self, where: str, value: object) -> Record:
         if not isinstance(value, Mapping):
             raise Unusable(f"is {_kind(value)}, not an object with fields")
+        if self.layout.has_layout and (missing := missing_columns(value, self.layout)):
+            raise Unusable(f"has no column {missing[0]}")
+        if self.layout.template:
+            return self._templated(where, value)
+        if self.layout.columns:
+            value = renamed(value, self.layout.columns)
         shape = next((shape for shape in _NEEDED if all(name in value for name in _NEEDED[shape])), None)
         if shape is None:
             raise Unusable(f"has no known fields, only {_listed(value)}")
@@ -176,9 +198,9 @@ class Shaper:
 
     def _shaped(self, where: str, value: Mapping[str, Any], shape: str) -> Record:
         match shape:
-            case "messages":
+            case "messages" | "conversations":
                 self.tally.counters["ignored_tools"] += bool(value.get("tools"))
-                return self._chat(where, value["messages"])
+                return self._chat(where, value[shape], shape)
             case "prompt, completion":
                 return self._plain(where, self._text(value, "prompt"), self._full(value, "completion"))
             case "question, answer":
@@ -189,22 +211,32 @@ class Shaper:
                 return self._plain(where, prompt, self._full(value, "output"))
         return self._plain(where, "", self._full(value, "text"))
 
+    def _templated(self, where: str, value: Mapping[str, Any]) -> Record:
+        columns = self.layout.needed_columns
+        scored = self.layout.scored or columns
+        texts = {name: self._full(value, name) if name in scored else self._text(value, name) for name in columns}
+        segments = filled(texts, self.layout)
+        if self.train_on_prompt:
+            segments = tuple((text, True) for text, _ in segments)
+        self.tally.shapes[f"template: {', '.join(columns)}"] += 1
+        return Record(where, segments, content_key("".join(text for text, _ in segments)))
+
     def _plain(self, where: str, prompt: str, answer: str) -> Record:
         segments = tuple(
             (text, is_scored) for text, is_scored in ((prompt, self.train_on_prompt), (answer, True)) if text
         )
         return Record(where, segments, content_key(prompt + answer))
 
-    def _chat(self, where: str, messages: object) -> Record:
+    def _chat(self, where: str, messages: object, name: str) -> Record:
         if not isinstance(messages, list | tuple) or not messages:
-            raise Unusable(f"messages is {_kind(messages)}, not a list of turns")
-        turns = tuple(self._turn(number, message) for number, message in enumerate(messages, 1))
+            raise Unusable(f"{name} is {_kind(messages)}, not a list of turns")
+        turns = tuple(self._turn(f"{name}, turn {number}", message) for number, message in enumerate(messages, 1))
         answers = [number for number, turn in enumerate(turns, 1) if turn.role == "assistant"]
         empty = [number for number in answers if turns[number - 1].is_empty_answer]
         if not self.train_on_prompt and not answers:
-            raise Unusable("messages has no assistant turn to learn from")
+            raise Unusable(f"{name} has no assistant turn to learn from")
         if not self.train_on_prompt and answers == empty:
-            raise Unusable(f"messages, turn {empty[0]} is empty, and no other answer is there to learn from")
+            raise Unusable(f"{name}, turn {empty[0]} is empty, and no other answer is there to learn from")
         segments, has_template = self.write_chat(turns)
         self.tally.counters["empty_answers"] += len(empty)
         if self.train_on_prompt:
@@ -214,8 +246,11 @@ class Shaper:
         content = [[turn.role, turn.content, *([turn.thought] if turn.thought else [])] for turn in turns]
         return Record(where, segments, content_key(json.dumps(content)), has_template=has_template)
 
-    def _turn(self, number: int, message: object) -> Turn:
-        where = f"messages, turn {number}"
+    def _turn(self, where: str, message: object) -> Turn:
+        if isinstance(message, Mapping) and "role" not in message and {"from", "value"} <= set(message):
+            speaker = message["from"]
+            role = SPEAKERS.get(speaker, speaker) if isinstance(speaker, str) else speaker
+            message = {**message, "role": role, "content": message["value"]}
         if isinstance(message, Mapping) and message.get("tool_calls"):
             raise Unusable(f"{where} has tool_calls: calls of tools are not read")
         if not isinstance(message, Mapping) or "role" not in message or "content" not in message:

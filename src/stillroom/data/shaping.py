@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from stillroom.config.schema import DataConfig
+from stillroom.config.data import DataConfig
 from stillroom.data.chat import PlainChat, TemplateChat
 from stillroom.data.encode import Tokenizer
-from stillroom.data.records import Shaper, Tally
+from stillroom.data.records import ChatWriter, Shaper, Tally
+
+
+def chat_writer(tokenizer: Tokenizer, tally: Tally) -> ChatWriter:
+    return TemplateChat(tokenizer, tally) if tokenizer.chat_template else PlainChat(tally)
 
 
 def make_shaper(config: DataConfig, tokenizer: Tokenizer, tally: Tally) -> Shaper:
-    write_chat = TemplateChat(tokenizer, tally) if tokenizer.chat_template else PlainChat(tally)
-    return Shaper(write_chat, tally, train_on_prompt=config.train_on_prompt)
+    """The shaper of the one source that `config` has."""
+    (source,) = config.sources
+    return Shaper(chat_writer(tokenizer, tally), tally, train_on_prompt=config.train_on_prompt, layout=source)

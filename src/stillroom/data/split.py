@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ from stillroom.data.encode import Encoder
 from stillroom.data.encoded import Encoded, Ints
 from stillroom.data.records import Record, Tally
 from stillroom.data.store.part import Part, digests_of, hashes_of
-from stillroom.data.store.stream import encoded_stream
+from stillroom.data.store.stream import encoded_stream, end_to_end
 from stillroom.errors import DataError
 
 _SHARE_FOR_ENOUGH = 5  # to hold out enough documents, take at most one of this many
@@ -103,6 +103,39 @@ class StoredDocuments:
         encoded = encoded_stream(self.parts, self.chosen)
         encode.note_lost(len(self) - encoded.num_documents)
         return encoded
+
+
+@dataclass(frozen=True)
+class SourceDocuments:
+    """Documents of several sources, one source after the other. A source of which nothing is left keeps its place."""
+
+    sources: Sequence[Documents]
+
+    def __len__(self) -> int:
+        return sum(len(documents) for documents in self.sources)
+
+    def contents(self) -> Digests:
+        return _joined([documents.contents() for documents in self.sources], digests_of([]))
+
+    def groups(self) -> Digests:
+        return _joined([documents.groups() for documents in self.sources], digests_of([]))
+
+    def share_hashes(self) -> npt.NDArray[np.uint64]:
+        return _joined([documents.share_hashes() for documents in self.sources], np.empty(0, np.uint64))
+
+    def take(self, is_taken: Flags) -> SourceDocuments:
+        ends = np.cumsum([len(documents) for documents in self.sources])
+        flags = np.split(is_taken, ends[:-1])
+        return SourceDocuments([one.take(own) for one, own in zip(self.sources, flags, strict=True)])
+
+    def encoded(self, encode: Encoder) -> Encoded:
+        several = [documents.encoded(encode) for documents in self.sources if len(documents)]
+        return end_to_end(several) if several else encode([])
+
+
+def _joined(arrays: Sequence[npt.NDArray[Any]], nothing: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """The arrays end to end. One array is not copied: of many documents the digests alone are large."""
+    return arrays[0] if len(arrays) == 1 else np.concatenate([nothing, *arrays])
 
 
 def held_out(groups: Digests, share: float, spec: str, *, enough: int = 1) -> Flags:

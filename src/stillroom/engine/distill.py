@@ -68,7 +68,9 @@ def distill(
                 claim.is_resumed, claim.config = run_folder.find_run(claim.folder, config)
             if inputs is not None:
                 with stop.while_loading():
-                    kept = inputs.keep(claim.folder, is_resumed=claim.is_resumed) if parallel.is_first else ()
+                    columns = config.data.needed_columns
+                    keep = parallel.is_first
+                    kept = inputs.keep(claim.folder, is_resumed=claim.is_resumed, columns=columns) if keep else ()
                     parallel.wait()
                 notes = (*notes, *kept)
             finished, doubt = run_folder.read_summary(claim.folder) if claim.is_resumed else ({}, "")

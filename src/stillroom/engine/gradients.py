@@ -37,7 +37,7 @@ def term_gradients(run: Run, state: RunState, window: Sequence[Batch]) -> dict[s
     devices = [run.device] if run.device.type == "cuda" else []
     gradients: dict[str, list[Tensor]] = {}
     with torch.random.fork_rng(devices=devices):
-        signal = run.teacher_of(lesson).observe(batch, run.mix.needs(lesson).teacher)
+        signal = run.teacher_of(lesson, batch).observe(batch, run.mix.needs(lesson).teacher)
         for term, weight in lesson.weights.items():
             if weight:
                 gradients[term] = _gradient(run, batch, signal, _alone(lesson, term))

@@ -246,6 +246,7 @@ def step_record(run: Run, state: RunState, outcome: StepOutcome, seconds: float)
         "temperature": outcome.lesson.settings.get("kd.temperature", 1.0),
         "terms": {name: vars(term) for name, term in outcome.terms.items()},
         "bad_teacher_rows": outcome.evidence.bad_teacher_rows,
+        **({"sources": outcome.evidence.sources} if outcome.evidence.sources else {}),
         **outcome.evidence.samples,
         **_counted(outcome),
         "gpu_memory_gb": gpu,

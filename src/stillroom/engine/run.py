@@ -91,9 +91,10 @@ class Run:
             factor *= backoff + (1.0 - backoff) * since / _RECOVERY_STEPS
         return factor
 
-    def teacher_of(self, lesson: Lesson) -> Teacher:
-        """The teacher of a lesson; `NO_TEACHER` where no term needs one."""
-        return self.teacher if lesson.asks_teacher else NO_TEACHER
+    def teacher_of(self, lesson: Lesson, batch: Batch) -> Teacher:
+        """The teacher of a lesson; `NO_TEACHER` where no term needs one, or all rows are learned from the labels."""
+        is_labels_only = bool(batch.sources) and self.config.data.label_sources.issuperset(batch.sources)
+        return self.teacher if lesson.asks_teacher and not is_labels_only else NO_TEACHER
 
     def eval_batches(self) -> list[Batch]:
         return held_out_batches(self.config, self.corpus)

@@ -11,6 +11,7 @@ from stillroom.engine.run import Run
 from stillroom.engine.state import RunState, capture, history, weights_of
 from stillroom.errors import CannotSave, StillroomError
 from stillroom.files import is_disk_full, reason_of, replaced_folder
+from stillroom.models.load.quiet import quiet_transformers
 
 
 def save_checkpoint(run: Run, state: RunState) -> None:
@@ -71,7 +72,7 @@ def save_student(run: Run) -> None:
     for is_last_try in (False, True):
         run.check_folder()
         try:
-            with replaced_folder(run.folder / "student") as folder:
+            with quiet_transformers(), replaced_folder(run.folder / "student") as folder:
                 run.student.model.save_pretrained(folder)
                 run.tokenizer.save_pretrained(folder)
             return

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from stillroom.engine.by_source import Sums, add_score, filled, source_counts, source_means
 from stillroom.engine.fitting import parts_of, within_memory
 from stillroom.engine.recovery.recover import carry_out, examine
 from stillroom.engine.run import Run
@@ -27,9 +28,11 @@ class Tally:
     loss: Tensor | None = None
     totals: dict[str, Tensor] = field(default_factory=dict)
     counters: dict[str, Tensor] = field(default_factory=dict)
+    by_source: Sums = field(default_factory=dict)
 
-    def add(self, score: Score) -> None:
+    def add(self, score: Score, batch: Batch) -> None:
         loss = score.loss.detach()
+        add_score(self.by_source, batch, score)
         self.loss = loss if self.loss is None else self.loss + loss
         for name, term in score.terms.items():
             self.totals[name] = self.totals[name] + term.total if name in self.totals else term.total
@@ -81,7 +84,7 @@ def attempt(run: Run, state: RunState, window: Sequence[Batch]) -> tuple[Evidenc
     """Forward and backward of a window. Leave the gradients in place and apply nothing."""
     lesson = run.lesson(state)
     # Counts of the whole window over all processes, before any forward: the only divisor.
-    counts = run.parallel.counts(run.mix.counts(window))
+    counts = run.parallel.counts(run.mix.counts(window) | source_counts(run, window))
     tally = within_memory(run, state, lambda: _gather(run, state, window, lesson, counts))
     run.hooks.gradients(run.optimizer)
     run.parallel.sum_gradients(run.optimizer)
@@ -91,17 +94,19 @@ def attempt(run: Run, state: RunState, window: Sequence[Batch]) -> tuple[Evidenc
 def _gather(run: Run, state: RunState, window: Sequence[Batch], lesson: Lesson, counts: dict[str, int]) -> Tally:
     """Forward and backward of every micro-batch of a window."""
     tally = Tally()
+    if run.config.data.label_sources:  # a window may hold labels alone
+        tally.totals = {term: torch.zeros((), device=run.device) for term, weight in lesson.weights.items() if weight}
     run.teacher.begin(window, state.applied, state.cursor)
     run.parallel.seed(run.config.train.seed, state.attempted)
     for batch in run.parallel.scored(list(parts_of(window, state))):
-        tally.add(_learn(run, batch, lesson, counts))
+        tally.add(_learn(run, batch, lesson, counts), batch)
     return tally
 
 
 def _learn(run: Run, batch: Batch, lesson: Lesson, counts: dict[str, int]) -> Score:
     """Forward and backward of one micro-batch."""
     batch = batch.to(run.device)
-    needs, teacher = run.mix.needs(lesson), run.teacher_of(lesson)
+    needs, teacher = run.mix.needs(lesson), run.teacher_of(lesson, batch)
     with teacher.joint_graph(batch):
         answers = teacher.answers(batch, needs.teacher)
         with run.precision.autocast():
@@ -124,6 +129,8 @@ def _read_evidence(run: Run, state: RunState, tally: Tally, lesson: Lesson, coun
     summed = {"loss": tally.loss if tally.loss is not None else zero, "bad_teacher_rows": zero}
     summed |= tally.counters
     summed |= {f"term.{name}": total for name, total in tally.totals.items()}
+    by_source = filled(run, tally.by_source, list(tally.totals), zero)
+    summed |= {f"source.{source}.{term}": total for (source, term), total in sorted(by_source.items())}
     alike = {f"norm.{name}": square for name, square in norms.items()}
     alike |= {f"sample.{name}": share for name, share in state.sampled.items()}
     named = summed | alike
@@ -148,6 +155,7 @@ def _read_evidence(run: Run, state: RunState, tally: Tally, lesson: Lesson, coun
         phase=lesson.phase,
         attempt=state.attempt,
         samples={name: values[f"sample.{name}"] for name in state.sampled},
+        sources=source_means({key: values[f"source.{key[0]}.{key[1]}"] for key in by_source}, counts),
     )
 
 

@@ -17,6 +17,7 @@ from stillroom.report.figures import all_figures
 from stillroom.report.markup import Html, element, join, json_block
 from stillroom.report.record import RunRecord
 from stillroom.report.router import router_part
+from stillroom.report.sources import sources_table
 from stillroom.report.words import facts, headline, size_sentence, story
 
 
@@ -27,6 +28,7 @@ def render(run: RunRecord) -> str:
         _section("result", "Result", sections.results_table(run), "No result was recorded."),
         _section("yardsticks", "Beside the teacher", sections.yardsticks_table(run)),
         _section("checks", "Checks", sections.checks_list(run)),
+        _section("sources", "Sources", sources_table(run)),
         _section("curves", "Curves", _figures(figures), "No step was recorded, so there is nothing to draw."),
         _section("router", "The teacher's gates", router_part(run)),
         _section("guard", "What the guard did", sections.guard_table(run)) if run.events else None,

@@ -157,6 +157,16 @@ def component_lines(event: Fields, temperature: float | None) -> list[str]:
     lines.append(f"  {'sum':<{width}}  {'':>10}  {'':>8}  {show(event, 'train_loss', format_loss):>10}")
     if temperature is not None:
         lines.append(f"  temperature {_short(temperature)}  squared {_short(temperature**2)}, part of raw kd")
+    return [*lines, *_source_lines(event)]
+
+
+def _source_lines(event: Fields) -> list[str]:
+    """The targets and mean terms of each source of a step, where there are several."""
+    lines = []
+    for name, terms in section(event, "sources").items():
+        if isinstance(terms, Mapping):
+            means = (f"{clean(term)} {show(terms, term, format_loss)}" for term in terms if term != "targets")
+            lines.append(f"  {clean(name)}  {show(terms, 'targets', format_count)} targets  {'  '.join(means)}")
     return lines
 
 

@@ -12,6 +12,7 @@ import tiny
 import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, RwkvConfig
+from transformers.utils import logging
 
 from stillroom import demo
 from stillroom.assess import assess
@@ -191,3 +192,15 @@ def test_looking_at_a_student_does_not_change_its_weights(tmp_path: Path) -> Non
     before = {name: tensor.clone() for name, tensor in loaded.network.state_dict().items()}
     loaded.network.eval()(torch.arange(2, 10)[None])
     assert all(torch.equal(tensor, before[name]) for name, tensor in loaded.network.state_dict().items())
+
+
+def test_loading_leaves_the_logging_of_transformers_as_it_was(tmp_path: Path) -> None:
+    tiny.save_model(tmp_path / "student", width=16, num_layers=1)
+    before = logging.get_verbosity()
+    logging.set_verbosity_info()
+    logging.enable_progress_bar()
+    try:
+        open_student(StudentConfig(model=str(tmp_path / "student")), tiny.tokenizer(), seed=0)
+        assert logging.get_verbosity() == logging.INFO and logging.is_progress_bar_enabled()
+    finally:
+        logging.set_verbosity(before)

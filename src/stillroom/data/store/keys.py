@@ -1,7 +1,8 @@
 """What an entry of the token store is found by: the content of the file, the tokenizer, and the settings.
 
 An entry must never be shared by two ways of reading. So all settings of `[data]` count but those named here, which
-act after tokenizing: a setting that is added later counts by itself.
+choose what is read or act after tokenizing: a setting that is added later counts by itself. Of the sources only the
+layout counts, so that a file is found again in any mixture.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from stillroom.config.schema import DataConfig
+from stillroom.config.data import DataConfig, Layout
 from stillroom.data.bos import opening_ids
 from stillroom.data.encode import Tokenizer
 
@@ -24,6 +25,7 @@ _AFTER_TOKENIZING = frozenset(
         "eval",
         "eval_share",
         "train_share",
+        "streaming",
         "max_length",
         "packing",
         "group_by_length",
@@ -76,7 +78,12 @@ def _without_origin(path: Path) -> bytes:
 
 
 def entry_key(content: str, *, name: str, variant: str, tokenizer: str, config: DataConfig) -> str:
-    """`name` is what the records are named after, `variant` how its records differ from those of the whole file."""
-    settings = config.model_dump(mode="json", exclude=set(_AFTER_TOKENIZING))
-    facts = [FORMAT, content, name, variant, tokenizer, settings]
+    """`name` is what the records are named after, `variant` how its records differ from those of the whole file.
+
+    `config` has one source: its layout is that of the entry.
+    """
+    (source,) = config.sources
+    settings = config.model_dump(mode="json", exclude={*_AFTER_TOKENIZING, *Layout.model_fields})
+    layout = source.model_dump(mode="json", include=set(Layout.model_fields))
+    facts = [FORMAT, content, name, variant, tokenizer, settings, layout]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:40]

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from stillroom import errors
-from stillroom.config.schema import DataConfig
+from stillroom.config.data import DataConfig
 from stillroom.data.encode import Encoder, Tokenizer
 from stillroom.data.records import Record, Tally, Unusable
 from stillroom.data.shaping import make_shaper
@@ -56,7 +56,7 @@ class Maker(Protocol):
 
 @dataclass(frozen=True)
 class Here:
-    """Make parts in this process."""
+    """Make parts in this process, of the one source that the configuration has."""
 
     config: DataConfig
     tokenizer: Tokenizer

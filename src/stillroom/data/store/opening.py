@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from stillroom.config.schema import DataConfig
+from stillroom.config.data import DataConfig, SourceConfig
 from stillroom.data.encode import Tokenizer
 from stillroom.data.records import Tally
-from stillroom.data.sources import Item, named_files, pieces_of, read_file
+from stillroom.data.sources import Item, is_files, named_files, note_unread, pieces_of, read_file, read_files
+from stillroom.data.sources.checked import checked
+from stillroom.data.sources.compressed import data_suffix
 from stillroom.data.store.keys import tokenizer_digest
 from stillroom.data.store.part import Part
 from stillroom.data.store.store import Source, TokenStore, default_folder
@@ -20,7 +22,7 @@ WORTH_STORING = 32 << 20  # bytes of all files together: less is tokenized faste
 
 
 def stored_parts(
-    spec: str,
+    source: SourceConfig,
     config: DataConfig,
     tokenizer: Tokenizer,
     tally: Tally,
@@ -28,31 +30,54 @@ def stored_parts(
     splits_text: bool = False,
     tell: Callable[[str], object] | None = None,
 ) -> list[Part] | None:
-    """The parts of all files of a spec, in the order of the files; None if the spec is to be read in memory.
+    """The parts of all files of a source, in the order of the files; None if it is to be read in memory.
 
     What was counted while reading and tokenizing is added to the tally. `splits_text` cuts a lone text into pieces.
     """
-    files = named_files(spec)
-    is_small = config.cache == "auto" and sum(path.stat().st_size for path, _ in files) < WORTH_STORING
-    if config.cache == "off" or is_small:
+    spec = source.path
+    if config.cache == "off" or not is_files(spec):
         return None
+    files = named_files(spec)
+    if config.cache == "auto" and sum(path.stat().st_size for path, _ in files) < WORTH_STORING:
+        return None
+    is_alone = len(files) == 1
+    cuts = splits_text and is_alone and data_suffix(files[0][0]) == ".txt"
     digest = tokenizer_digest(tokenizer)
     if digest is None:
         tally.note("the token store is not used: the tokenizer cannot be saved, so it cannot be recognised")
         return None
+    if why := _why_not(source, config, cuts=cuts):
+        tally.note(f"the token store is not used for {spec}: {why}")
+        return None
     folder = default_folder() if config.cache == "auto" else Path(config.cache).expanduser()
-    store = TokenStore(folder, config, tokenizer, digest, tell or tally.note, num_usable_cores())
-    is_alone = len(files) == 1
-    cuts = splits_text and is_alone and files[0][0].suffix.lower() == ".txt"
+    store = TokenStore(folder, config.alone(source), tokenizer, digest, tell or tally.note, num_usable_cores())
+    _check_layout(source)
+    note_unread(spec, [path for path, _ in files], tally)
     parts: list[Part] = []
     for path, name in files:
-        read = partial(read_file, path, name, spec=spec, is_alone=is_alone)
+        read = partial(read_file, path, name, spec=spec, is_alone=is_alone, columns=source.needed_columns)
         items = partial(_cut_items, path, name, read) if cuts else read
         parts += store.parts(Source(path, name, items, "cut" if cuts else ""))
     for part in parts:
         tally.absorb(part.tally)
     del tally.bad[_NUM_BAD_KEPT:]
     return parts
+
+
+def _why_not(source: SourceConfig, config: DataConfig, *, cuts: bool) -> str:
+    """Why a source cannot be kept as whole files of records; empty if it can."""
+    if config.max_records:
+        return "data.max_records may end inside of a file"
+    if cuts and source.has_layout:
+        return "a lone text with a layout is cut into pieces after it was laid out"
+    return ""
+
+
+def _check_layout(source: SourceConfig) -> None:
+    """Raise if the first objects of the source lack a column of its layout, as `read_records` does."""
+    if source.has_layout:
+        items = read_files(source.path, Tally(), source.needed_columns)
+        next(checked(items, source, source.path), None)
 
 
 _NUM_BAD_KEPT = 20

@@ -13,7 +13,7 @@ _SECONDS_BETWEEN = 15.0
 class Progress:
     """Counts what was made of one file, and tells."""
 
-    def __init__(self, name: str, num_bytes: int, tell: Callable[[str], object]) -> None:
+    def __init__(self, name: str, num_bytes: int | None, tell: Callable[[str], object]) -> None:
         self._name, self._num_bytes, self._tell = name, num_bytes, tell
         self._begun = self._told = time.monotonic()
         self._num_read = self._num_records = self._num_tokens = self._num_kept = 0
@@ -33,12 +33,16 @@ class Progress:
         now = time.monotonic()
         if now - self._told >= _SECONDS_BETWEEN:
             self._told = now
-            share = min(0.99, self._num_read / max(self._num_bytes, 1))
-            self._tell(f"tokenizing {self._name}: about {share:.0%} read, {self._rate(now)}")
+            self._tell(f"tokenizing {self._name}: {self._extent()} read, {self._rate(now)}")
 
     def end(self) -> None:
         resumed = f"; {self._num_kept:,} parts were there from an earlier start" if self._num_kept else ""
         self._tell(f"tokenized {self._name}: {self._rate(time.monotonic())}{resumed}")
+
+    def _extent(self) -> str:
+        if self._num_bytes is None:
+            return f"{self._num_read:,} characters"
+        return f"about {min(0.99, self._num_read / max(self._num_bytes, 1)):.0%}"
 
     def _rate(self, now: float) -> str:
         seconds = max(now - self._begun, 1e-3)

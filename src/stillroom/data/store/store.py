@@ -16,10 +16,11 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
-from stillroom.config.schema import DataConfig
+from stillroom.config.data import DataConfig
 from stillroom.data.encode import Tokenizer
 from stillroom.data.records import Tally
 from stillroom.data.sources import Item
+from stillroom.data.sources.compressed import is_compressed
 from stillroom.data.store.keys import entry_key, file_digest
 from stillroom.data.store.making import Here, Job, Made, Maker, Workers
 from stillroom.data.store.part import Damaged, Part, check_part, open_part
@@ -53,6 +54,11 @@ class Source:
     def num_bytes(self) -> int:
         return self.path.stat().st_size
 
+    @property
+    def num_text_bytes(self) -> int | None:
+        """About the size of the text in it; None where the file is compressed."""
+        return None if is_compressed(self.path) else self.num_bytes
+
 
 def default_folder() -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -61,7 +67,7 @@ def default_folder() -> Path:
 
 @dataclass(frozen=True)
 class TokenStore:
-    """Entries for one tokenizer and one configuration."""
+    """Entries for one tokenizer and a configuration of one source."""
 
     folder: Path
     config: DataConfig
@@ -118,7 +124,7 @@ class TokenStore:
         """Make the parts that are missing, then the manifest."""
         for leftover in entry.glob(f"{TEMPORARY}*"):
             leftover.unlink(missing_ok=True)
-        progress = Progress(source.name, source.num_bytes, self.tell)
+        progress = Progress(source.name, source.num_text_bytes, self.tell)
         paths: list[Path] = []
         running: set[Future[Made]] = set()
         maker: Maker | None = None

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from stillroom.data.encoded import Encoded, Ints
+from stillroom.data.encoded import Encoded, Ints, Tokens
 from stillroom.data.store.part import Part
 from stillroom.data.store.texts import JoinedTexts
 
@@ -72,6 +72,44 @@ class Stream:
         for part in range(low, high):  # a long slice goes through many parts: it must not keep all of them in memory
             self._parts[part].release()
         return np.concatenate(pieces).astype(self._dtype, copy=False)
+
+
+class _EndToEnd:
+    """Arrays one after another, read by slices."""
+
+    def __init__(self, arrays: Sequence[Tokens]) -> None:
+        self._arrays = arrays
+        self._firsts = np.cumsum([0, *(len(array) for array in arrays)]).tolist()
+
+    def __len__(self) -> int:
+        return int(self._firsts[-1])
+
+    def __getitem__(self, where: slice) -> npt.NDArray[Any]:
+        start, end, step = where.indices(len(self))
+        if step != 1:
+            raise IndexError(f"a stream of tokens is read forwards, token by token, not by steps of {step}")
+        spans = zip(self._arrays, self._firsts[:-1], self._firsts[1:], strict=True)
+        pieces = [
+            array[max(start - first, 0) : end - first] for array, first, last in spans if first < end and start < last
+        ]
+        return np.concatenate(pieces) if pieces else self._arrays[0][:0]
+
+
+def end_to_end(several: Sequence[Encoded]) -> Encoded:
+    """The documents of at least one `Encoded`, one after the other. Nothing is copied before it is read."""
+    if len(several) == 1:
+        return several[0]
+    firsts = np.cumsum([0, *(len(one.ids) for one in several)], dtype=np.int64)
+    everyone = np.arange(sum(one.num_documents for one in several))
+    return Encoded(
+        ids=_EndToEnd([one.ids for one in several]),
+        num_bytes=_EndToEnd([one.num_bytes for one in several]),
+        is_scored=_EndToEnd([one.is_scored for one in several]),
+        bounds=np.concatenate([[0], *(one.bounds[1:] + first for one, first in zip(several, firsts, strict=False))]),
+        names=JoinedTexts([one.names for one in several], everyone),
+        groups=JoinedTexts([one.groups for one in several], everyone),
+        has_prompt=np.concatenate([one.prompts for one in several]),
+    )
 
 
 def encoded_stream(parts: Sequence[Part], chosen: Ints) -> Encoded:

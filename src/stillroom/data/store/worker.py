@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from stillroom.config.schema import DataConfig
+from stillroom.config.data import DataConfig
 from stillroom.data.store.keys import tokenizer_digest
 from stillroom.data.store.making import Here, Job, error_values, read_message, write_message
 from stillroom.data.store.part import tally_of

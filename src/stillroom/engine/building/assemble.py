@@ -20,6 +20,7 @@ from stillroom.engine.building.row_checks import check_rows
 from stillroom.engine.inject import make_hooks
 from stillroom.engine.run import Run, held_out_batches
 from stillroom.engine.run_folder.lock import FolderLock
+from stillroom.errors import ConfigError
 from stillroom.guard import Guard
 from stillroom.models import Student
 from stillroom.objectives.clamps import Clamps
@@ -55,6 +56,9 @@ def build_run(
     for text in check_rows(models, corpus):
         log.write("note", text=text)
     loader = make_loader(config, corpus, parallel)
+    if len(config.data.sources) > 1 and config.train.gradient_accumulation_steps * parallel.size == 1:
+        text = "each step learns from one source: train.gradient_accumulation_steps above 1 mixes them within a step"
+        log.write("note", text=text)
     precision = make_precision(config, models, device, begun_in)
     models.student.to(device)
     planned = make_objectives(config, models.student, models.teacher, device, kept=models.kept_layers)
@@ -125,6 +129,13 @@ def check_sparse(config: Config, teacher: Teacher, mix: Mix) -> None:
 
 
 def make_loader(config: Config, corpus: Corpus, parallel: Parallel) -> Loader:
+    if config.data.label_sources and parallel.size > 1:
+        # A window may ask the teacher in one process and not in another, and their evidence would not add up.
+        raise ConfigError(
+            "sources with objectives = 'labels' are trained by one process only",
+            where="data.train",
+            advice=["run without torchrun", "leave objectives out of the sources"],
+        )
     return Loader(
         corpus.train,
         batch_size=config.train.rows_per_batch,

@@ -90,7 +90,7 @@ def _peak_at(run: Run, state: RunState, window: Sequence[Batch], counts: dict[st
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=devices))
         run.student.train()
-        signal = run.teacher_of(lesson).observe(batch, needs.teacher)
+        signal = run.teacher_of(lesson, batch).observe(batch, needs.teacher)
         with run.precision.autocast():
             view = run.student.observe(batch, needs.student)
         score = run.mix.score(view, signal, batch, lesson, counts)

@@ -37,7 +37,7 @@ def _try(run: Run, state: RunState) -> None:
     with torch.random.fork_rng(devices=devices):
         run.student.train()
         batch = next(iter(parts_of([whole], state))).to(run.device)
-        signal = run.teacher_of(lesson).observe(batch, needs.teacher)
+        signal = run.teacher_of(lesson, batch).observe(batch, needs.teacher)
         with run.precision.autocast():
             view = run.student.observe(batch, needs.student)
         view = run.hooks.view(view)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from stillroom.engine.by_source import source_rows
 from stillroom.engine.ending.outcome import DONE, how_it_ended
 from stillroom.engine.ending.result import Result
 from stillroom.engine.ending.samples import make_samples
@@ -86,6 +87,8 @@ def _summary(run: Run, state: RunState, end: dict[str, Any], final: Evaluation) 
         "student": {**summary_row(final, run.student.model), "steps": state.applied, "tokens": state.tokens},
         **run.teacher.summary(),
     }
+    if run.config.data.is_mixed:
+        summary["sources"] = source_rows(run, state.cursor)
     summary["checks"] = _checks(run, summary)
     return summary
 

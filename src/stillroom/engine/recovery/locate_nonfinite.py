@@ -39,7 +39,7 @@ def locate(run: Run, window: Sequence[Batch], lesson: Lesson) -> str:
 def _in_forward(run: Run, batch: Batch, lesson: Lesson) -> str:
     batch = batch.to(run.device)
     needs = run.mix.needs(lesson)
-    signal = run.teacher_of(lesson).observe(batch, needs.teacher)
+    signal = run.teacher_of(lesson, batch).observe(batch, needs.teacher)
     if isinstance(signal, DenseSignal) and not _is_finite(signal.hidden):
         return "the teacher's last hidden states are not finite"
     first: list[str] = []

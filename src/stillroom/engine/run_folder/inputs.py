@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,17 +46,20 @@ class Inputs:
             if role in self.models or role in self.data
         }
 
-    def keep(self, folder: Path, *, is_resumed: bool) -> tuple[str, ...]:
-        """Write the objects into a run's folder; for a resumed run, compare their digests. Return notes for the log."""
+    def keep(self, folder: Path, *, is_resumed: bool, columns: Sequence[str] = ()) -> tuple[str, ...]:
+        """Write the objects into a run's folder; for a resumed run, compare their digests. Return notes for the log.
+
+        `columns` are those of the data that the run's layout names: they are kept beside the usual fields.
+        """
         if not self.models and not self.data:
             return ()
         try:
             remove(folder, keeps_complete=is_resumed)  # half-written files of a killed process
             if is_resumed:
-                self._compare(folder)
+                self._compare(folder, columns)
                 return ()
             with replaced_folder(folder / FOLDER) as new:
-                notes = self._write(new)
+                notes = self._write(new, columns)
             return (*notes, *self.notes)
         except OSError as error:
             raise CannotSave(
@@ -68,13 +72,13 @@ class Inputs:
                 ],
             ) from error
 
-    def _write(self, folder: Path) -> tuple[str, ...]:
+    def _write(self, folder: Path, columns: Sequence[str]) -> tuple[str, ...]:
         digests, notes = {}, []
         for role, model in self.models.items():
             model.save(folder / _PLACES[role][1])
             digests[role] = model.fingerprint()
         for role, data in self.data.items():
-            written = write_records(data, folder / _PLACES[role][1], role)
+            written = write_records(data, folder / _PLACES[role][1], role, columns)
             digests[role] = written.sha256
             notes += written.note(role)
         write_durably(folder / DIGESTS, json.dumps(digests, indent=1).encode())
@@ -83,7 +87,7 @@ class Inputs:
         given = " and ".join([*self.models, *self.data])
         return (f"{given} given as objects: kept in {FOLDER}/ of the run's folder, {size / 1e6:,.1f} MB", *notes)
 
-    def _compare(self, folder: Path) -> None:
+    def _compare(self, folder: Path, columns: Sequence[str]) -> None:
         known = _digests(folder)
         with tempfile.TemporaryDirectory(prefix=f"{TEMPORARY}{FOLDER}-", dir=folder) as scratch:
             for role in (*self.models, *self.data):
@@ -91,7 +95,8 @@ class Inputs:
                 if model is not None:
                     digest = model.fingerprint()
                 else:
-                    digest = write_records(self.data[role], Path(scratch) / _PLACES[role][1], role).sha256
+                    scratch_file = Path(scratch) / _PLACES[role][1]
+                    digest = write_records(self.data[role], scratch_file, role, columns).sha256
                 if digest != known.get(role):
                     raise ConfigError(
                         f"{folder} holds a run whose {role} was another",

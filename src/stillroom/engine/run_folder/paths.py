@@ -18,13 +18,14 @@ _MODELS = ("teacher.model", "student.model")
 _DATA = ("data.train", "data.eval")
 _FOLDERS = ("teacher.cache",)
 KEYS = (*_MODELS, *_DATA, *_FOLDERS)
+_SOURCE = "data.train."  # with the number of the source, where there are several
 _NOT_FILES = ("builtin:", "hf:")
 
 
 def local_paths(config: Config) -> dict[str, str]:
     """The absolute path of each setting that names local files, from the current directory."""
     absolute_paths = {}
-    for key in KEYS:
+    for key in _keys(config):
         given = _get(config, key)
         if not given or given.startswith(_NOT_FILES) or (key in _FOLDERS and given == "auto"):
             continue
@@ -48,7 +49,7 @@ def resolved(config: Config, known: Mapping[str, Any], folder: Path) -> Config:
     """The configuration with each stored path in the form that exists."""
     changes = {}
     for key, forms in known.items():
-        if key in KEYS and isinstance(forms, Mapping) and _get(config, key) == forms.get("given"):
+        if key in _keys(config) and isinstance(forms, Mapping) and _get(config, key) == forms.get("given"):
             absolute = str(forms["absolute"])
             moved = os.path.normpath(folder.resolve() / str(forms["relative"]))
             changes[key] = moved if not _exists(absolute) and _exists(moved) else absolute
@@ -62,7 +63,7 @@ def absolute(config: Config, known: Mapping[str, Any], resolved_there: Config) -
     """
     here = local_paths(config)
     for key, forms in known.items():
-        if key not in KEYS or not isinstance(forms, Mapping) or _get(config, key) != forms.get("given"):
+        if key not in _keys(config) or not isinstance(forms, Mapping) or _get(config, key) != forms.get("given"):
             continue
         if key not in here or not _exists(here[key]):
             here[key] = str(_get(resolved_there, key))
@@ -79,15 +80,31 @@ def _exists(path: str) -> bool:
     return Path(path).exists()
 
 
+def _keys(config: Config) -> tuple[str, ...]:
+    """The settings that may name local files. Each of several sources has its own."""
+    train = config.data.train
+    if isinstance(train, str):
+        return KEYS
+    return (*_MODELS, *(f"{_SOURCE}{place}" for place in range(len(train))), "data.eval", *_FOLDERS)
+
+
 def _get(config: Config, key: str) -> str | None:
+    if key.startswith(_SOURCE):
+        return config.data.sources[int(key.removeprefix(_SOURCE))].path
     section, name = key.split(".")
     value: str | None = getattr(getattr(config, section), name)
     return value
 
 
 def _with(config: Config, changes: Mapping[str, str]) -> Config:
-    sections: dict[str, dict[str, str]] = {}
+    sections: dict[str, dict[str, Any]] = {}
+    train = list(config.data.train)
     for key, value in changes.items():
+        if key.startswith(_SOURCE):
+            place = int(key.removeprefix(_SOURCE))
+            train[place] = config.data.train[place].model_copy(update={"path": value})  # type: ignore[union-attr]
+            sections.setdefault("data", {})["train"] = tuple(train)
+            continue
         section, name = key.split(".")
         sections.setdefault(section, {})[name] = value
     update = {section: getattr(config, section).model_copy(update=values) for section, values in sections.items()}

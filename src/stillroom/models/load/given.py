@@ -21,6 +21,7 @@ from stillroom.errors import BrokenAtStart, CannotSave, ConfigError, StillroomEr
 from stillroom.files import is_disk_full, reason_of
 from stillroom.models.load.loaded import LoadedModel, try_model
 from stillroom.models.load.open import explained, load_teacher, load_tokenizer
+from stillroom.models.load.quiet import quiet_transformers
 
 EXPECTED = (
     "a name (folder, hub id or builtin:...), a transformers model for causal language, or a pair (model, tokenizer)"
@@ -124,7 +125,7 @@ class GivenModel:
     def save(self, folder: Path) -> None:
         """Write the model, and the tokenizer if there is one, as a Hugging Face folder."""
         try:
-            with _config_kept(self.network):
+            with quiet_transformers(), _config_kept(self.network):
                 self.network.save_pretrained(folder)
             if self.tokenizer is not None:
                 self.tokenizer.save_pretrained(folder)

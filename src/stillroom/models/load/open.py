@@ -13,17 +13,13 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging as transformers_logging
 
 from stillroom.config.schema import ModelSection, StudentConfig, TeacherConfig
 from stillroom.errors import BrokenAtStart, StillroomError
 from stillroom.models.load.files import COMPLETE, check_adapter_files, check_weight_files, coded_weights, read_json
 from stillroom.models.load.kinds import read_config
+from stillroom.models.load.quiet import quiet_transformers
 from stillroom.models.load.source import Source, fetch, one_line
-
-# The loader's progress bars and warnings would interleave with our log.
-transformers_logging.set_verbosity_error()
-transformers_logging.disable_progress_bar()
 
 # Masks, positions and rotary tables that older versions of transformers saved with the weights; the model computes
 # them. `attn.bias` is a mask: real biases of an attention carry the names of its projections.
@@ -40,7 +36,8 @@ def explained(name: str, part: str) -> Iterator[None]:
     Damaged files raise a dozen classes of several libraries, so catch them all.
     """
     try:
-        yield
+        with quiet_transformers():
+            yield
     except (StillroomError, MemoryError):
         raise
     except Exception as error:

@@ -1,0 +1,173 @@
+"""Rows of several sources, each seen as often as its weight says.
+
+Each source is an endless sequence of permutations of its rows; an epoch of the run takes the next round(weight * rows)
+of it. So a source of weight 2 is seen twice in an epoch, and of one of weight 0.5 each half in turn. What an epoch
+holds is a pure function of the seed and the number of the epoch.
+
+A micro-batch holds rows of one source, so that its terms are those of the source and a teacher need not be asked about
+a source that is learned from the labels alone. The micro-batches of an epoch are shuffled; a step of several mixes
+sources.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from stillroom.data.encoded import Ints
+from stillroom.data.grouping import grouped
+from stillroom.data.packing import Rows
+from stillroom.types import IGNORED, Batch
+
+
+@dataclass(frozen=True)
+class Part:
+    """The rows of one source."""
+
+    name: str
+    rows: Rows
+    weight: float = 1.0
+
+    @property
+    def rows_per_epoch(self) -> int:
+        """At least one: a source that was named is seen."""
+        return max(1, round(self.weight * len(self.rows)))
+
+    def num_batches(self, batch_size: int) -> int:
+        return -(-self.rows_per_epoch // batch_size)
+
+    def epoch(self, seed: int, number: int, epoch: int) -> Ints:
+        """The rows of an epoch, in order. `number` tells the source from the others."""
+        size = self.rows_per_epoch
+        first, last = epoch * size, (epoch + 1) * size
+        passes = range(first // len(self.rows), -(-last // len(self.rows)))
+        drawn = [np.random.default_rng([seed, number, turn]).permutation(len(self.rows)) for turn in passes]
+        start = first - passes.start * len(self.rows)
+        return np.concatenate(drawn)[start : start + size]
+
+
+class MixedRows(Rows):
+    """The rows of several sources, one source after the other."""
+
+    def __init__(self, parts: Sequence[Part], *, pad_id: int = 0) -> None:
+        self.parts = tuple(parts)
+        self._pads = {"input_ids": pad_id, "targets": IGNORED, "segments": -1}
+        self._part_firsts = np.cumsum([0, *(len(part.rows) for part in parts)])
+        self._kept: tuple[tuple[int, int, int, bool], list[Ints]] | None = None
+
+    def __len__(self) -> int:
+        return int(self._part_firsts[-1])
+
+    @property
+    def is_packed(self) -> bool:
+        return any(part.rows.is_packed for part in self.parts)
+
+    @cached_property
+    def lengths(self) -> Ints:
+        return np.concatenate([part.rows.lengths for part in self.parts])
+
+    @property
+    def is_used(self) -> npt.NDArray[np.bool_]:
+        return np.concatenate([part.rows.is_used for part in self.parts])
+
+    @cached_property
+    def groups(self) -> tuple[str, ...]:
+        return tuple(group for part in self.parts for group in part.rows.groups)
+
+    @property
+    def num_documents(self) -> int:
+        return sum(part.rows.num_documents for part in self.parts)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(part.rows.num_tokens for part in self.parts)
+
+    @property
+    def num_targets(self) -> int:
+        return sum(part.rows.num_targets for part in self.parts)
+
+    def row(self, index: int) -> npt.NDArray[np.int32]:
+        part, place = self._place(index)
+        return part.rows.row(place)
+
+    def question(self, index: int) -> tuple[list[int], list[int]]:
+        part, place = self._place(index)
+        return part.rows.question(place)
+
+    def sample_id(self, index: int) -> str:
+        part, place = self._place(index)
+        return part.rows.sample_id(place)
+
+    def batch(self, indices: Sequence[int] | Ints, *, index: int = 0) -> Batch:
+        """These rows, in this order, each with the name of its source."""
+        self._check(indices)
+        owners = np.searchsorted(self._part_firsts, np.asarray(indices), side="right") - 1
+        runs = np.split(np.asarray(indices), np.flatnonzero(np.diff(owners)) + 1)
+        batches = []
+        for run in runs:
+            owner = int(np.searchsorted(self._part_firsts, run[0], side="right")) - 1
+            part = self.parts[owner]
+            batch = part.rows.batch(run - self._part_firsts[owner], index=index)
+            batches.append(replace(batch, sources=(part.name,) * len(run)))
+        return batches[0] if len(batches) == 1 else _stacked(batches, self._pads)
+
+    def num_batches(self, batch_size: int) -> int:
+        """Micro-batches in one epoch."""
+        return sum(part.num_batches(batch_size) for part in self.parts)
+
+    def epoch(self, seed: int, epoch: int, batch_size: int, *, groups_lengths: bool = False) -> list[Ints]:
+        """The micro-batches of an epoch, each of one source. Those of the last epoch asked for are kept."""
+        asked = (seed, epoch, batch_size, groups_lengths)
+        if self._kept is None or self._kept[0] != asked:
+            self._kept = (asked, self._drawn(*asked))
+        return self._kept[1]
+
+    def _drawn(self, seed: int, epoch: int, batch_size: int, groups_lengths: bool) -> list[Ints]:
+        batches = []
+        for number, part in enumerate(self.parts):
+            rows = part.epoch(seed, number, epoch) + self._part_firsts[number]
+            if groups_lengths:
+                rng = np.random.default_rng([seed, len(self.parts) + 1 + number, epoch])
+                rows = grouped(rows, self.lengths, batch_size, rng)
+            batches += [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
+        order = np.random.default_rng([seed, len(self.parts), epoch]).permutation(len(batches))
+        return [batches[place] for place in order]
+
+    def _place(self, index: int) -> tuple[Part, int]:
+        self._check([index])
+        owner = int(np.searchsorted(self._part_firsts, index, side="right")) - 1
+        return self.parts[owner], index - int(self._part_firsts[owner])
+
+
+def _stacked(batches: Sequence[Batch], pads: dict[str, int]) -> Batch:
+    """Batches as one, padded on the right to the longest."""
+    is_packed = any(batch.segments is not None for batch in batches)
+    if is_packed:  # a row without segments is one piece, number 0; its padding is -1
+        batches = [
+            replace(batch, segments=batch.attention_mask - 1) if batch.segments is None else batch for batch in batches
+        ]
+    width = max(batch.input_ids.shape[1] for batch in batches)
+
+    def padded(name: str) -> Tensor:
+        tensors: list[Tensor] = [getattr(batch, name) for batch in batches]
+        return torch.cat(
+            [torch.nn.functional.pad(one, (0, width - one.shape[1]), value=pads.get(name, 0)) for one in tensors]
+        )
+
+    return Batch(
+        input_ids=padded("input_ids"),
+        attention_mask=padded("attention_mask"),
+        targets=padded("targets"),
+        target_bytes=padded("target_bytes"),
+        sample_ids=tuple(name for batch in batches for name in batch.sample_ids),
+        index=batches[0].index,
+        documents=tuple(name for batch in batches for name in batch.documents),
+        segments=padded("segments") if is_packed else None,
+        sources=tuple(name for batch in batches for name in batch.sources),
+    )

@@ -1,0 +1,87 @@
+"""Find the files of a spec: a file, a glob or a folder."""
+
+from __future__ import annotations
+
+import difflib
+import glob
+from collections import Counter
+from pathlib import Path
+
+from stillroom.config.extensions import READERS
+from stillroom.data.sources.compressed import COMPRESSED, data_suffix
+from stillroom.errors import DataError
+
+
+def locate(spec: str) -> list[Path]:
+    """The files of a spec, sorted. Raise if there are none or if one has a suffix without a reader."""
+    path = Path(spec).expanduser()
+    try:
+        is_there = path.exists()
+    except OSError as error:  # not a valid file name
+        raise DataError(f"{spec[:80]} is no name of a file: {error.strerror}", advice=["check data.train"]) from error
+    if path.is_dir():
+        return _inside(path, spec)
+    if is_there:
+        paths = [path]
+    elif glob.has_magic(spec):
+        names = glob.glob(str(path), recursive=True)  # noqa: PTH207 - Path.glob refuses absolute patterns
+        paths = sorted(match for match in map(Path, names) if match.is_file())
+        if not paths:
+            raise DataError(f"no file matches {spec}", advice=[f"list what is there: ls {path.parent}"])
+    else:
+        raise DataError(f"{spec} does not exist", advice=_similar_names(path))
+    for file in paths:
+        if data_suffix(file) not in READERS:
+            raise DataError(
+                f"{file} has the extension {data_suffix(file) or 'of no kind'!r}, which is not read",
+                where=spec if len(paths) > 1 else "",
+                advice=[f"rename or convert it to one of {_read_suffixes()}"],
+            )
+    return paths
+
+
+def unread(spec: str, paths: list[Path]) -> list[Path]:
+    """The files of a folder that are not among `paths`; of any other spec none."""
+    folder = Path(spec).expanduser()
+    return sorted(set(_files(folder)) - set(paths)) if folder.is_dir() else []
+
+
+def _inside(folder: Path, spec: str) -> list[Path]:
+    """The data files of a folder and its folders. Raise unless all have one format: a README.txt is no data."""
+    paths = [path for path in _files(folder) if data_suffix(path) in READERS]
+    if not paths:
+        raise DataError(
+            f"{spec} is a folder without data files",
+            advice=[f"it holds no {_read_suffixes()}, and is no folder of datasets.save_to_disk", "name a file"],
+        )
+    kinds = Counter(data_suffix(path) for path in paths)
+    if len(kinds) > 1:
+        held = ", ".join(f"{suffix} ({count:,})" for suffix, count in sorted(kinds.items()))
+        raise DataError(
+            f"{spec} is a folder with data files of several kinds: {held}",
+            advice=[f"name those of one kind with a glob: '{folder / '**' / f'*{suffix}*'}'" for suffix in kinds],
+        )
+    return paths
+
+
+def _files(folder: Path) -> list[Path]:
+    """All files below a folder but hidden ones, sorted."""
+    return sorted(
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+    )
+
+
+def _read_suffixes() -> str:
+    return f"{', '.join(READERS.names())}, also with {' or '.join(COMPRESSED)}"
+
+
+def _similar_names(path: Path) -> list[str]:
+    if not path.parent.is_dir():
+        return [f"the folder {path.parent} does not exist either; check the path, or name a glob in quotes"]
+    names = sorted(entry.name for entry in path.parent.iterdir())
+    similar = difflib.get_close_matches(path.name, names, n=3) or [n for n in names if data_suffix(n) in READERS][:3]
+    if similar:
+        return [f"did you mean {path.parent / name}" for name in similar]
+    return [f"{path.parent} holds no data files; for a hub dataset write hf:NAME, for embedded text builtin:stdlib"]

@@ -1,0 +1,83 @@
+"""The terms of a step for each source of the training data. A micro-batch holds rows of one source.
+
+Of a source that is learned from the labels alone only the terms that need no teacher are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from stillroom.data.mixing import MixedRows
+from stillroom.engine.run import Run
+from stillroom.types import Batch, Score
+
+Sums = dict[tuple[str, str], Tensor]  # by source and term
+
+
+def source_of(batch: Batch) -> str:
+    """The source of a batch; empty where the training data has one, or the batch several."""
+    return batch.sources[0] if len(set(batch.sources)) == 1 else ""
+
+
+def add_score(sums: Sums, batch: Batch, score: Score) -> None:
+    if source := source_of(batch):
+        for term, value in score.terms.items():
+            key = (source, term)
+            sums[key] = sums[key] + value.total if key in sums else value.total
+
+
+def filled(run: Run, sums: Sums, terms: Sequence[str], zero: Tensor) -> Sums:
+    """The sums with 0 where a process has no batch of a source, so that all processes have the same keys.
+
+    With a source learned from the labels alone there is one process, and a term that a source lacks stays out.
+    """
+    names = () if run.config.data.label_sources else _names(run)
+    return {(name, term): zero for name in names for term in terms} | sums
+
+
+def source_counts(run: Run, window: Sequence[Batch]) -> dict[str, int]:
+    """What the terms of each source are divided by, under keys that no term has."""
+    counts: dict[str, int] = {}
+    for name in _names(run):
+        own = [batch for batch in window if source_of(batch) == name]
+        counts |= {_key(name, term): count for term, count in run.mix.counts(own).items()}
+    return counts
+
+
+def source_means(sums: Mapping[tuple[str, str], float], counts: Mapping[str, int]) -> dict[str, dict[str, float]]:
+    """For each source with targets in the window, its number of targets and the mean of each term."""
+    means: dict[str, dict[str, float]] = {}
+    for (name, term), total in sums.items():
+        if count := counts[_key(name, term)]:
+            means.setdefault(name, {"targets": counts[_key(name, "ce")]})[term] = total / count
+    return means
+
+
+def source_rows(run: Run, cursor: int) -> list[dict[str, Any]]:
+    """What the summary says of each source: `epochs` is how often it was seen after `cursor` windows."""
+    rows = run.corpus.train
+    if not isinstance(rows, MixedRows):
+        return []
+    epochs = cursor / run.loader.num_windows
+    return [
+        {
+            "name": part.name,
+            "weight": part.weight,
+            "objectives": "labels" if part.name in run.config.data.label_sources else "all",
+            "rows": len(part.rows),
+            "targets": part.rows.num_targets,
+            "epochs": round(epochs * part.rows_per_epoch / len(part.rows), 4),
+        }
+        for part in rows.parts
+    ]
+
+
+def _names(run: Run) -> tuple[str, ...]:
+    return run.config.data.source_names if run.config.data.is_mixed else ()
+
+
+def _key(source: str, term: str) -> str:
+    return f"{source}\n{term}"  # a term is a word, so no term has such a name
