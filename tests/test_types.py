@@ -38,7 +38,8 @@ def draw(seed: int = 0, num_rows: int = 3, length: int = 5, *, has_other: bool =
     targets = torch.where(is_scored, ids.roll(-1, 1), IGNORED)
     names = tuple(f"text:{number}" for number in range(num_rows))
     other = draw(seed + 1, num_rows, length + 2, has_other=False) if has_other else None
-    return Batch(ids * mask, mask, targets, is_scored.long() * 3, names, 7, tuple(f"d{name}" for name in names), other)
+    documents, sources = tuple(f"d{name}" for name in names), tuple(f"s{name}" for name in names)
+    return Batch(ids * mask, mask, targets, is_scored.long() * 3, names, 7, documents, other, sources)
 
 
 def same(one: object, two: object) -> bool:
