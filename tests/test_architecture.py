@@ -200,3 +200,9 @@ def test_no_pickle_and_no_foreign_code() -> None:
 def test_help_and_decisions_load_no_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_test_files_have_names_of_their_own() -> None:
+    """Pytest imports them by their basename: a second file of the same name is an error of collection."""
+    names = [path.name for path in (SOURCE.parents[1] / "tests").rglob("test_*.py")]
+    assert sorted(set(names)) == sorted(names)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,10 @@ def read_hub(spec: str, *, is_evaluation: bool, streams: bool = False) -> Iterat
 
 def is_saved(path: Path) -> bool:
     """Whether a folder was written by `save_to_disk`: of one dataset, or of several splits."""
-    is_one = (path / "state.json").is_file() and (path / "dataset_info.json").is_file()
-    return is_one or (path / "dataset_dict.json").is_file()
+    # os.path answers False for names that no file can have; pathlib raises.
+    names = ("state.json", "dataset_info.json", "dataset_dict.json")
+    has = {name: os.path.isfile(path / name) for name in names}  # noqa: PTH113
+    return (has["state.json"] and has["dataset_info.json"]) or has["dataset_dict.json"]
 
 
 def read_saved(path: Path, *, is_evaluation: bool) -> Iterator[Item]:
