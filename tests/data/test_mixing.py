@@ -168,7 +168,7 @@ def test_grouping_by_length_keeps_rows_and_sources_and_leaves_less_padding(
     assert seen[0] == seen[1] and len(plain) == len(grouped)
     assert all(len(set(rows.batch(batch).sources)) == 1 for batch in grouped)
     width = [sum(len(batch) * int(rows.lengths[batch].max()) for batch in batches) for batches in (plain, grouped)]
-    assert width[1] <= width[0]
+    assert width[1] < width[0] or size == 1
     again = rows.epoch(seed, epoch + 1, size, groups_lengths=True), rows.epoch(seed, epoch, size, groups_lengths=True)
     assert [batch.tolist() for batch in again[1]] == [batch.tolist() for batch in grouped]
     loader = Loader(rows, batch_size=size, seed=seed, groups_lengths=True)
