@@ -359,3 +359,15 @@ def test_saving_waits_until_it_takes_no_more_than_its_share() -> None:
     fixed = Pace(is_save_fixed=True)
     fixed.saved(1000.0)
     assert fixed.is_save_worth_it(), "an interval that was asked for is kept"
+
+
+def test_libraries_that_are_loaded_on_the_way_print_nothing(tmp_path: Path) -> None:
+    """transformers imports torchao where it is installed; both log about cards and Python versions that are not ours."""
+    code = (
+        "import sys, logging; from stillroom.cli import main\n"
+        "try: main(['presets', 'base'])\n"
+        "except SystemExit: pass\n"
+        "logging.getLogger('torchao').warning('Failed to load'); import torchao, transformers.modeling_utils"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert done.returncode == 0 and done.stderr == ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import sys
 
@@ -26,14 +27,22 @@ def _with_dashes(arguments: list[str]) -> list[str]:
     return out
 
 
+# transformers imports torchao where it is installed, and both print about cards and Python versions that are not ours.
+_NOISY_WHEN_IMPORTED = ("torchao", "torch.utils._pytree")
 _STOPPED_AT_ONCE = 130  # Ctrl-C outside of training, and a second one within it
 _NOBODY_READS = 141  # as a shell reports a command whose output was closed
+
+
+def _is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run a command. Print an explanation of any error, and exit with its code."""
     threads.spin_briefly()  # no command has loaded torch yet
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its warnings would interleave with our log
+    for name in _NOISY_WHEN_IMPORTED:
+        logging.getLogger(name).addFilter(_is_error)
     words = _with_dashes(list(sys.argv[1:] if arguments is None else arguments))
     try:
         with interrupt_on_signals():
