@@ -52,13 +52,8 @@ def build_run(
     """
     parallel = parallel or Parallel()
     torch.manual_seed(config.train.seed)
-    corpus = models.corpus or open_data(config.data, models.tokenizer, tell=lambda text: log.write("note", text=text))
-    for text in check_rows(models, corpus):
-        log.write("note", text=text)
+    corpus = open_corpus(config, models, parallel, log)
     loader = make_loader(config, corpus, parallel)
-    if len(config.data.sources) > 1 and config.train.gradient_accumulation_steps * parallel.size == 1:
-        text = "each step learns from one source: train.gradient_accumulation_steps above 1 mixes them within a step"
-        log.write("note", text=text)
     precision = make_precision(config, models, device, begun_in)
     models.student.to(device)
     planned = make_objectives(config, models.student, models.teacher, device, kept=models.kept_layers)
@@ -96,6 +91,19 @@ def build_run(
         lock=lock,
         vocabularies=models.vocabularies,
     )
+
+
+def open_corpus(config: Config, models: Models, parallel: Parallel, log: EventLog) -> Corpus:
+    """The data, opened unless choosing the models opened it. Log what a user should know about its rows."""
+    corpus = models.corpus or open_data(config.data, models.tokenizer, tell=lambda text: log.write("note", text=text))
+    notes = check_rows(models, corpus)
+    if len(config.data.sources) > 1 and config.train.gradient_accumulation_steps * parallel.size == 1:
+        notes.append(
+            "each step learns from one source: train.gradient_accumulation_steps above 1 mixes them within a step"
+        )
+    for text in notes:
+        log.write("note", text=text)
+    return corpus
 
 
 def build_teacher(
