@@ -112,7 +112,7 @@ def epochs_table(result: dict[str, Any]) -> list[str]:
     lines += [f"{name}: {size}" for name, size in result["sizes"].items()]
     lines += [
         "",
-        "| size | passes | contender | wall s | against trl | CPU s | against trl | steps' wall s | against trl | load |",
+        "| size | passes | loop | wall s | against trl | CPU s | against trl | steps' wall s | against trl | load |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for key, run in result["runs"].items():
@@ -121,8 +121,8 @@ def epochs_table(result: dict[str, Any]) -> list[str]:
         cells = [f"{run[clock]:.1f} | {peer[clock] / run[clock]:.2f}" if peer else f"{run[clock]:.1f} | "
                  for clock in ("wall", "cpu", "training_wall")]  # fmt: skip
         lines.append(f"| {size} | {passes} | {name} | {' | '.join(cells)} | {run['load']:.1f} |")
-    return [*lines, "", "Bars: steps 4.2 (small) and 2.5 (135M to 81M) times trl's speed with stored answers; three passes "
-            "2.5 and 2 times, writing included."]  # fmt: skip
+    return [*lines, "", "Bars with stored answers: steps 4.2 (small) and 2.5 (135M to 81M) times trl's speed; three "
+            "passes 2.5 and 2 times, writing included."]  # fmt: skip
 
 
 def plot(results: dict[str, dict[str, Any]]) -> list[Path]:
