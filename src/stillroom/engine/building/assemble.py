@@ -53,9 +53,7 @@ def build_run(
     """
     parallel = parallel or Parallel()
     torch.manual_seed(config.train.seed)
-    corpus = models.corpus or open_data(config.data, models.tokenizer, tell=lambda text: log.write("note", text=text))
-    for text in (*check_rows(models, corpus), *_mixing_notes(config, parallel)):
-        log.write("note", text=text)
+    corpus = open_corpus(config, models, parallel, log)
     loader = make_loader(config, corpus, parallel)
     precision = make_precision(config, models, device, begun_in)
     place_student(config, models, precision, log)
@@ -97,6 +95,19 @@ def build_run(
     )
 
 
+def open_corpus(config: Config, models: Models, parallel: Parallel, log: EventLog) -> Corpus:
+    """The data, opened unless choosing the models opened it. Log what a user should know about its rows."""
+    corpus = models.corpus or open_data(config.data, models.tokenizer, tell=lambda text: log.write("note", text=text))
+    notes = check_rows(models, corpus)
+    if len(config.data.sources) > 1 and config.train.gradient_accumulation_steps * parallel.size == 1:
+        notes.append(
+            "each step learns from one source: train.gradient_accumulation_steps above 1 mixes them within a step"
+        )
+    for text in notes:
+        log.write("note", text=text)
+    return corpus
+
+
 def build_teacher(
     config: Config, models: Models, corpus: Corpus, surroundings: Surroundings, parallel: Parallel, compiled: Any
 ) -> Teacher:
@@ -125,12 +136,6 @@ def check_sparse(config: Config, teacher: Teacher, mix: Mix) -> None:
     temperature = config.objectives.kd.temperature
     if teacher.kind in ("top-k", "sampled") and isinstance(temperature, float):
         mix.check_signal("top-k" if teacher.kind == "top-k" else "sampled", temperature)
-
-
-def _mixing_notes(config: Config, parallel: Parallel) -> list[str]:
-    if len(config.data.sources) > 1 and config.train.gradient_accumulation_steps * parallel.size == 1:
-        return ["each step learns from one source: train.gradient_accumulation_steps above 1 mixes them within a step"]
-    return []
 
 
 def place_student(config: Config, models: Models, precision: Precision, log: EventLog) -> None:
