@@ -116,7 +116,8 @@ def _try(adapter: Adapter, name: str) -> list[str]:
     try:
         with explained(name, "adapter"), torch.enable_grad():
             logits: Tensor = network(input_ids=ids.to(next(network.parameters()).device), use_cache=False).logits
-            logits.float().square().mean().backward()  # type: ignore[no-untyped-call]
+            if logits.requires_grad:
+                logits.float().square().mean().backward()  # type: ignore[no-untyped-call]
         idle = [target for target, layer in adapter.layers() if layer.lora_B[NAME].weight.grad is None]
     finally:
         network.zero_grad(set_to_none=True)

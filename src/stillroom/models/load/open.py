@@ -225,7 +225,6 @@ def _load_adapter(source: Source, dtype: torch.dtype) -> tuple[Any, list[str]]:
             f"{source.name} adapts {tied[0]}, whose weight is tied to another layer's: merged, it would change both",
             advice=["give a model with the adapter merged, saved with tie_word_embeddings = false"],
         )
-    return adapted.merge_and_unload(), [
-        f"{source.name} is an adapter, merged into {base}",
-        *notes,
-    ]
+    merged = adapted.merge_and_unload()
+    merged.requires_grad_(True)  # peft froze what is now the whole model
+    return merged, [f"{source.name} is an adapter, merged into {base}", *notes]
