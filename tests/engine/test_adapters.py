@@ -58,7 +58,7 @@ def test_one_percent_is_trained_and_a_checkpoint_is_in_proportion(world: Path, t
     result = run(world, tmp_path / "run", **over, student__adapter__rank=1)
     start = next(event for event in read_events(result.folder / "events.jsonl") if event["event"] == "run_start")
     trained, whole = start["student"]["trained"], start["student"]["parameters"]
-    assert 0 < trained <= 0.01 * whole
+    assert 0 < trained <= 0.01 * whole and result.summary["trained_parameters"] == trained
     assert whole == result.summary["student"]["parameters"] == result.summary["student_before"]["parameters"]
     # Weights, two moments and the best student in FP32, the random state, and a header for each of the 28 layers.
     saved = bytes_of(result.folder / "checkpoints" / "step-000002")

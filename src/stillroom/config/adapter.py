@@ -34,9 +34,9 @@ class AdapterConfig(Section):
     @field_validator("targets", mode="before")
     @classmethod
     def _one_name(cls, value: Any) -> Any:
-        """A single name may be given without a list; all-linear is the word other programs use for all."""
-        names = (value,) if isinstance(value, str) else value
-        return () if names in (("all-linear",), ["all-linear"]) else names
+        """Names may be given as one text with commas; all-linear is the word other programs use for all."""
+        names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+        return () if names == ["all-linear"] else names
 
     @property
     def scaled_alpha(self) -> float:

@@ -7,9 +7,11 @@ from pathlib import Path
 
 from stillroom.config import Config
 from stillroom.engine.building.shrink_student import student_name
+from stillroom.errors import BrokenAtStart
 from stillroom.models import LoadedModel, find
 from stillroom.models.adapter.attach import Adapter, attach
 from stillroom.models.adapter.frozen_base import store_base
+from stillroom.parallel import Parallel
 from stillroom.precision import Precision
 
 _HALF_WEIGHTS = {
@@ -50,6 +52,16 @@ def _base_of(config: Config) -> tuple[str, list[str]]:
         return "", ["adapter: its base is drawn at random and stays so: give a trained student to get a useful one"]
     is_folder = source.is_local and not student.model.startswith("builtin:")
     return str(Path(source.path).resolve()) if is_folder else student.model, []
+
+
+def check_base(adapter: Adapter, parallel: Parallel) -> None:
+    """Raise if the processes have different weights under the adapter: no later comparison looks at them."""
+    if not parallel.same_everywhere(int(adapter.base_identity[:15], 16)):
+        raise BrokenAtStart(
+            "the processes have different weights under the adapter",
+            where=adapter.base_name or "student.model",
+            advice=["give every process the same model folder and the same libraries"],
+        )
 
 
 def store_frozen(config: Config, adapter: Adapter, precision: Precision) -> list[str]:

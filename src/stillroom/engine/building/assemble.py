@@ -11,7 +11,7 @@ from stillroom.checkpoint import CheckpointStore
 from stillroom.config import Config
 from stillroom.curriculum import Curriculum
 from stillroom.data import Corpus, Loader, open_data
-from stillroom.engine.building.adapt_student import store_frozen
+from stillroom.engine.building.adapt_student import check_base, store_frozen
 from stillroom.engine.building.budgets import make_snapshots
 from stillroom.engine.building.cache_build import cached_teacher
 from stillroom.engine.building.compilation import compile_bodies
@@ -56,7 +56,7 @@ def build_run(
     corpus = open_corpus(config, models, parallel, log)
     loader = make_loader(config, corpus, parallel)
     precision = make_precision(config, models, device, begun_in)
-    place_student(config, models, precision, log)
+    place_student(config, models, precision, parallel, log)
     planned = make_objectives(config, models.student, models.teacher, device, kept=models.kept_layers)
     optimizer = make_optimizer(models.student, precision, config, planned)
     parallel.prepare(optimizer)
@@ -138,10 +138,12 @@ def check_sparse(config: Config, teacher: Teacher, mix: Mix) -> None:
         mix.check_signal("top-k" if teacher.kind == "top-k" else "sampled", temperature)
 
 
-def place_student(config: Config, models: Models, precision: Precision, log: EventLog) -> None:
+def place_student(config: Config, models: Models, precision: Precision, parallel: Parallel, log: EventLog) -> None:
     """Move the student to the device. What is frozen under an adapter is stored as the precision says before that."""
-    for text in store_frozen(config, models.adapter, precision) if models.adapter else ():
-        log.write("note", text=text)
+    if models.adapter is not None:
+        check_base(models.adapter, parallel)
+        for text in store_frozen(config, models.adapter, precision):
+            log.write("note", text=text)
     models.student.to(precision.device)
 
 

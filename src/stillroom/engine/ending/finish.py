@@ -79,6 +79,7 @@ def _summary(run: Run, state: RunState, end: dict[str, Any], final: Evaluation) 
         "shortages": state.shortages,
         "best_step": state.best_step,
         "precision": run.precision.mode,
+        "trained_parameters": run.num_trained,
         "transfer_tokens": run.corpus.counters.get("train_tokens"),
         "learning_rate": run.config.train.learning_rate,
         "weight_decay": run.config.train.weight_decay,
