@@ -12,6 +12,7 @@ import torch
 from stillroom.config import Config
 from stillroom.curriculum import Curriculum
 from stillroom.data import Corpus, opening_difference
+from stillroom.engine.building.adapt_student import adapted
 from stillroom.engine.building.cache_build import AUTO, cache_folder, is_there, stored_vocabulary, uses_cache
 from stillroom.engine.building.shrink_student import cut_student, student_name, unused_name
 from stillroom.models import (
@@ -24,6 +25,7 @@ from stillroom.models import (
     try_model,
     vocabulary_hash,
 )
+from stillroom.models.adapter.attach import Adapter
 from stillroom.models.shrink.cut import Cut
 from stillroom.parallel import Parallel
 from stillroom.precision.device import facts_of
@@ -43,6 +45,7 @@ class Models:
     vocabularies: dict[str, str] = field(default_factory=dict)  # hash of each model's table of tokens
     cache: Path | None = None  # folder of the teacher's stored answers
     corpus: Corpus | None = None  # the run's data, where a cut was chosen on it
+    adapter: Adapter | None = None  # in the student
 
     @property
     def teacher(self) -> Any:
@@ -92,6 +95,7 @@ def load_models(
         teacher = teacher if uses_teacher and not is_stored else None
     else:
         student = open_student(config.student, tokenizer, seed=config.train.seed)
+    student, adapter = adapted(config, student)
     size = student.anatomy.vocab_rows
     if cache is not None and is_stored:
         size = stored_vocabulary(cache, tokenizer, size)
@@ -109,6 +113,7 @@ def load_models(
         {role: vocabulary_hash(table) for role, table in tokenizers.items()},
         cache,
         corpus,
+        adapter,
     )
 
 
