@@ -32,6 +32,7 @@ from stillroom.teachers.cache.manifest import Manifest, is_there, read_manifest
 from stillroom.teachers.cache.plan import plan_shards
 from stillroom.teachers.cache.reader import Cache, damaged_shards
 from stillroom.teachers.cache.writer import Progress, commit_shard, missing_rows, open_store, pack_shard
+from stillroom.teachers.quantised import check_quantisation
 from stillroom.teachers.signals import SignalSpec
 from stillroom.teachers.sparse import describe
 
@@ -58,6 +59,7 @@ def make_cache(
     with stop.on_signals():
         with stop.while_loading():
             where = find_device(device)
+            check_quantisation(config.teacher, where)
             tokenizer = _tokenizer(config)
             corpus = open_data(config.data, tokenizer)
             needed = required_rows(config, corpus)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -33,8 +33,10 @@ class LiveTeacher(Teacher):
         offload: bool,
         is_described: bool,
         compiled: CompiledBody | None = None,
+        facts: Mapping[str, Any] | None = None,
     ) -> None:
         self.model = model
+        self._facts = dict(facts or {})  # entries for the run's summary
         self._compiled = compiled
         self.vocab_size = vocab_size
         self.device = device
@@ -69,3 +71,6 @@ class LiveTeacher(Teacher):
         """The weights are on the device in the body."""
         with self._away.at_work() if self.offload else nullcontext():
             yield
+
+    def summary(self) -> dict[str, Any]:
+        return dict(self._facts)

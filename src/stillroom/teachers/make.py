@@ -57,6 +57,7 @@ def live_teacher(
         offload=config.teacher.placement == "offload",
         is_described=loaded.is_described,
         compiled=compiled,
+        facts=loaded.facts,
     )
 
 

@@ -104,7 +104,7 @@ class SparseTeacher(Teacher):
 
     def summary(self) -> dict[str, Any]:
         mass = self._mass / self._positions if self._positions and self.spec.exact else None
-        return {"teacher_signal": {**self.spec.to_dict(), "mean_mass": mass}}
+        return {**self.live.summary(), "teacher_signal": {**self.spec.to_dict(), "mean_mass": mass}}
 
 
 def describe(spec: SignalSpec) -> str:

@@ -28,6 +28,7 @@ from stillroom.models.shrink.cut import Cut
 from stillroom.parallel import Parallel
 from stillroom.precision.device import facts_of
 from stillroom.teachers.make import unused_teacher_settings
+from stillroom.teachers.quantised import check_quantisation
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,8 @@ def load_models(
     `folder` is the run's: a student cut from its teacher stores the choice of layers there.
     """
     uses_teacher = Curriculum.of(config).uses_teacher
+    if uses_teacher and not uses_cache(config):
+        check_quantisation(config.teacher, device)
     notes = unused_teacher_settings(config)
     is_cut = config.student.init == "shrink"
     has_own_tokenizer = not is_cut and has_tokenizer(config.student, config.student.model)

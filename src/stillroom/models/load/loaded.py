@@ -6,9 +6,9 @@ own logits, does maskless attention give the same outputs? Conclude nothing from
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import psutil
@@ -42,6 +42,7 @@ class LoadedModel:
     anatomy: Anatomy
     is_described: bool  # `head` gives the network's own logits; if False, use the network's logits
     notes: tuple[str, ...] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)  # entries for the summary of a run
 
     @property
     def head(self) -> HeadWeights:

@@ -34,9 +34,16 @@ def teacher_identity(section: TeacherConfig, dtype: torch.dtype | str | None) ->
         "weights": weights_hash(base.folder, check_weight_files(base)),
         "config": _json_hash({key: value for key, value in config.items() if key not in _NOT_THE_MODEL}),
         "adapter": adapter or "none",
-        "quantisation": _json_hash(config["quantization_config"]) if config.get("quantization_config") else "none",
+        "quantisation": _quantisation(section, config),
         "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
     }
+
+
+def _quantisation(section: TeacherConfig, config: dict[str, Any]) -> str:
+    """How the files are quantised, and how the teacher is when it is loaded."""
+    of_files = config.get("quantization_config")
+    kinds = [*([_json_hash(of_files)] if of_files else []), section.quantisation]
+    return "+".join(kind for kind in kinds if kind != "none") or "none"
 
 
 def weights_hash(folder: Path, files: list[str]) -> str:
