@@ -70,7 +70,8 @@ class RouterConfig(Section):
 
 class TeacherConfig(ModelSection):
     model: str = Field(
-        "builtin:teacher", description="folder, hub id, LoRA adapter folder, builtin:teacher or builtin:moe-teacher"
+        "builtin:teacher",
+        description="folder, hub id, GGUF file, LoRA adapter folder, builtin:teacher or builtin:moe-teacher",
     )
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
         "auto", description="storage of the teacher's weights; auto: float32 on CPU, float16 on a GPU"
