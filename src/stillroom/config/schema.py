@@ -191,6 +191,11 @@ class Config(Section):
             )
         if inner and self.teacher.signal.kind not in ("auto", "dense"):
             raise ValueError(f"{' and '.join(inner)} look inside the teacher: set teacher.signal.kind = 'dense'")
+        if self.student.init == "shrink" and self.teacher.placement == "stream":
+            raise ValueError(
+                "student.init = 'shrink' cuts the student from the whole teacher: set teacher.placement = 'device' or "
+                "'offload'"
+            )
         if self.train.warmup_steps and self.train.max_steps and self.train.warmup_steps >= self.train.max_steps:
             raise ValueError(
                 f"train.warmup_steps {self.train.warmup_steps} leaves nothing of train.max_steps {self.train.max_steps}"

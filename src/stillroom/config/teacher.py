@@ -76,8 +76,10 @@ class TeacherConfig(ModelSection):
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
         "auto", description="storage of the teacher's weights; auto: float32 on CPU, float16 on a GPU"
     )
-    placement: Literal["device", "offload"] = Field(
-        "device", description="offload: weights live in main memory and visit the device while they answer"
+    placement: Literal["device", "offload", "stream"] = Field(
+        "device",
+        description="offload: weights live in main memory and visit the device while they answer; stream: layers stay "
+        "in the teacher's files and come to the device one at a time, at most two of them at once",
     )
     quantisation: Literal["none", "int8", "bnb-8bit", "bnb-4bit"] = Field(
         "none",
@@ -106,6 +108,8 @@ class TeacherConfig(ModelSection):
             raise ValueError(f"teacher.router.mode {self.router.mode} needs teacher.signal.kind = 'dense'")
         if self.quantisation != "none" and self.router.mode != "frozen":
             raise ValueError(f"teacher.router.mode {self.router.mode} needs teacher.quantisation = 'none'")
+        if self.placement == "stream" and self.router.mode != "frozen":
+            raise ValueError(f"teacher.router.mode {self.router.mode} needs teacher.placement = 'device' or 'offload'")
         if self.quantisation != "none" and self.placement != "device":
             raise ValueError(
                 f"a quantised teacher stays on the device: teacher.placement = {self.placement!r} needs "

@@ -1,4 +1,4 @@
-"""Whole runs with a teacher that is quantised."""
+"""Whole runs with a teacher that is quantised, or whose layers are streamed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import cache_cases
 import pytest
 import tiny
 import torch
@@ -139,4 +140,74 @@ def test_a_run_is_refused_above_the_bound(small: Path, tmp_path: Path) -> None:
 def test_settings_that_need_the_full_teacher_are_refused(small: Path, over: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named) as caught:
         config(small, **INT8, **over)
+    assert caught.value.exit_code == 2
+
+
+# -- streamed --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def deep(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with a teacher of four layers."""
+    folder = tmp_path_factory.mktemp("deep")
+    tiny.save_trained(folder / "teacher", width=32, num_layers=4, steps=20)
+    tiny.save_model(folder / "student", "llama", width=16, num_layers=1, seed=2)
+    tiny.save_text(folder / "train.jsonl", count=60)
+    return folder
+
+
+STREAM = {"teacher__placement": "stream"}
+
+
+@pytest.mark.parametrize("kind", ["dense", "hybrid"])
+def test_a_run_with_a_streamed_teacher_is_the_ordinary_run_to_the_last_bit(
+    deep: Path, tmp_path: Path, kind: str
+) -> None:
+    over = {"teacher__signal__kind": kind, "eval__samples": 1}
+    streamed = run(deep, tmp_path / "streamed", **STREAM, **over)
+    assert_same_run(streamed, run(deep, tmp_path / "plain", **over))
+    found = summary(streamed)["teacher_streaming"]
+    assert (found["layers"], found["peak_layers"], found["stored"]) == (4, 2, "in its files")
+    notes = [event["text"] for event in read_events(streamed / "events.jsonl") if event["event"] == "note"]
+    assert any("at most two" in text for text in notes) and any("writes no samples" in text for text in notes)
+    [sample] = [event for event in read_events(streamed / "events.jsonl") if event["event"] == "sample"]
+    assert "teacher" not in sample and sample["student"]
+
+
+def test_a_cache_written_by_a_streamed_teacher_has_the_same_bytes(deep: Path, tmp_path: Path) -> None:
+    for name, over in (("streamed", STREAM), ("plain", {})):
+        make_cache(config(deep, **over), tmp_path / name, device="cpu")
+    ours, theirs = (cache_cases.contents(tmp_path / name) for name in ("streamed", "plain"))
+    assert ours == theirs
+    run(deep, tmp_path / "auto", teacher__cache="auto", teacher__signal__compare="whole", **STREAM)
+
+
+def test_a_run_with_a_streamed_teacher_resumes_bit_for_bit(
+    deep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, stopped, asked = run(deep, tmp_path / "whole", **STREAM), tmp_path / "stopped", []
+
+    def is_wanted(_stop: Stop) -> bool:
+        asked.append(1)
+        return len(asked) > 2
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Stop, "is_wanted", is_wanted)
+        with pytest.raises(Interrupted):
+            run(deep, stopped, **STREAM)
+    resume(stopped, device="cpu")
+    assert_same_run(stopped, whole)
+
+
+@pytest.mark.parametrize(
+    ("over", "named"),
+    [
+        ({"student__init": "shrink", "student__shrink__layers": 1}, "cuts the student from the whole teacher"),
+        ({"teacher__router__mode": "sar"}, r"teacher\.router\.mode"),
+        ({"teacher__quantisation": "int8"}, "a quantised teacher stays on the device"),
+    ],
+)
+def test_settings_that_need_all_layers_at_once_are_refused(deep: Path, over: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named) as caught:
+        config(deep, **STREAM, **over)
     assert caught.value.exit_code == 2

@@ -18,7 +18,7 @@ from stillroom.curriculum import Curriculum
 from stillroom.data import Corpus, fixed_rows
 from stillroom.engine.building.teacher_build import plainly_quantised, quantise_teacher
 from stillroom.errors import BrokenAtStart, ConfigError, DataError
-from stillroom.models import LoadedModel, load_tokenizer, open_teacher, vocabulary_hash
+from stillroom.models import LoadedModel, load_tokenizer, vocabulary_hash
 from stillroom.teachers import Teacher
 from stillroom.teachers.cache.identity import teacher_identity
 from stillroom.teachers.cache.manifest import SHARD_TOKENS, Manifest, check_same, is_there, read_manifest
@@ -26,7 +26,7 @@ from stillroom.teachers.cache.plan import NeededRow, needed_rows
 from stillroom.teachers.cache.reader import Cache
 from stillroom.teachers.cache.teacher import CachedTeacher, Window
 from stillroom.teachers.cache.writer import Progress, missing_rows, open_store, write_missing
-from stillroom.teachers.make import live_teacher
+from stillroom.teachers.make import live_teacher, open_live
 from stillroom.teachers.sparse import SparseTeacher
 from stillroom.teachers.spec import cache_spec, check_use, stored_spec
 from stillroom.telemetry.lines import quantised_line
@@ -119,7 +119,7 @@ def cached_teacher(
 
     def load_whole() -> Teacher:
         # As it was measured when its answers were stored.
-        return live_teacher(config, plainly_quantised(config, open_teacher(config.teacher, dtype), device),
+        return live_teacher(config, plainly_quantised(config, open_live(config.teacher, dtype), device),
                             cache.manifest.vocab_size, device)  # fmt: skip
 
     is_compared = config.teacher.signal.compare == "whole"
@@ -213,7 +213,7 @@ def fill(
     if missing:
         if loaded is None:
             own = load_tokenizer(config.teacher, config.teacher.model)
-            loaded = ready(open_teacher(config.teacher, dtype, own))
+            loaded = ready(open_live(config.teacher, dtype, own))
             assert loaded is not None
         tell(f"the teacher is asked {len(missing):,} of {len(needed):,} rows, and its answers are kept in {place}")
         live = live_teacher(config, loaded, vocab_size, device)

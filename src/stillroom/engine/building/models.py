@@ -20,14 +20,13 @@ from stillroom.models import (
     has_tokenizer,
     load_tokenizer,
     open_student,
-    open_teacher,
     try_model,
     vocabulary_hash,
 )
 from stillroom.models.shrink.cut import Cut
 from stillroom.parallel import Parallel
 from stillroom.precision.device import facts_of
-from stillroom.teachers.make import unused_teacher_settings
+from stillroom.teachers.make import open_live, unused_teacher_settings
 from stillroom.teachers.quantised import check_quantisation
 
 
@@ -85,7 +84,7 @@ def load_models(
     is_stored = cache is not None and (config.teacher.cache != AUTO or is_there(cache))
     if (uses_teacher and not is_stored) or is_cut:
         teacher_tokenizer = teacher_tokenizer or load_tokenizer(config.teacher, config.teacher.model)
-        teacher = open_teacher(config.teacher, dtype, teacher_tokenizer)
+        teacher = open_live(config.teacher, dtype, teacher_tokenizer)
     if is_cut:
         assert teacher is not None
         cut, corpus = _cut(config, teacher.network, tokenizer, device, folder=folder, parallel=parallel, tell=tell)

@@ -127,7 +127,8 @@ def _answers(network: Any, ids: Tensor, name: str) -> Tensor:
     logits: Tensor = network(input_ids=ids, use_cache=False).logits.float()
     if bool(torch.isfinite(logits).all()):
         return logits
-    broken = [part for part, weight in network.named_parameters() if not bool(torch.isfinite(weight).all())]
+    here = [(part, weight) for part, weight in network.named_parameters() if not weight.is_meta]
+    broken = [part for part, weight in here if not bool(torch.isfinite(weight).all())]
     raise BrokenAtStart(
         f"{name} answers with values that are not finite"
         + (f"; not finite: {', '.join(broken[:4])}" if broken else ""),
@@ -198,7 +199,7 @@ def _in_fp32(network: Any, notes: list[str], role: str) -> Iterator[None]:
     """
     tensors = [*network.parameters(), *network.buffers()]
     halves = [tensor for tensor in tensors if tensor.dtype in (torch.float16, torch.bfloat16)]
-    needed = 4 * sum(tensor.numel() for tensor in halves)
+    needed = 4 * sum(tensor.numel() for tensor in halves if not tensor.is_meta)  # on meta: a layer that is streamed
     if needed > _FREE_SHARE * _free_bytes(tensors[0].device):
         notes.append(f"the {role} was tried in half precision: {needed / 1e9:.1f} GB for FP32 are not free")
         halves = []

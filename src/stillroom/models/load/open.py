@@ -24,7 +24,7 @@ from stillroom.models.load.source import Source, fetch, one_line
 
 # Masks, positions and rotary tables that older versions of transformers saved with the weights; the model computes
 # them. `attn.bias` is a mask: real biases of an attention carry the names of its projections.
-_CONSTANTS = re.compile(
+CONSTANTS = re.compile(
     r"(inv_freq|position_ids|masked_bias|(attn|attention)\.bias|causal_mask|(cos|sin)_cached|embed_positions\.weights)$"
 )
 _NAMED = 4  # names shown of a longer list
@@ -176,7 +176,7 @@ def _check_keys(source: Source, report: dict[str, Any]) -> list[str]:
     The loader's report omits tied weights and those that transformers ignores for the family.
     """
     unexpected = sorted(report["unexpected_keys"])
-    constants = [name for name in unexpected if _CONSTANTS.search(name)]
+    constants = [name for name in unexpected if CONSTANTS.search(name)]
     faults = {
         "misses": sorted(report["missing_keys"]),
         "has in another size": [
