@@ -100,13 +100,13 @@ def num_here(network: Any) -> int:
 def test_the_next_layer_is_read_by_another_thread(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = opened(folder)
     names: list[tuple[str, bool]] = []
-    take = FileShelf.take
+    read = FileShelf.read
 
-    def watched(shelf: FileShelf, name: str, *where: Any) -> torch.Tensor:
+    def watched(shelf: FileShelf, name: str, *args: Any, **options: Any) -> torch.Tensor:
         names.append((name.split(".")[2], threading.current_thread() is threading.main_thread()))
-        return take(shelf, name, *where)
+        return read(shelf, name, *args, **options)
 
-    monkeypatch.setattr(FileShelf, "take", watched)
+    monkeypatch.setattr(FileShelf, "read", watched)
     logits(found.network)
     assert {number for number, is_main in names if is_main} == {"0"}
     assert {number for number, is_main in names if not is_main} == {str(number) for number in range(1, LAYERS)}

@@ -1,8 +1,8 @@
 """A teacher whose layers come to the device one at a time, for a model that does not fit there.
 
 The weights of its layers stay in its safetensors files, or in main memory where the files have to be converted. A
-layer's weights are read when its forward begins and let go of when it ends, and a thread reads those of the next layer
-meanwhile: at most two layers are on the device. Embeddings, norms and the head stay.
+layer's weights come to the device when its forward begins and are let go of when it ends, and a thread reads those of
+the next layer meanwhile: at most two layers are in memory beside the files. Embeddings, norms and the head stay.
 
 A batch reads all layers once. On a CPU, where each row of a sparse signal is asked by itself, each row does: the
 products of a row of a few hundred tokens take longer than reading the weights, and the thread hides it.
@@ -11,9 +11,8 @@ products of a row of a few hundred tokens take longer than reading the weights, 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -38,8 +37,8 @@ class Shelf(Protocol):
 
     where: str
 
-    def take(self, name: str, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """A weight on the device, in memory of its own there."""
+    def read(self, name: str, dtype: torch.dtype, *, is_pinned: bool) -> Tensor:
+        """A weight in main memory; pinned where it will be copied to a card."""
 
 
 class FileShelf:
@@ -50,10 +49,11 @@ class FileShelf:
     def __init__(self, files: Mapping[str, Path]) -> None:
         self._files = files
 
-    def take(self, name: str, device: torch.device, dtype: torch.dtype) -> Tensor:
+    def read(self, name: str, dtype: torch.dtype, *, is_pinned: bool) -> Tensor:
         with safe_open(self._files[name], framework="pt") as opened:
-            weight: Tensor = opened.get_tensor(name)
-            return weight.to(device=device, dtype=dtype, copy=True)
+            mapped: Tensor = opened.get_tensor(name)
+            weight = mapped.to(dtype, copy=True)
+        return weight.pin_memory() if is_pinned else weight
 
 
 class MemoryShelf:
@@ -64,11 +64,11 @@ class MemoryShelf:
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         self._weights = dict(weights)
 
-    def take(self, name: str, device: torch.device, dtype: torch.dtype) -> Tensor:
+    def read(self, name: str, dtype: torch.dtype, *, is_pinned: bool) -> Tensor:
         weight = self._weights[name]
-        if device.type == "cuda" and not weight.is_pinned():
+        if is_pinned and not weight.is_pinned():
             weight = self._weights[name] = weight.pin_memory()
-        return weight.to(device=device, dtype=dtype, non_blocking=True)
+        return weight.to(dtype)
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Streamed(Placement):
         self._placeholders = [[_placeholder(weight.here) for weight in held] for held in self._weights]
         self._reader: ThreadPoolExecutor | None = None
         self._ahead: tuple[int, Future[list[Tensor]]] | None = None
-        self._bytes: dict[int, int] = {}  # of the layers that are on the device or on their way
+        self._bytes: dict[int, int] = {}  # of the layers that are in memory or being read
         self.names = {weight.name for held in self._weights for weight in held}
         self.reset_counts()
         for index, layer in enumerate(layers):
@@ -136,7 +136,7 @@ class Streamed(Placement):
         two = max((sum(pair) for pair in pairwise(sizes)), default=sum(sizes))
         return (
             f"the teacher's {len(sizes)} layers ({sum(sizes) / 1e6:,.1f} MB) stay {self._shelf.where}; at most two "
-            f"({two / 1e6:,.1f} MB) are on the device at once, beside {stays / 1e6:,.1f} MB that stay there"
+            f"({two / 1e6:,.1f} MB) are brought in at once, beside {stays / 1e6:,.1f} MB that stay on the device"
         )
 
     def facts(self) -> dict[str, Any]:
@@ -154,11 +154,10 @@ class Streamed(Placement):
 
     def _entering(self, index: int) -> Callable[..., None]:
         def hook(_layer: nn.Module, _inputs: Any) -> None:
-            _wait_for(self._device)  # the layer before is done with its weights
-            for weight, tensor in zip(self._weights[index], self._taken(index), strict=True):
-                if tensor.is_cuda:
-                    tensor.record_stream(torch.cuda.current_stream(self._device))
-                weight.put(nn.Parameter(tensor, requires_grad=False))
+            for weight, values in zip(self._weights[index], self._taken(index), strict=True):
+                # On the stream of the layer before, so that they go where its weights were.
+                there = values.to(self._device, non_blocking=True)
+                weight.put(nn.Parameter(there, requires_grad=False))
             if index + 1 < len(self._weights):
                 self._read_ahead(index + 1)
 
@@ -207,27 +206,9 @@ class Streamed(Placement):
 
     @torch.no_grad()
     def _read(self, index: int, dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-        """The weights of a layer on the device. On a card they are copied beside the work that is under way."""
-        with _on_stream_of_its_own(self._device):
-            pairs = zip(self._weights[index], dtypes, strict=True)
-            return [self._shelf.take(weight.name, self._device, dtype) for weight, dtype in pairs]
-
-
-@contextmanager
-def _on_stream_of_its_own(device: torch.device) -> Iterator[None]:
-    if device.type != "cuda":
-        yield
-        return
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(stream):
-        yield
-    stream.synchronize()
-
-
-def _wait_for(device: torch.device) -> None:
-    """Let the card finish: the program runs ahead of it, and would queue the weights of many layers."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
+        is_pinned = self._device.type == "cuda"
+        pairs = zip(self._weights[index], dtypes, strict=True)
+        return [self._shelf.read(weight.name, dtype, is_pinned=is_pinned) for weight, dtype in pairs]
 
 
 def _weights_of(network: Any, layers: Sequence[nn.Module]) -> list[list[_Weight]]:
@@ -321,7 +302,7 @@ def _load_rest(network: Any, stream: Streamed, shelf: Shelf) -> None:
     for name, tensor in wanted_tensors(network).items():
         if name in stream.names:
             continue
-        values = shelf.take(name, torch.device("cpu"), tensor.dtype)
+        values = shelf.read(name, tensor.dtype, is_pinned=False)
         if name in parameters:
             _Weight(name, tuple(owners[id(tensor)])).put(nn.Parameter(values, requires_grad=False))
         else:
