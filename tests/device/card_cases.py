@@ -72,6 +72,7 @@ CASES: dict[str, Case] = {
         {"teacher.placement": "offload", "precision.mode": "fp32", "train.gradient_accumulation_steps": 2},
         copies_from=_OFFLOAD,
     ),
+    "stream": Case({"teacher.placement": "stream"}, copies_from=("types.py", "teachers/streamed.py")),
     "router truth": _router("truth"),
     "router sar": _router("sar"),
     "router sar-joint": _router("sar-joint"),

@@ -214,7 +214,7 @@ def _is_number(value: float) -> bool:
 
 
 def _announce(run: Run, models: Models, notes: tuple[str, ...], saved: Saved | None) -> None:
-    config = run.config
+    config, teacher = run.config, models.loaded_teacher
     run.log.write(
         "run_start",
         run=run.folder.name,
@@ -230,7 +230,7 @@ def _announce(run: Run, models: Models, notes: tuple[str, ...], saved: Saved | N
             "warmup_steps": run.schedule.num_warmup,
             "learning_rate": config.train.learning_rate,
         },
-        teacher={"name": config.teacher.model, **anatomy_of(models.teacher).to_dict()} if models.teacher else None,
+        teacher={"name": config.teacher.model, **teacher.anatomy.to_dict()} if teacher else None,
         student={"name": student_name(config), **models.loaded_student.anatomy.to_dict(), "trained": run.num_trained},
         data={**run.corpus.counters, "notes": list(run.corpus.notes)},
     )

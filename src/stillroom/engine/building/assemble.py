@@ -18,6 +18,7 @@ from stillroom.engine.building.compilation import compile_bodies
 from stillroom.engine.building.inner_build import make_objectives
 from stillroom.engine.building.models import Models, teacher_dtype
 from stillroom.engine.building.row_checks import check_rows
+from stillroom.engine.building.teacher_build import quantise_teacher
 from stillroom.engine.inject import make_hooks
 from stillroom.engine.run import Run, held_out_batches
 from stillroom.engine.run_folder.lock import FolderLock
@@ -114,9 +115,8 @@ def build_teacher(
     """From stored answers where the configuration names some, else from the model that was loaded."""
     size, device = models.vocab_size, surroundings.precision.device
     if models.cache is None:
-        return make_teacher(
-            config, models.loaded_teacher, size, surroundings, num_processes=parallel.size, compiled=compiled
-        )
+        loaded = quantise_teacher(config, models.loaded_teacher, corpus.train, size, device, write=surroundings.write)
+        return make_teacher(config, loaded, size, surroundings, num_processes=parallel.size, compiled=compiled)
     return cached_teacher(
         config,
         models.cache,

@@ -21,7 +21,6 @@ from stillroom.models import (
     has_tokenizer,
     load_tokenizer,
     open_student,
-    open_teacher,
     try_model,
     vocabulary_hash,
 )
@@ -29,7 +28,8 @@ from stillroom.models.adapter.attach import Adapter
 from stillroom.models.shrink.cut import Cut
 from stillroom.parallel import Parallel
 from stillroom.precision.device import facts_of
-from stillroom.teachers.make import unused_teacher_settings
+from stillroom.teachers.make import open_live, unused_teacher_settings
+from stillroom.teachers.quantised import check_quantisation
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,8 @@ def load_models(
     `folder` is the run's: a student cut from its teacher stores the choice of layers there.
     """
     uses_teacher = Curriculum.of(config).uses_teacher
+    if uses_teacher and not uses_cache(config):
+        check_quantisation(config.teacher, device)
     notes = unused_teacher_settings(config)
     is_cut = config.student.init == "shrink"
     has_own_tokenizer = not is_cut and has_tokenizer(config.student, config.student.model)
@@ -85,7 +87,7 @@ def load_models(
     is_stored = cache is not None and (config.teacher.cache != AUTO or is_there(cache))
     if (uses_teacher and not is_stored) or is_cut:
         teacher_tokenizer = teacher_tokenizer or load_tokenizer(config.teacher, config.teacher.model)
-        teacher = open_teacher(config.teacher, dtype, teacher_tokenizer)
+        teacher = open_live(config.teacher, dtype, teacher_tokenizer)
     if is_cut:
         assert teacher is not None
         cut, corpus = _cut(config, teacher.network, tokenizer, device, folder=folder, parallel=parallel, tell=tell)
