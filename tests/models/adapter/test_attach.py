@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import families
 import pytest
 import tiny
 import torch
@@ -110,3 +111,20 @@ def test_without_peft_the_error_says_what_to_install(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(BrokenAtStart, match=r"stillroom\[peft\]"):
         attached(model())
+
+
+def test_layers_whose_names_peft_takes_for_stacked_experts_are_left_out_by_default_and_refused_by_name() -> None:
+    """The first block of DeepSeek V3 has a plain MLP; peft would adapt the experts of the others in its place."""
+    adapter = attached(model("deepseek_v3"))
+    assert adapter.targets and not any("mlp" in name for name in adapter.targets)
+    assert any("stacked experts" in note and "model.layers.0.mlp.gate_proj" in note for note in adapter.notes)
+    with pytest.raises(ConfigError, match=r"model\.layers\.0\.mlp\.up_proj for a part of stacked experts"):
+        attached(model("deepseek_v3"), targets=("q_b_proj", "layers.0.mlp.up_proj"))
+
+
+def test_a_layer_that_peft_does_not_adapt_is_refused_in_its_words() -> None:
+    network = families.build("mamba")
+    with pytest.raises(ConfigError, match=r"no adapter for student: .*out_proj.* incompatible") as caught:
+        attached(network)
+    assert caught.value.exit_code == 2 and caught.value.where == "student.adapter.targets"
+    assert attached(families.build("mamba"), targets=("in_proj", "x_proj")).num_trained > 0
