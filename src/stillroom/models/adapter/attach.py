@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from stillroom.config.adapter import AdapterConfig
 from stillroom.errors import BrokenAtStart, ConfigError
@@ -21,7 +21,6 @@ from stillroom.models.load.open import explained
 from stillroom.models.load.source import one_line
 
 NAME = "default"  # peft's name of the one adapter
-_TRIAL_LENGTH = 16
 _SHOWN = 4
 
 
@@ -79,9 +78,9 @@ def attach(network: Any, config: AdapterConfig, *, name: str, base_name: str, se
     peft_config.base_model_name_or_path = base_name
     adapter = Adapter(network, peft_config, targets, base_name, identity, ())
     _check_layers(adapter)
-    notes = [_describe(config, adapter, num_base), *_try(adapter, name)]
+    notes = [_describe(config, adapter, num_base)]
     if left_out:
-        notes.append(f"adapter: not on layers that peft takes for parts of stacked experts: {_listed(left_out)}")
+        notes.append(f"adapter: not on layers that peft takes for parts of stacked experts: {listed(left_out)}")
     return Adapter(network, peft_config, targets, base_name, identity, tuple(notes))
 
 
@@ -146,33 +145,6 @@ def _describe(config: AdapterConfig, adapter: Adapter, num_base: int) -> str:
     )
 
 
-def _try(adapter: Adapter, name: str) -> list[str]:
-    """A backward pass on a few tokens: an adapter without a gradient is on a layer that the network does not call.
-
-    Networks that read a layer's weight themselves pass the adapter by, and it would never learn.
-    """
-    network = adapter.network
-    was_training = network.training
-    ids = torch.arange(_TRIAL_LENGTH).unsqueeze(0) % int(network.get_input_embeddings().weight.shape[0])
-    network.eval()
-    try:
-        with explained(name, "adapter"), torch.enable_grad():
-            logits: Tensor = network(input_ids=ids.to(next(network.parameters()).device), use_cache=False).logits
-            if logits.requires_grad:
-                logits.float().square().mean().backward()  # type: ignore[no-untyped-call]
-        idle = [target for target, layer in adapter.layers() if layer.lora_B[NAME].weight.grad is None]
-    finally:
-        network.zero_grad(set_to_none=True)
-        network.train(was_training)
-    if len(idle) == len(adapter.targets):
-        raise ConfigError(
-            f"no adapted layer of {name} has a gradient: the network does not call {_listed(idle)} as a layer",
-            where="student.adapter.targets",
-            advice=["name other layers", "leave student.adapter out to train all weights"],
-        )
-    return [f"adapter: without a gradient on a trial row: {_listed(idle)}"] if idle else []
-
-
-def _listed(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
     rest = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + rest
