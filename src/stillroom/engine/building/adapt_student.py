@@ -11,7 +11,7 @@ from stillroom.errors import BrokenAtStart
 from stillroom.models import LoadedModel, find
 from stillroom.models.adapter.attach import Adapter, attach
 from stillroom.models.adapter.frozen_base import store_base
-from stillroom.models.adapter.trial import try_adapter
+from stillroom.models.adapter.adapter_trial import try_adapter
 from stillroom.parallel import Parallel
 from stillroom.precision import Precision
 

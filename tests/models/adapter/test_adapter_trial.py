@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from stillroom.config.adapter import AdapterConfig
 from stillroom.errors import ConfigError
 from stillroom.models.adapter.attach import Adapter, attach
-from stillroom.models.adapter.trial import try_adapter
+from stillroom.models.adapter.adapter_trial import try_adapter
 
 
 def model() -> Any:
