@@ -21,7 +21,7 @@ LAYERS = [
     {"teachers", "telemetry", "parallel"},
     {"evaluation", "checkpoint", "snapshots"},
     {"engine"},
-    {"report", "assess", "demo"},
+    {"report", "assess", "demo", "checks"},
     {"api", "cli", "__main__", "__init__"},
 ]
 MAX_LINES = 350
