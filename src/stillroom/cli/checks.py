@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,10 +10,58 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stillroom.cli.app import AsJson, Device, app, print_json
-from stillroom.config import Config, load, parse_assignments
+from stillroom.config import Config, Loaded, load, parse_assignments
 
 if TYPE_CHECKING:
     from stillroom.checks.selftest.trial import Outcome, Trial
+
+
+@app.command()
+def doctor(
+    config: Annotated[Path | None, typer.Argument(help="TOML or JSON file; without it the embedded demo")] = None,
+    preset: Annotated[str | None, typer.Option(help="named settings to start from, see `stillroom presets`")] = None,
+    teacher: Annotated[str | None, typer.Option(help="folder, hub id, or builtin:teacher")] = None,
+    student: Annotated[str | None, typer.Option(help="folder, hub id, or builtin:student")] = None,
+    data: Annotated[str | None, typer.Option(help="file, glob, hf:NAME, or builtin:stdlib")] = None,
+    eval_data: Annotated[str | None, typer.Option(help="held-out data; else a share of --data is held out")] = None,
+    device: Device = "auto",
+    quick: Annotated[bool, typer.Option("--quick", help="leave out the real step")] = False,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="any setting, e.g. train.learning_rate=1e-4")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Look at machine, installation, configuration, models, data and tokenizers before a run is begun.
+
+    Ends with one real step in the chosen precision beside the same step in FP32. Each finding is green (sound), amber
+    (works, could be better) or red (will fail, or give a wrong student), and ends in a command or a setting to try.
+    Nothing is trained and nothing is left behind. Exit code 0, or 2 where something is red.
+    """
+    from stillroom.checks.doctor.examine import examine
+
+    named = {"teacher.model": teacher, "student.model": student, "data.train": data, "data.eval": eval_data}
+    given = {key: value for key, value in named.items() if value is not None}
+
+    def read() -> Loaded:
+        overrides = given | parse_assignments(set_ or [])
+        is_demo = config is None and preset is None and not given
+        return load(config, preset="demo" if is_demo else preset, overrides=overrides)
+
+    def say(subject: str) -> None:
+        if not as_json:
+            typer.echo(f"looking at {subject} ...", err=True)
+
+    report = examine(read, device=device, is_quick=quick, on_subject=say)
+    if as_json:
+        print_json(report.to_dict())
+    else:
+        from stillroom.telemetry.checks import doctor_lines
+
+        for level, line in doctor_lines(report.to_dict()):
+            typer.secho(line, fg=_COLOURS.get(level) if "NO_COLOR" not in os.environ else None)
+    if report.of("red"):
+        raise typer.Exit(2)
+
+
+_COLOURS = {"red": typer.colors.RED, "amber": typer.colors.YELLOW, "green": typer.colors.GREEN}
 
 
 @app.command()

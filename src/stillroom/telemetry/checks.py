@@ -57,7 +57,25 @@ def resume_lines(proof: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def doctor_lines(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(level, line): the findings by subject, each with what to try, and how many there are of each level."""
+    lines: list[tuple[str, str]] = []
+    last = ""
+    for found in report["findings"]:
+        if found["subject"] != last:
+            last = found["subject"]
+            lines.append(("", last))
+        level = found["level"]
+        lines += [(level, line) for line in wrapped(f"  {level:<6}", found["what"])]
+        if found["try"]:
+            lines += [("", line) for line in wrapped("        try: ", found["try"])]
+    counts = ", ".join(f"{report[level]} {level}" for level in ("red", "amber", "green"))
+    return [*lines, ("", counts)]
+
+
 def wrapped(label: str, text: str, width: int = _WIDTH) -> list[str]:
     """A label and a text, continued below the text's first word."""
     indent = " " * len(label)
-    return textwrap.wrap(clean(text), width, initial_indent=label, subsequent_indent=indent) or [label.rstrip()]
+    return textwrap.wrap(
+        clean(text), width, initial_indent=label, subsequent_indent=indent, break_on_hyphens=False
+    ) or [label.rstrip()]

@@ -62,7 +62,7 @@ class Proof:
 
 
 def middle(num_steps: int) -> int:
-    """The step before which a run of so many is killed: two checkpoints and a lost step lie before it, if it has any."""
+    """The step before which a run of so many is killed: a checkpoint and a lost step lie before it."""
     return min(num_steps, num_steps // 2 + 2)
 
 
