@@ -166,11 +166,8 @@ def training(setup: Setup) -> Iterator[Finding]:
 @check(SUBJECT)
 def pairs(setup: Setup) -> Iterator[Finding]:
     config = setup.config
-    if (
-        setup.uses_teacher
-        and config.teacher.model == config.student.model
-        and config.student.init in ("auto", "pretrained")
-    ):
+    is_loaded = config.student.init in ("auto", "pretrained")
+    if setup.uses_teacher and is_loaded and config.teacher.model == config.student.model:
         yield _amber(
             f"teacher and student are the same model, {config.teacher.model}: there is nothing to distil",
             "--student with a smaller model, or --set student.init=shrink --set student.shrink.layers=...",
@@ -185,6 +182,6 @@ def pairs(setup: Setup) -> Iterator[Finding]:
     router = config.teacher.router
     if router.mode in ("sar", "sar-joint") and not (router.truth_weight or router.anchor_weight):
         yield _amber(
-            f"teacher.router.mode {router.mode} without truth_weight and anchor_weight turns the teacher into the student",
+            f"teacher.router.mode {router.mode} with nothing but the student to follow turns the teacher into it",
             "--set teacher.router.truth_weight=1 --set teacher.router.anchor_weight=1",
         )

@@ -61,7 +61,7 @@ def examine(
     config, notes = (loaded.config, loaded.notes) if loaded else (None, ())
     setup = Setup(read_machine(where, Path.cwd()), config, device=where, notes=notes)
     wanted = [one for one in CHECKS if not (is_quick and one.is_slow)]
-    return Report(tuple([*findings, *look(setup, wanted, on_subject)]))
+    return Report((*findings, *look(setup, wanted, on_subject)))
 
 
 def look(

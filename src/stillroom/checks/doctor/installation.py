@@ -50,16 +50,12 @@ def numbers(version: str) -> tuple[int, ...]:
 
 @check(SUBJECT, needs_config=False)
 def attention(_setup: Setup) -> Iterator[Finding]:
-    """Some builds answer zeros where a query is NaN (pytorch/pytorch 141128): a broken student would look sound."""
+    """Builds that answer zeros where a query is NaN (pytorch/pytorch 141128): a broken student's loss looks sound."""
     query = torch.full((1, 1, 4, 8), float("nan"))
     rest = torch.ones(1, 1, 4, 8)
     if not bool(F.scaled_dot_product_attention(query, rest, rest, is_causal=True).isnan().any()):
-        yield Finding(
-            "amber",
-            SUBJECT,
-            f"attention of torch {torch.__version__} hides NaN on this CPU: a NaN weight is found later than it could",
-            "pip install -U torch",
-        )
+        what = f"attention of torch {torch.__version__} answers NaN with zeros on this CPU: the guard looks at weights"
+        yield Finding("green", SUBJECT, what)
 
 
 @check(SUBJECT)

@@ -84,7 +84,7 @@ def threads(setup: Setup) -> Iterator[Finding]:
         yield Finding(
             "amber",
             SUBJECT,
-            f"OMP_NUM_THREADS={machine.asked_threads} leaves {machine.num_cores - machine.num_threads} cores unused",
+            f"OMP_NUM_THREADS={machine.asked_threads} uses {machine.num_threads} of {machine.num_cores} cores",
             "unset OMP_NUM_THREADS",
         )
     yield from _load(machine)

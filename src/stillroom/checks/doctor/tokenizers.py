@@ -52,9 +52,8 @@ def coverage(setup: Setup) -> Iterator[Finding]:
         ids += tokenizer(text, add_special_tokens=False)["input_ids"]
     if not ids:
         return
-    unknown = (
-        sum(index == tokenizer.unk_token_id for index in ids) / len(ids) if tokenizer.unk_token_id is not None else 0
-    )
+    mark = tokenizer.unk_token_id
+    unknown = sum(index == mark for index in ids) / len(ids) if mark is not None else 0.0
     if unknown > _MOST_UNKNOWN:
         yield Finding(
             "red",
