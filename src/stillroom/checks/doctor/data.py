@@ -12,7 +12,7 @@ from stillroom.schedule import steps_of_run
 SUBJECT = "data"
 _FEW_SCORED = 0.05
 _MANY_CUT = 0.05
-_MANY_COPIES = 0.2
+_MANY_COPIES = 0.25
 _MUCH_PADDING = 0.6  # of the places of rows that are padded
 _LEAST_HELD_OUT = 5
 _FEW_STEPS = 20

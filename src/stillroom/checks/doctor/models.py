@@ -11,7 +11,7 @@ from safetensors import safe_open
 from stillroom.checks.doctor.finding import Finding, check
 from stillroom.checks.doctor.setup import Setup
 from stillroom.engine.building.models import Models, teacher_dtype
-from stillroom.errors import BrokenAtStart, ConfigError
+from stillroom.errors import BrokenAtStart, StillroomError
 from stillroom.models.length import num_positions
 from stillroom.models.load.files import check_adapter_files, check_weight_files
 from stillroom.models.load.source import Source
@@ -101,7 +101,7 @@ def _gates(setup: Setup, models: Models) -> Iterator[Finding]:
         return
     try:
         gates = find_gates(models.teacher, router.patterns)
-    except ConfigError:
+    except StillroomError:
         if router.mode != "frozen":
             raise
         return  # a dense teacher
