@@ -157,6 +157,7 @@ MODELS = [
     red("gates of a dense teacher", "models", "no gate was found", settings={"teacher__router__mode": "sar"}),
     amber("a bf16 teacher in float16", "models", "bfloat16", prepare=_bf16),
     amber("a student larger than its teacher", "models", "learns from the smaller", prepare=_swapped),
+    red("four bits on a CPU", "models", "for a CUDA card", settings={"teacher__quantisation": "bnb-4bit"}),
     red("no such folder", "models", "there is no model folder", settings={"teacher__model": "./nosuch"}),
 ]
 

@@ -48,11 +48,11 @@ def test_a_configuration_that_resumes_is_proven_and_leaves_nothing(
 
 
 def spoil(folder: Path, group: str, name: str) -> None:
-    """Change one bit of a tensor in the newest checkpoint, and make its manifest agree."""
+    """Change one bit in the middle of a mantissa in the newest checkpoint, and make its manifest agree."""
     checkpoint = max((folder / "checkpoints").iterdir())
     path = checkpoint / f"{group}.safetensors"
     tensors = load_file(path)
-    tensors[name].view(-1).view(torch.int32)[0] ^= 1
+    tensors[name].view(-1).view(torch.int32)[0] ^= 1 << 16
     save_file(tensors, path)
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     manifest["files"][path.name]["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()

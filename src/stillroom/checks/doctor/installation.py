@@ -64,3 +64,6 @@ def extras(setup: Setup) -> Iterator[Finding]:
         if source.is_adapter and importlib.util.find_spec("peft") is None:
             what = f"the {role} {source.name} is a LoRA adapter, and peft is not installed"
             yield Finding("red", SUBJECT, what, "pip install 'stillroom[peft]'")
+        if source.is_gguf and importlib.util.find_spec("gguf") is None:
+            what = f"the {role} {source.name} is a GGUF file, and gguf is not installed"
+            yield Finding("red", SUBJECT, what, "pip install 'stillroom[gguf]'")

@@ -32,6 +32,7 @@ def files(setup: Setup) -> Iterator[Finding]:
             continue
         if source.is_adapter:
             check_adapter_files(source)
+        if source.is_adapter or source.is_gguf:
             continue
         names = check_weight_files(source) if source.is_local else []
         kinds = sorted({kind for name in names for kind in _dtypes(source, name)})
@@ -125,16 +126,15 @@ def _sizes(models: Models) -> Iterator[Finding]:
 def memory(setup: Setup) -> Iterator[Finding]:
     models: Models = setup.part("models")
     config, machine = setup.config, setup.machine
-    mode, _reason = choose(config.precision.mode, machine.device, models.loaded_student.anatomy.num_parameters)
+    own = list(models.student.parameters())
+    trained = sum(one.numel() for one in own if one.requires_grad)
+    frozen = sum(one.numel() * one.element_size() for one in own if not one.requires_grad)
+    mode, _reason = choose(config.precision.mode, machine.device, trained)
     each = bytes_per_parameter(mode, config.precision.moments, accumulates=config.train.gradient_accumulation_steps > 1)
-    trained = models.loaded_student.anatomy.num_parameters
     teacher = 0
-    if models.teacher is not None:
+    if models.teacher is not None and config.teacher.placement == "device":
         teacher = sum(one.numel() * one.element_size() for one in models.teacher.parameters())
-    on_device = trained * each.on_device + (teacher if config.teacher.placement == "device" else 0)
-    main = trained * each.in_main_memory(config.guard.snapshot_ring)
-    if machine.device.kind == "cpu":
-        on_device += main
+    on_device = trained * each.on_device + frozen + teacher
     yield from _room(on_device, machine.free_device_memory, machine.device.name)
     on_disk = trained * ((each.weights + each.extra + each.moments + each.best) * (config.checkpoint.keep + 1) + 8)
     if on_disk > machine.free_disk:
