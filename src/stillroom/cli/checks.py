@@ -70,7 +70,7 @@ def selftest(
     only: Annotated[list[str] | None, typer.Option(help="a group of trials, repeatable; see the table")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compute everything on this machine and hold it against float64; about half a minute on two cores.
+    """Compute everything on this machine and hold it against float64; under a minute on two cores.
 
     Every divergence, row kernel, sparse form, objective and precision policy against formulas in float64 and finite
     differences; the guard against injected faults; a run that is killed and resumed; a student saved and read again.

@@ -194,6 +194,37 @@ def test_nothing_is_red_in_a_healthy_set_up(preset: str, world: Path, moe_world:
     assert {one.subject for one in report.findings} == set(SUBJECTS)
 
 
+@pytest.mark.parametrize(
+    ("over", "subject"),
+    [
+        ({"student__model": "./nosuch"}, "models"),
+        ({"teacher__model": "org/nosuch"}, "models"),
+        ({"data__train": "nosuch.jsonl"}, "data"),
+        ({"teacher__cache": "./nosuch"}, "models"),
+    ],
+)
+def test_an_error_is_told_once_and_with_its_own_subject(over: dict[str, Any], subject: str, world: Path) -> None:
+    report = examine(lambda: load(None, overrides=tiny.settings(world, **over)), device="cpu", is_quick=True)
+    assert [one.subject for one in report.of("red")] == [subject]
+
+
+@pytest.mark.parametrize(
+    "over",
+    [
+        {"teacher__cache": "auto"},
+        {"teacher__signal__kind": "hybrid"},
+        {"student__adapter": {"rank": 4}},
+        {"student__init": "shrink", "student__shrink__layers": 1},
+        {"objectives__kd__weight": 0.0, "objectives__ce__weight": 1.0},
+        {"data__packing": "packed", "train__batch_size": "auto"},
+    ],
+    ids=lambda over: next(iter(over)),
+)
+def test_other_ways_to_train_are_not_red(over: dict[str, Any], world: Path) -> None:
+    report = examine(lambda: load(None, overrides=tiny.settings(world, **over)), device="cpu")
+    assert report.of("red") == ()
+
+
 @pytest.mark.parametrize("mode", ["fp16-mixed", "fp16-split", "bf16-mixed"])
 def test_the_real_step_says_how_far_it_is_from_fp32(mode: str, place: Path) -> None:
     (finding,) = found(place, plants.red("step", "real step", settings={"precision__mode": mode}))

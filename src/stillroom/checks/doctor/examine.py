@@ -19,7 +19,7 @@ from stillroom.checks.doctor import models as models  # isort: skip
 from stillroom.checks.doctor import step as step  # isort: skip
 from stillroom.checks.doctor.facts import read_machine
 from stillroom.checks.doctor.finding import CHECKS, SUBJECTS, Check, Finding, of_error
-from stillroom.checks.doctor.setup import NotLooked, Setup
+from stillroom.checks.doctor.setup import NotLooked, PartFailed, Setup
 from stillroom.config import Loaded
 from stillroom.ends import explained
 from stillroom.engine.building.device import find_device
@@ -77,8 +77,10 @@ def look(
             on_subject(one.subject)
             last = one.subject
         found += _of(one, setup)
-    unique = list(dict.fromkeys(found))
-    return sorted(unique, key=lambda finding: SUBJECTS.index(finding.subject))
+    unique: dict[str, Finding] = {}
+    for finding in found:
+        unique.setdefault(finding.what, finding)
+    return sorted(unique.values(), key=lambda finding: SUBJECTS.index(finding.subject))
 
 
 def _of(one: Check, setup: Setup) -> list[Finding]:
@@ -88,6 +90,8 @@ def _of(one: Check, setup: Setup) -> list[Finding]:
             found.append(finding)
     except NotLooked:
         pass  # what it rests on has a finding of its own
+    except PartFailed as failed:
+        found.append(of_error(failed.error, failed.subject))
     except StillroomError as error:
         found.append(of_error(error, one.subject))
     except Exception as error:  # memory and disk have an explanation; anything else is a fault of ours

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 
 from stillroom.checks.doctor.finding import Finding, check
 from stillroom.checks.doctor.setup import Setup
+from stillroom.errors import StillroomError
+from stillroom.models import find
 
 SUBJECT = "installation"
 _REQUIREMENT = re.compile(r"^([A-Za-z0-9_.-]+)\s*>=\s*([0-9.]+)\s*$")
@@ -60,7 +62,11 @@ def attention(_setup: Setup) -> Iterator[Finding]:
 
 @check(SUBJECT)
 def extras(setup: Setup) -> Iterator[Finding]:
-    for role, source in setup.part("sources").items():
+    for role, section in (("teacher", setup.config.teacher), ("student", setup.config.student)):
+        try:
+            source = find(section.model)
+        except StillroomError:
+            continue  # told of with the models
         if source.is_adapter and importlib.util.find_spec("peft") is None:
             what = f"the {role} {source.name} is a LoRA adapter, and peft is not installed"
             yield Finding("red", SUBJECT, what, "pip install 'stillroom[peft]'")

@@ -12,6 +12,7 @@ from stillroom.checks.doctor.finding import Finding, check
 from stillroom.checks.doctor.setup import Setup
 from stillroom.engine.building.models import Models, teacher_dtype
 from stillroom.errors import BrokenAtStart, StillroomError
+from stillroom.models import find
 from stillroom.models.length import num_positions
 from stillroom.models.load.files import check_adapter_files, check_weight_files
 from stillroom.models.load.source import Source
@@ -34,7 +35,8 @@ def files(setup: Setup) -> Iterator[Finding]:
             check_adapter_files(source)
         if source.is_adapter or source.is_gguf:
             continue
-        names = check_weight_files(source) if source.is_local else []
+        is_here = find(source.name).is_local  # the weights of a hub model are fetched when it is loaded
+        names = check_weight_files(source) if is_here else []
         kinds = sorted({kind for name in names for kind in _dtypes(source, name)})
         if role == "teacher" and "BF16" in kinds and teacher_dtype(setup.config, setup.device) == torch.float16:
             yield Finding(

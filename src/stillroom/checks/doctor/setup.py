@@ -13,6 +13,7 @@ from stillroom.config import Config
 from stillroom.curriculum import Curriculum
 from stillroom.data import Corpus, open_data
 from stillroom.data.preview import preview
+from stillroom.engine.building.cache_build import AUTO
 from stillroom.engine.building.models import Models, load_models
 from stillroom.errors import StillroomError
 from stillroom.models import has_tokenizer, load_tokenizer
@@ -25,6 +26,18 @@ class NotLooked(Exception):
     """Raised by a part that rests on another one, of which a finding tells already."""
 
 
+class PartFailed(Exception):
+    """A part that cannot be had, and the subject that its error belongs to."""
+
+    def __init__(self, error: StillroomError, subject: str) -> None:
+        super().__init__(str(error))
+        self.error = error
+        self.subject = subject
+
+
+_SUBJECTS = {"sources": "models", "tokenizers": "tokenizers", "preview": "data", "corpus": "data", "models": "models"}
+
+
 class Setup:
     """A configuration on a machine. A part that fails raises its error once, and `NotLooked` from then on."""
 
@@ -32,7 +45,9 @@ class Setup:
         self.machine = machine
         self.device = device
         self.notes = notes
-        self._config = config
+        if config is not None and config.teacher.cache == AUTO:
+            self.notes += ("teacher.cache = 'auto' is written by the run: the teacher is looked at as it is",)
+        self._config = _with_live_teacher(config)
         self._failed: set[str] = set()
 
     @property
@@ -51,7 +66,10 @@ class Setup:
             raise NotLooked
         try:
             return getattr(self, f"_{name}")
-        except (StillroomError, NotLooked):
+        except StillroomError as error:
+            self._failed.add(name)
+            raise PartFailed(error, _SUBJECTS[name]) from error
+        except (PartFailed, NotLooked):
             self._failed.add(name)
             raise
 
@@ -110,3 +128,10 @@ class Setup:
     @property
     def disk_folder(self) -> Path:
         return Path.cwd()
+
+
+def _with_live_teacher(config: Config | None) -> Config | None:
+    """A cache that is made by the run is not there yet, and has no folder to lie beside."""
+    if config is None or config.teacher.cache != AUTO:
+        return config
+    return config.model_copy(update={"teacher": config.teacher.model_copy(update={"cache": None})})
