@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -81,17 +81,9 @@ def run(world: Path, out: Path, fault: Fault) -> Path:
     files = {key: str(world / name) for key, name in fault.files.items()}
     config = load_config(None, preset=fault.preset, overrides=tiny.settings(world) | base | files | fault.over)
     listeners = (fault.listener(),) if fault.listener else ()
-    with fault.around() if fault.around else _nothing():
-        try:
-            distill(config, out, device="cpu", inject=fault.inject, listeners=listeners)
-        except StillroomError:
-            pass
+    with fault.around() if fault.around else nullcontext(), suppress(StillroomError):
+        distill(config, out, device="cpu", inject=fault.inject, listeners=listeners)
     return out
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
 
 
 @contextmanager
@@ -177,7 +169,7 @@ FAULTS = {
             preset="student-aware",
         ),
         Fault("train_eval_gap", {"train.max_steps": 40}, files={"data.eval": "digits_eval.jsonl"}),
-        Fault("noop_updates", {"precision.mode": "fp16-split", "train.learning_rate": 3e-9}),
+        Fault("noop_updates", {"precision.mode": "fp16-split", "train.learning_rate": 2e-10}),
         Fault("zero_gradients", {"guard.loss_clamp": 0.05}),
         Fault("teacher_degraded", {}, inject="teacher_nan@3x30"),
         Fault(

@@ -5,6 +5,6 @@ Imports no torch: a diagnosis reads JSON.
 
 from stillroom.diagnosis.case import Case
 from stillroom.diagnosis.finding import Finding
-from stillroom.diagnosis.order import diagnose
+from stillroom.diagnosis.order import diagnose, roots
 
-__all__ = ["Case", "Finding", "diagnose"]
+__all__ = ["Case", "Finding", "diagnose", "roots"]

@@ -90,7 +90,8 @@ class Case:
         """Nats a token of a row of the summary, or of the first or last evaluation where there is no summary."""
         perplexity = self.record.perplexity(row)
         if perplexity is None and row == "teacher":
-            return None
+            for event in self.record.of("teacher_eval"):
+                perplexity = reading(event, "perplexity")
         return log_of(perplexity)
 
     @property

@@ -13,7 +13,6 @@ from stillroom.telemetry.wording import as_number, format_percent
 
 _RISE = 0.02  # nats of held-out loss above its best
 _GAP = 2.0
-_GAP_OF_KINDS = 1.2  # where the teacher already says that the texts are of two kinds
 _LEAST_GAP = 0.2  # in the unit of the objective
 _LAST_STEPS = 20
 _MANY_REFUSED = 0.02  # of the attempts
@@ -58,28 +57,42 @@ def _half_width(event: Event) -> float:
 
 
 def train_eval_gap(case: Case) -> Finding | None:
-    """The objective held out is twice that of training or more, at the same weights."""
+    """Train and eval are far apart: two kinds of text, or an objective that is twice as large held out."""
+    if held_out_is_another_kind(case):
+        return _two_kinds(case)
     for event in reversed(case.record.evals):
         step, held_out = int(event["step"]), as_number(event.get("objective"))
         trained = mean(numbers(_train_at(case, step), "train_loss"))
         if held_out is None or trained != trained:
             continue
-        factor = _GAP_OF_KINDS if held_out_is_another_kind(case) else _GAP
-        if held_out - trained < max(_LEAST_GAP, (factor - 1.0) * abs(trained)):
+        if held_out - trained < max(_LEAST_GAP, (_GAP - 1.0) * abs(trained)):
             return None
         return Finding(
             "train_eval_gap",
-            "problem" if held_out_is_another_kind(case) else "warning",
-            f"the objective is {held_out:.3g} held out and {trained:.3g} in training before step {step}; "
-            f"{_largest(case, event, step)}{_why(case)}",
-            "hold out text of the same kind: leave data.eval out, and a share of the training text is held out"
-            if held_out_is_another_kind(case)
-            else "give more text, or train for fewer passes",
+            "warning",
+            f"the objective is {held_out:.3g} held out and {trained:.3g} in training before step {step}"
+            f"{_largest(case, event, step)}; {epochs_seen(case):.1f} passes over the training data",
+            "give more text, or train for fewer passes",
             steps=(step,),
-            setting="data.eval=none" if held_out_is_another_kind(case) else "train.early_stopping=3",
+            setting="train.early_stopping=3",
             numbers={"held_out": held_out, "train": trained},
         )
     return None
+
+
+def _two_kinds(case: Case) -> Finding:
+    held_out, trained, last = case.nll("teacher"), case.teacher_nll_on_training, case.nll_last
+    student = f"; the student ends at {last:.3g} held out" if last is not None else ""
+    return Finding(
+        "train_eval_gap",
+        "problem",
+        f"the teacher has a loss of {held_out:.3g} on the held-out text and of {trained:.3g} on training text: these "
+        f"are two kinds of text{student}",
+        "hold out text of the same kind: leave data.eval out, and a share of the training text is held out",
+        steps=(0, case.last_step),
+        setting="data.eval=none",
+        numbers={"teacher_held_out": held_out, "teacher_train": trained, "student_held_out": last},
+    )
 
 
 def _largest(case: Case, event: Event, step: int) -> str:
@@ -93,17 +106,8 @@ def _largest(case: Case, event: Event, step: int) -> str:
             gaps[name] = (held_out, mean(own))
     if not gaps:
         return ""
-    name, (held_out, own) = max(gaps.items(), key=lambda one: one[1][0] - one[1][1])
-    return f"{name} differs most, {held_out:.3g} against {own:.3g}"
-
-
-def _why(case: Case) -> str:
-    if not held_out_is_another_kind(case):
-        return f"; {epochs_seen(case):.1f} passes over the training data"
-    return (
-        f"; the teacher too has a loss of {case.nll('teacher'):.3g} on the held-out text and "
-        f"{case.teacher_nll_on_training:.3g} on training text, so these are two kinds of text"
-    )
+    name, (theirs, ours) = max(gaps.items(), key=lambda one: one[1][0] - one[1][1])
+    return f"; {name} differs most, {theirs:.3g} against {ours:.3g}"
 
 
 def refused_batches(case: Case) -> Finding | None:

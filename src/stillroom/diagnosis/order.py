@@ -37,6 +37,13 @@ def diagnose(case: Case) -> list[Finding]:
     return findings + [hint for hint in hints if _key(hint) not in named]
 
 
+def roots(findings: list[Finding]) -> list[Finding]:
+    """The findings that do not follow from another one."""
+    causes = {cause.name: cause for cause in CAUSES}
+    explained = {name for one in findings if one.cause in causes for name in causes[one.cause].explains}
+    return [finding for finding in findings if finding.cause not in explained]
+
+
 def _key(finding: Finding) -> str:
     return finding.setting.partition("=")[0]
 

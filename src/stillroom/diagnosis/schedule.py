@@ -155,13 +155,16 @@ def divergence(case: Case) -> Finding | None:
     is_ended = case.record.end.get("exit_code") == 22 or case.record.summary.get("status") == "diverged"
     if not given_up and not is_ended:
         return None
-    reason = str(given_up[-1].get("reason")) if given_up else str(case.record.end.get("reason") or "")
+    ended = case.record.end.get("reason") or case.record.summary.get("reason") or "the run ended as diverged"
+    evidence = (
+        f"{len(given_up)} times the state was given up; the last: {given_up[-1].get('reason')}" if given_up else ended
+    )
     is_lost = is_ended or case.record.end.get("exit_code") in (21, 23)
     strict = case.setting("guard.on_nonfinite") == "halt"
     return Finding(
         "divergence",
         "problem" if is_lost else "warning",
-        f"{len(given_up)} times the state was given up; the last: {reason}",
+        str(evidence),
         "train in a precision with more range, and look at the batch: `stillroom replay RUN STEP`"
         if not strict
         else "let the guard skip and roll back: guard.on_nonfinite=recover",

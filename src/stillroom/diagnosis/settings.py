@@ -172,7 +172,7 @@ def _objectives(settings: Settings) -> Iterator[Finding]:
 
 
 def _phases(settings: Settings) -> Iterator[Finding]:
-    phases = settings.get("curriculum.phases") or ()
+    phases: list[Any] = list(settings.get("curriculum.phases") or ())
     if len(phases) < 2:
         return
     until = as_number(phases[0].get("until")) if isinstance(phases[0], Mapping) else None

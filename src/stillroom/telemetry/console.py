@@ -244,6 +244,8 @@ class ConsoleView:
                 return say.first_forward_lines(event)
             case "note":
                 return [say.note_line(event)]
+            case "advice":
+                return [say.advice_line(event)]
             case "eval":
                 return [say.eval_line(event)]
             case "gradients":

@@ -182,6 +182,13 @@ def note_line(event: Fields) -> str:
     return f"note  {clean(event.get('text'))}"
 
 
+def advice_line(event: Fields) -> str:
+    """A finding of the run's own diagnosis: the cause, its evidence, and what to set."""
+    cause, setting = clean(event.get("cause")).replace("_", " "), clean(event.get("setting") or "")
+    change = f" (--set {setting})" if setting else ""
+    return f"advice  {cause}: {clean(event.get('evidence'))}. {clean(event.get('advice'))}{change}"
+
+
 def eval_line(event: Fields) -> str:
     parts = [f"eval at step {event.get('step')}", f"perplexity {show(event, 'perplexity', format_result)}"]
     parts.append(f"bits/byte {show(event, 'bits_per_byte', format_result)}")
