@@ -95,7 +95,7 @@ def test_nothing_alarming_is_found_in_a_healthy_run(preset: str, world: Path, tm
         pairs = [line.rsplit(" ", 6) for line in tiny.sentences(300, 8)]
         lines = [json.dumps({"prompt": pair[0], "completion": " ".join(pair[1:])}) for pair in pairs]
         (tmp_path / "pairs.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-        over |= {"data.train": str(tmp_path / "pairs.jsonl")}
+        over |= {"data.train": str(tmp_path / "pairs.jsonl"), "data.max_length": 64}
     folder = run(world, tmp_path / "run", Fault("", over, files=files, preset=preset))
     found = [(one.cause, one.severity, one.evidence) for one in findings_of(folder) if one.is_alarming]
     assert not found

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from stillroom.curriculum import NO_PHASE
 from stillroom.engine.fitting import evaluate_held_out, micro_batch_rows, parts_of, within_memory
 from stillroom.engine.gradients import is_due, term_gradients
 from stillroom.engine.pace import plan_evaluations
@@ -256,6 +257,7 @@ def step_record(run: Run, state: RunState, outcome: StepOutcome, spent: Spent) -
         "phase": outcome.lesson.phase,
         "temperature": outcome.lesson.settings.get("kd.temperature", 1.0),
         "terms": {name: vars(term) for name, term in outcome.terms.items()},
+        **_idle(outcome),
         "bad_teacher_rows": outcome.evidence.bad_teacher_rows,
         **({"sources": outcome.evidence.sources} if outcome.evidence.sources else {}),
         **outcome.evidence.samples,
@@ -264,6 +266,14 @@ def step_record(run: Run, state: RunState, outcome: StepOutcome, spent: Spent) -
         "memory_gb": resident,
         "memory_percent": percent,
     }
+
+
+def _idle(outcome: StepOutcome) -> dict[str, list[str]]:
+    """The terms that a curriculum keeps out of this step and that are not computed, where there are any."""
+    if outcome.lesson.phase == NO_PHASE:
+        return {}
+    idle = [name for name, weight in outcome.lesson.weights.items() if not weight and name not in outcome.terms]
+    return {"idle_terms": idle} if idle else {}
 
 
 def _counted(outcome: StepOutcome) -> dict[str, float]:

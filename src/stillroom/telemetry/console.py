@@ -230,7 +230,7 @@ class ConsoleView:
             event,
             num_steps=self._num_steps,
             num_skipped=self._num_skipped,
-            components=say.component_lines(event, temperature) if place <= self._first_steps else [],
+            components=say.component_lines(event, temperature, self._num_steps) if place <= self._first_steps else [],
             is_due=place % self._log_steps == 0 or place == self._num_steps,
         )
 
