@@ -19,7 +19,7 @@ LAYERS = [
     {"numerics", "curriculum", "schedule", "guard", "builtin", "yardsticks"},
     {"objectives", "precision", "data", "models"},
     {"teachers", "telemetry", "parallel"},
-    {"evaluation", "checkpoint", "snapshots"},
+    {"evaluation", "checkpoint", "snapshots", "diagnosis"},
     {"engine"},
     {"report", "assess", "demo", "checks"},
     {"api", "cli", "__main__", "__init__"},

@@ -3,6 +3,7 @@
 from stillroom.cli import runs as runs  # importing a module adds its commands; the order is that of the help
 
 # isort: split
+from stillroom.cli import after as after
 from stillroom.cli import cache as cache
 from stillroom.cli import checks as checks
 from stillroom.cli import views as views

@@ -219,7 +219,7 @@ def make_schedule(config: Config, num_batches: int, num_processes: int = 1) -> S
     num_steps = steps_of_run(num_batches, accumulation, train.epochs, train.max_steps)
     return Schedule(
         num_steps=num_steps,
-        num_warmup=warmup_of_run(num_steps, train.warmup_steps, train.warmup_ratio),
+        num_warmup=warmup_of_run(num_steps, train.warmup_steps, train.warmup_ratio, train.max_warmup_share),
         shape=train.schedule,
         floor=train.min_learning_rate_ratio,
     )
