@@ -31,7 +31,7 @@ from stillroom.data.split import (
     share_of,
 )
 from stillroom.data.store.opening import stored_parts
-from stillroom.errors import DataError
+from stillroom.errors import ConfigError, DataError
 from stillroom.yardsticks import MIN_DOCUMENTS
 
 Tell = Callable[[str], object]
@@ -123,6 +123,12 @@ def _packed(
 def _rows(side: str, documents: Documents, config: DataConfig, encode: Encoder, tally: Tally, pad_id: int) -> Rows:
     encoded, side_tally = documents.encoded(encode), Tally()
     packing = _train_packing(config, encoded, side_tally) if side == "train" else "rows"
+    if packing == "blocks" and config.order == "short_first":
+        raise ConfigError(
+            f"data.order is short_first, and blocks are all of {config.max_length:,} tokens",
+            where="data.order, data.packing",
+            advice=["set data.packing = 'rows' or 'packed'", "set data.order = 'shuffled'"],
+        )
     rows = pack(encoded, packing, config.max_length, side_tally, pad_id=pad_id)
     if len(documents) and not len(rows):
         raise DataError(

@@ -73,6 +73,12 @@ class Rows:
         return inputs if self._firsts is None else np.add.reduceat(inputs, self._firsts[:-1])
 
     @property
+    def longest(self) -> Ints:
+        """[R] Inputs of the longest piece of each row: packed rows are all about full."""
+        inputs: Ints = self._ends - self._starts - 1
+        return inputs if self._firsts is None else np.maximum.reduceat(inputs, self._firsts[:-1])
+
+    @property
     def is_used(self) -> npt.NDArray[np.bool_]:
         """[T] Which tokens are in a row."""
         used = np.zeros(len(self._encoded.ids), np.bool_)

@@ -136,15 +136,20 @@ def make_loader(config: Config, corpus: Corpus, parallel: Parallel) -> Loader:
             where="data.train",
             advice=["run without torchrun", "leave objectives out of the sources"],
         )
-    return Loader(
+    train = config.train
+    shuffled = Loader(
         corpus.train,
-        batch_size=config.train.rows_per_batch,
-        accumulation=config.train.gradient_accumulation_steps,
-        seed=config.train.seed,
+        batch_size=train.rows_per_batch,
+        accumulation=train.gradient_accumulation_steps,
+        seed=train.seed,
         rank=parallel.rank,
         num_ranks=parallel.size,
         groups_lengths=config.data.group_by_length,
     )
+    if config.data.order == "shuffled":
+        return shuffled
+    num_steps = make_schedule(config, shuffled.num_batches, parallel.size).num_steps
+    return shuffled.short_first(max(1, round(config.data.short_first_share * num_steps)))
 
 
 def make_precision(config: Config, models: Models, device: torch.device, begun_in: str = "") -> Precision:
