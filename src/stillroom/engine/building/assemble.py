@@ -20,7 +20,6 @@ from stillroom.engine.building.row_checks import check_rows
 from stillroom.engine.inject import make_hooks
 from stillroom.engine.run import Run, held_out_batches
 from stillroom.engine.run_folder.lock import FolderLock
-from stillroom.errors import ConfigError
 from stillroom.guard import Guard
 from stillroom.models import Student
 from stillroom.objectives.clamps import Clamps
@@ -129,13 +128,6 @@ def check_sparse(config: Config, teacher: Teacher, mix: Mix) -> None:
 
 
 def make_loader(config: Config, corpus: Corpus, parallel: Parallel) -> Loader:
-    if config.data.label_sources and parallel.size > 1:
-        # A window may ask the teacher in one process and not in another, and their evidence would not add up.
-        raise ConfigError(
-            "sources with objectives = 'labels' are trained by one process only",
-            where="data.train",
-            advice=["run without torchrun", "leave objectives out of the sources"],
-        )
     train = config.train
     shuffled = Loader(
         corpus.train,
