@@ -28,6 +28,7 @@ from stillroom.data.split import (
     StoredDocuments,
     held_out,
     note_overlap,
+    num_distinct,
     share_of,
 )
 from stillroom.data.store.opening import stored_parts
@@ -250,7 +251,9 @@ class _Reader:
         paths = [source.path for source in self.config.sources if not source.path.startswith(BUILTIN_PREFIX)]
         spec, share, groups = ", ".join(paths), self.config.eval_share, documents.groups()
         is_held = held_out(groups, share, spec, enough=ENOUGH_HELD_OUT)
-        num_held, num_asked = int(is_held.sum()), int(held_out(groups, share, spec).sum())
+        num_held = int(is_held.sum())
+        is_few = num_distinct(groups[is_held], ENOUGH_HELD_OUT + 1) <= ENOUGH_HELD_OUT  # else none was added
+        num_asked = int(held_out(groups, share, spec).sum()) if is_few else num_held
         is_raised = num_held > num_asked
         why = f", not {num_asked:,} as data.eval_share = {share:g} says: so few would not measure" if is_raised else ""
         self.tally.note(f"{num_held:,} of {len(documents):,} records of {spec} are held out by content hash{why}")
