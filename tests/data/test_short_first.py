@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from stillroom.config.data import DataConfig
 from stillroom.data import Encoded, Loader, Rows, Tally, open_data, pack
+from stillroom.data.corpus import encode_training
 from stillroom.data.mixing import MixedRows, Part
 from stillroom.data.short_first import buckets, ramp
 from stillroom.errors import ConfigError
@@ -219,8 +220,11 @@ def test_rows_of_one_length_are_refused() -> None:
 def test_blocks_are_refused_by_name(tmp_path: Path, packing: Any) -> None:
     path = tmp_path / "d.jsonl"
     path.write_text("".join(json.dumps({"text": f"{n} heat the still"}) + "\n" for n in range(60)))
+    config = DataConfig(train=str(path), packing=packing, order="short_first")
+    with pytest.raises(ConfigError):
+        encode_training(config, tiny.tokenizer())
     with pytest.raises(ConfigError) as caught:
-        open_data(DataConfig(train=str(path), packing=packing, order="short_first"), tiny.tokenizer())
+        open_data(config, tiny.tokenizer())
     assert caught.value.exit_code == 2
     assert "short_first" in caught.value.what and "blocks are all of 256 tokens" in caught.value.what
     assert "rows" in caught.value.advice[0]

@@ -21,7 +21,7 @@ def best_fit(lengths: Ints, capacity: int) -> tuple[Ints, Ints]:
     """
     if len(lengths) and not 0 < lengths.min() <= lengths.max() <= capacity:
         raise ValueError(f"pieces of {lengths.min()} to {lengths.max()} tokens do not fit into rows of {capacity}")
-    by_length = _stable_order(capacity - lengths)
+    by_length = stable_order(capacity - lengths)
     row_of: Numbers = np.empty(len(lengths), np.int32 if len(lengths) < 1 << 31 else np.int64)
     room: list[list[Ints]] = [[] for _ in range(capacity + 1)]  # rows with that much room, in stacks
     counts = np.zeros(capacity + 1, np.int64)
@@ -62,10 +62,10 @@ def _in_order(row_of: Numbers, num_rows: int) -> tuple[Ints, Ints]:
     ranks = rank[row_of]
     firsts: Ints = np.zeros(num_rows + 1, np.int64)
     np.cumsum(np.bincount(ranks, minlength=num_rows), out=firsts[1:])
-    return _stable_order(ranks), firsts
+    return stable_order(ranks), firsts
 
 
-def _stable_order(values: Numbers) -> Ints:
+def stable_order(values: Numbers) -> Ints:
     """The stable order of numbers from 0 on, by 16 bits at a time: numpy sorts those by radix, in linear time."""
     order: Ints = np.argsort((values & 0xFFFF).astype(np.uint16), kind="stable")
     largest, shift = int(values.max()) if len(values) else 0, 16

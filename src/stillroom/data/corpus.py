@@ -124,12 +124,6 @@ def _packed(
 def _rows(side: str, documents: Documents, config: DataConfig, encode: Encoder, tally: Tally, pad_id: int) -> Rows:
     encoded, side_tally = documents.encoded(encode), Tally()
     packing = _train_packing(config, encoded, side_tally) if side == "train" else "rows"
-    if packing == "blocks" and config.order == "short_first":
-        raise ConfigError(
-            f"data.order is short_first, and blocks are all of {config.max_length:,} tokens",
-            where="data.order, data.packing",
-            advice=["set data.packing = 'rows' or 'packed'", "set data.order = 'shuffled'"],
-        )
     rows = pack(encoded, packing, config.max_length, side_tally, pad_id=pad_id)
     if len(documents) and not len(rows):
         raise DataError(
@@ -160,7 +154,19 @@ def _mixed(train: SourceDocuments, config: DataConfig, encode: Encoder, tally: T
 
 
 def _train_packing(config: DataConfig, encoded: Encoded, tally: Tally) -> Packing:
-    """How to make training rows. With `auto`: rows if any record has a prompt, else blocks."""
+    """How to make training rows. Raise if they cannot be in the order that is asked for."""
+    packing = _asked_packing(config, encoded, tally)
+    if packing == "blocks" and config.order == "short_first":
+        raise ConfigError(
+            f"data.order is short_first, and blocks are all of {config.max_length:,} tokens",
+            where="data.order, data.packing",
+            advice=["set data.packing = 'rows' or 'packed'", "set data.order = 'shuffled'"],
+        )
+    return packing
+
+
+def _asked_packing(config: DataConfig, encoded: Encoded, tally: Tally) -> Packing:
+    """With `auto`: rows if any record has a prompt, else blocks."""
     num_prompted, num_documents = int(encoded.prompts.sum()), encoded.num_documents
     if not num_documents:
         return "rows"
