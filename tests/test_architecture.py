@@ -21,7 +21,7 @@ LAYERS = [
     {"teachers", "telemetry", "parallel"},
     {"evaluation", "checkpoint", "snapshots"},
     {"engine"},
-    {"report", "assess", "demo", "export"},
+    {"report", "assess", "demo", "export", "talk"},
     {"api", "cli", "__main__", "__init__"},
 ]
 MAX_LINES = 350

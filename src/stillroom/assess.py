@@ -1,4 +1,4 @@
-"""Assess a model without a run: its scores, size and speed, and the text it writes."""
+"""Assess a model without a run: its scores, size and speed."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from typing import Any
 import torch
 
 from stillroom.config.schema import DataConfig, TeacherConfig
-from stillroom.data import Bos, fixed_batches, open_eval, prompt_ids
+from stillroom.data import Bos, fixed_batches, open_eval
 from stillroom.engine.building.device import find_device
 from stillroom.evaluation import evaluate
 from stillroom.models import LoadedModel, agree_on_vocabulary, open_teacher
 from stillroom.models.anatomy import backbone
-from stillroom.models.generate import generate
 from stillroom.models.load.names import model_name
 from stillroom.precision import resolve
 from stillroom.teachers import LiveTeacher
@@ -164,16 +163,3 @@ def _speed(network: Any, corpus: Any, batch_size: int, device: torch.device) -> 
             tokens += batch.input_ids.numel()
             seconds += time.perf_counter() - began
     return tokens / max(seconds, 1e-9)
-
-
-def continue_text(
-    name: str, prompt: str, *, device: str = "auto", is_raw: bool = False, bos: Bos = "auto", **options: Any
-) -> tuple[str, bool]:
-    """The model's continuation of a prompt, and whether the chat template was used.
-
-    It is if the tokenizer has one, unless `is_raw`. The folder of a run means its student.
-    """
-    where = find_device(device)
-    model = open_model(model_name(name))
-    ids, is_chat = prompt_ids(model.tokenizer, prompt, bos=bos, is_raw=is_raw)
-    return str(generate(model.network.to(where), model.tokenizer, ids, **options)), is_chat

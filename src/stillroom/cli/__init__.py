@@ -6,6 +6,7 @@ from stillroom.cli import runs as runs  # importing a module adds its commands; 
 from stillroom.cli import cache as cache
 from stillroom.cli import keep as keep
 from stillroom.cli import views as views
+from stillroom.cli import write as write
 from stillroom.cli.app import app
 from stillroom.cli.ends import main
 

@@ -1,4 +1,4 @@
-"""Commands for what is kept of a run: export it, talk to it."""
+"""Commands for what is kept of a run."""
 
 from __future__ import annotations
 

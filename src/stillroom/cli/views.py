@@ -93,36 +93,6 @@ def data(
 
 
 @app.command()
-def generate(
-    model: Annotated[str, typer.Argument(help="folder of a model or a run, hub id, or builtin:teacher")],
-    prompt: Annotated[str, typer.Option(help="text to continue, or a question where the model has a chat template")],
-    raw: Annotated[bool, typer.Option("--raw", help="continue the text as it stands, without a chat template")] = False,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="length of the continuation")] = 64,
-    temperature: Annotated[float, typer.Option(help="0: the likeliest token each time")] = 0.0,
-    seed: Annotated[int, typer.Option(help="of the sampling")] = 0,
-    bos: Bos = "auto",
-    device: Device = "auto",
-) -> None:
-    """Continue a prompt; a model with a chat template answers it."""
-    from stillroom.assess import continue_text
-    from stillroom.telemetry.wording import clean
-
-    text, is_chat = continue_text(
-        model,
-        prompt,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        seed=seed,
-        device=device,
-        is_raw=raw,
-        bos=wanted_bos(bos),
-    )
-    typer.echo(clean(text.strip() if is_chat else prompt + text, keep_lines=True))
-    if not text.strip():
-        typer.echo("the model wrote nothing: its first token ends the text", err=True)
-
-
-@app.command()
 def replay(
     run: Annotated[Path, typer.Argument(help="folder of a run")],
     step: Annotated[int, typer.Argument(help="step of a quarantined batch")],
