@@ -19,7 +19,7 @@ LAYERS = [
     {"numerics", "curriculum", "schedule", "guard", "builtin", "yardsticks"},
     {"objectives", "precision", "data", "models"},
     {"teachers", "telemetry", "parallel"},
-    {"evaluation", "checkpoint", "snapshots"},
+    {"evaluation", "checkpoint", "snapshots", "measures"},
     {"engine"},
     {"report", "assess", "demo", "export", "talk"},
     {"api", "cli", "__main__", "__init__"},

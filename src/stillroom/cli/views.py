@@ -20,11 +20,14 @@ def eval_(
     max_length: Annotated[int, typer.Option(min=8, help="tokens in a row")] = 256,
     batch_size: Annotated[int, typer.Option(min=1, help="rows at once")] = 8,
     max_batches: Annotated[int, typer.Option(min=0, help="0: all")] = 0,
+    blocks: Annotated[bool, typer.Option("--blocks", help="texts end to end in blocks, not each record alone")] = False,
+    questions: Annotated[Path | None, typer.Option(help="JSONL of questions with answers or choices")] = None,
+    tasks: Annotated[str, typer.Option(help="benchmarks of lm-eval, by name, with commas between")] = "",
     bos: Bos = "auto",
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Perplexity and bits per byte of a model; against a teacher also KL, agreement and acceptance rate."""
+    """Perplexity and bits per byte of a model, what it costs, and against a teacher KL, agreement and retention."""
     from stillroom.assess import assess
 
     result = assess(
@@ -36,6 +39,9 @@ def eval_(
         max_batches=max_batches,
         bos=wanted_bos(bos),
         device=device,
+        blocks=blocks,
+        questions=questions,
+        tasks=[task.strip() for task in tasks.split(",") if task.strip()],
     )
     if as_json:
         print_json(result)
