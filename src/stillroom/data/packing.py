@@ -71,6 +71,10 @@ class Rows:
     def __len__(self) -> int:
         return len(self._starts) if self._firsts is None else len(self._firsts) - 1
 
+    def in_blocks(self, max_length: int) -> Rows:
+        """The same documents end to end, cut into blocks: attention crosses from one document to the next."""
+        return pack(self._encoded, "blocks", max_length, Tally(), pad_id=self._pad_id)
+
     @property
     def is_packed(self) -> bool:
         """Whether a row may hold several pieces that must not see each other."""
