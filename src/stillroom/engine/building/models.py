@@ -74,13 +74,7 @@ def load_models(
         check_quantisation(config.teacher, device)
     notes = unused_teacher_settings(config)
     is_cut = config.student.init == "shrink"
-    has_own_tokenizer = not is_cut and has_tokenizer(config.student, config.student.model)
-    teacher_tokenizer = None
-    if (uses_teacher and not uses_cache(config)) or not has_own_tokenizer:
-        teacher_tokenizer = load_tokenizer(config.teacher, config.teacher.model)
-    tokenizer = load_tokenizer(config.student, config.student.model) if has_own_tokenizer else teacher_tokenizer
-    if not has_own_tokenizer:
-        notes.append("the student brings no tokenizer: it takes the teacher's")
+    tokenizer, teacher_tokenizer = _tokenizers(config, notes, asks_teacher=uses_teacher and not uses_cache(config))
     kept = teacher = corpus = None
     dtype = teacher_dtype(config, device)
     cache = cache_folder(config, folder, tokenizer, dtype) if uses_cache(config) else None
@@ -117,6 +111,16 @@ def load_models(
         corpus,
         adapter,
     )
+
+
+def _tokenizers(config: Config, notes: list[str], *, asks_teacher: bool) -> tuple[Any, Any]:
+    """The student's tokenizer, and the teacher's where it is needed: to ask it, or for a student that brings none."""
+    has_own = config.student.init != "shrink" and has_tokenizer(config.student, config.student.model)
+    teachers = load_tokenizer(config.teacher, config.teacher.model) if asks_teacher or not has_own else None
+    if has_own:
+        return load_tokenizer(config.student, config.student.model), teachers
+    notes.append("the student brings no tokenizer: it takes the teacher's")
+    return teachers, teachers
 
 
 def _cut(
