@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from stillroom.config.adapter import AdapterConfig
 from stillroom.errors import ConfigError
-from stillroom.models.adapter.attach import Adapter, attach
 from stillroom.models.adapter.adapter_trial import try_adapter
+from stillroom.models.adapter.attach import Adapter, attach
 
 
 def model() -> Any:

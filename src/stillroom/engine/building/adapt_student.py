@@ -9,9 +9,9 @@ from stillroom.config import Config
 from stillroom.engine.building.shrink_student import student_name
 from stillroom.errors import BrokenAtStart
 from stillroom.models import LoadedModel, find
+from stillroom.models.adapter.adapter_trial import try_adapter
 from stillroom.models.adapter.attach import Adapter, attach
 from stillroom.models.adapter.frozen_base import store_base
-from stillroom.models.adapter.adapter_trial import try_adapter
 from stillroom.parallel import Parallel
 from stillroom.precision import Precision
 
