@@ -124,6 +124,17 @@ def test_every_objective_and_placement_keeps_to_the_plan(on_cuda: Ask) -> None:
     assert last_loss(answers["int8"]) == pytest.approx(last_loss(answers["auto"]), rel=0.02)
 
 
+def test_an_adapter_keeps_to_the_plan_and_is_merged_off_the_card(on_cuda: Ask) -> None:
+    answers = on_cuda(["adapter", "adapter in halves", "adapter in fp32", "fp16-mixed"])
+    check(answers)
+    for name, told in answers.items():
+        is_merged = any("logits differ by" in note for note in told["notes"])
+        assert told["status"] == "done" and is_merged is name.startswith("adapter"), name
+    assert answers["adapter"]["precision"] == "fp16-mixed"
+    held, whole = answers["adapter"]["steps"][-1]["live"], answers["fp16-mixed"]["steps"][-1]["live"]
+    assert held < 0.75 * whole, "the base has neither gradients nor moments, and its matrices are FP16"
+
+
 def test_every_router_mode_keeps_to_the_plan(on_cuda: Ask) -> None:
     modes = ["truth", "sar", "sar-joint", "sar-meta", "sar-transient", "all-experts", "augmentation"]
     answers = on_cuda([*(f"router {mode}" for mode in modes), "router sar offload"])

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from stillroom.config.adapter import AdapterConfig
 from stillroom.config.data import DataConfig as DataConfig
 from stillroom.config.objectives import ObjectivesConfig
 from stillroom.config.sections import Section
@@ -55,6 +56,9 @@ class StudentConfig(ModelSection):
     )
     shrink: ShrinkConfig = Field(default_factory=ShrinkConfig)
     gradient_checkpointing: bool = Field(False, description="trade a third more compute for activation memory")
+    adapter: AdapterConfig | None = Field(
+        None, description="train an adapter and leave the student's own weights alone"
+    )
 
     @model_validator(mode="after")
     def _shrink_needs_init(self) -> StudentConfig:

@@ -11,6 +11,7 @@ from stillroom.checkpoint import CheckpointStore
 from stillroom.config import Config
 from stillroom.curriculum import Curriculum
 from stillroom.data import Corpus, Loader, open_data
+from stillroom.engine.building.adapt_student import check_base, store_frozen
 from stillroom.engine.building.budgets import make_snapshots
 from stillroom.engine.building.cache_build import cached_teacher
 from stillroom.engine.building.compilation import compile_bodies
@@ -53,15 +54,10 @@ def build_run(
     """
     parallel = parallel or Parallel()
     torch.manual_seed(config.train.seed)
-    corpus = models.corpus or open_data(config.data, models.tokenizer, tell=lambda text: log.write("note", text=text))
-    for text in check_rows(models, corpus):
-        log.write("note", text=text)
+    corpus = open_corpus(config, models, parallel, log)
     loader = make_loader(config, corpus, parallel)
-    if len(config.data.sources) > 1 and config.train.gradient_accumulation_steps * parallel.size == 1:
-        text = "each step learns from one source: train.gradient_accumulation_steps above 1 mixes them within a step"
-        log.write("note", text=text)
     precision = make_precision(config, models, device, begun_in)
-    models.student.to(device)
+    place_student(config, models, precision, parallel, log)
     planned = make_objectives(config, models.student, models.teacher, device, kept=models.kept_layers)
     optimizer = make_optimizer(models.student, precision, config, planned)
     parallel.prepare(optimizer)
@@ -91,12 +87,26 @@ def build_run(
         guard=Guard(config.guard),
         log=log,
         checkpoints=checkpoints,
-        ring=make_snapshots(config, precision.mode, optimizer, models.student, checkpoints, log, parallel),
+        ring=make_snapshots(config, precision.mode, optimizer, checkpoints, log, parallel),
         hooks=hooks,
         parallel=parallel,
         lock=lock,
         vocabularies=models.vocabularies,
+        adapter=models.adapter,
     )
+
+
+def open_corpus(config: Config, models: Models, parallel: Parallel, log: EventLog) -> Corpus:
+    """The data, opened unless choosing the models opened it. Log what a user should know about its rows."""
+    corpus = models.corpus or open_data(config.data, models.tokenizer, tell=lambda text: log.write("note", text=text))
+    notes = check_rows(models, corpus)
+    if len(config.data.sources) > 1 and config.train.gradient_accumulation_steps * parallel.size == 1:
+        notes.append(
+            "each step learns from one source: train.gradient_accumulation_steps above 1 mixes them within a step"
+        )
+    for text in notes:
+        log.write("note", text=text)
+    return corpus
 
 
 def build_teacher(
@@ -128,6 +138,15 @@ def check_sparse(config: Config, teacher: Teacher, mix: Mix) -> None:
         mix.check_signal("top-k" if teacher.kind == "top-k" else "sampled", temperature)
 
 
+def place_student(config: Config, models: Models, precision: Precision, parallel: Parallel, log: EventLog) -> None:
+    """Move the student to the device. What is frozen under an adapter is stored as the precision says before that."""
+    if models.adapter is not None:
+        check_base(models.adapter, parallel)
+        for text in store_frozen(config, models.adapter, precision):
+            log.write("note", text=text)
+    models.student.to(precision.device)
+
+
 def make_loader(config: Config, corpus: Corpus, parallel: Parallel) -> Loader:
     if config.data.label_sources and parallel.size > 1:
         # A window may ask the teacher in one process and not in another, and their evidence would not add up.
@@ -149,7 +168,8 @@ def make_loader(config: Config, corpus: Corpus, parallel: Parallel) -> Loader:
 
 def make_precision(config: Config, models: Models, device: torch.device, begun_in: str = "") -> Precision:
     """The mode that was asked for, the best for this device and size, or the one a continued run began in."""
-    num_parameters = models.loaded_student.anatomy.num_parameters + num_trained_by_teacher(config, models.teacher)
+    num_parameters = sum(parameter.numel() for parameter in models.student.parameters() if parameter.requires_grad)
+    num_parameters += num_trained_by_teacher(config, models.teacher)
     asked = config.precision
     return resolve(asked.mode, device, config=asked, num_parameters=num_parameters, begun_in=begun_in)
 
@@ -186,7 +206,7 @@ def make_mix(config: Config, vocab_size: int, planned: Planned, log: EventLog) -
 def make_optimizer(student: Any, precision: Precision, config: Config, planned: Planned) -> AdamW:
     train = config.train
     trained = tuple((name, parameter) for name, parameter in student.named_parameters() if parameter.requires_grad)
-    groups = [ParameterGroup("student", train.learning_rate, trained)]
+    groups = [ParameterGroup("student", train.learning_rate, trained, in_fp32=config.student.adapter is not None)]
     projectors = tuple(planned.projectors.named_parameters(prefix="projectors"))
     if projectors:
         groups.append(ParameterGroup("projectors", train.projector_learning_rate or train.learning_rate, projectors))

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stillroom.config.schema import ModelSection, StudentConfig, TeacherConfig
 from stillroom.errors import BrokenAtStart, StillroomError
+from stillroom.models.adapter.targets import tied_layers
 from stillroom.models.load.files import COMPLETE, check_adapter_files, check_weight_files, coded_weights, read_json
 from stillroom.models.load.gguf_file import gguf_network, gguf_tokenizer
 from stillroom.models.load.kinds import read_config
@@ -228,7 +229,13 @@ def _load_adapter(source: Source, dtype: torch.dtype) -> tuple[Any, list[str]]:
     if base_source.is_adapter:
         raise BrokenAtStart(f"the base model {base} of {source.name} is an adapter itself", advice=["merge it first"])
     model, notes = _load_weights(section, base_source, dtype)
-    return PeftModel.from_pretrained(model, source.path).merge_and_unload(), [
-        f"{source.name} is an adapter, merged into {base}",
-        *notes,
-    ]
+    adapted = PeftModel.from_pretrained(model, source.path)
+    tied = tied_layers(model)
+    if tied:
+        raise BrokenAtStart(
+            f"{source.name} adapts {tied[0]}, whose weight is tied to another layer's: merged, it would change both",
+            advice=["give a model with the adapter merged, saved with tie_word_embeddings = false"],
+        )
+    merged = adapted.merge_and_unload()
+    merged.requires_grad_(True)  # peft froze what is now the whole model
+    return merged, [f"{source.name} is an adapter, merged into {base}", *notes]
