@@ -32,6 +32,7 @@ from stillroom.engine.run_folder.inputs import Inputs
 from stillroom.engine.saving import save_checkpoint
 from stillroom.engine.state import RunState, restore_history
 from stillroom.engine.stop import Stop
+from stillroom.engine.tracking import open_tracking
 from stillroom.errors import BrokenAtStart
 from stillroom.evaluation import Evaluation
 from stillroom.models import Student, anatomy_of
@@ -100,6 +101,9 @@ def _run(
     log = open_log(folder, saved, mark) if parallel.is_first else SilentLog()
     for listener in listeners:
         log.listen(listener)
+    tracking = open_tracking(config, folder, lambda text: log.write("note", text=text)) if parallel.is_first else None
+    if tracking is not None:
+        log.listen(tracking)
     with log, recorded_end(log, folder):
         with stop.while_loading():
             run = build_run(
