@@ -19,9 +19,9 @@ LAYERS = [
     {"numerics", "curriculum", "schedule", "guard", "builtin", "yardsticks"},
     {"objectives", "precision", "data", "models"},
     {"teachers", "telemetry", "parallel"},
-    {"evaluation", "checkpoint", "snapshots", "measures"},
+    {"evaluation", "checkpoint", "snapshots", "diagnosis", "measures"},
     {"engine"},
-    {"report", "assess", "demo", "export", "talk"},
+    {"report", "assess", "demo", "checks", "export", "talk"},
     {"api", "cli", "__main__", "__init__"},
 ]
 MAX_LINES = 350
