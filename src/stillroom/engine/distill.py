@@ -33,6 +33,7 @@ from stillroom.engine.run_folder.inputs import Inputs
 from stillroom.engine.saving import save_checkpoint
 from stillroom.engine.state import RunState, restore_history
 from stillroom.engine.stop import Stop
+from stillroom.engine.tracking import open_tracking
 from stillroom.errors import BrokenAtStart
 from stillroom.evaluation import Evaluation
 from stillroom.models import Student, anatomy_of
@@ -103,6 +104,9 @@ def _run(
         log.listen(listener)
     if parallel.is_first:
         Adviser(log)
+        tracking = open_tracking(config, folder, lambda text: log.write("note", text=text))
+        if tracking is not None:
+            log.listen(tracking)
     with log, recorded_end(log, folder):
         with stop.while_loading():
             run = build_run(
