@@ -242,6 +242,8 @@ class ConsoleView:
             case "first_forward":
                 self._temperature = as_number(event.get("temperature"))
                 return say.first_forward_lines(event)
+            case "teacher_quantised":
+                return [say.quantised_line(event)]
             case "note":
                 return [say.note_line(event)]
             case "advice":
