@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from stillroom.diagnosis import Case, diagnose, roots
+from stillroom.diagnosis import Case, Finding, diagnose, roots
+from stillroom.diagnosis.lines import finding_lines
 from stillroom.diagnosis.order import CAUSES
 from stillroom.telemetry.run_record import RunRecord
 
@@ -117,6 +118,13 @@ def test_a_run_interrupted_in_its_warmup_is_stopped_and_nothing_else() -> None:
         {"event": "run_end", "status": "stopped", "exit_code": 75, "reason": "the time limit is reached"},
     ]
     assert named(case(*events)) == ["stopped_early"]
+
+
+def test_a_proposed_setting_stands_on_one_line() -> None:
+    """A line break inside the quotes would not be the same setting."""
+    finding = Finding("active_when_zero", "warning", "9 " * 60, "x " * 60, (1,), "a.b=" + "{c = 1, d = 2} " * 9)
+    lines = finding_lines(1, finding)
+    assert lines[-1].endswith(f"--set '{finding.setting}'") and all(len(line) <= 80 for line in lines[:-1])
 
 
 def test_a_weak_teacher_of_a_weaker_student_is_not_off_its_domain() -> None:
