@@ -54,7 +54,18 @@ def test_every_figure_is_drawn_and_the_console_stays_empty(kind: str, tmp_path: 
     elements, messages = visit(write_report(run), tmp_path / "profile")
     assert messages == []
     drawn = without_scripts(elements)
-    for key in ("perplexity", "objective", "shares", "pulls", "gradients", "rates", "pace"):
+    for key in (
+        "perplexity",
+        "objective",
+        "shares",
+        "raw",
+        "weighted",
+        "pulls",
+        "gradients",
+        "rates",
+        "pace",
+        "verdicts",
+    ):
         assert re.search(rf'<div[^>]*id="figure-{key}"[^>]*class="[^"]*js-plotly-plot', drawn), key
     assert len(re.findall(r'<svg class="main-svg"', drawn)) >= 6
     assert len(re.findall(r'<path class="js-line"', drawn)) >= 10

@@ -31,7 +31,7 @@ def render(run: RunRecord) -> str:
         _section("sources", "Sources", sources_table(run)),
         _section("curves", "Curves", _figures(figures), "No step was recorded, so there is nothing to draw."),
         _section("router", "The teacher's gates", router_part(run)),
-        _section("guard", "What the guard did", sections.guard_table(run)) if run.events else None,
+        _section("guard", "What the guard did", sections.guard_table(run)) if run.history.num_events else None,
         _section("samples", "Samples", sections.samples_part(run)),
         _section("notes", "Notes", sections.notes_list(run)),
         _section("settings", "Settings", sections.settings_part(run)),
@@ -129,9 +129,7 @@ def _script() -> Html:
 
 @cache
 def _plotly() -> Html:
-    from plotly.offline import get_plotlyjs  # slow to import: only if something is drawn
-
-    return Html(get_plotlyjs())
+    return Html(_asset("vendor/plotly-basic.min.js"))
 
 
 def _asset(name: str) -> str:

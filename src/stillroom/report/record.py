@@ -10,11 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from stillroom.errors import DataError
-from stillroom.telemetry.events import Event, scan_events
+from stillroom.report.history import History
+from stillroom.report.steps import Steps
+from stillroom.telemetry.events import Event
+from stillroom.telemetry.following import Follower
 from stillroom.telemetry.reading import reading
 from stillroom.telemetry.wording import as_number, clean
 
 FINISHED = frozenset({"done", "finished", "completed"})
+TOKENS = "tokens.json"
 BASELINES = ("baseline", "baseline_equal_compute")
 
 
@@ -24,65 +28,62 @@ class RunRecord:
 
     name: str
     config: Mapping[str, Any] = field(default_factory=dict)
-    events: tuple[Event, ...] = ()
+    history: History = field(default_factory=History)
     summary: Mapping[str, Any] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
+    tokens: Mapping[str, Any] = field(default_factory=dict)  # both models on held-out text, token by token
+    folder: Path | None = None
+    is_running: bool = False  # the page is written by the run itself, which goes on
 
     @staticmethod
     def load(run_dir: Path) -> RunRecord:
         missing: list[str] = []
-        events = _read_log(run_dir / "events.jsonl", missing)
-        summary = _read_object(run_dir / "summary.json", missing)
-        config = _read_object(run_dir / "config.json", missing)
-        run = RunRecord(run_dir.resolve().name, config, events, summary, tuple(missing))
-        name = run.start.get("run")
-        settings = mapping(config, "config") or config or mapping(run.start, "config")
-        return RunRecord(clean(name or run.name), settings, events, summary, tuple(missing))
+        return RunRecord.of_folder(run_dir, _read_log(run_dir / "events.jsonl", missing), missing)
 
-    def of(self, kind: str) -> list[Event]:
-        return [event for event in self.events if event.get("event") == kind]
+    @staticmethod
+    def of_folder(
+        run_dir: Path, history: History, missing: list[str] | None = None, *, is_running: bool = False
+    ) -> RunRecord:
+        """A run whose log is read already. One that goes on has no summary yet, and one of before does not count."""
+        notes = missing if missing is not None else []
+        summary = {} if is_running else _read_object(run_dir / "summary.json", notes)
+        config = _read_object(run_dir / "config.json", notes)
+        tokens = {} if is_running else _read_object(run_dir / TOKENS, [])
+        name = history.start.get("run") or run_dir.resolve().name
+        settings = mapping(config, "config") or config or mapping(history.start, "config")
+        return RunRecord(clean(name), settings, history, summary, tuple(notes), tokens, run_dir, is_running)
 
-    @cached_property
+    @property
     def start(self) -> Mapping[str, Any]:
-        """The last start: a resumed run may be on another machine."""
-        starts = self.of("run_start")
-        return starts[-1] if starts else {}
+        return self.history.start
 
     @property
     def end(self) -> Mapping[str, Any]:
         """How the run ended, unless it was resumed after that."""
-        for event in reversed(self.events):
-            if event.get("event") == "run_end":
-                return event
-            if event.get("event") in ("resume", "step"):
-                return {}
-        return {}
+        return self.history.end
 
     @property
     def is_finished(self) -> bool:
         status = clean(self.summary.get("status") or self.end.get("status"))
         return status in FINISHED or self.end.get("exit_code") == 0
 
-    @cached_property
-    def kept_steps(self) -> list[Event]:
-        """The applied steps, in order; after a rollback the later attempt counts."""
-        kept = {event["step"]: event for event in self.of("step") if _is_kept(event)}
-        return [kept[step] for step in sorted(kept)]
+    @property
+    def steps(self) -> Steps:
+        """The applied steps."""
+        return self.history.steps
 
     @cached_property
-    def refused_steps(self) -> list[Event]:
-        """Refused attempts: step records, and guard events of steps without a record."""
-        steps = [event for event in self.of("step") if _has_step(event) and not _is_kept(event)]
-        recorded = {event["step"] for event in steps}
-        guards = [event for event in self.of("guard") if _has_step(event) and event["step"] not in recorded]
-        guarded = [{**mapping(event, "evidence"), **event} for event in guards]
-        return sorted(steps + guarded, key=lambda event: int(event["step"]))
+    def refused(self) -> list[tuple[float, float, str]]:
+        """(step, gradient norm, verdict) of refused attempts: step records, and guard events of steps without one."""
+        marks, guards = self.history.refused, self.history.guarded
+        refused = list(zip(marks.steps.tolist(), marks.norms.tolist(), marks.words(), strict=True))
+        recorded = {step for step, _, _ in refused}
+        guarded = zip(guards.steps.tolist(), guards.norms.tolist(), guards.words(), strict=True)
+        return sorted(refused + [mark for mark in guarded if mark[0] not in recorded], key=lambda mark: mark[0])
 
     @cached_property
     def evals(self) -> list[Event]:
-        """The last evaluation of each step, in order, without those that gave no number."""
-        evals = {event["step"]: event for event in self.of("eval") if _has_step(event)}
-        return [evals[step] for step in sorted(evals) if as_number(evals[step].get("perplexity")) is not None]
+        return self.history.evals
 
     @property
     def num_steps_planned(self) -> int:
@@ -109,26 +110,28 @@ def mapping(record: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _has_step(event: Event) -> bool:
-    return isinstance(event.get("step"), int)
-
-
-def _is_kept(event: Event) -> bool:
-    return _has_step(event) and event.get("verdict", "keep") == "keep"
-
-
-def _read_log(path: Path, missing: list[str]) -> tuple[Event, ...]:
-    try:
-        scan = scan_events(path)
-    except DataError:
+def _read_log(path: Path, missing: list[str]) -> History:
+    history, follower = History(), Follower(path)
+    if not path.exists():
         missing.append(f"{path.name} is not there, so there are no curves.")
-        return ()
-    if scan.is_torn:
+        return history
+    try:
+        for event in follower.new_events():
+            history.add(event)
+    except DataError as error:
+        missing.append(f"{path.name} cannot be read: {clean(error.what)}.")
+    last = follower.last_event()
+    if last is not None:
+        history.add(last)
+    if follower.is_torn:
         missing.append(f"The last line of {path.name} is torn, as a crash in the middle of a write leaves it.")
-    if scan.broken_lines:
-        lines = ", ".join(map(str, scan.broken_lines[:5])) + (", ..." if len(scan.broken_lines) > 5 else "")
-        missing.append(f"{path.name} has {len(scan.broken_lines)} broken lines that are left out: {lines}.")
-    return scan.records
+    if follower.broken_lines:
+        lines = follower.broken_lines
+        shown = ", ".join(map(str, lines[:5])) + (", ..." if len(lines) > 5 else "")
+        missing.append(f"{path.name} has {len(lines)} broken lines that are left out: {shown}.")
+    if history.steps.num_left_out:
+        missing.append(f"{history.steps.num_left_out:,} values of {path.name} are left out: too many names, too large.")
+    return history
 
 
 def _read_object(path: Path, missing: list[str]) -> Mapping[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +21,6 @@ from stillroom.telemetry.wording import (
 )
 from stillroom.yardsticks import MIN_DOCUMENTS
 
-MAX_GUARD_ROWS = 60
 MAX_SAMPLES = 12
 MAX_SAMPLE_CHARACTERS = 1600
 MAX_SETTING_CHARACTERS = 300
@@ -148,14 +146,12 @@ def checks_list(run: RunRecord) -> Html | None:
 
 
 def guard_table(run: RunRecord) -> Html:
-    guards = run.of("guard")
-    if not guards:
+    shown, num_guards = run.history.guards, run.history.num_guards
+    if not num_guards:
         return element("p", "Every step was kept. The guard had nothing to do.", class_="note")
-    counts = Counter(clean(event.get("action")) for event in guards)
-    actions = ", ".join(f"{action} {count}" for action, count in counts.most_common())
-    shown = guards if len(guards) <= MAX_GUARD_ROWS else guards[: MAX_GUARD_ROWS // 2] + guards[-MAX_GUARD_ROWS // 2 :]
-    left_out = len(guards) - len(shown)
-    summary = f"{len(guards)} events: {actions}."
+    actions = ", ".join(f"{clean(action)} {count}" for action, count in run.history.guard_counts.most_common(12))
+    left_out = num_guards - len(shown)
+    summary = f"{num_guards} events: {actions}."
     summary += f" {left_out} from the middle are left out here and stand in events.jsonl." if left_out else ""
     names = ("step", "action", "reason", "samples", "evidence")
     head = element("tr", *(element("th", name, scope="col") for name in names))
@@ -187,8 +183,7 @@ def _with_words(evidence: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def samples_part(run: RunRecord) -> Html | None:
-    # A resumed run writes its samples again: show the last answer to each prompt.
-    samples = list({clean(event.get("prompt")): event for event in run.of("sample")}.values())[-MAX_SAMPLES:]
+    samples = run.history.samples[-MAX_SAMPLES:]
     return join(map(_sample, samples)) if samples else None
 
 
@@ -260,7 +255,9 @@ def _shown(value: Any) -> str:
 
 
 def notes_list(run: RunRecord) -> Html | None:
-    notes = [*items(mapping(run.start, "data"), "notes"), *(event.get("text") for event in run.of("note"))]
+    notes = [*items(mapping(run.start, "data"), "notes"), *run.history.notes]
+    if run.history.num_notes_left_out:
+        notes.append(f"{format_count(run.history.num_notes_left_out)} more notes stand in events.jsonl")
     precision = mapping(run.start, "precision")
     if precision.get("reason"):
         notes.insert(0, f"precision {clean(precision.get('mode'))}: {clean(precision['reason'])}")
