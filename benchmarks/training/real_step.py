@@ -4,8 +4,8 @@
 
 The products are every matrix product that the step cannot do without, timed alone at their own shapes in the same
 process: teacher forward, student forward and both gradients, and the four of the heads. Steps of each contender, the
-products and trl's trainer take turns, each in a process of its own; CPU seconds of one thread, because the machine may
-be shared. Parts are timed around the calls of the step; what is in no part is "rest".
+products and trl's trainer take turns, each in a process of its own. Parts are timed around the calls of the step; what
+is in no part is "rest". On a machine that others use, OMP_NUM_THREADS=1 and CPU seconds still say something.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,20 +62,20 @@ def _products(size: Size) -> Step:
         for part, work, backward in (("teacher", teacher, False), ("student", student, True)):
             for rows, columns, count in work:
                 inputs, weight, outputs = operands[rows, columns]
-                begin = time.process_time()
+                begin = time.perf_counter()
                 for _ in range(count):
                     torch.mm(inputs, weight.t())
                     if backward:
                         torch.mm(outputs, weight)
                         torch.mm(outputs.t(), inputs)
-                spent["heads" if columns == size.vocabulary else part] += time.process_time() - begin
+                spent["heads" if columns == size.vocabulary else part] += time.perf_counter() - begin
         return spent
 
     return step
 
 
 def _engine(folder: Path, size: Size, **over: Any) -> Step:
-    """The engine's own step with the CPU seconds of its parts."""
+    """The engine's own step with the seconds of its parts."""
     from stillroom.engine import step as steps
     from stillroom.engine.state import RunState
 
@@ -86,11 +85,11 @@ def _engine(folder: Path, size: Size, **over: Any) -> Step:
 
     def around(part: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
-            begin = time.process_time()
+            begin = time.perf_counter()
             try:
                 return call(*args, **kwargs)
             finally:
-                spent[part] += time.process_time() - begin
+                spent[part] += time.perf_counter() - begin
 
         return timed
 
@@ -131,7 +130,7 @@ class _Worker:
     """A contender in its own process, which takes a step for every line it is sent."""
 
     def __init__(self, name: str, folder: str) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
+        environment = {**os.environ, "TRANSFORMERS_VERBOSITY": "error"}
         self._process = subprocess.Popen(
             [sys.executable, __file__, "serve", name, folder],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment,
@@ -161,13 +160,13 @@ class _Worker:
 
 
 def serve(name: str, folder: str) -> None:
-    torch.set_num_threads(1)
     step = CONTENDERS[name](Path(folder), REAL)
     print(_MARK + "{}", flush=True)
     for _line in sys.stdin:
-        begin = time.process_time()
+        wall, cpu = time.perf_counter(), time.process_time()
         parts = step()
-        print(_MARK + json.dumps({"cpu": time.process_time() - begin, **parts}), flush=True)
+        spent = {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
+        print(_MARK + json.dumps({**spent, **parts}), flush=True)
     os._exit(0)
 
 
@@ -182,19 +181,20 @@ def bench() -> dict[str, Any]:
                 if round_ >= WARM:
                     turns[name].append(spent)
                 print(round_, name, {part: round(value, 2) for part, value in spent.items()}, flush=True)
-    rows = {}
-    for name, mine in turns.items():
-        ratios = [one["cpu"] / least["cpu"] for one, least in zip(mine, turns[PRODUCTS], strict=True)]
-        speeds = [peer["cpu"] / one["cpu"] for one, peer in zip(mine, turns[PEER], strict=True)]
-        parts = {part: statistics.median(one[part] for one in mine) for part in mine[0]}
-        rest = parts["cpu"] - sum(value for part, value in parts.items() if part != "cpu")
-        rows[name] = {
-            "cpu": parts.pop("cpu"),
-            "x_products": statistics.median(ratios),
-            "speed_against_trl": statistics.median(speeds),
-            "parts": {**parts, "rest": rest} if parts else {},
-        }
-    return {"size": vars(replace(REAL)), "rounds": ROUNDS, "threads": 1, "turns": turns, "rows": rows}
+    return {"size": vars(REAL), "rounds": ROUNDS, "threads": torch.get_num_threads(), "turns": turns,
+            "rows": {name: _row(mine, turns) for name, mine in turns.items()}}  # fmt: skip
+
+
+def _row(mine: list[dict[str, float]], turns: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+    """Medians over the rounds; a ratio is of two turns of one round."""
+    row: dict[str, Any] = {}
+    for clock in ("wall", "cpu"):
+        row[clock] = statistics.median(one[clock] for one in mine)
+        pairs = list(zip(mine, turns[PRODUCTS], turns[PEER], strict=True))
+        row[f"{clock}_x_products"] = statistics.median(one[clock] / least[clock] for one, least, _ in pairs)
+        row[f"{clock}_speed_against_trl"] = statistics.median(peer[clock] / one[clock] for one, _, peer in pairs)
+    parts = {part: statistics.median(one[part] for one in mine) for part in mine[0] if part not in ("wall", "cpu")}
+    return {**row, "parts": {**parts, "rest": row["wall"] - sum(parts.values())} if parts else {}}
 
 
 def main() -> None:
@@ -205,10 +205,10 @@ def main() -> None:
     busy = busy_processes()
     result = {"benchmark": "training real step", "date": started, "machine": machine(), **bench()}
     result["busy_around"] = sorted({*busy, *busy_processes()})
-    path = RESULTS / "real_step.json"
+    path = RESULTS / f"real_step_{result['threads']}.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
     for name, row in result["rows"].items():
-        print(f"  {name:44s} {row['cpu']:.2f} s  {row['x_products']:.2f} x products  {row['parts']}")
+        print(f"  {name:44s} {row['wall']:.2f} s  {row['wall_x_products']:.2f} x products  {row['parts']}")
     print(f"written: {path}")
 
 

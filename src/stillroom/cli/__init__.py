@@ -5,6 +5,7 @@ from stillroom.cli import runs as runs  # importing a module adds its commands; 
 # isort: split
 from stillroom.cli import cache as cache
 from stillroom.cli import views as views
+from stillroom.cli import watch as watch
 from stillroom.cli.app import app
 from stillroom.cli.ends import main
 

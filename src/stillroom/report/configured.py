@@ -1,4 +1,4 @@
-"""The page's part about the configuration: how it differs from the nearest preset, all of it, and how to run it again."""
+"""The page's part about the configuration: what differs from the nearest preset, and how to run it again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from stillroom.config import preset_names
 from stillroom.config.load import build, read_preset
 from stillroom.errors import StillroomError
-from stillroom.report.markup import Html, element, join
+from stillroom.report.markup import Html, element, join, text
 from stillroom.report.record import RunRecord, mapping
 from stillroom.telemetry.wording import clean, clip
 
@@ -63,10 +63,11 @@ def reproduce_part(run: RunRecord) -> Html | None:
     if not run.config or not run.start:
         return None
     versions = mapping(run.start, "versions")
-    named = [f"{name}=={clean(versions[name]).split('+')[0]}" for name in ("torch", "transformers") if versions.get(name)]
+    wanted = [name for name in ("stillroom", "torch", "transformers") if versions.get(name)]
+    named = " ".join(f"{name}=={clean(versions[name]).split('+')[0]}" for name in wanted)
     python = f"Python {clean(versions['python'])}, " if versions.get("python") else ""
     commands = [
-        f"pip install stillroom=={clean(versions.get('stillroom', ''))} {' '.join(named)}".replace("stillroom== ", "stillroom "),
+        f"pip install {named or 'stillroom'}",
         """python -c "import json; print(json.dumps(json.load(open('config.json'))['config']))" > again.json""",
         "stillroom distill again.json --out runs/again",
         "stillroom compare . runs/again",
@@ -80,8 +81,6 @@ def reproduce_part(run: RunRecord) -> Html | None:
 
 
 def _json(config: Mapping[str, Any]) -> Html:
-    from stillroom.report.markup import text
-
     return text(json.dumps(config, indent=1, ensure_ascii=True, default=str)[:60_000], keep_lines=True)
 
 

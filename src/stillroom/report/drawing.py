@@ -40,6 +40,15 @@ ROLES: Mapping[str, tuple[str, str]] = {
     "shade": ("#f1eee6", "#24282d"),
     "good": ("#2f7a48", "#7cc794"),
 }
+# Backgrounds of tokens by distance, from equal to different. Text on each keeps a contrast of at least 4.5.
+APART: Mapping[str, tuple[str, str]] = {
+    "apart0": ("#ffffff", "#1d2024"),
+    "apart1": ("#fdf0dd", "#33291d"),
+    "apart2": ("#fbddb3", "#4a361d"),
+    "apart3": ("#f7c487", "#66461d"),
+    "apart4": ("#f0a35c", "#85561c"),
+    "apart5": ("#e5823a", "#a0641a"),
+}
 # kd has the teacher's colour, ce that of plain training; the other terms take the remaining colours.
 TERM_COLOURS = {"kd": ROLES["teacher"][0], "ce": ROLES["baseline"][0]}
 OTHER_COLOURS = ("#3f6fb0", "#97689a", "#5d8a3c", "#b0567a", "#8a7a2e", "#4d8f8a")

@@ -19,7 +19,8 @@ from stillroom.telemetry.wording import as_number
 MAX_GUARD_ROWS = 60
 MAX_NOTES = 400
 MAX_SAMPLES = 24
-_WHOLE = frozenset({"run_start", "router_probe", "gradients", "first_forward"})
+MAX_OTHERS = 5000  # of each kind; the first are kept
+_UNUSED = frozenset({"checkpoint", "phase"})
 _KEPT = "keep"
 
 
@@ -72,8 +73,10 @@ class History:
             self.end = event
         elif kind == "resume":
             self.end = {}
-        elif kind in _WHOLE:
-            self._others.setdefault(str(kind), []).append(event)
+        elif kind not in _UNUSED:
+            others = self._others.setdefault(str(kind), [])
+            if len(others) < MAX_OTHERS:
+                others.append(event)
 
     def _add_step(self, event: Event) -> None:
         self.end = {}
@@ -112,6 +115,7 @@ class History:
     # -- reading -----------------------------------------------------------------------------------------
 
     def of_kind(self, kind: str) -> list[Event]:
+        """The records of a kind that is not gathered in another way."""
         return self._others.get(kind, [])
 
     @property

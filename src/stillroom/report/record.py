@@ -38,7 +38,7 @@ class RunRecord:
     @staticmethod
     def load(run_dir: Path) -> RunRecord:
         missing: list[str] = []
-        return RunRecord.of_folder(run_dir, _read_log(run_dir / "events.jsonl", missing), missing)
+        return RunRecord.of_folder(run_dir, read_log(run_dir / "events.jsonl", missing), missing)
 
     @staticmethod
     def of_folder(
@@ -110,7 +110,7 @@ def mapping(record: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _read_log(path: Path, missing: list[str]) -> History:
+def read_log(path: Path, missing: list[str]) -> History:
     history, follower = History(), Follower(path)
     if not path.exists():
         missing.append(f"{path.name} is not there, so there are no curves.")

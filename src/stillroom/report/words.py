@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from stillroom.report.record import BASELINES, RunRecord
+from stillroom.report.record import BASELINES, RunRecord, mapping
 from stillroom.telemetry.reading import reading
 from stillroom.telemetry.wording import (
     as_number,
@@ -30,6 +30,9 @@ def story(run: RunRecord) -> list[str]:
 def _how_it_ended(run: RunRecord) -> list[str]:
     if run.is_finished:
         return []
+    if run.is_running:
+        of = f" of {format_count(run.num_steps_planned)}" if run.num_steps_planned else ""
+        return [f"The run is at step {format_count(run.steps.last)}{of}."]
     if not len(run.steps) and not run.evals and not run.end:
         return ["Nothing of this run's training was recorded."]
     planned = f" of {format_count(run.num_steps_planned)}" if run.num_steps_planned else ""
@@ -102,6 +105,10 @@ def facts(run: RunRecord) -> list[tuple[str, str]]:
     precision = run.start.get("precision")
     if isinstance(precision, dict) and precision.get("mode"):
         labelled.append(("precision", clean(precision["mode"])))
+    quantisation = mapping(summary, "teacher_quantisation") or next(iter(run.history.of_kind("teacher_quantised")), {})
+    kl = as_number(quantisation.get("kl"))
+    if kl is not None:
+        labelled.append(("teacher in", f"{clean(quantisation.get('kind'))}, KL to full {kl:.2g}"))
     return labelled
 
 

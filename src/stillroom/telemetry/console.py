@@ -203,6 +203,11 @@ class ConsoleView:
         with self._while_someone_reads():
             self._screen.close()
 
+    @property
+    def is_read(self) -> bool:
+        """Whether somebody may still read; False after the reader went away."""
+        return not isinstance(self._screen, SilentScreen)
+
     def __enter__(self) -> ConsoleView:
         return self
 
@@ -242,6 +247,8 @@ class ConsoleView:
             case "first_forward":
                 self._temperature = as_number(event.get("temperature"))
                 return say.first_forward_lines(event)
+            case "teacher_quantised":
+                return [say.quantised_line(event)]
             case "note":
                 return [say.note_line(event)]
             case "eval":
