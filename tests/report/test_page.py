@@ -151,7 +151,8 @@ def test_a_run_that_stopped_says_why() -> None:
 def test_the_page_has_every_part(finished: Path) -> None:
     page = page_of(finished)
     ids = {attrs.get("id") for _, attrs in page.elements}
-    assert {"result", "yardsticks", "checks", "curves", "guard", "samples", "notes", "settings"} <= ids
+    parts = ("result", "yardsticks", "checks", "advice", "curves", "tokens-view", "guard", "samples", "data", "notes")
+    assert {*parts, "settings", "again"} <= ids
     figures = (
         "perplexity",
         "objective",
@@ -170,6 +171,10 @@ def test_the_page_has_every_part(finished: Path) -> None:
     assert "2,410,331" in page.text and "3 of 1,023 records were empty" in page.text
     assert "loss nan, grad_norm inf, loss_scale 32768" in page.text
     assert "stdlib:ast:14" in page.text
+    assert "start lower: --set precision.loss_scale=16384" in page.text and "Steps 12, 37." in page.text
+    assert "41 records cut at data.max_length" in page.text and "median 256" in page.text
+    assert "student and teacher place" in page.text and "The nearest preset is" in page.text
+    assert "stillroom distill again.json" in page.text
     assert "forward_kl" in page.text
     assert "2.13.0+cpu" in page.text
 
@@ -260,7 +265,7 @@ def test_hostile_text_opens_no_element(finished: Path, hostile: Path) -> None:
     ours = {tag for tag, _ in page_of(finished).elements} | {"aside"}
     page = page_of(hostile)
     assert {tag for tag, _ in page.elements} <= ours
-    assert [tag for tag, _ in page.elements].count("script") == 3
+    assert [tag for tag, _ in page.elements].count("script") == 4  # two with data, two that run
     allowed = {"class", "id", "lang", "scope", "charset", "content", "name", "http-equiv", "type"}
     allowed |= {"role", "aria-label", "aria-labelledby", "aria-live", "aria-selected"}
     allowed |= {"data-label", "data-at", "dir", "tabindex"}
@@ -276,6 +281,22 @@ def test_hostile_text_cannot_leave_its_data_block(hostile: Path) -> None:
     names = [trace["name"] for figure in json.loads(block)["figures"] for trace in figure["data"]]
     assert not any("<" in name for name in names)  # plotly would read tags in a label
     assert any("&lt;/title&gt;" in name for name in names)
+
+
+def test_hostile_tokens_are_text(hostile: Path) -> None:
+    view = json.loads((hostile / "tokens.json").read_text())
+    view["texts"] = dict.fromkeys(view["texts"], HOSTILE)
+    for row in view["rows"]:
+        row["id"] = HOSTILE
+        for token in row["tokens"]:
+            token["text"] = HOSTILE
+    view["rows"] += ["x", {"tokens": [1, {"distance": "far"}, {"distance": 7.0}, {"distance": 0.5, "teacher": [[1]]}]}]
+    (hostile / "tokens.json").write_text(json.dumps(view))
+    source = write_report(hostile).read_text(encoding="utf-8")
+    (block,) = re.findall(r'<script type="application/json" id="tokens">(.*?)</script>', source, flags=re.DOTALL)
+    assert not set("<>&") & set(block) and not FORBIDDEN.search(block)
+    assert not any("<img" in text and "\x1b" in text for text in json.loads(block)["texts"].values())
+    assert "img" not in {tag for tag, _ in Page(source).elements}
 
 
 def test_no_control_or_direction_character_reaches_the_page(hostile: Path) -> None:
@@ -297,7 +318,7 @@ def test_the_page_fetches_nothing(kind: str, request: pytest.FixtureRequest) -> 
 def test_the_policy_allows_our_two_scripts_and_no_other(finished: Path) -> None:
     page = page_of(finished)
     policies = [attrs["content"] for _, attrs in page.elements if attrs.get("http-equiv") == "Content-Security-Policy"]
-    hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in page.scripts[1:]]
+    hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in page.scripts[2:]]
     scripts = " ".join(f"'sha256-{digest}'" for digest in hashes)
     assert len(hashes) == 2
     assert policies == [

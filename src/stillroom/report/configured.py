@@ -52,7 +52,7 @@ def nearest_preset(config: Mapping[str, Any]) -> tuple[str | None, list[tuple[st
             theirs = dict(flat(build(read_preset(name), name).to_dict()))
         except StillroomError:  # a preset of an objective that is not installed here
             continue
-        keys = [key for key in dict.fromkeys((*theirs, *ours)) if theirs.get(key) != ours.get(key)]
+        keys = [key for key in ours if theirs.get(key) != ours[key]]  # one that the run did not know is no difference
         if best[0] is None or len(keys) < len(best[1]):
             best = name, [(key, theirs.get(key), ours.get(key)) for key in keys]
     return best
@@ -70,7 +70,7 @@ def reproduce_part(run: RunRecord) -> Html | None:
         f"pip install {named or 'stillroom'}",
         """python -c "import json; print(json.dumps(json.load(open('config.json'))['config']))" > again.json""",
         "stillroom distill again.json --out runs/again",
-        "stillroom compare . runs/again",
+        "stillroom report . runs/again",
     ]
     machine = ", ".join(f"{clean(key)} {clip(value, 60)}" for key, value in mapping(run.start, "machine").items())
     note = f"In the run's folder, with {python}and the models and data in the places that the configuration names."

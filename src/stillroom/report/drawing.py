@@ -27,7 +27,7 @@ MAX_PHASES = 24
 # role: (on a light page, on a dark page). The same role has the same colour in every figure and table.
 ROLES: Mapping[str, tuple[str, str]] = {
     "student": ("#1d6f79", "#62bcc6"),
-    "teacher": ("#b0671a", "#e0a55f"),
+    "teacher": ("#a55e13", "#e0a55f"),
     "baseline": ("#74798a", "#a0a6b5"),
     "baseline_equal_compute": ("#97689a", "#c99ccb"),
     "training": ("#a8cbce", "#2d5c62"),
@@ -46,8 +46,8 @@ APART: Mapping[str, tuple[str, str]] = {
     "apart1": ("#fdf0dd", "#33291d"),
     "apart2": ("#fbddb3", "#4a361d"),
     "apart3": ("#f7c487", "#66461d"),
-    "apart4": ("#f0a35c", "#85561c"),
-    "apart5": ("#e5823a", "#a0641a"),
+    "apart4": ("#f0a35c", "#784d1c"),
+    "apart5": ("#e5823a", "#91571a"),
 }
 # kd has the teacher's colour, ce that of plain training; the other terms take the remaining colours.
 TERM_COLOURS = {"kd": ROLES["teacher"][0], "ce": ROLES["baseline"][0]}
@@ -251,7 +251,7 @@ def phase_shades(phases: Sequence[tuple[str, float, float]]) -> Layout:
                 "xanchor": "left",
                 "yanchor": "top",
                 "xshift": 4,
-                "font": {"size": 11, "color": colour("muted")},
+                "font": {"size": 11, "color": colour("ink")},
             }
         )
     return {"shapes": shapes, "annotations": notes}

@@ -76,6 +76,7 @@
     line.append(made("code", element.textContent.trim() || "white space"), made("span", ` ${words}`));
     const both = made("div", "", "both");
     both.append(list("teacher", theirs, "teacher"), list("student", ours, "student"));
+    panel.classList.add("open");
     panel.replaceChildren(line, both);
   };
 
