@@ -9,7 +9,7 @@ import pytest
 from stillroom.diagnosis import Case, Finding, diagnose, roots
 from stillroom.diagnosis.lines import finding_lines
 from stillroom.diagnosis.order import CAUSES
-from stillroom.telemetry.run_record import RunRecord
+from stillroom.telemetry.run_record import LoggedRun
 
 
 def step(number: int, **fields: Any) -> dict[str, Any]:
@@ -18,7 +18,7 @@ def step(number: int, **fields: Any) -> dict[str, Any]:
 
 
 def case(*events: dict[str, Any], config: dict[str, Any] | None = None, **summary: Any) -> Case:
-    return Case(RunRecord("run", config or {}, events, summary))
+    return Case(LoggedRun("run", config or {}, events, summary))
 
 
 def named(found: Case) -> list[str]:

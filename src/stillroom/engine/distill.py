@@ -33,6 +33,7 @@ from stillroom.engine.run_folder.inputs import Inputs
 from stillroom.engine.saving import save_checkpoint
 from stillroom.engine.state import RunState, restore_history
 from stillroom.engine.stop import Stop
+from stillroom.engine.tracking import open_tracking
 from stillroom.errors import BrokenAtStart
 from stillroom.evaluation import Evaluation
 from stillroom.models import Student, anatomy_of
@@ -103,6 +104,9 @@ def _run(
         log.listen(listener)
     if parallel.is_first:
         Adviser(log)
+        tracking = open_tracking(config, folder, lambda text: log.write("note", text=text))
+        if tracking is not None:
+            log.listen(tracking)
     with log, recorded_end(log, folder):
         with stop.while_loading():
             run = build_run(
@@ -237,7 +241,12 @@ def _announce(run: Run, models: Models, notes: tuple[str, ...], saved: Saved | N
         },
         teacher={"name": config.teacher.model, **teacher.anatomy.to_dict()} if teacher else None,
         student={"name": student_name(config), **models.loaded_student.anatomy.to_dict(), "trained": run.num_trained},
-        data={**run.corpus.counters, "notes": list(run.corpus.notes)},
+        data={
+            **run.corpus.counters,
+            "shapes": run.corpus.shapes,
+            "lengths": run.corpus.lengths(),
+            "notes": list(run.corpus.notes),
+        },
     )
     for text in (*notes, *threads.notes(), *models.notes, *run.teacher.notes, *run.mix.notes(run.device.type)):
         run.log.write("note", text=text)
