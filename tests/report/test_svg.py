@@ -47,4 +47,4 @@ def test_a_run_without_an_evaluation_has_no_picture(tmp_path: Path) -> None:
 def test_ticks_are_round_and_inside(low: float, high: float) -> None:
     ticks = round_ticks(low, high)
     assert 3 <= len(ticks) <= 12 and low <= ticks[0] and ticks[-1] <= high
-    assert all(float(f"{tick:.3g}") == pytest.approx(tick) for tick in ticks)
+    assert all(float(f"{tick:.5g}") == pytest.approx(tick) for tick in ticks)

@@ -70,7 +70,8 @@ def _show_new(follower: Follower, view: ConsoleView, *, only_late: bool) -> str:
     """Show the new events and return the kind of the last. `only_late`: of many, the start and the latest."""
     shown: Iterable[Event] = follower.new_events()
     if only_late:
-        start, late, num_events = None, deque[Event](maxlen=_LATE_EVENTS), 0
+        late: deque[Event] = deque(maxlen=_LATE_EVENTS)
+        start, num_events = None, 0
         for event in shown:
             start = event if event.get("event") == "run_start" else start
             late.append(event)

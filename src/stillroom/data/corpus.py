@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
-
-import numpy as np
 
 from stillroom.builtin import corpus as stdlib
 from stillroom.config.data import DataConfig, SourceConfig
 from stillroom.data.embedded import BUILTIN_PREFIX, embedded_records
 from stillroom.data.encode import Encoder, Tokenizer
 from stillroom.data.encoded import Encoded
+from stillroom.data.lengths import length_quantiles
 from stillroom.data.mixing import MixedRows, Part
 from stillroom.data.packing import Packing, Rows, pack
 from stillroom.data.reading import read_records
@@ -73,17 +71,6 @@ class Corpus:
         """Quantiles of the rows' lengths in tokens, by side."""
         sides = {"train": self.train, "eval": self.evaluation}
         return {side: length_quantiles(rows.lengths) for side, rows in sides.items() if len(rows)}
-
-
-QUANTILES = {"shortest": 0, "first_decile": 0.1, "median": 0.5, "ninth_decile": 0.9, "longest": 1}
-
-
-def length_quantiles(counts: Any) -> dict[str, int]:
-    """Quantiles of lengths, each of them one that occurs."""
-    if not len(counts):
-        return {}
-    found = np.quantile(counts, list(QUANTILES.values()), method="nearest").tolist()
-    return {name: int(value) for name, value in zip(QUANTILES, found, strict=True)}
 
 
 def open_data(config: DataConfig, tokenizer: Tokenizer, *, tell: Tell | None = None) -> Corpus:

@@ -14,10 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from stillroom.config.data import DataConfig
-from stillroom.data.corpus import encode_training, length_quantiles
+from stillroom.data.corpus import encode_training
 from stillroom.data.duplicates import count_duplicates
 from stillroom.data.encode import Tokenizer, num_shared, spell
 from stillroom.data.encoded import Encoded
+from stillroom.data.lengths import length_quantiles
 
 Pieces = list[tuple[str, bool]]  # (text, is scored), in reading order
 
