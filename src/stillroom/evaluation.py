@@ -141,8 +141,8 @@ def _measure(view: StudentView, signal: Signal | None, batch: Batch, num_exact: 
     targets, positions = batch.scored_targets, batch.positions
     sizes = batch.target_bytes.reshape(-1).index_select(0, positions)
     table = torch.zeros(num_rows, NUM_COLUMNS, dtype=torch.float64, device=positions.device)
-    log_q_of = _log_probs(view.hidden, view.head)
-    log_p_of = _log_probs(dense.hidden, dense.head) if dense else None
+    log_q_of = log_probs_by_chunk(view.hidden, view.head)
+    log_p_of = log_probs_by_chunk(dense.hidden, dense.head) if dense else None
     num_targets = int(targets.numel())
     for begin in range(0, num_targets, _CHUNK):
         part = slice(begin, min(begin + _CHUNK, num_targets))
@@ -156,7 +156,7 @@ def _part(signal: Signal | None, part: slice) -> TopKSignal | SampledSignal | No
     return select_rows(signal, part) if isinstance(signal, TopKSignal | SampledSignal) else None
 
 
-def _log_probs(hidden: Tensor, head: HeadWeights) -> Callable[[slice], Tensor]:
+def log_probs_by_chunk(hidden: Tensor, head: HeadWeights) -> Callable[[slice], Tensor]:
     """The log-probabilities of a chunk of positions, in FP32, by a head that is cast once at most.
 
     Without the clamp that an objective may ask for, and without the rounding of operands that a mixed mode asks for:

@@ -7,7 +7,10 @@ machine, in any order of files, and for any share of the training data.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
 
 from stillroom.builtin import corpus as stdlib
 from stillroom.config.data import DataConfig, SourceConfig
@@ -64,6 +67,23 @@ class Corpus:
     evaluation: Rows
     notes: tuple[str, ...]
     counters: dict[str, int]
+    shapes: dict[str, int] = field(default_factory=dict)  # records by how they are laid out
+
+    def lengths(self) -> dict[str, dict[str, int]]:
+        """Quantiles of the rows' lengths in tokens, by side."""
+        sides = {"train": self.train, "eval": self.evaluation}
+        return {side: length_quantiles(rows.lengths) for side, rows in sides.items() if len(rows)}
+
+
+QUANTILES = {"shortest": 0, "first_decile": 0.1, "median": 0.5, "ninth_decile": 0.9, "longest": 1}
+
+
+def length_quantiles(counts: Any) -> dict[str, int]:
+    """Quantiles of lengths, each of them one that occurs."""
+    if not len(counts):
+        return {}
+    found = np.quantile(counts, list(QUANTILES.values()), method="nearest").tolist()
+    return {name: int(value) for name, value in zip(QUANTILES, found, strict=True)}
 
 
 def open_data(config: DataConfig, tokenizer: Tokenizer, *, tell: Tell | None = None) -> Corpus:
@@ -118,7 +138,7 @@ def _packed(
     _note_scoring(sides["eval"], config.max_length, tally)
     _note_counts(tally)
     counters = {name: tally.counters[name] for name in sorted({*COUNTERS, *tally.counters})}
-    return Corpus(sides["train"], sides["eval"], tuple(tally.notes), counters)
+    return Corpus(sides["train"], sides["eval"], tuple(tally.notes), counters, dict(tally.shapes))
 
 
 def _rows(side: str, documents: Documents, config: DataConfig, encode: Encoder, tally: Tally, pad_id: int) -> Rows:

@@ -9,7 +9,7 @@ from typing import Any
 from stillroom.diagnosis import Case, Finding, diagnose, roots
 from stillroom.telemetry import EventLog
 from stillroom.telemetry.events import Event, scan_events
-from stillroom.telemetry.run_record import RunRecord, mapping
+from stillroom.telemetry.run_record import LoggedRun, mapping
 
 _NUM_STEPS = 1000  # the latest step records that are kept: advice about a run is about its present
 _ASKED_AT = frozenset({"eval", "run_end"})
@@ -57,9 +57,9 @@ class Adviser:
         return roots(diagnose(Case(_record(tuple(event for _, event in in_order), {}), is_live=is_live)))
 
 
-def _record(events: tuple[Event, ...], summary: dict[str, Any]) -> RunRecord:
+def _record(events: tuple[Event, ...], summary: dict[str, Any]) -> LoggedRun:
     starts = [event for event in events if event["event"] == "run_start"]
-    return RunRecord("run", mapping(starts[-1], "config") if starts else {}, events, summary)
+    return LoggedRun("run", mapping(starts[-1], "config") if starts else {}, events, summary)
 
 
 def advice_of(events: tuple[Event, ...], summary: dict[str, Any], texts: Iterable[str]) -> list[dict[str, Any]]:

@@ -241,7 +241,12 @@ def _announce(run: Run, models: Models, notes: tuple[str, ...], saved: Saved | N
         },
         teacher={"name": config.teacher.model, **teacher.anatomy.to_dict()} if teacher else None,
         student={"name": student_name(config), **models.loaded_student.anatomy.to_dict(), "trained": run.num_trained},
-        data={**run.corpus.counters, "notes": list(run.corpus.notes)},
+        data={
+            **run.corpus.counters,
+            "shapes": run.corpus.shapes,
+            "lengths": run.corpus.lengths(),
+            "notes": list(run.corpus.notes),
+        },
     )
     for text in (*notes, *threads.notes(), *models.notes, *run.teacher.notes, *run.mix.notes(run.device.type)):
         run.log.write("note", text=text)

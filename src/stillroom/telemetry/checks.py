@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,10 +21,12 @@ def selftest_lines(report: Mapping[str, Any]) -> list[str]:
         counts = [sum(trial["status"] == status for trial in own) for status in ("failed", "not run")]
         seconds = sum(trial["seconds"] for trial in own)
         lines.append(f"{group:<14}{len(own):>8}{counts[0]:>8}{counts[1]:>9}{_nearest(own):>20}{seconds:>9.1f}")
-    for status in ("failed", "not run"):
-        for trial in report["trials"]:
-            if trial["status"] == status:
-                lines += wrapped(f"{status}  ", f"{trial['group']}: {trial['name']}: {trial['why']}")
+    for trial in report["trials"]:
+        if trial["status"] == "failed":
+            lines += wrapped("failed  ", f"{trial['group']}: {trial['name']}: {trial['why']}")
+    left_out = Counter((one["group"], one["why"]) for one in report["trials"] if one["status"] == "not run")
+    for (group, why), count in left_out.items():
+        lines += wrapped("not run  ", f"{count} of {group}: {why}")
     passed = sum(trial["status"] == "passed" for trial in report["trials"])
     lines.append(f"{passed} of {len(report['trials'])} trials passed in {report['seconds']:.0f} s")
     return lines

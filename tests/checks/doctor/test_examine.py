@@ -229,6 +229,8 @@ def test_other_ways_to_train_are_not_red(over: dict[str, Any], world: Path) -> N
 def test_the_real_step_says_how_far_it_is_from_fp32(mode: str, place: Path) -> None:
     (finding,) = found(place, plants.red("step", "real step", settings={"precision__mode": mode}))
     assert finding.level == "green" and finding.what.startswith(f"{mode} against fp32: loss ")
+    gap = float(finding.what.partition("gradients apart by ")[2].split()[0])
+    assert 0 < gap < 0.1, "half precision is not FP32, and near it"
 
 
 # -- the command -----------------------------------------------------------------------------------------

@@ -208,3 +208,14 @@ def test_the_table_fits_eighty_columns_and_a_pipe(capsys: pytest.CaptureFixture[
     code, out, err = commands.run(capsys, "selftest", "--only", "divergences", "--only", "objectives")
     assert code == 0 and "28 of 28 trials passed" in out
     assert max(map(len, (out + err).splitlines())) <= 80 and "\x1b" not in out + err
+
+
+def test_trials_that_could_not_be_run_are_told_once_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from stillroom.checks.selftest import kernels
+
+    monkeypatch.setattr(kernels, "build", lambda: kernel_build.Built(None, "no C++ compiler found"))
+    code, out, _err = commands.run(capsys, "selftest", "--only", "kernels", "--device", "cpu")
+    lines = [line for line in out.splitlines() if line.startswith("not run")]
+    assert code == 0 and len(lines) == 1 and "no C++ compiler found" in lines[0]

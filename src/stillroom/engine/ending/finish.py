@@ -12,6 +12,7 @@ from stillroom.engine.ending.outcome import DONE, how_it_ended
 from stillroom.engine.ending.result import Result
 from stillroom.engine.ending.samples import make_samples
 from stillroom.engine.ending.success_checks import success_checks
+from stillroom.engine.ending.tokens import save_tokens
 from stillroom.engine.fitting import evaluate_held_out, micro_batch_rows
 from stillroom.engine.run import Run
 from stillroom.engine.saving import load_best, save_student
@@ -53,6 +54,7 @@ def finish(run: Run, state: RunState, stop: Stop) -> Result:
         return Result(run.folder, dict(end))
     save_student(run)
     run.teacher.save(run.folder)
+    save_tokens(run)
     for sample in make_samples(run):
         run.log.write("sample", **sample)
     summary = _summary(run, state, end, final)
