@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from stillroom.errors import DataError
+
+if TYPE_CHECKING:
+    from stillroom.data.spans.paired import Paired
 
 Ints = npt.NDArray[np.int64]
 _CHUNK = 1 << 22  # tokens counted at a time: bounds memory for any number of documents
@@ -36,6 +39,7 @@ class Encoded:
     names: Sequence[str]  # D
     groups: Sequence[str]  # D, documents of a group are held out together
     has_prompt: Sequence[bool] | npt.NDArray[np.bool_] = ()  # D, a chat or a prompt with an answer; empty: none is
+    paired: Paired | None = None  # the same documents in the teacher's tokens, where it has a tokenizer of its own
 
     def __post_init__(self) -> None:
         num_tokens, num_documents = len(self.ids), len(self.names)

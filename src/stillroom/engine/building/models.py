@@ -13,6 +13,7 @@ from stillroom.config import Config
 from stillroom.curriculum import Curriculum
 from stillroom.data import Corpus, opening_difference
 from stillroom.engine.building.cache_build import AUTO, cache_folder, is_there, stored_vocabulary, uses_cache
+from stillroom.engine.building.pairing import matched_tokens, reads_its_own_tokens
 from stillroom.engine.building.shrink_student import cut_student, student_name, unused_name
 from stillroom.models import (
     LoadedModel,
@@ -25,6 +26,7 @@ from stillroom.models import (
     vocabulary_hash,
 )
 from stillroom.models.shrink.cut import Cut
+from stillroom.objectives.objective import Matched
 from stillroom.parallel import Parallel
 from stillroom.precision.device import facts_of
 from stillroom.teachers.make import unused_teacher_settings
@@ -43,6 +45,8 @@ class Models:
     vocabularies: dict[str, str] = field(default_factory=dict)  # hash of each model's table of tokens
     cache: Path | None = None  # folder of the teacher's stored answers
     corpus: Corpus | None = None  # the run's data, where a cut was chosen on it
+    teacher_tokenizer: Any = None  # where the teacher reads the text in its own tokens
+    matched: Matched | None = None  # the tokens that both vocabularies then have
 
     @property
     def teacher(self) -> Any:
@@ -68,6 +72,7 @@ def load_models(
     """
     uses_teacher = Curriculum.of(config).uses_teacher
     notes = unused_teacher_settings(config)
+    is_paired = reads_its_own_tokens(config)
     is_cut = config.student.init == "shrink"
     has_own_tokenizer = not is_cut and has_tokenizer(config.student, config.student.model)
     teacher_tokenizer = None
@@ -95,7 +100,7 @@ def load_models(
     size = student.anatomy.vocab_rows
     if cache is not None and is_stored:
         size = stored_vocabulary(cache, tokenizer, size)
-    if teacher is not None:
+    if teacher is not None and not is_paired:
         size = agree_on_vocabulary(teacher_tokenizer, tokenizer, teacher.anatomy.vocab_rows, size)
         notes += opening_difference(teacher_tokenizer, tokenizer, config.data.bos)
     tokenizers = {"student": tokenizer, **({"teacher": teacher_tokenizer} if teacher is not None else {})}
@@ -109,6 +114,8 @@ def load_models(
         {role: vocabulary_hash(table) for role, table in tokenizers.items()},
         cache,
         corpus,
+        teacher_tokenizer if teacher is not None and is_paired else None,
+        matched_tokens(tokenizer, teacher_tokenizer) if teacher is not None and is_paired else None,
     )
 
 
