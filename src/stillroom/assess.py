@@ -11,6 +11,7 @@ import torch
 
 from stillroom.config.schema import DataConfig, TeacherConfig
 from stillroom.data import Bos, fixed_batches, open_eval, prompt_ids
+from stillroom.data.spans.common import Coverage
 from stillroom.engine.building.device import find_device
 from stillroom.evaluation import evaluate
 from stillroom.models import LoadedModel, agree_on_vocabulary, open_teacher
@@ -18,7 +19,8 @@ from stillroom.models.anatomy import backbone
 from stillroom.models.generate import generate
 from stillroom.models.load.names import model_name
 from stillroom.precision import resolve
-from stillroom.teachers import LiveTeacher
+from stillroom.teachers import NO_TEACHER, LiveTeacher, Teacher
+from stillroom.teachers.paired import PairedTeacher
 from stillroom.telemetry.memory import memory_in_use
 
 
@@ -43,6 +45,7 @@ class Scores:
     weight_megabytes: float
     tokens_per_second: float
     notes: Sequence[str]
+    kl_per_byte: float | None = None  # on spans, where the teacher has a tokenizer of its own
 
 
 @dataclass(frozen=True)
@@ -112,21 +115,36 @@ def compare(
     bos: Bos,
     where: torch.device,
 ) -> dict[str, Any]:
-    """As `assess`, for loaded models. Moves them to the device."""
+    """As `assess`, for loaded models. Moves them to the device.
+
+    A teacher with another vocabulary reads the text in its own tokens; what is compared is then what bytes have.
+    """
     tokenizer = student.tokenizer
-    corpus = open_eval(data, tokenizer, DataConfig(train=data, max_length=max_length, bos=bos))
+    has_own = beside is not None and beside.tokenizer.get_vocab() != tokenizer.get_vocab()
+    config = DataConfig(train=data, max_length=max_length, bos=bos, min_coverage=0.0)
+    theirs = beside.tokenizer if beside is not None and has_own else None
+    corpus = open_eval(data, tokenizer, config, teacher_tokenizer=theirs)
     size = student.anatomy.vocab_rows
-    source = None
+    source: Teacher = NO_TEACHER
     if beside is not None:
-        size = agree_on_vocabulary(beside.tokenizer, tokenizer, beside.anatomy.vocab_rows, size)
-        source = LiveTeacher(
-            beside.network, vocab_size=size, device=where, offload=False, is_described=beside.is_described
+        rows = beside.anatomy.vocab_rows
+        shared = rows if has_own else agree_on_vocabulary(beside.tokenizer, tokenizer, rows, size)
+        size = size if has_own else shared
+        live = LiveTeacher(
+            beside.network, vocab_size=shared, device=where, offload=False, is_described=beside.is_described
         )
+        source = PairedTeacher(live, beside.tokenizer, corpus.coverage or Coverage()) if has_own else live
 
     def measure(loaded: LoadedModel) -> dict[str, Any]:
         loaded.network.to(where)
-        batches = fixed_batches(corpus.evaluation, batch_size, max_batches)
-        evaluation = evaluate(loaded.as_student(size), batches, precision=resolve("fp32", where), teacher=source)
+        batches = list(fixed_batches(corpus.evaluation, batch_size, max_batches))
+        reads_own = has_own and loaded is beside
+        evaluation = evaluate(
+            loaded.as_student(None if reads_own else size),
+            [source.own_batch(batch) for batch in batches] if reads_own else batches,
+            precision=resolve("fp32", where),
+            teacher=None if reads_own or beside is None else source,
+        )
         parameters = loaded.anatomy.num_parameters
         return {
             **evaluation.yardsticks(),
@@ -134,16 +152,24 @@ def compare(
             "weight_megabytes": parameters * 4 / 1e6,
             "unscored_tokens": evaluation.unscored_tokens,
             "tokens": evaluation.tokens,
-            "tokens_per_second": _speed(loaded.network, corpus, batch_size, where),
+            "tokens_per_second": _speed(loaded.network, corpus, batch_size, where, source if reads_own else None),
             "notes": list(loaded.notes),
         }
 
     result: dict[str, Any] = {"device": str(where), "student": measure(student)}
     if beside is not None:
         result["teacher"] = measure(beside)
-        result["retention"] = result["teacher"]["perplexity"] / result["student"]["perplexity"]
+        if not has_own:
+            result["retention"] = result["teacher"]["perplexity"] / result["student"]["perplexity"]
     gpu, resident, _percent = memory_in_use(where)
-    return {**result, "gpu_memory_gb": gpu, "memory_gb": resident, "notes": list(corpus.notes)}
+    notes = [*corpus.notes, *([_OWN_TOKENS] if has_own else [])]
+    return {**result, "gpu_memory_gb": gpu, "memory_gb": resident, "notes": notes}
+
+
+_OWN_TOKENS = (
+    "the models have different tokens: compare bits per byte and KL per byte; perplexities, calibration and tokens a "
+    "second are each of its own tokens, and agreement has no meaning"
+)
 
 
 def open_model(name: str) -> LoadedModel:
@@ -151,9 +177,10 @@ def open_model(name: str) -> LoadedModel:
 
 
 @torch.no_grad()
-def _speed(network: Any, corpus: Any, batch_size: int, device: torch.device) -> float:
+def _speed(network: Any, corpus: Any, batch_size: int, device: torch.device, reader: Teacher | None = None) -> float:
     """Tokens a second of a forward pass over a few batches, without the first, which warms up."""
-    batches = [batch.to(device) for batch in fixed_batches(corpus.evaluation, batch_size, 4)]
+    chosen = fixed_batches(corpus.evaluation, batch_size, 4)
+    batches = [(reader.own_batch(batch) if reader else batch).to(device) for batch in chosen]
     tokens, seconds = 0, 0.0
     for number, batch in enumerate(batches):
         began = time.perf_counter()
