@@ -110,7 +110,10 @@ def document_spans(
     their = bytes_at[1][limits[:, 2]], bytes_at[1][limits[:, 3]]
     places = [_placed(one, table) for one, table in zip((student, teacher), tables, strict=True)]
     num_bytes = int(bytes_at[0][-1])
-    sides = _within(places[0], own, own[0]), _within(places[1], their, own[0])
+    sides = (
+        _within(places[0], own, own[0], _follows_space(texts[0], limits[:, 0])),
+        _within(places[1], their, own[0], _follows_space(texts[1], limits[:, 2])),
+    )
     spans = _scored(common_spans(*sides, num_bytes), student.is_scored, teacher.is_scored)
     shared = np.zeros(num_bytes + 1, np.int64)
     np.add.at(shared, own[0], 1)
@@ -129,16 +132,18 @@ def _placed(tokenized: TokenizedRecord, table: TokenBytes) -> Placed:
     return place_tokens(tokenized.record.text, ids, tokenized.places, table).shifted(0, first)
 
 
-def _within(placed: Placed, own: tuple[Ints, Ints], common: Ints) -> Placed:
+def _within(placed: Placed, own: tuple[Ints, Ints], common: Ints, follows_space: npt.NDArray[np.bool_]) -> Placed:
     """The tokens in the ranges [own[0], own[1]), moved to where the ranges stand in the student's text.
 
-    One that reaches over an end of a range is cut to the range and is not sure.
+    One that reaches over an end of a range is cut to the range and is not sure. A single space before a range, which
+    templates put there or leave out, is as one that a tokenizer invents before a text.
     """
     first = np.searchsorted(own[1], placed.starts, side="right")
     first = np.minimum(first, len(own[0]) - 1)
     begin, end = own[0][first], own[1][first]
     # A token of no bytes is inside where it stands before the end of a range.
     is_inside = (placed.starts < end) & (placed.ends >= begin) & ((placed.ends > begin) | (placed.starts >= begin))
+    is_spaced = (placed.starts == begin - 1) & follows_space[first] & (placed.ends > begin)
     is_whole = (placed.starts >= begin) & (placed.ends <= end)
     starts, ends = np.clip(placed.starts, begin, end), np.clip(placed.ends, begin, end)
     shift = common[first] - begin
@@ -146,9 +151,13 @@ def _within(placed: Placed, own: tuple[Ints, Ints], common: Ints) -> Placed:
         placed.index[is_inside],
         (starts + shift)[is_inside],
         (ends + shift)[is_inside],
-        (placed.is_sure & is_whole)[is_inside],
+        (placed.is_sure & (is_whole | (is_spaced & (placed.ends <= end))))[is_inside],
         (placed.is_own & is_whole)[is_inside],
     )
+
+
+def _follows_space(text: str, starts: Ints) -> npt.NDArray[np.bool_]:
+    return np.array([start > 0 and text[start - 1] == " " for start in starts.tolist()], np.bool_)
 
 
 def _scored(spans: Spans, student: npt.NDArray[np.bool_], teacher: npt.NDArray[np.bool_]) -> Spans:
