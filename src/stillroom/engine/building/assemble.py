@@ -54,14 +54,7 @@ def build_run(
     """
     parallel = parallel or Parallel()
     torch.manual_seed(config.train.seed)
-    corpus = models.corpus or open_data(
-        config.data,
-        models.tokenizer,
-        tell=lambda text: log.write("note", text=text),
-        teacher_tokenizer=models.teacher_tokenizer,
-    )
-    for text in check_rows(models, corpus):
-        log.write("note", text=text)
+    corpus = open_corpus(config, models, log)
     loader = make_loader(config, corpus, parallel)
     if len(config.data.sources) > 1 and config.train.gradient_accumulation_steps * parallel.size == 1:
         text = "each step learns from one source: train.gradient_accumulation_steps above 1 mixes them within a step"
@@ -104,6 +97,19 @@ def build_run(
         lock=lock,
         vocabularies=models.vocabularies,
     )
+
+
+def open_corpus(config: Config, models: Models, log: EventLog) -> Corpus:
+    """The data in the tokens of both models. Raise if a model cannot read its rows."""
+    corpus = models.corpus or open_data(
+        config.data,
+        models.tokenizer,
+        tell=lambda text: log.write("note", text=text),
+        teacher_tokenizer=models.teacher_tokenizer,
+    )
+    for text in check_rows(models, corpus):
+        log.write("note", text=text)
+    return corpus
 
 
 def build_teacher(

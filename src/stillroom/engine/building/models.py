@@ -75,13 +75,12 @@ def load_models(
     is_paired = reads_its_own_tokens(config)
     is_cut = config.student.init == "shrink"
     has_own_tokenizer = not is_cut and has_tokenizer(config.student, config.student.model)
-    teacher_tokenizer = None
+    kept = teacher = corpus = teacher_tokenizer = None
     if (uses_teacher and not uses_cache(config)) or not has_own_tokenizer:
         teacher_tokenizer = load_tokenizer(config.teacher, config.teacher.model)
     tokenizer = load_tokenizer(config.student, config.student.model) if has_own_tokenizer else teacher_tokenizer
     if not has_own_tokenizer:
         notes.append("the student brings no tokenizer: it takes the teacher's")
-    kept = teacher = corpus = None
     dtype = teacher_dtype(config, device)
     cache = cache_folder(config, folder, tokenizer, dtype) if uses_cache(config) else None
     is_stored = cache is not None and (config.teacher.cache != AUTO or is_there(cache))
