@@ -4,6 +4,7 @@
     PYTHONPATH=src .venv-bench/bin/python benchmarks/training/bench_training.py memory     # peak resident memory
     PYTHONPATH=src .venv-bench/bin/python benchmarks/training/bench_training.py scaling    # is the cost linear?
     PYTHONPATH=src .venv-bench/bin/python benchmarks/training/bench_training.py target     # seconds to a held-out loss
+    PYTHONPATH=src .venv-bench/bin/python benchmarks/training/bench_training.py target_cached   # and with a cache
 
 Each writes results/<name>.json; draw.py makes the tables and plots. Nothing else should run meanwhile.
 """
@@ -183,10 +184,16 @@ def main() -> None:
     if sys.argv[1] in ("peak", "serve"):
         {"peak": peak, "serve": serve}[sys.argv[1]](sys.argv[2], sys.argv[3])
         return
-    from target import bench_target
+    from target import bench_cached_target, bench_target
 
     torch.set_num_threads(torch.get_num_threads())
-    jobs = {"steps": bench_steps, "memory": bench_memory, "scaling": bench_scaling, "target": bench_target}
+    jobs = {
+        "steps": bench_steps,
+        "memory": bench_memory,
+        "scaling": bench_scaling,
+        "target": bench_target,
+        "target_cached": bench_cached_target,
+    }
     name = sys.argv[1]
     busy = busy_processes()
     started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

@@ -24,6 +24,7 @@ class Size:
     teacher_width: int = 512
     student_layers: int = 4
     student_width: int = 256
+    is_tied: bool = False
 
     @property
     def tokens(self) -> int:
@@ -39,7 +40,7 @@ def _model(layers: int, width: int, size: Size) -> Any:
         num_attention_heads=width // 64,
         num_key_value_heads=width // 64,
         max_position_embeddings=max(1024, size.length),
-        tie_word_embeddings=False,
+        tie_word_embeddings=size.is_tied,
         bos_token_id=0,
         eos_token_id=0,
         pad_token_id=1,

@@ -53,7 +53,7 @@ def test_the_command_writes_tells_and_is_done_at_once_the_second_time(
     said = capsys.readouterr().out
     for word in ("tokens/s", "MB", "minutes left", "8 likeliest tokens exactly and 12 drawn", "bytes a position"):
         assert word in said
-    monkeypatch.setattr(caching, "open_teacher", lambda *_: pytest.fail("the teacher was loaded for nothing"))
+    monkeypatch.setattr(caching, "open_live", lambda *_: pytest.fail("the teacher was loaded for nothing"))
     assert ended(words(small, tmp_path / "cache", "--json")) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["rows"] == told["rows_of_the_data"] == Cache(tmp_path / "cache").num_rows

@@ -362,7 +362,7 @@ def test_saving_waits_until_it_takes_no_more_than_its_share() -> None:
 
 
 def test_libraries_that_are_loaded_on_the_way_print_nothing(tmp_path: Path) -> None:
-    """transformers imports torchao where it is installed; both log about cards and Python versions that are not ours."""
+    """Where torchao is installed transformers imports it; both log about cards and versions that are not ours."""
     code = (
         "import sys, logging; from stillroom.cli import main\n"
         "try: main(['presets', 'base'])\n"

@@ -31,6 +31,7 @@ SHORT = {
 _ROUTER = {"teacher.router.probe_steps": 1, "teacher.router.force": True, "teacher.router.every": 1}
 _OFFLOAD = ("types.py", "teachers/offload.py")
 EXPERTS = "transformers/integrations/moe.py"  # reads how many tokens each expert has, on cards below sm_80
+_LORA = {"student.adapter.rank": 2}
 _FOUR = {"feature": 0.1, "layerwise": 0.1, "attention": 0.1, "contrastive": 0.1}
 
 
@@ -63,11 +64,15 @@ CASES: dict[str, Case] = {
     "fp32 teacher": Case({"teacher.dtype": "float32"}),
     "shared heads": Case(world="grouped"),
     "shrink": Case({"student.init": "shrink", "student.shrink.layers": 1}),
+    "adapter": Case({**_LORA, "eval.samples": 1, "eval.sample_tokens": 2, "student.adapter.dropout": 0.1}),
+    "adapter in halves": Case({**_LORA, "precision.mode": "fp16-master", "student.adapter.kind": "dora"}),
+    "adapter in fp32": Case({**_LORA, "precision.mode": "fp32", "student.adapter.base_dtype": "float16"}),
     "offload": Case({"teacher.placement": "offload", "eval.samples": 1, "eval.sample_tokens": 2}, copies_from=_OFFLOAD),
     "offload fp32": Case(
         {"teacher.placement": "offload", "precision.mode": "fp32", "train.gradient_accumulation_steps": 2},
         copies_from=_OFFLOAD,
     ),
+    "stream": Case({"teacher.placement": "stream"}, copies_from=("types.py", "teachers/streamed.py")),
     "router truth": _router("truth"),
     "router sar": _router("sar"),
     "router sar-joint": _router("sar-joint"),

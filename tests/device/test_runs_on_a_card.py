@@ -110,7 +110,7 @@ def test_every_precision_trains_with_one_read_a_step(on_cuda: Ask) -> None:
 
 def test_every_objective_and_placement_keeps_to_the_plan(on_cuda: Ask) -> None:
     runs = ["auto", "inner", "top-k", "labels alone", "jsd", "recomputed", "fp32 teacher", "shared heads", "shrink"]
-    answers = on_cuda([*runs, "offload", "offload fp32"])
+    answers = on_cuda([*runs, "offload", "offload fp32", "stream"])
     check(answers)
     assert set(answers["shared heads"]["steps"][-1]["attention"]) == {"float16 gqa=False"}, "below sm_80"
     near, far = answers["auto"]["steps"][-1], answers["offload"]["steps"][-1]
@@ -118,6 +118,20 @@ def test_every_objective_and_placement_keeps_to_the_plan(on_cuda: Ask) -> None:
     assert far["pinned_in"] == near["live"] - far["live"] > 0, "each step brings what is not kept, from pinned memory"
     twice = answers["offload fp32"]["steps"][-1]
     assert twice["pinned_in"] == 2 * far["pinned_in"], "once for each micro-batch"
+    streamed = answers["stream"]["steps"][-1]
+    assert last_loss(answers["stream"]) == last_loss(answers["auto"]), "the same teacher"
+    assert 0 < streamed["pinned_in"] == near["live"] - streamed["live"] < far["pinned_in"], "its layers alone"
+
+
+def test_an_adapter_keeps_to_the_plan_and_is_merged_off_the_card(on_cuda: Ask) -> None:
+    answers = on_cuda(["adapter", "adapter in halves", "adapter in fp32", "fp16-mixed"])
+    check(answers)
+    for name, told in answers.items():
+        is_merged = any("logits differ by" in note for note in told["notes"])
+        assert told["status"] == "done" and is_merged is name.startswith("adapter"), name
+    assert answers["adapter"]["precision"] == "fp16-mixed"
+    held, whole = answers["adapter"]["steps"][-1]["live"], answers["fp16-mixed"]["steps"][-1]["live"]
+    assert held < 0.75 * whole, "the base has neither gradients nor moments, and its matrices are FP16"
 
 
 def test_every_router_mode_keeps_to_the_plan(on_cuda: Ask) -> None:

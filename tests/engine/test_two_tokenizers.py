@@ -101,6 +101,7 @@ def test_another_vocabulary_is_refused_by_token_objectives_with_the_preset_as_ad
         ({"objectives__feature__weight": 0.5}, "feature compare token by token"),
         ({"teacher__cache": "answers"}, "teacher.cache does not go with that"),
         ({"teacher__signal__kind": "top_k"}, "teacher.signal.kind does not go with that"),
+        ({"teacher__quantisation": "int8"}, "teacher.quantisation does not go with that"),
         ({"teacher__router__mode": "sar"}, "teacher.router.mode does not go with that"),
         ({"student__init": "shrink", "student__shrink__layers": 1}, "student.init does not go with that"),
         ({"data__min_coverage": 1.0, "data__train": "odd"}, "of the text as the same bytes"),

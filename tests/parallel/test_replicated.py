@@ -144,3 +144,16 @@ def test_a_fault_in_one_process_is_judged_alike_by_both(world: Path, tmp_path: P
     rows = losses(tmp_path / "run", "micro_batch_rows")
     assert rows[0] == 2 * rows[1] == 2 * rows[-1], "memory that runs out in one process makes both take smaller parts"
     assert torch.isfinite(weights(tmp_path / "run")).all()
+
+
+def test_two_processes_train_the_adapter_that_one_trains(world: Path, tmp_path: Path) -> None:
+    over = {"student__adapter__rank": 2, "train__max_steps": 4}
+    both = launched(arguments(world, tmp_path / "two", **over))
+    assert both.returncode == 0, both.stderr[-3000:]
+    config = load_config(overrides=settings(world, **over, train__gradient_accumulation_steps=2))
+    distill(config, tmp_path / "one", device="cpu")
+    expected, found = losses(tmp_path / "one", "grad_norm"), losses(tmp_path / "two", "grad_norm")
+    assert max(abs(a / b - 1) for a, b in zip(found, expected, strict=True)) < 1e-5
+    adapters = [load_file(tmp_path / run / "student/adapter/adapter_model.safetensors") for run in ("one", "two")]
+    for name, tensor in adapters[0].items():
+        assert torch.allclose(tensor, adapters[1][name], atol=1e-5), name

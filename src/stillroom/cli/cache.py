@@ -13,6 +13,7 @@ from stillroom.config import load, parse_assignments
 from stillroom.errors import ConfigError
 
 if TYPE_CHECKING:
+    from stillroom.config.load import Loaded
     from stillroom.teachers.cache.writer import Progress
 
 _EVERY_SECONDS = 5.0
@@ -59,24 +60,23 @@ def cache(
     overrides |= parse_assignments(set_ or [])
     overrides["teacher.cache"] = None
     loaded = load(Path(what) if what else None, preset=preset, overrides=overrides)
-    from stillroom.engine.caching import check_config, import_cache, make_cache
-
     if import_ is not None:
+        from stillroom.engine.caching import import_cache
+
         _print(import_cache(loaded.config, out, import_, format_), as_json=as_json)
         return
+    limits = {"device": device, "max_minutes": max_minutes, "temperatures": temperature or ()}
+    _store(loaded, out, limits, as_json=as_json)
+
+
+def _store(loaded: Loaded, out: Path, limits: dict[str, Any], *, as_json: bool) -> None:
+    from stillroom.engine.caching import check_config, make_cache
+
     check_config(loaded.config)
     tell = _Teller(is_quiet=as_json)
     for note in loaded.notes:
         tell.note(note)
-    result = make_cache(
-        loaded.config,
-        out,
-        device=device,
-        max_minutes=max_minutes,
-        temperatures=temperature or (),
-        tell=tell.note,
-        on_progress=tell.progress,
-    )
+    result = make_cache(loaded.config, out, tell=tell.note, on_progress=tell.progress, **limits)
     _print(result, as_json=as_json)
     for other in () if as_json else result["beside"]:
         _print(other, as_json=False)

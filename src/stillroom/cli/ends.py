@@ -39,7 +39,7 @@ def _is_error(record: logging.LogRecord) -> bool:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run a command. Print an explanation of any error, and exit with its code."""
-    threads.spin_briefly()  # no command has loaded torch yet
+    threads.choose_waiting()  # no command has loaded torch yet
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its warnings would interleave with our log
     for name in _NOISY_WHEN_IMPORTED:
         logging.getLogger(name).addFilter(_is_error)

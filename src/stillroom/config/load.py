@@ -12,7 +12,8 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -251,7 +252,7 @@ def _is_type(part: str) -> bool:
 
 def all_keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
     for name, info in model.model_fields.items():
-        kind = info.annotation
+        kind = _section_of(info.annotation)
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             yield from all_keys(kind, f"{prefix}{name}.")
         else:
@@ -261,6 +262,12 @@ def all_keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]
         for name in (name for name in OBJECTIVES.names() if name not in model.model_fields):
             # An entry point that was not imported yields its name alone: composing a message imports nothing.
             yield from all_keys(loaded[name].section, f"{prefix}{name}.") if name in loaded else (f"{prefix}{name}",)
+
+
+def _section_of(annotation: Any) -> Any:
+    """The section of a field that may also be none; any other annotation as it is."""
+    kinds = get_args(annotation)
+    return kinds[0] if len(kinds) == 2 and kinds[1] is NoneType else annotation
 
 
 def nearest_key(key: str) -> str | None:

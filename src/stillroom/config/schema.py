@@ -10,100 +10,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from stillroom.config.adapter import AdapterConfig
 from stillroom.config.data import DataConfig as DataConfig
 from stillroom.config.objectives import ObjectivesConfig
 from stillroom.config.sections import Section
-from stillroom.config.signal import SignalConfig
+from stillroom.config.teacher import ModelSection as ModelSection
+from stillroom.config.teacher import RouterConfig as RouterConfig
+from stillroom.config.teacher import TeacherConfig as TeacherConfig
 from stillroom.config.train import TrainConfig
 
 PrecisionMode = Literal["auto", "fp32", "bf16-mixed", "fp16-mixed", "fp16-master", "fp16-split", "fp16-sr"]
-
-
-class ModelSection(Section):
-    revision: str | None = Field(None, description="commit of a hub model; required with trust_remote_code")
-    trust_remote_code: bool = Field(False, description="run code that comes with this model; needs a pinned revision")
-
-    @model_validator(mode="after")
-    def _pinned(self) -> ModelSection:
-        if self.trust_remote_code and not (self.revision and len(self.revision) == 40):
-            raise ValueError("trust_remote_code needs `revision` set to a 40-digit commit, so that the code is pinned")
-        return self
-
-
-RouterMode = Literal[
-    "frozen", "all-experts", "knowledge-augmentation", "truth", "sar", "sar-joint", "sar-transient", "sar-meta"
-]
-
-
-class RouterConfig(Section):
-    """The gates of a mixture-of-experts teacher."""
-
-    mode: RouterMode = Field(
-        "frozen",
-        description="frozen: the teacher as it is; all-experts, knowledge-augmentation: other experts answer; truth: "
-        "gates tuned on the labels; sar: on labels and student in turn; sar-joint: in one backward with the student; "
-        "sar-transient and sar-meta are experimental",
-    )
-    patterns: tuple[str, ...] = Field((), description="names of the gate modules, with *; empty: found by structure")
-    truth_weight: Annotated[float, Field(ge=0)] = Field(
-        1.0, description="cross-entropy of the teacher on the labels: what keeps it a teacher"
-    )
-    student_weight: float = Field(
-        0.1, description="KL(teacher || student): pulls the teacher to the student; below 0 pushes it away"
-    )
-    anchor_weight: Annotated[float, Field(ge=0)] = Field(
-        1.0, description="KL(original teacher || teacher); costs one more teacher forward when above 0"
-    )
-    load_balance_weight: Annotated[float, Field(ge=0)] = Field(0.0, description="keeps the experts evenly used")
-    entropy_weight: Annotated[float, Field(ge=0)] = Field(0.0, description="rewards gates that stay undecided")
-    every: Annotated[int, Field(ge=1)] = Field(2, description="student steps between router steps")
-    gradient_checkpointing: bool = Field(False, description="recompute the teacher's layers in its backward")
-    augmentation_passes: Annotated[int, Field(ge=1)] = Field(2, description="teacher passes of knowledge-augmentation")
-    augmentation_lambda: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.05, description="share of tokens whose experts are drawn instead of chosen in knowledge-augmentation"
-    )
-    offset_bound: Annotated[float, Field(gt=0)] = Field(
-        0.5, description="length of a token's gate offset in sar-transient, in gate logits"
-    )
-    max_degradation: Annotated[float, Field(gt=0)] = Field(
-        0.02, description="nats the teacher's held-out loss may rise before its gates are restored and frozen"
-    )
-    probe_steps: Annotated[int, Field(ge=0)] = Field(
-        0, description="router steps on the labels alone before the run, to see whether training is worthwhile; 0: none"
-    )
-    probe_threshold: Annotated[float, Field(ge=0)] = Field(
-        0.01, description="nats the teacher's held-out loss must fall in the probe for the router to be trained"
-    )
-    force: bool = Field(False, description="train the router whatever the probe found")
-
-
-class TeacherConfig(ModelSection):
-    model: str = Field(
-        "builtin:teacher", description="folder, hub id, LoRA adapter folder, builtin:teacher or builtin:moe-teacher"
-    )
-    dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
-        "auto", description="storage of the teacher's weights; auto: float32 on CPU, float16 on a GPU"
-    )
-    placement: Literal["device", "offload"] = Field(
-        "device", description="offload: weights live in main memory and visit the device while they answer"
-    )
-    cache: str | None = Field(
-        None,
-        description="folder written by `stillroom cache`: the teacher is then not loaded. auto: a folder beside the "
-        "run's, written on first use",
-    )
-    signal: SignalConfig = Field(default_factory=SignalConfig)
-    router: RouterConfig = Field(default_factory=RouterConfig)
-
-    @model_validator(mode="after")
-    def _live_gates(self) -> TeacherConfig:
-        if self.cache and self.router.mode != "frozen":
-            raise ValueError(f"teacher.router.mode {self.router.mode} needs a live teacher: leave teacher.cache out")
-        if self.signal.kind not in ("auto", "dense") and self.router.mode != "frozen":
-            raise ValueError(f"teacher.router.mode {self.router.mode} needs teacher.signal.kind = 'dense'")
-        if self.cache and self.signal.kind == "dense":
-            raise ValueError("a cache holds no dense answers: leave teacher.signal.kind out, or teacher.cache")
-        return self
 
 
 class ShrinkConfig(Section):
@@ -140,6 +56,9 @@ class StudentConfig(ModelSection):
     )
     shrink: ShrinkConfig = Field(default_factory=ShrinkConfig)
     gradient_checkpointing: bool = Field(False, description="trade a third more compute for activation memory")
+    adapter: AdapterConfig | None = Field(
+        None, description="train an adapter and leave the student's own weights alone"
+    )
 
     @model_validator(mode="after")
     def _shrink_needs_init(self) -> StudentConfig:
@@ -276,6 +195,11 @@ class Config(Section):
             )
         if inner and self.teacher.signal.kind not in ("auto", "dense"):
             raise ValueError(f"{' and '.join(inner)} look inside the teacher: set teacher.signal.kind = 'dense'")
+        if self.student.init == "shrink" and self.teacher.placement == "stream":
+            raise ValueError(
+                "student.init = 'shrink' cuts the student from the whole teacher: set teacher.placement = 'device' or "
+                "'offload'"
+            )
         if self.train.warmup_steps and self.train.max_steps and self.train.warmup_steps >= self.train.max_steps:
             raise ValueError(
                 f"train.warmup_steps {self.train.warmup_steps} leaves nothing of train.max_steps {self.train.max_steps}"

@@ -24,7 +24,6 @@ from stillroom.models import (
     has_tokenizer,
     load_student,
     load_tokenizer,
-    open_teacher,
     vocabulary_hash,
 )
 from stillroom.teachers.cache.importing import match_rows, num_kept, read_answers
@@ -32,6 +31,8 @@ from stillroom.teachers.cache.manifest import Manifest, is_there, read_manifest
 from stillroom.teachers.cache.plan import plan_shards
 from stillroom.teachers.cache.reader import Cache, damaged_shards
 from stillroom.teachers.cache.writer import Progress, commit_shard, missing_rows, open_store, pack_shard
+from stillroom.teachers.make import open_live
+from stillroom.teachers.quantised import check_quantisation
 from stillroom.teachers.signals import SignalSpec
 from stillroom.teachers.sparse import describe
 
@@ -58,6 +59,7 @@ def make_cache(
     with stop.on_signals():
         with stop.while_loading():
             where = find_device(device)
+            check_quantisation(config.teacher, where)
             tokenizer = _tokenizer(config)
             corpus = open_data(config.data, tokenizer)
             needed = required_rows(config, corpus)
@@ -110,7 +112,7 @@ def _tokenizer(config: Config) -> Any:
 def _open(config: Config, dtype: torch.dtype, tokenizer: Any) -> tuple[LoadedModel, int]:
     """The teacher, and the vocabulary that it shares with the student of the configuration."""
     own = load_tokenizer(config.teacher, config.teacher.model)
-    teacher = open_teacher(config.teacher, dtype, own)
+    teacher = open_live(config.teacher, dtype, own)
     if config.student.init == "shrink":
         return teacher, teacher.anatomy.vocab_rows
     student, _notes = load_student(config.student, seed=config.train.seed)

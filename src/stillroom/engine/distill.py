@@ -173,7 +173,8 @@ def _before(run: Run, state: RunState) -> dict[str, Any]:
     before: dict[str, Any] = {}
     teacher = run.teacher.as_model()
     if teacher is not None:
-        before["teacher"] = run.teacher.comparable(summary_row(_evaluate_teacher(run, state, teacher), teacher.model))
+        row = summary_row(_evaluate_teacher(run, state, teacher), anatomy_of(teacher.model).num_parameters)
+        before["teacher"] = run.teacher.comparable(row)
         if not _is_number(before["teacher"]["bits_per_byte"]):
             raise BrokenAtStart(
                 "the teacher's held-out loss is not finite",
@@ -189,7 +190,7 @@ def _before(run: Run, state: RunState) -> dict[str, Any]:
             where=run.config.student.model,
             advice=["check the model folder", "or start from random weights: --set student.init=random"],
         )
-    before["student_before"] = summary_row(student, run.student.model)
+    before["student_before"] = summary_row(student, run.num_student_parameters)
     judge_student(run, state, student)  # the student before training is a candidate for the best
     notes = doubts(run, student.perplexity)
     if run.config.student.init == "shrink":
@@ -213,7 +214,7 @@ def _is_number(value: float) -> bool:
 
 
 def _announce(run: Run, models: Models, notes: tuple[str, ...], saved: Saved | None) -> None:
-    config = run.config
+    config, teacher = run.config, models.loaded_teacher
     run.log.write(
         "run_start",
         run=run.folder.name,
@@ -229,8 +230,8 @@ def _announce(run: Run, models: Models, notes: tuple[str, ...], saved: Saved | N
             "warmup_steps": run.schedule.num_warmup,
             "learning_rate": config.train.learning_rate,
         },
-        teacher={"name": config.teacher.model, **anatomy_of(models.teacher).to_dict()} if models.teacher else None,
-        student={"name": student_name(config), **anatomy_of(models.student).to_dict()},
+        teacher={"name": config.teacher.model, **teacher.anatomy.to_dict()} if teacher else None,
+        student={"name": student_name(config), **models.loaded_student.anatomy.to_dict(), "trained": run.num_trained},
         data={**run.corpus.counters, "notes": list(run.corpus.notes)},
     )
     for text in (*notes, *threads.notes(), *models.notes, *run.teacher.notes, *run.mix.notes(run.device.type)):

@@ -76,13 +76,16 @@ class Injector(Hooks):
             _die()
         embedding = run.student.model.get_input_embeddings().weight
         head = run.student.model.get_output_embeddings().weight
-        matrices = [p for p in run.student.model.parameters() if p.ndim >= 2]
+        matrices = [p for p in run.student.model.parameters() if p.ndim >= 2 and p.requires_grad]
         matrix = [p for p in matrices if p is not embedding and p is not head][-1]
         with torch.no_grad():
             if self.strikes("nan_weight"):
                 matrix.view(-1)[matrix.numel() // 2] = float("nan")
             if self.strikes("nan_embedding"):
-                embedding.view(-1)[-1] = float("nan")
+                if embedding.requires_grad:
+                    embedding.view(-1)[-1] = float("nan")
+                else:
+                    self.tell("nan_embedding did nothing: the embedding is frozen under an adapter")
             if self.strikes("huge_weight"):
                 matrix.view(-1)[:8] = 3e4
             if self.strikes("nan_moment"):

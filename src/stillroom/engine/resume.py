@@ -58,6 +58,20 @@ def _check_processes(saved: Saved, num_processes: int, folder: Path) -> None:
         )
 
 
+def _check_base(saved: Saved, run: Run) -> None:
+    """Raise if the weights under an adapter are not those it was trained on: no checkpoint holds them."""
+    begun, here = saved.scalars.get("base"), run.adapter.base_identity if run.adapter else None
+    if begun != here:
+        raise CheckpointUnusable(
+            f"the weights under the adapter are not those the run began with: their hash was {begun} and is {here}",
+            where=run.config.student.model,
+            advice=[
+                "put the student's model back as it was",
+                "begin again with the present one: another folder with --out",
+            ],
+        )
+
+
 def precision_of(saved: Saved | None) -> str:
     """The mode a checkpoint was written in: it belongs to the run, whatever `auto` would choose on this device."""
     return str(saved.scalars["precision"]["mode"]) if saved is not None else ""
@@ -77,6 +91,7 @@ def moved_device(saved: Saved, run: Run) -> str:
 def restore_checkpoint(run: Run, state: RunState, saved: Saved) -> None:
     """Restore a checkpoint into a run built from the same configuration."""
     _check_processes(saved, run.parallel.size, run.folder)
+    _check_base(saved, run)
     try:
         restore(run, state, saved)
     except (ValueError, KeyError, TypeError, RuntimeError) as error:

@@ -18,6 +18,7 @@ from stillroom.engine.state import RunState
 from stillroom.errors import CannotSave
 from stillroom.guard import Guard
 from stillroom.models import Student
+from stillroom.models.adapter.attach import Adapter
 from stillroom.objectives.mix import Mix
 from stillroom.parallel import Parallel
 from stillroom.precision import AdamW, Precision
@@ -61,6 +62,18 @@ class Run:
     parallel: Parallel = field(default_factory=Parallel)
     vocabularies: dict[str, str] = field(default_factory=dict)  # hash of each model's table of tokens
     lock: FolderLock | None = None  # of the process that writes
+    adapter: Adapter | None = None  # in the student, where that is what is trained
+
+    @property
+    def num_trained(self) -> int:
+        """Parameters of the student that are trained."""
+        return sum(cell.parameter.numel() for cell in self.optimizer.cells["student"])
+
+    @property
+    def num_student_parameters(self) -> int:
+        """Of the student that is written: an adapter is merged into it."""
+        held: int = sum(parameter.numel() for parameter in self.student.model.parameters())
+        return held - (self.adapter.num_trained if self.adapter else 0)
 
     def check_folder(self) -> None:
         """Raise if the folder was deleted or replaced, before anything is saved into it."""

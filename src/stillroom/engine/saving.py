@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import torch
 
@@ -11,7 +12,11 @@ from stillroom.engine.run import Run
 from stillroom.engine.state import RunState, capture, history, weights_of
 from stillroom.errors import CannotSave, StillroomError
 from stillroom.files import is_disk_full, reason_of, replaced_folder
+from stillroom.models.adapter.merge import save_merged
 from stillroom.models.load.quiet import quiet_transformers
+
+_COMPARED_ROWS = 2  # of training text, that a merged student is compared with the trained one on
+_COMPARED_LENGTH = 128
 
 
 def save_checkpoint(run: Run, state: RunState) -> None:
@@ -73,8 +78,10 @@ def save_student(run: Run) -> None:
         run.check_folder()
         try:
             with quiet_transformers(), replaced_folder(run.folder / "student") as folder:
-                run.student.model.save_pretrained(folder)
+                note = _write_student(run, folder)
                 run.tokenizer.save_pretrained(folder)
+            if note:
+                run.log.write("note", text=note)
             return
         except StillroomError:
             raise
@@ -90,6 +97,15 @@ def save_student(run: Run) -> None:
                 ) from error
             run.log.write("note", text="the disk is full: older checkpoints are removed to save the student")
             run.checkpoints.prune(keep=1)
+
+
+def _write_student(run: Run, folder: Path) -> str:
+    """Write the weights: an adapter merged, and itself beside them. Return what is to be said of that."""
+    if run.adapter is None:
+        run.student.model.save_pretrained(folder)
+        return ""
+    ids = run.canary().input_ids[:_COMPARED_ROWS, :_COMPARED_LENGTH]
+    return save_merged(run.adapter, folder, ids)
 
 
 @torch.no_grad()

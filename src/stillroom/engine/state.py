@@ -108,9 +108,12 @@ _HISTORY = (
 
 
 def weights_of(model: Any) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name; a tied tensor once."""
-    weights = {name: parameter.data for name, parameter in model.named_parameters()}
-    known = {tensor.data_ptr() for tensor in weights.values()}
+    """Trained parameters and persistent buffers by name; a tied tensor once.
+
+    Frozen parameters never change, so nothing that is kept or saved holds them.
+    """
+    weights = {name: parameter.data for name, parameter in model.named_parameters() if parameter.requires_grad}
+    known = {parameter.data_ptr() for parameter in model.parameters()}
     for name, tensor in model.state_dict().items():
         if name not in weights and tensor.data_ptr() not in known:
             weights[name] = tensor
@@ -146,6 +149,7 @@ def capture(run: Run, state: RunState) -> Saved:
         "before": strict(state.before),  # a yardstick may be infinite, which JSON cannot store
         "events": run.log.position,
         "processes": run.parallel.size,
+        "base": run.adapter.base_identity if run.adapter else None,  # the frozen weights are not in the checkpoint
         "canary": state.canary_reference if math.isfinite(state.canary_reference) else None,
         "canary_best": state.canary_best if math.isfinite(state.canary_best) else None,
         _TEACHER: run.teacher.state_dict() or None,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw as adamw_update
 
 from stillroom.precision import rounding
-from stillroom.precision.storage import Moment, Storage, in_fp32
+from stillroom.precision.storage import Direct, Moment, Storage, in_fp32
 
 _SCRATCH_BYTES = 1 << 27
 COUNTS = "num_updates"  # in a checkpoint: the updates of each parameter, in the order of the groups
@@ -29,6 +29,7 @@ class ParameterGroup:
     name: str
     learning_rate: float
     parameters: tuple[tuple[str, nn.Parameter], ...]
+    in_fp32: bool = False  # in every precision: the matrices of an adapter, projectors
 
 
 @dataclass
@@ -94,6 +95,7 @@ class AdamW:
         self.seed = seed
         self.num_updates = 0
         self.rates = {group.name: group.learning_rate for group in groups}
+        self.fp32_groups = frozenset(group.name for group in groups if group.in_fp32)
         first = next(parameter for group in groups for _name, parameter in group.parameters)
         self._generator = torch.Generator(device=first.device)
         # A parameter that no batch used so far has had no update: counted with the others, its first would be 0.45 of
@@ -105,7 +107,7 @@ class AdamW:
         for group in groups:
             self.cells[group.name] = []
             for name, parameter in group.parameters:
-                storage = store(name, parameter)
+                storage: Storage = Direct(parameter) if group.in_fp32 else store(name, parameter)
                 # Biases and norm weights are not decayed: pulling a gain towards zero is not regularisation.
                 decay = weight_decay if parameter.ndim >= 2 else 0.0
                 first_moment, second_moment = Moment(parameter, moment_dtype), Moment(parameter, moment_dtype)

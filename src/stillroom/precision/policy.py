@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from stillroom.config.schema import PrecisionConfig
 from stillroom.config.train import TrainConfig
+from stillroom.errors import ConfigError
 from stillroom.precision.adamw import AdamW, ParameterGroup
 from stillroom.precision.cpu_half_matmul import HalfProducts
 from stillroom.precision.scaler import LossScale
@@ -129,6 +130,21 @@ class Precision:
         if parameter.ndim < 2 or name.startswith("router."):
             return Master(parameter)
         return type(self).matrix_storage(parameter)
+
+    def frozen_storage(self, asked: str = "auto") -> torch.dtype:
+        """The dtype of matrices that are not trained: what was asked, or what is multiplied in.
+
+        With FP16 weights activations are FP16, so such a policy cannot have others beside them.
+        """
+        own = torch.float16 if self.keeps_half_weights else self.compute_dtype or torch.float32
+        dtype: torch.dtype = own if asked == "auto" else getattr(torch, asked)
+        if self.keeps_half_weights and dtype != own:
+            raise ConfigError(
+                f"{self.mode} computes with FP16 weights and cannot have a base in {asked}",
+                where="student.adapter.base_dtype",
+                advice=["--set student.adapter.base_dtype=float16", "--precision fp32", "--precision fp16-mixed"],
+            )
+        return dtype
 
     def plain(self) -> Precision:
         """FP32 on the same device: for models that this policy does not train."""

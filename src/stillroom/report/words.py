@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from stillroom.report.record import BASELINES, RunRecord
+from stillroom.report.record import BASELINES, RunRecord, mapping
 from stillroom.telemetry.reading import reading
 from stillroom.telemetry.wording import (
     as_number,
@@ -103,6 +103,10 @@ def facts(run: RunRecord) -> list[tuple[str, str]]:
     precision = run.start.get("precision")
     if isinstance(precision, dict) and precision.get("mode"):
         labelled.append(("precision", clean(precision["mode"])))
+    quantisation = mapping(summary, "teacher_quantisation") or next(iter(run.of("teacher_quantised")), {})
+    kl = as_number(quantisation.get("kl"))
+    if kl is not None:
+        labelled.append(("teacher in", f"{clean(quantisation.get('kind'))}, KL to full {kl:.2g}"))
     return labelled
 
 

@@ -51,6 +51,8 @@ class Teacher:
     notes: tuple[str, ...] = ()  # logged when the run begins
     num_exact: int = 0  # its likeliest tokens that lead each position of a sparse signal, in order; 0: not known
 
+    writes_text: bool = True  # whether `as_model` is fast enough to write a text token by token
+
     @property
     def gives_signals(self) -> bool:
         return self.kind != "none"

@@ -37,6 +37,7 @@ class FaultyTeacher(Teacher):
         self.inner = inner
         self.kind: SignalKind = inner.kind
         self.notes = inner.notes
+        self.writes_text = inner.writes_text
         self._strikes, self._tell = strikes, tell
         self._step = 0
 

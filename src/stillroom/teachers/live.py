@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from stillroom.models.student import last_hidden
 from stillroom.models.taps import tapped
 from stillroom.teachers.base import SignalKind, Teacher
 from stillroom.teachers.offload import Offloaded
+from stillroom.teachers.placement import Placement
 from stillroom.types import Batch, DenseSignal, Needs
 
 
@@ -33,16 +34,22 @@ class LiveTeacher(Teacher):
         offload: bool,
         is_described: bool,
         compiled: CompiledBody | None = None,
+        facts: Mapping[str, Any] | None = None,
+        stream: Placement | None = None,
     ) -> None:
+        """With `stream`, the network's layers come to the device by themselves."""
         self.model = model
+        self._facts = dict(facts or {})  # entries for the run's summary
         self._compiled = compiled
         self.vocab_size = vocab_size
         self.device = device
-        self.offload = offload
         self.is_described = is_described
         self._blocks = layers_if_any(model)
-        self._away = Offloaded(model, device)
-        if not offload:
+        self._placement = stream or (Offloaded(model, device) if offload else Placement())
+        self.writes_text = self._placement.writes_text
+        if not self.writes_text:
+            self.notes = ("the teacher writes no samples: each token would read all its layers",)
+        if stream is None and not offload:
             model.to(device)
 
     @torch.no_grad()
@@ -54,7 +61,7 @@ class LiveTeacher(Teacher):
         with self.at_work(), tapped(self._blocks, needs) as taps:
             compiled = None if torch.is_grad_enabled() or needs != Needs() else self._compiled
             hidden, head = last_hidden(self.model, batch, self.vocab_size, self.is_described, compiled)
-            if self.offload:
+            if self._placement.leaves:
                 # The head outlives the visit: the objectives need the copy on the device, not the model's parameter.
                 bias = head.bias.detach() if head.bias is not None else None
                 head = replace(head, weight=head.weight.detach(), bias=bias)
@@ -67,5 +74,8 @@ class LiveTeacher(Teacher):
     @contextmanager
     def at_work(self) -> Iterator[None]:
         """The weights are on the device in the body."""
-        with self._away.at_work() if self.offload else nullcontext():
+        with self._placement.at_work():
             yield
+
+    def summary(self) -> dict[str, Any]:
+        return {**self._facts, **self._placement.facts()}

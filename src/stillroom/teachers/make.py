@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from stillroom.config import Config
+from stillroom.config.schema import TeacherConfig
 from stillroom.curriculum import Curriculum
 from stillroom.errors import ConfigError
-from stillroom.models import LoadedModel
+from stillroom.models import LoadedModel, open_teacher
 from stillroom.models.compiled import CompiledBody
 from stillroom.models.routers import find_gates
 from stillroom.teachers.base import NO_TEACHER, Teacher
@@ -18,6 +19,7 @@ from stillroom.teachers.router.in_run import RunRouter, Surroundings
 from stillroom.teachers.router.teacher import TRAINING_MODES
 from stillroom.teachers.sparse import SparseTeacher
 from stillroom.teachers.spec import check_use, live_spec
+from stillroom.teachers.streamed import StreamedModel, open_streamed
 
 
 def make_teacher(
@@ -47,9 +49,19 @@ def make_teacher(
     return RunRouter(config, loaded, vocab_size, surroundings)
 
 
+def open_live(section: TeacherConfig, dtype: torch.dtype, tokenizer: Any = None) -> LoadedModel:
+    """Load a teacher as its placement wants it, and test it."""
+    if section.placement == "stream":
+        return open_streamed(section, dtype, tokenizer)
+    return open_teacher(section, dtype, tokenizer)
+
+
 def live_teacher(
     config: Config, loaded: LoadedModel, vocab_size: int, device: torch.device, compiled: Any = None
 ) -> LiveTeacher:
+    stream = loaded.stream if isinstance(loaded, StreamedModel) else None
+    if stream is not None:
+        stream.settle(device)
     return LiveTeacher(
         loaded.network,
         vocab_size=vocab_size,
@@ -57,6 +69,8 @@ def live_teacher(
         offload=config.teacher.placement == "offload",
         is_described=loaded.is_described,
         compiled=compiled,
+        facts=loaded.facts,
+        stream=stream,
     )
 
 

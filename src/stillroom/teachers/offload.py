@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stillroom.teachers.placement import Placement
+
 _HOME = torch.device("cpu")
 
 
@@ -22,13 +24,15 @@ class _Kept:
     version: int = 0
 
 
-class Offloaded:
+class Offloaded(Placement):
     """Weights come to the device for a visit and are never copied back: they do not change, so the copy is dropped.
 
     On CUDA the values at home are pinned: the copies are queued behind the work that is under way, and the program goes
     on. They come on the same stream, so that what the student's backward pass has freed is where they go: fetched
     earlier, beside that pass, they would need as much memory as a teacher that stays.
     """
+
+    leaves = True
 
     def __init__(self, network: Any, device: torch.device) -> None:
         self._network = network

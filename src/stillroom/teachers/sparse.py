@@ -32,7 +32,8 @@ class SparseTeacher(Teacher):
         self.spec = spec.within(live.vocab_size)
         self.kind: SignalKind = "sampled" if spec.is_sampled else "top-k"
         self.num_exact = self.spec.exact
-        self.notes = (f"the teacher answers live with {describe(self.spec)}", *notes)
+        self.writes_text = live.writes_text
+        self.notes = (f"the teacher answers live with {describe(self.spec)}", *live.notes, *notes)
         self.batch_tokens = 1 if live.device.type == "cpu" else _GPU_TOKENS
         self._whole: tuple[tuple[str, ...], DenseSignal] | None = None
         self._mass, self._positions = 0.0, 0
@@ -104,7 +105,7 @@ class SparseTeacher(Teacher):
 
     def summary(self) -> dict[str, Any]:
         mass = self._mass / self._positions if self._positions and self.spec.exact else None
-        return {"teacher_signal": {**self.spec.to_dict(), "mean_mass": mass}}
+        return {**self.live.summary(), "teacher_signal": {**self.spec.to_dict(), "mean_mass": mass}}
 
 
 def describe(spec: SignalSpec) -> str:

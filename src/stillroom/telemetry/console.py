@@ -242,6 +242,8 @@ class ConsoleView:
             case "first_forward":
                 self._temperature = as_number(event.get("temperature"))
                 return say.first_forward_lines(event)
+            case "teacher_quantised":
+                return [say.quantised_line(event)]
             case "note":
                 return [say.note_line(event)]
             case "eval":
@@ -289,7 +291,7 @@ def render_error(error: StillroomError, stream: TextIO | None = None) -> None:
     if error.where:
         parts += _labelled("where", error.where)
     for index, advice in enumerate(error.advice):
-        parts += _labelled("try" if index == 0 else "or", advice)
+        parts += _labelled("try" if index == 0 else "or", advice.removeprefix("or "))
     parts += ["", f"exit code {error.exit_code}"]
     out.write("\n".join(_encodable(part, out) for part in parts) + "\n")
     out.flush()

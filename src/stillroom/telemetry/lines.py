@@ -114,6 +114,16 @@ def _pairing_lines(event: Fields) -> list[str]:
     return lines
 
 
+def quantised_line(event: Fields) -> str:
+    """What quantising the teacher changed, and what it saved."""
+    sizes = [show(event, key, format_bytes) for key in ("full_bytes", "bytes")]
+    return (
+        f"teacher quantised to {clean(event.get('kind'))}: kl to the full teacher {show(event, 'kl', _short)}, at most "
+        f"{show(event, 'max_kl', _short)}, over {show(event, 'positions', format_count)} positions; "
+        f"{show(event, 'layers', format_count)} linear layers, {sizes[0]} to {sizes[1]}; its head is not quantised"
+    )
+
+
 def _shape(event: Fields, key: str) -> str:
     sizes = items(event, key)
     return f"[{', '.join(clean(size) for size in sizes)}]" if sizes else "-"

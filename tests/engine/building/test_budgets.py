@@ -41,18 +41,32 @@ def test_the_budget_is_what_the_ring_and_the_best_student_take(mode: str, moment
     config = load_config(overrides={**tiny.settings(Path()), **over})
     student, optimizer = parts(mode, moments)
     projector = optimizer.cells["projectors"][0].parameter
-    weights = sum(part.numel() * part.element_size() for part in student.parameters())
+    trained = [part for part in student.parameters() if part.requires_grad]  # a frozen one is in no snapshot
+    weights = sum(part.numel() * part.element_size() for part in trained)
     state = sum(part.numel() * part.element_size() for part in optimizer.tensors().values())
     num_copies = 4 if on_exhausted == "reset" else 3
     held = num_copies * (weights + state + 4 * projector.numel()) + weights
-    assert snapshot_bytes(config, mode, optimizer, student) == pytest.approx(held, rel=1e-3)
+    assert snapshot_bytes(config, mode, optimizer) == pytest.approx(held, rel=1e-3)
 
 
 def test_snapshots_go_to_the_disk_where_memory_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(overrides=tiny.settings(Path()))
-    student, optimizer = parts("fp32", "float32")
-    needed = snapshot_bytes(config, "fp32", optimizer, student)
+    _student, optimizer = parts("fp32", "float32")
+    needed = snapshot_bytes(config, "fp32", optimizer)
     store, log = CheckpointStore(tmp_path), SilentLog()
     for free, kind in ((int(needed / 0.4) + 10, SnapshotRing), (int(needed / 0.4) - 10, CheckpointSnapshots)):
         monkeypatch.setattr(psutil, "virtual_memory", lambda free=free: type("Memory", (), {"available": free}))
-        assert isinstance(make_snapshots(config, "fp32", optimizer, student, store, log, Parallel()), kind)
+        assert isinstance(make_snapshots(config, "fp32", optimizer, store, log, Parallel()), kind)
+
+
+@pytest.mark.parametrize("mode", list(POLICIES))
+def test_what_is_kept_in_fp32_in_every_mode_is_counted_so(mode: str) -> None:
+    """The matrices of an adapter: FP32 under every policy."""
+    config = load_config(overrides=tiny.settings(Path()))
+    matrix = torch.nn.Parameter(torch.ones(64, 64))
+    group = ParameterGroup("student", 1e-3, (("matrix", matrix),), in_fp32=True)
+    optimizer = resolve(mode).optimizer([group], config.train)
+    state = sum(part.numel() * part.element_size() for part in optimizer.tensors().values())
+    held = config.guard.snapshot_ring * (4 * matrix.numel() + state) + 4 * matrix.numel()
+    assert matrix.dtype == torch.float32
+    assert snapshot_bytes(config, mode, optimizer) == pytest.approx(held, rel=1e-3)

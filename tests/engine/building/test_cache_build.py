@@ -225,7 +225,7 @@ def test_rows_that_are_missing_are_counted_and_can_be_added(small: Path, tmp_pat
 def test_a_cache_of_other_data_is_refused(small: Path, tmp_path: Path) -> None:
     place = cache(small, tmp_path / "cache")
     other = tiny.save_text(tmp_path / "other.jsonl", count=40, seed=77)
-    refused(small, tmp_path / "run", "a cache of other data", teacher__cache=str(place), data__train=str(other))
+    assert refused(small, tmp_path / "run", "a cache of other data", teacher__cache=str(place), data__train=str(other))
 
 
 def test_a_cache_of_another_teacher_is_refused_with_what_differs(small: Path, tmp_path: Path) -> None:
@@ -235,21 +235,21 @@ def test_a_cache_of_another_teacher_is_refused_with_what_differs(small: Path, tm
     name = next(iter(weights))
     weights[name].view(-1)[0] += 1e-3
     save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
-    refused(small, tmp_path / "a", "teacher.weights is", teacher__cache=str(place), teacher__model=str(other))
+    assert refused(small, tmp_path / "a", "teacher.weights is", teacher__cache=str(place), teacher__model=str(other))
     over = {"teacher__cache": str(place), "teacher__dtype": "bfloat16"}
-    refused(small, tmp_path / "b", "teacher.dtype is float32 in the cache and bfloat16 here", **over)
+    assert refused(small, tmp_path / "b", "teacher.dtype is float32 in the cache and bfloat16 here", **over)
 
 
 def test_a_cache_at_another_temperature_or_of_another_signal_is_refused(small: Path, tmp_path: Path) -> None:
     place = cache(small, tmp_path / "cache")
     over = {"teacher__cache": str(place)}
-    refused(small, tmp_path / "a", "objectives.kd.temperature is 1.0 in the cache and 2.0 here", **over,
+    assert refused(small, tmp_path / "a", "objectives.kd.temperature is 1.0 in the cache and 2.0 here", **over,
             objectives__kd__temperature=2.0)  # fmt: skip
-    refused(small, tmp_path / "b", "teacher.signal.draws is 12 in the cache and 5 here", **over,
+    assert refused(small, tmp_path / "b", "teacher.signal.draws is 12 in the cache and 5 here", **over,
             teacher__signal__kind="hybrid", teacher__signal__draws=5)  # fmt: skip
-    refused(small, tmp_path / "c", "teacher.signal.kind is hybrid in the cache and top_k here", **over,
+    assert refused(small, tmp_path / "c", "teacher.signal.kind is hybrid in the cache and top_k here", **over,
             objectives__kd__top_k=32)  # fmt: skip
-    refused(small, tmp_path / "d", "reverse_kl cannot be estimated from sampled teacher answers", **over,
+    assert refused(small, tmp_path / "d", "reverse_kl cannot be estimated from sampled teacher answers", **over,
             objectives__kd__divergence="reverse_kl")  # fmt: skip
 
 
@@ -258,14 +258,14 @@ def test_a_cache_for_another_tokenizer_is_refused(small: Path, tmp_path: Path) -
     tiny.tokenizer(seed=5).save_pretrained(tmp_path / "words")
     other = Path(shutil.copytree(small / "student", tmp_path / "student"))
     tiny.tokenizer(vocab_size=300, seed=9).save_pretrained(other)
-    refused(small, tmp_path / "run", "another tokenizer", teacher__cache=str(place), student__model=str(other))
+    assert refused(small, tmp_path / "run", "another tokenizer", teacher__cache=str(place), student__model=str(other))
 
 
 def test_a_damaged_cache_ends_the_run_before_it_begins(small: Path, tmp_path: Path) -> None:
     place = cache(small, tmp_path / "cache")
     (path,) = (place / "shards").iterdir()
     path.write_bytes(path.read_bytes()[:-5])
-    refused(small, tmp_path / "run", path.name, "cut short", code=20, teacher__cache=str(place))
+    assert refused(small, tmp_path / "run", path.name, "cut short", code=20, teacher__cache=str(place))
 
 
 def test_a_folder_without_a_cache_is_refused_with_the_command_that_makes_one(small: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from stillroom.errors import ConfigError
 from stillroom.objectives import DenseTeacher, divergences, fused_head_loss, score_head
 from stillroom.objectives.divergences.base import Divergence
+from stillroom.objectives.head import multiply
 from stillroom.types import HeadWeights
 
 FORWARD_KL = divergences.make("forward_kl")
@@ -332,3 +333,23 @@ def test_vocabularies_of_different_size_are_refused_with_advice() -> None:
     with pytest.raises(ConfigError, match="teacher has 13 tokens, student 12") as error:
         run(replace(case, head=replace(case.head, vocab_size=12)))
     assert error.value.advice
+
+
+@every_member
+@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS.keys())
+def test_a_frozen_head_gets_no_gradient_and_hidden_states_keep_theirs(
+    member: Divergence, head: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under an adapter the head is frozen: the product for its weight is not made, and nothing else changes."""
+    case = make_case(3, 33, 101, widths=(16, 24), spread=0.6, dtype=torch.float32, **head)
+    ours, exact = case.copy(), case.copy(torch.float64)
+    bias = ours.head.bias
+    frozen = replace(ours.head, weight=ours.head.weight.detach(), bias=None if bias is None else bias.detach())
+    ours = replace(ours, head=frozen)
+    monkeypatch.setattr(multiply.WideMultiplier, "to_weight", None)  # an attempt to call it raises
+    run(ours, member, chunk_tokens=10).loss.backward()
+    kd, ce = reference_rows(exact, member, 2.0)
+    (0.7 * kd.sum() + 0.3 * ce.sum()).backward()
+    assert ours.head.weight.grad is None
+    bound = 1e-6 * (10 if member.name == "jsd" else 2)
+    assert relative_error(grads_of(ours)["hidden"], grads_of(exact)["hidden"]) < bound

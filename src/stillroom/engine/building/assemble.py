@@ -12,12 +12,14 @@ from stillroom.config import Config
 from stillroom.curriculum import Curriculum
 from stillroom.data import Corpus, Loader, open_data
 from stillroom.data.spans.common import Coverage
+from stillroom.engine.building.adapt_student import check_base, store_frozen
 from stillroom.engine.building.budgets import make_snapshots
 from stillroom.engine.building.cache_build import cached_teacher
 from stillroom.engine.building.compilation import compile_bodies
 from stillroom.engine.building.inner_build import make_objectives
 from stillroom.engine.building.models import Models, teacher_dtype
 from stillroom.engine.building.row_checks import check_rows
+from stillroom.engine.building.teacher_build import quantise_teacher
 from stillroom.engine.inject import make_hooks
 from stillroom.engine.run import Run, held_out_batches
 from stillroom.engine.run_folder.lock import FolderLock
@@ -54,13 +56,10 @@ def build_run(
     """
     parallel = parallel or Parallel()
     torch.manual_seed(config.train.seed)
-    corpus = open_corpus(config, models, log)
+    corpus = open_corpus(config, models, parallel, log)
     loader = make_loader(config, corpus, parallel)
-    if len(config.data.sources) > 1 and config.train.gradient_accumulation_steps * parallel.size == 1:
-        text = "each step learns from one source: train.gradient_accumulation_steps above 1 mixes them within a step"
-        log.write("note", text=text)
     precision = make_precision(config, models, device, begun_in)
-    models.student.to(device)
+    place_student(config, models, precision, parallel, log)
     both = models.student, models.teacher
     planned = make_objectives(config, *both, device, kept=models.kept_layers, matched=models.matched)
     optimizer = make_optimizer(models.student, precision, config, planned)
@@ -91,23 +90,29 @@ def build_run(
         guard=Guard(config.guard),
         log=log,
         checkpoints=checkpoints,
-        ring=make_snapshots(config, precision.mode, optimizer, models.student, checkpoints, log, parallel),
+        ring=make_snapshots(config, precision.mode, optimizer, checkpoints, log, parallel),
         hooks=hooks,
         parallel=parallel,
         lock=lock,
         vocabularies=models.vocabularies,
+        adapter=models.adapter,
     )
 
 
-def open_corpus(config: Config, models: Models, log: EventLog) -> Corpus:
-    """The data in the tokens of both models. Raise if a model cannot read its rows."""
+def open_corpus(config: Config, models: Models, parallel: Parallel, log: EventLog) -> Corpus:
+    """The data, opened unless choosing the models opened it. Log what a user should know about its rows."""
     corpus = models.corpus or open_data(
         config.data,
         models.tokenizer,
         tell=lambda text: log.write("note", text=text),
         teacher_tokenizer=models.teacher_tokenizer,
     )
-    for text in check_rows(models, corpus):
+    notes = check_rows(models, corpus)
+    if len(config.data.sources) > 1 and config.train.gradient_accumulation_steps * parallel.size == 1:
+        notes.append(
+            "each step learns from one source: train.gradient_accumulation_steps above 1 mixes them within a step"
+        )
+    for text in notes:
         log.write("note", text=text)
     return corpus
 
@@ -122,9 +127,8 @@ def build_teacher(
         live = live_teacher(config, models.loaded_teacher, own, device, compiled)
         return PairedTeacher(live, models.teacher_tokenizer, corpus.coverage or Coverage())
     if models.cache is None:
-        return make_teacher(
-            config, models.loaded_teacher, size, surroundings, num_processes=parallel.size, compiled=compiled
-        )
+        loaded = quantise_teacher(config, models.loaded_teacher, corpus.train, size, device, write=surroundings.write)
+        return make_teacher(config, loaded, size, surroundings, num_processes=parallel.size, compiled=compiled)
     return cached_teacher(
         config,
         models.cache,
@@ -144,6 +148,15 @@ def check_sparse(config: Config, teacher: Teacher, mix: Mix) -> None:
     temperature = config.objectives.kd.temperature
     if teacher.kind in ("top-k", "sampled") and isinstance(temperature, float):
         mix.check_signal("top-k" if teacher.kind == "top-k" else "sampled", temperature)
+
+
+def place_student(config: Config, models: Models, precision: Precision, parallel: Parallel, log: EventLog) -> None:
+    """Move the student to the device. What is frozen under an adapter is stored as the precision says before that."""
+    if models.adapter is not None:
+        check_base(models.adapter, parallel)
+        for text in store_frozen(config, models.adapter, precision):
+            log.write("note", text=text)
+    models.student.to(precision.device)
 
 
 def make_loader(config: Config, corpus: Corpus, parallel: Parallel) -> Loader:
@@ -167,7 +180,8 @@ def make_loader(config: Config, corpus: Corpus, parallel: Parallel) -> Loader:
 
 def make_precision(config: Config, models: Models, device: torch.device, begun_in: str = "") -> Precision:
     """The mode that was asked for, the best for this device and size, or the one a continued run began in."""
-    num_parameters = models.loaded_student.anatomy.num_parameters + num_trained_by_teacher(config, models.teacher)
+    num_parameters = sum(parameter.numel() for parameter in models.student.parameters() if parameter.requires_grad)
+    num_parameters += num_trained_by_teacher(config, models.teacher)
     asked = config.precision
     return resolve(asked.mode, device, config=asked, num_parameters=num_parameters, begun_in=begun_in)
 
@@ -204,7 +218,7 @@ def make_mix(config: Config, vocab_size: int, planned: Planned, log: EventLog) -
 def make_optimizer(student: Any, precision: Precision, config: Config, planned: Planned) -> AdamW:
     train = config.train
     trained = tuple((name, parameter) for name, parameter in student.named_parameters() if parameter.requires_grad)
-    groups = [ParameterGroup("student", train.learning_rate, trained)]
+    groups = [ParameterGroup("student", train.learning_rate, trained, in_fp32=config.student.adapter is not None)]
     projectors = tuple(planned.projectors.named_parameters(prefix="projectors"))
     if projectors:
         groups.append(ParameterGroup("projectors", train.projector_learning_rate or train.learning_rate, projectors))

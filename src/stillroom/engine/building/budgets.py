@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import psutil
 
 from stillroom.checkpoint import CheckpointStore
@@ -16,20 +14,20 @@ from stillroom.telemetry import EventLog
 _SNAPSHOT_SHARE = 0.4
 
 
-def snapshot_bytes(config: Config, mode: str, optimizer: AdamW, student: Any) -> int:
-    """Main memory that the ring takes with the best student, and the initial state where the guard may begin again."""
+def snapshot_bytes(config: Config, mode: str, optimizer: AdamW) -> int:
+    """Main memory that the ring takes with the best student, and the initial state where the guard may begin again.
+
+    Frozen weights are in none of them.
+    """
     num_snapshots = config.guard.snapshot_ring + (config.guard.on_exhausted == "reset")
     moments = config.precision.moments
     total = 0
     for group, cells in optimizer.cells.items():
         # Projectors are FP32 in every mode and no part of the student.
         is_student = group != "projectors"
-        held = bytes_per_parameter(mode if is_student else "fp32", moments)
+        held = bytes_per_parameter(mode if is_student and group not in optimizer.fp32_groups else "fp32", moments)
         bytes_each = held.in_main_memory(num_snapshots) if is_student else num_snapshots * held.snapshot
         total += bytes_each * sum(cell.parameter.numel() for cell in cells)
-    frozen = [parameter for parameter in student.parameters() if not parameter.requires_grad]
-    for parameter in frozen:
-        total += (num_snapshots + 1) * int(parameter.numel() * parameter.element_size())
     return total
 
 
@@ -37,13 +35,12 @@ def make_snapshots(
     config: Config,
     mode: str,
     optimizer: AdamW,
-    student: Any,
     checkpoints: CheckpointStore,
     log: EventLog,
     parallel: Parallel,
 ) -> Snapshots:
     """Snapshots in memory while they take a modest share of what is free, else the checkpoints on disk."""
-    needed = snapshot_bytes(config, mode, optimizer, student)
+    needed = snapshot_bytes(config, mode, optimizer)
     free = psutil.virtual_memory().available
     if parallel.all_of(needed * parallel.size <= _SNAPSHOT_SHARE * free):
         return SnapshotRing(config.guard.snapshot_ring)

@@ -16,8 +16,9 @@ from stillroom import __version__
 from stillroom.config import Config
 from stillroom.curriculum import Curriculum
 from stillroom.data import Corpus, fixed_rows
+from stillroom.engine.building.teacher_build import plainly_quantised, quantise_teacher
 from stillroom.errors import BrokenAtStart, ConfigError, DataError
-from stillroom.models import LoadedModel, load_tokenizer, open_teacher, vocabulary_hash
+from stillroom.models import LoadedModel, load_tokenizer, vocabulary_hash
 from stillroom.teachers import Teacher
 from stillroom.teachers.cache.identity import teacher_identity
 from stillroom.teachers.cache.manifest import SHARD_TOKENS, Manifest, check_same, is_there, read_manifest
@@ -25,9 +26,10 @@ from stillroom.teachers.cache.plan import NeededRow, needed_rows
 from stillroom.teachers.cache.reader import Cache
 from stillroom.teachers.cache.teacher import CachedTeacher, Window
 from stillroom.teachers.cache.writer import Progress, missing_rows, open_store, write_missing
-from stillroom.teachers.make import live_teacher
+from stillroom.teachers.make import live_teacher, open_live
 from stillroom.teachers.sparse import SparseTeacher
 from stillroom.teachers.spec import cache_spec, check_use, stored_spec
+from stillroom.telemetry.lines import quantised_line
 
 AUTO = "auto"
 _NAMED = 3
@@ -116,7 +118,9 @@ def cached_teacher(
         tell(text)
 
     def load_whole() -> Teacher:
-        return live_teacher(config, open_teacher(config.teacher, dtype), cache.manifest.vocab_size, device)
+        # As it was measured when its answers were stored.
+        return live_teacher(config, plainly_quantised(config, open_live(config.teacher, dtype), device),
+                            cache.manifest.vocab_size, device)  # fmt: skip
 
     is_compared = config.teacher.signal.compare == "whole"
     return CachedTeacher(cache, device=device, window=window, load_whole=load_whole if is_compared else None)
@@ -169,7 +173,7 @@ def new_manifest(
     about: dict[str, Any] = {"teacher": config.teacher.model, "stillroom": __version__, "torch": torch.__version__}
     shard_tokens = SHARD_TOKENS
     if loaded is not None:
-        about["parameters"] = loaded.anatomy.num_parameters
+        about |= {"parameters": loaded.anatomy.num_parameters, **loaded.facts}
         shard_tokens //= 4 if loaded.anatomy.num_parameters > _LARGE else 1
     identity = teacher_identity(config.teacher, dtype)
     spec = cache_spec(config).within(vocab_size)
@@ -197,13 +201,20 @@ def fill(
     `beside` are folders of the same answers at other temperatures, filled in the same pass.
     """
     others = dict(beside or {})
+
+    def ready(full: LoadedModel | None) -> LoadedModel | None:
+        rows, write = needed[0].rows, lambda _event, **fields: tell(quantised_line(fields))
+        return quantise_teacher(config, full, rows, vocab_size, device, write=write)
+
+    loaded = ready(loaded)
     for folder, temperature in {place: None, **others}.items():
         open_store(folder, new_manifest(config, tokenizer, vocab_size, dtype, loaded, temperature))
     missing = max((missing_rows(Cache(folder), needed) for folder in (place, *others)), key=len)
     if missing:
         if loaded is None:
             own = load_tokenizer(config.teacher, config.teacher.model)
-            loaded = open_teacher(config.teacher, dtype, own)
+            loaded = ready(open_live(config.teacher, dtype, own))
+            assert loaded is not None
         tell(f"the teacher is asked {len(missing):,} of {len(needed):,} rows, and its answers are kept in {place}")
         live = live_teacher(config, loaded, vocab_size, device)
         teacher = SparseTeacher(live, read_manifest(place).signal)

@@ -38,8 +38,10 @@ def compile_bodies(
     _keep_compiled_code()
     bodies = []
     teacher = models.loaded_teacher if chosen == "both" else None
-    if teacher is not None and (config.teacher.placement == "offload" or config.teacher.router.mode != "frozen"):
-        tell("compile: a teacher that is offloaded or whose gates are changed runs as it is")
+    section = config.teacher
+    is_plain = section.placement == "device" and section.router.mode == "frozen" and section.quantisation == "none"
+    if teacher is not None and not is_plain:
+        tell("compile: a teacher that is offloaded, streamed, quantised or whose gates are changed runs as it is")
         teacher = None
     for role, loaded in (("student", models.loaded_student), ("teacher", teacher)):
         if loaded is not None and not loaded.is_described:

@@ -12,6 +12,7 @@ import torch
 from stillroom.config import Config
 from stillroom.curriculum import Curriculum
 from stillroom.data import Corpus, opening_difference
+from stillroom.engine.building.adapt_student import adapted
 from stillroom.engine.building.cache_build import AUTO, cache_folder, is_there, stored_vocabulary, uses_cache
 from stillroom.engine.building.pairing import matched_tokens, reads_its_own_tokens
 from stillroom.engine.building.shrink_student import cut_student, student_name, unused_name
@@ -21,15 +22,16 @@ from stillroom.models import (
     has_tokenizer,
     load_tokenizer,
     open_student,
-    open_teacher,
     try_model,
     vocabulary_hash,
 )
+from stillroom.models.adapter.attach import Adapter
 from stillroom.models.shrink.cut import Cut
 from stillroom.objectives.objective import Matched
 from stillroom.parallel import Parallel
 from stillroom.precision.device import facts_of
-from stillroom.teachers.make import unused_teacher_settings
+from stillroom.teachers.make import open_live, unused_teacher_settings
+from stillroom.teachers.quantised import check_quantisation
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class Models:
     vocabularies: dict[str, str] = field(default_factory=dict)  # hash of each model's table of tokens
     cache: Path | None = None  # folder of the teacher's stored answers
     corpus: Corpus | None = None  # the run's data, where a cut was chosen on it
+    adapter: Adapter | None = None  # in the student
     teacher_tokenizer: Any = None  # where the teacher reads the text in its own tokens
     matched: Matched | None = None  # the tokens that both vocabularies then have
 
@@ -71,22 +74,19 @@ def load_models(
     `folder` is the run's: a student cut from its teacher stores the choice of layers there.
     """
     uses_teacher = Curriculum.of(config).uses_teacher
+    if uses_teacher and not uses_cache(config):
+        check_quantisation(config.teacher, device)
     notes = unused_teacher_settings(config)
     is_paired = reads_its_own_tokens(config)
     is_cut = config.student.init == "shrink"
-    has_own_tokenizer = not is_cut and has_tokenizer(config.student, config.student.model)
-    kept = teacher = corpus = teacher_tokenizer = None
-    if (uses_teacher and not uses_cache(config)) or not has_own_tokenizer:
-        teacher_tokenizer = load_tokenizer(config.teacher, config.teacher.model)
-    tokenizer = load_tokenizer(config.student, config.student.model) if has_own_tokenizer else teacher_tokenizer
-    if not has_own_tokenizer:
-        notes.append("the student brings no tokenizer: it takes the teacher's")
+    tokenizer, teacher_tokenizer = _tokenizers(config, notes, asks_teacher=uses_teacher and not uses_cache(config))
+    kept = teacher = corpus = None
     dtype = teacher_dtype(config, device)
     cache = cache_folder(config, folder, tokenizer, dtype) if uses_cache(config) else None
     is_stored = cache is not None and (config.teacher.cache != AUTO or is_there(cache))
     if (uses_teacher and not is_stored) or is_cut:
         teacher_tokenizer = teacher_tokenizer or load_tokenizer(config.teacher, config.teacher.model)
-        teacher = open_teacher(config.teacher, dtype, teacher_tokenizer)
+        teacher = open_live(config.teacher, dtype, teacher_tokenizer)
     if is_cut:
         assert teacher is not None
         cut, corpus = _cut(config, teacher.network, tokenizer, device, folder=folder, parallel=parallel, tell=tell)
@@ -96,6 +96,7 @@ def load_models(
         teacher = teacher if uses_teacher and not is_stored else None
     else:
         student = open_student(config.student, tokenizer, seed=config.train.seed)
+    student, adapter = adapted(config, student)
     size = student.anatomy.vocab_rows
     if cache is not None and is_stored:
         size = stored_vocabulary(cache, tokenizer, size)
@@ -113,9 +114,20 @@ def load_models(
         {role: vocabulary_hash(table) for role, table in tokenizers.items()},
         cache,
         corpus,
+        adapter,
         teacher_tokenizer if teacher is not None and is_paired else None,
         matched_tokens(tokenizer, teacher_tokenizer) if teacher is not None and is_paired else None,
     )
+
+
+def _tokenizers(config: Config, notes: list[str], *, asks_teacher: bool) -> tuple[Any, Any]:
+    """The student's tokenizer, and the teacher's where it is needed: to ask it, or for a student that brings none."""
+    has_own = config.student.init != "shrink" and has_tokenizer(config.student, config.student.model)
+    teachers = load_tokenizer(config.teacher, config.teacher.model) if asks_teacher or not has_own else None
+    if has_own:
+        return load_tokenizer(config.student, config.student.model), teachers
+    notes.append("the student brings no tokenizer: it takes the teacher's")
+    return teachers, teachers
 
 
 def _cut(

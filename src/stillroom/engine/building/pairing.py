@@ -36,6 +36,8 @@ def reads_its_own_tokens(config: Config) -> bool:
         "teacher.router.mode": config.teacher.router.mode != "frozen" and "gates are trained on the student's tokens",
         "teacher.signal.kind": config.teacher.signal.kind not in ("auto", "dense")
         and "few tokens say nothing of spans",
+        "teacher.quantisation": config.teacher.quantisation != "none"
+        and "its error is measured on the student's tokens",
         "student.init": config.student.init == "shrink" and "a student cut from its teacher has the teacher's tokens",
     }
     for where, why in refused.items():

@@ -19,7 +19,6 @@ from stillroom.engine.stop import Stop
 from stillroom.errors import CannotSave, Interrupted, NoBetterStudent
 from stillroom.evaluation import Evaluation
 from stillroom.files import reason_of, write_atomically
-from stillroom.models import anatomy_of
 from stillroom.telemetry.events import scan_events
 from stillroom.telemetry.strict import strict
 
@@ -80,11 +79,12 @@ def _summary(run: Run, state: RunState, end: dict[str, Any], final: Evaluation) 
         "shortages": state.shortages,
         "best_step": state.best_step,
         "precision": run.precision.mode,
+        "trained_parameters": run.num_trained,
         "transfer_tokens": run.corpus.counters.get("train_tokens"),
         "learning_rate": run.config.train.learning_rate,
         "weight_decay": run.config.train.weight_decay,
         **state.before,
-        "student": {**summary_row(final, run.student.model), "steps": state.applied, "tokens": state.tokens},
+        "student": {**summary_row(final, run.num_student_parameters), "steps": state.applied, "tokens": state.tokens},
         **run.teacher.summary(),
     }
     if run.config.data.is_mixed:
@@ -134,6 +134,6 @@ def write_summary(folder: Path, summary: dict[str, Any]) -> None:
         ) from error
 
 
-def summary_row(result: Evaluation, model: Any) -> dict[str, Any]:
+def summary_row(result: Evaluation, num_parameters: int) -> dict[str, Any]:
     """What the summary says of a model."""
-    return {**result.yardsticks(), "parameters": anatomy_of(model).num_parameters}
+    return {**result.yardsticks(), "parameters": num_parameters}

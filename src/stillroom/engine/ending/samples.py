@@ -11,7 +11,7 @@ PROMPT_TOKENS = 32
 
 def make_samples(run: Run) -> list[dict[str, str]]:
     """Prompts with the answers of both models and the reference from the record."""
-    samples, teacher = [], run.teacher.as_model()
+    samples, teacher = [], run.teacher.as_model() if run.teacher.writes_text else None
     rows = run.corpus.evaluation
     wanted = min(run.config.eval.samples, len(rows))
     for number in range(wanted):

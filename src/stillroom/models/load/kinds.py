@@ -15,6 +15,7 @@ from transformers import (
 from stillroom.config.schema import ModelSection
 from stillroom.errors import BrokenAtStart
 from stillroom.models.load.files import read_json
+from stillroom.models.load.gguf_file import gguf_config
 from stillroom.models.load.source import Source
 
 _SENSES = ("vision_config", "audio_config", "vision_encoder_config", "speech_config")
@@ -22,6 +23,10 @@ _SENSES = ("vision_config", "audio_config", "vision_encoder_config", "speech_con
 
 def read_config(section: ModelSection, source: Source) -> Any:
     """Read the configuration of a causal language model. Raise with what the model is instead."""
+    if source.is_gguf:
+        described = gguf_config(source.folder)
+        _check_kind(source, described)
+        return described
     table = read_json(source, "config.json")
     kind = table.get("model_type")
     if not isinstance(kind, str):

@@ -6,9 +6,9 @@ own logits, does maskless attention give the same outputs? Conclude nothing from
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import psutil
@@ -42,6 +42,7 @@ class LoadedModel:
     anatomy: Anatomy
     is_described: bool  # `head` gives the network's own logits; if False, use the network's logits
     notes: tuple[str, ...] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)  # entries for the summary of a run
 
     @property
     def head(self) -> HeadWeights:
@@ -126,7 +127,8 @@ def _answers(network: Any, ids: Tensor, name: str) -> Tensor:
     logits: Tensor = network(input_ids=ids, use_cache=False).logits.float()
     if bool(torch.isfinite(logits).all()):
         return logits
-    broken = [part for part, weight in network.named_parameters() if not bool(torch.isfinite(weight).all())]
+    here = [(part, weight) for part, weight in network.named_parameters() if not weight.is_meta]
+    broken = [part for part, weight in here if not bool(torch.isfinite(weight).all())]
     raise BrokenAtStart(
         f"{name} answers with values that are not finite"
         + (f"; not finite: {', '.join(broken[:4])}" if broken else ""),
@@ -197,7 +199,7 @@ def _in_fp32(network: Any, notes: list[str], role: str) -> Iterator[None]:
     """
     tensors = [*network.parameters(), *network.buffers()]
     halves = [tensor for tensor in tensors if tensor.dtype in (torch.float16, torch.bfloat16)]
-    needed = 4 * sum(tensor.numel() for tensor in halves)
+    needed = 4 * sum(tensor.numel() for tensor in halves if not tensor.is_meta)  # on meta: a layer that is streamed
     if needed > _FREE_SHARE * _free_bytes(tensors[0].device):
         notes.append(f"the {role} was tried in half precision: {needed / 1e9:.1f} GB for FP32 are not free")
         halves = []

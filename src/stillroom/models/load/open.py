@@ -16,14 +16,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stillroom.config.schema import ModelSection, StudentConfig, TeacherConfig
 from stillroom.errors import BrokenAtStart, StillroomError
+from stillroom.models.adapter.targets import tied_layers
 from stillroom.models.load.files import COMPLETE, check_adapter_files, check_weight_files, coded_weights, read_json
+from stillroom.models.load.gguf_file import gguf_network, gguf_tokenizer
 from stillroom.models.load.kinds import read_config
 from stillroom.models.load.quiet import quiet_transformers
 from stillroom.models.load.source import Source, fetch, one_line
 
 # Masks, positions and rotary tables that older versions of transformers saved with the weights; the model computes
 # them. `attn.bias` is a mask: real biases of an attention carry the names of its projections.
-_CONSTANTS = re.compile(
+CONSTANTS = re.compile(
     r"(inv_freq|position_ids|masked_bias|(attn|attention)\.bias|causal_mask|(cos|sin)_cached|embed_positions\.weights)$"
 )
 _NAMED = 4  # names shown of a longer list
@@ -54,13 +56,19 @@ def load_tokenizer(section: ModelSection, name: str) -> Any:
         raise BrokenAtStart(
             f"{name} has no tokenizer", advice=["copy the tokenizer's files of the same model into the folder"]
         )
-    if (source.folder / "config.json").exists():
+    if source.is_gguf or (source.folder / "config.json").exists():
         _read_config(section, source)  # the tokenizer's loader reads it too: report its errors first
     with explained(name, "tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(source.path, trust_remote_code=section.trust_remote_code)
+        tokenizer = _tokenizer(section, source)
         if not tokenizer.get_vocab():
             raise BrokenAtStart(f"the tokenizer of {name} has no tokens", advice=["get its files again"])
         return tokenizer
+
+
+def _tokenizer(section: ModelSection, source: Source) -> Any:
+    if source.is_gguf:
+        return gguf_tokenizer(source.folder)
+    return AutoTokenizer.from_pretrained(source.path, trust_remote_code=section.trust_remote_code)
 
 
 def _read_config(section: ModelSection, source: Source) -> Any:
@@ -127,6 +135,10 @@ def ready_student(model: Any, section: StudentConfig) -> None:
 
 
 def _load(section: ModelSection, source: Source, dtype: torch.dtype) -> tuple[Any, list[str]]:
+    if source.is_gguf:
+        _read_config(section, source)  # report what is wrong with the file or its kind first
+        model, report, notes = gguf_network(source.folder, dtype)
+        return model, [*notes, *_check_keys(source, report)]
     model, notes = _load_adapter(source, dtype) if source.is_adapter else _load_weights(section, source, dtype)
     return model, [*([source.note] if source.note else []), *notes]
 
@@ -165,7 +177,7 @@ def _check_keys(source: Source, report: dict[str, Any]) -> list[str]:
     The loader's report omits tied weights and those that transformers ignores for the family.
     """
     unexpected = sorted(report["unexpected_keys"])
-    constants = [name for name in unexpected if _CONSTANTS.search(name)]
+    constants = [name for name in unexpected if CONSTANTS.search(name)]
     faults = {
         "misses": sorted(report["missing_keys"]),
         "has in another size": [
@@ -217,7 +229,13 @@ def _load_adapter(source: Source, dtype: torch.dtype) -> tuple[Any, list[str]]:
     if base_source.is_adapter:
         raise BrokenAtStart(f"the base model {base} of {source.name} is an adapter itself", advice=["merge it first"])
     model, notes = _load_weights(section, base_source, dtype)
-    return PeftModel.from_pretrained(model, source.path).merge_and_unload(), [
-        f"{source.name} is an adapter, merged into {base}",
-        *notes,
-    ]
+    adapted = PeftModel.from_pretrained(model, source.path)
+    tied = tied_layers(model)
+    if tied:
+        raise BrokenAtStart(
+            f"{source.name} adapts {tied[0]}, whose weight is tied to another layer's: merged, it would change both",
+            advice=["give a model with the adapter merged, saved with tie_word_embeddings = false"],
+        )
+    merged = adapted.merge_and_unload()
+    merged.requires_grad_(True)  # peft froze what is now the whole model
+    return merged, [f"{source.name} is an adapter, merged into {base}", *notes]

@@ -18,6 +18,7 @@ from huggingface_hub import HfApi, snapshot_download
 from stillroom import builtin
 from stillroom.config.schema import ModelSection
 from stillroom.errors import BrokenAtStart, ConfigError
+from stillroom.models.load.gguf_file import is_gguf
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
@@ -42,20 +43,36 @@ class Source:
         return Path(self.path)
 
     @property
+    def is_gguf(self) -> bool:
+        """Whether this is a GGUF file, which has no folder."""
+        return self.is_local and is_gguf(self.folder)
+
+    @property
     def is_adapter(self) -> bool:
         return self.is_local and (self.folder / "adapter_config.json").is_file()
 
     @property
     def has_weights(self) -> bool:
         """Whether the folder has weights of any kind. Pickled ones count, and are refused when read."""
-        return not self.is_local or any(
-            any(self.folder.glob(pattern))
-            for pattern in ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth")
+        return (
+            not self.is_local
+            or self.is_gguf
+            or any(
+                any(self.folder.glob(pattern))
+                for pattern in (
+                    "*.safetensors",
+                    "*.safetensors.index.json",
+                    "*.bin",
+                    "*.bin.index.json",
+                    "*.pt",
+                    "*.pth",
+                )
+            )
         )
 
     @property
     def has_tokenizer(self) -> bool:
-        return any((self.folder / file).is_file() for file in _TOKENIZER_FILES)
+        return self.is_gguf or any((self.folder / file).is_file() for file in _TOKENIZER_FILES)
 
 
 def find(name: str) -> Source:
@@ -67,11 +84,16 @@ def find(name: str) -> Source:
         if path.is_dir():
             next(path.iterdir(), None)
             return Source(name, str(path), is_local=True)
+        if is_gguf(path):
+            return Source(name, str(path), is_local=True)
         is_there = path.exists()
     except OSError as error:  # no permission, or not a valid file name
         raise BrokenAtStart(f"{name} cannot be read: {error.strerror}", advice=["check its permissions"]) from error
     if is_there:
-        raise BrokenAtStart(f"{name} is a file, not a model folder", advice=[_WANTED])
+        raise BrokenAtStart(
+            f"{name} is a file, not a model folder",
+            advice=[_WANTED, "a single file is read if it is GGUF and ends in .gguf"],
+        )
     reason = _why_a_path(name)
     if reason:
         raise BrokenAtStart(f"there is no model folder {name}", where=reason, advice=[*_neighbours(path), _WANTED])

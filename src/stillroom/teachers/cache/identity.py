@@ -14,6 +14,7 @@ from stillroom.config.schema import TeacherConfig
 from stillroom.errors import BrokenAtStart
 from stillroom.files import reason_of
 from stillroom.models.load.files import check_weight_files, read_json
+from stillroom.models.load.gguf_file import is_gguf
 from stillroom.models.load.source import fetch
 
 _CHUNK = 1 << 22
@@ -23,6 +24,15 @@ _NOT_THE_MODEL = ("_name_or_path", "transformers_version", "torch_dtype", "dtype
 def teacher_identity(section: TeacherConfig, dtype: torch.dtype | str | None) -> dict[str, Any]:
     """What must be the same for the answers to be the same. `dtype` None: not said."""
     source = fetch(section, section.model, weights=True)
+    named = None if dtype is None else str(dtype).removeprefix("torch.")
+    if source.is_gguf:  # one file is everything
+        return {
+            "weights": weights_hash(source.folder.parent, [source.folder.name]),
+            "config": "gguf",
+            "adapter": "none",
+            "quantisation": section.quantisation,
+            "dtype": named,
+        }
     adapter, base = None, source
     if source.is_adapter:
         told = read_json(source, "adapter_config.json")
@@ -34,9 +44,16 @@ def teacher_identity(section: TeacherConfig, dtype: torch.dtype | str | None) ->
         "weights": weights_hash(base.folder, check_weight_files(base)),
         "config": _json_hash({key: value for key, value in config.items() if key not in _NOT_THE_MODEL}),
         "adapter": adapter or "none",
-        "quantisation": _json_hash(config["quantization_config"]) if config.get("quantization_config") else "none",
-        "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
+        "quantisation": _quantisation(section, config),
+        "dtype": named,
     }
+
+
+def _quantisation(section: TeacherConfig, config: dict[str, Any]) -> str:
+    """How the files are quantised, and how the teacher is when it is loaded."""
+    of_files = config.get("quantization_config")
+    kinds = [*([_json_hash(of_files)] if of_files else []), section.quantisation]
+    return "+".join(kind for kind in kinds if kind != "none") or "none"
 
 
 def weights_hash(folder: Path, files: list[str]) -> str:
@@ -71,7 +88,12 @@ def _hash(paths: tuple[Path, ...], _stamps: tuple[tuple[int, int], ...]) -> str:
 
 
 def _tensors(path: Path) -> list[tuple[str, str, Path, int, int]]:
-    """(name, name with type and shape, file, where its bytes begin, how many) of every tensor of a safetensors file."""
+    """(name, name with type and shape, file, where its bytes begin, how many) of every tensor of a safetensors file.
+
+    A GGUF file is one stretch of bytes: its header says what the model is.
+    """
+    if is_gguf(path):
+        return [("", "gguf\n", path, 0, path.stat().st_size)]
     try:
         with path.open("rb") as opened:
             length = int.from_bytes(opened.read(8), "little")

@@ -12,6 +12,7 @@ import torch
 
 from stillroom.teachers.base import SignalKind, Teacher
 from stillroom.teachers.cache.reader import Cache
+from stillroom.teachers.quantised import SUMMARY as QUANTISATION
 from stillroom.teachers.signals import RowAnswer, signal_of
 from stillroom.teachers.sparse import describe, to_device
 from stillroom.types import Batch, Needs, SampledSignal, Signal, TopKSignal
@@ -123,13 +124,15 @@ class CachedTeacher(Teacher):
         }
 
     def summary(self) -> dict[str, Any]:
+        about = self.cache.manifest.about
         return {
+            **({QUANTISATION: about[QUANTISATION]} if QUANTISATION in about else {}),
             "teacher_signal": {
                 **self.spec.to_dict(),
                 "cache": str(self.cache.folder),
                 "mean_mass": self.cache.mean_mass,
                 "unknown_positions": self._num_unknown,
-            }
+            },
         }
 
 

@@ -1,0 +1,43 @@
+"""The section of a student that is trained by an adapter."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+
+from stillroom.config.sections import Section
+
+
+class AdapterConfig(Section):
+    """Train low-rank matrices beside the student's linear layers; its own weights stay as they are."""
+
+    kind: Literal["lora", "dora"] = Field(
+        "lora", description="dora: the length of each row of a weight is trained beside its direction"
+    )
+    rank: Annotated[int, Field(ge=1)] = Field(16, description="rank of the change to each layer's weight")
+    alpha: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="the change is multiplied by alpha / rank; none: twice the rank"
+    )
+    targets: tuple[str, ...] = Field(
+        (),
+        description="linear layers by the last parts of their names, or with *: q_proj, mlp.down_proj, *.0.*; empty: "
+        "all linear layers of the decoder's blocks",
+    )
+    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, description="of the adapter's input, in training")
+    base_dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
+        "auto",
+        description="storage of the frozen weights; auto: what the precision multiplies in. A frozen int8 base is not "
+        "supported",
+    )
+
+    @field_validator("targets", mode="before")
+    @classmethod
+    def _one_name(cls, value: Any) -> Any:
+        """Names may be given as one text with commas; all-linear is the word other programs use for all."""
+        names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+        return () if names == ["all-linear"] else names
+
+    @property
+    def scaled_alpha(self) -> float:
+        return self.alpha if self.alpha is not None else 2.0 * self.rank

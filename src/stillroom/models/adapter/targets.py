@@ -1,0 +1,111 @@
+"""Choose the linear layers that an adapter is attached to, by name.
+
+A layer whose weight is also another layer's (a tied head) is refused: merged, the change would reach both, while the
+adapter reaches one. peft warns and merges wrongly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from stillroom.errors import ConfigError
+from stillroom.models.anatomy import layers_if_any
+
+_WHERE = "student.adapter.targets"
+_SHOWN = 24  # names in a message
+
+
+def choose_targets(network: Any, patterns: Sequence[str]) -> tuple[str, ...]:
+    """Full names of the layers, in the network's order. No pattern: all linear layers of the decoder's blocks."""
+    linear = {name: module for name, module in network.named_modules() if is_linear(module)}
+    if patterns:
+        chosen = _matching(network, list(linear), patterns)
+    else:
+        blocks = {id(part) for block in layers_if_any(network) for part in block.modules()}
+        head = network.get_output_embeddings()
+        chosen = [name for name, part in linear.items() if (id(part) in blocks if blocks else part is not head)]
+    if not chosen:
+        raise ConfigError(
+            f"{type(network).__name__} has no linear layer in its blocks for an adapter",
+            where=_WHERE,
+            advice=["leave student.adapter out to train all weights"],
+        )
+    for name in chosen:
+        _check_sharing(network, name)
+    return tuple(chosen)
+
+
+def is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear | Conv1D)
+
+
+def _matching(network: Any, linear: Sequence[str], patterns: Sequence[str]) -> list[str]:
+    named = [name for name, module in network.named_modules() if name and not isinstance(module, nn.ModuleList)]
+    for pattern in patterns:
+        if any(_matches(name, pattern) for name in linear):
+            continue
+        others = [name for name in named if _matches(name, pattern)]
+        if not others:
+            raise _nothing(pattern, linear)
+        _check_sharing(network, others[0])
+        kind = type(network.get_submodule(others[0])).__name__
+        raise ConfigError(
+            f"{others[0]} is a {kind} and no linear layer: an adapter is attached to linear layers only",
+            where=_WHERE,
+            advice=[_available(linear)],
+        )
+    return [name for name in linear if any(_matches(name, pattern) for pattern in patterns)]
+
+
+def _matches(name: str, pattern: str) -> bool:
+    if "*" in pattern:
+        return fnmatchcase(name, pattern)
+    return name == pattern or name.endswith(f".{pattern}")
+
+
+def _nothing(pattern: str, linear: Sequence[str]) -> ConfigError:
+    return ConfigError(
+        f"no linear layer of the student is called {pattern!r}", where=_WHERE, advice=[_available(linear)]
+    )
+
+
+def _available(linear: Sequence[str]) -> str:
+    names = list(dict.fromkeys(name.rsplit(".", 1)[-1] for name in linear))
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"linear layers of the student: {', '.join(names[:_SHOWN])}{more}"
+
+
+def tied_layers(network: Any) -> list[str]:
+    """Layers of a network with an adapter whose frozen weight is also another layer's. They cannot be merged."""
+    owners: dict[int, int] = {}
+    for _name, parameter in network.named_parameters(remove_duplicate=False):
+        owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+    found = []
+    for name, module in network.named_modules():
+        weight = getattr(getattr(module, "base_layer", None), "weight", None)
+        if owners.get(id(weight), 0) > 1:
+            found.append(name)
+    return found
+
+
+def _check_sharing(network: Any, name: str) -> None:
+    """Raise if the layer, or its weight, is in the network under a second name."""
+    layer = network.get_submodule(name)
+    twice = [other for other, part in network.named_modules(remove_duplicate=False) if part is layer and other != name]
+    weight = getattr(layer, "weight", None)
+    if weight is not None and not twice:
+        everywhere = network.named_parameters(remove_duplicate=False)
+        names = [other.rpartition(".")[0] for other, part in everywhere if part is weight]
+        twice = [other for other in names if other != name]
+    if twice:
+        raise ConfigError(
+            f"{name} has the same weight as {twice[0]} (they are tied): an adapter on one of them, merged, would "
+            "change both",
+            where=_WHERE,
+            advice=["leave it out of student.adapter.targets", "leave targets out: all linear layers of the blocks"],
+        )
