@@ -50,7 +50,7 @@ def unigram(*, fallback: bool = True, normalizer: Any = None) -> PreTrainedToken
         seed.normalizer = normalizer
     trainer = trainers.UnigramTrainer(vocab_size=200, special_tokens=_SPECIAL, unk_token="<unk>", show_progress=False)
     seed.train_from_iterator(_texts(), trainer)
-    pieces = [(token, score) for token, score in _scores(seed) if token not in _SPECIAL]
+    pieces = sorted((token, score) for token, score in _scores(seed) if token not in _SPECIAL)  # trained in any order
     vocabulary = [*((token, 0.0) for token in _SPECIAL), *((one, -20.0) for one in _BYTES if fallback), *pieces]
     raw = Tokenizer(models.Unigram(vocabulary, unk_id=0, byte_fallback=fallback))
     raw.pre_tokenizer = pre_tokenizers.Metaspace()
