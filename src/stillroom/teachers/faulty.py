@@ -37,7 +37,6 @@ class FaultyTeacher(Teacher):
         self.inner = inner
         self.kind: SignalKind = inner.kind
         self.notes = inner.notes
-        self.writes_text = inner.writes_text
         self._strikes, self._tell = strikes, tell
         self._step = 0
 
@@ -70,6 +69,14 @@ class FaultyTeacher(Teacher):
         return signal
 
     # -- passed on ---------------------------------------------------------------------------------------
+
+    @property
+    def writes_text(self) -> bool:  # type: ignore[override]
+        return self.inner.writes_text
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.inner.tokenizer
 
     @property
     def num_exact(self) -> int:  # type: ignore[override]

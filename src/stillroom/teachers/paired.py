@@ -24,6 +24,8 @@ class PairedTeacher(Teacher):
 
     def __init__(self, inner: LiveTeacher, tokenizer: Any, coverage: Coverage) -> None:
         self._inner = inner
+        self.notes = inner.notes
+        self.writes_text = inner.writes_text
         self.tokenizer = tokenizer
         self._coverage = coverage
 
