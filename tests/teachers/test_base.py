@@ -18,6 +18,7 @@ from stillroom.types import (
     Evidence,
     HeadWeights,
     Needs,
+    PairedSignal,
     SampledSignal,
     Signal,
     StudentView,
