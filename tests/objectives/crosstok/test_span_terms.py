@@ -245,3 +245,14 @@ def test_a_batch_without_the_teachers_rows_is_refused(batch: Batch) -> None:
     dense = DenseSignal(both.signal.hidden, both.signal.head)
     with pytest.raises(ConfigError, match="reads its own tokens"):
         mix.score(both.view, dense, batch, lesson, mix.counts([batch]))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_batch_with_nothing_to_score_has_a_loss_and_a_gradient_of_0(batch: Batch, name: str) -> None:
+    empty = batch.without_targets()
+    both = paired_batches.heads(empty)
+    mix, lesson = mix_of(**{name: 0.7})
+    score = mix.score(both.view, both.signal, empty, lesson, mix.counts([empty]))
+    assert float(score.loss.detach()) == 0.0 and mix.counts([empty])[name] == 0
+    score.loss.backward()
+    assert both.view.head.weight.grad is not None and not both.view.head.weight.grad.any()
