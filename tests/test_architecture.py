@@ -19,9 +19,9 @@ LAYERS = [
     {"numerics", "curriculum", "schedule", "guard", "builtin", "yardsticks"},
     {"objectives", "precision", "data", "models"},
     {"teachers", "telemetry", "parallel"},
-    {"evaluation", "checkpoint", "snapshots"},
+    {"evaluation", "checkpoint", "snapshots", "diagnosis", "measures"},
     {"engine"},
-    {"report", "assess", "demo"},
+    {"report", "assess", "demo", "checks", "export", "talk"},
     {"api", "cli", "__main__", "__init__"},
 ]
 MAX_LINES = 350
@@ -32,7 +32,7 @@ LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 # Who may import what: the library on the left only in the rooms on the right.
 ONLY_IN = {
     "accelerate": {"engine"},
-    "transformers": {"models", "data", "teachers"},
+    "transformers": {"models", "data", "teachers", "export"},
     "rich": {"telemetry", "cli"},
     "typer": {"cli"},
     "plotly": {"report"},

@@ -2,6 +2,7 @@
 
     python benchmarks/data/bench_store.py --lines 10000000
     python benchmarks/data/bench_store.py --lines 100000 --repeat 100
+    python benchmarks/data/bench_store.py --lines 10000000 --folder FOLDER
 
 Lines are drawn from a seeded generator and tokenized by a byte-level BPE trained on the first of them. Each start is a
 process of its own: it opens the data, makes a loader and takes ten windows. Memory is read from /proc: the peak of the
@@ -10,11 +11,15 @@ resident set (with the mapped pages that were touched) and what is anonymous at 
 `--repeat` is for a busy machine: the lines are tokenized once, and then the entry of a file that repeats them is made
 of copies of their parts, each document with a digest of its own. The starts after that open an entry of the full size;
 only the rate of tokenizing is that of the short file.
+
+`--folder` keeps the lines, the store and what the first start measured, so that only the later starts are measured
+again. The load of the machine stands beside each start: seconds of the clock mean little on a busy one.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -73,11 +78,11 @@ def start(path: str, cache: str, tokenizer: str, packing: str) -> None:
     from stillroom.data import Loader, open_data
 
     read = AutoTokenizer.from_pretrained(tokenizer)
-    base = memory()
-    begun, told = time.monotonic(), []
+    base, load = memory(), os.getloadavg()[0]
+    begun, cpu_begun, told = time.monotonic(), time.process_time(), []
     config: Any = {"train": path, "cache": cache, "packing": packing}
     corpus = open_data(DataConfig(**config), read, tell=told.append)
-    opened = time.monotonic() - begun
+    opened, cpu_opened = time.monotonic() - begun, time.process_time() - cpu_begun
     loader = Loader(corpus.train, batch_size=32, seed=1)
     begun = time.monotonic()
     for window in range(10):
@@ -85,8 +90,11 @@ def start(path: str, cache: str, tokenizer: str, packing: str) -> None:
     answer = {
         "packing": packing,
         "open_seconds": round(opened, 2),
+        "open_cpu_seconds": round(cpu_opened, 2),
         "ten_windows_seconds": round(time.monotonic() - begun, 2),
         "cpu_seconds": round(time.process_time(), 2),
+        "cpu_seconds_of_children": round(sum(os.times()[2:4]), 2),
+        "load_average": [round(load, 1), round(os.getloadavg()[0], 1)],
         "before_mb": base,
         "after_mb": memory(),
         "told": told[-1:],
@@ -134,39 +142,60 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--lines", type=int, default=10_000_000)
     parser.add_argument("--repeat", type=int, default=1)
+    parser.add_argument("--folder")
     parser.add_argument("--start", nargs=4)
     options = parser.parse_args()
     if options.start:
         start(*options.start)
         return
-    with tempfile.TemporaryDirectory(prefix="bench-store-") as name:
-        folder = Path(name)
-        write_lines(folder / "lines.jsonl", options.lines)
-        make_tokenizer(folder / "lines.jsonl", folder / "tokenizer")
-        starts, data = [], "lines.jsonl"
-        for number, packing in enumerate(("blocks", "blocks", "rows", "packed")):
-            if number == 1 and options.repeat > 1:
-                data = "repeated.jsonl"
-                repeat(
-                    folder / "lines.jsonl", folder / data, folder / "cache", str(folder / "tokenizer"), options.repeat
-                )
-            arguments = [str(folder / part) for part in (data, "cache", "tokenizer")]
-            command = [sys.executable, __file__, "--start", *arguments, packing]
-            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-            starts.append(json.loads(done.stdout))
-            print(json.dumps(starts[-1]), flush=True)
-        sizes = [path.stat().st_size for path in (folder / "cache").rglob("*.tok")]
-        result = {
-            "lines": options.lines,
-            "repeat": options.repeat,
-            "file_mb": (folder / data).stat().st_size >> 20,
-            "store_mb": sum(sizes) >> 20,
-            "parts": len(sizes),
-            "starts": starts,
-            "machine": machine(),
-        }
+    with contextlib.ExitStack() as stack:
+        folder = Path(
+            options.folder or stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-store-"))
+        ).absolute()
+        result = measure(folder, options.lines, options.repeat)
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "store.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def measure(folder: Path, num_lines: int, num_repeats: int) -> dict[str, Any]:
+    lines, tokenizer, first = folder / "lines.jsonl", folder / "tokenizer", folder / "first.json"
+    if not first.exists():
+        folder.mkdir(exist_ok=True)
+        write_lines(lines, num_lines)
+        make_tokenizer(lines, tokenizer)
+        first.write_text(json.dumps(started(lines, folder, "blocks")))
+    starts, data = [json.loads(first.read_text())], lines
+    if num_repeats > 1:
+        data = folder / "repeated.jsonl"
+        if not data.exists():
+            repeat(lines, data, folder / "cache", str(tokenizer), num_repeats)
+    starts += [started(data, folder, packing) for packing in ("blocks", "rows", "packed")]
+    sizes = [path.stat().st_size for path in (folder / "cache").rglob("*.tok")]
+    return {
+        "lines": num_lines,
+        "repeat": num_repeats,
+        "file_mb": data.stat().st_size >> 20,
+        "store_mb": sum(sizes) >> 20,
+        "parts": len(sizes),
+        "starts": starts,
+        "machine": machine(),
+    }
+
+
+def started(data: Path, folder: Path, packing: str) -> Any:
+    """A start in a process of its own."""
+    command = [
+        sys.executable,
+        __file__,
+        "--start",
+        str(data),
+        str(folder / "cache"),
+        str(folder / "tokenizer"),
+        packing,
+    ]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    print(done.stdout, end="", flush=True)
+    return json.loads(done.stdout)
 
 
 def machine() -> dict[str, Any]:

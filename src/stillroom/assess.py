@@ -1,27 +1,33 @@
-"""Assess a model without a run: its scores, size and speed, and the text it writes."""
+"""Assess a model without a run: its scores, size and speed."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from stillroom.config.schema import DataConfig, TeacherConfig
-from stillroom.data import Bos, fixed_batches, open_eval, prompt_ids
+from stillroom.data import Bos, fixed_batches, open_eval
 from stillroom.data.spans.common import Coverage
 from stillroom.engine.building.device import find_device
 from stillroom.evaluation import evaluate
+from stillroom.measures.cost import cost_of
+from stillroom.measures.question_file import read_questions
+from stillroom.measures.questions import answer_questions
+from stillroom.measures.tasks import check_tasks, run_tasks
 from stillroom.models import LoadedModel, agree_on_vocabulary, open_teacher
 from stillroom.models.anatomy import backbone
-from stillroom.models.generate import generate
 from stillroom.models.load.names import model_name
+from stillroom.models.load.source import fetch
 from stillroom.precision import resolve
 from stillroom.teachers import NO_TEACHER, LiveTeacher, Teacher
 from stillroom.teachers.paired import PairedTeacher
 from stillroom.telemetry.memory import memory_in_use
+from stillroom.telemetry.retention import retained
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,13 @@ class Scores:
     weight_megabytes: float
     tokens_per_second: float
     notes: Sequence[str]
+    disk_megabytes: float | None = None  # these only of models that were given by name
+    load_seconds: float | None = None
+    prefill_tokens_per_second: float | None = None
+    decode_tokens_per_second: float | None = None
+    peak_memory_gb: float | None = None
+    questions: Mapping[str, Any] | None = None
+    tasks: Mapping[str, Any] | None = None
     kl_per_byte: float | None = None  # on spans, where the teacher has a tokenizer of its own
 
 
@@ -61,6 +74,7 @@ class Assessment:
     memory_gb: float
     gpu_memory_gb: float
     notes: Sequence[str]
+    retained: Mapping[str, float] | None = None  # of each figure, see `stillroom.telemetry.retention`
 
     @property
     def perplexity(self) -> float:
@@ -84,24 +98,50 @@ def assess(
     max_batches: int = 0,
     bos: Bos = "auto",
     device: str = "auto",
+    blocks: bool = False,
+    questions: Path | None = None,
+    tasks: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Yardsticks of a model on a text, and of a teacher if given, with size and speed of each.
 
-    The folder of a run means its student.
+    The folder of a run means its student. `questions` is a file of questions to answer, `tasks` are lm-eval's.
     """
+    check_tasks(tasks)
+    asked = read_questions(questions) if questions is not None else []
     where = find_device(device)
-    model, teacher = model_name(model), model_name(teacher) if teacher is not None else None
-    scores = compare(
-        open_model(model),
-        None if teacher is None else open_model(teacher),
+    names = {"student": model_name(model), **({"teacher": model_name(teacher)} if teacher is not None else {})}
+    opened = {role: _opened(name) for role, name in names.items()}
+    result = compare(
+        opened["student"][0],
+        opened["teacher"][0] if teacher is not None else None,
         data,
         max_length=max_length,
         batch_size=batch_size,
         max_batches=max_batches,
         bos=bos,
         where=where,
+        blocks=blocks,
     )
-    return {"model": model, "data": data, **scores}
+    for role, (loaded, seconds) in opened.items():
+        result[role] |= asdict(cost_of(loaded.network, place=_place(names[role]), load_seconds=seconds))
+        if asked:
+            result[role]["questions"] = asdict(answer_questions(loaded.network, loaded.tokenizer, asked, bos=bos))
+        if tasks:
+            result[role]["tasks"] = run_tasks(loaded.network, loaded.tokenizer, tasks, batch_size=batch_size)
+    if teacher is not None:
+        shares = retained(result["student"], result["teacher"])
+        is_same = "retention" in result  # otherwise what goes by tokens goes by different ones
+        result["retained"] = {name: share for name, share in shares.items() if is_same or name not in _BY_TOKEN}
+    return {"model": names["student"], "data": data, **result}
+
+
+def _opened(name: str) -> tuple[LoadedModel, float]:
+    began = time.perf_counter()
+    return open_model(name), time.perf_counter() - began
+
+
+def _place(name: str) -> Path:
+    return Path(fetch(TeacherConfig(model=name), name, weights=True).path)
 
 
 def compare(
@@ -114,6 +154,7 @@ def compare(
     max_batches: int,
     bos: Bos,
     where: torch.device,
+    blocks: bool = False,
 ) -> dict[str, Any]:
     """As `assess`, for loaded models. Moves them to the device.
 
@@ -124,6 +165,10 @@ def compare(
     config = DataConfig(train=data, max_length=max_length, bos=bos, min_coverage=0.0)
     theirs = beside.tokenizer if beside is not None and has_own else None
     corpus = open_eval(data, tokenizer, config, teacher_tokenizer=theirs)
+    if blocks:
+        notes = [note for note in corpus.notes if "by itself" not in note]
+        notes.append(f"texts are scored end to end, in blocks of {max_length:,} tokens that may span several")
+        corpus = replace(corpus, evaluation=corpus.evaluation.in_blocks(max_length), notes=tuple(notes))
     size = student.anatomy.vocab_rows
     source: Teacher = NO_TEACHER
     if beside is not None:
@@ -166,6 +211,9 @@ def compare(
     return {**result, "gpu_memory_gb": gpu, "memory_gb": resident, "notes": notes}
 
 
+_BY_TOKEN = frozenset(
+    {"perplexity", "calibration_error", "tokens_per_second", "prefill_tokens_per_second", "decode_tokens_per_second"}
+)
 _OWN_TOKENS = (
     "the models have different tokens: compare bits per byte and KL per byte; perplexities, calibration and tokens a "
     "second are each of its own tokens, and agreement has no meaning"
@@ -191,16 +239,3 @@ def _speed(network: Any, corpus: Any, batch_size: int, device: torch.device, rea
             tokens += batch.input_ids.numel()
             seconds += time.perf_counter() - began
     return tokens / max(seconds, 1e-9)
-
-
-def continue_text(
-    name: str, prompt: str, *, device: str = "auto", is_raw: bool = False, bos: Bos = "auto", **options: Any
-) -> tuple[str, bool]:
-    """The model's continuation of a prompt, and whether the chat template was used.
-
-    It is if the tokenizer has one, unless `is_raw`. The folder of a run means its student.
-    """
-    where = find_device(device)
-    model = open_model(model_name(name))
-    ids, is_chat = prompt_ids(model.tokenizer, prompt, bos=bos, is_raw=is_raw)
-    return str(generate(model.network.to(where), model.tokenizer, ids, **options)), is_chat

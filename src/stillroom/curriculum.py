@@ -14,6 +14,8 @@ from stillroom.config.schema import Config, PhaseConfig
 from stillroom.config.sections import Ramp, Scalar
 from stillroom.types import Lesson
 
+NO_PHASE = "constant"  # the name of a run without phases
+
 
 def value_at(scalar: Scalar, progress: float) -> float:
     """The value of a constant or a ramp at `progress` in [0, 1]."""
@@ -67,7 +69,7 @@ class Curriculum:
         for phase in self.phases:
             if progress < phase.until:
                 return phase.name
-        return self.phases[-1].name if self.phases else "constant"
+        return self.phases[-1].name if self.phases else NO_PHASE
 
     @property
     def uses_teacher(self) -> bool:

@@ -55,6 +55,12 @@ class CacheDamaged(BrokenAtStart):
     title = "the teacher's cache is damaged"
 
 
+class SelftestFailed(BrokenAtStart):
+    """Something is computed wrongly on this machine."""
+
+    title = "the self-test failed"
+
+
 class OutOfMemory(StillroomError):
     """The machine or its device has too little memory for the configuration."""
 
@@ -109,6 +115,12 @@ class CheckpointUnusable(StillroomError):
 
     exit_code = 25
     title = "no usable checkpoint"
+
+
+class ResumeDiffers(CheckpointUnusable):
+    """A run that was killed and resumed is not the run that was not."""
+
+    title = "a resumed run is another run"
 
 
 class Interrupted(StillroomError):

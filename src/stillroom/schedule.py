@@ -26,9 +26,9 @@ def steps_of_run(num_batches: int, accumulation: int, epochs: float, max_steps: 
     return max(1, math.ceil(windows_in(num_batches, accumulation) * epochs))
 
 
-def warmup_of_run(num_steps: int, warmup_steps: int, warmup_ratio: float) -> int:
-    """Warm-up in optimizer steps. An explicit number wins; it is always shorter than the run."""
-    wanted = warmup_steps or int(num_steps * warmup_ratio)
+def warmup_of_run(num_steps: int, warmup_steps: int, warmup_ratio: float, max_share: float = 1.0) -> int:
+    """Warm-up in optimizer steps. An explicit number wins, within `max_share`; it is always shorter than the run."""
+    wanted = min(warmup_steps or int(num_steps * warmup_ratio), int(num_steps * max_share))
     return min(wanted, max(num_steps - 1, 0))
 
 

@@ -14,7 +14,6 @@ from commands import output, run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl_templates import template
 
-from stillroom.assess import continue_text
 from stillroom.cli import main
 from stillroom.config import load_config
 from stillroom.config.schema import DataConfig
@@ -22,8 +21,9 @@ from stillroom.data import open_eval
 from stillroom.engine.distill import distill
 from stillroom.engine.ending.samples import PROMPT_TOKENS, beginning
 from stillroom.errors import BrokenAtStart, ConfigError
-from stillroom.models.generate import continuation, end_ids, generate, readable
+from stillroom.models.generate import Piece, continuation, end_ids, generate, readable
 from stillroom.models.load.names import model_name
+from stillroom.talk import continue_text
 
 REFUSING = "{{ raise_exception('this template knows no questions') }}"
 
@@ -119,7 +119,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """The tokens that models are given, instead of what they would write."""
     seen: list[list[int]] = []
-    monkeypatch.setattr("stillroom.assess.generate", lambda _model, _words, ids, **_: seen.append(ids) or " well")
+
+    def write(_model: Any, _words: Any, ids: list[list[int]], **_: Any) -> list[Piece]:
+        seen.extend(ids)
+        return [Piece(row, " well", "end of text") for row in range(len(ids))]
+
+    monkeypatch.setattr("stillroom.talk.stream", write)
     return seen
 
 
@@ -148,7 +153,7 @@ def test_a_template_that_refuses_the_prompt_is_explained(folder: Path) -> None:
 
 
 def test_a_model_that_writes_nothing_says_so(folder: Path, capsys: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr("stillroom.assess.generate", lambda *_, **__: "")
+    monkeypatch.setattr("stillroom.talk.stream", lambda *_, **__: [Piece(0, "", "end of text")])
     code, _out, err = run(capsys, "generate", str(folder / "instruct"), "--prompt", "the")
     assert code == 0 and "wrote nothing" in err
 

@@ -131,6 +131,7 @@ def test_a_model_is_assessed_beside_a_teacher_of_another_tokenizer(pair: Path) -
     student, teacher = result["student"], result["teacher"]
     assert student["bits_per_byte"] > 0 and teacher["bits_per_byte"] > 0 and student["kl_per_byte"] > 0
     assert student["kl"] is None and student["agreement"] is None and "retention" not in result
+    assert "bits_per_byte" in result["retained"] and not {"perplexity", "tokens_per_second"} & set(result["retained"])
     assert any("compare bits per byte" in note for note in result["notes"])
 
 

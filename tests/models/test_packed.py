@@ -9,37 +9,17 @@ import families
 import pytest
 import tiny
 import torch
+from packed_texts import LENGTHS, batch_of, texts
 from torch.nn import functional as F
 
 from stillroom.models import try_model
 from stillroom.models.attention import NAME, show_attention
 from stillroom.models.packed import block_mask, packing_error, positions_of, sequences_of
-from stillroom.types import IGNORED, Batch, Needs
+from stillroom.types import Batch, Needs
 
-LENGTHS = ((9, 1, 6), (4, 11))
 # The attention each of them uses here: ours without a mask, sdpa with masks of its own, and eager.
 CAN = {"llama": NAME, "deepseek_v3": NAME, "opt": NAME, "gemma3_text": "sdpa", "llama4_text": "sdpa", "gptj": "eager"}
 CANNOT = ["mamba", "bloom", "recurrent_gemma"]
-
-
-def texts() -> list[list[torch.Tensor]]:
-    generator = torch.Generator().manual_seed(5)
-    return [[torch.randint(2, tiny.VOCAB, (length + 1,), generator=generator) for length in row] for row in LENGTHS]
-
-
-def batch_of(rows: list[list[torch.Tensor]]) -> Batch:
-    """Each row's texts, one after the other, padded on the right."""
-    width = max(sum(len(text) - 1 for text in row) for row in rows)
-    ids, targets = torch.zeros(len(rows), width, dtype=torch.long), torch.full((len(rows), width), IGNORED)
-    segments = torch.full((len(rows), width), -1)
-    for line, row in enumerate(rows):
-        place = 0
-        for number, text in enumerate(row):
-            here = slice(place, place + len(text) - 1)
-            ids[line, here], targets[line, here], segments[line, here] = text[:-1], text[1:], number
-            place = here.stop
-    mask = (segments >= 0).long()
-    return Batch(ids, mask, targets, mask, tuple(f"row-{line}" for line in range(len(rows))), segments=segments)
 
 
 def nll(student: Any, batch: Batch, needs: Needs = Needs()) -> torch.Tensor:  # noqa: B008 - frozen

@@ -112,6 +112,38 @@ def test_two_processes_train_what_one_trains_with_twice_the_accumulation(world: 
     assert both.stdout.count("check passed  held-out perplexity") == 1
 
 
+def test_two_processes_learn_labels_alone_beside_distilled_text_as_one_does(world: Path, tmp_path: Path) -> None:
+    """A window may have labels alone in one process, in both or in none; means of a source are those of all."""
+    sources = [{"path": str(tmp_path / name)} for name in ("taught.jsonl", "labels.jsonl")]
+    for number, source in enumerate(sources):
+        tiny.save_text(Path(source["path"]), 17 - 4 * number, seed=5 + number)
+    sources[1] |= {"objectives": "labels"}
+    tables = [", ".join(f'{key} = "{value}"' for key, value in source.items()) for source in sources]
+    over = {"data__train_share": 1.0, "train__seed": 4, "objectives__ce__weight": 0.0}
+    listed = "[" + ", ".join(f"{{{table}}}" for table in tables) + "]"
+    both = launched(arguments(world, tmp_path / "two", data__train=listed, **over))
+    assert both.returncode == 0, both.stderr[-3000:]
+    config = load_config(overrides=settings(world, train__gradient_accumulation_steps=2, data__train=sources, **over))
+    distill(config, tmp_path / "one", device="cpu")
+    for key in ("train_loss", "grad_norm", "tokens"):
+        expected, found = losses(tmp_path / "one", key), losses(tmp_path / "two", key)
+        assert max(abs(a / b - 1) for a, b in zip(found, expected, strict=True)) < 1e-6, key
+    kinds = set()
+    steps = [
+        [event for event in read_events(tmp_path / name / "events.jsonl") if event["event"] == "step"]
+        for name in ("one", "two")
+    ]
+    for expected, found in zip(*steps, strict=True):
+        assert set(found["terms"]) == set(expected["terms"])
+        assert set(found["sources"]) == set(expected["sources"])
+        for name, terms in expected["sources"].items():
+            assert found["sources"][name] == pytest.approx(terms, rel=1e-5)
+        kinds.add(tuple(sorted(Path(name).name for name in found["sources"])))
+    assert len(kinds) == 3, "steps of one source, of the other and of both"
+    a, b = weights(tmp_path / "one"), weights(tmp_path / "two")
+    assert float((a - b).norm() / a.norm()) < 1e-6
+
+
 def test_two_processes_resume_bit_for_bit_and_only_as_two(world: Path, tmp_path: Path) -> None:
     """With dropout, whose random numbers differ between the processes."""
     student = tiny.save_model(tmp_path / "student", "gpt2", num_layers=1)

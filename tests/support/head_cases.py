@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from stillroom.checks.textbook import logits_of as logits_of
 from stillroom.objectives import divergences, score_head
 from stillroom.objectives.divergences.base import Divergence
 from stillroom.types import Batch, DenseSignal, HeadWeights, StudentView
@@ -98,14 +99,6 @@ def make_case(
     )
     targets = torch.randint(num_tokens, (num_rows,), generator=generator)
     return Case(draw(num_rows, widths[0]), head, teacher, targets)
-
-
-def logits_of(hidden: Tensor, head: HeadWeights) -> Tensor:
-    logits = hidden.double() @ head.weight[: head.num_real].double().T
-    if head.bias is not None:
-        logits = logits + head.bias[: head.num_real].double()
-    logits = logits * head.scale
-    return logits if head.softcap is None else torch.tanh(logits / head.softcap) * head.softcap
 
 
 def reference_rows(case: Case, divergence: Divergence, temperature: float | Tensor) -> tuple[Tensor, Tensor]:

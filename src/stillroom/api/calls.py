@@ -155,6 +155,7 @@ def generate(
     *,
     max_new_tokens: int = 64,
     temperature: float = 0.0,
+    top_p: float = 1.0,
     seed: int = 0,
     raw: bool = False,
     bos: Literal["auto"] | bool = "auto",
@@ -168,26 +169,25 @@ def generate(
     check.whole(max_new_tokens, "max_new_tokens", least=1)
     check.whole(seed, "seed", least=0)
     check.number(temperature, "temperature", least=0)
+    check.number(top_p, "top_p", least=0)
     check.flag(raw, "raw", may_be_none=False)
     check.bos(bos)
     where = check.device(device)
 
     from stillroom.api.objects import without_tokenizer
-    from stillroom.assess import continue_text
-    from stillroom.data import prompt_ids
-    from stillroom.models.generate import generate as write
     from stillroom.models.load.given import GivenModel
+    from stillroom.talk import Writer, continue_text
 
     given = GivenModel.of(model, "model")
+    options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
     if given is None:
-        options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
-        return continue_text(str(model), prompt, device=where, is_raw=raw, bos=bos, **options)[0]
+        return continue_text(str(model), prompt, device=where, is_raw=raw, bos=bos, **options)
     if where != "auto":
         raise ConfigError("a model object stays on its device", where="device", advice=["leave device out"])
     if given.tokenizer is None:
         raise without_tokenizer("model")
-    ids, _is_chat = prompt_ids(given.tokenizer, prompt, bos=bos, is_raw=raw)
-    return write(given.network, given.tokenizer, ids, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
+    (made,) = Writer(given.network, given.tokenizer, bos).continuations([prompt], is_raw=raw, **options)
+    return made.text + made.stopped
 
 
 # -- the run ---------------------------------------------------------------------------------------------

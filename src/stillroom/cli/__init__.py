@@ -3,8 +3,12 @@
 from stillroom.cli import runs as runs  # importing a module adds its commands; the order is that of the help
 
 # isort: split
+from stillroom.cli import after as after
 from stillroom.cli import cache as cache
+from stillroom.cli import checks as checks
+from stillroom.cli import keep as keep
 from stillroom.cli import views as views
+from stillroom.cli import write as write
 from stillroom.cli.app import app
 from stillroom.cli.ends import main
 

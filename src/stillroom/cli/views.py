@@ -20,11 +20,14 @@ def eval_(
     max_length: Annotated[int, typer.Option(min=8, help="tokens in a row")] = 256,
     batch_size: Annotated[int, typer.Option(min=1, help="rows at once")] = 8,
     max_batches: Annotated[int, typer.Option(min=0, help="0: all")] = 0,
+    blocks: Annotated[bool, typer.Option("--blocks", help="texts end to end in blocks, not each record alone")] = False,
+    questions: Annotated[Path | None, typer.Option(help="JSONL of questions with answers or choices")] = None,
+    tasks: Annotated[str, typer.Option(help="benchmarks of lm-eval, by name, with commas between")] = "",
     bos: Bos = "auto",
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Perplexity and bits per byte of a model; against a teacher also KL, agreement and acceptance rate."""
+    """Perplexity and bits per byte of a model, what it costs, and against a teacher KL, agreement and retention."""
     from stillroom.assess import assess
 
     result = assess(
@@ -36,6 +39,9 @@ def eval_(
         max_batches=max_batches,
         bos=wanted_bos(bos),
         device=device,
+        blocks=blocks,
+        questions=questions,
+        tasks=[task.strip() for task in tasks.split(",") if task.strip()],
     )
     if as_json:
         print_json(result)
@@ -90,36 +96,6 @@ def data(
     from stillroom.telemetry.preview import show_preview
 
     show_preview(result)
-
-
-@app.command()
-def generate(
-    model: Annotated[str, typer.Argument(help="folder of a model or a run, hub id, or builtin:teacher")],
-    prompt: Annotated[str, typer.Option(help="text to continue, or a question where the model has a chat template")],
-    raw: Annotated[bool, typer.Option("--raw", help="continue the text as it stands, without a chat template")] = False,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="length of the continuation")] = 64,
-    temperature: Annotated[float, typer.Option(help="0: the likeliest token each time")] = 0.0,
-    seed: Annotated[int, typer.Option(help="of the sampling")] = 0,
-    bos: Bos = "auto",
-    device: Device = "auto",
-) -> None:
-    """Continue a prompt; a model with a chat template answers it."""
-    from stillroom.assess import continue_text
-    from stillroom.telemetry.wording import clean
-
-    text, is_chat = continue_text(
-        model,
-        prompt,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        seed=seed,
-        device=device,
-        is_raw=raw,
-        bos=wanted_bos(bos),
-    )
-    typer.echo(clean(text.strip() if is_chat else prompt + text, keep_lines=True))
-    if not text.strip():
-        typer.echo("the model wrote nothing: its first token ends the text", err=True)
 
 
 @app.command()

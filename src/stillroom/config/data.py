@@ -166,6 +166,14 @@ class DataConfig(Layout):
     group_by_length: bool = Field(
         False, description="put training rows of about equal length into a batch: less padding, another order"
     )
+    order: Literal["shuffled", "short_first"] = Field(
+        "shuffled",
+        description="of training rows. short_first: the first ones from short to long, see short_first_share; the "
+        "others shuffled",
+    )
+    short_first_share: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.3, description="share of the run's steps that go from short rows to long ones; at most the first epoch"
+    )
     cache: str = Field(
         "auto",
         description="folder of the token store, which keeps large files tokenized; auto: the user's cache folder, for "

@@ -23,7 +23,6 @@ _DIRECT = {
     "gradient_accumulation_steps": "train.gradient_accumulation_steps",
     "learning_rate": "train.learning_rate",
     "router_lr": "train.router_learning_rate",
-    "warmup_steps": "train.warmup_steps",
     "warmup_ratio": "train.warmup_ratio",
     "weight_decay": "train.weight_decay",
     "max_grad_norm": "train.max_grad_norm",
@@ -45,11 +44,18 @@ _DIRECT = {
 }
 
 # Keys whose meaning differs from ours: (our key, our value, the difference).
+_MAX_WARMUP = 0.1  # of the optimizer steps
+
 _TRANSLATED: dict[str, Callable[[Any], tuple[str, Any, str]]] = {
     "kd_top_k": lambda value: (
         "objectives.kd.top_k",
         int(value),
         "the teacher's k likeliest tokens with the exact mass of the rest; the original renormalised both sides",
+    ),
+    "warmup_steps": lambda value: (
+        "train.warmup_steps",
+        value,
+        "at most a tenth of the optimizer steps, as in the original: train.max_warmup_share",
     ),
     "router_anchor_weight": lambda value: (
         "teacher.router.anchor_weight",
@@ -91,6 +97,8 @@ def translate(table: Table) -> tuple[Table, list[str]]:
         elif key in _TRANSLATED:
             target, mapped, why = _TRANSLATED[key](value)
             _put(nested, target, mapped)
+            if key == "warmup_steps":
+                _put(nested, "train.max_warmup_share", _MAX_WARMUP)
             notes.append(f"{key} = {value!r} -> {target} ({why})")
         elif key == "use_curriculum":
             continue  # below, because it needs all weights

@@ -26,6 +26,9 @@ class TrainConfig(Section):
     min_learning_rate_ratio: Annotated[float, Field(ge=0, le=1)] = Field(0.1, description="end of the schedule")
     warmup_steps: Annotated[int, Field(ge=0)] = Field(0, description="optimizer steps; overrides warmup_ratio")
     warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = Field(0.1, description="share of the optimizer steps")
+    max_warmup_share: Annotated[float, Field(gt=0, le=1)] = Field(
+        1.0, description="share of the optimizer steps that the warm-up takes at most, whatever warmup_steps says"
+    )
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95

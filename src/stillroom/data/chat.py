@@ -238,9 +238,13 @@ class TemplateChat:
 
 def question_text(tokenizer: Tokenizer, question: str) -> str:
     """Print one question with the opening of an answer. Raise `Unusable` with the template's reason."""
+    return conversation_text(tokenizer, [Turn("user", question)])
+
+
+def conversation_text(tokenizer: Tokenizer, turns: Sequence[Turn], *, opens_answer: bool = True) -> str:
+    """Print turns, with the opening of an answer if asked for. Raise `Unusable` with the template's reason."""
     printer = _printer(tokenizer)
-    messages = messages_of([Turn("user", question)], in_parts=_wants_parts(printer))
-    return printer(messages, opens_answer=True)
+    return printer(messages_of(turns, in_parts=_wants_parts(printer)), opens_answer=opens_answer)
 
 
 def _printer(tokenizer: Tokenizer) -> ChatPrinter:

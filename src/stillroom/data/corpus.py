@@ -30,10 +30,11 @@ from stillroom.data.split import (
     StoredDocuments,
     held_out,
     note_overlap,
+    num_distinct,
     share_of,
 )
 from stillroom.data.store.opening import stored_parts
-from stillroom.errors import DataError
+from stillroom.errors import ConfigError, DataError
 from stillroom.yardsticks import MIN_DOCUMENTS
 
 Tell = Callable[[str], object]
@@ -163,7 +164,19 @@ def _mixed(train: SourceDocuments, config: DataConfig, encode: Encoder, tally: T
 
 
 def _train_packing(config: DataConfig, encoded: Encoded, tally: Tally) -> Packing:
-    """How to make training rows. With `auto`: rows if any record has a prompt, else blocks."""
+    """How to make training rows. Raise if they cannot be in the order that is asked for."""
+    packing = _asked_packing(config, encoded, tally)
+    if packing == "blocks" and config.order == "short_first":
+        raise ConfigError(
+            f"data.order is short_first, and blocks are all of {config.max_length:,} tokens",
+            where="data.order, data.packing",
+            advice=["set data.packing = 'rows' or 'packed'", "set data.order = 'shuffled'"],
+        )
+    return packing
+
+
+def _asked_packing(config: DataConfig, encoded: Encoded, tally: Tally) -> Packing:
+    """With `auto`: rows if any record has a prompt, else blocks."""
     num_prompted, num_documents = int(encoded.prompts.sum()), encoded.num_documents
     if not num_documents:
         return "rows"
@@ -258,7 +271,9 @@ class _Reader:
         paths = [source.path for source in self.config.sources if not source.path.startswith(BUILTIN_PREFIX)]
         spec, share, groups = ", ".join(paths), self.config.eval_share, documents.groups()
         is_held = held_out(groups, share, spec, enough=ENOUGH_HELD_OUT)
-        num_held, num_asked = int(is_held.sum()), int(held_out(groups, share, spec).sum())
+        num_held = int(is_held.sum())
+        is_few = num_distinct(groups[is_held], ENOUGH_HELD_OUT + 1) <= ENOUGH_HELD_OUT  # else none was added
+        num_asked = int(held_out(groups, share, spec).sum()) if is_few else num_held
         is_raised = num_held > num_asked
         why = f", not {num_asked:,} as data.eval_share = {share:g} says: so few would not measure" if is_raised else ""
         self.tally.note(f"{num_held:,} of {len(documents):,} records of {spec} are held out by content hash{why}")

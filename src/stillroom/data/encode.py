@@ -77,12 +77,13 @@ def even_ends(text: str, num_tokens: int) -> Ints:
 
 def bytes_between(text: str, ends: Ints) -> npt.NDArray[np.int32]:
     """UTF-8 bytes between consecutive ends; they sum to the length of the text."""
-    if text.isascii():
-        return np.diff(ends, prepend=0).astype(np.int32)
-    points = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
-    widths = 1 + (points >= 0x80).astype(np.int64) + (points >= 0x800) + (points >= 0x10000)
-    positions = np.concatenate([[0], np.cumsum(widths)])
-    return np.diff(positions[ends], prepend=0).astype(np.int32)
+    if not text.isascii():
+        points = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
+        widths = 1 + (points >= 0x80).astype(np.int64) + (points >= 0x800) + (points >= 0x10000)
+        ends = np.concatenate([[0], np.cumsum(widths)])[ends]
+    sizes = ends.astype(np.int32)
+    sizes[1:] -= ends[:-1].astype(np.int32)
+    return sizes
 
 
 @dataclass(frozen=True)
@@ -241,24 +242,22 @@ class Encoder:
         """
         if not piece.ids:
             return TokenizedRecord(record, np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.bool_))
-        ends = piece.ends.copy()
-        ends[-1] = len(record.text)
-        num_bytes, is_scored, ids = bytes_between(record.text, ends), is_scored.copy(), list(piece.ids)
-        num_added = 0 if is_opened(ids, self.opening) else len(self.opening)
-        if num_added:
-            ids = [*self.opening, *ids]
-            num_bytes = np.concatenate([np.zeros(len(self.opening), np.int32), num_bytes])
-            is_scored = np.concatenate([np.zeros(len(self.opening), np.bool_), is_scored])
+        ids, end_mark = piece.ids, self.tokenizer.eos_token_id
+        added = () if is_opened(ids, self.opening) else self.opening
         bos = getattr(self.tokenizer, "bos_token_id", None)
         num_opening = len(self.opening) or int(record.has_template and ids[0] == bos)
-        num_bytes[:num_opening], is_scored[:num_opening] = 0, False
-        end_mark = self.tokenizer.eos_token_id
-        has_end_mark = end_mark is not None and not (record.has_template and end_mark in ids[num_opening:])
-        if has_end_mark:
-            ids.append(int(end_mark))
-            num_bytes, is_scored = np.append(num_bytes, np.int32(0)), np.append(is_scored, np.True_)
+        is_ended = end_mark is None or (record.has_template and end_mark in ids[num_opening - len(added) :])
+        ids = [*added, *ids] if is_ended else [*added, *ids, int(end_mark)]
+        own = slice(len(added), len(added) + len(piece.ids))
+        num_bytes, flags = np.zeros(len(ids), np.int32), np.ones(len(ids), np.bool_)
+        ends = piece.ends.copy()
+        ends[-1] = len(record.text)
+        num_bytes[own], flags[own] = bytes_between(record.text, ends), is_scored
+        num_bytes[:num_opening], flags[:num_opening] = 0, False
         places = (piece.starts, piece.ends) if self.keeps_places else None
-        return TokenizedRecord(record, np.array(ids, np.int32), num_bytes, is_scored, places, num_added, has_end_mark)
+        return TokenizedRecord(
+            record, np.array(ids, np.int32), num_bytes, flags, places, len(added), has_end_mark=not is_ended
+        )
 
     def _pieces(self, texts: list[str], *, keeps_special: bool = False) -> list[_Piece]:
         answer = self.tokenizer(

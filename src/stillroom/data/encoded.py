@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from stillroom.data.spans.paired import Paired
 
 Ints = npt.NDArray[np.int64]
+Numbers = npt.NDArray[np.integer[Any]]  # in as few bytes as they fit into
 _CHUNK = 1 << 22  # tokens counted at a time: bounds memory for any number of documents
 
 
@@ -39,6 +40,7 @@ class Encoded:
     names: Sequence[str]  # D
     groups: Sequence[str]  # D, documents of a group are held out together
     has_prompt: Sequence[bool] | npt.NDArray[np.bool_] = ()  # D, a chat or a prompt with an answer; empty: none is
+    count_scored: Callable[[Ints, Ints], Ints] | None = None  # `num_scored_between`, where there is a faster way
     paired: Paired | None = None  # the same documents in the teacher's tokens, where it has a tokenizer of its own
 
     def __post_init__(self) -> None:
@@ -54,24 +56,55 @@ class Encoded:
 
     @property
     def num_scored(self) -> int:
-        return int(self.num_scored_before(np.array([len(self.ids)]))[0])
+        return int(self.num_scored_between(np.array([0]), np.array([len(self.ids)]))[0])
 
     @property
     def prompts(self) -> npt.NDArray[np.bool_]:
         """[D] Which documents are a chat or a prompt with an answer."""
         return np.array(self.has_prompt, np.bool_) if len(self.has_prompt) else np.zeros(self.num_documents, np.bool_)
 
-    def num_scored_before(self, places: Ints) -> Ints:
-        """The number of scored tokens before each place. The places never fall."""
-        counts, seen = np.zeros(len(places), np.int64), 0
-        for start, is_scored in self._chunks():
-            first, last = np.searchsorted(places, [start, start + len(is_scored)], side="right")
-            # A place at the start of the chunk has its count from the chunk before; at 0 it is 0.
-            running = np.cumsum(is_scored, dtype=np.int64)
-            counts[first:last] = seen + running[places[first:last] - start - 1]
-            seen += int(running[-1])
-        return counts
+    def documents_at(self, places: Ints) -> Ints:
+        """The document that each token is in."""
+        return documents_at(self.bounds, places)
 
-    def _chunks(self) -> Iterator[tuple[int, npt.NDArray[np.bool_]]]:
-        for start in range(0, len(self.is_scored), _CHUNK):
-            yield start, self.is_scored[start : start + _CHUNK]
+    def num_scored_between(self, begins: Ints, ends: Ints) -> Ints:
+        """The number of scored tokens from each begin to its end."""
+        if self.count_scored is not None:
+            return self.count_scored(begins, ends)
+        return num_true_between(self.is_scored, begins, ends)
+
+
+def documents_at(bounds: Ints, places: Ints, guess: int = 0) -> Ints:
+    """The document that each place is in. Fast where they are one in each, beginning with document `guess`."""
+    end = guess + len(places)
+    is_guessed = end < len(bounds) and bool((bounds[guess:end] <= places).all())
+    if is_guessed and bool((places < bounds[guess + 1 : end + 1]).all()):
+        return np.arange(guess, end)
+    documents: Ints = np.searchsorted(bounds, places, side="right")
+    documents -= 1
+    return documents
+
+
+def num_true_between(flags: Tokens, begins: Ints, ends: Ints) -> Ints:
+    """How many flags are set from each begin to its end. Flags before the first begin are not read."""
+    low = int(begins.min()) if len(begins) else 0
+    counts = _num_true_from(flags, ends, low)
+    counts -= _num_true_from(flags, begins, low)
+    return counts
+
+
+def _num_true_from(flags: Tokens, places: Ints, low: int) -> Ints:
+    """How many flags are set from `low` to each place."""
+    counts = np.zeros(len(places), np.int64)
+    if (places[1:] < places[:-1]).any():
+        order = np.argsort(places, kind="stable")
+        counts[order] = _num_true_from(flags, places[order], low)
+        return counts
+    seen, high = 0, int(places[-1]) if len(places) else low
+    for start in range(low, high, _CHUNK):
+        running = np.cumsum(flags[start : min(start + _CHUNK, high)], dtype=np.int64)
+        first, last = np.searchsorted(places, [start, start + len(running)], side="right")
+        # A place at the start of the chunk has its count from the chunk before; at `low` it is 0.
+        counts[first:last] = seen + running[places[first:last] - start - 1]
+        seen += int(running[-1])
+    return counts

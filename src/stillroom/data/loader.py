@@ -5,7 +5,8 @@ step. Windows never cross epochs: the last window of an epoch may have fewer mic
 micro-batch fewer rows, but no row is left out. 9,353 rows with batch size 1 and accumulation 8 are 1,170
 steps an epoch, the last with one micro-batch.
 
-With `groups_lengths` the rows of a batch are of about equal length (`data/grouping.py`).
+With `groups_lengths` the rows of a batch are of about equal length (`data/grouping.py`); after `short_first` the
+first windows go from short rows to long ones (`data/short_first.py`).
 
 Several processes share each window: process r of n takes every nth micro-batch from the rth on. Together they read in
 the order of one process with n times the accumulation.
@@ -13,14 +14,15 @@ the order of one process with n times the accumulation.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 
 import numpy as np
 
 from stillroom.data.encoded import Ints
-from stillroom.data.grouping import grouped
 from stillroom.data.mixing import MixedRows
 from stillroom.data.packing import Rows
+from stillroom.data.short_first import arranged
 from stillroom.errors import ConfigError, DataError
 from stillroom.types import Batch
 
@@ -28,7 +30,7 @@ from stillroom.types import Batch
 class Loader:
     """`window(index)` is a pure function of the rows, the sizes, the seed and the index.
 
-    The permutation of one epoch is cached; it is not state.
+    The permutation of one epoch is cached; it is not state. Threads may share a loader.
     """
 
     def __init__(
@@ -62,6 +64,15 @@ class Loader:
         self._seed = seed
         self._groups_lengths = groups_lengths
         self._kept: tuple[int, Ints] | None = None
+        self._num_short_first = 0  # micro-batches
+
+    def short_first(self, num_windows: int) -> Loader:
+        """The same loader with the rows of the first windows from short to long; at most those of the first epoch."""
+        _check_lengths_differ(self._rows)
+        other = copy.copy(self)
+        other._kept = None
+        other._num_short_first = min(num_windows * self._accumulation, self.num_batches)
+        return other
 
     @property
     def num_batches(self) -> int:
@@ -97,20 +108,42 @@ class Loader:
     def _batch(self, epoch: int, number: int) -> Batch:
         start = number * self._batch_size
         if isinstance(self._rows, MixedRows):
-            groups_lengths = self._groups_lengths
-            chosen = self._rows.epoch(self._seed, epoch, self._batch_size, groups_lengths=groups_lengths)[number]
+            share = self._num_short_first / self.num_batches
+            chosen = self._rows.epoch(
+                self._seed,
+                epoch,
+                self._batch_size,
+                groups_lengths=self._groups_lengths,
+                share_short_first=share,
+            )[number]
         else:
             chosen = self._order(epoch)[start : start + self._batch_size]
         return self._rows.batch(chosen, index=epoch * self.num_batches + number)
 
     def _order(self, epoch: int) -> Ints:
-        if self._kept is None or self._kept[0] != epoch:
+        kept = self._kept  # read once: another thread may replace it by another epoch's
+        if kept is None or kept[0] != epoch:
             rng = np.random.default_rng([self._seed, epoch])
-            order = rng.permutation(len(self._rows))
-            if self._groups_lengths:
-                order = grouped(order, self._rows.lengths, self._batch_size, rng)
-            self._kept = (epoch, order)
-        return self._kept[1]
+            num_first = 0 if epoch else self._num_short_first * self._batch_size
+            order = arranged(
+                rng.permutation(len(self._rows)),
+                self._rows.lengths if self._groups_lengths else None,
+                self._rows.longest if num_first else None,
+                num_first=num_first,
+                batch_size=self._batch_size,
+                rng=rng,
+            )
+            self._kept = kept = (epoch, order)
+        return kept[1]
+
+
+def _check_lengths_differ(rows: Rows) -> None:
+    if int(rows.longest.min()) == int(rows.longest.max()):
+        raise ConfigError(
+            f"data.order is short_first, and all {len(rows):,} rows have the same length",
+            where="data.order",
+            advice=["set data.order = 'shuffled'", "data.packing = 'rows' keeps records of different lengths apart"],
+        )
 
 
 def fixed_rows(rows: Rows, batch_size: int, max_batches: int = 0) -> list[int]:

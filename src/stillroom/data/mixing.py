@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from stillroom.data.encoded import Ints
-from stillroom.data.grouping import grouped
 from stillroom.data.packing import Rows
+from stillroom.data.short_first import arranged, buckets
 from stillroom.types import IGNORED, Batch
 
 _OTHER_PADS = {"targets": IGNORED, "segments": -1, "spans": -1}  # token 0 is in every vocabulary
@@ -62,7 +62,7 @@ class MixedRows(Rows):
         self.parts = tuple(parts)
         self._pads = {"input_ids": pad_id, "targets": IGNORED, "segments": -1, "spans": -1}
         self._part_firsts = np.cumsum([0, *(len(part.rows) for part in parts)])
-        self._kept: tuple[tuple[int, int, int, bool], list[Ints]] | None = None
+        self._kept: tuple[tuple[int, int, int, bool, float], list[Ints]] | None = None
 
     def __len__(self) -> int:
         return int(self._part_firsts[-1])
@@ -78,6 +78,10 @@ class MixedRows(Rows):
     @cached_property
     def other_lengths(self) -> Ints:
         return np.concatenate([part.rows.other_lengths for part in self.parts])
+
+    @cached_property
+    def longest(self) -> Ints:
+        return np.concatenate([part.rows.longest for part in self.parts])
 
     @property
     def is_used(self) -> npt.NDArray[np.bool_]:
@@ -132,23 +136,38 @@ class MixedRows(Rows):
         """Micro-batches in one epoch."""
         return sum(part.num_batches(batch_size) for part in self.parts)
 
-    def epoch(self, seed: int, epoch: int, batch_size: int, *, groups_lengths: bool = False) -> list[Ints]:
-        """The micro-batches of an epoch, each of one source. Those of the last epoch asked for are kept."""
-        asked = (seed, epoch, batch_size, groups_lengths)
-        if self._kept is None or self._kept[0] != asked:
-            self._kept = (asked, self._drawn(*asked))
-        return self._kept[1]
+    def epoch(
+        self, seed: int, epoch: int, batch_size: int, *, groups_lengths: bool = False, share_short_first: float = 0.0
+    ) -> list[Ints]:
+        """The micro-batches of an epoch, each of one source. Those of the last epoch asked for are kept.
 
-    def _drawn(self, seed: int, epoch: int, batch_size: int, groups_lengths: bool) -> list[Ints]:
-        batches = []
+        Of epoch 0 the share `share_short_first` of each source comes first, from short to long.
+        """
+        asked = (seed, epoch, batch_size, groups_lengths, 0.0 if epoch else share_short_first)
+        kept = self._kept
+        if kept is None or kept[0] != asked:
+            self._kept = kept = (asked, self._drawn(*asked))
+        return kept[1]
+
+    def _drawn(self, seed: int, epoch: int, batch_size: int, groups_lengths: bool, share: float) -> list[Ints]:
+        first: list[Ints] = []
+        others: list[Ints] = []
+        lengths, longest = self.lengths if groups_lengths else None, self.longest if share else None
         for number, part in enumerate(self.parts):
             rows = part.epoch(seed, number, epoch) + self._part_firsts[number]
-            if groups_lengths:
-                rng = np.random.default_rng([seed, len(self.parts) + 1 + number, epoch])
-                rows = grouped(rows, self.lengths, batch_size, rng)
-            batches += [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
-        order = np.random.default_rng([seed, len(self.parts), epoch]).permutation(len(batches))
-        return [batches[place] for place in order]
+            num_first = round(share * part.num_batches(batch_size))
+            rng = np.random.default_rng([seed, len(self.parts) + 1 + number, epoch])
+            rows = arranged(rows, lengths, longest, num_first=num_first * batch_size, batch_size=batch_size, rng=rng)
+            batches = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
+            first += batches[:num_first]
+            others += batches[num_first:]
+        rng = np.random.default_rng([seed, len(self.parts), epoch])
+        order = [others[place] for place in rng.permutation(len(others))]
+        if longest is None:
+            return order
+        by_length = np.argsort([float(longest[batch].mean()) for batch in first], kind="stable")
+        ramp = [first[place] for bucket in buckets(by_length, 1) for place in rng.permutation(bucket)]
+        return [*ramp, *order]
 
     def _place(self, index: int) -> tuple[Part, int]:
         self._check([index])

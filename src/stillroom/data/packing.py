@@ -15,7 +15,7 @@ keeps only its first row, and what does not fit is left out and counted. "packed
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -33,6 +33,15 @@ from stillroom.types import IGNORED, Batch
 Packing = Literal["blocks", "rows", "packed"]
 
 
+@dataclass(frozen=True)
+class Counts:
+    """What rows hold: documents and tokens, each counted once, and scored targets."""
+
+    num_documents: int
+    num_tokens: int
+    num_targets: int
+
+
 class Rows:
     """Rows over flat arrays. Piece p is the tokens starts[p] to ends[p]; row r the pieces firsts[r] to firsts[r + 1].
 
@@ -48,7 +57,7 @@ class Rows:
         pad_id: int = 0,
         names_offsets: bool = False,
         firsts: Ints | None = None,
-        num_targets: int | None = None,
+        counts: Counts | None = None,
     ) -> None:
         if len(starts) != len(ends) or (starts < 0).any() or (ends <= starts).any() or (ends > len(encoded.ids)).any():
             raise DataError(f"{len(starts)} starts and {len(ends)} ends are not rows of {len(encoded.ids)} tokens")
@@ -58,12 +67,16 @@ class Rows:
         self._pad_id = pad_id
         self._names_offsets = names_offsets
         self._firsts = firsts
-        self._num_targets = num_targets  # where it was counted already
+        self._known_counts = counts  # where it was counted already
         paired = encoded.paired
         self.beside = None if paired is None else paired.beside(encoded.bounds, starts, ends)
 
     def __len__(self) -> int:
         return len(self._starts) if self._firsts is None else len(self._firsts) - 1
+
+    def in_blocks(self, max_length: int) -> Rows:
+        """The same documents end to end, cut into blocks: attention crosses from one document to the next."""
+        return pack(self._encoded, "blocks", max_length, Tally(), pad_id=self._pad_id)
 
     @property
     def is_packed(self) -> bool:
@@ -85,6 +98,12 @@ class Rows:
         return inputs if self._firsts is None else np.add.reduceat(inputs, self._firsts[:-1])
 
     @property
+    def longest(self) -> Ints:
+        """[R] Inputs of the longest piece of each row: packed rows are all about full."""
+        inputs: Ints = self._ends - self._starts - 1
+        return inputs if self._firsts is None else np.maximum.reduceat(inputs, self._firsts[:-1])
+
+    @property
     def is_used(self) -> npt.NDArray[np.bool_]:
         """[T] Which tokens are in a row."""
         used = np.zeros(len(self._encoded.ids), np.bool_)
@@ -101,19 +120,23 @@ class Rows:
     @property
     def num_documents(self) -> int:
         """Documents with at least one token in a row."""
-        return _num_covered(self._documents_at(self._starts), self._documents_at(self._ends - 1) + 1)
+        return self._counts.num_documents
 
     @property
     def num_tokens(self) -> int:
         """Tokens in rows, each counted once, openings and end marks included."""
-        return _num_covered(self._starts, self._ends)
+        return self._counts.num_tokens
 
-    @cached_property
+    @property
     def num_targets(self) -> int:
         """Scored targets in one pass over all rows."""
-        if self._num_targets is not None:
-            return self._num_targets
-        return int(_num_targets(self._encoded, self._starts, self._ends).sum())
+        return self._counts.num_targets
+
+    @cached_property
+    def _counts(self) -> Counts:
+        if self._known_counts is not None:
+            return self._known_counts
+        return _counted(self._encoded, self._starts, self._ends, _num_targets(self._encoded, self._starts, self._ends))
 
     def row(self, index: int) -> npt.NDArray[np.int32]:
         """The ids of one row, including the first token of each piece, which is not a target."""
@@ -126,8 +149,7 @@ class Rows:
         return list(zip(self._starts[pieces].tolist(), self._ends[pieces].tolist(), strict=True))
 
     def _documents_at(self, places: Ints) -> Ints:
-        documents: Ints = np.searchsorted(self._encoded.bounds, places, side="right") - 1
-        return documents
+        return self._encoded.documents_at(places)
 
     def question(self, index: int) -> tuple[list[int], list[int]]:
         """The tokens before the first scored target, and the run of scored tokens from there.
@@ -251,16 +273,17 @@ def pack(encoded: Encoded, packing: Packing, max_length: int, tally: Tally, *, p
     else:
         starts, ends = _consecutive(encoded.bounds, ~encoded.prompts, max_length)
         _count_truncated(encoded, max_length, tally)
-    counts = _num_targets(encoded, starts, ends)
-    has_targets, total = counts > 0, int(counts.sum())
-    del counts
-    tally.counters["rows_without_targets"] += int((~has_targets).sum())
-    starts, ends = starts[has_targets], ends[has_targets]
+    targets = _num_targets(encoded, starts, ends)
+    if not (has_targets := targets > 0).all():
+        tally.counters["rows_without_targets"] += int((~has_targets).sum())
+        starts, ends, targets = starts[has_targets], ends[has_targets], targets[has_targets]
+    counts = _counted(encoded, starts, ends, targets)
+    del targets, has_targets
     if packing != "packed":
-        rows = Rows(encoded, starts, ends, pad_id=pad_id, names_offsets=packing == "blocks", num_targets=total)
+        rows = Rows(encoded, starts, ends, pad_id=pad_id, names_offsets=packing == "blocks", counts=counts)
     else:
         order, firsts = best_fit(ends - starts - 1, max_length)
-        rows = Rows(encoded, starts[order], ends[order], pad_id=pad_id, firsts=firsts, num_targets=total)
+        rows = Rows(encoded, starts[order], ends[order], pad_id=pad_id, firsts=firsts, counts=counts)
     if encoded.paired is not None and rows.beside is not None:
         num_kept = int((rows.beside.lasts - rows.beside.firsts).sum())
         tally.counters["spans_cut_by_rows"] += len(encoded.paired.spans) - num_kept
@@ -273,6 +296,8 @@ def _consecutive(bounds: Ints, is_continued: npt.NDArray[np.bool_], max_length: 
     The last row of a text may be short, but of a text with two tokens or more it has an input and a target.
     """
     lengths = np.diff(bounds)
+    if len(lengths) and 0 < lengths.min() <= lengths.max() <= max_length + 1:
+        return bounds[:-1], bounds[1:]  # each text is a row, and nothing is copied
     num_rows = np.where(is_continued, np.maximum(-(-(lengths - 1) // max_length), 1), 1) * (lengths > 0)
     texts = np.repeat(np.arange(len(lengths)), num_rows)
     places = np.arange(len(texts)) - np.repeat(np.cumsum(num_rows) - num_rows, num_rows)
@@ -284,7 +309,7 @@ def _count_truncated(encoded: Encoded, max_length: int, tally: Tally) -> None:
     """Count the tokens and targets of records with a prompt that do not fit into their row."""
     is_cut = encoded.prompts & (np.diff(encoded.bounds) > max_length + 1)
     begins, ends = encoded.bounds[:-1][is_cut] + max_length + 1, encoded.bounds[1:][is_cut]
-    num_lost_targets = encoded.num_scored_before(ends) - encoded.num_scored_before(begins) if len(ends) else ends
+    num_lost_targets = encoded.num_scored_between(begins, ends) if len(ends) else ends
     tally.counters["truncated_records"] += len(ends)
     tally.counters["truncated_tokens"] += int((ends - begins).sum())
     tally.counters["truncated_targets"] += int(num_lost_targets.sum())
@@ -292,20 +317,25 @@ def _count_truncated(encoded: Encoded, max_length: int, tally: Tally) -> None:
 
 def _num_targets(encoded: Encoded, starts: Ints, ends: Ints) -> Ints:
     """Scored targets of each piece. The first token is not a target."""
-    order = np.argsort(starts, kind="stable") if (starts[1:] < starts[:-1]).any() else slice(None)
-    first_targets = np.minimum(starts[order] + 1, ends[order])
-    by_end = np.argsort(ends, kind="stable") if (ends[1:] < ends[:-1]).any() else slice(None)
-    counts = np.empty(len(starts), np.int64)
-    counts[by_end] = encoded.num_scored_before(ends[by_end])
-    counts[order] -= encoded.num_scored_before(first_targets)
-    return counts
+    return encoded.num_scored_between(np.minimum(starts + 1, ends), ends)
+
+
+def _counted(encoded: Encoded, starts: Ints, ends: Ints, targets: Ints) -> Counts:
+    return Counts(
+        num_documents=_num_covered(encoded.documents_at(starts), encoded.documents_at(ends - 1) + 1),
+        num_tokens=_num_covered(starts, ends),
+        num_targets=int(targets.sum()),
+    )
 
 
 def _num_covered(starts: Ints, ends: Ints) -> int:
     """How many places lie in at least one range. The ranges need not be sorted."""
     if not len(starts):
         return 0
-    order = np.argsort(starts, kind="stable")
-    reached = np.maximum.accumulate(ends[order])
-    begins = np.maximum(starts[order][1:], reached[:-1])
-    return int(reached[0] - starts[order][0] + np.maximum(ends[order][1:] - begins, 0).sum())
+    if (starts[1:] < starts[:-1]).any():
+        order = np.argsort(starts, kind="stable")
+        starts, ends = starts[order], ends[order]
+    if (ends[1:] < ends[:-1]).any():
+        ends = np.maximum.accumulate(ends)
+    begins = np.maximum(starts[1:], ends[:-1])
+    return int(ends[0] - starts[0] + (ends[1:] - begins).sum())

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from stillroom.data.bos import Bos, opened, opening_ids
-from stillroom.data.chat import question_text
+from stillroom.data.chat import conversation_text, question_text
 from stillroom.data.encode import Tokenizer
-from stillroom.data.records import Unusable
+from stillroom.data.records import Turn, Unusable
 from stillroom.errors import ConfigError
 
 
@@ -29,13 +31,54 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str, *, bos: Bos = "auto", is_raw: 
     return [begin], is_chat
 
 
+def chat_ids(tokenizer: Tokenizer, turns: Sequence[Turn], *, bos: Bos = "auto") -> list[int]:
+    """The tokens of a conversation that ends in a question, with the opening of the answer.
+
+    Without a chat template turns are "role: content" lines, as such chats are trained on.
+    """
+    if not tokenizer.chat_template:
+        lines = [f"{turn.role}: {turn.content}\n" for turn in turns]
+        return prompt_ids(tokenizer, "".join([*lines, "assistant:"]), bos=bos, is_raw=True)[0]
+    try:
+        text = conversation_text(tokenizer, turns)
+    except Unusable as error:
+        raise _refused(error, "conversation") from error
+    options = {"add_special_tokens": False, "split_special_tokens": False, "verbose": False}
+    return opened(list(tokenizer([text], **options)["input_ids"][0]), opening_ids(tokenizer, bos))
+
+
+_MARK = "stillroom7answer"
+
+
+def turn_end_ids(tokenizer: Tokenizer) -> set[int]:
+    """The special token that the chat template prints right after an answer; empty if it prints none."""
+    if not tokenizer.chat_template:
+        return set()
+    try:
+        whole = conversation_text(tokenizer, [Turn("user", "a"), Turn("assistant", _MARK)], opens_answer=False)
+    except Unusable:
+        return set()
+    _before, mark, after = whole.rpartition(_MARK)
+    if not mark or not after.strip():
+        return set()
+    ids = list(tokenizer([after.lstrip()], add_special_tokens=False)["input_ids"][0])
+    first = str(tokenizer.convert_ids_to_tokens(ids[0])) if ids else ""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    is_special = ids and (ids[0] in getattr(tokenizer, "all_special_ids", ()) or ids[0] in added)
+    return {int(ids[0])} if is_special and first and after.lstrip().startswith(first) else set()
+
+
 def _printed(tokenizer: Tokenizer, prompt: str) -> str:
     try:
         return question_text(tokenizer, prompt)
     except Unusable as error:
-        reason = str(error).removeprefix("the chat template refuses it: ")
-        raise ConfigError(
-            f"the tokenizer's chat template refuses the prompt: {reason}",
-            where="--prompt",
-            advice=["--raw continues the text as it stands, without the template"],
-        ) from error
+        raise _refused(error, "prompt") from error
+
+
+def _refused(error: Unusable, what: str) -> ConfigError:
+    reason = str(error).removeprefix("the chat template refuses it: ")
+    return ConfigError(
+        f"the tokenizer's chat template refuses the {what}: {reason}",
+        where="--prompt" if what == "prompt" else "",
+        advice=["--raw continues the text as it stands, without the template"],
+    )

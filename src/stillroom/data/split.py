@@ -13,10 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from stillroom.data.encode import Encoder
-from stillroom.data.encoded import Encoded, Ints
+from stillroom.data.encoded import Encoded, Numbers
 from stillroom.data.records import Record, Tally
-from stillroom.data.store.part import Part, digests_of, hashes_of
-from stillroom.data.store.stream import encoded_stream, end_to_end
+from stillroom.data.store.part import DIGEST_BYTES, Part, digests_of, hashes_of
+from stillroom.data.store.scored import joined
+from stillroom.data.store.stream import encoded_stream, end_to_end, numbers
 from stillroom.errors import DataError
 
 _SHARE_FOR_ENOUGH = 5  # to hold out enough documents, take at most one of this many
@@ -74,26 +75,24 @@ class StoredDocuments:
     """Documents of the token store, tokenized already. They come from files and belong to no group."""
 
     parts: Sequence[Part]
-    chosen: Ints  # documents, numbered over all parts, in rising order
+    chosen: Numbers  # documents, numbered over all parts, in rising order
 
     @staticmethod
     def of(parts: Sequence[Part]) -> StoredDocuments:
-        return StoredDocuments(parts, np.arange(sum(len(part) for part in parts)))
+        return StoredDocuments(parts, numbers(sum(len(part) for part in parts)))
 
     def __len__(self) -> int:
         return len(self.chosen)
 
     def contents(self) -> Digests:
-        digests = np.concatenate([digests_of([]), *(part.digests for part in self.parts)])
-        for part in self.parts:
-            part.release()
+        digests = joined(self.parts, "digests", f"S{DIGEST_BYTES}")
         return digests if len(self.chosen) == len(digests) else digests[self.chosen]
 
     def groups(self) -> Digests:
         return self.contents()
 
     def share_hashes(self) -> npt.NDArray[np.uint64]:
-        return np.concatenate([np.empty(0, np.uint64), *(part.share_hashes for part in self.parts)])[self.chosen]
+        return joined(self.parts, "share_hashes", np.uint64)[self.chosen]
 
     def take(self, is_taken: Flags) -> StoredDocuments:
         return StoredDocuments(self.parts, self.chosen[is_taken])
@@ -147,9 +146,10 @@ def held_out(groups: Digests, share: float, spec: str, *, enough: int = 1) -> Fl
     """
     shares = _as_shares(hashes_of(groups))
     is_below: Flags = shares < share
-    num_below = len(np.unique(groups[is_below]))
-    if num_below >= enough and not is_below.all():
+    below = groups[is_below]
+    if num_distinct(below, enough) >= enough and not is_below.all():
         return is_below
+    num_below = len(np.unique(below))
     distinct, first = np.unique(groups, return_index=True)
     if len(distinct) < 2:
         raise DataError(
@@ -159,6 +159,12 @@ def held_out(groups: Digests, share: float, spec: str, *, enough: int = 1) -> Fl
     in_order = distinct[np.lexsort((distinct, shares[first]))]
     num_wanted = max(1, min(enough, len(distinct) // _SHARE_FOR_ENOUGH), num_below)
     return np.isin(groups, in_order[: min(num_wanted, len(distinct) - 1)])
+
+
+def num_distinct(groups: Digests, enough: int) -> int:
+    """The number of distinct digests; if `enough` are among the first ones, the number among those."""
+    among_first = len(np.unique(groups[: 100 * enough]))
+    return among_first if among_first >= enough else len(np.unique(groups))
 
 
 def share_of(hashes: npt.NDArray[np.uint64], share: float) -> Flags:
@@ -184,5 +190,6 @@ def note_overlap(train: Documents, evaluation: Documents, tally: Tally) -> None:
 
 
 def _as_shares(hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
-    shares: npt.NDArray[np.float64] = hashes.astype(np.float64) / 2.0**64
+    shares: npt.NDArray[np.float64] = hashes.astype(np.float64)
+    shares /= 2.0**64
     return shares

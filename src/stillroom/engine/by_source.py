@@ -14,7 +14,7 @@ from stillroom.data.mixing import MixedRows
 from stillroom.engine.run import Run
 from stillroom.types import Batch, Score
 
-Sums = dict[tuple[str, str], Tensor]  # by source and term
+Sums = dict[str, Tensor]  # by source and term
 
 
 def source_of(batch: Batch) -> str:
@@ -25,17 +25,18 @@ def source_of(batch: Batch) -> str:
 def add_score(sums: Sums, batch: Batch, score: Score) -> None:
     if source := source_of(batch):
         for term, value in score.terms.items():
-            key = (source, term)
+            key = _key(source, term)
             sums[key] = sums[key] + value.total if key in sums else value.total
 
 
-def filled(run: Run, sums: Sums, terms: Sequence[str], zero: Tensor) -> Sums:
-    """The sums with 0 where a process has no batch of a source, so that all processes have the same keys.
+def shared(run: Run, summed: dict[str, Tensor], zero: Tensor) -> dict[str, Tensor]:
+    """The sums of a step under the names of all processes, 0 for one that this process lacks.
 
-    With a source learned from the labels alone there is one process, and a term that a source lacks stays out.
+    A process may have no batch of a source, or none that the teacher is asked about.
     """
-    names = () if run.config.data.label_sources else _names(run)
-    return {(name, term): zero for name in names for term in terms} | sums
+    if not run.config.data.is_mixed:
+        return summed
+    return {name: summed.get(name, zero) for name in run.parallel.names(summed)}
 
 
 def source_counts(run: Run, window: Sequence[Batch]) -> dict[str, int]:
@@ -47,11 +48,12 @@ def source_counts(run: Run, window: Sequence[Batch]) -> dict[str, int]:
     return counts
 
 
-def source_means(sums: Mapping[tuple[str, str], float], counts: Mapping[str, int]) -> dict[str, dict[str, float]]:
+def source_means(sums: Mapping[str, float], counts: Mapping[str, int]) -> dict[str, dict[str, float]]:
     """For each source with targets in the window, its number of targets and the mean of each term."""
     means: dict[str, dict[str, float]] = {}
-    for (name, term), total in sums.items():
-        if count := counts[_key(name, term)]:
+    for key, total in sums.items():
+        if count := counts[key]:
+            name, _, term = key.rpartition("\n")
             means.setdefault(name, {"targets": counts[_key(name, "ce")]})[term] = total / count
     return means
 

@@ -11,6 +11,7 @@ import torch
 from stillroom import threads
 from stillroom.checkpoint import Mark, Saved
 from stillroom.config import Config
+from stillroom.engine.adviser import Adviser
 from stillroom.engine.building.assemble import build_run
 from stillroom.engine.building.device import deterministic, find_device
 from stillroom.engine.building.loss_scale import find_loss_scale
@@ -100,6 +101,8 @@ def _run(
     log = open_log(folder, saved, mark) if parallel.is_first else SilentLog()
     for listener in listeners:
         log.listen(listener)
+    if parallel.is_first:
+        Adviser(log)
     with log, recorded_end(log, folder):
         with stop.while_loading():
             run = build_run(
@@ -183,6 +186,8 @@ def _before(run: Run, state: RunState) -> dict[str, Any]:
             )
     elif (stored := run.teacher.own_yardsticks(run.eval_batches())) is not None:
         before["teacher"] = stored
+    if "teacher" in before:
+        run.log.write("teacher_eval", **before["teacher"])
     student = run_evaluation(run, state)
     if not _is_number(student.perplexity) or student.unscored_tokens:
         raise BrokenAtStart(

@@ -9,9 +9,10 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+from stillroom.curriculum import NO_PHASE
 from stillroom.engine.fitting import evaluate_held_out, micro_batch_rows, parts_of, within_memory
 from stillroom.engine.gradients import is_due, term_gradients
 from stillroom.engine.pace import plan_evaluations
@@ -49,14 +50,16 @@ def training(run: Run, state: RunState, stop: Stop) -> Iterator[StepOutcome]:
         if state.cursor in state.quarantined:
             state.cursor += 1
             continue
-        began = time.monotonic()
+        began, processor = time.monotonic(), time.process_time()
         window = run.loader.window(state.cursor)
+        loaded = time.monotonic() - began
         if is_due(run, state):
             found = within_memory(run, state, lambda: term_gradients(run, state, list(parts_of(window, state))))  # noqa: B023
             run.log.write("gradients", step=state.applied + 1, **found)
         outcome = train_step(run, state, window)
         state.seconds = already + time.monotonic() - start
-        run.log.write("step", **step_record(run, state, outcome, time.monotonic() - began))
+        spent = Spent(time.monotonic() - began, loaded, time.process_time() - processor)
+        run.log.write("step", **step_record(run, state, outcome, spent))
         state.pace.step_seconds = time.monotonic() - began
         stop.reserve = state.pace.seconds_to_stop()
         stop.heed_clock()
@@ -223,7 +226,16 @@ def judge_student(run: Run, state: RunState, result: Evaluation) -> None:
 # -- records ---------------------------------------------------------------------------------------------
 
 
-def step_record(run: Run, state: RunState, outcome: StepOutcome, seconds: float) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Spent:
+    """What a step took: by the clock, waiting for its batches, and on the processors."""
+
+    seconds: float
+    loader_seconds: float
+    cpu_seconds: float
+
+
+def step_record(run: Run, state: RunState, outcome: StepOutcome, spent: Spent) -> dict[str, Any]:
     gpu, resident, percent = memory_in_use(run.device)
     remaining = run.schedule.num_steps - state.applied
     return {
@@ -239,12 +251,13 @@ def step_record(run: Run, state: RunState, outcome: StepOutcome, seconds: float)
         "micro_batch_rows": micro_batch_rows(run, state),
         "rollbacks": state.rollbacks,
         "tokens": outcome.num_targets,
-        "tokens_per_second": outcome.num_targets / max(seconds, 1e-9),
-        "seconds": seconds,
+        "tokens_per_second": outcome.num_targets / max(spent.seconds, 1e-9),
+        **vars(spent),
         "eta_seconds": remaining * state.seconds / max(state.attempted, 1),
         "phase": outcome.lesson.phase,
         "temperature": outcome.lesson.settings.get("kd.temperature", 1.0),
         "terms": {name: vars(term) for name, term in outcome.terms.items()},
+        **_idle(outcome),
         "bad_teacher_rows": outcome.evidence.bad_teacher_rows,
         **({"sources": outcome.evidence.sources} if outcome.evidence.sources else {}),
         **outcome.evidence.samples,
@@ -253,6 +266,14 @@ def step_record(run: Run, state: RunState, outcome: StepOutcome, seconds: float)
         "memory_gb": resident,
         "memory_percent": percent,
     }
+
+
+def _idle(outcome: StepOutcome) -> dict[str, list[str]]:
+    """The terms that a curriculum keeps out of this step and that are not computed, where there are any."""
+    if outcome.lesson.phase == NO_PHASE:
+        return {}
+    idle = [name for name, weight in outcome.lesson.weights.items() if not weight and name not in outcome.terms]
+    return {"idle_terms": idle} if idle else {}
 
 
 def _counted(outcome: StepOutcome) -> dict[str, float]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from stillroom.engine.by_source import Sums, add_score, filled, source_counts, source_means
+from stillroom.engine.by_source import Sums, add_score, shared, source_counts, source_means
 from stillroom.engine.fitting import parts_of, within_memory
 from stillroom.engine.recovery.recover import carry_out, examine
 from stillroom.engine.run import Run
@@ -126,18 +126,19 @@ def _read_evidence(run: Run, state: RunState, tally: Tally, lesson: Lesson, coun
     """
     norms = run.precision.squared_norms(run.optimizer)
     zero = torch.zeros((), device=run.device)
-    summed = {"loss": tally.loss if tally.loss is not None else zero, "bad_teacher_rows": zero}
-    summed |= tally.counters
+    summed = {"loss": tally.loss if tally.loss is not None else zero}
+    summed |= {f"counter.{name}": count for name, count in ({"bad_teacher_rows": zero} | tally.counters).items()}
     summed |= {f"term.{name}": total for name, total in tally.totals.items()}
-    by_source = filled(run, tally.by_source, list(tally.totals), zero)
-    summed |= {f"source.{source}.{term}": total for (source, term), total in sorted(by_source.items())}
+    summed |= {f"source.{key}": total for key, total in sorted(tally.by_source.items())}
+    summed = shared(run, summed, zero)
     alike = {f"norm.{name}": square for name, square in norms.items()}
     alike |= {f"sample.{name}": share for name, share in state.sampled.items()}
     named = summed | alike
     stacked = torch.stack([value.detach().reshape(()).to(run.device, torch.float32) for value in named.values()])
     run.parallel.sum_([stacked[: len(summed)]])
     values = dict(zip(named, stacked.tolist(), strict=True))
-    means = {name: values[f"term.{name}"] / max(counts[name], 1) for name in tally.totals}
+    counters = _under("counter.", values)
+    means = {name: total / max(counts[name], 1) for name, total in _under("term.", values).items()}
     scale = run.precision.loss_scale
     group_norms = {name: math.sqrt(values[f"norm.{name}"]) / scale for name in norms}
     return Evidence(
@@ -150,13 +151,18 @@ def _read_evidence(run: Run, state: RunState, tally: Tally, lesson: Lesson, coun
         group_norms=group_norms,
         is_scaled=run.precision.scales_loss,
         is_scale_at_floor=run.precision.scales_loss and run.precision.scaler.is_at_floor,
-        bad_teacher_rows=int(values["bad_teacher_rows"]),
-        counters={name: values[name] for name in tally.counters if name != "bad_teacher_rows"},
+        bad_teacher_rows=int(counters.pop("bad_teacher_rows")),
+        counters=counters,
         phase=lesson.phase,
         attempt=state.attempt,
         samples={name: values[f"sample.{name}"] for name in state.sampled},
-        sources=source_means({key: values[f"source.{key[0]}.{key[1]}"] for key in by_source}, counts),
+        sources=source_means(_under("source.", values), counts),
     )
+
+
+def _under(prefix: str, values: dict[str, float]) -> dict[str, float]:
+    """The values whose names begin with the prefix, without it."""
+    return {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
 
 
 def _apply(run: Run, state: RunState, evidence: Evidence, rate: float) -> None:

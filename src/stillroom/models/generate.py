@@ -1,62 +1,185 @@
-"""Generate text from a model, for people to read."""
+"""Generate text from a model, for people to read: whole, or in pieces while it is written."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
+from transformers import RepetitionPenaltyLogitsProcessor
 
 from stillroom.errors import ConfigError
+from stillroom.models.decoding import Decoder, ability_of
+from stillroom.models.length import num_positions
+from stillroom.models.sampling import Sampling, choose
+from stillroom.models.text_stream import TextStream, decoded, num_shared
+
+Prompt = str | Sequence[int]
+Note = Callable[[str], None]
 
 
-@torch.no_grad()
-def generate(
+@dataclass(frozen=True)
+class Piece:
+    """Some text of one prompt's continuation. The last piece of a prompt says why it ended."""
+
+    row: int
+    text: str
+    ended: str = ""  # "end of text", "length", or a sentence
+
+    @property
+    def stopped(self) -> str:
+        """A remark for people, where the text ended neither by itself nor at the length that was asked for."""
+        return f" [stopped: {self.ended}]" if self.ended not in ("", *_EXPECTED) else ""
+
+
+_EXPECTED = END, LENGTH = "end of text", "length"
+
+
+def generate(model: Any, tokenizer: Any, prompt: Prompt, **options: Any) -> str:
+    """The continuation of a prompt, without the prompt. Options as of `stream`."""
+    return generate_all(model, tokenizer, [prompt], **options)[0]
+
+
+def generate_all(model: Any, tokenizer: Any, prompts: Sequence[Prompt], **options: Any) -> list[str]:
+    """The continuation of each prompt, with a remark where one was stopped. Options as of `stream`."""
+    texts = [""] * len(prompts)
+    for piece in stream(model, tokenizer, prompts, **options):
+        texts[piece.row] += piece.text + piece.stopped
+    return texts
+
+
+def stream(
     model: Any,
     tokenizer: Any,
-    prompt: str | list[int],
+    prompts: Sequence[Prompt],
     *,
     max_new_tokens: int = 64,
     temperature: float = 0.0,
+    top_p: float = 1.0,
     seed: int = 0,
-) -> str:
-    """The continuation of a prompt, without the prompt. Greedy at temperature 0.
+    stops: Collection[int] = (),
+    note: Note = lambda _text: None,
+) -> Iterator[Piece]:
+    """The continuations of prompts in pieces, as they are written. Greedy at temperature 0.
 
     A prompt of tokens is used as it is; a text gets the tokens that the tokenizer adds before a text by default.
-    Sample here, in FP32 and with a separate generator: overflowing FP16 logits would end in a device assertion, and
-    the run's random state must not change.
+    `stops` are tokens that end a text beside those of tokenizer and model. `note` is called with lines for the log.
     """
-    if max_new_tokens < 1 or not 0.0 <= temperature < float("inf"):
-        raise ConfigError(
-            f"{max_new_tokens} tokens at temperature {temperature:g} cannot be written",
-            advice=["ask for at least one token", "use a temperature of 0 (the likeliest token) or above"],
-        )
-    ids = _opened(tokenizer, prompt) if isinstance(prompt, str) else list(prompt)
-    generator = torch.Generator().manual_seed(seed)
-    limit = int(getattr(model.config.get_text_config(), "max_position_embeddings", 0) or 0)
-    ends = end_ids(model, tokenizer)
-    device = next(model.parameters()).device
-    written: list[int] = []
-    stopped = ""
+    sampling = Sampling(temperature, top_p, seed)
+    if max_new_tokens < 1:
+        raise ConfigError(f"{max_new_tokens} tokens cannot be written", advice=["ask for at least one token"])
+    ends = frozenset({*end_ids(model, tokenizer), *stops})
+    ids = [_opened(tokenizer, prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
+    rows = [_Row(number, prompt, TextStream(tokenizer, prompt)) for number, prompt in enumerate(ids)]
+    penalty = _penalty(model, note)
+    with _evaluating(model):
+        ability = ability_of(model)
+        if ability.note and (len(rows) > 1 or not ability.caches):
+            note(ability.note)
+        for group in [rows] if ability.pads else [[row] for row in rows]:
+            decoder, limit = ability.decoder(model), num_positions(model)
+            yield from _Writing(decoder, sampling, len(tokenizer), ends, max_new_tokens, limit, penalty).write(group)
+
+
+@dataclass
+class _Row:
+    """One prompt and what was written after it."""
+
+    number: int
+    prompt: list[int]
+    text: TextStream
+    written: list[int] = field(default_factory=list)
+    ended: str = ""
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt) + len(self.written)
+
+
+@dataclass(frozen=True)
+class _Writing:
+    """What a group of rows is written with."""
+
+    decoder: Decoder
+    sampling: Sampling
+    num_tokens: int  # ids above are padding of the head
+    ends: frozenset[int]
+    max_new_tokens: int
+    limit: int | None
+    penalty: float
+
+    @torch.no_grad()
+    def write(self, rows: Sequence[_Row]) -> Iterator[Piece]:
+        """Write until every row has ended. A row that ended is fed its last token, and nothing is read from it."""
+        yield from self._end_full(rows)
+        rows = [row for row in rows if not row.ended]
+        generators = self.sampling.generators(len(rows))
+        logits = self.decoder.start([row.prompt for row in rows]) if rows else None
+        while logits is not None:
+            logits = logits[:, : self.num_tokens]
+            is_finite = torch.isfinite(logits).all(dim=-1).tolist()
+            if not all(is_finite):
+                logits = torch.nan_to_num(logits)  # the rows at fault end below
+            chosen = choose(self._penalised(rows, logits), self.sampling, generators)
+            for row, token, is_sound in zip(rows, chosen, is_finite, strict=True):
+                if not row.ended:
+                    yield self._add(row, token, is_sound)
+            yield from self._end_full(rows)
+            is_done = all(row.ended for row in rows)
+            logits = None if is_done else self.decoder.step(chosen)
+
+    def _add(self, row: _Row, token: int, is_sound: bool) -> Piece:
+        if not is_sound or token in self.ends:
+            row.ended = END if is_sound else "logits are not finite"
+            return Piece(row.number, row.text.rest(), row.ended)
+        row.written.append(token)
+        text = row.text.add(token)
+        if len(row.written) >= self.max_new_tokens:
+            row.ended = LENGTH
+            text += row.text.rest()
+        return Piece(row.number, text, row.ended)
+
+    def _end_full(self, rows: Sequence[_Row]) -> Iterator[Piece]:
+        for row in rows:
+            if self.limit and row.length >= self.limit and not row.ended:
+                row.ended = f"the model's {self.limit:,} positions are full"
+                yield Piece(row.number, row.text.rest(), row.ended)
+
+    def _penalised(self, rows: Sequence[_Row], logits: Tensor) -> Tensor:
+        if self.penalty == 1.0:
+            return logits
+        process = RepetitionPenaltyLogitsProcessor(self.penalty)
+        held = [torch.tensor([row.prompt + row.written], device=logits.device) for row in rows]
+        return torch.cat([process(ids, logits[place : place + 1]) for place, ids in enumerate(held)])
+
+
+# Settings of a model's generation configuration that change which token is the likeliest.
+_UNUSED = (
+    "no_repeat_ngram_size", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id",
+    "forced_eos_token_id", "min_length", "min_new_tokens", "encoder_repetition_penalty", "sequence_bias",
+)  # fmt: skip
+
+
+def _penalty(model: Any, note: Note) -> float:
+    """The repetition penalty that the model is published with. Other such settings are named in the log."""
+    settings = getattr(model, "generation_config", None)
+    unused = [name for name in _UNUSED if getattr(settings, name, None)]
+    if unused:
+        note(f"generation settings of the model that are not used: {', '.join(unused)}")
+    return float(getattr(settings, "repetition_penalty", None) or 1.0)
+
+
+@contextmanager
+def _evaluating(model: Any) -> Iterator[None]:
     was_training = model.training
     model.eval()
     try:
-        while len(written) < max_new_tokens:
-            if limit and len(ids) + len(written) >= limit:
-                stopped = f" [stopped: the model's {limit:,} positions are full]"
-                break
-            context = torch.tensor([ids + written], device=device)
-            logits = model(input_ids=context, use_cache=False, logits_to_keep=1).logits[0, -1].float().cpu()
-            if not torch.isfinite(logits).all():
-                stopped = " [stopped: logits are not finite]"
-                break
-            chosen = int(_pick(logits[: len(tokenizer)], temperature, generator))
-            if chosen in ends:
-                break
-            written.append(chosen)
+        yield
     finally:
         model.train(was_training)
-    return continuation(tokenizer, ids, written) + stopped
 
 
 def continuation(tokenizer: Any, before: Sequence[int], after: Sequence[int]) -> str:
@@ -65,10 +188,8 @@ def continuation(tokenizer: Any, before: Sequence[int], after: Sequence[int]) ->
     Decoded alone, the first token may lose its leading space, and part of a character cannot be decoded. So decode all
     tokens, and cut off the prefix shared with the decoded `before`.
     """
-    whole = str(tokenizer.decode([*before, *after], skip_special_tokens=True))
-    start = str(tokenizer.decode(list(before), skip_special_tokens=True))
-    pairs = zip(whole, start, strict=False)
-    return whole[next((place for place, (one, two) in enumerate(pairs) if one != two), min(len(whole), len(start))) :]
+    whole, start = decoded(tokenizer, [*before, *after]), decoded(tokenizer, before)
+    return whole[num_shared(whole, start) :]
 
 
 def readable(tokenizer: Any, ids: Sequence[int]) -> str:
@@ -113,9 +234,3 @@ def _opened(tokenizer: Any, prompt: str) -> list[int]:
         return ids
     marks = (tokenizer.bos_token_id, tokenizer.eos_token_id, 0)
     return [next(int(mark) for mark in marks if mark is not None)]
-
-
-def _pick(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> torch.Tensor:
-    if temperature <= 0:
-        return logits.argmax()
-    return torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1, generator=generator)

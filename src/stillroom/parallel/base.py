@@ -52,6 +52,10 @@ class Parallel:
     def sum_(self, tensors: Iterable[Tensor]) -> None:
         """Sum each tensor over the processes, in place."""
 
+    def names(self, names: Iterable[str]) -> list[str]:
+        """All names that a process has, in the same order in every process."""
+        return list(names)
+
     def whole_window(self, loader: Loader, cursor: int, window: Sequence[Batch]) -> Sequence[Batch]:
         """The window of all processes; `window` is the share of this one."""
         return window

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -62,6 +63,15 @@ class Replicated(Parallel):
             summed = self._sum(torch.cat([tensor.reshape(-1) for tensor in bucket]))
             for tensor, part in zip(bucket, summed.split([tensor.numel() for tensor in bucket]), strict=True):  # type: ignore[no-untyped-call]
                 tensor.copy_(part.view_as(tensor))
+
+    def names(self, names: Iterable[str]) -> list[str]:
+        own = torch.frombuffer(bytearray(json.dumps(list(names)).encode()), dtype=torch.uint8).to(self._device)
+        width = int(self.worst(len(own)))
+        padded = torch.nn.functional.pad(own, (0, width - len(own)), value=ord(" "))
+        gathered = [torch.empty_like(padded) for _ in range(self.size)]
+        with _peer_errors():
+            dist.all_gather(gathered, padded)
+        return sorted({name for one in gathered for name in json.loads(bytes(one.tolist()))})
 
     def worst(self, value: float) -> float:
         ordered = math.inf if math.isnan(value) else value

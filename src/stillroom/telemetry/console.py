@@ -230,7 +230,7 @@ class ConsoleView:
             event,
             num_steps=self._num_steps,
             num_skipped=self._num_skipped,
-            components=say.component_lines(event, temperature) if place <= self._first_steps else [],
+            components=say.component_lines(event, temperature, self._num_steps) if place <= self._first_steps else [],
             is_due=place % self._log_steps == 0 or place == self._num_steps,
         )
 
@@ -246,6 +246,8 @@ class ConsoleView:
                 return [say.quantised_line(event)]
             case "note":
                 return [say.note_line(event)]
+            case "advice":
+                return [say.advice_line(event)]
             case "eval":
                 return [say.eval_line(event)]
             case "gradients":

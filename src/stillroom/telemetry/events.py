@@ -53,8 +53,10 @@ EVAL_KEYS = (
 TERM_KEYS = ("raw", "weight", "scaled", "share")
 
 # Events that a run writes again if it repeats steps after a resume.
-_WRITTEN_AGAIN = frozenset({"step", "eval", "checkpoint", "guard", "phase", "gradients", "router"})
-_WRITTEN_ONCE = frozenset({"sample", "first_forward", "router_probe"})  # at the beginning or the end, without a step
+_WRITTEN_AGAIN = frozenset({"step", "eval", "checkpoint", "guard", "phase", "gradients", "router", "advice"})
+_WRITTEN_ONCE = frozenset(
+    {"sample", "first_forward", "router_probe", "teacher_eval"}
+)  # at the beginning or the end, without a step
 
 
 # -- writing ---------------------------------------------------------------------------------------------

@@ -61,9 +61,20 @@ def _schedule_lines(schedule: Fields) -> list[str]:
         ("warmup steps", "warmup_steps"),
     ]
     lines = [" | ".join(f"{label} {show(schedule, key, format_count)}" for label, key in counts) + share]
+    lines += _partial_lines(schedule)
     if "learning_rate" in schedule:
         lines.append(f"learning rate {show(schedule, 'learning_rate', format_lr)} at its peak")
     return lines
+
+
+def _partial_lines(schedule: Fields) -> list[str]:
+    """The last window of an epoch, where the batches do not fill it: 74,823 are 4,676 windows of 16 and one of 7."""
+    batches = int(as_number(schedule.get("total_batches")) or 0)
+    size = int(as_number(schedule.get("gradient_accumulation")) or 1) * int(as_number(schedule.get("processes")) or 1)
+    whole, rest = divmod(batches, size)
+    if not rest or not whole:
+        return []
+    return [f"optimizer steps of an epoch: {format_count(whole)} of {size} batches, and a last one of {rest}"]
 
 
 def _model_line(role: str, model: Fields) -> str:
@@ -153,11 +164,18 @@ def step_line(event: Fields, skipped: int) -> str:
     return "  ".join([f"step {event.get('step')}", *step_counters(event, skipped), *pace_counters(event)])
 
 
-def component_lines(event: Fields, temperature: float | None) -> list[str]:
-    """Every term of a step: raw mean, weight, product, share; their sum; the temperature and its square."""
+_IDLE: Fields = {"weight": 0.0, "scaled": 0.0, "share": 0.0}
+
+
+def component_lines(event: Fields, temperature: float | None, num_steps: int = 0) -> list[str]:
+    """Every term of a step: raw mean, weight, product, share; their sum; the temperature and its square.
+
+    A term of weight 0 is not computed, so it has no raw value, and adds nothing.
+    """
     terms = [(name, term) for name, term in section(event, "terms").items() if isinstance(term, Mapping)]
     if not terms:
         return []
+    terms += [(clean(name), _IDLE) for name in items(event, "idle_terms")]
     width = max(4, *(len(clean(name)) for name, _ in terms))
     lines = [f"  {'term':<{width}}  {'raw':>10}  {'weight':>8}  {'scaled':>10}  {'share':>6}"]
     for name, term in terms:
@@ -165,6 +183,10 @@ def component_lines(event: Fields, temperature: float | None) -> list[str]:
         scaled, share = show(term, "scaled", format_loss), show(term, "share", format_percent)
         lines.append(f"  {clean(name):<{width}}  {raw:>10}  {weight:>8}  {scaled:>10}  {share:>6}")
     lines.append(f"  {'sum':<{width}}  {'':>10}  {'':>8}  {show(event, 'train_loss', format_loss):>10}")
+    if event.get("phase") and items(event, "idle_terms"):
+        done = as_number(event.get("step"))
+        progress = f", {format_percent(done / num_steps)} of the run" if num_steps and done is not None else ""
+        lines.append(f"  phase {clean(event['phase'])}{progress}: a term of weight 0 is not computed")
     if temperature is not None:
         lines.append(f"  temperature {_short(temperature)}  squared {_short(temperature**2)}, part of raw kd")
     return [*lines, *_source_lines(event)]
@@ -190,6 +212,13 @@ def _active_terms(event: Fields) -> list[tuple[str, Fields]]:
 
 def note_line(event: Fields) -> str:
     return f"note  {clean(event.get('text'))}"
+
+
+def advice_line(event: Fields) -> str:
+    """A finding of the run's own diagnosis: the cause, its evidence, and what to set."""
+    cause, setting = clean(event.get("cause")).replace("_", " "), clean(event.get("setting") or "")
+    change = f" (--set {setting})" if setting else ""
+    return f"advice  {cause}: {clean(event.get('evidence'))}. {clean(event.get('advice'))}{change}"
 
 
 def eval_line(event: Fields) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from stillroom.telemetry.reading import Fields, Format, items, reading, section, show, show_interval
+from stillroom.telemetry.retention import show_retained
 from stillroom.telemetry.wording import (
     as_number,
     clean,
@@ -93,7 +94,18 @@ ASSESSMENT_ROWS: tuple[tuple[str, str, Format], ...] = (
     ("calibration_error", "calibration error", format_percent),
     ("parameters", "parameters", format_count),
     ("weight_megabytes", "weights, MB", format_result),
+    ("disk_megabytes", "on disk, MB", format_result),
+    ("load_seconds", "load, s", format_result),
     ("tokens_per_second", "tokens/s", format_count),
+    ("prefill_tokens_per_second", "reading, tokens/s", format_count),
+    ("decode_tokens_per_second", "writing, tokens/s", format_result),
+    ("peak_memory_gb", "peak memory, GB", format_result),
+    ("questions", "questions", format_count),
+    ("choice_accuracy", "choices right", format_percent),
+    ("choice_accuracy_by_byte", "choices, by byte", format_percent),
+    ("exact_match", "exact match", format_percent),
+    ("answer_perplexity", "answer perplexity", format_result),
+    ("too_long", "questions too long", format_count),
     ("documents", "documents", format_count),
     ("tokens", "tokens scored", format_count),
     ("unscored_tokens", "tokens not scored", format_count),
@@ -102,28 +114,32 @@ ASSESSMENT_ROWS: tuple[tuple[str, str, Format], ...] = (
 
 def assessment_lines(result: Fields) -> list[str]:
     """The yardsticks of a model, one a line, beside those of its teacher."""
-    voices = [(name, section(result, name)) for name in ("student", "teacher") if section(result, name)]
+    voices = [(name, _flat(section(result, name))) for name in ("student", "teacher") if section(result, name)]
+    kept = section(result, "retained")
     lines = [f"{key:<6}  {clean(result[key])}" for key in ("model", "data", "device") if result.get(key)]
     has_intervals = any(section(row, "intervals") for _, row in voices)
 
-    def line(label: str, values: Sequence[str], bounds: Sequence[str]) -> str:
+    def line(label: str, values: Sequence[str], bounds: Sequence[str], share: str = "") -> str:
         cells = (
             f"  {value:>12}" + (f"  {bound:<15}" if has_intervals else "")
             for value, bound in zip(values, bounds, strict=True)
         )
-        return f"{label:<18}{''.join(cells)}".rstrip()
+        return f"{label:<18}{''.join(cells)}{share:>10}".rstrip()
 
     if len(voices) > 1 or has_intervals:
-        lines.append(line("", [name for name, _ in voices], ["95 % interval"] * len(voices)))
+        lines.append(
+            line("", [name for name, _ in voices], ["95 % interval"] * len(voices), "retained" if kept else "")
+        )
     for key, label, form in ASSESSMENT_ROWS:
         values = [show(row, key, form) for _, row in voices]
         bounds = [show_interval(row, key, form) for _, row in voices]
         if any(value != "-" for value in values):
-            lines.append(line(label, values, bounds))
+            lines.append(line(label, values, bounds, show_retained(kept, key)))
     if reading(result, "retention") is not None:
         lines.append(
             f"retention  {show(result, 'retention', format_percent)} (teacher's perplexity over the student's)"
         )
+    lines += _task_lines(voices)
     memory = " and ".join(
         f"{show(result, key, format_result)} GB {where}"
         for key, where in (("memory_gb", "of the process"), ("gpu_memory_gb", "on the GPU"))
@@ -133,6 +149,22 @@ def assessment_lines(result: Fields) -> list[str]:
     lines += no_interval_lines(voices[0][1]) if voices and not has_intervals else []
     lines += [f"note  {name}: {clean(text)}" for name, row in voices for text in row.get("notes") or ()]
     return [*lines, *(f"note  {clean(note)}" for note in items(result, "notes"))]
+
+
+def _flat(row: Fields) -> Fields:
+    """A model's figures with those of its questions beside them."""
+    asked = section(row, "questions")
+    return {**row, **asked, "intervals": {**section(row, "intervals"), **section(asked, "intervals")}}
+
+
+def _task_lines(voices: Sequence[tuple[str, Fields]]) -> list[str]:
+    """Each figure of each benchmark, one a line."""
+    return [
+        f"{name}  {clean(task)}  {clean(figure)} {show(section(section(row, 'tasks'), task), figure, format_result)}"
+        for name, row in voices
+        for task in section(row, "tasks")
+        for figure in section(section(row, "tasks"), task)
+    ]
 
 
 # -- a quarantined batch ---------------------------------------------------------------------------------

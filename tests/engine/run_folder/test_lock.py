@@ -187,3 +187,10 @@ def test_a_model_that_was_local_is_never_asked_of_a_hub(
     shutil.rmtree(tmp_path / "org")
     with pytest.raises(BrokenAtStart, match="no model folder"):
         resume(tmp_path / "run", device="cpu")
+
+
+def test_whether_a_folder_is_held_is_known_without_taking_it(tmp_path: Path, other: int) -> None:
+    assert lock.is_held(tmp_path / "run") is True
+    assert lock.is_held(tmp_path) is False, "there is no lock"
+    (tmp_path / "run" / lock.NAME).write_text('{"pid": 1, "host": "elsewhere", "started": "x"}', encoding="utf-8")
+    assert lock.is_held(tmp_path / "run") is None, "another machine's processes cannot be seen"

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from stillroom.checks import textbook
 from stillroom.errors import ConfigError
 from stillroom.objectives import divergences
-from stillroom.objectives.divergences import adaptive
 from stillroom.objectives.divergences.base import Divergence
 
 seeds = st.integers(0, 2**31 - 1)
@@ -25,56 +25,6 @@ def rows(
     seed: int, spread: float = 1.0, shape: tuple[int, int] = (3, 11), dtype: torch.dtype = torch.float64
 ) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).mul(spread).to(dtype)
-
-
-def textbook(member: Divergence, student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
-    """The formula as papers print it, for benign float64 logits and autograd."""
-    p, q = torch.softmax(teacher / temperature, -1), torch.softmax(student / temperature, -1)
-
-    def kl(a: Tensor, b: Tensor) -> Tensor:
-        return (a * (a.log() - b.log())).sum(-1)
-
-    match member:
-        case divergences.ForwardKL():
-            value = kl(p, q)
-        case divergences.ReverseKL():
-            value = kl(q, p)
-        case divergences.JensenShannon(beta):
-            m = beta * p + (1 - beta) * q
-            value = (beta * kl(p, m) + (1 - beta) * kl(q, m)) / (beta * (1 - beta))
-        case divergences.SkewForwardKL(alpha):
-            value = kl(p, alpha * p + (1 - alpha) * q)
-        case divergences.SkewReverseKL(alpha):
-            value = kl(q, (1 - alpha) * p + alpha * q)
-        case divergences.AlphaBeta(a, b):
-            s = a + b
-            value = ((a * p**s + b * q**s) / s - p**a * q**b).sum(-1) / (a * b)
-        case adaptive.Interpolated(place):
-            r = torch.softmax((1 - place) * q.log().detach() + place * p.log(), -1)
-            value = kl(r if p.requires_grad else r.detach(), q)
-        case adaptive.TokenWise():
-            share = torch.sigmoid(p.log() - q.log()).detach()
-            value = (share * p * (p.log() - q.log()) + (1 - share) * q * (q.log() - p.log())).sum(-1)
-        case adaptive.HeadAndTail():
-            weight = head_share(p.detach(), q.detach())
-            value = weight * kl(p, q) + (1 - weight) * kl(q, p)
-        case _:
-            value = (p - q).abs().sum(-1) / 2
-    return value * temperature**2
-
-
-def head_share(p: Tensor, q: Tensor) -> Tensor:
-    """The share of |p - q| on the tokens that make up the first half of p, one row and one token at a time."""
-    shares = []
-    for teacher, student in zip(p.tolist(), q.tolist(), strict=True):
-        before, head, whole = 0.0, 0.0, 0.0
-        for token in sorted(range(len(teacher)), key=lambda v: -teacher[v]):
-            gap = abs(teacher[token] - student[token])
-            whole += gap
-            head += gap if before < 0.5 else 0.0
-            before += teacher[token]
-        shares.append(head / whole if whole else 0.5)
-    return torch.tensor(shares, dtype=p.dtype)
 
 
 @every_member
@@ -105,7 +55,7 @@ def test_value_and_both_gradients_equal_autograd_of_the_textbook(
     theirs = [tensor.detach().clone().requires_grad_() for tensor in ours]
     upstream = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
     value = divergences.on_logits(member, ours[0], ours[1], temperature)
-    expected = textbook(member, theirs[0], theirs[1], temperature)
+    expected = textbook.divergence(member, theirs[0], theirs[1], temperature)
     value.backward(upstream)
     expected.backward(upstream)
     torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-12)

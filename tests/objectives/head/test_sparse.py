@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from stillroom.checks.textbook import buckets
 from stillroom.errors import ConfigError
 from stillroom.numerics import log1mexp, tail_log_mass
 from stillroom.objectives import SampledTeacher, TopKTeacher, divergences, fused_head_loss, score_head
@@ -29,12 +30,6 @@ def top_k(case: Case, k: int, temperature: float) -> TopKSignal:
     ids = log_probs.topk(k).indices
     rest = log_probs.scatter(-1, ids, -math.inf)
     return TopKSignal(ids, log_probs.gather(-1, ids), torch.logsumexp(rest, -1), temperature)
-
-
-def buckets(log_probs: Tensor, ids: Tensor) -> Tensor:
-    """(K+1)-way probabilities by the textbook: kept ones, and one minus their sum."""
-    kept = log_probs.exp().gather(-1, ids)
-    return torch.cat((kept, 1 - kept.sum(-1, keepdim=True)), -1)
 
 
 @every_member
@@ -56,7 +51,7 @@ def test_top_k_is_the_divergence_of_k_plus_one_outcomes(
     )
     student = torch.log_softmax(logits_of(exact.hidden, exact.head) / temperature, -1)
     teacher = torch.log_softmax(logits_of(case.teacher.hidden, case.teacher.head) / temperature, -1)
-    p, q = buckets(teacher, signal.ids), buckets(student, signal.ids)
+    p, q = buckets(teacher.exp(), signal.ids), buckets(student.exp(), signal.ids)
     expected = divergences.on_logits(member, q.log(), p.log()).sum() * temperature**2
     torch.testing.assert_close(scored.loss, expected, rtol=1e-7, atol=1e-10)
     scored.loss.backward()

@@ -29,6 +29,8 @@ _AFTER_TOKENIZING = frozenset(
         "max_length",
         "packing",
         "group_by_length",
+        "order",
+        "short_first_share",
         "max_bad_share",
         "cache",
     }

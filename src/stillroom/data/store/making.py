@@ -106,7 +106,7 @@ class Workers:
         tokenizer.save_pretrained(folder)
         setup = {"config": self._here.config.model_dump(mode="json"), "tokenizer": folder}
         for process in self._processes:
-            _send(process, setup)
+            _send(process, json.dumps(setup))
         for process in self._processes:
             if _answer(process)["tokenizer_digest"] != tokenizer_digest:
                 raise DataError("the tokenizer is another one after it was saved and read again")
@@ -114,8 +114,7 @@ class Workers:
 
     def make(self, job: Job) -> Made:
         try:
-            message = {"path": str(job.path), "items": job.items, "tally": tally_values(job.tally)}
-            json.dumps(message)
+            message = json.dumps({"path": str(job.path), "items": job.items, "tally": tally_values(job.tally)})
         except (TypeError, ValueError):  # a date or bytes in a column of Parquet
             with self._lock:
                 return self._here.make(job)
@@ -141,8 +140,8 @@ class Workers:
 # -- messages: 8 bytes of length, then JSON -------------------------------------------------------------------
 
 
-def write_message(pipe: IO[bytes], value: object) -> None:
-    message = json.dumps(value).encode("utf-8")
+def write_message(pipe: IO[bytes], text: str) -> None:
+    message = text.encode("utf-8")
     pipe.write(len(message).to_bytes(8, "little") + message)
     pipe.flush()
 
@@ -160,10 +159,10 @@ def error_values(error: StillroomError | OSError) -> dict[str, Any]:
     return {"kind": type(error).__name__, "what": error.what, "where": error.where, "advice": error.advice}
 
 
-def _send(process: subprocess.Popen[bytes], value: object) -> None:
+def _send(process: subprocess.Popen[bytes], text: str) -> None:
     assert process.stdin is not None
     try:
-        write_message(process.stdin, value)
+        write_message(process.stdin, text)
     except OSError as error:
         raise _ended(process) from error
 

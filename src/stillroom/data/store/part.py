@@ -58,7 +58,10 @@ class Part:
         return len(self.lengths)
 
     def release(self) -> None:
-        """Give back the memory of pages that were read. They are read again when they are needed."""
+        """Give back the memory of pages that were read. They are read again when they are needed.
+
+        One byte that is read may map megabytes: the kernel maps the whole block of its cache that has the byte.
+        """
         if self.mapped is not None and hasattr(mmap, "MADV_DONTNEED"):
             self.mapped.madvise(mmap.MADV_DONTNEED)
 
@@ -144,7 +147,9 @@ def open_part(path: Path) -> Part:
         for name, (dtype, count, place) in header["sections"].items()
     }
     names = Texts(header["prefix"], arrays.pop("blob"), arrays.pop("ends"))
-    return Part(**arrays, names=names, tally=tally_of(header["tally"]), mapped=mapped)
+    part = Part(**arrays, names=names, tally=tally_of(header["tally"]), mapped=mapped)
+    part.release()
+    return part
 
 
 def tally_values(tally: Tally) -> dict[str, Any]:

@@ -11,20 +11,30 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from stillroom.data.encoded import Encoded, Ints, Tokens
+from stillroom.data.encoded import Encoded, Ints, Numbers, Tokens
 from stillroom.data.spans.paired import Paired
 from stillroom.data.store.part import Part
+from stillroom.data.store.scored import ScoredCounts, joined
 from stillroom.data.store.texts import JoinedTexts
+
+_PARTS_MAPPED = 16  # parts whose pages are kept between two reads: they take memory, if only of the kernel's cache
+
+
+def numbers(count: int) -> Numbers:
+    """0 to count, in four bytes each where that is enough."""
+    return np.arange(count, dtype=np.int32 if count < 1 << 31 else np.int64)
 
 
 class _Layout:
     """Where each chosen document stands: token p of the stream is token p + shift[d] of the parts end to end."""
 
-    def __init__(self, parts: Sequence[Part], chosen: Ints) -> None:
-        lengths = np.concatenate([np.empty(0, np.int32), *(part.lengths for part in parts)])
-        firsts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-        self.bounds: Ints = np.concatenate([[0], np.cumsum(lengths[chosen], dtype=np.int64)])
-        self.shift: Ints = firsts[:-1][chosen] - self.bounds[:-1]
+    def __init__(self, parts: Sequence[Part], chosen: Numbers, lengths: npt.NDArray[np.int32]) -> None:
+        self.bounds: Ints = np.zeros(len(chosen) + 1, np.int64)
+        np.cumsum(lengths[chosen], out=self.bounds[1:])
+        firsts = np.zeros(len(lengths) + 1, np.int64)
+        np.cumsum(lengths, out=firsts[1:])
+        self.shift: Ints = firsts[chosen]
+        self.shift -= self.bounds[:-1]
         self.part_firsts = np.cumsum([0, *(len(part.ids) for part in parts)], dtype=np.int64)
 
     def places(self, start: int, end: int) -> Ints:
@@ -36,11 +46,26 @@ class _Layout:
         return places
 
 
+class _Pages:
+    """Gives back the pages of parts that were read, before they are those of the whole store."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._parts = parts
+        self._read: set[int] = set()
+
+    def read(self, part: int) -> None:
+        self._read.add(part)
+        if len(self._read) > _PARTS_MAPPED:
+            done, self._read = self._read, set()
+            for number in tuple(done):
+                self._parts[number].release()
+
+
 class Stream:
     """One array of the parts, seen through the layout. `stream[a:b]` is an ndarray."""
 
-    def __init__(self, parts: Sequence[Part], name: str, layout: _Layout, dtype: Any) -> None:
-        self._parts, self._layout, self._dtype = parts, layout, np.dtype(dtype)
+    def __init__(self, parts: Sequence[Part], name: str, layout: _Layout, pages: _Pages, dtype: Any) -> None:
+        self._layout, self._pages, self._dtype = layout, pages, np.dtype(dtype)
         self._arrays: list[npt.NDArray[Any]] = [getattr(part, name) for part in parts]
 
     def __len__(self) -> int:
@@ -58,21 +83,19 @@ class Stream:
             place = start + int(self._layout.shift[document])
             part = int(firsts.searchsorted(place, side="right")) - 1
             place -= int(firsts[part])
-            return self._arrays[part][place : place + end - start].astype(self._dtype)
+            found: npt.NDArray[Any] = self._arrays[part][place : place + end - start].astype(self._dtype)
+            self._pages.read(part)
+            return found
         places = self._layout.places(start, end)
         low = int(np.searchsorted(firsts, places[0], side="right")) - 1
         high = int(np.searchsorted(firsts, places[-1], side="right")) - 1
-        if low == high:
-            found: npt.NDArray[Any] = self._arrays[low][places - firsts[low]].astype(self._dtype, copy=False)
-            return found
         cuts = [0, *np.searchsorted(places, firsts[low + 1 : high + 1], side="left"), len(places)]
-        pieces = [
-            self._arrays[part][places[cuts[at] : cuts[at + 1]] - firsts[part]]
-            for at, part in enumerate(range(low, high + 1))
-        ]
-        for part in range(low, high):  # a long slice goes through many parts: it must not keep all of them in memory
-            self._parts[part].release()
-        return np.concatenate(pieces).astype(self._dtype, copy=False)
+        found = np.empty(len(places), self._dtype)
+        for at, part in enumerate(range(low, high + 1)):
+            own = slice(cuts[at], cuts[at + 1])
+            found[own] = self._arrays[part][places[own] - firsts[part]]
+            self._pages.read(part)
+        return found
 
 
 class _EndToEnd:
@@ -114,21 +137,21 @@ def end_to_end(several: Sequence[Encoded]) -> Encoded:
     )
 
 
-def encoded_stream(parts: Sequence[Part], chosen: Ints) -> Encoded:
+def encoded_stream(parts: Sequence[Part], chosen: Numbers) -> Encoded:
     """The chosen documents, numbered over all parts in rising order, without those that have no tokens."""
-    lengths = np.concatenate([np.empty(0, np.int32), *(part.lengths for part in parts)])
+    lengths = joined(parts, "lengths", np.int32)
     kept = chosen[lengths[chosen] > 0]
-    layout = _Layout(parts, kept)
-    names = JoinedTexts([part.names for part in parts], kept)
-    prompts = np.concatenate([np.empty(0, np.bool_), *(part.has_prompt for part in parts)])
-    for part in parts:
-        part.release()
+    layout, pages = _Layout(parts, kept, lengths), _Pages(parts)
+    del lengths
+    names = JoinedTexts([part.names for part in parts], kept, pages.read)
+    is_scored = Stream(parts, "is_scored", layout, pages, np.bool_)
     return Encoded(
-        ids=Stream(parts, "ids", layout, np.int32),
-        num_bytes=Stream(parts, "num_bytes", layout, np.int32),
-        is_scored=Stream(parts, "is_scored", layout, np.bool_),
+        ids=Stream(parts, "ids", layout, pages, np.int32),
+        num_bytes=Stream(parts, "num_bytes", layout, pages, np.int32),
+        is_scored=is_scored,
         bounds=layout.bounds,
         names=names,
         groups=names,
-        has_prompt=prompts[kept],
+        has_prompt=joined(parts, "has_prompt", np.bool_)[kept],
+        count_scored=ScoredCounts(parts, kept, layout.bounds, is_scored),
     )

@@ -6,6 +6,7 @@ input does, so it does not outlive the one that started it.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -30,9 +31,9 @@ def main() -> None:
         return
     tokenizer = AutoTokenizer.from_pretrained(setup["tokenizer"], local_files_only=True)
     here = Here(DataConfig.model_validate(setup["config"]), tokenizer)
-    write_message(answers, {"tokenizer_digest": tokenizer_digest(tokenizer)})
+    write_message(answers, json.dumps({"tokenizer_digest": tokenizer_digest(tokenizer)}))
     while (message := read_message(sys.stdin.buffer)) is not None:
-        write_message(answers, _answer(here, message))
+        write_message(answers, json.dumps(_answer(here, message)))
 
 
 def _answer(here: Here, message: dict[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,6 @@ from stillroom.engine.building.teacher_build import quantise_teacher
 from stillroom.engine.inject import make_hooks
 from stillroom.engine.run import Run, held_out_batches
 from stillroom.engine.run_folder.lock import FolderLock
-from stillroom.errors import ConfigError
 from stillroom.guard import Guard
 from stillroom.models import Student
 from stillroom.objectives.clamps import Clamps
@@ -160,22 +159,20 @@ def place_student(config: Config, models: Models, precision: Precision, parallel
 
 
 def make_loader(config: Config, corpus: Corpus, parallel: Parallel) -> Loader:
-    if config.data.label_sources and parallel.size > 1:
-        # A window may ask the teacher in one process and not in another, and their evidence would not add up.
-        raise ConfigError(
-            "sources with objectives = 'labels' are trained by one process only",
-            where="data.train",
-            advice=["run without torchrun", "leave objectives out of the sources"],
-        )
-    return Loader(
+    train = config.train
+    shuffled = Loader(
         corpus.train,
-        batch_size=config.train.rows_per_batch,
-        accumulation=config.train.gradient_accumulation_steps,
-        seed=config.train.seed,
+        batch_size=train.rows_per_batch,
+        accumulation=train.gradient_accumulation_steps,
+        seed=train.seed,
         rank=parallel.rank,
         num_ranks=parallel.size,
         groups_lengths=config.data.group_by_length,
     )
+    if config.data.order == "shuffled":
+        return shuffled
+    num_steps = make_schedule(config, shuffled.num_batches, parallel.size).num_steps
+    return shuffled.short_first(max(1, round(config.data.short_first_share * num_steps)))
 
 
 def make_precision(config: Config, models: Models, device: torch.device, begun_in: str = "") -> Precision:
@@ -231,7 +228,7 @@ def make_schedule(config: Config, num_batches: int, num_processes: int = 1) -> S
     num_steps = steps_of_run(num_batches, accumulation, train.epochs, train.max_steps)
     return Schedule(
         num_steps=num_steps,
-        num_warmup=warmup_of_run(num_steps, train.warmup_steps, train.warmup_ratio),
+        num_warmup=warmup_of_run(num_steps, train.warmup_steps, train.warmup_ratio, train.max_warmup_share),
         shape=train.schedule,
         floor=train.min_learning_rate_ratio,
     )

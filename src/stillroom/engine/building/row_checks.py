@@ -24,7 +24,7 @@ def check_rows(models: Models, corpus: Corpus) -> list[str]:
     if not corpus.train.is_packed:
         return []
     for role, model in loaded.items():
-        _check_packing(role, model)
+        check_packing(role, model)
     return ["several records share a training row: attention and positions begin anew with each, which was tried"]
 
 
@@ -38,7 +38,8 @@ def _check_length(role: str, model: LoadedModel, longest: int) -> None:
         )
 
 
-def _check_packing(role: str, model: LoadedModel) -> None:
+def check_packing(role: str, model: LoadedModel) -> None:
+    """Raise `ConfigError` if texts of one row change each other's hidden states."""
     error = packing_error(model.network)
     is_wide = next(model.network.parameters()).dtype.itemsize >= 4
     if error > (_TOLERANCE if is_wide else _HALF_TOLERANCE):

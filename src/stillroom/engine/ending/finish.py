@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from stillroom.engine.adviser import advice_of
 from stillroom.engine.by_source import source_rows
 from stillroom.engine.ending.outcome import DONE, how_it_ended
 from stillroom.engine.ending.result import Result
@@ -19,7 +20,7 @@ from stillroom.engine.stop import Stop
 from stillroom.errors import CannotSave, Interrupted, NoBetterStudent
 from stillroom.evaluation import Evaluation
 from stillroom.files import reason_of, write_atomically
-from stillroom.telemetry.events import scan_events
+from stillroom.telemetry.events import Event, scan_events
 from stillroom.telemetry.strict import strict
 
 
@@ -56,8 +57,9 @@ def finish(run: Run, state: RunState, stop: Stop) -> Result:
         run.log.write("sample", **sample)
     summary = _summary(run, state, end, final)
     write_summary(run.folder, summary)
-    for text in summary["advice"]:
-        run.log.write("note", text=text)
+    if not any(one["severity"] != "hint" for one in summary["advice"]):  # else the advice of the diagnosis says it
+        for text in end["advice"]:
+            run.log.write("note", text=text)
     code = 0 if end["status"] == DONE else NoBetterStudent.exit_code
     reason = {"reason": end["reason"]} if end["reason"] else {}
     run.log.write("run_end", status=end["status"], steps=state.applied, seconds=state.seconds, exit_code=code, **reason)
@@ -89,7 +91,9 @@ def _summary(run: Run, state: RunState, end: dict[str, Any], final: Evaluation) 
     }
     if run.config.data.is_mixed:
         summary["sources"] = source_rows(run, state.cursor)
-    summary["checks"] = _checks(run, summary)
+    events = scan_events(run.log.path).records
+    summary["checks"] = _checks(run, summary, events)
+    summary["advice"] = advice_of(events, summary, end["advice"])
     return summary
 
 
@@ -101,15 +105,26 @@ def result_or_error(result: Result) -> Result:
         str(result.summary["reason"]),
         folder=result.folder,
         summary=result.summary,
-        advice=[str(text) for text in result.summary["advice"]],
+        advice=[_sentence(one) for one in result.summary["advice"]][:_NUM_ADVICE],
     )
 
 
-def _checks(run: Run, summary: dict[str, Any]) -> list[dict[str, Any]]:
+_NUM_ADVICE = 3  # more do not fit on the screen of an error
+
+
+def _sentence(advice: Any) -> str:
+    """Advice of a summary as a line; in processes but the first, and in older summaries, it is a text already."""
+    if not isinstance(advice, dict):
+        return str(advice)
+    setting = f": --set {advice['setting']}" if advice.get("setting") else ""
+    return f"{advice.get('advice')}{setting}"
+
+
+def _checks(run: Run, summary: dict[str, Any], events: tuple[Event, ...]) -> list[dict[str, Any]]:
     """The success criteria, judged from the event log, which has all starts of a resumed run."""
     before = summary.get("student_before", {})
     return success_checks(
-        scan_events(run.log.path).records,
+        events,
         perplexity=summary["student"]["perplexity"],
         perplexity_before=before.get("perplexity"),
         max_perplexity=run.config.eval.max_perplexity,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from stillroom.data import Rows, prompt_ids
 from stillroom.engine.run import Run
 from stillroom.models.generate import continuation, generate, readable
@@ -14,9 +16,16 @@ def make_samples(run: Run) -> list[dict[str, str]]:
     samples, teacher = [], run.teacher.as_model() if run.teacher.writes_text else None
     rows = run.corpus.evaluation
     wanted = min(run.config.eval.samples, len(rows))
+    noted: set[str] = set()
+
+    def note(text: str) -> None:
+        if text not in noted:
+            run.log.write("note", text=text)
+        noted.add(text)
+
     for number in range(wanted):
         prompt, rest = beginning(rows, number * len(rows) // wanted)
-        options = {"max_new_tokens": run.config.eval.sample_tokens}
+        options: dict[str, Any] = {"max_new_tokens": run.config.eval.sample_tokens, "note": note}
         with run.precision.half_products():
             student = generate(run.student.model, run.tokenizer, prompt, **options)
         sample = {

@@ -76,6 +76,23 @@ def take(folder: Path) -> FolderLock:
         return lock
 
 
+def is_held(folder: Path) -> bool | None:
+    """Whether the process that the lock file names is alive; None where this machine cannot say. Takes no lock."""
+    try:
+        handle = os.open(folder / NAME, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return None
+    try:
+        owner = _read(handle)
+    finally:
+        os.close(handle)
+    if owner.get("host") != socket.gethostname():
+        return None
+    return _is_alive(owner)
+
+
 def _open(folder: Path, path: Path) -> FolderLock:
     for _ in range(_TRIES):
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)

@@ -1,0 +1,84 @@
+"""Commands for the time after a run: what went wrong in it, and how two runs differ."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from stillroom.cli.app import AsJson, app, print_json
+from stillroom.errors import ConfigError
+
+_DIAGNOSE = """Say what went wrong in a run, or what could be better, and which setting to change.
+
+Reads events.jsonl, config.json and summary.json of a run that is finished, stopped or still going on. Each finding
+names the steps, the numbers it rests on, and a setting; the most likely root cause is first. A problem has harmed the
+result, a warning may have, a hint costs time. A .toml or .json file is searched for harmful settings alone.
+
+Exit code 0, whether or not something is found; 2 where the run or the file cannot be read.
+"""
+
+
+@app.command(help=_DIAGNOSE)
+def diagnose(
+    run: Annotated[Path, typer.Argument(help="folder of a run, or a configuration (.toml, .json)")],
+    preset: Annotated[str | None, typer.Option(help="of a configuration: the preset it is based on")] = None,
+    as_json: AsJson = False,
+) -> None:
+    from stillroom.diagnosis import lines
+
+    if run.is_dir() or run.suffix not in (".toml", ".json"):
+        _diagnose_run(run, as_json)
+        return
+    from stillroom.config import load
+    from stillroom.diagnosis.settings import harmful_settings
+
+    findings = harmful_settings(load(run, preset=preset).config.to_dict())
+    if as_json:
+        print_json({"config": str(run), "findings": [finding.to_dict() for finding in findings]})
+        return
+    for line in lines.config_lines(str(run), findings):
+        typer.echo(line)
+
+
+def _diagnose_run(run: Path, as_json: bool) -> None:
+    from stillroom.diagnosis import diagnose as find_causes
+    from stillroom.diagnosis import lines
+    from stillroom.diagnosis.reading import read_case
+    from stillroom.engine.run_folder.lock import is_held
+
+    case = read_case(run, is_owned=is_held(run))
+    findings = find_causes(case)
+    if as_json:
+        print_json(lines.as_dict(case, findings))
+        return
+    for line in lines.run_lines(case, findings):
+        typer.echo(line)
+
+
+_COMPARE = """Say how two runs differ: settings, versions, course, and results with their intervals.
+
+Only what differs is listed. Results have 95 % intervals over documents where the runs have them: `overlap` means that
+the difference may be chance. Exit code 0; 2 where a run cannot be read.
+"""
+
+
+@app.command(help=_COMPARE)
+def compare(
+    first: Annotated[Path, typer.Argument(help="folder of a run")],
+    second: Annotated[Path, typer.Argument(help="folder of another run")],
+    as_json: AsJson = False,
+) -> None:
+    from stillroom.diagnosis.compare import compare as find_differences
+    from stillroom.diagnosis.compare import compare_lines
+    from stillroom.diagnosis.reading import read_case
+
+    if first.resolve() == second.resolve():
+        raise ConfigError(f"{first} is given twice", advice=["give the folders of two runs"])
+    found = find_differences(read_case(first).record, read_case(second).record)
+    if as_json:
+        print_json(found)
+        return
+    for line in compare_lines(found):
+        typer.echo(line)

@@ -1,0 +1,173 @@
+"""Commands that let a model write: generate and chat."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from stillroom.cli.app import AsJson, Bos, Device, app, print_json, wanted_bos
+from stillroom.errors import ConfigError
+
+if TYPE_CHECKING:
+    from stillroom.talk import Conversation
+
+Temperature = Annotated[float, typer.Option(help="0: the likeliest token each time")]
+TopP = Annotated[float, typer.Option(help="draw from the likeliest tokens that hold this share; 1: from all")]
+Seed = Annotated[int, typer.Option(help="of the sampling")]
+
+
+@app.command()
+def generate(
+    model: Annotated[str, typer.Argument(help="folder of a model or a run, hub id, or builtin:teacher")],
+    prompt: Annotated[
+        list[str], typer.Option(help="text to continue, or a question where the model has a chat template; repeatable")
+    ],
+    raw: Annotated[bool, typer.Option("--raw", help="continue the text as it stands, without a chat template")] = False,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="length of the continuation")] = 64,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    seed: Seed = 0,
+    stream: Annotated[bool, typer.Option("--stream", help="print while it is written, one prompt at a time")] = False,
+    bos: Bos = "auto",
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Continue prompts, all at once; a model with a chat template answers them."""
+    if stream and as_json:
+        raise ConfigError("--stream prints text and --json one object", advice=["leave one of them out"])
+    from stillroom.talk import open_writer
+    from stillroom.telemetry.wording import clean
+
+    options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
+    writer = open_writer(model, device=device, bos=wanted_bos(bos))
+    if stream:
+        for text in prompt:
+            _print_stream(writer, text, raw, options)
+        return
+    made = writer.continuations(prompt, is_raw=raw, note=_note, **options)
+    if as_json:
+        rows = [{"prompt": one.prompt, "text": one.text, "ended": one.ended} for one in made]
+        print_json({"model": model, "is_chat": made[0].is_chat, "continuations": rows})
+        return
+    for number, one in enumerate(made):
+        whole = one.text.strip() if one.is_chat else one.prompt + one.text
+        typer.echo(("\n" if number else "") + clean(whole + one.stopped, keep_lines=True))
+        if not one.text.strip():
+            _note(_NOTHING)
+
+
+_NOTHING = "the model wrote nothing: its first token ends the text"
+
+
+def _note(text: str) -> None:
+    from stillroom.telemetry.wording import clean
+
+    typer.echo(f"note  {clean(text)}" if text != _NOTHING else text, err=True)
+
+
+def _print_stream(writer: Any, prompt: str, raw: bool, options: dict[str, Any]) -> None:
+    from stillroom.telemetry.wording import clean
+
+    ids, is_chat = writer.prompts([prompt], raw)
+    is_empty = True
+    if not is_chat:
+        typer.echo(clean(prompt, keep_lines=True), nl=False)
+    for piece in writer.write(ids, ends_turn=is_chat, note=_note, **options):
+        text = piece.text.lstrip() if is_chat and is_empty else piece.text
+        is_empty = is_empty and not text.strip()
+        typer.echo(clean(text + piece.stopped, keep_lines=True), nl=False)
+        sys.stdout.flush()
+    typer.echo("")
+    if is_empty:
+        _note(_NOTHING)
+
+
+@app.command()
+def chat(
+    model: Annotated[str, typer.Argument(help="folder of a model or a run, hub id, or builtin:teacher")],
+    against: Annotated[
+        str | None, typer.Option(help="a second model that is asked the same, such as the teacher")
+    ] = None,
+    system: Annotated[str, typer.Option(help="a system message before the conversation")] = "",
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="longest answer")] = 256,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    seed: Seed = 0,
+    bos: Bos = "auto",
+    device: Device = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object a line for each answer")] = False,
+) -> None:
+    """Talk to a model, and to its teacher beside it. /reset begins anew, /quit or Ctrl-D ends.
+
+    In a pipe each line is a question, and each answer is printed below the one before.
+    """
+    from stillroom.models.sampling import Sampling
+    from stillroom.talk import Conversation, open_writer
+
+    Sampling(temperature, top_p, seed)  # refuse before anything is loaded
+    names = {"student": model} if against is None else {"student": model, "teacher": against}
+    options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
+    talks = {
+        role: Conversation(open_writer(name, device=device, bos=wanted_bos(bos)), system)
+        for role, name in names.items()
+    }
+    for role, talk in talks.items():
+        if not talk.is_templated:
+            _note(f'the {role} has no chat template: turns are written as "user: ..." lines')
+    try:
+        for question in _questions():
+            if question == "/reset":
+                for talk in talks.values():
+                    talk.reset()
+            else:
+                _answer(talks, question, options, as_json)
+    except KeyboardInterrupt:
+        typer.echo("")  # a conversation is ended by Ctrl-C as by /quit: nothing was to be saved
+
+
+def _questions() -> Iterator[str]:
+    """Lines of the input until it ends or /quit. For a person there is a prompt, and empty lines are skipped."""
+    is_person = sys.stdin.isatty()
+    while True:
+        if is_person:
+            typer.echo("> ", nl=False, err=True)
+        try:
+            line = sys.stdin.readline()
+        except UnicodeDecodeError as error:
+            raise ConfigError(
+                "a question is not UTF-8", where="input", advice=["convert it: iconv -t utf-8"]
+            ) from error
+        if not line or line.strip() == "/quit":
+            if is_person and not line:
+                typer.echo("", err=True)
+            return
+        if line.strip() or not is_person:
+            yield line.strip()
+
+
+def _answer(talks: dict[str, Conversation], question: str, options: dict[str, Any], as_json: bool) -> None:
+    from stillroom.telemetry.wording import clean
+
+    answers: dict[str, Any] = {}
+    for role, talk in talks.items():
+        if not as_json and len(talks) > 1:
+            typer.echo(f"{role}: ", nl=False)
+        answer = ""
+        # An empty line is answered by an empty line, so that answers in a pipe stay beside their questions.
+        for text in talk.ask(question, note=_note, **options) if question else ():
+            answer += text
+            if not as_json:
+                typer.echo(clean(text, keep_lines=True), nl=False)
+                sys.stdout.flush()
+        if not as_json:
+            typer.echo("")
+        answers[role] = {"answer": answer.strip(), "ended": talk.ended if question else ""}
+        if question and "positions are full" in talk.ended:
+            _note(f"{role}: {talk.ended}; /reset begins anew")
+    if as_json:
+        typer.echo(json.dumps({"question": question, **answers}))
+        sys.stdout.flush()

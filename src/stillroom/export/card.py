@@ -1,0 +1,142 @@
+"""The model card: where a student comes from, what was measured, and what was not.
+
+Only what the run recorded is written, and figures with their intervals. Names and texts come from configurations and
+folders that others wrote, so they are cleaned and put between backticks. A local path is shortened to its last part:
+a card is published, the folders of the machine that trained are not.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import PurePath
+from typing import Any
+
+from stillroom.telemetry.reading import section, show, show_interval
+from stillroom.telemetry.results import RESULT_COLUMNS, RESULT_ROWS
+from stillroom.telemetry.wording import clean, clip, format_bytes, format_count
+
+_LONGEST = 120
+_LIMITS = (
+    "It was measured on the held-out text named above and on nothing else: what it does elsewhere is not known.",
+    "A student repeats what its teacher gets wrong, and adds errors of its own.",
+    "Nothing was done to make its answers safe, and nothing was measured about that.",
+)
+
+
+def model_card(
+    *,
+    title: str,
+    config: Mapping[str, Any],
+    summary: Mapping[str, Any],
+    versions: Mapping[str, Any],
+    model: Mapping[str, Any],
+    checked: Sequence[str],
+) -> str:
+    """The card in Markdown. `model` holds family, parameters, dtype, positions, bytes; `checked` what was compared."""
+    parts = [
+        _front(model),
+        f"# {_text(title)}\n",
+        _what(model, bool(config)),
+        _provenance(config, summary),
+        _figures(summary),
+        "## Limits\n\n" + "\n".join(f"- {line}" for line in _LIMITS),
+        "## How it was written\n\n" + "\n".join(f"- {clean(line)}" for line in checked),
+        _versions(versions),
+        "## Licence\n\nNot stated here: whoever publishes this model decides, within the licences of the teacher, of "
+        "the weights the student began from, and of the data. Write it here, and as `license:` at the top.",
+    ]
+    return "\n\n".join(part.strip("\n") for part in parts if part) + "\n"
+
+
+def _front(model: Mapping[str, Any]) -> str:
+    tags = ["distillation", "stillroom"]
+    lines = ["library_name: transformers", "pipeline_tag: text-generation", f"tags: {json.dumps(tags)}"]
+    return "\n".join(["---", *(lines if model.get("format", "hf") == "hf" else lines[1:]), "---"])
+
+
+def _what(model: Mapping[str, Any], is_of_run: bool) -> str:
+    kind = "student distilled with Stillroom" if is_of_run else "model written by Stillroom, not trained by it"
+    lines = [
+        f"A {kind}.\n",
+        f"- family: {_text(model.get('family'))}",
+        f"- parameters: {format_count(float(model.get('parameters') or 0))}",
+        f"- weights: {_text(model.get('dtype'))}, {format_bytes(float(model.get('bytes') or 0))}",
+    ]
+    if model.get("positions"):
+        lines.append(f"- positions: {format_count(float(model['positions']))}")
+    return "\n".join(lines)
+
+
+def _provenance(config: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
+    if not config:
+        return "## Where it comes from\n\nNo record of a run was beside these weights, so nothing is said about it."
+    train = section(config, "train")
+    rows = [
+        ("teacher", short_name(section(config, "teacher").get("model"))),
+        ("student began as", short_name(section(config, "student").get("model"))),
+        ("data", ", ".join(short_name(name) for name in _data(config)) or "-"),
+        ("held-out data", short_name(section(config, "data").get("eval") or "a share of the data")),
+        ("tokens trained on", show(summary, "tokens", format_count)),
+        ("steps", show(summary, "steps", format_count)),
+        ("objective", _objective(config)),
+        ("precision", _text(summary.get("precision") or section(config, "precision").get("mode"))),
+        ("learning rate", _text(train.get("learning_rate"))),
+        ("seed", _text(train.get("seed"))),
+        ("ended", _text(summary.get("status") or "not finished")),
+    ]
+    return "## Where it comes from\n\n" + "\n".join(f"- {label}: {value}" for label, value in rows)
+
+
+def _data(config: Mapping[str, Any]) -> list[str]:
+    train = section(config, "data").get("train") or []
+    if isinstance(train, str):
+        return [train]
+    return [str(source.get("path")) for source in train if isinstance(source, Mapping)]
+
+
+def _objective(config: Mapping[str, Any]) -> str:
+    """Each term with a weight, and what it is made of."""
+    parts = []
+    for name, terms in section(config, "objectives").items():
+        if not isinstance(terms, Mapping) or not terms.get("weight"):
+            continue
+        more = [f"{key} {terms[key]}" for key in ("divergence", "temperature", "kind") if terms.get(key) is not None]
+        parts.append(f"{name} x {terms['weight']:g}" + (f" ({', '.join(more)})" if more else ""))
+    return _text(", ".join(parts) or "-")
+
+
+def _figures(summary: Mapping[str, Any]) -> str:
+    """The table of results, each with its 95 % interval where one was computed."""
+    rows = [(label, section(summary, key)) for key, label in RESULT_ROWS if section(summary, key)]
+    if not rows:
+        return ""
+    head = "| | " + " | ".join(label for _key, label, _form in RESULT_COLUMNS) + " |"
+    rule = "|---|" + "---:|" * len(RESULT_COLUMNS)
+    lines = [head, rule]
+    for label, row in rows:
+        cells = []
+        for key, _label, form in RESULT_COLUMNS:
+            bounds = show_interval(row, key, form)
+            cells.append(show(row, key, form) + (f" ({bounds})" if bounds else ""))
+        lines.append(f"| {label} | " + " | ".join(cells) + " |")
+    told = "On held-out text; in brackets 95 % intervals by bootstrap over documents, where there were enough of them."
+    return f"## Figures\n\n{told}\n\n" + "\n".join(lines)
+
+
+def _versions(versions: Mapping[str, Any]) -> str:
+    if not versions:
+        return ""
+    return "## Versions\n\n" + ", ".join(f"{clean(name)} {clean(value)}" for name, value in versions.items())
+
+
+def short_name(name: object) -> str:
+    """A hub id or builtin name as it is; of a path its last part."""
+    text = str(name) if name else "-"
+    is_path = text.startswith(("/", ".", "~", "\\")) or text.count("/") > 1 or ":\\" in text
+    return _text(PurePath(text.replace("\\", "/")).name if is_path else text)
+
+
+def _text(value: object) -> str:
+    """A value as inert code: no markup of Markdown or HTML is read between backticks."""
+    return "`" + (clip(value, _LONGEST).replace("`", "'") or "-") + "`"

@@ -1,0 +1,285 @@
+"""Problems to plant for the doctor: each is really there, in a configuration, on a disk or in a machine's facts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tiny
+import torch
+from damage import rewrite
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from stillroom.checks.doctor.facts import Machine
+from stillroom.precision.device import DeviceFacts
+
+GB = 1_000_000_000
+MACHINE = Machine(
+    device=DeviceFacts("cpu", "CPU"), num_cores=2, load=0.5, num_threads=2, asked_threads="", free_memory=8 * GB,
+    total_memory=16 * GB, free_device_memory=8 * GB, free_disk=50 * GB, driver="", torch_cuda="",
+)  # fmt: skip
+T4 = DeviceFacts("cuda", "Tesla T4", False, 16 * GB, "sm_75", ("sm_70", "sm_75"))
+PASCAL = DeviceFacts("cuda", "Tesla P100", False, 16 * GB, "sm_60", ("sm_70", "sm_75"), has_tensor_cores=False)
+
+
+@dataclass(frozen=True)
+class Plant:
+    """`settings` with __ for dots; `machine` replaces facts; `prepare` changes a copy of the world."""
+
+    name: str
+    subject: str
+    level: str
+    words: tuple[str, ...]
+    settings: dict[str, Any] = field(default_factory=dict)
+    machine: dict[str, Any] = field(default_factory=dict)
+    prepare: Callable[[Path], dict[str, Any] | None] = lambda _place: None
+
+
+def amber(name: str, subject: str, *words: str, **options: Any) -> Plant:
+    return Plant(name, subject, "amber", words, **options)
+
+
+def red(name: str, subject: str, *words: str, **options: Any) -> Plant:
+    return Plant(name, subject, "red", words, **options)
+
+
+SETTINGS = [
+    amber("logits are clamped", "configuration", "logit_clamp 2.5", settings={"guard__logit_clamp": 2.5}),
+    amber("the loss is clamped", "configuration", "loss_clamp 5", settings={"guard__loss_clamp": 5.0}),
+    amber("the guard lets all pass", "configuration", "refused", settings={"guard__max_skip_share": 0.9}),
+    amber("temperature 10", "configuration", "temperature 10", settings={"objectives__kd__temperature": 10.0}),
+    amber("temperature 0.1", "configuration", "temperature 0.1", settings={"objectives__kd__temperature": 0.1}),
+    amber("hardly any teacher", "configuration", "5% of the weights",
+          settings={"objectives__kd__weight": 0.05, "objectives__ce__weight": 0.95}),
+    amber("renormalised answers", "configuration", "impossible", settings={"teacher__signal__kind": "renormalised"}),
+    amber("contrast of one row", "configuration", "contrastive",
+          settings={"objectives__contrastive__weight": 0.1, "train__batch_size": 1}),
+    amber("a rate of 0.5", "configuration", "learning_rate 0.5", settings={"train__learning_rate": 0.5}),
+    amber("a pretrained student at 0.01", "configuration", "pretrained ones forget",
+          settings={"train__learning_rate": 0.01, "student__init": "pretrained"}),
+    amber("betas that bound nothing", "configuration", "beta2 0.5", settings={"train__beta2": 0.5}),
+    amber("all is clipped", "configuration", "max_grad_norm", settings={"train__max_grad_norm": 1e-4}),
+    amber("a large epsilon", "configuration", "epsilon", settings={"train__epsilon": 1e-3}),
+    amber("warm-up for most of the run", "configuration", "warmup_ratio", settings={"train__warmup_ratio": 0.8}),
+    amber("a rate that FP16 cannot follow", "configuration", "FP16 weights alone move in",
+          settings={"train__learning_rate": 1e-7, "precision__mode": "fp16-sr"}),
+    red("a loss scale below its floor", "configuration", "below its floor",
+        settings={"precision__initial_loss_scale": 4.0, "precision__min_loss_scale": 8.0}),
+    red("draws for reverse KL", "configuration", "cannot be estimated",
+        settings={"objectives__kd__divergence": "reverse_kl", "teacher__signal__kind": "hybrid"}),
+    red("bf16 on a T4", "configuration", "no native bf16", settings={"precision__mode": "bf16-mixed"},
+        machine={"device": T4}),
+    amber("teacher and student are one model", "configuration", "the same model",
+          prepare=lambda place: {"student__model": str(place / "teacher")}),
+    red("evaluation on the training data", "configuration", "memorised",
+        prepare=lambda place: {"data__eval": str(place / "train.jsonl")}),
+    amber("gates that follow the student alone", "configuration", "turns the teacher",
+          settings={"teacher__router__mode": "sar", "teacher__router__truth_weight": 0.0,
+                    "teacher__router__anchor_weight": 0.0}),
+]  # fmt: skip
+
+MACHINES = [
+    red("a card torch was not built for", "machine", "sm_60", machine={"device": PASCAL}),
+    amber("a CPU build beside a card", "machine", "built for CPUs", machine={"driver": "NVRM version: 570"}),
+    red("a full disk", "machine", "free on the disk", machine={"free_disk": GB // 100}),
+    red("no memory", "machine", "of memory are free", machine={"free_memory": GB // 10}),
+    amber("a busy machine", "machine", "9.0 processes want 2 cores", machine={"load": 9.0}),
+    amber("more threads than cores", "machine", "16 threads on 2 cores", machine={"num_threads": 16}),
+    amber("idle cores", "machine", "1 of 8 cores", machine={"num_threads": 1, "num_cores": 8, "asked_threads": "1"}),
+    red("models that do not fit", "models", "moments and gradients take", machine={"free_device_memory": 9000}),
+    red("checkpoints that do not fit", "models", "checkpoints take", machine={"free_disk": 10_000}),
+]
+
+
+# -- on the disk -----------------------------------------------------------------------------------------
+
+
+def _without(name: str) -> Callable[[Path], None]:
+    return lambda place: (place / "teacher" / name).unlink()
+
+
+def _shards(place: Path) -> None:
+    folder = place / "teacher"
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    table = dict.fromkeys(tensors, "model-00002-of-00002.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": table}))
+
+
+def _pickled(place: Path) -> None:
+    (place / "teacher" / "model.safetensors").rename(place / "teacher" / "pytorch_model.bin")
+
+
+def _cut_short(place: Path) -> None:
+    path = place / "teacher" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:2000])
+
+
+def _nan(place: Path) -> None:
+    def spoil(tensors: dict[str, Any]) -> None:
+        tensors["model.layers.0.mlp.up_proj.weight"][0, 0] = float("nan")
+
+    rewrite(place / "student", spoil)
+
+
+def _more_tokens(place: Path) -> None:
+    for role in ("teacher", "student"):
+        found = tiny.tokenizer()
+        found.add_tokens([f"<extra{number}>" for number in range(9)])
+        found.save_pretrained(place / role)
+
+
+def _bf16(place: Path) -> dict[str, Any]:
+    path = place / "teacher" / "model.safetensors"
+    tensors = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(path).items()}
+    save_file(tensors, path, metadata={"format": "pt"})
+    return {"teacher__dtype": "float16"}
+
+
+def _swapped(place: Path) -> dict[str, Any]:
+    return {"teacher__model": str(place / "student"), "student__model": str(place / "teacher")}
+
+
+MODELS = [
+    red("no config.json", "models", "has no config.json", prepare=_without("config.json")),
+    red("a missing shard", "models", "lacks 1 of 1 shards", prepare=_shards),
+    red("pickled weights", "models", "is a pickle", prepare=_pickled),
+    red("a file that was cut short", "models", "is damaged", prepare=_cut_short),
+    red("a NaN weight", "models", "not finite", prepare=_nan),
+    red("tokens without embeddings", "models", "token id", prepare=_more_tokens),
+    red("rows longer than the positions", "models", "128 positions", settings={"data__max_length": 512}),
+    red("gates of a dense teacher", "models", "no gate was found", settings={"teacher__router__mode": "sar"}),
+    amber("a bf16 teacher in float16", "models", "bfloat16", prepare=_bf16),
+    amber("a student larger than its teacher", "models", "learns from the smaller", prepare=_swapped),
+    red("four bits on a CPU", "models", "for a CUDA card", settings={"teacher__quantisation": "bnb-4bit"}),
+    red("no such folder", "models", "there is no model folder", settings={"teacher__model": "./nosuch"}),
+]
+
+
+# -- tokenizers and data ---------------------------------------------------------------------------------
+
+
+def _other_tokenizer(place: Path) -> None:
+    tiny.tokenizer(seed=9).save_pretrained(place / "student")
+
+
+def _word_tokenizer(place: Path) -> None:
+    raw = Tokenizer(models.WordLevel({"<unk>": 0, "<|end|>": 1, "the": 2, "room": 3}, unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.Whitespace()
+    found = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<|end|>", unk_token="<unk>")
+    for role in ("teacher", "student"):
+        shutil.copytree(place / role, place / "old" / role)
+        for path in (place / role).glob("token*"):
+            path.unlink()
+        found.save_pretrained(place / role)
+
+
+def _no_end(place: Path) -> None:
+    for role in ("teacher", "student"):
+        found = PreTrainedTokenizerFast(tokenizer_object=tiny.tokenizer().backend_tokenizer)
+        for path in (place / role).glob("*token*"):
+            path.unlink()
+        found.save_pretrained(place / role)
+
+
+def _lines(path: Path, records: list[Any]) -> None:
+    path.write_text("".join((one if isinstance(one, str) else json.dumps(one)) + "\n" for one in records))
+
+
+def _texts(count: int = 300) -> list[Any]:
+    return [{"text": line} for line in tiny.sentences(count, 0)]
+
+
+def _data(make: Callable[[], list[Any]], **over: Any) -> Callable[[Path], dict[str, Any]]:
+    def prepare(place: Path) -> dict[str, Any]:
+        _lines(place / "train.jsonl", make())
+        return over
+
+    return prepare
+
+
+def _held_out(place: Path) -> dict[str, Any]:
+    _lines(place / "eval.jsonl", _texts(300)[:20])
+    return {"data__eval": str(place / "eval.jsonl")}
+
+
+def _chats() -> list[Any]:
+    turns = [{"role": "user", "content": "what drips?"}, {"role": "assistant", "content": "the still room."}]
+    return [{"messages": [{**turns[0], "content": f"{line}?"}, turns[1]]} for line in tiny.sentences(100, 0)]
+
+
+def _pairs(prompt: str, answer: str, count: int = 100) -> list[Any]:
+    return [{"prompt": f"{line} {prompt}", "completion": f" {answer}"} for line in tiny.sentences(count, 0)]
+
+
+TEXTS = [
+    red("two vocabularies", "tokenizers", "different vocabularies", prepare=_other_tokenizer),
+    red("a tokenizer that knows no word", "tokenizers", "the unknown one", prepare=_word_tokenizer),
+    amber("no end of text", "tokenizers", "no end-of-text token", prepare=_no_end),
+    amber("garbled text", "tokenizers", "bytes of this text",
+          prepare=_data(lambda: [{"text": "".join(chr(0x3400 + 7 * i + j) for j in range(60))} for i in range(99)])),
+    red("no such file", "data", "nosuch.jsonl", settings={"data__train": "nosuch.jsonl"}),
+    red("mostly bad lines", "data", "cannot be used", prepare=_data(lambda: [*_texts(20), *["{broken"] * 30])),
+    amber("a few bad lines", "data", "2 records cannot be used",
+          prepare=_data(lambda: [*_texts(400), "{broken", "7"])),
+    amber("chats without a template", "data", "no chat template", prepare=_data(_chats)),
+    amber("little is scored", "data", "of the tokens are scored",
+          prepare=_data(lambda: _pairs("and what is left behind when the best has gone over? " * 6, "x"),
+                        data__max_length=120)),
+    red("held-out records that are trained on", "data", "20 held-out records", prepare=_held_out),
+    amber("copies of one record", "data", "are copies", prepare=_data(lambda: [*_texts(50), *_texts(1) * 60])),
+    amber("records that are cut", "data", "longer than data.max_length",
+          prepare=_data(lambda: _pairs("and then", "the room keeps waters and spirits " * 9))),
+    amber("much padding", "data", "would be padding",
+          prepare=_data(lambda: [*_pairs("", "x", 90), *_pairs("so " * 40, "it drips " * 30, 5)],
+                        data__max_length=128, data__packing="rows")),
+    red("a warm-up as long as the run", "data", "never arrives",
+        settings={"train__max_steps": 0, "train__warmup_steps": 5000}),
+    amber("eight steps", "data", "8 optimizer steps"),
+    amber("a text seen a hundred times", "data", "by heart", settings={"train__max_steps": 20_000}),
+    amber("a step larger than the data", "data", "every step sees all",
+          settings={"train__gradient_accumulation_steps": 5000}),
+    amber("hardly any held-out text", "data", "mostly chance", prepare=_data(lambda: _texts(12))),
+    amber("empty answers", "data", "empty",
+          prepare=_data(lambda: [*_chats(), {"messages": [{"role": "user", "content": "and?"},
+                                                          {"role": "assistant", "content": ""},
+                                                          {"role": "user", "content": "well?"},
+                                                          {"role": "assistant", "content": "it drips."}]}])),
+]  # fmt: skip
+
+
+def _loud_teacher(place: Path) -> dict[str, Any]:
+    def spoil(tensors: dict[str, Any]) -> None:
+        for name in tensors:
+            if name.endswith(("down_proj.weight", "o_proj.weight")):
+                tensors[name] *= 3e5
+
+    rewrite(place / "teacher", spoil)
+    return {"teacher__dtype": "float16"}
+
+
+def _loud_student(place: Path) -> dict[str, Any]:
+    """Sound in FP32; FP16 cannot hold its weights."""
+
+    def spoil(tensors: dict[str, Any]) -> None:
+        tensors["model.layers.0.mlp.down_proj.weight"] *= 1e7
+
+    rewrite(place / "student", spoil)
+    return {"precision__mode": "fp16-mixed"}
+
+
+STEPS = [
+    red("a loss that is always cut", "real step", "gradient of the first step is zero",
+        settings={"guard__loss_clamp": 0.001}),
+    red("a student that overflows in FP16", "real step", "in fp16-mixed the loss of the first step is",
+        prepare=_loud_student),
+    red("a teacher that overflows in FP16", "models", "not finite", prepare=_loud_teacher),
+]  # fmt: skip
+
+PLANTS = [*SETTINGS, *MACHINES, *MODELS, *TEXTS, *STEPS]

@@ -1,0 +1,108 @@
+"""The order of findings, and causes that a tiny run cannot provoke."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from stillroom.diagnosis import Case, diagnose, roots
+from stillroom.diagnosis.order import CAUSES
+from stillroom.telemetry.run_record import RunRecord
+
+
+def step(number: int, **fields: Any) -> dict[str, Any]:
+    base = {"event": "step", "step": number, "verdict": "keep", "train_loss": 2.0, "lr": 1e-3, "grad_norm": 0.5}
+    return {**base, "seconds": 1.0, "phase": "constant", "terms": {}, **fields}
+
+
+def case(*events: dict[str, Any], config: dict[str, Any] | None = None, **summary: Any) -> Case:
+    return Case(RunRecord("run", config or {}, events, summary))
+
+
+def named(found: Case) -> list[str]:
+    return [finding.cause for finding in diagnose(found)]
+
+
+def test_an_empty_record_has_no_findings() -> None:
+    assert diagnose(case()) == []
+
+
+def test_a_root_comes_before_what_follows_from_it_and_is_as_grave() -> None:
+    start = {"event": "run_start", "schedule": {"optimizer_steps": 40, "warmup_steps": 32, "gradient_accumulation": 8}}
+    found = case(start, *(step(number) for number in range(1, 41)), config={"train": {"warmup_steps": 32}})
+    findings = diagnose(found)
+    assert [one.cause for one in findings] == ["schedule_in_micro_batches", "never_out_of_warmup"]
+    assert [one.cause for one in roots(findings)] == ["schedule_in_micro_batches"]
+    assert findings[0].setting == "train.warmup_steps=4"
+
+
+def test_steps_counted_in_micro_batches_are_found_by_their_number() -> None:
+    schedule = {"total_batches": 800, "gradient_accumulation": 16, "optimizer_steps": 800, "warmup_steps": 80}
+    found = case({"event": "run_start", "schedule": schedule}, step(1), config={"train": {"max_steps": 800}})
+    assert named(found)[0] == "schedule_in_micro_batches"
+    assert diagnose(found)[0].setting == "train.max_steps=50"
+
+
+def test_a_term_of_weight_zero_that_enters_the_evaluation_is_found() -> None:
+    terms = {"feature": {"raw": 412.2, "weight": 0.0, "scaled": 41.22, "share": 0.43}}
+    found = case(step(1), {"event": "eval", "step": 1, "perplexity": 9.0, "objective": 95.86, "terms": terms})
+    assert diagnose(found)[0].cause == "active_when_zero" and diagnose(found)[0].steps == (1,)
+
+
+def test_a_contrastive_term_of_batches_of_one_is_dead() -> None:
+    terms = {
+        "kd": {"raw": 2.0, "weight": 0.9, "scaled": 1.8, "share": 1.0},
+        "contrastive": {"raw": 0.0, "weight": 0.1, "scaled": 0.0, "share": 0.0},
+    }
+    found = diagnose(case(*(step(number, terms=terms) for number in range(1, 6))))
+    assert found[0].cause == "dead_component" and found[0].setting == "train.batch_size=8"
+
+
+@pytest.mark.parametrize(("kl", "left", "is_coarse"), [(0.2, 2.0, True), (0.03, 0.1, True), (0.01, 0.5, False)])
+def test_a_quantised_teacher_is_too_coarse_beside_what_is_left_to_learn(
+    kl: float, left: float, is_coarse: bool
+) -> None:
+    quantised = {"event": "teacher_quantised", "kind": "int8", "kl": kl, "max_kl": 1.0}
+    found = named(case(quantised, step(1), student={"kl": left}))
+    assert ("quantised_teacher_too_coarse" in found) is is_coarse
+
+
+def test_gates_that_made_the_teacher_worse_are_a_degraded_teacher() -> None:
+    routers = [
+        {"event": "router", "step": at, "alarm": at == 8, "teacher_nll": 2.0 + at / 10} for at in (0, 4, 8)
+    ]  # fmt: skip
+    found = diagnose(case(*routers, step(8), config={"train": {"learning_rate": 3e-3}}))[0]
+    assert found.cause == "teacher_degraded" and found.steps == (8,)
+    assert found.setting == "train.router_learning_rate=0.001"
+
+
+def test_memory_that_grows_at_first_and_then_stays_is_no_creep() -> None:
+    settled = [step(number, memory_gb=min(1.0 + 0.1 * number, 2.0)) for number in range(1, 61)]
+    creeping = [step(number, memory_gb=1.0 + 0.05 * number) for number in range(1, 61)]
+    assert "memory_creep" not in named(case(*settled)) and "memory_creep" in named(case(*creeping))
+
+
+def test_harmful_settings_of_a_run_are_hints_after_its_findings() -> None:
+    findings = diagnose(case(step(1), config={"guard": {"logit_clamp": 2.5}}))
+    assert [(one.cause, one.severity) for one in findings] == [("clamped_logits", "hint")]
+
+
+def test_what_a_cause_explains_is_a_cause() -> None:
+    names = {cause.name for cause in CAUSES}
+    assert len(names) == len(CAUSES)
+    assert {name for cause in CAUSES for name in cause.explains} <= names
+    assert not [cause.name for cause in CAUSES if cause.name in cause.explains]
+
+
+def test_damaged_values_in_a_record_end_in_no_error() -> None:
+    odd: dict[str, Any] = {"terms": {"kd": None, "ce": {"raw": "x", "weight": None}}, "loss_scale": "y", "seconds": 0}
+    events = [
+        {"event": "run_start", "schedule": None, "data": [], "machine": 3},
+        *(step(number, **odd) for number in range(1, 30)),
+        {"event": "eval", "step": 3, "perplexity": 5.0, "terms": 7, "intervals": {"perplexity": [1]}},
+        {"event": "guard", "step": None, "action": None, "reason": None},
+        {"event": "router", "alarm": True},
+        {"event": "teacher_quantised", "kl": "high"},
+    ]
+    assert isinstance(diagnose(case(*events, config={"train": None, "curriculum": 4})), list)

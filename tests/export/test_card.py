@@ -1,0 +1,56 @@
+"""Laws of the model card: it says what was recorded, hides the machine, and no name in it is markup."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stillroom.export.card import model_card, short_name
+
+CONFIG: dict[str, Any] = {
+    "teacher": {"model": "/home/ada/models/big"},
+    "student": {"model": "org/small"},
+    "data": {"train": [{"path": "/home/ada/a.jsonl"}], "eval": None},
+    "objectives": {"kd": {"weight": 1.0, "divergence": "forward_kl", "temperature": 2.0}, "ce": {"weight": 0.0}},
+    "train": {"learning_rate": 0.001, "seed": 3},
+}
+SUMMARY = {
+    "status": "done", "tokens": 123456, "steps": 100, "precision": "fp32",
+    "student": {"perplexity": 12.3, "intervals": {"perplexity": [12.0, 12.6]}, "parameters": 1000},
+}  # fmt: skip
+
+
+def card(**over: Any) -> str:
+    given = {"title": "small", "config": CONFIG, "summary": SUMMARY, "versions": {"torch": "2"}}
+    given |= {"model": {}, "checked": []}
+    return model_card(**{**given, **over})
+
+
+def test_provenance_and_figures_with_intervals_are_told() -> None:
+    text = card()
+    for words in ("`big`", "`org/small`", "`a.jsonl`", "123,456", "kd x 1 (divergence forward_kl, temperature 2.0)"):
+        assert words in text
+    assert "| student | 12.3 (12.0 to 12.6) |" in text
+    assert "ce x" not in text and "/home/ada" not in text and "## Licence" in text and "## Limits" in text
+
+
+def test_a_model_without_a_run_says_that_nothing_is_known() -> None:
+    text = card(config={}, summary={}, versions={})
+    assert "No record of a run" in text and "## Figures" not in text
+
+
+def test_hostile_names_are_inert() -> None:
+    hostile = "x`<script>alert(1)</script>`\n# heading\x1b[31m"
+    text = card(title=hostile, config={**CONFIG, "student": {"model": hostile}})
+    assert "\n# heading" not in text and "\x1b" not in text
+    assert all("<script>" not in part for part in text.split("`")[::2])  # only ever between backticks
+
+
+def test_records_of_another_shape_do_not_break_the_card() -> None:
+    text = card(config={"teacher": None, "data": {"train": "builtin:stdlib"}, "objectives": []}, summary={"student": 3})
+    assert "builtin:stdlib" in text
+
+
+def test_paths_are_shortened_and_hub_ids_kept() -> None:
+    assert short_name("/a/b/c") == "`c`" and short_name("org/name") == "`org/name`" and short_name("a/b/c") == "`c`"
+    assert short_name("builtin:teacher") == "`builtin:teacher`" and short_name(None) == "`-`"
+    assert short_name("C:\\Users\\ada\\model") == "`model`"
