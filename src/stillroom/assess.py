@@ -169,16 +169,7 @@ def compare(
         notes = [note for note in corpus.notes if "by itself" not in note]
         notes.append(f"texts are scored end to end, in blocks of {max_length:,} tokens that may span several")
         corpus = replace(corpus, evaluation=corpus.evaluation.in_blocks(max_length), notes=tuple(notes))
-    size = student.anatomy.vocab_rows
-    source: Teacher = NO_TEACHER
-    if beside is not None:
-        rows = beside.anatomy.vocab_rows
-        shared = rows if has_own else agree_on_vocabulary(beside.tokenizer, tokenizer, rows, size)
-        size = size if has_own else shared
-        live = LiveTeacher(
-            beside.network, vocab_size=shared, device=where, offload=False, is_described=beside.is_described
-        )
-        source = PairedTeacher(live, beside.tokenizer, corpus.coverage or Coverage()) if has_own else live
+    source, size = _source(student, beside, corpus.coverage, where)
 
     def measure(loaded: LoadedModel) -> dict[str, Any]:
         loaded.network.to(where)
@@ -211,8 +202,29 @@ def compare(
     return {**result, "gpu_memory_gb": gpu, "memory_gb": resident, "notes": notes}
 
 
+def _source(
+    student: LoadedModel, beside: LoadedModel | None, coverage: Coverage | None, where: torch.device
+) -> tuple[Teacher, int]:
+    """The model beside a student as its teacher, and the size of the student's vocabulary, or of the shared one."""
+    size = student.anatomy.vocab_rows
+    if beside is None:
+        return NO_TEACHER, size
+    rows = beside.anatomy.vocab_rows
+    has_own = coverage is not None
+    shared = rows if has_own else agree_on_vocabulary(beside.tokenizer, student.tokenizer, rows, size)
+    live = LiveTeacher(beside.network, vocab_size=shared, device=where, offload=False, is_described=beside.is_described)
+    return (PairedTeacher(live, beside.tokenizer, coverage), size) if coverage is not None else (live, shared)
+
+
 _BY_TOKEN = frozenset(
-    {"perplexity", "calibration_error", "tokens_per_second", "prefill_tokens_per_second", "decode_tokens_per_second"}
+    {
+        "perplexity",
+        "answer_perplexity",
+        "calibration_error",
+        "tokens_per_second",
+        "prefill_tokens_per_second",
+        "decode_tokens_per_second",
+    }
 )
 _OWN_TOKENS = (
     "the models have different tokens: compare bits per byte and KL per byte; perplexities, calibration and tokens a "

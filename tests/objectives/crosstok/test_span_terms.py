@@ -130,7 +130,7 @@ def test_gradients_are_finite_differences(batch: Batch, name: str) -> None:
         view = (
             replace(both.view, taps={"hidden.0": moved}) if name == "span_hidden" else replace(both.view, hidden=moved)
         )
-        return float(scored(batch, paired_batches.Heads(view, both.signal), name).loss)
+        return float(scored(batch, paired_batches.Heads(view, both.signal), name).loss.detach())
 
     step = 1e-6
     slope = (loss(step) - loss(-step)) / (2 * step)
