@@ -151,3 +151,25 @@ def test_eval_says_what_is_comparable(pair: Path) -> None:
     shown = CliRunner().invoke(app, ["eval", *arguments, "--max-batches", "2"])
     assert shown.exit_code == 0, shown.output
     assert "KL, bits/byte" in shown.output and "retention" not in shown.output
+
+
+def steps_of(folder: Path) -> list[dict[str, Any]]:
+    return [event for event in read_events(folder / "events.jsonl") if event["event"] == "step"]
+
+
+def test_eight_micro_batches_equal_one(pair: Path, tmp_path: Path) -> None:
+    student = save(tmp_path / "student", "llama", pair_tokenizers.built("byte-level"), num_layers=1)  # without dropout
+    shared = {"student__model": str(student), "data__packing": "rows", "train__max_steps": 2}
+    run(pair, tmp_path / "one", train__batch_size=8, **shared)
+    run(pair, tmp_path / "eight", train__batch_size=1, train__gradient_accumulation_steps=8, **shared)
+    for one, eight in zip(steps_of(tmp_path / "one"), steps_of(tmp_path / "eight"), strict=True):
+        assert eight["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
+        assert eight["terms"]["alm"]["raw"] == pytest.approx(one["terms"]["alm"]["raw"], rel=1e-5)
+
+
+def test_a_teacher_that_is_not_finite_for_a_step_leaves_the_labels(pair: Path, tmp_path: Path) -> None:
+    config = load_config(preset="cross-tokenizer", overrides=tiny.settings(pair, train__max_steps=3))
+    assert distill(config, tmp_path / "run", device="cpu", inject="teacher_nan@2").summary["status"] == "done"
+    first, second, third = steps_of(tmp_path / "run")
+    assert first["bad_teacher_rows"] == third["bad_teacher_rows"] == 0 < second["bad_teacher_rows"]
+    assert second["terms"]["alm"]["raw"] == 0.0 < second["terms"]["ce"]["raw"]
