@@ -46,7 +46,7 @@ def finish(run: Run, state: RunState, stop: Stop) -> Result:
     reference = run.teacher.original
     final = state.evaluated if is_last_best and reference is run.teacher else None
     if final is None:
-        options = {"precision": run.precision, "teacher": reference, "between": check_stop}
+        options: dict[str, Any] = {"precision": run.precision, "teacher": reference, "between": check_stop}
         final = evaluate_held_out(run, state, run.student, **options)
     check_stop()
     end = how_it_ended(state, final.perplexity, state.before["student_before"]["perplexity"])
