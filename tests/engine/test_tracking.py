@@ -119,3 +119,17 @@ def test_only_numbers_are_handed_on() -> None:
     record = {"a": 1, "b": None, "c": True, "d": "text", "e": {"f": 2.5, "g": [1]}}
     assert dict(numbers(record, "train")) == {"train/a": 1, "train/e/f": 2.5}
     assert dict(numbers(record, "", keeps_text=True)) == {"a": 1, "c": True, "d": "text", "e/f": 2.5}
+
+
+def test_tensorboard_itself_reads_what_was_told(world: Path, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    settings = tiny.settings(world, train__max_steps=4, eval__samples=0, telemetry__tracker="tensorboard")
+    made = distill(load_config(overrides=settings), tmp_path / "run", device="cpu")
+    events = [json.loads(line) for line in (made.folder / "events.jsonl").read_text().splitlines()]
+    assert not any("tensorboard" in str(event.get("text")) for event in events)
+    files = EventAccumulator(str(made.folder / "tracker" / "run"))
+    files.Reload()
+    losses = [event["train_loss"] for event in events if event["event"] == "step"]
+    assert [scalar.value for scalar in files.Scalars("train/train_loss")] == pytest.approx(losses)

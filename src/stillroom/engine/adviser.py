@@ -13,6 +13,7 @@ from stillroom.telemetry.run_record import LoggedRun, mapping
 
 _NUM_STEPS = 1000  # the latest step records that are kept: advice about a run is about its present
 _ASKED_AT = frozenset({"eval", "run_end"})
+_LONGER = "train for longer, or at another learning rate"
 _SAID_BY_THE_END = frozenset({"stopped_early", "stalled_run"})  # the record of the end has the reason
 
 
@@ -69,5 +70,5 @@ def advice_of(events: tuple[Event, ...], summary: dict[str, Any], texts: Iterabl
     """
     findings = diagnose(Case(_record(events, summary)))
     if not any(finding.is_alarming for finding in findings):
-        findings = [*(Finding("little_gained", "hint", text, text) for text in texts), *findings]
+        findings = [*(Finding("little_gained", "hint", text, _LONGER) for text in texts), *findings]
     return [finding.to_dict() for finding in findings]

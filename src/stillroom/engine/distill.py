@@ -180,10 +180,9 @@ def _before(run: Run, state: RunState) -> dict[str, Any]:
     before: dict[str, Any] = {}
     teacher = run.teacher.as_model()
     if teacher is not None:
-        before["teacher"] = summary_row(
-            _evaluate_teacher(run, state, teacher), anatomy_of(teacher.model).num_parameters
-        )
-        if not _is_number(before["teacher"]["perplexity"]):
+        row = summary_row(_evaluate_teacher(run, state, teacher), anatomy_of(teacher.model).num_parameters)
+        before["teacher"] = run.teacher.comparable(row)
+        if not _is_number(before["teacher"]["bits_per_byte"]):
             raise BrokenAtStart(
                 "the teacher's held-out loss is not finite",
                 where=run.config.teacher.model,
@@ -213,9 +212,10 @@ def _before(run: Run, state: RunState) -> dict[str, Any]:
 
 
 def _evaluate_teacher(run: Run, state: RunState, model: Student) -> Evaluation:
-    options = {"precision": run.precision.plain(), "teacher": run.teacher, "between": state.between_batches}
+    beside = run.teacher if run.teacher.tokenizer is None else None
+    options: dict[str, Any] = {"precision": run.precision.plain(), "teacher": beside, "between": state.between_batches}
     with run.teacher.at_work():
-        return evaluate_held_out(run, state, model, **options)
+        return evaluate_held_out(run, state, model, read=run.teacher.own_batch, **options)
 
 
 def _is_number(value: float) -> bool:

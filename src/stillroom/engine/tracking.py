@@ -6,6 +6,7 @@ once, and the run goes on. After a few failures in a row it is left alone.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -74,9 +75,11 @@ def open_tracking(config: Config, folder: Path, note: Callable[[str], object]) -
         return None
 
     def make() -> Any:
-        from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+        from accelerate import tracking
 
-        kind = LOGGER_TYPE_TO_CLASS[name]
+        # Its own logger refuses to work without Accelerate's process state, which would choose a device.
+        tracking.logger = logging.getLogger(tracking.__name__)
+        kind = tracking.LOGGER_TYPE_TO_CLASS[name]
         place = {"logging_dir": str(folder / _FOLDER)} if kind.requires_logging_directory else {}
         return kind(folder.resolve().name if place else "stillroom", **place)
 

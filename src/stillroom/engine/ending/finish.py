@@ -46,7 +46,7 @@ def finish(run: Run, state: RunState, stop: Stop) -> Result:
     reference = run.teacher.original
     final = state.evaluated if is_last_best and reference is run.teacher else None
     if final is None:
-        options = {"precision": run.precision, "teacher": reference, "between": check_stop}
+        options: dict[str, Any] = {"precision": run.precision, "teacher": reference, "between": check_stop}
         final = evaluate_held_out(run, state, run.student, **options)
     check_stop()
     end = how_it_ended(state, final.perplexity, state.before["student_before"]["perplexity"])
@@ -116,10 +116,7 @@ _NUM_ADVICE = 3  # more do not fit on the screen of an error
 
 def _sentence(advice: Any) -> str:
     """Advice of a summary as a line; in processes but the first, and in older summaries, it is a text already."""
-    if not isinstance(advice, dict):
-        return str(advice)
-    setting = f": --set {advice['setting']}" if advice.get("setting") else ""
-    return f"{advice.get('advice')}{setting}"
+    return str(advice.get("advice") if isinstance(advice, dict) else advice)
 
 
 def _checks(run: Run, summary: dict[str, Any], events: tuple[Event, ...]) -> list[dict[str, Any]]:
