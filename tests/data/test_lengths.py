@@ -8,7 +8,7 @@ import tiny
 
 from stillroom.config import load_config
 from stillroom.data import open_data
-from stillroom.data.lengths import length_quantiles
+from stillroom.data.lengths import length_quantiles, row_lengths
 
 
 def test_quantiles_are_lengths_that_occur() -> None:
@@ -24,7 +24,7 @@ def test_quantiles_are_lengths_that_occur() -> None:
 
 def test_a_corpus_knows_the_lengths_of_both_sides_and_the_shapes_of_its_records(world: Path) -> None:
     corpus = open_data(load_config(overrides=tiny.settings(world)).data, tiny.tokenizer())
-    lengths = corpus.lengths()
+    lengths = row_lengths(corpus)
     assert set(lengths) == {"train", "eval"}
     assert lengths["train"]["longest"] == corpus.train.lengths.max()
     assert lengths["eval"]["shortest"] == corpus.evaluation.lengths.min()

@@ -14,7 +14,6 @@ from stillroom.config.data import DataConfig, SourceConfig
 from stillroom.data.embedded import BUILTIN_PREFIX, embedded_records
 from stillroom.data.encode import Encoder, Tokenizer
 from stillroom.data.encoded import Encoded
-from stillroom.data.lengths import length_quantiles
 from stillroom.data.mixing import MixedRows, Part
 from stillroom.data.packing import Packing, Rows, pack
 from stillroom.data.reading import read_records
@@ -69,11 +68,6 @@ class Corpus:
     counters: dict[str, int]
     shapes: dict[str, int] = field(default_factory=dict)  # records by how they are laid out
     coverage: Coverage | None = None  # of the text by spans of both tokenizers, where there are two
-
-    def lengths(self) -> dict[str, dict[str, int]]:
-        """Quantiles of the rows' lengths in tokens, by side."""
-        sides = {"train": self.train, "eval": self.evaluation}
-        return {side: length_quantiles(rows.lengths) for side, rows in sides.items() if len(rows)}
 
 
 def open_data(

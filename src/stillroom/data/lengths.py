@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from stillroom.data.corpus import Corpus
+
 QUANTILES = {"shortest": 0, "first_decile": 0.1, "median": 0.5, "ninth_decile": 0.9, "longest": 1}
 
 
@@ -15,3 +17,9 @@ def length_quantiles(counts: Any) -> dict[str, int]:
         return {}
     found = np.quantile(counts, list(QUANTILES.values()), method="nearest").tolist()
     return {name: int(value) for name, value in zip(QUANTILES, found, strict=True)}
+
+
+def row_lengths(corpus: Corpus) -> dict[str, dict[str, int]]:
+    """Quantiles of the rows' lengths in tokens, by side."""
+    sides = {"train": corpus.train, "eval": corpus.evaluation}
+    return {side: length_quantiles(rows.lengths) for side, rows in sides.items() if len(rows)}

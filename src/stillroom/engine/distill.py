@@ -11,6 +11,7 @@ import torch
 from stillroom import threads
 from stillroom.checkpoint import Mark, Saved
 from stillroom.config import Config
+from stillroom.data.lengths import row_lengths
 from stillroom.engine.adviser import Adviser
 from stillroom.engine.building.assemble import build_run
 from stillroom.engine.building.device import deterministic, find_device
@@ -244,7 +245,7 @@ def _announce(run: Run, models: Models, notes: tuple[str, ...], saved: Saved | N
         data={
             **run.corpus.counters,
             "shapes": run.corpus.shapes,
-            "lengths": run.corpus.lengths(),
+            "lengths": row_lengths(run.corpus),
             "notes": list(run.corpus.notes),
         },
     )
