@@ -132,10 +132,17 @@ def presets(name: Annotated[str | None, typer.Argument(help="print this one with
 
 
 @app.command()
-def report(run: Annotated[Path, typer.Argument(help="folder of a run")]) -> None:
-    """Write (or rewrite) report.html of a run."""
-    from stillroom.report import write_report
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="folder of a run; several share one page")],
+    out: Annotated[Path | None, typer.Option(help="the page; else RUN/report.html, or compared.html here")] = None,
+) -> None:
+    """Write (or rewrite) report.html of a run, or one page that compares several."""
+    from stillroom.report import write_report, write_reports
 
-    if not (run / "events.jsonl").exists():
-        raise ConfigError(f"{run} holds no run: there is no events.jsonl", advice=["give the folder of a run"])
-    typer.echo(str(write_report(run)))
+    for run in runs:
+        if not (run / "events.jsonl").exists():
+            raise ConfigError(f"{run} holds no run: there is no events.jsonl", advice=["give the folder of a run"])
+    if len(runs) == 1 and out is None:
+        typer.echo(str(write_report(runs[0])))
+        return
+    typer.echo(str(write_reports(runs, out or Path("compared.html"))))

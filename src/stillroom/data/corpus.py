@@ -7,13 +7,14 @@ machine, in any order of files, and for any share of the training data.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from stillroom.builtin import corpus as stdlib
 from stillroom.config.data import DataConfig, SourceConfig
 from stillroom.data.embedded import BUILTIN_PREFIX, embedded_records
 from stillroom.data.encode import Encoder, Tokenizer
 from stillroom.data.encoded import Encoded
+from stillroom.data.lengths import length_quantiles
 from stillroom.data.mixing import MixedRows, Part
 from stillroom.data.packing import Packing, Rows, pack
 from stillroom.data.reading import read_records
@@ -21,6 +22,8 @@ from stillroom.data.records import Record, Tally, content_key
 from stillroom.data.shaping import chat_writer
 from stillroom.data.sources import pieces_of
 from stillroom.data.sources.compressed import data_suffix
+from stillroom.data.spans.common import Coverage
+from stillroom.data.spans.reading import TwoReadings, two_readings
 from stillroom.data.split import (
     Documents,
     ReadDocuments,
@@ -64,12 +67,24 @@ class Corpus:
     evaluation: Rows
     notes: tuple[str, ...]
     counters: dict[str, int]
+    shapes: dict[str, int] = field(default_factory=dict)  # records by how they are laid out
+    coverage: Coverage | None = None  # of the text by spans of both tokenizers, where there are two
+
+    def lengths(self) -> dict[str, dict[str, int]]:
+        """Quantiles of the rows' lengths in tokens, by side."""
+        sides = {"train": self.train, "eval": self.evaluation}
+        return {side: length_quantiles(rows.lengths) for side, rows in sides.items() if len(rows)}
 
 
-def open_data(config: DataConfig, tokenizer: Tokenizer, *, tell: Tell | None = None) -> Corpus:
-    """Read, split and encode a run's training and held-out data. `tell` hears how long work goes on, meanwhile."""
+def open_data(
+    config: DataConfig, tokenizer: Tokenizer, *, tell: Tell | None = None, teacher_tokenizer: Tokenizer | None = None
+) -> Corpus:
+    """Read, split and encode a run's training and held-out data. `tell` hears how long work goes on, meanwhile.
+
+    With a tokenizer of the teacher's own each batch has the teacher's rows beside the student's.
+    """
     tally = Tally()
-    reader = _Reader(config, tokenizer, tally, tell)
+    reader = _Reader(config, tokenizer, tally, tell, two_readings(tokenizer, teacher_tokenizer, config, tally))
     is_builtin = isinstance(config.train, str) and config.train.startswith(BUILTIN_PREFIX)
     evaluation: Documents
     if config.eval is None or (is_builtin and config.eval == config.train):
@@ -79,14 +94,16 @@ def open_data(config: DataConfig, tokenizer: Tokenizer, *, tell: Tell | None = N
         note_overlap(train, evaluation, tally)
     if config.train_share < 1:
         train = train.take(share_of(train.share_hashes(), config.train_share))
-    return _packed(train, evaluation, config, tokenizer, tally)
+    return _packed(train, evaluation, reader)
 
 
-def open_eval(spec: str, tokenizer: Tokenizer, config: DataConfig) -> Corpus:
+def open_eval(
+    spec: str, tokenizer: Tokenizer, config: DataConfig, *, teacher_tokenizer: Tokenizer | None = None
+) -> Corpus:
     """Read all of a spec as evaluation data (of an embedded corpus: its held-out side). `train` is empty."""
     tally = Tally()
-    evaluation = _Reader(config, tokenizer, tally).evaluation(spec)
-    return _packed(SourceDocuments([]), evaluation, config, tokenizer, tally)
+    reader = _Reader(config, tokenizer, tally, None, two_readings(tokenizer, teacher_tokenizer, config, tally))
+    return _packed(SourceDocuments([]), reader.evaluation(spec), reader)
 
 
 def encode_training(config: DataConfig, tokenizer: Tokenizer) -> tuple[Encoded, Rows, Tally]:
@@ -100,11 +117,10 @@ def encode_training(config: DataConfig, tokenizer: Tokenizer) -> tuple[Encoded, 
     return encoded, rows, tally
 
 
-def _packed(
-    train: SourceDocuments, evaluation: Documents, config: DataConfig, tokenizer: Tokenizer, tally: Tally
-) -> Corpus:
+def _packed(train: SourceDocuments, evaluation: Documents, reader: _Reader) -> Corpus:
+    config, tokenizer, tally = reader.config, reader.tokenizer, reader.tally
     pad_id = next((id_ for id_ in (tokenizer.pad_token_id, tokenizer.eos_token_id) if id_ is not None), 0)
-    encode = Encoder(tokenizer, tally, config.bos)
+    encode = Encoder(tokenizer, tally, config.bos) if reader.pair is None else reader.pair.encoder
     sides: dict[str, Rows] = {}
     for side, documents in (("train", train), ("eval", evaluation)):
         if side == "train" and config.is_mixed and len(train):
@@ -117,8 +133,10 @@ def _packed(
         sides[side] = rows
     _note_scoring(sides["eval"], config.max_length, tally)
     _note_counts(tally)
+    coverage = None if reader.pair is None else reader.pair.judged(config.min_coverage)
     counters = {name: tally.counters[name] for name in sorted({*COUNTERS, *tally.counters})}
-    return Corpus(sides["train"], sides["eval"], tuple(tally.notes), counters)
+    notes, shapes = tuple(tally.notes), dict(tally.shapes)
+    return Corpus(sides["train"], sides["eval"], notes, counters, shapes, coverage)
 
 
 def _rows(side: str, documents: Documents, config: DataConfig, encode: Encoder, tally: Tally, pad_id: int) -> Rows:
@@ -220,6 +238,9 @@ def _note_counts(tally: Tally) -> None:
         "ignored_tools": "{:,} chats come with tools, which are not given to the chat template",
         "straddling_tokens": "{:,} tokens hold both scored and unscored text and are not scored",
         "rows_without_targets": "{:,} rows are left out: no target in them is scored",
+        "unpaired_chats": "{:,} chats are learned from the labels alone: the teacher's template cannot print them",
+        "unpaired_turns": "{:,} turns of chats are in no span: the two templates do not print the same contents",
+        "spans_cut_by_rows": "{:,} spans are in no row: a row begins, ends or is cut off inside of them",
     }
     for name, sentence in sentences.items():
         if count := tally.counters[name]:
@@ -237,6 +258,7 @@ class _Reader:
     tokenizer: Tokenizer
     tally: Tally
     tell: Tell | None = None
+    pair: TwoReadings | None = None
 
     def both_sides(self) -> tuple[SourceDocuments, SourceDocuments]:
         """Training and held-out documents of each source. Of all sources but embedded ones, split together."""
@@ -280,7 +302,9 @@ class _Reader:
 
     def _outside(self, source: SourceConfig, *, is_evaluation: bool = False, splits_text: bool = False) -> Documents:
         tally, spec = Tally(), source.path
-        parts = stored_parts(source, self.config, self.tokenizer, tally, splits_text=splits_text, tell=self.tell)
+        parts = None  # the store keeps tokens and no text, which a second tokenizer needs
+        if self.pair is None:
+            parts = stored_parts(source, self.config, self.tokenizer, tally, splits_text=splits_text, tell=self.tell)
         documents: Documents
         if parts is not None:
             documents = StoredDocuments.of(parts)
@@ -297,7 +321,7 @@ class _Reader:
     def _in_memory(
         self, source: SourceConfig, tally: Tally, *, is_evaluation: bool, splits_text: bool
     ) -> ReadDocuments:
-        write_chat = chat_writer(self.tokenizer, tally)
+        write_chat = chat_writer(self.tokenizer, tally) if self.pair is None else self.pair.chats
         records = list(read_records(source, self.config, write_chat, tally, is_evaluation=is_evaluation))
         if splits_text and len(records) == 1 and data_suffix(records[0].id.rpartition(":")[0]) == ".txt":
             records = _cut_up(records[0], tally)
