@@ -21,7 +21,17 @@ from stillroom.engine.run import Run
 from stillroom.errors import CannotSave
 from stillroom.evaluation import log_probs_by_chunk
 from stillroom.files import reason_of, write_atomically
-from stillroom.types import IGNORED, Batch, BothNeeds, DenseSignal, SampledSignal, Signal, StudentView, TopKSignal
+from stillroom.types import (
+    IGNORED,
+    Batch,
+    BothNeeds,
+    DenseSignal,
+    PairedSignal,
+    SampledSignal,
+    Signal,
+    StudentView,
+    TopKSignal,
+)
 from stillroom.yardsticks import TOP_K
 
 Answer = dict[str, Any] | None
@@ -82,6 +92,8 @@ def why_not(signal: Signal | None, num_exact: int) -> str:
         return "the teacher gave no answer to the held-out text"
     if isinstance(signal, DenseSignal):
         return ""
+    if isinstance(signal, PairedSignal):
+        return "the teacher reads other tokens than the student: their answers cannot be put side by side"
     if not num_exact:
         return "the stored answers are drawn tokens: the teacher's likeliest are not known"
     if signal.temperature != 1.0:
