@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from stillroom.config import load_config, preset_names
 from stillroom.report.configured import differences_part, nearest_preset, reproduce_part
+from stillroom.report.history import History
 from stillroom.report.record import RunRecord
 
 
@@ -38,3 +40,11 @@ def test_the_configuration_of_a_folder_can_be_run_again(tmp_path: Path) -> None:
 
 def test_a_run_without_a_start_does_not_say_how_to_run_it_again() -> None:
     assert reproduce_part(RunRecord("run", {"train": {}})) is None
+
+
+def test_each_command_stands_on_a_line_of_its_own() -> None:
+    start = {"event": "run_start", "versions": {"stillroom": "0.1.0", "torch": "2.13.0+cpu"}}
+    part = str(reproduce_part(RunRecord("run", {"train": {}}, History.of([start]))))
+    (commands,) = re.findall(r'<pre class="commands">(.*?)</pre>', part, flags=re.DOTALL)
+    lines = commands.split("\n")
+    assert lines[0] == "pip install stillroom==0.1.0 torch==2.13.0" and lines[2].startswith("stillroom distill")

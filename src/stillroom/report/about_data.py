@@ -60,7 +60,8 @@ def _lengths(data: Mapping[str, Any]) -> Html | None:
     parts = []
     for side, name in _SIDES:
         found = mapping(mapping(data, "lengths"), side)
-        values = [f"{clean(key)} {format_count(value)}" for key, raw in found.items() if (value := as_number(raw))]
+        named = [(clean(key).replace("_", " "), as_number(value)) for key, value in found.items()]
+        values = [f"{key} {format_count(value)}" for key, value in named if value is not None]
         if values:
             parts.append(f"{name}: {', '.join(values)}")
     return element("p", f"Tokens in a row, {'; '.join(parts)}.", class_="note") if parts else None

@@ -77,7 +77,13 @@ def reproduce_part(run: RunRecord) -> Html | None:
     if machine:
         note += f" The run was made on: {machine}. Other devices and versions round differently."
     whole = element("details", element("summary", "The whole configuration as JSON"), element("pre", _json(run.config)))
-    return join([element("p", note, class_="note"), element("pre", "\n".join(commands), class_="commands"), whole])
+    return join(
+        [
+            element("p", note, class_="note"),
+            element("pre", text("\n".join(commands), keep_lines=True), class_="commands"),
+            whole,
+        ]
+    )
 
 
 def _json(config: Mapping[str, Any]) -> Html:

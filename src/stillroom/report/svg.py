@@ -110,7 +110,10 @@ def _legend(traces: Sequence[Trace]) -> list[Html]:
         style: dict[str, Any] = trace["line"] if "line" in trace else trace["marker"]
         paint = {"stroke": style.get("color", colour("ink")), "stroke_width": 2}
         dash = _DASHES.get(style.get("dash", ""))
-        parts.append(element("line", x1=x, x2=x + 24, y1=58, y2=58, **paint, stroke_dasharray=dash))
+        if "lines" in trace["mode"]:
+            parts.append(element("line", x1=x, x2=x + 24, y1=58, y2=58, **paint, stroke_dasharray=dash))
+        else:
+            parts.append(element("circle", cx=x + 12, cy=58, r=6, fill="none", **paint))
         parts.append(_words(x + 30, 62, Html(trace["name"]), fill=colour("ink")))
         x += 30 + 7.2 * len(trace["name"]) + 22
     return parts

@@ -13,7 +13,7 @@ from stillroom.config import load_config
 from stillroom.engine.caching import make_cache
 from stillroom.engine.distill import distill
 from stillroom.engine.ending.tokens import MAX_ROWS, MAX_TOKENS, compare, pieces, why_not
-from stillroom.types import DenseSignal, HeadWeights, SampledSignal, StudentView, TopKSignal
+from stillroom.types import DenseSignal, HeadWeights, PairedSignal, SampledSignal, StudentView, TopKSignal
 
 V, D, N = 40, 8, 12
 
@@ -117,3 +117,5 @@ def test_what_cannot_be_compared_is_said() -> None:
     assert "drawn tokens" in why_not(drawn, 0)
     assert "temperature 2" in why_not(warm, 3)
     assert why_not(drawn, 3) == ""
+    paired = PairedSignal(hidden=weights, head=HeadWeights(weights))
+    assert "another tokenizer" in why_not(paired, 0)

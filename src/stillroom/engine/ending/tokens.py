@@ -93,7 +93,7 @@ def why_not(signal: Signal | None, num_exact: int) -> str:
     if isinstance(signal, DenseSignal):
         return ""
     if isinstance(signal, PairedSignal):
-        return "the teacher reads other tokens than the student: their answers cannot be put side by side"
+        return "the teacher reads the text with another tokenizer: its tokens are not the student's"
     if not num_exact:
         return "the stored answers are drawn tokens: the teacher's likeliest are not known"
     if signal.temperature != 1.0:
