@@ -14,6 +14,7 @@ from stillroom.config.schema import DataConfig, TeacherConfig
 from stillroom.data import Bos, fixed_batches, open_eval
 from stillroom.data.spans.common import Coverage
 from stillroom.engine.building.device import find_device
+from stillroom.errors import ConfigError
 from stillroom.evaluation import evaluate
 from stillroom.measures.cost import cost_of
 from stillroom.measures.question_file import read_questions
@@ -163,6 +164,12 @@ def compare(
     tokenizer = student.tokenizer
     has_own = beside is not None and beside.tokenizer.get_vocab() != tokenizer.get_vocab()
     config = DataConfig(train=data, max_length=max_length, bos=bos, min_coverage=0.0)
+    if blocks and has_own:
+        raise ConfigError(
+            "--blocks cuts texts by the student's tokens, and the teacher reads others",
+            where="--blocks",
+            advice=["leave --blocks out: texts are then scored one by one", "leave --teacher out"],
+        )
     theirs = beside.tokenizer if beside is not None and has_own else None
     corpus = open_eval(data, tokenizer, config, teacher_tokenizer=theirs)
     if blocks:
