@@ -135,6 +135,11 @@ def test_a_model_is_assessed_beside_a_teacher_of_another_tokenizer(pair: Path) -
     assert any("compare bits per byte" in note for note in result["notes"])
 
 
+def test_blocks_of_the_student_s_tokens_are_refused_beside_such_a_teacher(pair: Path) -> None:
+    with pytest.raises(ConfigError, match="--blocks cuts texts by the student's tokens"):
+        assess(str(pair / "student"), str(pair / "train.jsonl"), teacher=str(pair / "teacher"), blocks=True)
+
+
 def test_eval_says_what_is_comparable(pair: Path) -> None:
     from typer.testing import CliRunner
 

@@ -23,7 +23,7 @@ _EVERY_SECONDS = 0.5
 _LATE_EVENTS = 200  # of what a run wrote before it was watched
 
 
-@app.command()
+@app.command(short_help="Follow a run from another terminal.")
 def watch(
     run: Annotated[Path, typer.Argument(help="folder of a run; one that has not begun yet is waited for")],
     wait: Annotated[bool, typer.Option(help="wait for a run that has not begun, and follow one that goes on")] = True,
