@@ -212,6 +212,7 @@ def _columns(
         values |= _comparison(log_q, log_p, ids, is_scored)
     elif stored is not None:
         values |= stored_comparison(log_q, stored, ids, is_scored, num_exact)
+    assert values.keys() <= set(COLUMNS), "a value without a column would be read as 0"
     columns = [values[name].double() if name in values else torch.zeros_like(nll).double() for name in COLUMNS]
     for place, name in enumerate(COLUMNS):
         if name in ("nll", "targets", "bytes"):
@@ -259,7 +260,7 @@ def stored_comparison(
     found = {"kl": kl, "compared": torch.ones_like(kl)}
     if num_exact:
         found["agree"] = theirs[:, 0] == ids[:, 0]
-        found["found"] = (ids == theirs[:, :1]).any(dim=1)
+        found["in_top_k"] = (ids == theirs[:, :1]).any(dim=1)
     if num_exact >= ids.shape[1]:
         found["shared"] = (ids.unsqueeze(2) == theirs.unsqueeze(1)).any(dim=2).double().mean(dim=1)
     kept = {name: torch.where(is_compared, value.double(), 0.0) for name, value in found.items()}

@@ -125,6 +125,7 @@ def test_evaluation_from_a_cache_keeps_the_meaning_of_kl_and_agreement(small: Pa
     stored = run(small, tmp_path / "stored", teacher__cache=str(place), **over)
     mine, theirs = (json.loads((folder / "summary.json").read_bytes())["student_before"] for folder in (stored, whole))
     assert mine["kl"] == pytest.approx(theirs["kl"], rel=0.03) and mine["agreement"] == theirs["agreement"]
+    assert mine["top5_agreement"] == theirs["top5_agreement"] > mine["agreement"]
     assert mine["top5_overlap"] == pytest.approx(theirs["top5_overlap"])
     assert mine["acceptance"] is None and theirs["acceptance"] is not None
     assert mine["perplexity"] == theirs["perplexity"]
