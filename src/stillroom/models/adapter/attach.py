@@ -50,11 +50,21 @@ def attach(network: Any, config: AdapterConfig, *, name: str, base_name: str, se
 
     Its weights depend on the seed alone. `base_name` is what peft may load the base from.
     """
-    inject, make_config = _peft(name)
-    targets = choose_targets(network, config.targets)
     num_base = sum(parameter.numel() for parameter in network.parameters())
     network.requires_grad_(False)
     identity = weights_identity(network)
+    peft_config, targets = insert(network, config, name=name, seed=seed)
+    peft_config.base_model_name_or_path = base_name
+    adapter = Adapter(network, peft_config, targets, base_name, identity, ())
+    _check_layers(adapter)
+    notes = [_describe(config, adapter, num_base), *_try(adapter, name)]
+    return Adapter(network, peft_config, targets, base_name, identity, tuple(notes))
+
+
+def insert(network: Any, config: AdapterConfig, *, name: str, seed: int) -> tuple[Any, tuple[str, ...]]:
+    """Put the adapter's layers into a frozen network. Return peft's configuration and the layers that were chosen."""
+    inject, make_config = _peft(name)
+    targets = choose_targets(network, config.targets)
     peft_config = make_config(
         r=config.rank,
         lora_alpha=config.scaled_alpha,
@@ -69,11 +79,7 @@ def attach(network: Any, config: AdapterConfig, *, name: str, base_name: str, se
         warnings.simplefilter("ignore")  # fan_in_fan_out of mixed layers, which peft then sets right
         torch.manual_seed(seed)
         inject(peft_config, network)
-    peft_config.base_model_name_or_path = base_name
-    adapter = Adapter(network, peft_config, targets, base_name, identity, ())
-    _check_layers(adapter)
-    notes = [_describe(config, adapter, num_base), *_try(adapter, name)]
-    return Adapter(network, peft_config, targets, base_name, identity, tuple(notes))
+    return peft_config, targets
 
 
 def _peft(name: str) -> tuple[Any, Any]:
