@@ -1,6 +1,6 @@
 """What `stillroom plan` predicts beside what steps really take, over sizes, precisions, lengths, batches and adapters.
 
-    python benchmarks/plan/bench_plan.py      # writes results/plan.json and .md; three minutes on two cores
+    python benchmarks/plan/bench_plan.py [cpu] [held-out] [card]      # writes results/plan.json and .md
 
 On the CPU a run is built from models with real weights, takes two steps, and in the third the bytes of every tensor
 that is alive are followed (planning/live.py), with the blocks that the head's pool keeps. On a card nothing was
@@ -49,6 +49,12 @@ SHAPES = {  # layers, width, feed-forward, heads, key heads: benchmarks/gpu/shap
     "50M": (8, 512, 1365, 8, 8), "29M": (4, 512, 1365, 8, 8), "81M": (15, 576, 1536, 9, 3),
     "135M": (30, 576, 1536, 9, 3), "360M": (32, 960, 2560, 15, 5),
 }  # fmt: skip
+HISTORY = (
+    "The first and the last table are not a blind test. At their first run 19 of 21 CPU cases and 15 of 24 recorded "
+    "ones were within the bar. After that the head's scratch on a card (fused rows have no temporaries) and the "
+    "update's scratch (moments are rounded one by one) were corrected, and the pool's blocks, counted twice in the "
+    "measurement, are counted once. The held-out cases were chosen after that and run with nothing changed.",
+)
 GRID = {  # problem: rows and length
     "50M -> 29M, 512 tokens": (2, 256), "135M -> 81M, 2,048 tokens": (4, 512),
     "360M -> 135M, 2,048 tokens": (4, 512), "360M -> 135M, 8,192 tokens": (8, 1024),
@@ -87,6 +93,27 @@ CASES = (
     Case("fp16-sr", width=128, over={"precision__mode": "fp16-sr"}),
     Case("fp16-split, accumulated", width=128,
          over={"precision__mode": "fp16-split", "train__gradient_accumulation_steps": 2}),
+)  # fmt: skip
+
+
+# Chosen after the formulas were fixed and run without changing them: the other cases were looked at meanwhile.
+HELD_OUT = (
+    Case("granite", family="granite", width=96),
+    Case("phi", family="phi", width=96),
+    Case("opt", family="opt", width=96),
+    Case("gpt_neox, checkpointed", family="gpt_neox", over={"student__gradient_checkpointing": True}),
+    Case("3 rows of 96", width=96, layers=6, over={"train__batch_size": 3, "data__max_length": 96}),
+    Case("dora", width=160, over={"student__adapter": {"rank": 8, "kind": "dora"}}),
+    Case("fp16-master, adapter", width=160,
+         over={"student__adapter": {"rank": 8}, "precision__mode": "fp16-master"}),
+    Case("fp16-split, bf16 moments", width=160,
+         over={"precision__mode": "fp16-split", "precision__moments": "bfloat16"}),
+    Case("fp16-sr, accumulated", width=160,
+         over={"precision__mode": "fp16-sr", "train__gradient_accumulation_steps": 4}),
+    Case("bf16-mixed, checkpointed", width=96, layers=8,
+         over={"precision__mode": "bf16-mixed", "student__gradient_checkpointing": True}),
+    Case("streamed teacher", width=160, over={"teacher__placement": "stream"}),
+    Case("half teacher", width=160, over={"teacher__dtype": "bfloat16"}),
 )  # fmt: skip
 
 
@@ -138,8 +165,12 @@ def _is_full(window: Any, config: Any) -> bool:
 
 
 def _all_tensors() -> list[Tensor]:
-    """Every tensor of this process; before the run there is none worth counting."""
-    return [thing for thing in gc.get_objects() if type(thing) in (Tensor, torch.nn.Parameter)]
+    """Every tensor of this process; before the run there is none worth counting.
+
+    Without the pool's blocks, which are bytes: held here they could not be lent again, and the pool counts them.
+    """
+    found = [thing for thing in gc.get_objects() if type(thing) in (Tensor, torch.nn.Parameter)]
+    return [tensor for tensor in found if tensor.dtype != torch.uint8]
 
 
 def _bytes(tensors: list[Tensor]) -> int:
@@ -176,10 +207,10 @@ def row(name: str, predicted: int, real: int) -> dict[str, Any]:
     return {"case": name, "predicted": predicted, "real": real, "error": round(off, 4), "is_met": abs(off) <= BAR}
 
 
-def on_cpu() -> list[dict[str, Any]]:
+def on_cpu(cases: tuple[Case, ...] = CASES) -> list[dict[str, Any]]:
     rows = []
     with tempfile.TemporaryDirectory() as name:
-        for number, case in enumerate(CASES):
+        for number, case in enumerate(cases):
             world = Path(name) / str(number)
             for role, layers in (("teacher", case.layers + 2), ("student", case.layers)):
                 tiny.save_model(world / role, case.family, width=case.width, num_layers=layers, seed=number)
@@ -195,12 +226,22 @@ def table(result: dict[str, Any]) -> str:
         "",
         f"`benchmarks/plan/bench_plan.py`, {result['date'][:10]}, {result['machine']}, torch {versions['torch']}, "
         f"transformers {versions['transformers']}. Bar: within {100 * BAR:.0f} %.",
+        "",
+        *HISTORY,
     ]
     for title, rows in result["grids"].items():
         met = sum(one["is_met"] for one in rows)
         worst = max(rows, key=lambda one: abs(one["error"]))
         furthest = f"{met} of {len(rows)} within the bar; the furthest {100 * worst['error']:+.1f} % ({worst['case']})."
-        lines += ["", f"## {title}", "", furthest, "", "| case | predicted MB | real MB | error |", "|---|---|---|---|"]
+        lines += [
+            "",
+            f"## {title}",
+            "",
+            furthest,
+            "",
+            "| case | predicted MB | found MB | error |",
+            "|---|---|---|---|",
+        ]
         lines += [
             f"| {one['case']} | {one['predicted'] / 1e6:.2f} | {one['real'] / 1e6:.2f} | {100 * one['error']:+.1f} % |"
             for one in rows
@@ -208,18 +249,33 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join([*lines, ""])
 
 
-def main() -> None:
-    started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    torch.set_num_threads(1)
-    grids = {"Tensors of a real step on the CPU": on_cpu()}
+def on_card() -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as name:
-        grids["Steps recorded on the fake card, no card was used"] = recorded(Path(name))
+        return recorded(Path(name))
+
+
+PARTS = {
+    "cpu": ("Tensors of a real step on the CPU", on_cpu),
+    "held-out": ("Tensors of a real step on the CPU, held-out cases", lambda: on_cpu(HELD_OUT)),
+    "card": ("Steps recorded on the fake card, no card was used", on_card),
+}
+
+
+def main() -> None:
+    """Both parts, or the ones that are named; the others stay as they were written."""
+    torch.set_num_threads(1)
+    path = RESULTS / "plan.json"
+    grids = json.loads(path.read_text())["grids"] if path.is_file() else {}
+    for part in sys.argv[1:] or PARTS:
+        title, measure = PARTS[part]
+        grids[title] = measure()
+    started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     versions = {name: metadata.version(name) for name in ("torch", "transformers")}
     result = {"benchmark": "plan: predicted against real peaks", "date": started, "bar": BAR,
               "machine": f"{platform.system()} {platform.machine()}", "versions": versions, "grids": grids}  # fmt: skip
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "plan.json").write_text(json.dumps(result, indent=1) + "\n")
-    (RESULTS / "plan.md").write_text(table(result))
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    path.with_suffix(".md").write_text(table(result))
 
 
 if __name__ == "__main__":

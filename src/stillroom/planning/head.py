@@ -11,21 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stillroom.objectives.head.chunks import TEMPORARIES, padded, pass_bytes
-from stillroom.objectives.head.kernel import choose_kernel
+from stillroom.objectives.head.chunks import TEMPORARIES, padded
 
 _POOLED = 1 << 20  # on a CPU blocks of this size stay with the pool between passes
 
 
-def scratch_bytes(chunk: int, vocabulary: int, *, has_teacher_logits: bool, is_card: bool, kernel: str) -> int:
-    """Logits of both models and, where rows are not compiled, the temporaries of the plain kernel.
-
-    On a card a pass is counted whole, as `chunks.py` does where it chooses the chunk.
-    """
-    if is_card:
-        return pass_bytes(chunk, vocabulary)
-    is_plain = choose_kernel(kernel, torch.device("cpu")).name == "plain"
-    return 4 * chunk * padded(vocabulary) * (1 + has_teacher_logits + TEMPORARIES * is_plain)
+def scratch_bytes(
+    chunk: int, vocabulary: int, *, has_teacher_logits: bool, is_plain: bool, half_products: bool = False
+) -> int:
+    """Logits of both models, a half operand of the products, and temporaries where the rows are not fused."""
+    blocks = 1 + has_teacher_logits + 0.5 * half_products + TEMPORARIES * is_plain
+    return int(4 * chunk * padded(vocabulary) * blocks)
 
 
 @dataclass(frozen=True)

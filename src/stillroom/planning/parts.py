@@ -19,11 +19,13 @@ from stillroom.planning.shapes import Micro, Shapes, Sizes
 from stillroom.planning.trace import StudentTrace
 from stillroom.precision import bytes_per_parameter
 from stillroom.precision.resolve import choose
-from stillroom.precision.storage import Moment, Split, Stochastic
+from stillroom.precision.storage import Split, Stochastic
 from stillroom.teachers.spec import cache_spec
 
 CONTEXT = 500_000_000  # of CUDA and the workspaces of its libraries: an allowance, it was not measured here
 _UPDATE_SCRATCH = 1 << 27  # the optimizer takes tensors in buckets of so much scratch; a larger one is alone in its own
+# FP32 copies of both moments 8, random bits 8, and what rounding one of them takes 9: they are rounded one by one.
+_MOMENTS_SCRATCH = 25
 _QUANTISED = {"int8": 1.0, "bnb-8bit": 1.0, "bnb-4bit": 0.5625}  # bytes a weight, scales included
 _SNAPSHOT_SHARE = 0.4
 
@@ -165,10 +167,9 @@ def _gradient_bytes(config: Config, mode: str, sizes: Sizes) -> int:
 def _scratch(config: Config, mode: str, sizes: Sizes) -> int:
     """FP32 copies that an update takes: of a bucket, or of the largest tensor where that is more."""
     own = _state_mode(config, mode)
-    storage = {"fp16-split": Split.scratch_bytes, "fp16-sr": Stochastic.scratch_bytes}.get(own, 0)
-    each = storage + (2 * Moment.scratch_bytes if config.precision.moments == "bfloat16" else 0)
-    if own.startswith("fp16-") and own != "fp16-mixed" and config.train.gradient_accumulation_steps == 1:
-        each += 4
+    is_half = own.startswith("fp16-") and own != "fp16-mixed" and config.train.gradient_accumulation_steps == 1
+    storage = {"fp16-split": Split.scratch_bytes, "fp16-sr": Stochastic.scratch_bytes}.get(own, 4 * is_half)
+    each = storage + (_MOMENTS_SCRATCH if config.precision.moments == "bfloat16" else 0)
     total = each * sizes.num_trained
     largest = each * max((count for count, _axes in sizes.trained), default=0)
     return max(largest, min(total, _UPDATE_SCRATCH))

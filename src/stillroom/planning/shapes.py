@@ -18,6 +18,7 @@ from stillroom.models.adapter.frozen_base import store_base
 from stillroom.models.anatomy import layers_if_any
 from stillroom.models.load.shape_only import student_shape, teacher_shape
 from stillroom.objectives.head.chunks import chunk_size
+from stillroom.objectives.head.kernel import choose_kernel
 from stillroom.planning.head import HeadShape, scratch_bytes
 from stillroom.planning.target import Target
 from stillroom.planning.trace import (
@@ -171,11 +172,20 @@ class Shapes:
         chunk = chunk_size(asked, num_positions, sizes.vocabulary, sizes.width, free)
         is_half = precision.compute_dtype is not None or precision.keeps_half_weights
         scratch = scratch_bytes(
-            chunk, sizes.vocabulary, has_teacher_logits=teacher is not None, is_card=is_card,
-            kernel=config.objectives.kernel,
-        )  # fmt: skip
+            chunk,
+            sizes.vocabulary,
+            has_teacher_logits=teacher is not None,
+            is_plain=self._is_plain(config),
+            half_products=is_card and is_half,
+        )
         weight = None if teacher is None else (teacher[0].vocabulary, teacher[0].width, teacher[1])
         return HeadShape(scratch, weight, is_card, is_card and is_half)
+
+    def _is_plain(self, config: Config) -> bool:
+        """Whether the rows of the head go through the plain kernel. On a card Triton needs what tensor cores need."""
+        if self.target.is_card:
+            return config.objectives.kernel == "plain" or not self.target.facts.has_tensor_cores
+        return choose_kernel(config.objectives.kernel, torch.device("cpu")).name == "plain"
 
     def _say(self, *notes: str) -> None:
         self.notes.update(dict.fromkeys(notes))
