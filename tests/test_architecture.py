@@ -35,7 +35,6 @@ ONLY_IN = {
     "transformers": {"models", "data", "teachers", "export"},
     "rich": {"telemetry", "cli"},
     "typer": {"cli"},
-    "plotly": {"report"},
 }
 
 

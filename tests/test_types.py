@@ -40,7 +40,9 @@ def draw(seed: int = 0, num_rows: int = 3, length: int = 5, *, has_other: bool =
     other = draw(seed + 1, num_rows, length + 2, has_other=False) if has_other else None
     documents, sources = tuple(f"d{name}" for name in names), tuple(f"s{name}" for name in names)
     segments = torch.where(mask == 1, torch.arange(length) // 2, -1)
-    return Batch(ids * mask, mask, targets, is_scored.long() * 3, names, 7, documents, other, segments, sources)
+    spans, is_exact = torch.where(is_scored, torch.arange(length) // 3, -1), is_scored & (ids > VOCAB // 2)
+    fields_of = (ids * mask, mask, targets, is_scored.long() * 3, names, 7, documents, other, segments, sources)
+    return Batch(*fields_of, spans, is_exact)
 
 
 def same(one: object, two: object) -> bool:

@@ -12,7 +12,9 @@ import torch
 
 from stillroom.config.schema import DataConfig, TeacherConfig
 from stillroom.data import Bos, fixed_batches, open_eval
+from stillroom.data.spans.common import Coverage
 from stillroom.engine.building.device import find_device
+from stillroom.errors import ConfigError
 from stillroom.evaluation import evaluate
 from stillroom.measures.cost import cost_of
 from stillroom.measures.question_file import read_questions
@@ -23,7 +25,8 @@ from stillroom.models.anatomy import backbone
 from stillroom.models.load.names import model_name
 from stillroom.models.load.source import fetch
 from stillroom.precision import resolve
-from stillroom.teachers import LiveTeacher
+from stillroom.teachers import NO_TEACHER, LiveTeacher, Teacher
+from stillroom.teachers.paired import PairedTeacher
 from stillroom.telemetry.memory import memory_in_use
 from stillroom.telemetry.retention import retained
 
@@ -56,6 +59,7 @@ class Scores:
     peak_memory_gb: float | None = None
     questions: Mapping[str, Any] | None = None
     tasks: Mapping[str, Any] | None = None
+    kl_per_byte: float | None = None  # on spans, where the teacher has a tokenizer of its own
 
 
 @dataclass(frozen=True)
@@ -126,7 +130,9 @@ def assess(
         if tasks:
             result[role]["tasks"] = run_tasks(loaded.network, loaded.tokenizer, tasks, batch_size=batch_size)
     if teacher is not None:
-        result["retained"] = retained(result["student"], result["teacher"])
+        shares = retained(result["student"], result["teacher"])
+        is_same = "retention" in result  # otherwise what goes by tokens goes by different ones
+        result["retained"] = {name: share for name, share in shares.items() if is_same or name not in _BY_TOKEN}
     return {"model": names["student"], "data": data, **result}
 
 
@@ -151,25 +157,37 @@ def compare(
     where: torch.device,
     blocks: bool = False,
 ) -> dict[str, Any]:
-    """As `assess`, for loaded models. Moves them to the device."""
+    """As `assess`, for loaded models. Moves them to the device.
+
+    A teacher with another vocabulary reads the text in its own tokens; what is compared is then what bytes have.
+    """
     tokenizer = student.tokenizer
-    corpus = open_eval(data, tokenizer, DataConfig(train=data, max_length=max_length, bos=bos))
+    has_own = beside is not None and beside.tokenizer.get_vocab() != tokenizer.get_vocab()
+    config = DataConfig(train=data, max_length=max_length, bos=bos, min_coverage=0.0)
+    if blocks and has_own:
+        raise ConfigError(
+            "--blocks cuts texts by the student's tokens, and the teacher reads others",
+            where="--blocks",
+            advice=["leave --blocks out: texts are then scored one by one", "leave --teacher out"],
+        )
+    theirs = beside.tokenizer if beside is not None and has_own else None
+    corpus = open_eval(data, tokenizer, config, teacher_tokenizer=theirs)
     if blocks:
         notes = [note for note in corpus.notes if "by itself" not in note]
         notes.append(f"texts are scored end to end, in blocks of {max_length:,} tokens that may span several")
         corpus = replace(corpus, evaluation=corpus.evaluation.in_blocks(max_length), notes=tuple(notes))
-    size = student.anatomy.vocab_rows
-    source = None
-    if beside is not None:
-        size = agree_on_vocabulary(beside.tokenizer, tokenizer, beside.anatomy.vocab_rows, size)
-        source = LiveTeacher(
-            beside.network, vocab_size=size, device=where, offload=False, is_described=beside.is_described
-        )
+    source, size = _source(student, beside, corpus.coverage, where)
 
     def measure(loaded: LoadedModel) -> dict[str, Any]:
         loaded.network.to(where)
-        batches = fixed_batches(corpus.evaluation, batch_size, max_batches)
-        evaluation = evaluate(loaded.as_student(size), batches, precision=resolve("fp32", where), teacher=source)
+        batches = list(fixed_batches(corpus.evaluation, batch_size, max_batches))
+        reads_own = has_own and loaded is beside
+        evaluation = evaluate(
+            loaded.as_student(None if reads_own else size),
+            [source.own_batch(batch) for batch in batches] if reads_own else batches,
+            precision=resolve("fp32", where),
+            teacher=None if reads_own or beside is None else source,
+        )
         parameters = loaded.anatomy.num_parameters
         return {
             **evaluation.yardsticks(),
@@ -177,16 +195,48 @@ def compare(
             "weight_megabytes": parameters * 4 / 1e6,
             "unscored_tokens": evaluation.unscored_tokens,
             "tokens": evaluation.tokens,
-            "tokens_per_second": _speed(loaded.network, corpus, batch_size, where),
+            "tokens_per_second": _speed(loaded.network, corpus, batch_size, where, source if reads_own else None),
             "notes": list(loaded.notes),
         }
 
     result: dict[str, Any] = {"device": str(where), "student": measure(student)}
     if beside is not None:
         result["teacher"] = measure(beside)
-        result["retention"] = result["teacher"]["perplexity"] / result["student"]["perplexity"]
+        if not has_own:
+            result["retention"] = result["teacher"]["perplexity"] / result["student"]["perplexity"]
     gpu, resident, _percent = memory_in_use(where)
-    return {**result, "gpu_memory_gb": gpu, "memory_gb": resident, "notes": list(corpus.notes)}
+    notes = [*corpus.notes, *([_OWN_TOKENS] if has_own else [])]
+    return {**result, "gpu_memory_gb": gpu, "memory_gb": resident, "notes": notes}
+
+
+def _source(
+    student: LoadedModel, beside: LoadedModel | None, coverage: Coverage | None, where: torch.device
+) -> tuple[Teacher, int]:
+    """The model beside a student as its teacher, and the size of the student's vocabulary, or of the shared one."""
+    size = student.anatomy.vocab_rows
+    if beside is None:
+        return NO_TEACHER, size
+    rows = beside.anatomy.vocab_rows
+    has_own = coverage is not None
+    shared = rows if has_own else agree_on_vocabulary(beside.tokenizer, student.tokenizer, rows, size)
+    live = LiveTeacher(beside.network, vocab_size=shared, device=where, offload=False, is_described=beside.is_described)
+    return (PairedTeacher(live, beside.tokenizer, coverage), size) if coverage is not None else (live, shared)
+
+
+_BY_TOKEN = frozenset(
+    {
+        "perplexity",
+        "answer_perplexity",
+        "calibration_error",
+        "tokens_per_second",
+        "prefill_tokens_per_second",
+        "decode_tokens_per_second",
+    }
+)
+_OWN_TOKENS = (
+    "the models have different tokens: compare bits per byte and KL per byte; perplexities, calibration and tokens a "
+    "second are each of its own tokens, and agreement has no meaning"
+)
 
 
 def open_model(name: str) -> LoadedModel:
@@ -194,9 +244,10 @@ def open_model(name: str) -> LoadedModel:
 
 
 @torch.no_grad()
-def _speed(network: Any, corpus: Any, batch_size: int, device: torch.device) -> float:
+def _speed(network: Any, corpus: Any, batch_size: int, device: torch.device, reader: Teacher | None = None) -> float:
     """Tokens a second of a forward pass over a few batches, without the first, which warms up."""
-    batches = [batch.to(device) for batch in fixed_batches(corpus.evaluation, batch_size, 4)]
+    chosen = fixed_batches(corpus.evaluation, batch_size, 4)
+    batches = [(reader.own_batch(batch) if reader else batch).to(device) for batch in chosen]
     tokens, seconds = 0, 0.0
     for number, batch in enumerate(batches):
         began = time.perf_counter()

@@ -16,6 +16,10 @@ import torch
 from torch import Tensor
 
 from stillroom.models.student import Student
+from stillroom.objectives.crosstok.head_values import head_values
+from stillroom.objectives.crosstok.laws import binarised_kl, taken_log_probs
+from stillroom.objectives.crosstok.slots import SpanSlots
+from stillroom.objectives.crosstok.span_terms import teacher_surprisals
 from stillroom.objectives.head.kernel_plain import finish
 from stillroom.objectives.head.products import products_of
 from stillroom.objectives.head.sparse import select_rows
@@ -28,6 +32,7 @@ from stillroom.types import (
     DenseSignal,
     HeadWeights,
     Lesson,
+    PairedSignal,
     SampledSignal,
     Signal,
     StudentView,
@@ -141,22 +146,42 @@ def _measure(view: StudentView, signal: Signal | None, batch: Batch, num_exact: 
     targets, positions = batch.scored_targets, batch.positions
     sizes = batch.target_bytes.reshape(-1).index_select(0, positions)
     table = torch.zeros(num_rows, NUM_COLUMNS, dtype=torch.float64, device=positions.device)
-    log_q_of = _log_probs(view.hidden, view.head)
-    log_p_of = _log_probs(dense.hidden, dense.head) if dense else None
+    log_q_of = log_probs_by_chunk(view.hidden, view.head)
+    log_p_of = log_probs_by_chunk(dense.hidden, dense.head) if dense else None
     num_targets = int(targets.numel())
     for begin in range(0, num_targets, _CHUNK):
         part = slice(begin, min(begin + _CHUNK, num_targets))
         log_q, log_p = log_q_of(part), log_p_of(part) if log_p_of else None
         values = _columns(log_q, log_p, targets[part], sizes[part], _part(signal, part), num_exact)
         table.index_add_(0, positions[part] // length, values)
+    if isinstance(signal, PairedSignal):
+        _measure_spans(table, view, signal, batch)
     return table
+
+
+def _measure_spans(table: Tensor, view: StudentView, signal: PairedSignal, batch: Batch) -> None:
+    """Add to each row the KL between "this span comes" and "another does" of both models, and the bytes of its spans.
+
+    A lower bound of the KL of their distributions over spans. A span that one of them cannot tell is not compared.
+    """
+    assert batch.other is not None
+    slots = SpanSlots.of(batch)
+    theirs, is_bad = teacher_surprisals(signal, batch.other, slots, _CHUNK)
+    head = replace(view.head, clamp=None, product_dtype=None)
+    ours = slots.sum_student(-head_values(view.hidden, head, taken_log_probs(batch.scored_targets), _CHUNK))
+    sizes = slots.sum_student(batch.target_bytes.reshape(-1).index_select(0, batch.positions)).double()
+    is_used = slots.is_span & ~is_bad & torch.isfinite(ours)
+    values = binarised_kl(torch.where(is_used, theirs, 1.0).double(), torch.where(is_used, ours, 1.0).double(), 1.0)
+    for name, column in (("span_kl", values), ("span_bytes", sizes)):
+        of_rows = torch.where(is_used, column, 0.0).reshape(len(batch.input_ids), -1).sum(1)
+        table[:, COLUMNS.index(name)] += of_rows
 
 
 def _part(signal: Signal | None, part: slice) -> TopKSignal | SampledSignal | None:
     return select_rows(signal, part) if isinstance(signal, TopKSignal | SampledSignal) else None
 
 
-def _log_probs(hidden: Tensor, head: HeadWeights) -> Callable[[slice], Tensor]:
+def log_probs_by_chunk(hidden: Tensor, head: HeadWeights) -> Callable[[slice], Tensor]:
     """The log-probabilities of a chunk of positions, in FP32, by a head that is cast once at most.
 
     Without the clamp that an objective may ask for, and without the rounding of operands that a mixed mode asks for:

@@ -46,6 +46,8 @@ class Batch:
     other: Batch | None = None  # the same text with another tokenizer
     segments: Tensor | None = None  # [B, L], which piece of its row a position is in, -1 is padding; None: one piece
     sources: tuple[str, ...] = ()  # B sources the rows come from, where the training data has several
+    spans: Tensor | None = None  # [B, L], in the row, span that the target is in, the same in `other`; -1: none
+    is_exact: Tensor | None = None  # [B, L], its span is one token in both, of the same bytes
     positions: Tensor = field(init=False)  # [N], flat indices of the scored positions in [B, L], in row order
     scored_targets: Tensor = field(init=False)  # [N]
     keys: tuple[str, ...] = field(init=False)  # B digests of the rows' contents, the same in any batch
@@ -194,7 +196,16 @@ class SampledSignal:
     taps: Mapping[str, Tensor] = field(default_factory=lambda: _EMPTY)
 
 
-Signal = DenseSignal | TopKSignal | SampledSignal
+@dataclass(frozen=True)
+class PairedSignal:
+    """The teacher's distribution at the scored positions of its own row, `batch.other`, in its own vocabulary."""
+
+    hidden: Tensor  # [M, D]
+    head: HeadWeights
+    taps: Mapping[str, Tensor] = field(default_factory=lambda: _EMPTY)
+
+
+Signal = DenseSignal | TopKSignal | SampledSignal | PairedSignal
 
 
 # -- objectives ------------------------------------------------------------------------------------------

@@ -40,6 +40,8 @@ COLUMNS = (
     "accepted",  # sum over tokens of min(p, q), which is 1 - total variation
     "compared",  # positions at which both models gave a distribution
     "uncompared",
+    "span_kl",  # of spans that two tokenizers share
+    "span_bytes",
 )
 NUM_COLUMNS = len(COLUMNS) + 3 * NUM_BINS
 _PLACE = {name: place for place, name in enumerate(COLUMNS)}
@@ -75,9 +77,11 @@ class Ledger:
         """Each yardstick; None for a comparison without compared positions."""
         totals = self.totals
         is_compared = totals[_PLACE["compared"]] > 0
+        unmeasured = frozenset({"kl_per_byte"}) if not totals[_PLACE["span_bytes"]] else frozenset()
         return {
             name: None if name in AGAINST_TEACHER and not is_compared else float(value)
             for name, value in ratios(totals).items()
+            if name not in unmeasured
         }
 
     def intervals(self) -> dict[str, tuple[float, float]]:
@@ -120,6 +124,7 @@ def ratios(totals: Floats) -> dict[str, Floats]:
             "top5_overlap": column["shared"] / column["compared"],
             "acceptance": column["accepted"] / column["compared"],
             "calibration_error": gap / column["targets"],
+            "kl_per_byte": column["span_kl"] / math.log(2) / column["span_bytes"],
         }
 
 

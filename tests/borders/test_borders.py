@@ -15,10 +15,11 @@ from data_cases import DATA
 from model_cases import MODELS
 from run_cases import RUNS
 from setting_cases import SETTINGS
+from teacher_cases import TEACHERS
 
 from stillroom.cli import main
 
-TABLE = [*MODELS, *DATA, *SETTINGS, *RUNS]
+TABLE = [*MODELS, *TEACHERS, *DATA, *SETTINGS, *RUNS]
 
 
 def _code_of(words: list[str]) -> int:

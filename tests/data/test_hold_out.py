@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from stillroom.config.schema import DataConfig
 from stillroom.data import Record, open_data
-from stillroom.data.corpus import ENOUGH_HELD_OUT
+from stillroom.data.specs import ENOUGH_HELD_OUT
 from stillroom.data.split import hold_out
 
 

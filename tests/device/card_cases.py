@@ -73,6 +73,7 @@ CASES: dict[str, Case] = {
         copies_from=_OFFLOAD,
     ),
     "stream": Case({"teacher.placement": "stream"}, copies_from=("types.py", "teachers/streamed.py")),
+    "int8": Case({"teacher.quantisation": "int8"}),
     "router truth": _router("truth"),
     "router sar": _router("sar"),
     "router sar-joint": _router("sar-joint"),

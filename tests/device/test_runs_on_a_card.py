@@ -110,7 +110,7 @@ def test_every_precision_trains_with_one_read_a_step(on_cuda: Ask) -> None:
 
 def test_every_objective_and_placement_keeps_to_the_plan(on_cuda: Ask) -> None:
     runs = ["auto", "inner", "top-k", "labels alone", "jsd", "recomputed", "fp32 teacher", "shared heads", "shrink"]
-    answers = on_cuda([*runs, "offload", "offload fp32", "stream"])
+    answers = on_cuda([*runs, "offload", "offload fp32", "stream", "int8"])
     check(answers)
     assert set(answers["shared heads"]["steps"][-1]["attention"]) == {"float16 gqa=False"}, "below sm_80"
     near, far = answers["auto"]["steps"][-1], answers["offload"]["steps"][-1]
@@ -121,6 +121,7 @@ def test_every_objective_and_placement_keeps_to_the_plan(on_cuda: Ask) -> None:
     streamed = answers["stream"]["steps"][-1]
     assert last_loss(answers["stream"]) == last_loss(answers["auto"]), "the same teacher"
     assert 0 < streamed["pinned_in"] == near["live"] - streamed["live"] < far["pinned_in"], "its layers alone"
+    assert last_loss(answers["int8"]) == pytest.approx(last_loss(answers["auto"]), rel=0.02)
 
 
 def test_an_adapter_keeps_to_the_plan_and_is_merged_off_the_card(on_cuda: Ask) -> None:

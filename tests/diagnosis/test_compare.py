@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 
 from stillroom.diagnosis.compare import compare, compare_lines
-from stillroom.telemetry.run_record import RunRecord
+from stillroom.telemetry.run_record import LoggedRun
 
 
-def record(name: str, perplexity: float, spread: float, rate: float, tokens: int = 90) -> RunRecord:
+def record(name: str, perplexity: float, spread: float, rate: float, tokens: int = 90) -> LoggedRun:
     row: dict[str, Any] = {
         "perplexity": perplexity,
         "intervals": {"perplexity": [perplexity - spread, perplexity + spread]},
     }
     start = {"event": "run_start", "data": {"eval_tokens": tokens, "eval_documents": 9}, "versions": {"torch": "2"}}
     config = {"train": {"learning_rate": rate, "seed": 0}}
-    return RunRecord(name, config, (start,), {"status": "done", "steps": 10, "student": row})
+    return LoggedRun(name, config, (start,), {"status": "done", "steps": 10, "student": row})
 
 
 def test_only_the_settings_that_differ_are_listed() -> None:
@@ -43,4 +43,4 @@ def test_results_on_different_held_out_text_are_not_judged() -> None:
 def test_lines_fit_eighty_columns_and_runs_without_results_say_so() -> None:
     lines = compare_lines(compare(record("a", 1234.5, 100.0, 1e-3), record("b", 5.0, 1.0, 1e-4)))
     assert all(len(line) <= 80 for line in lines) and any("second better" in line for line in lines)
-    assert any("neither run has one" in line for line in compare_lines(compare(RunRecord("a"), RunRecord("b"))))
+    assert any("neither run has one" in line for line in compare_lines(compare(LoggedRun("a"), LoggedRun("b"))))

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from stillroom.diagnosis import Case, diagnose, roots
+from stillroom.diagnosis import Case, Finding, diagnose, roots
+from stillroom.diagnosis.lines import finding_lines
 from stillroom.diagnosis.order import CAUSES
-from stillroom.telemetry.run_record import RunRecord
+from stillroom.telemetry.run_record import LoggedRun
 
 
 def step(number: int, **fields: Any) -> dict[str, Any]:
@@ -17,7 +18,7 @@ def step(number: int, **fields: Any) -> dict[str, Any]:
 
 
 def case(*events: dict[str, Any], config: dict[str, Any] | None = None, **summary: Any) -> Case:
-    return Case(RunRecord("run", config or {}, events, summary))
+    return Case(LoggedRun("run", config or {}, events, summary))
 
 
 def named(found: Case) -> list[str]:
@@ -106,3 +107,40 @@ def test_damaged_values_in_a_record_end_in_no_error() -> None:
         {"event": "teacher_quantised", "kl": "high"},
     ]
     assert isinstance(diagnose(case(*events, config={"train": None, "curriculum": 4})), list)
+
+
+def test_a_run_interrupted_in_its_warmup_is_stopped_and_nothing_else() -> None:
+    """Before its first evaluation nothing is known about its rate."""
+    events = [
+        {"event": "run_start", "schedule": {"optimizer_steps": 600, "warmup_steps": 60}},
+        {"event": "eval", "step": 0, "perplexity": 2000.0, "terms": {}},
+        *(step(number) for number in range(1, 53)),
+        {"event": "run_end", "status": "stopped", "exit_code": 75, "reason": "the time limit is reached"},
+    ]
+    assert named(case(*events)) == ["stopped_early"]
+
+
+def test_a_proposed_setting_stands_on_one_line() -> None:
+    """A line break inside the quotes would not be the same setting."""
+    finding = Finding("active_when_zero", "warning", "9 " * 60, "x " * 60, (1,), "a.b=" + "{c = 1, d = 2} " * 9)
+    lines = finding_lines(1, finding)
+    assert lines[-1].endswith(f"--set '{finding.setting}'") and all(len(line) <= 80 for line in lines[:-1])
+
+
+def test_a_weak_teacher_of_a_weaker_student_is_not_off_its_domain() -> None:
+    def found(teacher: float) -> list[str]:
+        terms = {"kd": {"raw": 1.0, "weight": 1.0, "scaled": 1.0, "share": 1.0}}
+        first = {"event": "first_forward", "vocabulary": 2048}
+        rows = {"teacher": {"perplexity": teacher}, "student_before": {"perplexity": 2000.0}}
+        return named(case(first, step(1, terms=terms), **rows))
+
+    assert "teacher_off_domain" not in found(110.0) and "teacher_off_domain" in found(1500.0)
+
+
+def test_one_refused_batch_or_one_without_targets_is_a_hint() -> None:
+    skips = [
+        {"event": "guard", "step": 3, "action": "skip", "reason": "no scored target in the batch"},
+        {"event": "guard", "step": 4, "action": "skip", "reason": "the student is sound, so the batch is at fault"},
+    ]
+    findings = diagnose(case(*(step(number) for number in range(1, 10)), *skips))
+    assert {one.cause: one.severity for one in findings} == {"masked_out_data": "hint", "refused_batches": "hint"}

@@ -120,6 +120,6 @@ def test_what_follows_from_a_root_is_not_said_beside_it(world: Path, runs: dict[
     assert len([one for one in findings_of(folder) if one.is_alarming]) > 1
 
 
-def test_every_cause_but_the_quantised_teacher_and_hints_is_provoked() -> None:
-    others = {"quantised_teacher_too_coarse", "student_overtook_teacher", "refused_batches", "stalled_run"}
+def test_every_cause_but_two_is_provoked() -> None:
+    others = {"student_overtook_teacher", "refused_batches", "stalled_run"}  # a stalled run has a test of its own
     assert {cause.name for cause in CAUSES} - others == set(FAULTS)

@@ -176,6 +176,17 @@ def test_an_adapter_is_exported_merged(world: Path, tmp_path: Path) -> None:
     assert not torch.allclose(logits(tmp_path / "out", ids), logits(world / "student", ids), atol=1e-2)
 
 
+def test_a_student_trained_by_an_adapter_is_exported_merged(world: Path, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    settings = tiny.settings(world, train__max_steps=4, eval__samples=0, student__adapter__rank=4)
+    made = distill(load_config(overrides=settings), tmp_path / "run", device="cpu")
+    export(str(made.folder), tmp_path / "out")
+    assert not list((tmp_path / "out").glob("adapter*"))
+    ids = list(range(10, 50))
+    assert torch.allclose(logits(tmp_path / "out", ids), logits(made.folder / "student", ids), atol=1e-5)
+    assert not torch.equal(logits(tmp_path / "out", ids), logits(world / "student", ids))
+
+
 def test_a_full_disk_leaves_what_was_there(chatty: Path, tmp_path: Path, monkeypatch: Any) -> None:
     export(str(chatty), tmp_path / "out")
     before = (tmp_path / "out" / "model.safetensors").read_bytes()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import tiny
 import torch
 from transformers import AutoModelForCausalLM
 
-from stillroom.models.anatomy import head_error, head_logits, head_of
+from stillroom.models.anatomy import anatomy_of, head_error, head_logits, head_of
 from stillroom.types import HeadWeights
 
 IDS = torch.arange(12).unsqueeze(0)
@@ -66,3 +68,13 @@ def test_products_have_half_operands_under_autocast_alone() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert head_of(model).product_dtype == torch.bfloat16
         assert head_of(model.half()).product_dtype is None, "half already"
+
+
+def test_weights_that_are_packed_count_as_many_as_they_are() -> None:
+    """bitsandbytes stores two weights of four bits in a byte."""
+    model = AutoModelForCausalLM.from_config(tiny.config("llama", num_layers=1))
+    whole, layer = anatomy_of(model).num_parameters, model.model.layers[0].mlp.up_proj
+    shape = layer.weight.shape
+    layer.weight = torch.nn.Parameter(torch.zeros(shape.numel() // 2, 1, dtype=torch.uint8), requires_grad=False)
+    layer.weight.quant_state = SimpleNamespace(shape=shape)
+    assert anatomy_of(model).num_parameters == whole

@@ -287,3 +287,30 @@ def test_a_mode_that_does_not_exist_is_refused_wherever_it_is_asked_for() -> Non
             ask()
     with pytest.raises(ConfigError, match="cannot be trained"):
         choose("auto", facts, -1)
+
+
+@pytest.mark.parametrize("mode", list(POLICIES))
+def test_what_is_not_trained_is_stored_as_it_is_multiplied(mode: str) -> None:
+    policy = resolve(mode)
+    own = {"fp32": torch.float32, "bf16-mixed": torch.bfloat16}.get(mode, torch.float16)
+    assert policy.frozen_storage() == own
+    for asked in ("float32", "float16", "bfloat16"):
+        dtype = getattr(torch, asked)
+        if dtype == own or not policy.keeps_half_weights:
+            assert policy.frozen_storage(asked) == dtype
+        else:
+            with pytest.raises(
+                ConfigError, match=f"{mode} computes with FP16 weights and cannot have a base in {asked}"
+            ):
+                policy.frozen_storage(asked)
+
+
+@pytest.mark.parametrize("mode", list(POLICIES))
+def test_a_group_kept_in_fp32_is_its_own_master_in_every_mode(mode: str) -> None:
+    matrix = nn.Parameter(torch.full((4, 4), 0.3))
+    group = ParameterGroup("student", 1e-6, (("matrix", matrix),), in_fp32=True)
+    optimizer = resolve(mode).optimizer([group], TrainConfig(weight_decay=0.0, gradient_accumulation_steps=2))
+    matrix.grad = torch.ones_like(matrix)
+    optimizer.step(1.0, {"student": 1.0})
+    assert matrix.dtype == torch.float32 and torch.allclose(matrix, torch.full((4, 4), 0.3 - 1e-6), rtol=0, atol=3e-8)
+    assert not [name for name in optimizer.tensors() if name.endswith(("master", "residual"))]

@@ -12,14 +12,16 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import plotly.graph_objects as go
+import numpy as np
 import pytest
 from synthetic import write_run
 
 from stillroom.errors import CannotSave
 from stillroom.report import RunRecord, write_report
-from stillroom.report.drawing import MAX_POINTS, ROLES, dark_partners, smooth, stretches, thin
+from stillroom.report.curves import MAX_POINTS, edges_of, means, smooth, thin
+from stillroom.report.drawing import ROLES, dark_partners
 from stillroom.report.figures import all_figures
+from stillroom.report.history import History
 from stillroom.report.sections import yardsticks_table
 from stillroom.report.words import headline
 
@@ -140,7 +142,7 @@ def test_a_broken_student_is_called_broken() -> None:
 def test_a_run_that_stopped_says_why() -> None:
     step = {"event": "step", "step": 12, "verdict": "keep"}
     end = {"event": "run_end", "status": "stopped", "exit_code": 22, "reason": "step 13: the loss is nan"}
-    assert headline(RunRecord("run", events=(step, end))) == [
+    assert headline(RunRecord("run", history=History.of([step, end]))) == [
         "The run did not finish: it ended at step 12 (exit code 22).",
         "The reason given: step 13: the loss is nan.",
     ]
@@ -149,14 +151,30 @@ def test_a_run_that_stopped_says_why() -> None:
 def test_the_page_has_every_part(finished: Path) -> None:
     page = page_of(finished)
     ids = {attrs.get("id") for _, attrs in page.elements}
-    assert {"result", "yardsticks", "checks", "curves", "guard", "samples", "notes", "settings"} <= ids
-    figures = ("perplexity", "objective", "shares", "pulls", "gradients", "rates", "pace")
+    parts = ("result", "yardsticks", "checks", "advice", "curves", "tokens-view", "guard", "samples", "data", "notes")
+    assert {*parts, "settings", "again"} <= ids
+    figures = (
+        "perplexity",
+        "objective",
+        "shares",
+        "raw",
+        "weighted",
+        "pulls",
+        "gradients",
+        "rates",
+        "pace",
+        "verdicts",
+    )
     assert {f"figure-{key}" for key in figures} <= ids
     assert "54.2 to 60.3" in page.text and "69.0% to 71.0%" in page.text
     assert "95 % intervals over 55 held-out documents" in page.text
-    assert "Transfer set: 2,410,331 tokens in 1,020 documents." in page.text
+    assert "2,410,331" in page.text and "3 of 1,023 records were empty" in page.text
     assert "loss nan, grad_norm inf, loss_scale 32768" in page.text
     assert "stdlib:ast:14" in page.text
+    assert "start lower: --set precision.loss_scale=16384" in page.text and "Steps 12, 37." in page.text
+    assert "41 records cut at data.max_length" in page.text and "median 256" in page.text
+    assert "student and teacher place" in page.text and "The nearest preset is" in page.text
+    assert "stillroom distill again.json" in page.text
     assert "forward_kl" in page.text
     assert "2.13.0+cpu" in page.text
 
@@ -173,13 +191,6 @@ def test_documents_that_no_evaluation_scored_are_not_counted_among_the_scored(fi
     student = {**record.result("student"), "documents": 54}
     page = str(yardsticks_table(replace(record, summary={**record.summary, "student": student})))
     assert "95 % intervals over 54 of 55 held-out documents, those that were scored, redrawn" in page
-
-
-def test_figures_are_valid_plotly(finished: Path) -> None:
-    figures = all_figures(RunRecord.load(finished))
-    assert len(figures) == 7
-    for figure in figures:
-        go.Figure(data=figure.traces, layout=figure.layout)
 
 
 def test_every_colour_of_a_figure_has_a_dark_partner(finished: Path) -> None:
@@ -242,9 +253,9 @@ def test_after_a_rollback_the_later_attempt_counts() -> None:
     events = [
         {"event": "step", "step": step, "verdict": verdict, "train_loss": loss} for step, verdict, loss in attempts
     ]
-    run = RunRecord("run", events=tuple(events))
-    assert [event["train_loss"] for event in run.kept_steps] == [5.0, 4.0, 3.0]
-    assert [event["step"] for event in run.refused_steps] == [2]
+    run = RunRecord("run", history=History.of(events))
+    assert run.steps.curve("train_loss")[1].tolist() == [5.0, 4.0, 3.0]
+    assert [step for step, _, _ in run.refused] == [2]
 
 
 # -- hostile runs ----------------------------------------------------------------------------------------
@@ -254,9 +265,10 @@ def test_hostile_text_opens_no_element(finished: Path, hostile: Path) -> None:
     ours = {tag for tag, _ in page_of(finished).elements} | {"aside"}
     page = page_of(hostile)
     assert {tag for tag, _ in page.elements} <= ours
-    assert [tag for tag, _ in page.elements].count("script") == 3
+    assert [tag for tag, _ in page.elements].count("script") == 4  # two with data, two that run
     allowed = {"class", "id", "lang", "scope", "charset", "content", "name", "http-equiv", "type"}
-    allowed |= {"role", "aria-label", "data-label", "dir"}
+    allowed |= {"role", "aria-label", "aria-labelledby", "aria-live", "aria-selected"}
+    allowed |= {"data-label", "data-at", "dir", "tabindex"}
     for tag, attrs in page.elements:
         assert set(attrs) <= allowed, tag
     assert "<script>alert(1)</script>" in page.text  # shown as the text it is
@@ -271,9 +283,25 @@ def test_hostile_text_cannot_leave_its_data_block(hostile: Path) -> None:
     assert any("&lt;/title&gt;" in name for name in names)
 
 
+def test_hostile_tokens_are_text(hostile: Path) -> None:
+    view = json.loads((hostile / "tokens.json").read_text())
+    view["texts"] = dict.fromkeys(view["texts"], HOSTILE)
+    for row in view["rows"]:
+        row["id"] = HOSTILE
+        for token in row["tokens"]:
+            token["text"] = HOSTILE
+    view["rows"] += ["x", {"tokens": [1, {"distance": "far"}, {"distance": 7.0}, {"distance": 0.5, "teacher": [[1]]}]}]
+    (hostile / "tokens.json").write_text(json.dumps(view))
+    source = write_report(hostile).read_text(encoding="utf-8")
+    (block,) = re.findall(r'<script type="application/json" id="tokens">(.*?)</script>', source, flags=re.DOTALL)
+    assert not set("<>&") & set(block) and not FORBIDDEN.search(block)
+    assert not any("<img" in text and "\x1b" in text for text in json.loads(block)["texts"].values())
+    assert "img" not in {tag for tag, _ in Page(source).elements}
+
+
 def test_no_control_or_direction_character_reaches_the_page(hostile: Path) -> None:
     source = write_report(hostile).read_text(encoding="utf-8")
-    ours = source[: source.index("plotly.js v")]
+    ours = source[: source.index("plotly.js (basic")]
     assert not FORBIDDEN.search(ours)
 
 
@@ -290,7 +318,7 @@ def test_the_page_fetches_nothing(kind: str, request: pytest.FixtureRequest) -> 
 def test_the_policy_allows_our_two_scripts_and_no_other(finished: Path) -> None:
     page = page_of(finished)
     policies = [attrs["content"] for _, attrs in page.elements if attrs.get("http-equiv") == "Content-Security-Policy"]
-    hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in page.scripts[1:]]
+    hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in page.scripts[2:]]
     scripts = " ".join(f"'sha256-{digest}'" for digest in hashes)
     assert len(hashes) == 2
     assert policies == [
@@ -303,32 +331,44 @@ def test_the_policy_allows_our_two_scripts_and_no_other(finished: Path) -> None:
 
 
 def test_thinning_keeps_spikes_and_the_limit() -> None:
-    ys = [math.sin(index / 500) for index in range(50_000)]
+    ys = np.sin(np.arange(50_000) / 500)
     ys[31_234] = 99.0
-    xs, thinned = thin(([float(index) for index in range(50_000)], ys))
+    xs, thinned = thin((np.arange(50_000.0), ys))
     assert len(xs) <= MAX_POINTS
-    assert xs == sorted(xs)
-    assert max(thinned) == 99.0
-    assert min(thinned) == min(ys)
+    assert xs.tolist() == sorted(xs)
+    assert thinned.max() == 99.0
+    assert thinned.min() == ys.min()
+
+
+def test_thinning_keeps_the_lowest_and_the_highest_of_every_stretch() -> None:
+    ys = np.random.default_rng(3).normal(size=10_000)
+    xs, thinned = thin((np.arange(10_000.0), ys), limit=100)
+    for begin in range(0, 10_000, 200):
+        inside = thinned[(xs >= begin) & (xs < begin + 200)]
+        assert {inside.min(), inside.max()} == {ys[begin : begin + 200].min(), ys[begin : begin + 200].max()}
 
 
 def test_short_curves_are_left_alone() -> None:
-    assert thin(([1.0, 2.0], [3.0, 4.0])) == ([1.0, 2.0], [3.0, 4.0])
-    assert smooth(([1.0, 2.0], [3.0, 3.0])) == ([1.0, 2.0], [3.0, 3.0])
-    assert smooth(([], [])) == ([], [])
+    one = (np.array([1.0, 2.0]), np.array([3.0, 4.0]))
+    assert thin(one) is one or thin(one) == one
+    assert smooth((np.array([1.0, 2.0]), np.array([3.0, 3.0])))[1].tolist() == [3.0, 3.0]
+    assert smooth((np.empty(0), np.empty(0)))[1].tolist() == []
 
 
-def test_stretches_hold_every_item_once() -> None:
-    parts = stretches(list(range(1001)), limit=300)
-    assert len(parts) <= 300
-    assert [item for part in parts for item in part] == list(range(1001))
+def test_stretches_hold_every_point_once() -> None:
+    xs = np.arange(1.0, 1002.0)
+    edges = edges_of(xs, limit=300)
+    assert len(edges) - 1 <= 300
+    counts, _ = np.histogram(xs, edges + 0.5)
+    assert counts.sum() == 1001
+    np.testing.assert_allclose((means((xs, xs), edges) * counts).sum(), xs.sum())
 
 
-def test_a_long_run_makes_a_page_of_bounded_size(tmp_path: Path) -> None:
+def test_a_long_run_makes_figures_of_bounded_size() -> None:
     terms = {"kd": {"raw": 1.0, "weight": 1.0, "scaled": 1.0, "share": 1.0}, "ce": {"share": 0.0}}
     common = {"event": "step", "verdict": "keep", "lr": 1e-4, "grad_norm": 0.5, "loss_scale": 1.0, "terms": terms}
-    events = [
+    events = (
         common | {"step": step, "train_loss": 3 + math.sin(step), "tokens_per_second": 9.0} for step in range(30_000)
-    ]
-    figures = all_figures(RunRecord("run", events=tuple(events)))
+    )
+    figures = all_figures(RunRecord("run", history=History.of(events)))
     assert max(len(trace["x"]) for figure in figures for trace in figure.traces) <= MAX_POINTS

@@ -66,6 +66,11 @@ def write(
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
     writer.add_vocab_size(config.vocab_size)
+    if config.rope_parameters["rope_type"] == "llama3":
+        # As the converter of llama.cpp: what each frequency is divided by.
+        plain = config.rope_parameters["rope_theta"] ** -np.linspace(0, 1, config.head_dim // 2, endpoint=False)
+        divisors = plain / model.model.rotary_emb.inv_freq.double().numpy()
+        tensors = {"rope_freqs.weight": divisors.astype(np.float32), **(tensors or {})}
     for key, value in (fields or {}).items():
         {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}[type(value)](key, value)
     if with_tokenizer:

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import tiny
+import torch
+from transformers import AutoModelForCausalLM
 
 from stillroom.config import load_config
 from stillroom.data.loader import Loader
@@ -29,6 +31,7 @@ def make_world(folder: Path) -> Path:
     """Models and texts that all runs share."""
     tiny.save_trained(folder / "teacher", num_layers=2, steps=120)
     tiny.save_trained(folder / "weak_teacher", num_layers=1, width=16, steps=40)
+    _with_outliers(folder / "teacher", folder / "outlier_teacher")
     tiny.save_model(folder / "student", num_layers=1)
     tiny.save_text(folder / "train.jsonl", count=300)
     _write(folder / "digits.jsonl", _digits(300, seed=1))
@@ -45,6 +48,24 @@ def make_world(folder: Path) -> Path:
     asked = [{"prompt": f"{line} {line}", "completion": "best"} for line in tiny.sentences(300, 7)]
     (folder / "asked.jsonl").write_text("\n".join(map(json.dumps, asked)) + "\n", encoding="utf-8")
     return folder
+
+
+@torch.no_grad()
+def _with_outliers(source: Path, target: Path, factor: float = 2000.0) -> None:
+    """The same function in other numbers: one channel is small after each norm and large in the weights that read it.
+
+    Eight bits for a row of such weights are spent on one of them.
+    """
+    model = AutoModelForCausalLM.from_pretrained(source)
+    for layer in model.model.layers:
+        readers = (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj)
+        inner = (layer.mlp.gate_proj, layer.mlp.up_proj)
+        for norm, linears in ((layer.input_layernorm, readers), (layer.post_attention_layernorm, inner)):
+            norm.weight[3] /= factor
+            for linear in linears:
+                linear.weight[:, 3] *= factor
+    model.save_pretrained(target)
+    tiny.tokenizer().save_pretrained(target)
 
 
 def _write(path: Path, lines: list[str]) -> None:
@@ -178,6 +199,11 @@ FAULTS = {
             files={"teacher.model": "weak_teacher", "student.model": "teacher"},
         ),
         Fault("teacher_off_domain", {}, files={"data.train": "digits.jsonl", "data.eval": "digits_eval.jsonl"}),
+        Fault(
+            "quantised_teacher_too_coarse",
+            {"teacher.quantisation": "int8", "teacher.max_quantisation_kl": 20.0},
+            files={"teacher.model": "outlier_teacher"},
+        ),
         Fault("leaking_data", {}, files={"data.eval": "leak_eval.jsonl"}),
         Fault(
             "data_exhausted",

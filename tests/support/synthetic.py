@@ -34,6 +34,9 @@ def start(num_steps: int, run: str) -> dict[str, Any]:
             "eval_tokens": 120_221,
             "train_documents": 1020,
             "eval_documents": 55,
+            "truncated_records": 41,
+            "shapes": {"text": 1020},
+            "lengths": {"train": {"shortest": 12, "median": 256, "longest": 256}, "eval": {"median": 256}},
             "notes": ["3 of 1,023 records were empty and are not used"],
         },
     }
@@ -171,12 +174,40 @@ def summary(num_steps: int) -> dict[str, Any]:
         "student": student,
         "baseline": plain | {"perplexity": 141.0, "bits_per_byte": 1.98, "seconds": 802.0},
         "baseline_equal_compute": plain | {"perplexity": 134.0, "bits_per_byte": 1.96, "seconds": 1509.0},
+        "advice": [
+            {
+                "cause": "the loss scale was halved twice",
+                "steps": [num_steps // 5, int(0.62 * num_steps)],
+                "evidence": "two overflows at 65,536 and 32,768",
+                "advice": "start lower: --set precision.loss_scale=16384",
+            },
+            "train for longer: the curve still falls",
+        ],
         "checks": [
             {"name": "held-out perplexity below 100", "passed": True, "text": "57.1"},
             {"name": "train/eval gap below 2x", "passed": True, "text": "0.97 against 0.98"},
             {"name": "no value was non-finite for an epoch", "passed": False, "text": "2 steps were skipped"},
         ],
     }
+
+
+def tokens(name: str | None = None) -> dict[str, Any]:
+    """A token view of two rows: words of a text, each with a made-up comparison."""
+    noise = random.Random(11)
+    words = ["def", " read", "_all", "(", "self", ",", " path", ")", ":", "\n", "    ", "return", " [", "line", "]"]
+    texts = {str(number): word for number, word in enumerate(words)} | ({"2": name} if name else {})
+    rows = []
+    for row in range(2):
+        shown: list[dict[str, Any]] = [{"text": "<|end|>"}, {"text": name or "# "}]
+        for place in range(60):
+            distance = round(noise.random() ** 2, 4)
+            theirs, ours = ([[(place + move) % 15, round(0.5 / (move + 1), 4)] for move in range(5)] for _ in "ts")
+            if distance > 0.4:
+                ours.reverse()
+            sides = {"teacher": theirs, "student": ours, "teacher_probability": 0.5, "student_probability": 0.1}
+            shown.append({"text": words[place % 15], "distance": distance, **sides})
+        rows.append({"id": name or f"stdlib:ast:{row}", "tokens": shown, "left_out": 7, "uncompared": 0})
+    return {"schema": 1, "compared": "the whole vocabulary", "rows": rows, "texts": texts}
 
 
 def write_run(folder: Path, *, num_steps: int = 1500, until: int | None = None, name: str | None = None) -> Path:
@@ -191,6 +222,7 @@ def write_run(folder: Path, *, num_steps: int = 1500, until: int | None = None, 
             log.write("run_end", status="done", steps=num_steps, seconds=1512.0, exit_code=0)
     (folder / "config.json").write_text(json.dumps(config()))
     if until is None:
+        (folder / "tokens.json").write_text(json.dumps(tokens(name)))
         (folder / "summary.json").write_text(json.dumps(summary(num_steps)))
     else:
         with (folder / "events.jsonl").open("a") as file:

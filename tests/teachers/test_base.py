@@ -18,6 +18,7 @@ from stillroom.types import (
     Evidence,
     HeadWeights,
     Needs,
+    PairedSignal,
     SampledSignal,
     Signal,
     StudentView,
@@ -32,6 +33,7 @@ SIGNALS: dict[str, Signal] = {
     "dense": DenseSignal(torch.arange(12.0).reshape(4, 3), HeadWeights(torch.ones(5, 3))),
     "top-k": TopKSignal(IDS, torch.full((4, 2), -1.0), torch.full((4,), -2.0)),
     "sampled": SampledSignal(IDS, torch.full((4, 2), 0.5), torch.ones(4)),
+    "paired": PairedSignal(torch.arange(12.0).reshape(4, 3), HeadWeights(torch.ones(5, 3))),
 }
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -68,6 +70,14 @@ def test_the_measured_kl_is_that_of_the_two_networks(folder: Path) -> None:
     as_they_are = 2 * 4 * 32 * tiny.VOCAB  # head and embeddings
     assert found.bytes - as_they_are < 0.35 * (before - as_they_are)
     assert ready.anatomy == loaded.anatomy, "the number of parameters is that of the full teacher"
+
+
+def test_the_full_weights_are_let_go_of(folder: Path) -> None:
+    loaded = opened(folder)
+    layers = [weakref.ref(part.weight) for part in loaded.network.model.layers.modules() if isinstance(part, nn.Linear)]
+    quantised(loaded, section(folder), rows(), vocab_size=tiny.VOCAB, device=CPU)
+    gc.collect()
+    assert len(layers) == 14 and not any(weight() is not None for weight in layers)
 
 
 def test_the_head_and_the_embeddings_stay_as_they_are(folder: Path) -> None:

@@ -133,8 +133,9 @@ def test_a_file_that_went_away_is_an_error_and_not_another_answer(folder: Path, 
     copy = tiny.save_model(tmp_path / "copy", "llama", num_layers=2)
     found = opened(copy)
     (copy / "model.safetensors").unlink()
-    with pytest.raises(OSError, match="model"):
+    with pytest.raises(BrokenAtStart, match=r"layers\.0\..* of the teacher cannot be read from its file") as caught:
         logits(found.network)
+    assert caught.value.exit_code == 20 and "model.safetensors" in caught.value.where
 
 
 def test_shards_are_read_where_they_lie(folder: Path, tmp_path: Path) -> None:

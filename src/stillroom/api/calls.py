@@ -71,7 +71,7 @@ def distill(
     def job(*views: Listener) -> Result:
         return run(chosen, folder, device=where, inject=inject, listeners=(*views, *handlers), inputs=inputs)
 
-    return _reported(job, progress)
+    return _reported(job, folder, progress)
 
 
 def resume(
@@ -95,7 +95,7 @@ def resume(
         go = resume_demo if is_demo_run(path) else resume_run
         return go(path, device=where, max_minutes=max_minutes, listeners=(*views, *handlers))
 
-    return _reported(job, progress)
+    return _reported(job, path, progress)
 
 
 def evaluate(
@@ -193,24 +193,29 @@ def generate(
 # -- the run ---------------------------------------------------------------------------------------------
 
 
-def _reported(job: Callable[..., Result], progress: bool | None) -> Result:
+def _reported(job: Callable[..., Result], folder: Path, progress: bool | None) -> Result:
     """Run a job, show its events and write the report. Only the first of several processes shows and writes."""
     import torch
 
-    from stillroom.report import write_report
+    from stillroom.report import LiveReport, write_report
     from stillroom.telemetry.console import ConsoleView
     from stillroom.telemetry.notebook import is_notebook
 
     is_first = check.is_first_process()
     is_shown = progress if progress is not None else is_notebook() or (sys.stdout is not None and sys.stdout.isatty())
     with ConsoleView("auto" if is_shown and is_first else "quiet") as view:
+        live = LiveReport(folder, view.handle)
+        views = (view.handle, live.handle) if is_first else (view.handle,)
         try:
             with torch.random.fork_rng(range(torch.cuda.device_count())):  # a run seeds; restore the caller's state
-                result = job(view.handle)
+                result = job(*views)
         except NoBetterStudent as error:  # the run is complete: write its report
             if is_first:
-                view.finish(error.summary, write_report(Path(str(error.folder))))
+                view.finish(error.summary, write_report(Path(str(error.folder)), live.foot()))
+            raise
+        except BaseException:
+            live.close()
             raise
         if is_first:
-            view.finish(result.summary, write_report(result.folder))
+            view.finish(result.summary, write_report(result.folder, live.foot()))
     return result

@@ -20,7 +20,7 @@ Exit code 0, whether or not something is found; 2 where the run or the file cann
 """
 
 
-@app.command(help=_DIAGNOSE)
+@app.command(help=_DIAGNOSE, short_help="Say what went wrong in a run, and what to change.")
 def diagnose(
     run: Annotated[Path, typer.Argument(help="folder of a run, or a configuration (.toml, .json)")],
     preset: Annotated[str | None, typer.Option(help="of a configuration: the preset it is based on")] = None,
@@ -64,7 +64,7 @@ the difference may be chance. Exit code 0; 2 where a run cannot be read.
 """
 
 
-@app.command(help=_COMPARE)
+@app.command(help=_COMPARE, short_help="Say how two runs differ, in settings and results.")
 def compare(
     first: Annotated[Path, typer.Argument(help="folder of a run")],
     second: Annotated[Path, typer.Argument(help="folder of another run")],

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _EVERY_SECONDS = 5.0
 
 
-@app.command()
+@app.command(short_help="Store a teacher's answers, to train from them later.")
 def cache(
     what: Annotated[
         str | None, typer.Argument(metavar="CONFIG|info|verify", help="TOML or JSON file, or a word")

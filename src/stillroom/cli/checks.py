@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from stillroom.checks.selftest.trial import Outcome, Trial
 
 
-@app.command()
+@app.command(short_help="Say what is wrong before a run is begun.")
 def doctor(
     config: Annotated[Path | None, typer.Argument(help="TOML or JSON file; without it the embedded demo")] = None,
     preset: Annotated[str | None, typer.Option(help="named settings to start from, see `stillroom presets`")] = None,
@@ -64,7 +64,7 @@ def doctor(
 _COLOURS = {"red": typer.colors.RED, "amber": typer.colors.YELLOW, "green": typer.colors.GREEN}
 
 
-@app.command()
+@app.command(short_help="Hold what this machine computes against float64.")
 def selftest(
     device: Device = "auto",
     only: Annotated[list[str] | None, typer.Option(help="a group of trials, repeatable; see the table")] = None,
@@ -117,7 +117,7 @@ def _advice(failed: tuple[Outcome, ...]) -> list[str]:
     return [*advice, "tell us: stillroom selftest --json > selftest.json"]
 
 
-@app.command("verify-resume")
+@app.command("verify-resume", short_help="Prove that a killed and resumed run is the uncut one.")
 def verify_resume(
     config: Annotated[Path | None, typer.Argument(help="TOML or JSON file; without it the embedded demo")] = None,
     preset: Annotated[str | None, typer.Option(help="named settings to start from, see `stillroom presets`")] = None,

@@ -20,6 +20,8 @@ from stillroom.errors import ConfigError, NoBetterStudent, StillroomError
 if TYPE_CHECKING:
     from stillroom.engine.distill import Result
 
+Listeners = tuple[Callable[[dict[str, Any]], None], ...]
+
 # Settings that make a run differ from the embedded demo, which trains baselines too.
 _NOT_THE_DEMO = ("teacher.", "student.", "data.", "objectives.")
 
@@ -73,14 +75,14 @@ def distill(
         )
     folder = out or Path("runs") / f"{config.stem if config else preset or 'demo'}-{datetime.now():%Y%m%d-%H%M%S}"
 
-    def job(view: Any) -> Result:
+    def job(listeners: Listeners) -> Result:
         if is_demo and not dry_run and not inject:
             from stillroom.demo import run_demo
 
-            return run_demo(loaded.config, folder, device=device, listeners=(view.handle,))
+            return run_demo(loaded.config, folder, device=device, listeners=listeners)
         from stillroom.engine.distill import distill as run
 
-        return run(loaded.config, folder, device=device, inject=inject, listeners=(view.handle,), notes=loaded.notes)
+        return run(loaded.config, folder, device=device, inject=inject, listeners=listeners, notes=loaded.notes)
 
     _run_and_report(job, folder, as_json=as_json, progress=progress)
 
@@ -95,11 +97,10 @@ def resume(
 ) -> None:
     """Continue a run, bit for bit."""
 
-    def job(view: Any) -> Result:
+    def job(listeners: Listeners) -> Result:
         from stillroom.demo import is_demo_run, resume_demo
         from stillroom.engine.distill import resume as resume_run
 
-        listeners = (view.handle,)
         if is_demo_run(run):
             return resume_demo(run, device=device, max_minutes=max_minutes, listeners=listeners)
         return resume_run(run, device=device, max_minutes=max_minutes, listeners=listeners)
@@ -107,7 +108,7 @@ def resume(
     _run_and_report(job, run, as_json=as_json, progress=progress)
 
 
-def _run_and_report(job: Callable[[Any], Result], folder: Path, *, as_json: bool, progress: bool) -> None:
+def _run_and_report(job: Callable[[Listeners], Result], folder: Path, *, as_json: bool, progress: bool) -> None:
     """Run a job, show its events, write the report and print the result."""
     from stillroom.telemetry.console import ConsoleView
 
@@ -115,15 +116,19 @@ def _run_and_report(job: Callable[[Any], Result], folder: Path, *, as_json: bool
     failure: NoBetterStudent | None = None
     try:
         with ConsoleView("quiet" if as_json or not is_first else "auto" if progress else "plain") as view:
+            from stillroom.report import LiveReport, write_report
+
+            live = LiveReport(folder, view.handle)
             try:
-                result = job(view)
+                result = job((view.handle, live.handle) if is_first else (view.handle,))
                 where, summary = result.folder, result.summary
             except NoBetterStudent as error:  # a finished run without success: write its report
                 failure, where, summary = error, Path(str(error.folder)), dict(error.summary)
+            except BaseException:
+                live.close()
+                raise
             if is_first:  # only the first of several processes writes and prints
-                from stillroom.report import write_report
-
-                path = write_report(where)
+                path = write_report(where, live.foot())
                 with contextlib.suppress(BrokenPipeError):  # the run is done, even if nobody reads its output
                     if as_json and failure is None:
                         print_json({"folder": str(where), **summary})

@@ -12,7 +12,7 @@ from stillroom.config import load, parse_assignments, preset_names, preset_text
 from stillroom.errors import ConfigError
 
 
-@app.command("eval")
+@app.command("eval", short_help="Measure a model, alone or beside its teacher.")
 def eval_(
     model: Annotated[str, typer.Option(help="folder of a model or a run, hub id, or builtin:teacher")],
     data: Annotated[str, typer.Option(help="file, glob, hf:NAME, or builtin:stdlib")],
@@ -52,7 +52,7 @@ def eval_(
         typer.echo(line)
 
 
-@app.command()
+@app.command(short_help="Show what would be trained on.")
 def data(
     spec: Annotated[str, typer.Argument(help="file, glob, folder, hf:NAME, builtin:stdlib, or a run's .toml")],
     model: Annotated[
@@ -131,11 +131,18 @@ def presets(name: Annotated[str | None, typer.Argument(help="print this one with
         typer.echo(f"{preset:<{width}}  {first}")
 
 
-@app.command()
-def report(run: Annotated[Path, typer.Argument(help="folder of a run")]) -> None:
-    """Write (or rewrite) report.html of a run."""
-    from stillroom.report import write_report
+@app.command(short_help="Write report.html of a run, or of several.")
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="folder of a run; several share one page")],
+    out: Annotated[Path | None, typer.Option(help="the page; else RUN/report.html, or compared.html here")] = None,
+) -> None:
+    """Write (or rewrite) report.html of a run, or one page that compares several."""
+    from stillroom.report import write_report, write_reports
 
-    if not (run / "events.jsonl").exists():
-        raise ConfigError(f"{run} holds no run: there is no events.jsonl", advice=["give the folder of a run"])
-    typer.echo(str(write_report(run)))
+    for run in runs:
+        if not (run / "events.jsonl").exists():
+            raise ConfigError(f"{run} holds no run: there is no events.jsonl", advice=["give the folder of a run"])
+    if len(runs) == 1 and out is None:
+        typer.echo(str(write_report(runs[0])))
+        return
+    typer.echo(str(write_reports(runs, out or Path("compared.html"))))

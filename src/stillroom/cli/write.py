@@ -20,7 +20,7 @@ TopP = Annotated[float, typer.Option(help="draw from the likeliest tokens that h
 Seed = Annotated[int, typer.Option(help="of the sampling")]
 
 
-@app.command()
+@app.command(short_help="Continue prompts, or answer them.")
 def generate(
     model: Annotated[str, typer.Argument(help="folder of a model or a run, hub id, or builtin:teacher")],
     prompt: Annotated[

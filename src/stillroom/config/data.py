@@ -183,6 +183,11 @@ class DataConfig(Layout):
         "auto", description="begin each document with the begin-of-text token; auto: where the tokenizer does by itself"
     )
     train_on_prompt: bool = Field(False, description="score the prompt's tokens too")
+    min_coverage: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.5,
+        description="with a teacher that has a tokenizer of its own: least share of the scored text's bytes that both "
+        "tokenizers read as the same; below it the pair is refused",
+    )
     max_bad_share: Annotated[float, Field(ge=0, le=1)] = Field(
         0.01, description="stop when more than this share of the records cannot be used"
     )

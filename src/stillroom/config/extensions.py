@@ -141,7 +141,7 @@ OBJECTIVES: Registry[Recipe] = Registry(
     "stillroom.objectives",
     "objective",
     accepts=_is_recipe,
-    known=("kd", "ce", "feature", "layerwise", "attention", "contrastive"),
+    known=("kd", "ce", "feature", "layerwise", "attention", "contrastive", "alm", "exact_match", "uld", "span_hidden"),
 )
 
 # Only the names, because members import torch; `objectives/divergences/named.py` defines what a member is.

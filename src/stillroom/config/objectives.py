@@ -115,6 +115,44 @@ class ContrastiveConfig(ObjectiveSection):
     temperature: Annotated[float, Field(gt=0)] = Field(0.1, description="sharpness of the comparison between rows")
 
 
+class AlmConfig(ObjectiveSection):
+    looks_inside = False
+    compares_spans = True
+
+    weight: Weight = Field(0.0, description="weight of matching the likelihoods of spans, for two tokenizers")
+    temperature: Annotated[Scalar, between(1.0)] = Field(
+        100.0, description="both likelihoods are raised to 1 / temperature, and the term is multiplied by it"
+    )
+    divergence: Literal["kl", "total_variation"] = Field(
+        "kl", description="between the teacher's and the student's probability that this span comes, or another"
+    )
+
+
+class ExactMatchConfig(ObjectiveSection):
+    looks_inside = False
+    compares_spans = True
+
+    weight: Weight = Field(
+        0.0, description="weight of forward KL over tokens of the same bytes, all others being one, for two tokenizers"
+    )
+
+
+class UldConfig(ObjectiveSection):
+    looks_inside = False
+    compares_spans = True
+
+    weight: Weight = Field(0.0, description="weight of the distance of sorted probabilities, for two tokenizers")
+
+
+class SpanHiddenConfig(ObjectiveSection):
+    compares_spans = True
+
+    weight: Weight = Field(0.0, description="weight of matching mean hidden states of spans, for two tokenizers")
+    kind: Literal["mse", "cosine"] = Field("cosine", description="as in objectives.feature")
+    layers: LayerMap = Field("last", description=f"which layers are matched: {_PAIRS}")
+    projector: Literal["auto", "always"] = Field("auto", description="as in objectives.feature")
+
+
 class ObjectivesConfig(Section):
     """Built-in objectives, and those of other packages under their names (`config/extensions.py`)."""
 
@@ -126,6 +164,10 @@ class ObjectivesConfig(Section):
     attention: AttentionConfig = Field(default_factory=AttentionConfig)
     layerwise: LayerwiseConfig = Field(default_factory=LayerwiseConfig)
     contrastive: ContrastiveConfig = Field(default_factory=ContrastiveConfig)
+    alm: AlmConfig = Field(default_factory=AlmConfig)
+    exact_match: ExactMatchConfig = Field(default_factory=ExactMatchConfig)
+    uld: UldConfig = Field(default_factory=UldConfig)
+    span_hidden: SpanHiddenConfig = Field(default_factory=SpanHiddenConfig)
     chunk_tokens: Annotated[int, Field(ge=0)] = Field(
         0,
         description="positions the head handles at once; 0: chosen from the vocabulary, on a card from its free memory",
@@ -177,6 +219,11 @@ class ObjectivesConfig(Section):
     def inner_weights(self) -> dict[str, Scalar]:
         """The weights of objectives that use hidden states or attention maps."""
         return {name: weight for name, weight in self.weights.items() if self.sections[name].looks_inside}
+
+    @property
+    def span_weights(self) -> dict[str, Scalar]:
+        """The weights of objectives that compare spans of two tokenizers."""
+        return {name: weight for name, weight in self.weights.items() if self.sections[name].compares_spans}
 
 
 def _placed(problem: Any, *name: str) -> InitErrorDetails:

@@ -164,6 +164,9 @@ class TelemetryConfig(Section):
     gradient_steps: Annotated[int, Field(ge=0)] = Field(
         0, description="steps between measurements of each term's gradient; 0: never. Costs a backward pass a term"
     )
+    tracker: Literal["none", "tensorboard", "trackio", "wandb"] = Field(
+        "none", description="also hand figures to this tracker, where it is installed; one that fails stops no run"
+    )
 
 
 class Config(Section):

@@ -63,6 +63,7 @@ class ObjectiveSection(Section):
 
     needs_teacher: ClassVar[bool] = True  # False: scored without the teacher's answer
     looks_inside: ClassVar[bool] = True  # False: stored answers of a teacher suffice
+    compares_spans: ClassVar[bool] = False  # True: each model reads the text in its own tokens
 
     weight: Weight = Field(0.0, description="weight of the term; 0: not computed at all")
 

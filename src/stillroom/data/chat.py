@@ -64,6 +64,12 @@ class TemplateChat:
                 spans += self._answer(number, aligned)
         return _cut(whole, sorted(spans)), True
 
+    def contents(self, turns: tuple[Turn, ...]) -> list[tuple[tuple[int, bool], Span]]:
+        """Where the contents (False) and thoughts (True) of the turns stand in the print, in reading order."""
+        _, aligned = self._aligned(turns)
+        places = () if aligned is None else aligned.places
+        return [((place.stretch.turn, place.stretch.is_thought), (place.start, place.end)) for place in places]
+
     # -- printing ------------------------------------------------------------------------------------------
 
     def _aligned(self, turns: Sequence[Turn]) -> tuple[str, Aligned | None]:
@@ -272,6 +278,15 @@ class PlainChat:
             is_scored = turn.role == "assistant" and not is_blank(turn.content)
             pieces += [(f"{turn.role}: ", False), (f"{turn.content}\n", is_scored)]
         return _joined(pieces), False
+
+    def contents(self, turns: tuple[Turn, ...]) -> list[tuple[tuple[int, bool], Span]]:
+        """As `TemplateChat.contents`."""
+        found, cursor = list[tuple[tuple[int, bool], Span]](), 0
+        for number, turn in enumerate(turns):
+            start = cursor + len(turn.role) + 2
+            cursor = start + len(turn.content) + 1
+            found.append(((number, False), (start, cursor - 1)))
+        return found
 
 
 def _cut(whole: str, spans: Sequence[Span]) -> Segments:

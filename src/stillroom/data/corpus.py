@@ -6,38 +6,27 @@ machine, in any order of files, and for any share of the training data.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 
-from stillroom.builtin import corpus as stdlib
-from stillroom.config.data import DataConfig, SourceConfig
-from stillroom.data.embedded import BUILTIN_PREFIX, embedded_records
+from stillroom.config.data import DataConfig
+from stillroom.data.embedded import BUILTIN_PREFIX
 from stillroom.data.encode import Encoder, Tokenizer
 from stillroom.data.encoded import Encoded
 from stillroom.data.mixing import MixedRows, Part
 from stillroom.data.packing import Packing, Rows, pack
-from stillroom.data.reading import read_records
-from stillroom.data.records import Record, Tally, content_key
-from stillroom.data.shaping import chat_writer
-from stillroom.data.sources import pieces_of
-from stillroom.data.sources.compressed import data_suffix
+from stillroom.data.records import Tally
+from stillroom.data.spans.common import Coverage
+from stillroom.data.spans.reading import two_readings
+from stillroom.data.specs import SpecReader, Tell
 from stillroom.data.split import (
     Documents,
-    ReadDocuments,
     SourceDocuments,
-    StoredDocuments,
-    held_out,
     note_overlap,
-    num_distinct,
     share_of,
 )
-from stillroom.data.store.opening import stored_parts
 from stillroom.errors import ConfigError, DataError
 from stillroom.yardsticks import MIN_DOCUMENTS
 
-Tell = Callable[[str], object]
-
-ENOUGH_HELD_OUT = 20  # documents; with fewer, an interval over documents is too narrow
 COUNTERS = (
     "records",
     "bad_records",
@@ -64,12 +53,19 @@ class Corpus:
     evaluation: Rows
     notes: tuple[str, ...]
     counters: dict[str, int]
+    shapes: dict[str, int] = field(default_factory=dict)  # records by how they are laid out
+    coverage: Coverage | None = None  # of the text by spans of both tokenizers, where there are two
 
 
-def open_data(config: DataConfig, tokenizer: Tokenizer, *, tell: Tell | None = None) -> Corpus:
-    """Read, split and encode a run's training and held-out data. `tell` hears how long work goes on, meanwhile."""
+def open_data(
+    config: DataConfig, tokenizer: Tokenizer, *, tell: Tell | None = None, teacher_tokenizer: Tokenizer | None = None
+) -> Corpus:
+    """Read, split and encode a run's training and held-out data. `tell` hears how long work goes on, meanwhile.
+
+    With a tokenizer of the teacher's own each batch has the teacher's rows beside the student's.
+    """
     tally = Tally()
-    reader = _Reader(config, tokenizer, tally, tell)
+    reader = SpecReader(config, tokenizer, tally, tell, two_readings(tokenizer, teacher_tokenizer, config, tally))
     is_builtin = isinstance(config.train, str) and config.train.startswith(BUILTIN_PREFIX)
     evaluation: Documents
     if config.eval is None or (is_builtin and config.eval == config.train):
@@ -79,20 +75,22 @@ def open_data(config: DataConfig, tokenizer: Tokenizer, *, tell: Tell | None = N
         note_overlap(train, evaluation, tally)
     if config.train_share < 1:
         train = train.take(share_of(train.share_hashes(), config.train_share))
-    return _packed(train, evaluation, config, tokenizer, tally)
+    return _packed(train, evaluation, reader)
 
 
-def open_eval(spec: str, tokenizer: Tokenizer, config: DataConfig) -> Corpus:
+def open_eval(
+    spec: str, tokenizer: Tokenizer, config: DataConfig, *, teacher_tokenizer: Tokenizer | None = None
+) -> Corpus:
     """Read all of a spec as evaluation data (of an embedded corpus: its held-out side). `train` is empty."""
     tally = Tally()
-    evaluation = _Reader(config, tokenizer, tally).evaluation(spec)
-    return _packed(SourceDocuments([]), evaluation, config, tokenizer, tally)
+    reader = SpecReader(config, tokenizer, tally, None, two_readings(tokenizer, teacher_tokenizer, config, tally))
+    return _packed(SourceDocuments([]), reader.evaluation(spec), reader)
 
 
 def encode_training(config: DataConfig, tokenizer: Tokenizer) -> tuple[Encoded, Rows, Tally]:
     """Documents, rows and tally of `config.train`, before any share is held out."""
     tally = Tally()
-    documents = _Reader(config, tokenizer, tally).training()
+    documents = SpecReader(config, tokenizer, tally).training()
     encoded = documents.encoded(Encoder(tokenizer, tally, config.bos))
     rows = pack(encoded, _train_packing(config, encoded, tally), config.max_length, tally)
     _note_truncation("train", encoded, config.max_length, tally)
@@ -100,11 +98,10 @@ def encode_training(config: DataConfig, tokenizer: Tokenizer) -> tuple[Encoded, 
     return encoded, rows, tally
 
 
-def _packed(
-    train: SourceDocuments, evaluation: Documents, config: DataConfig, tokenizer: Tokenizer, tally: Tally
-) -> Corpus:
+def _packed(train: SourceDocuments, evaluation: Documents, reader: SpecReader) -> Corpus:
+    config, tokenizer, tally = reader.config, reader.tokenizer, reader.tally
     pad_id = next((id_ for id_ in (tokenizer.pad_token_id, tokenizer.eos_token_id) if id_ is not None), 0)
-    encode = Encoder(tokenizer, tally, config.bos)
+    encode = Encoder(tokenizer, tally, config.bos) if reader.pair is None else reader.pair.encoder
     sides: dict[str, Rows] = {}
     for side, documents in (("train", train), ("eval", evaluation)):
         if side == "train" and config.is_mixed and len(train):
@@ -117,8 +114,10 @@ def _packed(
         sides[side] = rows
     _note_scoring(sides["eval"], config.max_length, tally)
     _note_counts(tally)
+    coverage = None if reader.pair is None else reader.pair.judged(config.min_coverage)
     counters = {name: tally.counters[name] for name in sorted({*COUNTERS, *tally.counters})}
-    return Corpus(sides["train"], sides["eval"], tuple(tally.notes), counters)
+    notes, shapes = tuple(tally.notes), dict(tally.shapes)
+    return Corpus(sides["train"], sides["eval"], notes, counters, shapes, coverage)
 
 
 def _rows(side: str, documents: Documents, config: DataConfig, encode: Encoder, tally: Tally, pad_id: int) -> Rows:
@@ -220,113 +219,10 @@ def _note_counts(tally: Tally) -> None:
         "ignored_tools": "{:,} chats come with tools, which are not given to the chat template",
         "straddling_tokens": "{:,} tokens hold both scored and unscored text and are not scored",
         "rows_without_targets": "{:,} rows are left out: no target in them is scored",
+        "unpaired_chats": "{:,} chats are learned from the labels alone: the teacher's template cannot print them",
+        "unpaired_turns": "{:,} turns of chats are in no span: the two templates do not print the same contents",
+        "spans_cut_by_rows": "{:,} spans are in no row: a row begins, ends or is cut off inside of them",
     }
     for name, sentence in sentences.items():
         if count := tally.counters[name]:
             tally.note(sentence.format(count))
-
-
-# -- reading a spec --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Reader:
-    """Read specs into records; refuse a spec with too many bad ones."""
-
-    config: DataConfig
-    tokenizer: Tokenizer
-    tally: Tally
-    tell: Tell | None = None
-
-    def both_sides(self) -> tuple[SourceDocuments, SourceDocuments]:
-        """Training and held-out documents of each source. Of all sources but embedded ones, split together."""
-        train, evaluation, outside = dict[int, Documents](), dict[int, Documents](), dict[int, Documents]()
-        for number, source in enumerate(self.config.sources):
-            if source.path.startswith(BUILTIN_PREFIX):
-                train[number], evaluation[number] = self._builtin(source.path)
-            else:
-                outside[number] = self._outside(source, splits_text=True)
-        if outside:
-            sides = self._held_out(SourceDocuments([*outside.values()]))
-            for side, found in zip((train, evaluation), sides, strict=True):
-                side.update(zip(outside, found.sources, strict=True))
-        numbers = range(len(self.config.sources))
-        return SourceDocuments([train[n] for n in numbers]), SourceDocuments([evaluation[n] for n in numbers])
-
-    def _held_out(self, documents: SourceDocuments) -> tuple[SourceDocuments, SourceDocuments]:
-        paths = [source.path for source in self.config.sources if not source.path.startswith(BUILTIN_PREFIX)]
-        spec, share, groups = ", ".join(paths), self.config.eval_share, documents.groups()
-        is_held = held_out(groups, share, spec, enough=ENOUGH_HELD_OUT)
-        num_held = int(is_held.sum())
-        is_few = num_distinct(groups[is_held], ENOUGH_HELD_OUT + 1) <= ENOUGH_HELD_OUT  # else none was added
-        num_asked = int(held_out(groups, share, spec).sum()) if is_few else num_held
-        is_raised = num_held > num_asked
-        why = f", not {num_asked:,} as data.eval_share = {share:g} says: so few would not measure" if is_raised else ""
-        self.tally.note(f"{num_held:,} of {len(documents):,} records of {spec} are held out by content hash{why}")
-        return documents.take(~is_held), documents.take(is_held)
-
-    def training(self) -> SourceDocuments:
-        """All documents of `config.train`; of an embedded corpus only the training side."""
-        return SourceDocuments(
-            [
-                self._builtin(source.path)[0] if source.path.startswith(BUILTIN_PREFIX) else self._outside(source)
-                for source in self.config.sources
-            ]
-        )
-
-    def evaluation(self, spec: str) -> Documents:
-        is_builtin = spec.startswith(BUILTIN_PREFIX)
-        return self._builtin(spec)[1] if is_builtin else self._outside(self.config.named(spec), is_evaluation=True)
-
-    def _outside(self, source: SourceConfig, *, is_evaluation: bool = False, splits_text: bool = False) -> Documents:
-        tally, spec = Tally(), source.path
-        parts = stored_parts(source, self.config, self.tokenizer, tally, splits_text=splits_text, tell=self.tell)
-        documents: Documents
-        if parts is not None:
-            documents = StoredDocuments.of(parts)
-        else:
-            documents = self._in_memory(source, tally, is_evaluation=is_evaluation, splits_text=splits_text)
-            tally.counters["records"] += len(documents)
-        tally.judge(spec, self.config.max_bad_share)
-        if not len(documents):
-            why = f" that can be used: {tally.named_bad}" if tally.bad else ""
-            raise DataError(f"{spec} holds no record{why}", advice=["check how it was written or downloaded"])
-        self.tally.absorb(tally)
-        return documents
-
-    def _in_memory(
-        self, source: SourceConfig, tally: Tally, *, is_evaluation: bool, splits_text: bool
-    ) -> ReadDocuments:
-        write_chat = chat_writer(self.tokenizer, tally)
-        records = list(read_records(source, self.config, write_chat, tally, is_evaluation=is_evaluation))
-        if splits_text and len(records) == 1 and data_suffix(records[0].id.rpartition(":")[0]) == ".txt":
-            records = _cut_up(records[0], tally)
-        return ReadDocuments(records)
-
-    def _builtin(self, spec: str) -> tuple[Documents, Documents]:
-        records, is_stdlib = embedded_records(spec, train_on_prompt=self.config.train_on_prompt)
-        self.tally.counters["records"] += len(records)
-        self.tally.shapes["embedded"] += len(records)
-        if not is_stdlib:
-            self.tally.note(
-                "this Python carries no text of its standard library: stillroom's own source is used instead, "
-                "enough to try things with and too little to learn from"
-            )
-            documents = ReadDocuments(records)
-            is_held = held_out(documents.groups(), stdlib.HELD_OUT_SHARE, spec)
-            return documents.take(~is_held), documents.take(is_held)
-        sides: dict[stdlib.Split, list[Record]] = {"train": [], "eval": []}
-        for record in records:
-            sides[stdlib.split_of(record.group)].append(record)
-        return ReadDocuments(sides["train"]), ReadDocuments(sides["eval"])
-
-
-def _cut_up(record: Record, tally: Tally) -> list[Record]:
-    """Cut one text into several records, so that part of it can be held out."""
-    name = record.id.rpartition(":")[0]
-    pieces = [(line, text) for line, text in pieces_of(record.text) if text.strip()]
-    if len(pieces) > 1:
-        tally.note(f"{name} is one document: it is cut between paragraphs into {len(pieces):,} to hold some out")
-    return [
-        replace(record, id=f"{name}:{line}", segments=((text, True),), key=content_key(text)) for line, text in pieces
-    ]

@@ -114,6 +114,9 @@ class TokenizedRecord:
     ids: npt.NDArray[np.int32]
     num_bytes: npt.NDArray[np.int32]
     is_scored: npt.NDArray[np.bool_]
+    places: tuple[Ints, Ints] | None = None  # characters [start, end) of the tokens of the text, where they are kept
+    num_opening: int = 0  # tokens put before those of the text
+    has_end_mark: bool = False  # whether a token was put after them
 
     @property
     def has_prompt(self) -> bool:
@@ -128,6 +131,7 @@ class Encoder:
     tokenizer: Tokenizer
     tally: Tally
     bos: Bos = "auto"
+    keeps_places: bool = False
 
     @cached_property
     def opening(self) -> tuple[int, ...]:
@@ -138,16 +142,7 @@ class Encoder:
         self.note_limits()
         documents = [document for document in self.tokenized(records) if len(document.ids)]
         self.note_lost(len(records) - len(documents))
-        nothing = np.empty(0, np.int32)
-        return Encoded(
-            ids=np.concatenate([nothing, *(document.ids for document in documents)]),
-            num_bytes=np.concatenate([nothing, *(document.num_bytes for document in documents)]),
-            is_scored=np.concatenate([nothing.astype(np.bool_), *(document.is_scored for document in documents)]),
-            bounds=np.cumsum([0, *(len(document.ids) for document in documents)], dtype=np.int64),
-            names=tuple(document.record.id for document in documents),
-            groups=tuple(document.record.group or document.record.id for document in documents),
-            has_prompt=tuple(document.has_prompt for document in documents),
-        )
+        return end_to_end(documents)
 
     def note_limits(self) -> None:
         """Note what this tokenizer adds to a text and what it cannot do."""
@@ -259,7 +254,10 @@ class Encoder:
         ends[-1] = len(record.text)
         num_bytes[own], flags[own] = bytes_between(record.text, ends), is_scored
         num_bytes[:num_opening], flags[:num_opening] = 0, False
-        return TokenizedRecord(record, np.array(ids, np.int32), num_bytes, flags)
+        places = (piece.starts, piece.ends) if self.keeps_places else None
+        return TokenizedRecord(
+            record, np.array(ids, np.int32), num_bytes, flags, places, len(added), has_end_mark=not is_ended
+        )
 
     def _pieces(self, texts: list[str], *, keeps_special: bool = False) -> list[_Piece]:
         answer = self.tokenizer(
@@ -299,6 +297,20 @@ class Encoder:
         """Special tokens that absorb the white space after them, as those of Phi-3 do."""
         added = getattr(self.tokenizer, "added_tokens_decoder", {})
         return np.array([number for number, token in added.items() if getattr(token, "rstrip", False)], dtype=np.int64)
+
+
+def end_to_end(documents: Sequence[TokenizedRecord]) -> Encoded:
+    """Tokenized records as flat arrays."""
+    nothing = np.empty(0, np.int32)
+    return Encoded(
+        ids=np.concatenate([nothing, *(document.ids for document in documents)]),
+        num_bytes=np.concatenate([nothing, *(document.num_bytes for document in documents)]),
+        is_scored=np.concatenate([nothing.astype(np.bool_), *(document.is_scored for document in documents)]),
+        bounds=np.cumsum([0, *(len(document.ids) for document in documents)], dtype=np.int64),
+        names=tuple(document.record.id for document in documents),
+        groups=tuple(document.record.group or document.record.id for document in documents),
+        has_prompt=tuple(document.has_prompt for document in documents),
+    )
 
 
 def num_shared(left: Sequence[Any], right: Sequence[Any]) -> int:

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from stillroom.errors import DataError
+
+if TYPE_CHECKING:
+    from stillroom.data.spans.paired import Paired
 
 Ints = npt.NDArray[np.int64]
 Numbers = npt.NDArray[np.integer[Any]]  # in as few bytes as they fit into
@@ -38,6 +41,7 @@ class Encoded:
     groups: Sequence[str]  # D, documents of a group are held out together
     has_prompt: Sequence[bool] | npt.NDArray[np.bool_] = ()  # D, a chat or a prompt with an answer; empty: none is
     count_scored: Callable[[Ints, Ints], Ints] | None = None  # `num_scored_between`, where there is a faster way
+    paired: Paired | None = None  # the same documents in the teacher's tokens, where it has a tokenizer of its own
 
     def __post_init__(self) -> None:
         num_tokens, num_documents = len(self.ids), len(self.names)

@@ -11,9 +11,10 @@ sources.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,8 @@ from stillroom.data.encoded import Ints
 from stillroom.data.packing import Rows
 from stillroom.data.short_first import arranged, buckets
 from stillroom.types import IGNORED, Batch
+
+_OTHER_PADS = {"targets": IGNORED, "segments": -1, "spans": -1}  # token 0 is in every vocabulary
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class MixedRows(Rows):
 
     def __init__(self, parts: Sequence[Part], *, pad_id: int = 0) -> None:
         self.parts = tuple(parts)
-        self._pads = {"input_ids": pad_id, "targets": IGNORED, "segments": -1}
+        self._pads = {"input_ids": pad_id, "targets": IGNORED, "segments": -1, "spans": -1}
         self._part_firsts = np.cumsum([0, *(len(part.rows) for part in parts)])
         self._kept: tuple[tuple[int, int, int, bool, float], list[Ints]] | None = None
 
@@ -71,6 +74,10 @@ class MixedRows(Rows):
     @cached_property
     def lengths(self) -> Ints:
         return np.concatenate([part.rows.lengths for part in self.parts])
+
+    @cached_property
+    def other_lengths(self) -> Ints:
+        return np.concatenate([part.rows.other_lengths for part in self.parts])
 
     @cached_property
     def longest(self) -> Ints:
@@ -103,6 +110,10 @@ class MixedRows(Rows):
     def question(self, index: int) -> tuple[list[int], list[int]]:
         part, place = self._place(index)
         return part.rows.question(place)
+
+    def other_prompt(self, index: int) -> list[int]:
+        part, place = self._place(index)
+        return part.rows.other_prompt(place)
 
     def sample_id(self, index: int) -> str:
         part, place = self._place(index)
@@ -189,4 +200,13 @@ def _stacked(batches: Sequence[Batch], pads: dict[str, int]) -> Batch:
         documents=tuple(name for batch in batches for name in batch.documents),
         segments=padded("segments") if is_packed else None,
         sources=tuple(name for batch in batches for name in batch.sources),
+        **_stacked_pair(batches, padded),
     )
+
+
+def _stacked_pair(batches: Sequence[Batch], padded: Callable[[str], Tensor]) -> dict[str, Any]:
+    """The teacher's rows of all batches as one, and the spans; nothing where there is one tokenizer."""
+    others = [batch.other for batch in batches if batch.other is not None]
+    found: dict[str, Any] = {"other": _stacked(others, _OTHER_PADS)} if others else {}
+    names = [name for name in ("spans", "is_exact") if getattr(batches[0], name) is not None]
+    return found | {name: padded(name) for name in names}

@@ -15,9 +15,9 @@ keeps only its first row, and what does not fit is left out and counted. "packed
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ import torch
 from stillroom.data.best_fit import best_fit
 from stillroom.data.encoded import Encoded, Ints
 from stillroom.data.records import Tally
+from stillroom.data.spans.paired import span_flags, span_numbers
 from stillroom.errors import ConfigError, DataError
 from stillroom.types import IGNORED, Batch
 
@@ -67,6 +68,8 @@ class Rows:
         self._names_offsets = names_offsets
         self._firsts = firsts
         self._known_counts = counts  # where it was counted already
+        paired = encoded.paired
+        self.beside = None if paired is None else paired.beside(encoded.bounds, starts, ends)
 
     def __len__(self) -> int:
         return len(self._starts) if self._firsts is None else len(self._firsts) - 1
@@ -84,6 +87,14 @@ class Rows:
     def lengths(self) -> Ints:
         """[R] Inputs of each row."""
         inputs: Ints = self._ends - self._starts - 1
+        return inputs if self._firsts is None else np.add.reduceat(inputs, self._firsts[:-1])
+
+    @property
+    def other_lengths(self) -> Ints:
+        """[R] Inputs of the teacher's row beside each row; empty where there is one tokenizer."""
+        if self.beside is None:
+            return np.empty(0, np.int64)
+        inputs = self.beside.lengths
         return inputs if self._firsts is None else np.add.reduceat(inputs, self._firsts[:-1])
 
     @property
@@ -154,6 +165,17 @@ class Rows:
         num_answer = int(np.append(~is_scored[first:], np.True_).argmax())
         return ids[:first], ids[first : first + num_answer]
 
+    def other_prompt(self, index: int) -> list[int]:
+        """The teacher's tokens before the first scored target of the teacher's row; empty where there is none."""
+        paired, piece = self._encoded.paired, index if self._firsts is None else int(self._firsts[index])
+        if paired is None or self.beside is None:
+            return []
+        start, end = int(self.beside.starts[piece]), int(self.beside.ends[piece])
+        is_scored = paired.encoded.is_scored[start:end].copy()
+        is_scored[:1] = False
+        num_before = int(is_scored.argmax()) if is_scored.any() else 0
+        return [int(token) for token in paired.encoded.ids[start : start + num_before]]
+
     def sample_id(self, index: int) -> str:
         """The document a row starts in, and the token offset if it may not be 0: "asyncio.base@1024".
 
@@ -170,33 +192,66 @@ class Rows:
         """These rows as tensors, padded on the right to the longest."""
         self._check(indices)
         rows = [self._pieces(int(row)) for row in indices]
-        width = max(sum(end - start - 1 for start, end in pieces) for pieces in rows)
+        documents = self._documents_at(np.array([pieces[0][0] for pieces in rows]))
+        names = {
+            "sample_ids": tuple(self.sample_id(int(row)) for row in indices),
+            "documents": tuple(self._encoded.names[document] for document in documents.tolist()),
+            "index": index,
+        }
+        batch = self._batch(self._encoded, [[(*piece, 0) for piece in row] for row in rows], self._pad_id, names)
+        return batch if self.beside is None else self._paired(batch, [int(row) for row in indices])
+
+    def _batch(
+        self, encoded: Encoded, rows: list[list[tuple[int, int, int]]], pad_id: int, names: dict[str, Any]
+    ) -> Batch:
+        """Rows of pieces (start, end, first token that may be a target), padded on the right to the longest."""
+        width = max(1, *(sum(max(end - start - 1, 0) for start, end, _ in pieces) for pieces in rows))
         shape = (len(rows), width)
-        inputs = np.full(shape, self._pad_id, np.int64)
+        inputs = np.full(shape, pad_id, np.int64)
         mask, sizes = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
         targets, segments = np.full(shape, IGNORED, np.int64), np.full(shape, -1, np.int64)
         for line, pieces in enumerate(rows):
             place = 0
-            for number, (start, end) in enumerate(pieces):
+            for number, (start, end, first) in enumerate(pieces):
+                if end - start < 2:
+                    continue
                 here, following = slice(place, place + end - start - 1), slice(start + 1, end)
-                is_scored, ids = self._encoded.is_scored[following], self._encoded.ids[start:end]
+                is_scored, ids = encoded.is_scored[following], encoded.ids[start:end]
+                is_scored = is_scored if first <= start + 1 else is_scored & (np.arange(start + 1, end) >= first)
                 inputs[line, here] = ids[:-1]
                 mask[line, here] = 1
                 targets[line, here] = np.where(is_scored, ids[1:], IGNORED)
-                sizes[line, here] = np.where(is_scored, self._encoded.num_bytes[following], 0)
+                sizes[line, here] = np.where(is_scored, encoded.num_bytes[following], 0)
                 segments[line, here] = number
                 place = here.stop
-        documents = self._documents_at(np.array([pieces[0][0] for pieces in rows]))
+        is_empty = ~mask.any(axis=1)  # a model still needs a token
+        mask[is_empty, 0], segments[is_empty, 0] = 1, 0
         return Batch(
             input_ids=torch.from_numpy(inputs),
             attention_mask=torch.from_numpy(mask),
             targets=torch.from_numpy(targets),
             target_bytes=torch.from_numpy(sizes),
-            sample_ids=tuple(self.sample_id(int(row)) for row in indices),
-            index=index,
-            documents=tuple(self._encoded.names[document] for document in documents.tolist()),
             segments=torch.from_numpy(segments) if self.is_packed else None,
+            **names,
         )
+
+    def _paired(self, batch: Batch, rows: list[int]) -> Batch:
+        """The batch with the teacher's rows beside it, and the spans of both."""
+        paired, beside = self._encoded.paired, self.beside
+        assert paired is not None and beside is not None
+        pieces = [range(row, row + 1) if self._firsts is None else range(*self._firsts[row : row + 2]) for row in rows]
+        theirs = [[(int(beside.starts[p]), int(beside.ends[p]), int(beside.targets[p])) for p in own] for own in pieces]
+        names = {"sample_ids": batch.sample_ids, "documents": batch.documents, "index": batch.index}
+        other = self._batch(paired.encoded, theirs, paired.pad_id, names)
+        own = [[(int(self._starts[p]), int(self._ends[p]), 0) for p in one] for one in pieces]
+        limits = [[(int(beside.firsts[p]), int(beside.lasts[p])) for p in one] for one in pieces]
+        spans = span_numbers(paired.student_spans, own, limits, batch.input_ids.shape[1])
+        exact = span_flags(spans, paired.spans.is_exact, limits)
+        other = replace(
+            other,
+            spans=torch.from_numpy(span_numbers(paired.teacher_spans, theirs, limits, other.input_ids.shape[1])),
+        )
+        return replace(batch, other=other, spans=torch.from_numpy(spans), is_exact=torch.from_numpy(exact))
 
     def _check(self, indices: Sequence[int] | Ints) -> None:
         if not len(indices) or min(indices) < 0 or max(indices) >= len(self):
@@ -225,9 +280,14 @@ def pack(encoded: Encoded, packing: Packing, max_length: int, tally: Tally, *, p
     counts = _counted(encoded, starts, ends, targets)
     del targets, has_targets
     if packing != "packed":
-        return Rows(encoded, starts, ends, pad_id=pad_id, names_offsets=packing == "blocks", counts=counts)
-    order, firsts = best_fit(ends - starts - 1, max_length)
-    return Rows(encoded, starts[order], ends[order], pad_id=pad_id, firsts=firsts, counts=counts)
+        rows = Rows(encoded, starts, ends, pad_id=pad_id, names_offsets=packing == "blocks", counts=counts)
+    else:
+        order, firsts = best_fit(ends - starts - 1, max_length)
+        rows = Rows(encoded, starts[order], ends[order], pad_id=pad_id, firsts=firsts, counts=counts)
+    if encoded.paired is not None and rows.beside is not None:
+        num_kept = int((rows.beside.lasts - rows.beside.firsts).sum())
+        tally.counters["spans_cut_by_rows"] += len(encoded.paired.spans) - num_kept
+    return rows
 
 
 def _consecutive(bounds: Ints, is_continued: npt.NDArray[np.bool_], max_length: int) -> tuple[Ints, Ints]:

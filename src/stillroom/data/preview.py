@@ -18,6 +18,7 @@ from stillroom.data.corpus import encode_training
 from stillroom.data.duplicates import count_duplicates
 from stillroom.data.encode import Tokenizer, num_shared, spell
 from stillroom.data.encoded import Encoded
+from stillroom.data.lengths import length_quantiles
 
 Pieces = list[tuple[str, bool]]  # (text, is scored), in reading order
 
@@ -40,7 +41,6 @@ _LEFT_OUT = (
     "rows_without_targets",
 )
 
-_QUANTILES = {"shortest": 0, "first_decile": 0.1, "median": 0.5, "ninth_decile": 0.9, "longest": 1}
 _SUMMED = ("documents", "tokens", "scored_tokens", "training_rows")
 _TOLD_ONCE = ("rows", "notes", "bad_records", "left_out", "max_length")
 
@@ -74,7 +74,7 @@ def _one(config: DataConfig, tokenizer: Tokenizer, num_rows: int, cuts: bool) ->
         "tokens": len(encoded.ids),
         "scored_tokens": num_scored,
         "scored_share": num_scored / max(len(encoded.ids), 1),
-        "lengths": _lengths(np.diff(encoded.bounds)),
+        "lengths": length_quantiles(np.diff(encoded.bounds)),
         "max_length": config.max_length,
         "training_rows": len(rows),
         "left_out": {name: tally.counters[name] for name in _LEFT_OUT if tally.counters[name]},
@@ -128,11 +128,3 @@ def token_pieces(tokenizer: Tokenizer, ids: Sequence[int], is_scored: Sequence[b
     flags = [bool(is_scored[place]) for place in [0, *changes]] if ids else []
     pieces = [(whole[start:end], flag) for (start, end), flag in zip(itertools.pairwise(cuts), flags, strict=False)]
     return [(text, flag) for text, flag in pieces if text]
-
-
-def _lengths(counts: Any) -> dict[str, int]:
-    """Quantiles of the documents' lengths in tokens."""
-    if not len(counts):
-        return {}
-    found = np.quantile(counts, list(_QUANTILES.values()), method="nearest").tolist()
-    return {name: int(value) for name, value in zip(_QUANTILES, found, strict=True)}

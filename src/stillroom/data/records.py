@@ -159,6 +159,12 @@ class Turn:
         return self.role == "assistant" and is_blank(self.content) and is_blank(self.thought)
 
 
+def chat_key(turns: tuple[Turn, ...]) -> str:
+    """The key of a chat: a digest of its turns, before any template."""
+    content = [[turn.role, turn.content, *([turn.thought] if turn.thought else [])] for turn in turns]
+    return content_key(json.dumps(content))
+
+
 # The fields an object must have to be read in a shape; the first that fits is taken.
 _NEEDED = {
     "messages": ("messages",),
@@ -243,8 +249,7 @@ class Shaper:
             segments = tuple((text, True) for text, _ in segments)
         if not any(text for text, is_scored in segments if is_scored):
             raise Unusable("the chat has nothing to score")
-        content = [[turn.role, turn.content, *([turn.thought] if turn.thought else [])] for turn in turns]
-        return Record(where, segments, content_key(json.dumps(content)), has_template=has_template)
+        return Record(where, segments, chat_key(turns), has_template=has_template)
 
     def _turn(self, where: str, message: object) -> Turn:
         if isinstance(message, Mapping) and "role" not in message and {"from", "value"} <= set(message):

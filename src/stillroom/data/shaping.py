@@ -5,10 +5,10 @@ from __future__ import annotations
 from stillroom.config.data import DataConfig
 from stillroom.data.chat import PlainChat, TemplateChat
 from stillroom.data.encode import Tokenizer
-from stillroom.data.records import ChatWriter, Shaper, Tally
+from stillroom.data.records import Shaper, Tally
 
 
-def chat_writer(tokenizer: Tokenizer, tally: Tally) -> ChatWriter:
+def chat_writer(tokenizer: Tokenizer, tally: Tally) -> TemplateChat | PlainChat:
     return TemplateChat(tokenizer, tally) if tokenizer.chat_template else PlainChat(tally)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from stillroom.telemetry.events import Event
 from stillroom.telemetry.reading import reading
-from stillroom.telemetry.run_record import RunRecord, mapping
+from stillroom.telemetry.run_record import LoggedRun, mapping
 from stillroom.telemetry.wording import as_number
 
 NUM_CITED = 5  # steps named in a finding
@@ -22,7 +22,7 @@ NUM_CITED = 5  # steps named in a finding
 class Case:
     """A run to be diagnosed. `now` and `is_owned` (a process holds the folder) are None where nobody looked."""
 
-    record: RunRecord
+    record: LoggedRun
     now: datetime | None = None
     is_owned: bool | None = None
     is_live: bool = False  # asked by the run itself, which goes on

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from stillroom.telemetry.reading import items, reading, section
-from stillroom.telemetry.run_record import RunRecord, mapping
+from stillroom.telemetry.run_record import LoggedRun, mapping
 from stillroom.telemetry.wording import as_number, clean, format_count, format_duration, format_percent, format_result
 
 YARDSTICKS = (
@@ -28,7 +28,7 @@ COUNTS = (
 WIDTH = 80
 
 
-def compare(first: RunRecord, second: RunRecord) -> dict[str, Any]:
+def compare(first: LoggedRun, second: LoggedRun) -> dict[str, Any]:
     """The differing settings, surroundings, counts, and each yardstick of each model side by side."""
     is_alike = _is_alike(first, second)
     return {
@@ -71,7 +71,7 @@ def _differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str,
     return {key: [before.get(key), after.get(key)] for key in keys if key and before.get(key) != after.get(key)}
 
 
-def _is_alike(first: RunRecord, second: RunRecord) -> bool | None:
+def _is_alike(first: LoggedRun, second: LoggedRun) -> bool | None:
     """Whether both were scored on as many held-out tokens of as many documents; None where a log does not say."""
     counts = [
         tuple(as_number(mapping(run.start, "data").get(key)) for key in ("eval_tokens", "eval_documents"))

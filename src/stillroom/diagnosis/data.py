@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from stillroom.diagnosis.case import Case, cited
+from stillroom.diagnosis.case import Case, cited, log_of
 from stillroom.diagnosis.cause import Cause
 from stillroom.diagnosis.finding import Finding
+from stillroom.telemetry.reading import reading
 from stillroom.telemetry.wording import as_number, format_count, format_percent
 
 _MUCH_LEAKED = 0.01  # of the evaluation records
@@ -12,6 +13,8 @@ _MANY_BAD = 0.001  # of the records
 _FEW_SCORED = 0.10  # of the training tokens
 _MUCH_CUT = 0.20  # of the targets
 _MANY_EPOCHS = 6.0
+_TOO_MANY_EPOCHS = 20.0
+_MANY_EMPTY = 0.02  # of the attempts, and at least three
 
 
 def _counter(case: Case, name: str) -> float:
@@ -77,9 +80,11 @@ def masked_out_data(case: Case) -> Finding | None:
         parts.append(f"{len(empty)} steps had no scored target and were skipped")
     length = int(case.number("data.max_length"))
     is_cut = lost_share >= _MUCH_CUT or bool(without)
+    is_rare = len(empty) < max(3, _MANY_EMPTY * len(case.attempts))
+    is_few = share >= _FEW_SCORED and lost_share < _MUCH_CUT and is_rare
     return Finding(
         "masked_out_data",
-        "warning",
+        "hint" if is_few else "warning",
         "; ".join(parts),
         "raise data.max_length so that the answers fit"
         if is_cut
@@ -98,6 +103,12 @@ def epochs_seen(case: Case) -> float:
     return case.last_step / max(1, -(-int(batches) // case.accumulation))
 
 
+def _still_falls(case: Case) -> bool:
+    """Whether the last evaluation is better than the one before by more than a hundredth of a nat."""
+    losses = [log_of(reading(event, "perplexity")) for event in case.record.evals[-2:]]
+    return len(losses) == 2 and losses[0] is not None and losses[1] is not None and losses[1] < losses[0] - 0.01
+
+
 def data_exhausted(case: Case) -> Finding | None:
     """So many passes over the data that there is little left to learn from it."""
     epochs = epochs_seen(case)
@@ -107,7 +118,7 @@ def data_exhausted(case: Case) -> Finding | None:
     per_epoch = case.last_step / epochs
     return Finding(
         "data_exhausted",
-        "warning",
+        "warning" if epochs >= _TOO_MANY_EPOCHS or not _still_falls(case) else "hint",
         f"{epochs:.1f} passes over {format_count(tokens)} training tokens; the first ended at step {per_epoch:.0f}",
         "give more text, or train for fewer steps; a teacher can also label text that has no labels",
         steps=(round(per_epoch),),

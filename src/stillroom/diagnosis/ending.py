@@ -62,7 +62,9 @@ def stopped_early(case: Case) -> Finding | None:
     if end.get("exit_code") and (done < planned or not planned):
         is_interrupted = end.get("exit_code") == 75
         severity: Severity = "warning" if is_interrupted else "problem"
-        what = f"stopped {where} with exit code {end['exit_code']}: {clean(end.get('reason') or 'no reason recorded')}"
+        reason = clean(end.get("reason") or "no reason recorded")
+        place = "" if reason.startswith("stopped at step") else f"stopped {where}: "
+        what = f"{place}{reason} (exit code {end['exit_code']})"
         advice = "continue: stillroom resume RUN"
         setting = "train.max_minutes=0" if "minutes" in str(end.get("reason")) else ""
     elif end and done < planned:

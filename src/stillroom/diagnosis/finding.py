@@ -35,7 +35,7 @@ class Finding:
             "severity": self.severity,
             "steps": list(self.steps),
             "evidence": self.evidence,
-            "advice": self.advice,
+            "advice": f"{self.advice}: --set '{self.setting}'" if self.setting else self.advice,
             "setting": self.setting,
             "numbers": dict(self.numbers),
         }

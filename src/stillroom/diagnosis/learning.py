@@ -15,7 +15,7 @@ _RISE = 0.02  # nats of held-out loss above its best
 _GAP = 2.0
 _LEAST_GAP = 0.2  # in the unit of the objective
 _LAST_STEPS = 20
-_MANY_REFUSED = 0.02  # of the attempts
+_MANY_REFUSED = 0.05  # of the attempts
 
 
 def _train_at(case: Case, eval_step: int) -> list[Event]:
@@ -133,5 +133,5 @@ def refused_batches(case: Case) -> Finding | None:
 CAUSES = (
     Cause(overfitting, explains=("train_eval_gap", "data_exhausted")),
     Cause(train_eval_gap, is_live=False, explains=("rate_too_low", "rate_too_high", "divergence", "stopped_early")),
-    Cause(refused_batches, explains=("stopped_early",)),
+    Cause(refused_batches),
 )

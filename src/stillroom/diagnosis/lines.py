@@ -31,9 +31,8 @@ def finding_lines(number: int, finding: Finding) -> list[str]:
     where = step_words(finding.steps)
     head = f"{number}. {finding.severity}  {words(finding.cause)}" + (f"  ({where})" if where else "")
     lines = [head, *labelled("evidence", finding.evidence), *labelled("advice", finding.advice)]
-    return lines + (
-        labelled("setting", f"--set '{finding.setting}'" if finding.setting else "") if finding.setting else []
-    )
+    # Not wrapped: a line break inside the quotes would not be the same setting.
+    return [*lines, f"   {'setting':<{_LABEL}}--set '{clean(finding.setting)}'"] if finding.setting else lines
 
 
 def labelled(label: str, text: str) -> list[str]:

@@ -88,7 +88,7 @@ def machine_overloaded(case: Case) -> Finding | None:
     if waited and middle(waited) >= _SLOW_LOADER:
         return None
     cores = as_number(mapping(case.record.start, "machine").get("cores"))
-    others = f", of a machine with {cores:.0f}" if cores else ""
+    others = f"; the machine has {cores:.0f}" if cores else ""
     return Finding(
         "machine_overloaded",
         "hint",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from stillroom.diagnosis.case import Case
 from stillroom.errors import ConfigError
-from stillroom.telemetry.run_record import RunRecord
+from stillroom.telemetry.run_record import LoggedRun
 
 FILES = ("events.jsonl", "config.json", "summary.json")
 
@@ -17,7 +17,7 @@ def read_case(folder: Path, *, is_owned: bool | None = None) -> Case:
     if not any((folder / name).exists() for name in FILES):
         held = f"there is none of {', '.join(FILES)}" if folder.is_dir() else "there is no such folder"
         raise ConfigError(f"{folder} holds no run: {held}", advice=["give the folder of a run, or a configuration"])
-    record = RunRecord.load(folder)
+    record = LoggedRun.load(folder)
     if not record.events and not record.config and not record.summary:
         raise ConfigError(
             f"nothing of the run in {folder} can be read: {' '.join(record.missing)}",

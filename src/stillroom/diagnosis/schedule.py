@@ -12,7 +12,8 @@ _LONG_WARMUP = 0.5  # of the run
 _SUSPECT_WARMUP = 0.3
 _USUAL_WARMUP = (0.01, 0.2)
 _TRIAL_STEPS = 10  # a shorter run says little about its rate
-_HARDLY = 0.01  # nats, and share of the distance to the teacher
+_HARDLY = 0.01  # nats
+_HARDLY_SHARE = 0.002  # of the distance to the teacher
 _ROOM = 0.2  # nats
 _ROSE = 0.5  # nats of training loss above its best stretch
 _STRETCH = 5
@@ -62,7 +63,7 @@ def never_out_of_warmup(case: Case) -> Finding | None:
     if steps < _TRIAL_STEPS or not case.steps:
         return None
     share, last = warmup / steps, case.last_step
-    is_inside = last <= warmup and not case.is_live and last >= _TRIAL_STEPS
+    is_inside = last <= warmup and case.record.is_finished
     if share < _LONG_WARMUP and not is_inside:
         return None
     peak = as_number(case.schedule.get("learning_rate")) or case.number("train.learning_rate")
@@ -127,12 +128,12 @@ def _rise(case: Case) -> tuple[float, float] | None:
 def rate_too_low(case: Case) -> Finding | None:
     """The held-out loss hardly fell although there was room."""
     before, best, teacher = case.nll_before, case.nll_best, case.nll("teacher")
-    if before is None or best is None or case.last_step < _TRIAL_STEPS:
+    if before is None or best is None or case.record.evals[-1]["step"] < _TRIAL_STEPS:
         return None
     room = before - (teacher if teacher is not None else 0.0)
     gain = before - best
     last = log_of(reading(case.record.evals[-1], "perplexity"))
-    if room < _ROOM or gain >= max(_HARDLY, _HARDLY * room) or last is None or last > before + _HARDLY:
+    if room < _ROOM or gain >= max(_HARDLY, _HARDLY_SHARE * room) or last is None or last > before + _HARDLY:
         return None
     rate = case.number("train.learning_rate")
     travel = sum(numbers(case.steps, "lr"))

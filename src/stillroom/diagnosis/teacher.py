@@ -11,8 +11,9 @@ from stillroom.telemetry.wording import as_number, format_percent
 
 _LIKE_A_GUESS = 0.6  # of the log of the vocabulary's size, which is the loss of a guess
 _WORSE_NATS = 0.02
+_AHEAD_NATS = 1.0
 _OTHER_KIND_NATS = 0.7
-_MANY_BAD_ROWS = 0.01  # of the steps
+_MANY_BAD_ROWS, _SOME_BAD_ROWS = 0.10, 0.01  # of the steps
 _COARSE_NATS = 0.05
 _COARSE_SHARE = 0.2  # of the distance that is left between student and teacher
 
@@ -22,8 +23,6 @@ def teacher_degraded(case: Case) -> Finding | None:
     alarms = [event for event in case.record.of("router") if event.get("alarm")]
     bad = [step for step in case.attempts if as_number(step.get("bad_teacher_rows"))]
     fallbacks = [event for event in case.guards if event.get("action") == "fallback"]
-    reasons = [(event, str(event.get("reason"))) for event in case.guards]
-    not_finite = [event for event, text in reasons if "the kd term is" in text and "the student is sound" in text]
     if alarms:
         start = numbers(case.record.of("router"), "teacher_nll")[:1]
         now = numbers(alarms, "teacher_nll")[-1:]
@@ -38,18 +37,17 @@ def teacher_degraded(case: Case) -> Finding | None:
             numbers={"alarms": len(alarms)},
         )
     share = len(bad) / max(len(case.attempts), 1)
-    if not bad and not fallbacks and not not_finite:
+    if not bad and not fallbacks:
         return None
     rows = sum(numbers(bad, "bad_teacher_rows"))
     fell = f", and {len(fallbacks)} stretches were trained on labels alone" if fallbacks else ""
-    is_grave = bool(fallbacks) or bool(not_finite) or share >= _MANY_BAD_ROWS
+    is_grave = bool(fallbacks) or share >= _MANY_BAD_ROWS
     return Finding(
         "teacher_degraded",
-        "problem" if is_grave else "hint",
-        f"in {len(bad) or len(not_finite)} of {len(case.attempts)} steps the teacher gave no usable answer "
-        f"({rows:.0f} rows){fell}",
+        "problem" if is_grave else "warning" if share >= _SOME_BAD_ROWS and len(bad) > 1 else "hint",
+        f"in {len(bad)} of {len(case.attempts)} steps the teacher gave no usable answer ({rows:.0f} rows){fell}",
         "load the teacher in float32; if it still answers NaN, its folder is damaged",
-        steps=cited(bad or fallbacks or not_finite),
+        steps=cited(bad or fallbacks),
         setting="teacher.dtype=float32",
         numbers={"steps": len(bad), "rows": rows, "share": share, "fallbacks": len(fallbacks)},
     )
@@ -67,7 +65,9 @@ def teacher_off_domain(case: Case) -> Finding | None:
         return None
     guess = math.log(case.vocab_size)
     least = min(held_out, trained) if trained is not None else held_out
-    if least < _LIKE_A_GUESS * guess:
+    before = case.nll_before
+    is_ahead = before is not None and held_out < before - _AHEAD_NATS  # a weak teacher of a weaker student still helps
+    if least < _LIKE_A_GUESS * guess or is_ahead:
         return None
     seen = f", {trained:.3g} on the first training batch" if trained is not None else ""
     return Finding(

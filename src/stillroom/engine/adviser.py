@@ -9,10 +9,11 @@ from typing import Any
 from stillroom.diagnosis import Case, Finding, diagnose, roots
 from stillroom.telemetry import EventLog
 from stillroom.telemetry.events import Event, scan_events
-from stillroom.telemetry.run_record import RunRecord, mapping
+from stillroom.telemetry.run_record import LoggedRun, mapping
 
 _NUM_STEPS = 1000  # the latest step records that are kept: advice about a run is about its present
 _ASKED_AT = frozenset({"eval", "run_end"})
+_LONGER = "train for longer, or at another learning rate"
 _SAID_BY_THE_END = frozenset({"stopped_early", "stalled_run"})  # the record of the end has the reason
 
 
@@ -57,9 +58,9 @@ class Adviser:
         return roots(diagnose(Case(_record(tuple(event for _, event in in_order), {}), is_live=is_live)))
 
 
-def _record(events: tuple[Event, ...], summary: dict[str, Any]) -> RunRecord:
+def _record(events: tuple[Event, ...], summary: dict[str, Any]) -> LoggedRun:
     starts = [event for event in events if event["event"] == "run_start"]
-    return RunRecord("run", mapping(starts[-1], "config") if starts else {}, events, summary)
+    return LoggedRun("run", mapping(starts[-1], "config") if starts else {}, events, summary)
 
 
 def advice_of(events: tuple[Event, ...], summary: dict[str, Any], texts: Iterable[str]) -> list[dict[str, Any]]:
@@ -69,5 +70,5 @@ def advice_of(events: tuple[Event, ...], summary: dict[str, Any], texts: Iterabl
     """
     findings = diagnose(Case(_record(events, summary)))
     if not any(finding.is_alarming for finding in findings):
-        findings = [*(Finding("little_gained", "hint", text, text) for text in texts), *findings]
+        findings = [*(Finding("little_gained", "hint", text, _LONGER) for text in texts), *findings]
     return [finding.to_dict() for finding in findings]

@@ -11,6 +11,7 @@ import torch
 from stillroom import threads
 from stillroom.checkpoint import Mark, Saved
 from stillroom.config import Config
+from stillroom.data.lengths import row_lengths
 from stillroom.engine.adviser import Adviser
 from stillroom.engine.building.assemble import build_run
 from stillroom.engine.building.device import deterministic, find_device
@@ -33,6 +34,7 @@ from stillroom.engine.run_folder.inputs import Inputs
 from stillroom.engine.saving import save_checkpoint
 from stillroom.engine.state import RunState, restore_history
 from stillroom.engine.stop import Stop
+from stillroom.engine.tracking import open_tracking
 from stillroom.errors import BrokenAtStart
 from stillroom.evaluation import Evaluation
 from stillroom.models import Student, anatomy_of
@@ -103,6 +105,9 @@ def _run(
         log.listen(listener)
     if parallel.is_first:
         Adviser(log)
+        tracking = open_tracking(config, folder, lambda text: log.write("note", text=text))
+        if tracking is not None:
+            log.listen(tracking)
     with log, recorded_end(log, folder):
         with stop.while_loading():
             run = build_run(
@@ -176,10 +181,9 @@ def _before(run: Run, state: RunState) -> dict[str, Any]:
     before: dict[str, Any] = {}
     teacher = run.teacher.as_model()
     if teacher is not None:
-        before["teacher"] = summary_row(
-            _evaluate_teacher(run, state, teacher), anatomy_of(teacher.model).num_parameters
-        )
-        if not _is_number(before["teacher"]["perplexity"]):
+        row = summary_row(_evaluate_teacher(run, state, teacher), anatomy_of(teacher.model).num_parameters)
+        before["teacher"] = run.teacher.comparable(row)
+        if not _is_number(before["teacher"]["bits_per_byte"]):
             raise BrokenAtStart(
                 "the teacher's held-out loss is not finite",
                 where=run.config.teacher.model,
@@ -209,9 +213,10 @@ def _before(run: Run, state: RunState) -> dict[str, Any]:
 
 
 def _evaluate_teacher(run: Run, state: RunState, model: Student) -> Evaluation:
-    options = {"precision": run.precision.plain(), "teacher": run.teacher, "between": state.between_batches}
+    beside = run.teacher if run.teacher.tokenizer is None else None
+    options: dict[str, Any] = {"precision": run.precision.plain(), "teacher": beside, "between": state.between_batches}
     with run.teacher.at_work():
-        return evaluate_held_out(run, state, model, **options)
+        return evaluate_held_out(run, state, model, read=run.teacher.own_batch, **options)
 
 
 def _is_number(value: float) -> bool:
@@ -237,7 +242,12 @@ def _announce(run: Run, models: Models, notes: tuple[str, ...], saved: Saved | N
         },
         teacher={"name": config.teacher.model, **teacher.anatomy.to_dict()} if teacher else None,
         student={"name": student_name(config), **models.loaded_student.anatomy.to_dict(), "trained": run.num_trained},
-        data={**run.corpus.counters, "notes": list(run.corpus.notes)},
+        data={
+            **run.corpus.counters,
+            "shapes": run.corpus.shapes,
+            "lengths": row_lengths(run.corpus),
+            "notes": list(run.corpus.notes),
+        },
     )
     for text in (*notes, *threads.notes(), *models.notes, *run.teacher.notes, *run.mix.notes(run.device.type)):
         run.log.write("note", text=text)

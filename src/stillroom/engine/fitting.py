@@ -51,9 +51,15 @@ def within_memory(run: Run, state: RunState, work: Callable[[], T]) -> T:
         _take_smaller_parts(run, state, shortage or "memory ran out in another process")
 
 
-def evaluate_held_out(run: Run, state: RunState, student: Student, **options: Any) -> Evaluation:
-    """`evaluate` on the held-out batches, in parts that fit."""
-    return within_memory(run, state, lambda: evaluate(student, parts_of(run.eval_batches(), state), **options))
+def evaluate_held_out(
+    run: Run, state: RunState, student: Student, *, read: Callable[[Batch], Batch] = lambda batch: batch, **options: Any
+) -> Evaluation:
+    """`evaluate` on the held-out batches, in parts that fit. `read` says how the model reads a batch."""
+
+    def work() -> Evaluation:
+        return evaluate(student, parts_of([read(batch) for batch in run.eval_batches()], state), **options)
+
+    return within_memory(run, state, work)
 
 
 def _take_smaller_parts(run: Run, state: RunState, shortage: str) -> None:

@@ -7,6 +7,7 @@ own logits before it is used.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -50,12 +51,18 @@ def anatomy_of(model: Any) -> Anatomy:
     inputs = model.get_input_embeddings()
     return Anatomy(
         family=str(config.model_type),
-        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        num_parameters=sum(_num_elements(parameter) for parameter in model.parameters()),
         num_layers=int(config.num_hidden_layers),
         width=int(config.hidden_size),
         vocab_rows=int(head.weight.shape[0]),
         is_tied=head.weight is inputs.weight,
     )
+
+
+def _num_elements(parameter: Tensor) -> int:
+    """bitsandbytes packs two weights of four bits into a byte, and keeps their shape beside them."""
+    packed = getattr(parameter, "quant_state", None)
+    return math.prod(packed.shape) if packed is not None else parameter.numel()
 
 
 def backbone(model: Any) -> nn.Module:

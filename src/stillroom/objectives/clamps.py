@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from stillroom.errors import ConfigError
-from stillroom.types import DenseSignal, Signal, StudentView
+from stillroom.types import DenseSignal, PairedSignal, Signal, StudentView
 
 
 def perplexity_floor(logit_clamp: float, vocab_size: int) -> float:
@@ -55,7 +55,7 @@ class Clamps:
         return replace(view, head=replace(view.head, clamp=self.logits)) if self.logits else view
 
     def on_signal(self, signal: Signal | None) -> Signal | None:
-        if not self.logits or not isinstance(signal, DenseSignal):
+        if not self.logits or not isinstance(signal, DenseSignal | PairedSignal):
             return signal
         return replace(signal, head=replace(signal.head, clamp=self.logits))
 

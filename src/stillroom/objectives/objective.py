@@ -30,6 +30,17 @@ class Inside:
 
 
 @dataclass(frozen=True)
+class Matched:
+    """The pairs of tokens of two vocabularies that stand for the same bytes, and what is left over on each side."""
+
+    student_ids: Sequence[int]
+    teacher_ids: Sequence[int]
+    student_rest: int  # ordinary tokens without a partner
+    teacher_rest: int
+    problem: str = ""  # why tokens of these vocabularies cannot be compared by their bytes
+
+
+@dataclass(frozen=True)
 class Plan:
     """The arguments of a recipe. Random numbers drawn in it depend on the run's seed alone."""
 
@@ -38,6 +49,8 @@ class Plan:
     student: Inside
     teacher: Inside | None  # None where no term of the run needs the teacher
     kept: Sequence[int] | None = None  # the teacher's layers that a cut student consists of
+    matched: Matched | None = None  # tokens of the same bytes, where each model has a tokenizer of its own
+    chunk_tokens: int = 0  # positions the head handles at once; 0: chosen
 
 
 class Objective:
@@ -149,6 +162,7 @@ def plan_objectives(
     *,
     seed: int = 0,
     kept: Sequence[int] | None = None,
+    matched: Matched | None = None,
 ) -> Planned:
     """Make the objectives that the configuration uses. Raise if the models cannot serve them.
 
@@ -160,7 +174,7 @@ def plan_objectives(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         for name in dict.fromkeys((*own, *used)):
-            plan = Plan(name, config.sections[name], student, teacher, kept)
+            plan = Plan(name, config.sections[name], student, teacher, kept, matched, config.chunk_tokens)
             made.append(_checked(OBJECTIVES.find(name).make(plan), name))
     return Planned(tuple(made))
 

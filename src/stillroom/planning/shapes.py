@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stillroom.config import Config
 from stillroom.curriculum import Curriculum
-from stillroom.models.adapter.attach import insert
+from stillroom.models.adapter.attach import adapted_layers, insert
 from stillroom.models.adapter.frozen_base import store_base
 from stillroom.models.anatomy import layers_if_any
 from stillroom.models.load.shape_only import student_shape, teacher_shape
@@ -195,9 +195,10 @@ def _store(network: Any, config: Config, precision: Precision) -> None:
     """Store the student as the precision does, and attach its adapter."""
     adapter = config.student.adapter
     if adapter is not None:
+        targets, _left_out = adapted_layers(network, adapter, name=config.student.model)
         network.requires_grad_(False)
         with _staying():
-            insert(network, adapter, name=config.student.model, seed=0)
+            insert(network, adapter, targets, name=config.student.model, seed=0)
         dtype = precision.frozen_storage(adapter.base_dtype)
         store_base(network, dtype, whole=precision.keeps_half_weights, has_values=False)
     elif precision.keeps_half_weights:

@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
-from stillroom.errors import CannotSave
+from stillroom.report.figures import perplexity
+from stillroom.report.history import History
+from stillroom.report.live import LiveReport
 from stillroom.report.page import render
 from stillroom.report.record import RunRecord
+from stillroom.report.several import render_several
+from stillroom.report.svg import draw
+from stillroom.report.writing import PAGE, PICTURE, save
 
-__all__ = ["RunRecord", "render", "write_report"]
+__all__ = ["History", "LiveReport", "RunRecord", "render", "render_several", "write_report", "write_reports"]
 
 
-def write_report(run_dir: Path | str) -> Path:
-    """Write `report.html` into a run's folder and return its path.
+def write_report(run_dir: Path | str, foot: str = "") -> Path:
+    """Write `report.html` and its main figure `report.svg` into a run's folder; return the page's path.
 
     The page says what the folder lacks (a crashed run has no summary) and shows the rest.
     """
-    path = Path(run_dir) / "report.html"
-    temporary = path.with_name(path.name + ".tmp")
-    page = render(RunRecord.load(Path(run_dir)))
-    try:
-        temporary.write_text(page, encoding="utf-8", newline="\n")
-        temporary.replace(path)
-    except OSError as error:
-        raise CannotSave(
-            f"the report cannot be written: {error.strerror or error}",
-            where=str(path),
-            advice=("free space on the disk, then: stillroom report RUN",),
-        ) from error
+    folder = Path(run_dir)
+    run = RunRecord.load(folder)
+    path = save(folder / PAGE, render(run, foot))
+    figure = perplexity(run)
+    if figure is not None:
+        save(folder / PICTURE, draw(figure))
     return path
+
+
+def write_reports(run_dirs: Sequence[Path], out: Path) -> Path:
+    """Write one page about one run or several to a file; return its path."""
+    runs = [RunRecord.load(folder) for folder in run_dirs]
+    return save(out, render(runs[0]) if len(runs) == 1 else render_several(runs))

@@ -1,4 +1,4 @@
-"""Parts of figures: colours by role, axes, curves thinned to what a screen can show.
+"""Parts of figures: colours by role, traces, axes, shaded phases.
 
 Figures are plain plotly dictionaries with the colours of a light page; on a dark screen the page replaces each by its
 dark counterpart. Plotly reads tags in labels, so text from outside goes through `label`.
@@ -11,22 +11,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from stillroom.report.curves import short, smooth, thin
 from stillroom.report.markup import text
-from stillroom.telemetry.wording import as_number, clip
+from stillroom.report.steps import Curve
+from stillroom.telemetry.wording import clip
 
 Trace = dict[str, Any]
 Layout = dict[str, Any]
-Curve = tuple[list[float], list[float]]
 
-MAX_POINTS = 2000
-MAX_AREAS = 300  # points of a stacked area; more only roughen its edges
 MAX_NAMED_TICKS = 6
-SMOOTHED_SHARE = 0.02  # of the run: span of the running mean
+MAX_PHASES = 24
 
 # role: (on a light page, on a dark page). The same role has the same colour in every figure and table.
 ROLES: Mapping[str, tuple[str, str]] = {
     "student": ("#1d6f79", "#62bcc6"),
-    "teacher": ("#b0671a", "#e0a55f"),
+    "teacher": ("#a55e13", "#e0a55f"),
     "baseline": ("#74798a", "#a0a6b5"),
     "baseline_equal_compute": ("#97689a", "#c99ccb"),
     "training": ("#a8cbce", "#2d5c62"),
@@ -36,7 +37,17 @@ ROLES: Mapping[str, tuple[str, str]] = {
     "grid": ("#e4e1da", "#33373d"),
     "surface": ("#ffffff", "#1d2024"),
     "page": ("#faf8f4", "#15171a"),
+    "shade": ("#f1eee6", "#24282d"),
     "good": ("#2f7a48", "#7cc794"),
+}
+# Backgrounds of tokens by distance, from equal to different. Text on each keeps a contrast of at least 4.5.
+APART: Mapping[str, tuple[str, str]] = {
+    "apart0": ("#ffffff", "#1d2024"),
+    "apart1": ("#fdf0dd", "#33291d"),
+    "apart2": ("#fbddb3", "#4a361d"),
+    "apart3": ("#f7c487", "#66461d"),
+    "apart4": ("#f0a35c", "#784d1c"),
+    "apart5": ("#e5823a", "#91571a"),
 }
 # kd has the teacher's colour, ce that of plain training; the other terms take the remaining colours.
 TERM_COLOURS = {"kd": ROLES["teacher"][0], "ce": ROLES["baseline"][0]}
@@ -71,59 +82,23 @@ def label(name: object) -> str:
 # -- curves ----------------------------------------------------------------------------------------------
 
 
-def curve(events: Sequence[Mapping[str, Any]], key: str, *, above: float | None = None) -> Curve:
-    """The finite values of a key over the steps."""
-    values = [(float(event["step"]), as_number(event.get(key))) for event in events]
-    points = [(step, value) for step, value in values if value is not None and (above is None or value > above)]
-    return [step for step, _ in points], [value for _, value in points]
-
-
-def short(value: float) -> float:
-    """Round to five significant digits, which is more than a screen can show."""
-    return float(f"{value:.5g}")
-
-
-def thin(curve: Curve, limit: int = MAX_POINTS) -> Curve:
-    """At most `limit` points, keeping the lowest and highest of each stretch, so that spikes stay visible."""
+def points(curve: Curve) -> Trace:
+    """The coordinates of a trace, rounded. The x values are steps: whole numbers."""
     xs, ys = curve
-    if len(xs) <= limit:
-        return xs, ys
-    size = math.ceil(len(xs) / (limit // 2))
-    chosen: list[int] = []
-    for begin in range(0, len(xs), size):
-        stretch = range(begin, min(begin + size, len(xs)))
-        chosen += sorted({min(stretch, key=ys.__getitem__), max(stretch, key=ys.__getitem__)})
-    return [xs[index] for index in chosen], [ys[index] for index in chosen]
+    return {"x": [short_step(x) for x in xs.tolist()], "y": [short(y) for y in ys.tolist()]}
 
 
-def stretches(items: Sequence[Any], limit: int = MAX_AREAS) -> list[Sequence[Any]]:
-    """The items in at most `limit` stretches of equal length, for curves that must share their x values."""
-    size = math.ceil(len(items) / limit) or 1
-    return [items[begin : begin + size] for begin in range(0, len(items), size)]
-
-
-def smooth(curve: Curve) -> Curve:
-    """A running mean over the last SMOOTHED_SHARE of the run."""
-    xs, ys = curve
-    # In a short run take a tenth, up to eight steps.
-    pull = 1.0 / max(1.0, SMOOTHED_SHARE * len(ys), min(8.0, len(ys) / 10))
-    level, out = ys[0] if ys else 0.0, []
-    for index, value in enumerate(ys):
-        # Average the first points evenly, else the first value would dominate for long.
-        level += max(pull, 1.0 / (index + 1)) * (value - level)
-        out.append(level)
-    return xs, out
+def short_step(value: float) -> float:
+    return int(value) if value.is_integer() else value
 
 
 def line(curve: Curve, name: str, stroke: str, **options: Any) -> Trace:
-    xs, ys = curve
     style = {"color": stroke, "width": options.pop("width", 2), "dash": options.pop("dash", "solid")}
     return {
         "type": "scatter",
         "mode": "lines",
         "name": name,
-        "x": xs,
-        "y": [short(value) for value in ys],
+        **points(curve),
         "line": style,
         "cliponaxis": False,  # do not cut markers at the frame
     } | options
@@ -131,17 +106,17 @@ def line(curve: Curve, name: str, stroke: str, **options: Any) -> Trace:
 
 def level(value: float, until: float, name: str, stroke: str, **options: Any) -> Trace:
     """A horizontal line over the whole run."""
-    return line(([0.0, until], [value, value]), name, stroke, **({"dash": "dash", "width": 1.5} | options))
+    return line(
+        (np.array([0.0, until]), np.array([value, value])), name, stroke, **({"dash": "dash", "width": 1.5} | options)
+    )
 
 
 def marks(curve: Curve, name: str, stroke: str, symbol: str = "circle", **options: Any) -> Trace:
-    xs, ys = curve
     return {
         "type": "scatter",
         "mode": "markers",
         "name": name,
-        "x": xs,
-        "y": [short(value) for value in ys],
+        **points(curve),
         "marker": {"color": stroke, "symbol": symbol, "size": options.pop("size", 8)},
         "cliponaxis": False,
     } | options
@@ -253,36 +228,30 @@ def two_panels(last_step: float, upper: Layout, lower: Layout) -> Layout:
     )
 
 
-def phase_lines(events: Sequence[Mapping[str, Any]]) -> Layout:
-    """A thin vertical line, with the name of the new phase, where the curriculum changes phase."""
-    steps = [event["step"] for event in events if isinstance(event.get("step"), int)]
-    names = [label(event.get("to")) for event in events if isinstance(event.get("step"), int)]
-    shapes = [
-        {
-            "type": "line",
-            "xref": "x",
-            "yref": "paper",
-            "x0": step,
-            "x1": step,
-            "y0": 0,
-            "y1": 1,
-            "line": {"color": colour("muted"), "width": 1, "dash": "dot"},
-        }
-        for step in steps
-    ]
-    notes = [
-        {
-            "x": step,
-            "y": 1,
-            "xref": "x",
-            "yref": "paper",
-            "text": name,
-            "showarrow": False,
-            "xanchor": "left",
-            "yanchor": "top",
-            "xshift": 4,
-            "font": {"size": 11, "color": colour("ink")},
-        }
-        for step, name in zip(steps, names, strict=True)
-    ]
+def phase_shades(phases: Sequence[tuple[str, float, float]]) -> Layout:
+    """A shade behind every second phase of the curriculum, and its name at the top where it begins."""
+    if len(phases) < 2 or len(phases) > MAX_PHASES:
+        return {}
+    shapes, notes = [], []
+    for number, (name, first, last) in enumerate(phases):
+        begin = 0 if number == 0 else first
+        end = phases[number + 1][1] if number + 1 < len(phases) else last
+        corners = {"x0": begin, "x1": end, "y0": 0, "y1": 1}
+        place = {"type": "rect", "xref": "x", "yref": "paper", "layer": "below"}
+        fill = colour("shade") if number % 2 else "rgba(0,0,0,0)"
+        shapes.append({**place, **corners, "fillcolor": fill, "line": {"width": 0}})
+        notes.append(
+            {
+                "x": begin,
+                "y": 1,
+                "xref": "x",
+                "yref": "paper",
+                "text": label(name),
+                "showarrow": False,
+                "xanchor": "left",
+                "yanchor": "top",
+                "xshift": 4,
+                "font": {"size": 11, "color": colour("ink")},
+            }
+        )
     return {"shapes": shapes, "annotations": notes}

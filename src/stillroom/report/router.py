@@ -5,31 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from stillroom.report.drawing import Figure, Trace, colour, curve, level, line, marks, two_panels, y_axis
+from stillroom.report.curves import curve, thin
+from stillroom.report.drawing import Figure, Trace, colour, level, line, marks, two_panels, y_axis
 from stillroom.report.markup import Html, element, join
 from stillroom.report.record import RunRecord, mapping
 from stillroom.telemetry.events import Event
 from stillroom.telemetry.reading import items, show
-from stillroom.telemetry.router_lines import largest_drift
 from stillroom.telemetry.wording import as_number, clean, format_count, format_loss, format_percent
 
 MAX_ROWS = 48
 
 
-def records(run: RunRecord) -> list[Event]:
-    """One record a step, in order; after a rollback the later one counts."""
-    by_step = {event["step"]: event for event in run.of("router") if isinstance(event.get("step"), int)}
-    return [by_step[step] for step in sorted(by_step)]
-
-
 def router_figure(run: RunRecord) -> Figure | None:
     """The teacher's held-out loss and the bound of the alarm, above the drift of its gates."""
-    events = records(run)
+    events = run.history.routers
     nll = curve(events, "teacher_nll")
     if len(nll[0]) < 2:
         return None
-    last, start = max(nll[0]), nll[1][0]
-    traces: list[Trace] = [line(nll, "teacher, held out", colour("teacher"), mode="lines+markers", marker={"size": 6})]
+    last, start = float(nll[0].max()), float(nll[1][0])
+    traces: list[Trace] = [
+        line(thin(nll), "teacher, held out", colour("teacher"), mode="lines+markers", marker={"size": 6})
+    ]
     bound = as_number(mapping(mapping(run.config, "teacher"), "router").get("max_degradation"))
     is_trained = any((as_number(event.get("updates")) or 0) > 0 for event in events)
     if bound is not None and is_trained:
@@ -37,11 +33,13 @@ def router_figure(run: RunRecord) -> Figure | None:
     alarms = [event for event in events if event.get("alarm")]
     if alarms:
         traces.append(marks(curve(alarms, "teacher_nll"), "restored and frozen", colour("refused"), "x", size=10))
-    drift = ([float(event["step"]) for event in events], [largest_drift(event) for event in events])
+    drift = curve(events, "largest_drift")
     kl = curve(events, "kl_to_original")
-    traces.append(line(drift, "largest gate drift", colour("ink"), width=1.5) | {"yaxis": "y2"})
-    traces.append(line(kl, "KL to the original teacher", colour("student"), width=1.5, dash="dash") | {"yaxis": "y2"})
-    title = f"The teacher's held-out loss goes from {format_loss(start)} to {format_loss(nll[1][-1])}"
+    traces.append(line(thin(drift), "largest gate drift", colour("ink"), width=1.5) | {"yaxis": "y2"})
+    traces.append(
+        line(thin(kl), "KL to the original teacher", colour("student"), width=1.5, dash="dash") | {"yaxis": "y2"}
+    )
+    title = f"The teacher's held-out loss goes from {format_loss(start)} to {format_loss(float(nll[1][-1]))}"
     if alarms:
         title += f"; its gates were restored at step {format_count(float(alarms[0]['step']))}"
     caption = "Drift is a gate's change over its original length. The alarm restores the original gates."
@@ -51,12 +49,12 @@ def router_figure(run: RunRecord) -> Figure | None:
 
 def router_part(run: RunRecord) -> Html | None:
     """The probe's result and a row for each gate; None if the run recorded no gates."""
-    events = records(run)
+    events = run.history.routers
     if not events:
         return None
-    last = events[-1]
+    last = run.history.last_router
     layers = [layer for layer in items(last, "layers") if isinstance(layer, Mapping)]
-    sentences = [_sentence(last), *(_probe(event) for event in run.of("router_probe")[-1:])]
+    sentences = [_sentence(last), *(_probe(event) for event in run.history.of_kind("router_probe")[-1:])]
     names = ("gate", "entropy, nats", "drift", "most used expert", "least used expert")
     head = element("tr", *(element("th", name, scope="col") for name in names))
     rows = [_row(layer) for layer in layers[:MAX_ROWS]]

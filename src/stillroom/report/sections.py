@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from stillroom.report.configured import flat, shown
 from stillroom.report.markup import Html, element, join, text
 from stillroom.report.record import RunRecord, mapping
 from stillroom.telemetry.events import Event
@@ -22,10 +21,8 @@ from stillroom.telemetry.wording import (
 )
 from stillroom.yardsticks import MIN_DOCUMENTS
 
-MAX_GUARD_ROWS = 60
 MAX_SAMPLES = 12
 MAX_SAMPLE_CHARACTERS = 1600
-MAX_SETTING_CHARACTERS = 300
 
 ROWS = (
     ("teacher", "teacher"),
@@ -34,7 +31,9 @@ ROWS = (
     ("baseline", "plain training, equal tokens"),
     ("baseline_equal_compute", "plain training, equal compute"),
 )
-COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+Column = tuple[str, str, Callable[[float], str]]  # key, title, format
+
+COLUMNS: tuple[Column, ...] = (
     ("perplexity", "perplexity", format_result),
     ("bits_per_byte", "bits per byte", format_result),
     ("kl", "KL to teacher", format_result),
@@ -44,7 +43,7 @@ COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("seconds", "time", format_duration),
     ("tokens", "tokens seen", format_count),
 )
-CLOSER_COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+CLOSER_COLUMNS: tuple[Column, ...] = (
     ("acceptance", "acceptance rate", format_percent),
     ("top5_agreement", "teacher's choice in top 5", format_percent),
     ("top5_overlap", "top-5 overlap", format_percent),
@@ -59,7 +58,7 @@ def results_table(run: RunRecord) -> Html | None:
     for key, _, row in rows:
         if key == "student":  # the run's own totals are the student's
             row |= {name: run.summary.get(name) for name in ("steps", "seconds", "tokens") if row.get(name) is None}
-    return join([_table(rows, COLUMNS) or Html(""), *_data_note(run)])
+    return _table(rows, COLUMNS)
 
 
 def yardsticks_table(run: RunRecord) -> Html | None:
@@ -88,9 +87,7 @@ def _num_held_out(run: RunRecord) -> float | None:
     return as_number(mapping(run.start, "data").get("eval_documents"))
 
 
-def _table(
-    rows: Sequence[tuple[str, str, Mapping[str, Any]]], wanted: Sequence[tuple[str, str, Callable[[float], str]]]
-) -> Html | None:
+def _table(rows: Sequence[tuple[str, str, Mapping[str, Any]]], wanted: Sequence[Column]) -> Html | None:
     """A table without the columns that are empty in all rows; None if no column is left."""
     columns = [column for column in wanted if any(show(row, column[0], column[2]) != "-" for _, _, row in rows)]
     if not columns:
@@ -118,19 +115,6 @@ def _number_cell(column: str, value: str, interval: str) -> Html:
     return element("td", value, bounds, data_label=column)
 
 
-def _data_note(run: RunRecord) -> list[Html]:
-    data = mapping(run.start, "data")
-    if not data:
-        return []
-    parts = []
-    for split, name in (("train", "Transfer set"), ("eval", "Held out")):
-        tokens, documents = (as_number(data.get(f"{split}_{unit}")) for unit in ("tokens", "documents"))
-        if tokens is not None:
-            inside = f" in {format_count(documents)} documents" if documents is not None else ""
-            parts.append(f"{name}: {format_count(tokens)} tokens{inside}.")
-    return [element("p", " ".join(parts), class_="note")] if parts else []
-
-
 def checks_list(run: RunRecord) -> Html | None:
     checks = [check for check in items(run.summary, "checks") if isinstance(check, Mapping)]
     if not checks:
@@ -148,14 +132,12 @@ def checks_list(run: RunRecord) -> Html | None:
 
 
 def guard_table(run: RunRecord) -> Html:
-    guards = run.of("guard")
-    if not guards:
+    shown, num_guards = run.history.guards, run.history.num_guards
+    if not num_guards:
         return element("p", "Every step was kept. The guard had nothing to do.", class_="note")
-    counts = Counter(clean(event.get("action")) for event in guards)
-    actions = ", ".join(f"{action} {count}" for action, count in counts.most_common())
-    shown = guards if len(guards) <= MAX_GUARD_ROWS else guards[: MAX_GUARD_ROWS // 2] + guards[-MAX_GUARD_ROWS // 2 :]
-    left_out = len(guards) - len(shown)
-    summary = f"{len(guards)} events: {actions}."
+    actions = ", ".join(f"{clean(action)} {count}" for action, count in run.history.guard_counts.most_common(12))
+    left_out = num_guards - len(shown)
+    summary = f"{num_guards} events: {actions}."
     summary += f" {left_out} from the middle are left out here and stand in events.jsonl." if left_out else ""
     names = ("step", "action", "reason", "samples", "evidence")
     head = element("tr", *(element("th", name, scope="col") for name in names))
@@ -166,7 +148,9 @@ def guard_table(run: RunRecord) -> Html:
 def _guard_row(event: Event) -> Html:
     action = clean(event.get("action"))
     samples = ", ".join(clip(name, 32) for name in items(event, "sample_ids")[:4])
-    evidence = ", ".join(f"{name} {value}" for name, value in _flat(_with_words(mapping(event, "evidence"))))
+    evidence = ", ".join(
+        f"{clean(name)} {shown(value)}" for name, value in flat(_with_words(mapping(event, "evidence")))
+    )
     return element(
         "tr",
         element("td", show(event, "step", format_count), data_label="step", class_="number"),
@@ -187,8 +171,7 @@ def _with_words(evidence: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def samples_part(run: RunRecord) -> Html | None:
-    # A resumed run writes its samples again: show the last answer to each prompt.
-    samples = list({clean(event.get("prompt")): event for event in run.of("sample")}.values())[-MAX_SAMPLES:]
+    samples = run.history.samples[-MAX_SAMPLES:]
     return join(map(_sample, samples)) if samples else None
 
 
@@ -239,28 +222,14 @@ def _groups(values: Mapping[str, Any]) -> Iterator[Html]:
 
 
 def _definitions(values: Mapping[str, Any]) -> Html:
-    pairs = [element("div", element("dt", name), element("dd", value)) for name, value in _flat(values)]
+    pairs = [element("div", element("dt", clean(name)), element("dd", shown(value))) for name, value in flat(values)]
     return element("dl", *pairs)
 
 
-def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
-    for key, value in values.items():
-        name = f"{before}{clean(key)}"
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{name}.")
-        else:
-            yield name, _shown(value)
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return clip(text, MAX_SETTING_CHARACTERS)
-
-
 def notes_list(run: RunRecord) -> Html | None:
-    notes = [*items(mapping(run.start, "data"), "notes"), *(event.get("text") for event in run.of("note"))]
+    notes = [*run.history.notes]
+    if run.history.num_notes_left_out:
+        notes.append(f"{format_count(run.history.num_notes_left_out)} more notes stand in events.jsonl")
     precision = mapping(run.start, "precision")
     if precision.get("reason"):
         notes.insert(0, f"precision {clean(precision.get('mode'))}: {clean(precision['reason'])}")

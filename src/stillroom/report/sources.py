@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from stillroom.report.markup import Html, element, join
-from stillroom.report.record import RunRecord, mapping
+from stillroom.report.record import RunRecord
 from stillroom.telemetry.reading import items, show
-from stillroom.telemetry.wording import as_number, clean, format_count, format_loss
+from stillroom.telemetry.wording import clean, format_count, format_loss
 
 _SHARE_AT_THE_END = 20  # the last of so many parts of the steps
 
@@ -42,18 +41,13 @@ def sources_table(run: RunRecord) -> Html | None:
 
 def _last_terms(run: RunRecord, name: str) -> dict[str, float]:
     """The mean of each term over the targets of the last steps."""
-    steps = run.kept_steps
-    last = [mapping(mapping(step, "sources"), name) for step in steps[-max(1, len(steps) // _SHARE_AT_THE_END) :]]
-    sums: dict[str, float] = {}
-    counts: dict[str, float] = {}
-    for record in last:
-        targets = as_number(record.get("targets")) or 0.0
-        for term, mean in _means(record).items():
-            sums[term] = sums.get(term, 0.0) + mean * targets
-            counts[term] = counts.get(term, 0.0) + targets
-    return {term: total / counts[term] for term, total in sums.items() if counts[term]}
-
-
-def _means(record: Mapping[str, Any]) -> dict[str, float]:
-    found = {str(term): as_number(value) for term, value in record.items() if term != "targets"}
-    return {term: value for term, value in found.items() if value is not None}
+    late = run.steps.first_of_last(_SHARE_AT_THE_END)
+    targets = dict(zip(*(part.tolist() for part in run.steps.curve("source", name, "targets")), strict=True))
+    found = {}
+    for term in run.steps.source_terms(name):
+        points = zip(*(part.tolist() for part in run.steps.curve("source", name, term)), strict=True)
+        weighted = [(value, targets.get(step, 0.0)) for step, value in points if step >= late and term != "targets"]
+        total = sum(weight for _, weight in weighted)
+        if total:
+            found[term] = sum(value * weight for value, weight in weighted) / total
+    return found

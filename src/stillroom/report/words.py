@@ -30,11 +30,13 @@ def story(run: RunRecord) -> list[str]:
 def _how_it_ended(run: RunRecord) -> list[str]:
     if run.is_finished:
         return []
-    steps = run.kept_steps
-    if not steps and not run.evals and not run.end:
+    if run.is_running:
+        of = f" of {format_count(run.num_steps_planned)}" if run.num_steps_planned else ""
+        return [f"The run is at step {format_count(run.steps.last)}{of}."]
+    if not len(run.steps) and not run.evals and not run.end:
         return ["Nothing of this run's training was recorded."]
     planned = f" of {format_count(run.num_steps_planned)}" if run.num_steps_planned else ""
-    place = f"step {format_count(steps[-1]['step'] if steps else 0)}{planned}"
+    place = f"step {format_count(run.steps.last)}{planned}"
     status = clean(run.summary.get("status") or run.end.get("status") or "")
     code = as_number(run.end.get("exit_code"))
     if not status:
@@ -89,8 +91,8 @@ def facts(run: RunRecord) -> list[tuple[str, str]]:
     """The run's main numbers as (label, value)."""
     summary = run.summary
     steps = as_number(summary.get("steps"))
-    if steps is None and run.kept_steps:
-        steps = float(run.kept_steps[-1]["step"])
+    if steps is None and len(run.steps):
+        steps = float(run.steps.last)
     numbers = (
         ("steps", steps, format_count),
         ("time", as_number(summary.get("seconds")), format_duration),
@@ -103,7 +105,7 @@ def facts(run: RunRecord) -> list[tuple[str, str]]:
     precision = run.start.get("precision")
     if isinstance(precision, dict) and precision.get("mode"):
         labelled.append(("precision", clean(precision["mode"])))
-    quantisation = mapping(summary, "teacher_quantisation") or next(iter(run.of("teacher_quantised")), {})
+    quantisation = mapping(summary, "teacher_quantisation") or next(iter(run.history.of_kind("teacher_quantised")), {})
     kl = as_number(quantisation.get("kl"))
     if kl is not None:
         labelled.append(("teacher in", f"{clean(quantisation.get('kind'))}, KL to full {kl:.2g}"))

@@ -23,9 +23,20 @@ from typing import Any, Literal
 from torch import Tensor
 
 from stillroom.models import Student
-from stillroom.types import Batch, DenseSignal, Evidence, Needs, SampledSignal, Signal, StudentView, TopKSignal, Verdict
+from stillroom.types import (
+    Batch,
+    DenseSignal,
+    Evidence,
+    Needs,
+    PairedSignal,
+    SampledSignal,
+    Signal,
+    StudentView,
+    TopKSignal,
+    Verdict,
+)
 
-SignalKind = Literal["none", "dense", "top-k", "sampled"]
+SignalKind = Literal["none", "dense", "top-k", "sampled", "paired"]
 Answers = Sequence[Signal | None]  # several are averaged; None: the student is scored on the labels alone
 
 
@@ -36,6 +47,7 @@ class Teacher:
     """
 
     kind: SignalKind = "none"
+    tokenizer: Any = None  # its own, where it reads the text in other tokens than the student
     notes: tuple[str, ...] = ()  # logged when the run begins
     num_exact: int = 0  # its likeliest tokens that lead each position of a sparse signal, in order; 0: not known
 
@@ -72,6 +84,14 @@ class Teacher:
     def whole_answer(self, batch: Batch, signal: Signal | None) -> Signal | None:
         """What a student is compared with after `observe` gave `signal`: the dense answer where it is at hand."""
         return signal
+
+    def own_batch(self, batch: Batch) -> Batch:
+        """The batch as its network reads it: another one where it has a tokenizer of its own."""
+        return batch
+
+    def comparable(self, yardsticks: dict[str, Any]) -> dict[str, Any]:
+        """Its yardsticks without those that cannot be compared with a student's."""
+        return yardsticks
 
     def own_yardsticks(self, batches: Sequence[Batch]) -> dict[str, Any] | None:
         """Its own results on held-out batches where it has no network that could be scored; None: not known."""
@@ -149,3 +169,5 @@ def kind_of(signal: Signal | None) -> SignalKind:
             return "top-k"
         case SampledSignal():
             return "sampled"
+        case PairedSignal():
+            return "paired"

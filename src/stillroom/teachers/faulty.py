@@ -13,7 +13,18 @@ from torch import Tensor
 
 from stillroom.models import Student
 from stillroom.teachers.base import Answers, SignalKind, Teacher
-from stillroom.types import Batch, DenseSignal, Evidence, Needs, SampledSignal, Signal, StudentView, TopKSignal, Verdict
+from stillroom.types import (
+    Batch,
+    DenseSignal,
+    Evidence,
+    Needs,
+    PairedSignal,
+    SampledSignal,
+    Signal,
+    StudentView,
+    TopKSignal,
+    Verdict,
+)
 
 
 class FaultyTeacher(Teacher):
@@ -26,7 +37,6 @@ class FaultyTeacher(Teacher):
         self.inner = inner
         self.kind: SignalKind = inner.kind
         self.notes = inner.notes
-        self.writes_text = inner.writes_text
         self._strikes, self._tell = strikes, tell
         self._step = 0
 
@@ -61,11 +71,25 @@ class FaultyTeacher(Teacher):
     # -- passed on ---------------------------------------------------------------------------------------
 
     @property
+    def writes_text(self) -> bool:  # type: ignore[override]
+        return self.inner.writes_text
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.inner.tokenizer
+
+    @property
     def num_exact(self) -> int:  # type: ignore[override]
         return self.inner.num_exact
 
     def whole_answer(self, batch: Batch, signal: Signal | None) -> Signal | None:
         return self.inner.whole_answer(batch, signal)
+
+    def comparable(self, yardsticks: dict[str, Any]) -> dict[str, Any]:
+        return self.inner.comparable(yardsticks)
+
+    def own_batch(self, batch: Batch) -> Batch:
+        return self.inner.own_batch(batch)
 
     def own_yardsticks(self, batches: Sequence[Batch]) -> dict[str, Any] | None:
         return self.inner.own_yardsticks(batches)
@@ -132,7 +156,7 @@ class FaultyTeacher(Teacher):
 def _with_nan(signal: Signal) -> Signal:
     """The signal with NaN in place of its values."""
     match signal:
-        case DenseSignal():
+        case DenseSignal() | PairedSignal():
             return replace(signal, hidden=torch.full_like(signal.hidden, float("nan")))
         case TopKSignal():
             return replace(signal, log_probs=torch.full_like(signal.log_probs, float("nan")))
@@ -143,7 +167,7 @@ def _with_nan(signal: Signal) -> Signal:
 def _with_noise(signal: Signal, seed: int) -> Signal:
     """Finite noise for hidden states; in sparse signals, each position gets its neighbour's ids."""
     match signal:
-        case DenseSignal():
+        case DenseSignal() | PairedSignal():
             generator = torch.Generator(device=signal.hidden.device).manual_seed(seed)
             noise = torch.randn(signal.hidden.shape, generator=generator, device=signal.hidden.device)
             return replace(signal, hidden=(noise * 10 * signal.hidden.float().std()).to(signal.hidden.dtype))

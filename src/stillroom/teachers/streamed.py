@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from stillroom.config.schema import TeacherConfig
 from stillroom.errors import BrokenAtStart, StillroomError
+from stillroom.files import reason_of
 from stillroom.models import LoadedModel, load_teacher, load_tokenizer, try_model
 from stillroom.models.anatomy import layers_if_any
 from stillroom.models.load.on_disk import OnDisk, open_on_disk, wanted_tensors
@@ -50,9 +51,17 @@ class FileShelf:
         self._files = files
 
     def read(self, name: str, dtype: torch.dtype, *, is_pinned: bool) -> Tensor:
-        with safe_open(self._files[name], framework="pt") as opened:
-            mapped: Tensor = opened.get_tensor(name)
-            weight = mapped.to(dtype, copy=True)
+        path = self._files[name]
+        try:
+            with safe_open(path, framework="pt") as opened:
+                mapped: Tensor = opened.get_tensor(name)
+                weight = mapped.to(dtype, copy=True)
+        except (OSError, SafetensorError) as error:
+            raise BrokenAtStart(
+                f"{name} of the teacher cannot be read from its file any more: {reason_of(error)}",
+                where=str(path),
+                advice=["put the file back; `stillroom resume` continues the run"],
+            ) from error
         return weight.pin_memory() if is_pinned else weight
 
 

@@ -203,6 +203,11 @@ class ConsoleView:
         with self._while_someone_reads():
             self._screen.close()
 
+    @property
+    def is_read(self) -> bool:
+        """Whether somebody may still read; False after the reader went away."""
+        return not isinstance(self._screen, SilentScreen)
+
     def __enter__(self) -> ConsoleView:
         return self
 

@@ -216,9 +216,8 @@ def note_line(event: Fields) -> str:
 
 def advice_line(event: Fields) -> str:
     """A finding of the run's own diagnosis: the cause, its evidence, and what to set."""
-    cause, setting = clean(event.get("cause")).replace("_", " "), clean(event.get("setting") or "")
-    change = f" (--set {setting})" if setting else ""
-    return f"advice  {cause}: {clean(event.get('evidence'))}. {clean(event.get('advice'))}{change}"
+    cause = clean(event.get("cause")).replace("_", " ")
+    return f"advice  {cause}: {clean(event.get('evidence'))}. {clean(event.get('advice'))}"
 
 
 def eval_line(event: Fields) -> str:

@@ -18,9 +18,51 @@ FINISHED = frozenset({"done", "finished", "completed"})
 BASELINES = ("baseline", "baseline_equal_compute")
 
 
+class RunReading:
+    """What anyone who read a run's folder can say of it. Who reads gives what is declared here."""
+
+    summary: Mapping[str, Any]
+
+    @property
+    def start(self) -> Mapping[str, Any]:
+        raise NotImplementedError
+
+    @property
+    def end(self) -> Mapping[str, Any]:
+        raise NotImplementedError
+
+    @property
+    def evals(self) -> list[Event]:
+        raise NotImplementedError
+
+    @property
+    def is_finished(self) -> bool:
+        status = clean(self.summary.get("status") or self.end.get("status"))
+        return status in FINISHED or self.end.get("exit_code") == 0
+
+    @property
+    def num_steps_planned(self) -> int:
+        return int(as_number(mapping(self.start, "schedule").get("optimizer_steps")) or 0)
+
+    def result(self, row: str) -> Mapping[str, Any]:
+        """A row of the summary. Without a summary, the first or last evaluation of the student."""
+        result = mapping(self.summary, row)
+        if result or self.summary:
+            return result
+        evals = self.evals
+        if row == "student" and evals:
+            return evals[-1]
+        if row == "student_before" and len(evals) > 1 and evals[0]["step"] == 0:
+            return evals[0]
+        return {}
+
+    def perplexity(self, row: str) -> float | None:
+        return reading(self.result(row), "perplexity")
+
+
 @dataclass(frozen=True)
-class RunRecord:
-    """One run, read from its folder. `missing` are sentences about what is not there."""
+class LoggedRun(RunReading):
+    """One run with all its events, read from its folder. `missing` are sentences about what is not there."""
 
     name: str
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -29,15 +71,15 @@ class RunRecord:
     missing: tuple[str, ...] = ()
 
     @staticmethod
-    def load(run_dir: Path) -> RunRecord:
+    def load(run_dir: Path) -> LoggedRun:
         missing: list[str] = []
         events = _read_log(run_dir / "events.jsonl", missing)
-        summary = _read_object(run_dir / "summary.json", missing)
-        config = _read_object(run_dir / "config.json", missing)
-        run = RunRecord(run_dir.resolve().name, config, events, summary, tuple(missing))
+        summary = read_object(run_dir / "summary.json", missing)
+        config = read_object(run_dir / "config.json", missing)
+        run = LoggedRun(run_dir.resolve().name, config, events, summary, tuple(missing))
         name = run.start.get("run")
         settings = mapping(config, "config") or config or mapping(run.start, "config")
-        return RunRecord(clean(name or run.name), settings, events, summary, tuple(missing))
+        return LoggedRun(clean(name or run.name), settings, events, summary, tuple(missing))
 
     def of(self, kind: str) -> list[Event]:
         return [event for event in self.events if event.get("event") == kind]
@@ -57,11 +99,6 @@ class RunRecord:
             if event.get("event") in ("resume", "step"):
                 return {}
         return {}
-
-    @property
-    def is_finished(self) -> bool:
-        status = clean(self.summary.get("status") or self.end.get("status"))
-        return status in FINISHED or self.end.get("exit_code") == 0
 
     @cached_property
     def kept_steps(self) -> list[Event]:
@@ -83,25 +120,6 @@ class RunRecord:
         """The last evaluation of each step, in order, without those that gave no number."""
         evals = {event["step"]: event for event in self.of("eval") if _has_step(event)}
         return [evals[step] for step in sorted(evals) if as_number(evals[step].get("perplexity")) is not None]
-
-    @property
-    def num_steps_planned(self) -> int:
-        return int(as_number(mapping(self.start, "schedule").get("optimizer_steps")) or 0)
-
-    def result(self, row: str) -> Mapping[str, Any]:
-        """A row of the summary. Without a summary, the first or last evaluation of the student."""
-        result = mapping(self.summary, row)
-        if result or self.summary:
-            return result
-        evals = self.evals
-        if row == "student" and evals:
-            return evals[-1]
-        if row == "student_before" and len(evals) > 1 and evals[0]["step"] == 0:
-            return evals[0]
-        return {}
-
-    def perplexity(self, row: str) -> float | None:
-        return reading(self.result(row), "perplexity")
 
 
 def mapping(record: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -131,7 +149,7 @@ def _read_log(path: Path, missing: list[str]) -> tuple[Event, ...]:
     return scan.records
 
 
-def _read_object(path: Path, missing: list[str]) -> Mapping[str, Any]:
+def read_object(path: Path, missing: list[str]) -> Mapping[str, Any]:
     try:
         value = json.loads(path.read_bytes())
     except OSError:

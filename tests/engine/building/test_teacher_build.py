@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,15 @@ def test_an_automatic_cache_is_written_by_the_quantised_teacher(small: Path, tmp
     over = {**INT8, "teacher__cache": "auto", "teacher__signal__compare": "whole"}
     found = summary(run(small, tmp_path / "auto", **over))
     assert found["teacher_quantisation"]["kind"] == "int8"
+
+
+def test_an_automatic_cache_names_the_package_that_is_missing(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    with pytest.raises(BrokenAtStart, match="needs torchao") as caught:
+        run(small, tmp_path / "auto", **INT8, teacher__cache="auto")
+    assert caught.value.exit_code == 20
 
 
 def test_a_run_is_refused_above_the_bound(small: Path, tmp_path: Path) -> None:

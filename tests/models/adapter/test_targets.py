@@ -83,3 +83,11 @@ def test_a_network_without_linear_layers_is_refused() -> None:
             if is_linear(part):
                 block.set_submodule(name, nn.Identity())
     assert "no linear layer" in refused(network)
+
+
+@pytest.mark.parametrize("family", ["llama4", "phimoe"])
+def test_a_router_that_is_a_linear_layer_by_its_class_alone_is_none(family: str) -> None:
+    network = model(family)
+    routers = [name for name, part in network.named_modules() if isinstance(part, nn.Linear) and "router" in name]
+    assert routers and not set(routers) & set(choose_targets(network, ()))
+    assert "no linear layer" in refused(network, routers[0])

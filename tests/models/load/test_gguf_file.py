@@ -153,21 +153,6 @@ def test_one_part_of_several_is_refused(folder: Path, tmp_path: Path) -> None:
     assert "llama-gguf-split --merge" in error.advice[0]
 
 
-@pytest.mark.parametrize("way", ["fields", "tensor"])
-def test_scaled_rotary_frequencies_are_refused(folder: Path, tmp_path: Path, way: str) -> None:
-    """Transformers leaves them out in silence, and answers with other logits than the model has."""
-    path = tmp_path / "scaled.gguf"
-    if way == "fields":
-        fields = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
-        refused(
-            gguf_files.write(folder, path, fields=fields), "scales its rotary frequencies", "'linear' with factor 4"
-        )
-    else:
-        values = np.linspace(1, 8, 8, dtype=np.float32)
-        refused(gguf_files.write(folder, path, tensors={"rope_freqs.weight": values}), "rope_freqs.weight")
-        opened(gguf_files.write(folder, tmp_path / "o.gguf", tensors={"rope_freqs.weight": np.ones(8, np.float32)}))
-
-
 def test_a_file_without_a_tokenizer_is_refused(folder: Path, tmp_path: Path) -> None:
     refused(gguf_files.write(folder, tmp_path / "mute.gguf", with_tokenizer=False), "holds no tokenizer")
 

@@ -204,3 +204,12 @@ def test_loading_leaves_the_logging_of_transformers_as_it_was(tmp_path: Path) ->
         assert logging.get_verbosity() == logging.INFO and logging.is_progress_bar_enabled()
     finally:
         logging.set_verbosity(before)
+
+
+def test_a_student_whose_steps_cannot_be_repeated_is_refused() -> None:
+    """Reformer draws the seeds of its hashes from the machine, and sets torch's own random state with them."""
+    model, state = families.build("reformer"), torch.random.get_rng_state()
+    with pytest.raises(BrokenAtStart, match="do not come from torch's random state") as caught:
+        try_model(model, tiny.tokenizer(), name="reformer", role="student")
+    assert caught.value.exit_code == 20 and torch.equal(torch.random.get_rng_state(), state)
+    try_model(model, tiny.tokenizer(), name="reformer", role="teacher")

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stillroom.data.encoded import Encoded, Ints, Numbers, Tokens
+from stillroom.data.spans.paired import Paired
 from stillroom.data.store.part import Part
 from stillroom.data.store.scored import ScoredCounts, joined
 from stillroom.data.store.texts import JoinedTexts
@@ -132,6 +133,7 @@ def end_to_end(several: Sequence[Encoded]) -> Encoded:
         names=JoinedTexts([one.names for one in several], everyone),
         groups=JoinedTexts([one.groups for one in several], everyone),
         has_prompt=np.concatenate([one.prompts for one in several]),
+        paired=Paired.joined([one.paired for one in several if one.paired is not None]),
     )
 
 

@@ -9,6 +9,7 @@ from stillroom.config import Config
 from stillroom.engine.building.shrink_student import student_name
 from stillroom.errors import BrokenAtStart
 from stillroom.models import LoadedModel, find
+from stillroom.models.adapter.adapter_trial import try_adapter
 from stillroom.models.adapter.attach import Adapter, attach
 from stillroom.models.adapter.frozen_base import store_base
 from stillroom.parallel import Parallel
@@ -27,6 +28,7 @@ def adapted(config: Config, loaded: LoadedModel) -> tuple[LoadedModel, Adapter |
     name = student_name(config)
     base, notes = _base_of(config)
     adapter = attach(loaded.network, config.student.adapter, name=name, base_name=base, seed=config.train.seed)
+    notes += try_adapter(adapter, name)
     head = loaded.network.get_output_embeddings()
     is_head_adapted = hasattr(head, "base_layer")
     if is_head_adapted and loaded.is_described:

@@ -11,6 +11,7 @@ from stillroom.checkpoint import CheckpointStore
 from stillroom.config import Config
 from stillroom.curriculum import Curriculum
 from stillroom.data import Corpus, Loader, open_data
+from stillroom.data.spans.common import Coverage
 from stillroom.engine.building.adapt_student import check_base, store_frozen
 from stillroom.engine.building.budgets import make_snapshots
 from stillroom.engine.building.cache_build import cached_teacher
@@ -31,7 +32,8 @@ from stillroom.parallel import Parallel
 from stillroom.precision import AdamW, ParameterGroup, Precision, resolve
 from stillroom.schedule import Schedule, steps_of_run, warmup_of_run
 from stillroom.teachers import Surroundings, Teacher, make_teacher
-from stillroom.teachers.make import num_trained_by_teacher
+from stillroom.teachers.make import live_teacher, num_trained_by_teacher
+from stillroom.teachers.paired import PairedTeacher
 from stillroom.telemetry import EventLog
 
 
@@ -57,7 +59,8 @@ def build_run(
     loader = make_loader(config, corpus, parallel)
     precision = make_precision(config, models, device, begun_in)
     place_student(config, models, precision, parallel, log)
-    planned = make_objectives(config, models.student, models.teacher, device, kept=models.kept_layers)
+    both = models.student, models.teacher
+    planned = make_objectives(config, *both, device, kept=models.kept_layers, matched=models.matched)
     optimizer = make_optimizer(models.student, precision, config, planned)
     parallel.prepare(optimizer)
     hooks = make_hooks(inject, tell=lambda text: log.write("note", text=text))
@@ -97,7 +100,12 @@ def build_run(
 
 def open_corpus(config: Config, models: Models, parallel: Parallel, log: EventLog) -> Corpus:
     """The data, opened unless choosing the models opened it. Log what a user should know about its rows."""
-    corpus = models.corpus or open_data(config.data, models.tokenizer, tell=lambda text: log.write("note", text=text))
+    corpus = models.corpus or open_data(
+        config.data,
+        models.tokenizer,
+        tell=lambda text: log.write("note", text=text),
+        teacher_tokenizer=models.teacher_tokenizer,
+    )
     notes = check_rows(models, corpus)
     if len(config.data.sources) > 1 and config.train.gradient_accumulation_steps * parallel.size == 1:
         notes.append(
@@ -113,6 +121,10 @@ def build_teacher(
 ) -> Teacher:
     """From stored answers where the configuration names some, else from the model that was loaded."""
     size, device = models.vocab_size, surroundings.precision.device
+    if models.teacher_tokenizer is not None and models.loaded_teacher is not None:
+        own = models.loaded_teacher.anatomy.vocab_rows
+        live = live_teacher(config, models.loaded_teacher, own, device, compiled)
+        return PairedTeacher(live, models.teacher_tokenizer, corpus.coverage or Coverage())
     if models.cache is None:
         loaded = quantise_teacher(config, models.loaded_teacher, corpus.train, size, device, write=surroundings.write)
         return make_teacher(config, loaded, size, surroundings, num_processes=parallel.size, compiled=compiled)

@@ -12,12 +12,18 @@ from stillroom.errors import ConfigError
 from stillroom.models import anatomy_of, gives_attention
 from stillroom.models.attention import show_attention
 from stillroom.objectives.inner.terms import InnerObjective
-from stillroom.objectives.objective import Inside, Planned, plan_objectives, union
+from stillroom.objectives.objective import Inside, Matched, Planned, plan_objectives, union
 from stillroom.types import BothNeeds
 
 
 def make_objectives(
-    config: Config, student: Any, teacher: Any, device: torch.device, *, kept: Sequence[int] | None = None
+    config: Config,
+    student: Any,
+    teacher: Any,
+    device: torch.device,
+    *,
+    kept: Sequence[int] | None = None,
+    matched: Matched | None = None,
 ) -> Planned:
     """Plan the objectives beside `kd` and `ce`, put their projectors on the device, and collect notes for the log."""
     objectives = config.objectives
@@ -29,7 +35,7 @@ def make_objectives(
             notes.append("train.projector_learning_rate has no effect: no inner objective is used")
         return Planned((), tuple(notes))
     inside = _inside(student), None if teacher is None else _inside(teacher)
-    planned = plan_objectives(objectives, *inside, seed=config.train.seed, kept=kept)
+    planned = plan_objectives(objectives, *inside, seed=config.train.seed, kept=kept, matched=matched)
     planned.projectors.to(device)
     for objective in planned.objectives:
         if isinstance(objective, InnerObjective):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 
 from stillroom.engine.fitting import micro_batch_rows, parts_of, within_memory
@@ -49,6 +50,9 @@ def _try(run: Run, state: RunState) -> None:
 def _longest(run: Run) -> Batch:
     """As many rows as a step has, of the greatest length that the data may have; with a mask if theirs have one."""
     shape = (run.config.train.rows_per_batch, run.config.data.max_length)
+    if len(run.corpus.train.other_lengths):  # the teacher's rows and the spans cannot be made up
+        by_length = np.argsort(-(run.corpus.train.lengths + run.corpus.train.other_lengths), kind="stable")
+        return run.corpus.train.batch(np.resize(by_length, shape[0]))
     ids = torch.randint(0, run.student.vocab_size, shape, generator=torch.Generator().manual_seed(0))
     ones = torch.ones_like(ids)
     segments = torch.zeros_like(ids) if run.corpus.train.is_packed else None

@@ -14,6 +14,7 @@ from stillroom.curriculum import Curriculum
 from stillroom.data import Corpus, opening_difference
 from stillroom.engine.building.adapt_student import adapted
 from stillroom.engine.building.cache_build import AUTO, cache_folder, is_there, stored_vocabulary, uses_cache
+from stillroom.engine.building.pairing import matched_tokens, reads_its_own_tokens
 from stillroom.engine.building.shrink_student import cut_student, student_name, unused_name
 from stillroom.models import (
     LoadedModel,
@@ -26,6 +27,7 @@ from stillroom.models import (
 )
 from stillroom.models.adapter.attach import Adapter
 from stillroom.models.shrink.cut import Cut
+from stillroom.objectives.objective import Matched
 from stillroom.parallel import Parallel
 from stillroom.precision.device import facts_of
 from stillroom.teachers.make import open_live, unused_teacher_settings
@@ -46,6 +48,8 @@ class Models:
     cache: Path | None = None  # folder of the teacher's stored answers
     corpus: Corpus | None = None  # the run's data, where a cut was chosen on it
     adapter: Adapter | None = None  # in the student
+    teacher_tokenizer: Any = None  # where the teacher reads the text in its own tokens
+    matched: Matched | None = None  # the tokens that both vocabularies then have
 
     @property
     def teacher(self) -> Any:
@@ -73,6 +77,7 @@ def load_models(
     if uses_teacher and not uses_cache(config):
         check_quantisation(config.teacher, device)
     notes = unused_teacher_settings(config)
+    is_paired = reads_its_own_tokens(config)
     is_cut = config.student.init == "shrink"
     tokenizer, teacher_tokenizer = _tokenizers(config, notes, asks_teacher=uses_teacher and not uses_cache(config))
     kept = teacher = corpus = None
@@ -95,7 +100,7 @@ def load_models(
     size = student.anatomy.vocab_rows
     if cache is not None and is_stored:
         size = stored_vocabulary(cache, tokenizer, size)
-    if teacher is not None:
+    if teacher is not None and not is_paired:
         size = agree_on_vocabulary(teacher_tokenizer, tokenizer, teacher.anatomy.vocab_rows, size)
         notes += opening_difference(teacher_tokenizer, tokenizer, config.data.bos)
     tokenizers = {"student": tokenizer, **({"teacher": teacher_tokenizer} if teacher is not None else {})}
@@ -110,6 +115,8 @@ def load_models(
         cache,
         corpus,
         adapter,
+        teacher_tokenizer if teacher is not None and is_paired else None,
+        matched_tokens(tokenizer, teacher_tokenizer) if teacher is not None and is_paired else None,
     )
 
 

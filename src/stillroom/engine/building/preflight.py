@@ -18,7 +18,7 @@ from stillroom.engine.state import RunState
 from stillroom.errors import BrokenAtStart
 from stillroom.models.anatomy import head_logits
 from stillroom.teachers.base import Teacher, kind_of
-from stillroom.types import IGNORED, Batch, DenseSignal, HeadWeights, Signal
+from stillroom.types import IGNORED, Batch, DenseSignal, HeadWeights, PairedSignal, Signal
 
 _CHUNK = 512
 _LEAST_POSITIONS = 32  # fewer say nothing about a shift
@@ -32,6 +32,7 @@ def first_forward(run: Run, state: RunState) -> None:
     """Run both models on the first batch and log shapes and alignment. Raise where the labels are certainly wrong."""
     batch = run.loader.window(0)[0]
     check_targets(batch)
+    check_targets(run.teacher.own_batch(batch))
     batch = batch.to(run.device)
     lesson = run.lesson(state)
     needs = run.mix.needs(lesson)
@@ -41,9 +42,9 @@ def first_forward(run: Run, state: RunState) -> None:
     run.student.train()
     signal = run.teacher.observe(batch, needs.teacher)
     check_kind(run.teacher, signal, where=run.config.teacher.model)
-    dense = signal if isinstance(signal, DenseSignal) else None
+    dense = signal if isinstance(signal, DenseSignal | PairedSignal) else None
     judge, hidden, head = ("teacher", dense.hidden, dense.head) if dense else ("student", view.hidden, view.head)
-    losses = shifted_losses(hidden, head, batch)
+    losses = shifted_losses(hidden, head, run.teacher.own_batch(batch) if dense else batch)
     means, doubt = judge_alignment(losses)
     run.log.write(
         "first_forward",

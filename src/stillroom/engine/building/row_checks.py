@@ -18,8 +18,9 @@ def check_rows(models: Models, corpus: Corpus) -> list[str]:
     both = {"student": models.loaded_student, "teacher": models.loaded_teacher}
     loaded = {role: model for role, model in both.items() if model is not None}
     longest = max((int(rows.lengths.max()) for rows in (corpus.train, corpus.evaluation) if len(rows)), default=0)
+    others = [int(rows.other_lengths.max()) for rows in (corpus.train, corpus.evaluation) if len(rows.other_lengths)]
     for role, model in loaded.items():
-        _check_length(role, model, longest)
+        _check_length(role, model, max(others) if others and role == "teacher" else longest)
     if not corpus.train.is_packed:
         return []
     for role, model in loaded.items():

@@ -28,6 +28,7 @@ def quantise_teacher(
     """The teacher as `teacher.quantisation` says, measured on rows of the training data; an event says by how much."""
     if loaded is None or config.teacher.quantisation == "none":
         return loaded
+    check_quantisation(config.teacher, device)
     probe = list(fixed_batches(rows, 1, _PROBE_ROWS))
     ready, found = quantised(loaded, config.teacher, probe, vocab_size=vocab_size, device=device)
     write("teacher_quantised", **found.to_dict())

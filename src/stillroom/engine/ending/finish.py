@@ -12,6 +12,7 @@ from stillroom.engine.ending.outcome import DONE, how_it_ended
 from stillroom.engine.ending.result import Result
 from stillroom.engine.ending.samples import make_samples
 from stillroom.engine.ending.success_checks import success_checks
+from stillroom.engine.ending.tokens import save_tokens
 from stillroom.engine.fitting import evaluate_held_out, micro_batch_rows
 from stillroom.engine.run import Run
 from stillroom.engine.saving import load_best, save_student
@@ -45,7 +46,7 @@ def finish(run: Run, state: RunState, stop: Stop) -> Result:
     reference = run.teacher.original
     final = state.evaluated if is_last_best and reference is run.teacher else None
     if final is None:
-        options = {"precision": run.precision, "teacher": reference, "between": check_stop}
+        options: dict[str, Any] = {"precision": run.precision, "teacher": reference, "between": check_stop}
         final = evaluate_held_out(run, state, run.student, **options)
     check_stop()
     end = how_it_ended(state, final.perplexity, state.before["student_before"]["perplexity"])
@@ -53,6 +54,7 @@ def finish(run: Run, state: RunState, stop: Stop) -> Result:
         return Result(run.folder, dict(end))
     save_student(run)
     run.teacher.save(run.folder)
+    save_tokens(run)
     for sample in make_samples(run):
         run.log.write("sample", **sample)
     summary = _summary(run, state, end, final)
@@ -114,10 +116,7 @@ _NUM_ADVICE = 3  # more do not fit on the screen of an error
 
 def _sentence(advice: Any) -> str:
     """Advice of a summary as a line; in processes but the first, and in older summaries, it is a text already."""
-    if not isinstance(advice, dict):
-        return str(advice)
-    setting = f": --set {advice['setting']}" if advice.get("setting") else ""
-    return f"{advice.get('advice')}{setting}"
+    return str(advice.get("advice") if isinstance(advice, dict) else advice)
 
 
 def _checks(run: Run, summary: dict[str, Any], events: tuple[Event, ...]) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from stillroom.data import Rows
+from stillroom.data import Rows, prompt_ids
 from stillroom.engine.run import Run
 from stillroom.models.generate import continuation, generate, readable
 
@@ -34,10 +34,22 @@ def make_samples(run: Run) -> list[dict[str, str]]:
             "reference": continuation(run.tokenizer, prompt, rest[: run.config.eval.sample_tokens]),
         }
         if teacher is not None:
+            asked = _as_teacher_reads(run, number * len(rows) // wanted, prompt)
             with run.teacher.at_work():
-                sample["teacher"] = generate(teacher.model, run.tokenizer, prompt, **options)
+                sample["teacher"] = generate(teacher.model, run.teacher.tokenizer or run.tokenizer, asked, **options)
         samples.append(sample)
     return samples
+
+
+def _as_teacher_reads(run: Run, index: int, prompt: list[int]) -> list[int]:
+    """The prompt in the teacher's tokens: as its template prints it, or the same text tokenized again."""
+    if run.teacher.tokenizer is None:
+        return prompt
+    own = run.corpus.evaluation.other_prompt(index)
+    if len(own) > 1:
+        return own
+    ids, _ = prompt_ids(run.teacher.tokenizer, readable(run.tokenizer, prompt), bos=run.config.data.bos, is_raw=True)
+    return ids
 
 
 def beginning(rows: Rows, index: int) -> tuple[list[int], list[int]]:

@@ -6,21 +6,21 @@ The adapter is made of layers inside the network, which keeps its class: whoever
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from stillroom.config.adapter import AdapterConfig
 from stillroom.errors import BrokenAtStart, ConfigError
 from stillroom.models.adapter.frozen_base import weights_identity
 from stillroom.models.adapter.targets import choose_targets
 from stillroom.models.load.open import explained
+from stillroom.models.load.source import one_line
 
 NAME = "default"  # peft's name of the one adapter
-_TRIAL_LENGTH = 16
 _SHOWN = 4
 
 
@@ -50,21 +50,36 @@ def attach(network: Any, config: AdapterConfig, *, name: str, base_name: str, se
 
     Its weights depend on the seed alone. `base_name` is what peft may load the base from.
     """
+    targets, left_out = adapted_layers(network, config, name=name)
     num_base = sum(parameter.numel() for parameter in network.parameters())
     network.requires_grad_(False)
     identity = weights_identity(network)
-    peft_config, targets = insert(network, config, name=name, seed=seed)
+    peft_config = insert(network, config, targets, name=name, seed=seed)
     peft_config.base_model_name_or_path = base_name
     adapter = Adapter(network, peft_config, targets, base_name, identity, ())
     _check_layers(adapter)
-    notes = [_describe(config, adapter, num_base), *_try(adapter, name)]
+    notes = [_describe(config, adapter, num_base)]
+    if left_out:
+        notes.append(f"adapter: not on layers that peft takes for parts of stacked experts: {listed(left_out)}")
     return Adapter(network, peft_config, targets, base_name, identity, tuple(notes))
 
 
-def insert(network: Any, config: AdapterConfig, *, name: str, seed: int) -> tuple[Any, tuple[str, ...]]:
-    """Put the adapter's layers into a frozen network. Return peft's configuration and the layers that were chosen."""
+def adapted_layers(network: Any, config: AdapterConfig, *, name: str) -> tuple[tuple[str, ...], list[str]]:
+    """The layers that get an adapter, and those that peft cannot adapt under their own names."""
+    _inject_in_model, make_config = _peft(name)
+    targets, left_out = _named_as_layers(network, choose_targets(network, config.targets), make_config)
+    if left_out and (config.targets or not targets):
+        raise ConfigError(
+            f"peft takes {left_out[0]} for a part of stacked experts, and would adapt those instead",
+            where="student.adapter.targets",
+            advice=["leave it out of student.adapter.targets", "name the layers of the attention alone"],
+        )
+    return targets, left_out
+
+
+def insert(network: Any, config: AdapterConfig, targets: Sequence[str], *, name: str, seed: int) -> Any:
+    """Put the adapter's layers into a frozen network. Return peft's configuration."""
     inject, make_config = _peft(name)
-    targets = choose_targets(network, config.targets)
     peft_config = make_config(
         r=config.rank,
         lora_alpha=config.scaled_alpha,
@@ -78,8 +93,8 @@ def insert(network: Any, config: AdapterConfig, *, name: str, seed: int) -> tupl
     with explained(name, "adapter"), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # fan_in_fan_out of mixed layers, which peft then sets right
         torch.manual_seed(seed)
-        inject(peft_config, network)
-    return peft_config, targets
+        _inject(inject, peft_config, network, name)
+    return peft_config
 
 
 def _peft(name: str) -> tuple[Any, Any]:
@@ -88,6 +103,39 @@ def _peft(name: str) -> tuple[Any, Any]:
     except ImportError:
         raise BrokenAtStart(f"student.adapter on {name} needs peft", advice=["pip install 'stillroom[peft]'"]) from None
     return inject_adapter_in_model, LoraConfig
+
+
+def _named_as_layers(network: Any, names: Sequence[str], make_config: Any) -> tuple[tuple[str, ...], list[str]]:
+    """The names that mean a layer to peft, and those that mean something else.
+
+    In families whose experts became stacked tensors, peft reads names like gate_proj, anywhere, as those tensors. It
+    does so again when an adapter is loaded, so such layers cannot be adapted under their own names.
+    """
+    try:
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers as convert
+    except ImportError:  # a version that does not do this
+        return tuple(names), []
+    kept: list[str] = []
+    left_out: list[str] = []
+    for name in names:
+        alone = make_config(target_modules=[name])
+        try:
+            convert(alone, network, None)
+        except ValueError:  # it is a part of what is stacked, and the other parts are not named
+            alone.target_modules = ()
+        (kept if name in alone.target_modules else left_out).append(name)
+    return tuple(kept), left_out
+
+
+def _inject(inject: Any, peft_config: Any, network: Any, name: str) -> None:
+    try:
+        inject(peft_config, network)
+    except ValueError as error:  # peft's word for a layer that it does not adapt
+        raise ConfigError(
+            f"no adapter for {name}: {one_line(error)}",
+            where="student.adapter.targets",
+            advice=["name the layers in student.adapter.targets, without this one"],
+        ) from error
 
 
 def _check_layers(adapter: Adapter) -> None:
@@ -110,33 +158,6 @@ def _describe(config: AdapterConfig, adapter: Adapter, num_base: int) -> str:
     )
 
 
-def _try(adapter: Adapter, name: str) -> list[str]:
-    """A backward pass on a few tokens: an adapter without a gradient is on a layer that the network does not call.
-
-    Networks that read a layer's weight themselves pass the adapter by, and it would never learn.
-    """
-    network = adapter.network
-    was_training = network.training
-    ids = torch.arange(_TRIAL_LENGTH).unsqueeze(0) % int(network.get_input_embeddings().weight.shape[0])
-    network.eval()
-    try:
-        with explained(name, "adapter"), torch.enable_grad():
-            logits: Tensor = network(input_ids=ids.to(next(network.parameters()).device), use_cache=False).logits
-            if logits.requires_grad:
-                logits.float().square().mean().backward()  # type: ignore[no-untyped-call]
-        idle = [target for target, layer in adapter.layers() if layer.lora_B[NAME].weight.grad is None]
-    finally:
-        network.zero_grad(set_to_none=True)
-        network.train(was_training)
-    if len(idle) == len(adapter.targets):
-        raise ConfigError(
-            f"no adapted layer of {name} has a gradient: the network does not call {_listed(idle)} as a layer",
-            where="student.adapter.targets",
-            advice=["name other layers", "leave student.adapter out to train all weights"],
-        )
-    return [f"adapter: without a gradient on a trial row: {_listed(idle)}"] if idle else []
-
-
-def _listed(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
     rest = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + rest

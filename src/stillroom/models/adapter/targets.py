@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from stillroom.errors import ConfigError
@@ -41,7 +42,19 @@ def choose_targets(network: Any, patterns: Sequence[str]) -> tuple[str, ...]:
 
 
 def is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear | Conv1D)
+    """A linear layer. A subclass must also answer as one does: the routers of some families are such subclasses."""
+    if type(module) in (nn.Linear, Conv1D):
+        return True
+    return isinstance(module, nn.Linear) and _answers_linearly(module)
+
+
+@torch.no_grad()
+def _answers_linearly(layer: nn.Linear) -> bool:
+    try:
+        answer = layer(layer.weight.new_zeros(1, 1, layer.in_features))
+    except (RuntimeError, TypeError, ValueError, IndexError):  # it wants another input
+        return False
+    return isinstance(answer, Tensor) and answer.shape == (1, 1, layer.out_features)
 
 
 def _matching(network: Any, linear: Sequence[str], patterns: Sequence[str]) -> list[str]:

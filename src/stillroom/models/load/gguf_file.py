@@ -16,7 +16,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
 from tokenizers import Tokenizer
@@ -31,11 +30,9 @@ from transformers import (
 from stillroom.errors import BrokenAtStart
 from stillroom.models.load.empty import empty_network
 from stillroom.models.load.gguf_header import GgufHeader, read_header
+from stillroom.models.load.gguf_rotation import FOLDER, scaled_rotation
 
 ENDING = ".gguf"
-_FOLDER = "use the model's own folder, with config.json and safetensors"
-_FREQUENCIES = "rope_freqs.weight"
-_SELF_SCALED = ("gpt-oss", "gpt_oss")  # whose scaling transformers does read
 
 
 def is_gguf(path: Path) -> bool:
@@ -53,15 +50,19 @@ def gguf_config(path: Path) -> Any:
 def _config(path: Path, _size: int, _stamp: int) -> Any:
     try:
         with _alone() as folder:
-            return AutoConfig.from_pretrained(folder, gguf_file=str(path))
+            config = AutoConfig.from_pretrained(folder, gguf_file=str(path))
     except (ValueError, KeyError) as error:
         if "not supported yet" not in str(error):
             raise
         kind = read_header(path).architecture
         raise BrokenAtStart(
             f"{path} is a {kind!r}, which transformers {transformers.__version__} does not read from GGUF",
-            advice=[_FOLDER],
+            advice=[FOLDER],
         ) from error
+    scaling = scaled_rotation(read_header(path))
+    if scaling:
+        config.rope_parameters = {**config.rope_parameters, **scaling}
+    return config
 
 
 def gguf_tokenizer(path: Path) -> Any:
@@ -136,7 +137,7 @@ def _check(path: Path) -> None:
     if parts > 1:
         raise BrokenAtStart(
             f"{path} is one of {parts} parts of a model",
-            advice=["put them together with llama.cpp: llama-gguf-split --merge FIRST OUT", _FOLDER],
+            advice=["put them together with llama.cpp: llama-gguf-split --merge FIRST OUT", FOLDER],
         )
     try:
         library: Any = importlib.import_module("gguf")
@@ -145,7 +146,7 @@ def _check(path: Path) -> None:
             f"{path} is a GGUF file and needs gguf", advice=["pip install 'stillroom[gguf]'"]
         ) from error
     _check_whole(header, library)
-    _check_rotation(header)
+    scaled_rotation(header)
 
 
 def _check_whole(header: GgufHeader, library: Any) -> None:
@@ -154,7 +155,7 @@ def _check_whole(header: GgufHeader, library: Any) -> None:
         if tensor.kind not in sizes:
             raise BrokenAtStart(
                 f"{header.path} stores {name} in type {tensor.kind}, which this gguf does not know",
-                advice=["pip install -U gguf", _FOLDER],
+                advice=["pip install -U gguf", FOLDER],
             )
         block, num_bytes = sizes[tensor.kind]
         end = max(end, tensor.offset + tensor.num_elements // block * num_bytes)
@@ -164,25 +165,3 @@ def _check_whole(header: GgufHeader, library: Any) -> None:
             f"end at {end:,}",
             advice=["get the file again"],
         )
-
-
-def _check_rotation(header: GgufHeader) -> None:
-    """Transformers leaves the scaling of rotary frequencies out: the model would answer otherwise than it should."""
-    scaling, factor = header.own("rope.scaling.type"), header.own("rope.scaling.factor")
-    tensor = header.tensors.get(_FREQUENCIES)
-    told = ""
-    if scaling not in (None, "none") and factor not in (None, 1.0) and header.architecture not in _SELF_SCALED:
-        told = f"rope.scaling.type = {scaling!r} with factor {factor:g}"
-    elif tensor is not None and not _is_ones(header, tensor.offset, tensor.num_elements):
-        told = _FREQUENCIES
-    if told:
-        raise BrokenAtStart(
-            f"{header.path} scales its rotary frequencies ({told}), which transformers {transformers.__version__} does "
-            "not read from GGUF: it would answer otherwise than the model does",
-            advice=[_FOLDER],
-        )
-
-
-def _is_ones(header: GgufHeader, offset: int, count: int) -> bool:
-    values = np.fromfile(header.path, dtype="<f4", count=count, offset=offset)
-    return bool((values == 1.0).all())

@@ -89,7 +89,7 @@ def try_model(network: Any, tokenizer: Any, *, name: str, role: str, notes: Sequ
         _choose_attention(network, ids, own, tolerance, all_notes, role)
         error = head_error(network, ids)
         if role == "student":
-            _check_training(network, ids)
+            _check_training(network, ids, name)
     is_described = error <= tolerance
     if not is_described:
         all_notes.append(
@@ -160,11 +160,24 @@ def _check_causality(network: Any, ids: Tensor, own: Tensor, tolerance: float, n
 
 
 @torch.no_grad()
-def _check_training(network: Any, ids: Tensor) -> None:
-    """Run a forward in training mode: a network that then needs more inputs fails here, not at the first step."""
+def _check_training(network: Any, ids: Tensor, name: str) -> None:
+    """Run it in training mode, twice from one random state: what needs more inputs, or cannot be repeated, fails here.
+
+    Reformer seeds its hashes from the machine: a run of it that is resumed is another run.
+    """
     network.train()
-    network(input_ids=ids, use_cache=False)
+    answers = []
+    for _ in range(2):
+        torch.manual_seed(_SEED)
+        answers.append(network(input_ids=ids, use_cache=False).logits)
     network.eval()
+    if not torch.equal(*answers):
+        raise BrokenAtStart(
+            f"{name} draws numbers in training that do not come from torch's random state: no step could be repeated, "
+            "and no run resumed",
+            where=type(network).__name__,
+            advice=["use a student of another family"],
+        )
 
 
 def _choose_attention(network: Any, ids: Tensor, own: Tensor, tolerance: float, notes: list[str], role: str) -> None:

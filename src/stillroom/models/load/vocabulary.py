@@ -35,6 +35,7 @@ def agree_on_vocabulary(teacher: Any, student: Any, teacher_rows: int, student_r
             f"{shared:,} in common, {moved:,} of them under another id",
             where="teacher.model, student.model",
             advice=[
+                "teach across tokenizers: --preset cross-tokenizer",
                 "choose a student of the teacher's family",
                 "or train a student from scratch on the teacher's tokenizer: --set student.init=random with a "
                 "configuration whose vocab_size is the teacher's",

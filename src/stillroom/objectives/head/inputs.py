@@ -87,7 +87,7 @@ class Positions:
         signal = self.signal
         if isinstance(signal, DenseSignal):
             signal = replace(signal, hidden=signal.hidden.index_select(0, index))
-        elif signal is not None:
+        elif isinstance(signal, TopKSignal | SampledSignal):
             signal = select_rows(signal, index)
         return Positions(
             self.hidden.index_select(0, index),

@@ -1,0 +1,1 @@
+"""Objectives for two models that read the same text in different tokens."""

@@ -1,0 +1,180 @@
+"""Whole runs of a teacher and a student with a tokenizer each."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pair_tokenizers
+import pytest
+import tiny
+
+from stillroom.assess import assess
+from stillroom.config import load_config
+from stillroom.engine.distill import Result, distill
+from stillroom.errors import ConfigError
+from stillroom.telemetry import read_events
+from stillroom.telemetry.events import problems
+
+
+def save(folder: Path, family: str, tokenizer: Any, **size: Any) -> Path:
+    tiny.save_model(folder, family, vocab_size=len(tokenizer), with_tokenizer=False, **size)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pair")
+    save(folder / "teacher", "llama", pair_tokenizers.built("BPE with bytes"), width=48, seed=3)
+    save(folder / "student", "gpt2", pair_tokenizers.built("byte-level"), width=32, num_layers=1, seed=4)
+    tiny.save_text(folder / "train.jsonl", 120)
+    return folder
+
+
+def run(folder: Path, out: Path, **over: Any) -> Result:
+    settings = tiny.settings(folder, **{"train__max_steps": 3, "train__eval_steps": 3, **over})
+    return distill(load_config(preset="cross-tokenizer", overrides=settings), out, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("precision", "over"),
+    [
+        ("fp32", {"objectives__exact_match__weight": 0.3}),
+        ("fp16-master", {"teacher__dtype": "float16", "objectives__uld__weight": 0.1}),
+        ("fp16-mixed", {"objectives__span_hidden__weight": 0.1, "data__packing": "packed"}),
+    ],
+)
+def test_a_teacher_of_another_tokenizer_teaches(
+    pair: Path, tmp_path: Path, precision: str, over: dict[str, Any]
+) -> None:
+    summary = run(pair, tmp_path / "run", precision__mode=precision, **over).summary
+    assert summary["status"] == "done" and summary["skipped"] == 0
+    assert summary["two_tokenizers"]["share"] == 1.0 and summary["two_tokenizers"]["left_out_bytes"] == 0
+    assert summary["student"]["bits_per_byte"] < summary["student_before"]["bits_per_byte"]
+    assert summary["teacher"]["bits_per_byte"] > 0 and summary["student"]["kl_per_byte"] > 0
+    assert summary["teacher"]["perplexity"] is None, "a mean over other tokens is not compared"
+    assert summary["student"]["kl"] is None and summary["student"]["agreement"] is None
+    events = read_events(tmp_path / "run" / "events.jsonl")
+    assert not [fault for event in events for fault in problems(event)]
+    notes = [note for event in events if event["event"] == "run_start" for note in event["data"]["notes"]]
+    assert any(note.startswith("two tokenizers: 100.0%") for note in notes)
+    steps = [event for event in events if event["event"] == "step"]
+    terms = {"ce", "alm", *(name.split("__")[1] for name in over if name.startswith("objectives"))}
+    assert all(set(step["terms"]) == terms for step in steps)
+    (sample,) = [event for event in events if event["event"] == "sample"]
+    assert sample["teacher"] and sample["student"]
+
+
+def test_training_and_evaluation_score_the_same_batch_alike(pair: Path, tmp_path: Path) -> None:
+    """One step at rate 0 on the held-out text itself: its terms are those of the evaluation after it."""
+    text = tiny.save_text(tmp_path / "few.jsonl", 8, seed=9)
+    over = {
+        "data__train": str(text), "data__eval": str(text), "data__packing": "rows", "data__max_length": 128,
+        "train__batch_size": 8, "train__learning_rate": 1e-12, "train__max_steps": 1, "train__eval_steps": 1,
+        "objectives__exact_match__weight": 0.3, "eval__max_batches": 0,
+    }  # fmt: skip
+    student = save(tmp_path / "student", "llama", pair_tokenizers.built("byte-level"), num_layers=1)  # without dropout
+    run(pair, tmp_path / "run", student__model=str(student), **over)
+    events = read_events(tmp_path / "run" / "events.jsonl")
+    step = next(event for event in events if event["event"] == "step")
+    evaluation = [event for event in events if event["event"] == "eval"][-1]
+    assert set(step["terms"]) == set(evaluation["terms"]) == {"ce", "alm", "exact_match"}
+    for name, term in step["terms"].items():
+        assert evaluation["terms"][name]["raw"] == pytest.approx(term["raw"], rel=1e-5), name
+
+
+def test_another_vocabulary_is_refused_by_token_objectives_with_the_preset_as_advice(
+    pair: Path, tmp_path: Path
+) -> None:
+    config = load_config(overrides=tiny.settings(pair))
+    with pytest.raises(ConfigError, match="different vocabularies") as refused:
+        distill(config, tmp_path / "run", device="cpu")
+    assert refused.value.exit_code == 2 and any("cross-tokenizer" in one for one in refused.value.advice)
+
+
+@pytest.mark.parametrize(
+    ("over", "words"),
+    [
+        ({"objectives__kd__weight": 0.5}, "kd compare token by token"),
+        ({"objectives__feature__weight": 0.5}, "feature compare token by token"),
+        ({"teacher__cache": "answers"}, "teacher.cache does not go with that"),
+        ({"teacher__signal__kind": "top_k"}, "teacher.signal.kind does not go with that"),
+        ({"teacher__quantisation": "int8"}, "teacher.quantisation does not go with that"),
+        ({"teacher__router__mode": "sar"}, "teacher.router.mode does not go with that"),
+        ({"student__init": "shrink", "student__shrink__layers": 1}, "student.init does not go with that"),
+        ({"data__min_coverage": 1.0, "data__train": "odd"}, "of the text as the same bytes"),
+    ],
+)
+def test_what_two_tokenizers_cannot_have_is_refused_by_name(
+    pair: Path, tmp_path: Path, over: dict[str, Any], words: str
+) -> None:
+    if over.get("data__train") == "odd":  # SentencePiece reads U+2581 as a space
+        lines = [json.dumps({"text": f"{line} \u2581{number}"}) for number, line in enumerate(tiny.sentences(40, 2))]
+        (tmp_path / "odd.jsonl").write_text("\n".join(lines), encoding="utf-8")
+        over = {**over, "data__train": str(tmp_path / "odd.jsonl")}
+    with pytest.raises(ConfigError, match=words) as refused:
+        run(pair, tmp_path / "run", **over)
+    assert refused.value.exit_code == 2
+
+
+def test_a_tokenizer_that_drops_bytes_is_refused(pair: Path, tmp_path: Path) -> None:
+    save(tmp_path / "teacher", "llama", pair_tokenizers.spaceless(), width=16)
+    with pytest.raises(ConfigError, match="dropped or changed") as refused:
+        run(pair, tmp_path / "run", teacher__model=str(tmp_path / "teacher"), data__min_coverage=0.9)
+    assert refused.value.exit_code == 2
+
+
+def test_a_model_is_assessed_beside_a_teacher_of_another_tokenizer(pair: Path) -> None:
+    result = assess(str(pair / "student"), str(pair / "train.jsonl"), teacher=str(pair / "teacher"), max_length=64)
+    student, teacher = result["student"], result["teacher"]
+    assert student["bits_per_byte"] > 0 and teacher["bits_per_byte"] > 0 and student["kl_per_byte"] > 0
+    assert student["kl"] is None and student["agreement"] is None and "retention" not in result
+    assert "bits_per_byte" in result["retained"] and not {"perplexity", "tokens_per_second"} & set(result["retained"])
+    assert any("compare bits per byte" in note for note in result["notes"])
+
+
+def test_blocks_of_the_student_s_tokens_are_refused_beside_such_a_teacher(pair: Path) -> None:
+    with pytest.raises(ConfigError, match="--blocks cuts texts by the student's tokens"):
+        assess(str(pair / "student"), str(pair / "train.jsonl"), teacher=str(pair / "teacher"), blocks=True)
+
+
+def test_eval_says_what_is_comparable(pair: Path) -> None:
+    from typer.testing import CliRunner
+
+    from stillroom.cli import app
+
+    arguments = [
+        "--model",
+        str(pair / "student"),
+        "--data",
+        str(pair / "train.jsonl"),
+        "--teacher",
+        str(pair / "teacher"),
+    ]
+    shown = CliRunner().invoke(app, ["eval", *arguments, "--max-batches", "2"])
+    assert shown.exit_code == 0, shown.output
+    assert "KL, bits/byte" in shown.output and "retention" not in shown.output
+
+
+def steps_of(folder: Path) -> list[dict[str, Any]]:
+    return [event for event in read_events(folder / "events.jsonl") if event["event"] == "step"]
+
+
+def test_eight_micro_batches_equal_one(pair: Path, tmp_path: Path) -> None:
+    student = save(tmp_path / "student", "llama", pair_tokenizers.built("byte-level"), num_layers=1)  # without dropout
+    shared = {"student__model": str(student), "data__packing": "rows", "train__max_steps": 2}
+    run(pair, tmp_path / "one", train__batch_size=8, **shared)
+    run(pair, tmp_path / "eight", train__batch_size=1, train__gradient_accumulation_steps=8, **shared)
+    for one, eight in zip(steps_of(tmp_path / "one"), steps_of(tmp_path / "eight"), strict=True):
+        assert eight["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
+        assert eight["terms"]["alm"]["raw"] == pytest.approx(one["terms"]["alm"]["raw"], rel=1e-5)
+
+
+def test_a_teacher_that_is_not_finite_for_a_step_leaves_the_labels(pair: Path, tmp_path: Path) -> None:
+    config = load_config(preset="cross-tokenizer", overrides=tiny.settings(pair, train__max_steps=3))
+    assert distill(config, tmp_path / "run", device="cpu", inject="teacher_nan@2").summary["status"] == "done"
+    first, second, third = steps_of(tmp_path / "run")
+    assert first["bad_teacher_rows"] == third["bad_teacher_rows"] == 0 < second["bad_teacher_rows"]
+    assert second["terms"]["alm"]["raw"] == 0.0 < second["terms"]["ce"]["raw"]
