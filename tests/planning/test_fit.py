@@ -59,6 +59,14 @@ def test_a_smaller_micro_batch_comes_first_and_keeps_the_rows_of_a_step(world: P
     assert fitted.config.train.rows_per_batch * fitted.config.train.gradient_accumulation_steps == 16
 
 
+def test_rows_are_not_shortened_for_a_reserve(world: Path, shapes: Shapes) -> None:
+    """A run that fits closely after harmless changes is not made to learn less."""
+    config = asked(world)
+    harmless = {"train.batch_size": 1, "train.gradient_accumulation_steps": 16, "student.gradient_checkpointing": True}
+    bound = lay_out(changed(config, harmless), shapes, "fp32").total
+    assert fit(config, shapes, bound).settings == harmless
+
+
 def test_changes_come_in_order_of_harm_and_each_saves_something(world: Path, shapes: Shapes) -> None:
     fitted = fit(asked(world), shapes, 1)
     assert fitted.layout.total > 1

@@ -57,15 +57,15 @@ class Fitted:
 def fit(config: Config, shapes: Shapes, bound: int) -> Fitted:
     """Apply changes until the run takes no more than `bound`, or none is left. One that saves nothing is not kept.
 
-    Where something has to change, a twentieth of the bound is left: predictions are off by a few per cent.
+    Predictions are off by a few per cent. So changes that cost time alone go on until a twentieth of the bound is left;
+    one that changes what is learned is made only where the run would not fit without it.
     """
     now = lay_out(config, shapes, chosen_mode(config, shapes)[0])
     if now.total <= bound:
         return Fitted(config, now, ())
-    bound = int(_AIM * bound)
     applied: list[Applied] = []
     for propose in _IN_ORDER_OF_HARM:
-        while now.total > bound:
+        while now.total > (_AIM * bound if propose in _TIME_ALONE else bound):
             change = propose(config, now, shapes)
             tried = _try(config, change, shapes) if change else None
             if change is None or tried is None or tried[1].total >= now.total:
@@ -166,3 +166,4 @@ def _shorter(config: Config, _now: Layout, _shapes: Shapes) -> Change | None:
 _IN_ORDER_OF_HARM: tuple[Callable[[Config, Layout, Shapes], Change | None], ...] = (
     _smaller_batch, _recompute, _cache, _offload, _stream, _moments, _split, _adapter, _shorter,
 )  # fmt: skip
+_TIME_ALONE = (_smaller_batch, _recompute)
