@@ -67,6 +67,11 @@ class MixedRows(Rows):
     def __len__(self) -> int:
         return int(self._part_firsts[-1])
 
+    def in_blocks(self, max_length: int) -> Rows:
+        """The documents of each source end to end, cut into blocks; no block holds text of two sources."""
+        parts = [replace(part, rows=part.rows.in_blocks(max_length)) for part in self.parts]
+        return MixedRows(parts, pad_id=self._pads["input_ids"])
+
     @property
     def is_packed(self) -> bool:
         return any(part.rows.is_packed for part in self.parts)
