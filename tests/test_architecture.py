@@ -21,7 +21,7 @@ LAYERS = [
     {"teachers", "telemetry", "parallel"},
     {"evaluation", "checkpoint", "snapshots", "diagnosis", "measures"},
     {"engine"},
-    {"report", "assess", "demo", "checks", "export", "talk"},
+    {"report", "assess", "demo", "checks", "export", "talk", "planning"},
     {"api", "cli", "__main__", "__init__"},
 ]
 MAX_LINES = 350

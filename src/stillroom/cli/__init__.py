@@ -7,6 +7,7 @@ from stillroom.cli import after as after
 from stillroom.cli import cache as cache
 from stillroom.cli import checks as checks
 from stillroom.cli import keep as keep
+from stillroom.cli import plan as plan
 from stillroom.cli import views as views
 from stillroom.cli import watch as watch
 from stillroom.cli import write as write

@@ -50,7 +50,23 @@ def attach(network: Any, config: AdapterConfig, *, name: str, base_name: str, se
 
     Its weights depend on the seed alone. `base_name` is what peft may load the base from.
     """
-    inject, make_config = _peft(name)
+    targets, left_out = adapted_layers(network, config, name=name)
+    num_base = sum(parameter.numel() for parameter in network.parameters())
+    network.requires_grad_(False)
+    identity = weights_identity(network)
+    peft_config = insert(network, config, targets, name=name, seed=seed)
+    peft_config.base_model_name_or_path = base_name
+    adapter = Adapter(network, peft_config, targets, base_name, identity, ())
+    _check_layers(adapter)
+    notes = [_describe(config, adapter, num_base)]
+    if left_out:
+        notes.append(f"adapter: not on layers that peft takes for parts of stacked experts: {listed(left_out)}")
+    return Adapter(network, peft_config, targets, base_name, identity, tuple(notes))
+
+
+def adapted_layers(network: Any, config: AdapterConfig, *, name: str) -> tuple[tuple[str, ...], list[str]]:
+    """The layers that get an adapter, and those that peft cannot adapt under their own names."""
+    _inject_in_model, make_config = _peft(name)
     targets, left_out = _named_as_layers(network, choose_targets(network, config.targets), make_config)
     if left_out and (config.targets or not targets):
         raise ConfigError(
@@ -58,9 +74,12 @@ def attach(network: Any, config: AdapterConfig, *, name: str, base_name: str, se
             where="student.adapter.targets",
             advice=["leave it out of student.adapter.targets", "name the layers of the attention alone"],
         )
-    num_base = sum(parameter.numel() for parameter in network.parameters())
-    network.requires_grad_(False)
-    identity = weights_identity(network)
+    return targets, left_out
+
+
+def insert(network: Any, config: AdapterConfig, targets: Sequence[str], *, name: str, seed: int) -> Any:
+    """Put the adapter's layers into a frozen network. Return peft's configuration."""
+    inject, make_config = _peft(name)
     peft_config = make_config(
         r=config.rank,
         lora_alpha=config.scaled_alpha,
@@ -75,13 +94,7 @@ def attach(network: Any, config: AdapterConfig, *, name: str, base_name: str, se
         warnings.simplefilter("ignore")  # fan_in_fan_out of mixed layers, which peft then sets right
         torch.manual_seed(seed)
         _inject(inject, peft_config, network, name)
-    peft_config.base_model_name_or_path = base_name
-    adapter = Adapter(network, peft_config, targets, base_name, identity, ())
-    _check_layers(adapter)
-    notes = [_describe(config, adapter, num_base)]
-    if left_out:
-        notes.append(f"adapter: not on layers that peft takes for parts of stacked experts: {listed(left_out)}")
-    return Adapter(network, peft_config, targets, base_name, identity, tuple(notes))
+    return peft_config
 
 
 def _peft(name: str) -> tuple[Any, Any]:

@@ -26,11 +26,12 @@ def weights_identity(network: Any) -> str:
 
 
 @torch.no_grad()
-def store_base(network: Any, dtype: torch.dtype, *, whole: bool) -> int:
+def store_base(network: Any, dtype: torch.dtype, *, whole: bool, has_values: bool = True) -> int:
     """Store frozen weights in a dtype; return how many numbers that are. Adapters stay in FP32.
 
     `whole`: all of them, and the network then computes in that dtype. Else the matrices of linear layers alone, which
-    autocast casts anyway; embeddings, norms, the head and other kinds of layers stay in FP32.
+    autocast casts anyway; embeddings, norms, the head and other kinds of layers stay in FP32. A network of shapes alone
+    has no values that could be out of range.
     """
     layers: dict[str, nn.Linear] = {}
     if whole:
@@ -44,7 +45,8 @@ def store_base(network: Any, dtype: torch.dtype, *, whole: bool) -> int:
     for name, weight in chosen.items():
         if weight.requires_grad or not weight.is_floating_point() or weight.dtype == dtype:
             continue
-        _check_range(name, weight, dtype)
+        if has_values:
+            _check_range(name, weight, dtype)
         weight.data = weight.data.to(dtype)
         num_stored += weight.numel()
     for name, part in layers.items():

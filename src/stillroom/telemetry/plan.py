@@ -1,0 +1,97 @@
+"""A plan as lines of at most 80 columns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from stillroom.telemetry.checks import wrapped
+
+
+def plan_lines(plan: Mapping[str, Any]) -> list[str]:
+    """Bytes by part, every precision, whether it fits, what would make it fit, and the cost."""
+    layout = plan["plan"]
+    lines = wrapped("precision  ", f"{plan['precision']}: {plan['reason']}")
+    lines += ["", f"on {plan['device']}, when it is the fullest ({layout['largest_at']})"]
+    lines += _table(layout["device"])
+    lines += ["main memory", *_table(layout["main_memory"]), "disk", *_table(layout["disk"])]
+    lines += ["kept for the backward pass", *_table({**plan["activations"], **_prefixed(plan["attention"])})]
+    lines += ["total in each precision"]
+    bound = plan["bound"]
+    for mode, total in plan["totals"].items():
+        lines.append(f"  {mode:<34}{amount(total):>10}  {'fits' if total <= bound else 'does not fit'}")
+    lines += ["", *_verdict(plan), "", *_cost(plan["cost"])]
+    for note in plan["notes"]:
+        lines += wrapped("note  ", note)
+    return lines
+
+
+def _prefixed(attention: Mapping[str, int]) -> dict[str, int]:
+    return {f"attention: {name}": held for name, held in attention.items()}
+
+
+def _table(parts: Mapping[str, int]) -> list[str]:
+    return [f"  {name:<40}{amount(held):>10}" for name, held in parts.items()]
+
+
+def _verdict(plan: Mapping[str, Any]) -> list[str]:
+    total, bound = plan["plan"]["total"], plan["bound"]
+    whole = f"{amount(total)} of {amount(bound)}"
+    if plan["fits"]:
+        return [f"fits: {whole}"]
+    lines = [f"does not fit: {whole}"]
+    for change in plan["changes"]:
+        said = " ".join(f"--set {key}={_word(value)}" for key, value in change["settings"].items())
+        lines += wrapped("  ", f"{change['what']}: saves {amount(change['saves'])}, leaves "
+                               f"{amount(change['total_after'])}; costs: {change['costs']}")  # fmt: skip
+        lines += wrapped("    ", said)
+    after = plan["fitted"]["total"]
+    if plan["is_possible"]:
+        return [*lines, f"with these it fits: {amount(after)} of {amount(bound)}"]
+    return [*lines, f"nothing makes it fit: {amount(plan['short_by'])} too much with all of these"]
+
+
+def _cost(cost: Mapping[str, Any]) -> list[str]:
+    lines = [f"tokens     {cost['tokens_per_step']:,} a step, padding included"]
+    if cost["steps"]:
+        passes = f", {cost['passes']:.2g} passes over the data" if cost["passes"] else ""
+        lines[0] += f"; {cost['steps']:,} steps, {cost['tokens']:,} in all{passes}"
+        lines = wrapped(lines[0][:11], lines[0][11:])
+    lines += wrapped(
+        "compute    ",
+        f"{cost['teacher_flops_per_token']:.3g} operations a token by the teacher, "
+        f"{cost['student_flops_per_token']:.3g} by the student, ratio {cost['ratio']:.2f}",
+    )
+    if cost["cached_over_live"] is not None:
+        lines += wrapped(
+            "cache      ",
+            f"pays from the second pass over the same data on; here {cost['cached_over_live']:.2f} of the live "
+            f"arithmetic, about {cost['cache_bytes_per_token']:.0f} bytes a token on disk (an estimate)",
+        )
+    if cost["seconds_per_step"] is None:
+        return [*lines, "time       not known: --probe measures a step here, --card T4 models one"]
+    whole = f", {_duration(cost['seconds'])} in all" if cost["seconds"] is not None else ""
+    return lines + wrapped("time       ", f"{cost['seconds_per_step']:.3g} s a step{whole} ({cost['seconds_from']})")
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    return f"{seconds / 60:.3g} min" if seconds < 7200 else f"{seconds / 3600:.3g} h"
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f'"{key}": {one}' for key, one in value.items()) + "}"
+    return str(value)
+
+
+def amount(num_bytes: float) -> str:
+    """Three digits and a unit of a power of ten."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(num_bytes) >= size:
+            value = num_bytes / size
+            return f"{value:,.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
+    return f"{num_bytes:.0f} B"

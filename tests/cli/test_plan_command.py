@@ -1,0 +1,117 @@
+"""`stillroom plan`: what it prints, writes and refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import commands
+import pytest
+import tiny
+
+from stillroom.config import load_config
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Path:
+    folder = tmp_path / "world"
+    tiny.save_model(folder / "teacher", num_layers=3)
+    tiny.save_model(folder / "student", num_layers=2)
+    tiny.save_text(folder / "train.jsonl")
+    return folder
+
+
+def words(world: Path, *more: str) -> list[str]:
+    settings = tiny.settings(world).items()
+    return ["plan", *(word for key, value in settings for word in ("--set", f"{key}={value}")), *more]
+
+
+def test_help_loads_no_torch_and_says_what_is_done() -> None:
+    code = (
+        "import sys; from stillroom.cli import main\n"
+        "main(['plan', '--help'])\n"
+        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    text = " ".join(done.stdout.split())
+    for word in ("before any weight is loaded", "order of harm", "--device-memory", "--write", "Exit code 0"):
+        assert word in text
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def test_a_plan_is_80_columns_wide_and_says_that_it_fits(stillroom: commands.Command, world: Path) -> None:
+    code, out, err = stillroom(*words(world, "--device", "cpu"))
+    assert code == 0, err
+    for word in ("activations", "moments", "checkpoints", "fp16-split", "fits: ", "ratio", "passes over the data"):
+        assert word in " ".join(out.split())
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_json_has_the_same_keys_whether_it_fits_or_not(stillroom: commands.Command, world: Path) -> None:
+    plans = []
+    for memory, code in (("10GB", 0), ("10kB", 2)):
+        ended, out, err = stillroom(*words(world, "--device", "cpu", "--quick", "--json", "--device-memory", memory))
+        assert ended == code, err
+        plans.append(json.loads(out))
+    assert list(plans[0]) == list(plans[1])
+    assert [plan["fits"] for plan in plans] == [True, False]
+    assert plans[1]["short_by"] == plans[1]["fitted"]["total"] - 10_000 > 0
+    assert sum(plans[0]["plan"]["device"].values()) == max(plans[0]["plan"]["moments"].values())
+
+
+def test_the_written_configuration_is_accepted_by_distill(stillroom: commands.Command, world: Path) -> None:
+    _code, out, _err = stillroom(*words(world, "--device", "cpu", "--quick", "--json"))
+    bound = int(0.8 * json.loads(out)["plan"]["total"])
+    code, out, err = stillroom(
+        *words(world, "--device", "cpu", "--quick", "--device-memory", str(bound), "--write", "fitted.toml")
+    )
+    assert code == 0, err
+    assert "with these it fits" in out
+    train = load_config("fitted.toml").train
+    assert train.rows_per_batch < 4 == train.rows_per_batch * train.gradient_accumulation_steps
+    code, _out, err = stillroom(
+        "distill", "fitted.toml", "--out", "run", "--device", "cpu", "--no-progress", "--set", "train.max_steps=2"
+    )
+    assert code in (0, 22), err  # two steps need not make a better student
+    assert Path("run/summary.json").is_file()
+
+
+def test_where_nothing_helps_it_is_said_by_how_much_and_nothing_is_written(
+    stillroom: commands.Command, world: Path
+) -> None:
+    code, out, err = stillroom(
+        *words(world, "--device", "cpu", "--quick", "--device-memory", "10kB", "--write", "fitted.toml")
+    )
+    assert code == 2
+    assert "nothing makes it fit" in out
+    assert "is not written" in err
+    assert not Path("fitted.toml").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "said"),
+    [
+        (["--device-memory", "16XB"], 2, "no amount of memory"),
+        (["--card", "Z9"], 2, "T4"),
+        (["no-such-file.toml"], 2, "no-such-file.toml"),
+        (["--set", "student.model=./nowhere"], 20, "nowhere"),
+        (["--set", "student.model=./hollow"], 20, "config.json"),
+        (["--set", "train.batch_sise=3"], 2, "batch_size"),
+    ],
+)
+def test_bad_input_is_named(stillroom: commands.Command, world: Path, more: list[str], code: int, said: str) -> None:
+    Path("hollow").mkdir()
+    ended, _out, err = stillroom(*words(world, "--quick", "--device", "cpu", *more))
+    assert ended == code, err
+    assert said in err
+
+
+def test_a_probe_measures_a_step_here(stillroom: commands.Command, world: Path) -> None:
+    code, out, err = stillroom(*words(world, "--device", "cpu", "--quick", "--probe", "--json"))
+    assert code == 0, err
+    cost = json.loads(out)["cost"]
+    assert cost["seconds_per_step"] > 0
+    assert "measured" in cost["seconds_from"]
