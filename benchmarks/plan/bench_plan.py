@@ -51,8 +51,9 @@ SHAPES = {  # layers, width, feed-forward, heads, key heads: benchmarks/gpu/shap
 }  # fmt: skip
 HISTORY = (
     "Only the held-out table is a test that was not looked at before. At their first run 19 of 21 CPU cases and 15 of "
-    "24 recorded ones were within the bar. After that the head's scratch on a card (fused rows have no temporaries) and "
-    "the update's scratch (moments are rounded one by one) were corrected, and the pool's blocks, counted twice in the "
+    "24 recorded ones were within the bar. After that the head's scratch on a card (fused rows have no temporaries) "
+    "and the update's scratch (moments are rounded one by one) were corrected, and the pool's blocks, counted twice in "
+    "the "
     "measurement, are counted once. The held-out cases were chosen after that, and no formula was changed for them. "
     "At their first run 6 of 12 were within the bar; three of the misses were 11.3 MB of tensors that an earlier case "
     "had left behind, found by running each in a process of its own, and are now subtracted. OPT reads a value in its "
