@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -42,6 +43,15 @@ _BOS = {"auto": "auto", "true": True, "false": False}
 Bos = Annotated[str, typer.Option(help="begin-of-text token: auto (where the tokenizer adds it), true or false")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1; auto takes a GPU where there is one")]
 AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object instead of text")]
+
+# Of the commands that read a configuration.
+Preset = Annotated[str | None, typer.Option(help="named settings to start from, see `stillroom presets`")]
+TeacherModel = Annotated[str | None, typer.Option(help="folder, hub id, or builtin:teacher")]
+StudentModel = Annotated[str | None, typer.Option(help="folder, hub id, or builtin:student")]
+TrainData = Annotated[str | None, typer.Option(help="file, glob, hf:NAME, or builtin:stdlib")]
+EvalData = Annotated[str | None, typer.Option(help="held-out data; else a share of --data is held out")]
+Assignments = Annotated[list[str] | None, typer.Option("--set", help="any setting, e.g. train.learning_rate=1e-4")]
+ConfigFile = Annotated[Path | None, typer.Argument(help="TOML or JSON file; without it the embedded demo")]
 
 
 def wanted_bos(word: str) -> Any:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stillroom.cli.app import AsJson, Device, app, print_json
+from stillroom.cli.app import AsJson, Device, EvalData, Preset, TeacherModel, TrainData, app, print_json
 from stillroom.config import load, parse_assignments
 from stillroom.errors import ConfigError
 
@@ -26,10 +26,10 @@ def cache(
     ] = None,
     folder: Annotated[Path | None, typer.Argument(metavar="[DIR]", help="a cache, after info or verify")] = None,
     out: Annotated[Path | None, typer.Option(help="folder of the cache; one that is begun is continued")] = None,
-    preset: Annotated[str | None, typer.Option(help="named settings to start from, see `stillroom presets`")] = None,
-    teacher: Annotated[str | None, typer.Option(help="folder, hub id, or builtin:teacher")] = None,
-    data: Annotated[str | None, typer.Option(help="file, glob, hf:NAME, or builtin:stdlib")] = None,
-    eval_data: Annotated[str | None, typer.Option(help="held-out data; else a share of --data is held out")] = None,
+    preset: Preset = None,
+    teacher: TeacherModel = None,
+    data: TrainData = None,
+    eval_data: EvalData = None,
     import_: Annotated[
         Path | None, typer.Option("--import", help="a file of log-probs that another program wrote")
     ] = None,

@@ -9,7 +9,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stillroom.cli.app import AsJson, Device, app, print_json
+from stillroom.cli.app import (
+    AsJson,
+    Assignments,
+    ConfigFile,
+    Device,
+    EvalData,
+    Preset,
+    StudentModel,
+    TeacherModel,
+    TrainData,
+    app,
+    print_json,
+)
 from stillroom.config import Config, Loaded, load, parse_assignments
 
 if TYPE_CHECKING:
@@ -18,15 +30,15 @@ if TYPE_CHECKING:
 
 @app.command(short_help="Say what is wrong before a run is begun.")
 def doctor(
-    config: Annotated[Path | None, typer.Argument(help="TOML or JSON file; without it the embedded demo")] = None,
-    preset: Annotated[str | None, typer.Option(help="named settings to start from, see `stillroom presets`")] = None,
-    teacher: Annotated[str | None, typer.Option(help="folder, hub id, or builtin:teacher")] = None,
-    student: Annotated[str | None, typer.Option(help="folder, hub id, or builtin:student")] = None,
-    data: Annotated[str | None, typer.Option(help="file, glob, hf:NAME, or builtin:stdlib")] = None,
-    eval_data: Annotated[str | None, typer.Option(help="held-out data; else a share of --data is held out")] = None,
+    config: ConfigFile = None,
+    preset: Preset = None,
+    teacher: TeacherModel = None,
+    student: StudentModel = None,
+    data: TrainData = None,
+    eval_data: EvalData = None,
     device: Device = "auto",
     quick: Annotated[bool, typer.Option("--quick", help="leave out the real step")] = False,
-    set_: Annotated[list[str] | None, typer.Option("--set", help="any setting, e.g. train.learning_rate=1e-4")] = None,
+    set_: Assignments = None,
     as_json: AsJson = False,
 ) -> None:
     """Look at machine, installation, configuration, models, data and tokenizers before a run is begun.
@@ -119,8 +131,8 @@ def _advice(failed: tuple[Outcome, ...]) -> list[str]:
 
 @app.command("verify-resume", short_help="Prove that a killed and resumed run is the uncut one.")
 def verify_resume(
-    config: Annotated[Path | None, typer.Argument(help="TOML or JSON file; without it the embedded demo")] = None,
-    preset: Annotated[str | None, typer.Option(help="named settings to start from, see `stillroom presets`")] = None,
+    config: ConfigFile = None,
+    preset: Preset = None,
     steps: Annotated[int, typer.Option(min=2, help="optimizer steps N of each run")] = 8,
     kill_at: Annotated[int, typer.Option(min=0, help="the step k that is never reached; 0: the middle")] = 0,
     device: Device = "auto",

@@ -7,7 +7,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stillroom.cli.app import AsJson, Device, app, print_json
+from stillroom.cli.app import (
+    AsJson,
+    Assignments,
+    ConfigFile,
+    Device,
+    EvalData,
+    Preset,
+    StudentModel,
+    TeacherModel,
+    TrainData,
+    app,
+    print_json,
+)
 from stillroom.config import load, parse_assignments
 
 if TYPE_CHECKING:
@@ -16,21 +28,21 @@ if TYPE_CHECKING:
 
 @app.command()
 def plan(
-    config: Annotated[Path | None, typer.Argument(help="TOML or JSON file; without it the embedded demo")] = None,
+    config: ConfigFile = None,
     device_memory: Annotated[
         str | None, typer.Option(help="plan for so much, e.g. 16GB or 15.9GiB; else for what is free here")
     ] = None,
     card: Annotated[str | None, typer.Option(help="plan for a named card: T4, V100, P100, L4 or A100")] = None,
-    preset: Annotated[str | None, typer.Option(help="named settings to start from, see `stillroom presets`")] = None,
-    teacher: Annotated[str | None, typer.Option(help="folder, hub id, or builtin:teacher")] = None,
-    student: Annotated[str | None, typer.Option(help="folder, hub id, or builtin:student")] = None,
-    data: Annotated[str | None, typer.Option(help="file, glob, hf:NAME, or builtin:stdlib")] = None,
-    eval_data: Annotated[str | None, typer.Option(help="held-out data; else a share of --data is held out")] = None,
+    preset: Preset = None,
+    teacher: TeacherModel = None,
+    student: StudentModel = None,
+    data: TrainData = None,
+    eval_data: EvalData = None,
     device: Device = "auto",
     quick: Annotated[bool, typer.Option("--quick", help="do not count the data")] = False,
     probe: Annotated[bool, typer.Option("--probe", help="load the models and time one real step here")] = False,
     write: Annotated[Path | None, typer.Option(help="write the configuration that fits, as TOML")] = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", help="any setting, e.g. train.learning_rate=1e-4")] = None,
+    set_: Assignments = None,
     as_json: AsJson = False,
 ) -> None:
     """Say what a run takes, by part, before any weight is loaded, and what makes it fit.

@@ -11,7 +11,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stillroom.cli.app import AsJson, Device, app, print_json
+from stillroom.cli.app import (
+    AsJson,
+    Assignments,
+    ConfigFile,
+    Device,
+    EvalData,
+    Preset,
+    StudentModel,
+    TeacherModel,
+    TrainData,
+    app,
+    print_json,
+)
 from stillroom.config import load, parse_assignments, shortened
 from stillroom.config.faults import FAULTS
 from stillroom.ends import fault_of
@@ -30,12 +42,12 @@ _INJECT_HELP = f"faults on purpose, e.g. nan_weight@40,teacher_nan@60x5 (xN: N a
 
 @app.command()
 def distill(
-    config: Annotated[Path | None, typer.Argument(help="TOML or JSON file; without it the embedded demo runs")] = None,
-    preset: Annotated[str | None, typer.Option(help="named settings to start from, see `stillroom presets`")] = None,
-    teacher: Annotated[str | None, typer.Option(help="folder, hub id, or builtin:teacher")] = None,
-    student: Annotated[str | None, typer.Option(help="folder, hub id, or builtin:student")] = None,
-    data: Annotated[str | None, typer.Option(help="file, glob, hf:NAME, or builtin:stdlib")] = None,
-    eval_data: Annotated[str | None, typer.Option(help="held-out data; else a share of --data is held out")] = None,
+    config: ConfigFile = None,
+    preset: Preset = None,
+    teacher: TeacherModel = None,
+    student: StudentModel = None,
+    data: TrainData = None,
+    eval_data: EvalData = None,
     out: Annotated[Path | None, typer.Option(help="folder of the run; one with an unfinished run is resumed")] = None,
     max_steps: Annotated[int | None, typer.Option(help="optimizer steps")] = None,
     precision: Annotated[str | None, typer.Option(help="auto, fp32, fp16-mixed, fp16-master, fp16-split ...")] = None,
@@ -45,7 +57,7 @@ def distill(
     max_minutes: Annotated[float | None, typer.Option(help="save and stop after so long, exit code 75")] = None,
     strict: Annotated[bool, typer.Option(help="halt at the first value that is not finite")] = False,
     inject: Annotated[str, typer.Option(help=_INJECT_HELP)] = "",
-    set_: Annotated[list[str] | None, typer.Option("--set", help="any setting, e.g. train.learning_rate=1e-4")] = None,
+    set_: Assignments = None,
     progress: Annotated[bool, typer.Option(help="live progress on a terminal")] = True,
     as_json: AsJson = False,
 ) -> None:
