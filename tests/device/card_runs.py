@@ -74,7 +74,7 @@ def _evaluate(case: Case, config: Any, world: Path, folder: Path, device: str, w
 
 
 def _generate(case: Case, config: Any, world: Path, folder: Path, device: str, watch: Watch) -> dict[str, Any]:
-    from stillroom.assess import continue_text
+    from stillroom.talk import continue_text
 
     texts = [
         continue_text(str(world / "teacher"), "the still room", device=name, max_new_tokens=6)[0]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from stillroom.planning.plan import Plan
 
 
-@app.command()
+@app.command(short_help="Say what a run takes, and what makes it fit.")
 def plan(
     config: ConfigFile = None,
     device_memory: Annotated[

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from stillroom.checks import textbook
+from stillroom.checks.selftest import spans
 from stillroom.checks.selftest.cases import draw, gradient, leaf, slope_error
 from stillroom.checks.selftest.trial import Measured, NotHere, Trial, away, worst
 from stillroom.config.extensions import OBJECTIVES
@@ -51,7 +52,8 @@ def trials() -> list[Trial]:
     made = [Trial(GROUP, name, functools.partial(_kd, settings)) for name, settings in _KD.items()]
     made += [Trial(GROUP, name, functools.partial(_inner, name, settings)) for name, settings in _INNER.items()]
     made += [Trial(GROUP, "gates, load balance", _load_balance), Trial(GROUP, "gates, entropy", _gate_entropy)]
-    ours = {name.partition(",")[0] for name in _INNER} | {"kd", "ce"}
+    made += spans.trials(GROUP)
+    ours = {name.partition(",")[0] for name in _INNER} | {"kd", "ce", *spans.NAMES}
     others = sorted(set(OBJECTIVES.names()) - ours)
     return made + [Trial(GROUP, name, functools.partial(_unknown, name)) for name in others]
 
