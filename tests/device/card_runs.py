@@ -77,7 +77,7 @@ def _generate(case: Case, config: Any, world: Path, folder: Path, device: str, w
     from stillroom.talk import continue_text
 
     texts = [
-        continue_text(str(world / "teacher"), "the still room", device=name, max_new_tokens=6)[0]
+        continue_text(str(world / "teacher"), "the still room", device=name, max_new_tokens=6)
         for name in (device, "cpu")
     ]
     return {"texts": texts}

@@ -108,7 +108,7 @@ def test_a_file_serves_as_teacher_and_student_of_a_run(file: Path, folder: Path,
     result = assess(str(file), str(tmp_path / "train.jsonl"), teacher=str(folder), max_length=32, batch_size=4)
     assert result["student"]["kl"] == pytest.approx(0.0, abs=1e-6)
     texts = [continue_text(str(one), "the still", device="cpu", max_new_tokens=4) for one in (file, folder)]
-    assert texts[0] == texts[1]
+    assert texts[0] == texts[1] != ""
 
 
 def test_the_identity_is_that_of_the_bytes(file: Path, tmp_path: Path) -> None:
