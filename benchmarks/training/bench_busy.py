@@ -4,6 +4,7 @@
     python benchmarks/training/bench_busy.py busy     # the same beside two busy processes
     python benchmarks/training/bench_busy.py first    # the same as idle where others use the machine (needs root)
     python benchmarks/training/bench_busy.py demo     # a short demo as a user starts it, alone and beside two
+    python benchmarks/training/bench_busy.py product  # the same without the slow side, torch as it comes
 
 Threads that spin at the end of each parallel loop are quickest when every thread has a core of its own. Beside other
 processes the thread that is waited for may not be running: the spinning one then burns the slice it could have had.
@@ -23,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -242,11 +243,11 @@ def _told(result: dict[str, Any], found: list[Round]) -> dict[str, Any]:
     return {**result, "rows": rows}
 
 
-def bench_demo() -> dict[str, Any]:
+def bench_demo(ways: Iterable[str] = DEMO_WAYS) -> dict[str, Any]:
     """A shortened demo as a user starts it, with its imports, evaluations and saving: alone, then beside two."""
     rows: dict[str, dict[str, float]] = {}
     foreign = {}
-    for way in DEMO_WAYS:
+    for way in ways:
         rows[way] = {}
         others = Others(())
         others.wait_for_quiet(time.monotonic() + PATIENCE, QUIET)
@@ -287,6 +288,7 @@ JOBS: dict[str, Callable[[], dict[str, Any]]] = {
     "busy": lambda: bench_steps(NUM_BUSY, BUSY_ROUNDS, BUSY_STEPS, ANYTHING),
     "first": bench_first,
     "demo": bench_demo,
+    "product": lambda: bench_demo(["as the product comes"]),
 }
 
 
