@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from stillroom.config.schema import DataConfig, TeacherConfig
-from stillroom.data import Bos, fixed_batches, open_eval
+from stillroom.data import Bos, Corpus, fixed_batches, open_eval
 from stillroom.data.spans.common import Coverage
 from stillroom.engine.building.device import find_device
 from stillroom.errors import ConfigError
@@ -161,21 +161,10 @@ def compare(
 
     A teacher with another vocabulary reads the text in its own tokens; what is compared is then what bytes have.
     """
-    tokenizer = student.tokenizer
-    has_own = beside is not None and beside.tokenizer.get_vocab() != tokenizer.get_vocab()
-    config = DataConfig(train=data, max_length=max_length, bos=bos, min_coverage=0.0)
-    if blocks and has_own:
-        raise ConfigError(
-            "--blocks cuts texts by the student's tokens, and the teacher reads others",
-            where="--blocks",
-            advice=["leave --blocks out: texts are then scored one by one", "leave --teacher out"],
-        )
+    has_own = beside is not None and beside.tokenizer.get_vocab() != student.tokenizer.get_vocab()
     theirs = beside.tokenizer if beside is not None and has_own else None
-    corpus = open_eval(data, tokenizer, config, teacher_tokenizer=theirs)
-    if blocks:
-        notes = [note for note in corpus.notes if "by itself" not in note]
-        notes.append(f"texts are scored end to end, in blocks of {max_length:,} tokens that may span several")
-        corpus = replace(corpus, evaluation=corpus.evaluation.in_blocks(max_length), notes=tuple(notes))
+    config = DataConfig(train=data, max_length=max_length, bos=bos, min_coverage=0.0)
+    corpus = _held_out(data, student.tokenizer, theirs, config, blocks=blocks)
     source, size = _source(student, beside, corpus.coverage, where)
 
     def measure(loaded: LoadedModel) -> dict[str, Any]:
@@ -207,6 +196,22 @@ def compare(
     gpu, resident, _percent = memory_in_use(where)
     notes = [*corpus.notes, *([_OWN_TOKENS] if has_own else [])]
     return {**result, "gpu_memory_gb": gpu, "memory_gb": resident, "notes": notes}
+
+
+def _held_out(data: str, tokenizer: Any, theirs: Any, config: DataConfig, *, blocks: bool) -> Corpus:
+    """The text that is scored: record by record, in both tokenizers where there are two, or in blocks."""
+    if blocks and theirs is not None:
+        raise ConfigError(
+            "--blocks cuts texts by the student's tokens, and the teacher reads others",
+            where="--blocks",
+            advice=["leave --blocks out: texts are then scored one by one", "leave --teacher out"],
+        )
+    corpus = open_eval(data, tokenizer, config, teacher_tokenizer=theirs)
+    if not blocks:
+        return corpus
+    notes = [note for note in corpus.notes if "by itself" not in note]
+    notes.append(f"texts are scored end to end, in blocks of {config.max_length:,} tokens that may span several")
+    return replace(corpus, evaluation=corpus.evaluation.in_blocks(config.max_length), notes=tuple(notes))
 
 
 def _source(

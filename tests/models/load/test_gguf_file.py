@@ -132,21 +132,23 @@ def test_what_lies_beside_the_file_is_not_read(folder: Path, tmp_path: Path) -> 
 def test_a_file_that_was_cut_short_is_refused_with_both_sizes(file: Path, tmp_path: Path) -> None:
     short = tmp_path / "short.gguf"
     short.write_bytes(file.read_bytes()[:-4096])
-    refused(short, "was cut short", f"{file.stat().st_size - 4096:,} bytes")
+    assert refused(short, "was cut short", f"{file.stat().st_size - 4096:,} bytes")
 
 
 def test_a_foreign_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "foreign.gguf").write_bytes(b"\x80\x04 a pickle")
-    refused(tmp_path / "foreign.gguf", "is no GGUF file")
+    assert refused(tmp_path / "foreign.gguf", "is no GGUF file")
 
 
 def test_an_architecture_that_cannot_be_read_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
-    refused(gguf_files.write(folder, tmp_path / "odd.gguf", architecture="rwkv7"), "'rwkv7'", "does not read from GGUF")
+    assert refused(
+        gguf_files.write(folder, tmp_path / "odd.gguf", architecture="rwkv7"), "'rwkv7'", "does not read from GGUF"
+    )
 
 
 def test_a_missing_tensor_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
     path = gguf_files.write(folder, tmp_path / "holes.gguf", without=("blk.1.ffn_up.weight",))
-    refused(path, "misses", "model.layers.1.mlp.up_proj.weight")
+    assert refused(path, "misses", "model.layers.1.mlp.up_proj.weight")
 
 
 def test_one_part_of_several_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -155,7 +157,7 @@ def test_one_part_of_several_is_refused(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_file_without_a_tokenizer_is_refused(folder: Path, tmp_path: Path) -> None:
-    refused(gguf_files.write(folder, tmp_path / "mute.gguf", with_tokenizer=False), "holds no tokenizer")
+    assert refused(gguf_files.write(folder, tmp_path / "mute.gguf", with_tokenizer=False), "holds no tokenizer")
 
 
 def test_the_missing_package_is_named_with_its_extra(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +166,7 @@ def test_the_missing_package_is_named_with_its_extra(file: Path, monkeypatch: py
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    refused(tmp_path / "none.gguf", "there is no model")
+    assert refused(tmp_path / "none.gguf", "there is no model")
 
 
 @pytest.mark.slow

@@ -19,12 +19,13 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return gguf_files.write(folder, folder.parent / "model.gguf")
 
 
-def refused(path: Path, *words: str) -> None:
+def refused(path: Path, *words: str) -> BrokenAtStart:
     with pytest.raises(BrokenAtStart) as caught:
         read_header(path)
     assert caught.value.exit_code == 20 and caught.value.advice
     for word in words:
         assert word in str(caught.value), caught.value
+    return caught.value
 
 
 def test_fields_and_tensors_are_read(file: Path) -> None:
@@ -42,25 +43,25 @@ def test_a_header_cut_anywhere_is_refused(file: Path, tmp_path: Path) -> None:
     for number, length in enumerate([0, 2, 4, 10, 20, 50, 200, begin // 2, begin - 60]):
         short = tmp_path / f"{number}.gguf"
         short.write_bytes(whole[:length])
-        refused(short)
+        assert refused(short)
 
 
 def test_a_foreign_file_and_a_foreign_version_are_refused(file: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.gguf"
     other.write_bytes(b"PK\x03\x04" + bytes(100))
-    refused(other, "is no GGUF file", "PK")
+    assert refused(other, "is no GGUF file", "PK")
     other.write_bytes(b"GGUF" + struct.pack(">I", 3) + file.read_bytes()[8:])
-    refused(other, "another byte order")
+    assert refused(other, "another byte order")
     other.write_bytes(b"GGUF" + struct.pack("<I", 1) + file.read_bytes()[8:])
-    refused(other, "version 1")
+    assert refused(other, "version 1")
 
 
 def test_a_length_beyond_the_file_is_refused_before_it_is_read(file: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.gguf"
     other.write_bytes(file.read_bytes()[:16] + struct.pack("<Q", 1 << 60) + file.read_bytes()[24:])
-    refused(other, "goes beyond its end")
+    assert refused(other, "goes beyond its end")
     other.write_bytes(file.read_bytes()[:24] + struct.pack("<Q", 1 << 60) + file.read_bytes()[32:])
-    refused(other, "goes beyond its end")
+    assert refused(other, "goes beyond its end")
 
 
 def test_a_file_that_changes_is_read_again(file: Path, tmp_path: Path) -> None:
@@ -68,4 +69,4 @@ def test_a_file_that_changes_is_read_again(file: Path, tmp_path: Path) -> None:
     other.write_bytes(file.read_bytes())
     read_header(other)
     other.write_bytes(file.read_bytes()[:100])
-    refused(other)
+    assert refused(other)
