@@ -102,7 +102,7 @@ def teacher_surprisals(
     return surprisals, slots.sum_teacher(is_bad.long()) > 0
 
 
-class _BothLogits(SpanObjective):
+class BothLogits(SpanObjective):
     """A law of both models' logits where a span begins."""
 
     def positions(self, slots: SpanSlots) -> tuple[Tensor, Tensor]:
@@ -134,7 +134,7 @@ class _BothLogits(SpanObjective):
         return self._finished(head_values(hidden, view.head, law, chunk), is_bad, shares[self.name])
 
 
-class ExactMatch(_BothLogits):
+class ExactMatch(BothLogits):
     """Forward KL over tokens of the same bytes, with all others as one, where a span is one token on each side."""
 
     def __init__(self, plan: Plan) -> None:
@@ -169,7 +169,7 @@ class ExactMatch(_BothLogits):
         return laws.SharedTokens.of(ids[0], ids[1], num_student, num_teacher).kl
 
 
-class SortedDistance(_BothLogits):
+class SortedDistance(BothLogits):
     """Universal logit distillation (Boizard et al. 2024), where spans begin."""
 
     def law(
