@@ -111,6 +111,11 @@ class GuardConfig(Section):
     spike_z: Annotated[float, Field(gt=0)] = Field(
         6.0, description="robust standard deviations above the median at which a loss or norm is examined"
     )
+    skip_grad_norm: Annotated[float, Field(ge=0)] = Field(
+        0.0,
+        description="0: off. Harmful: a step is skipped whose gradient norm before clipping is above this, whatever "
+        "the run's norms are; spike_z follows them",
+    )
     spike_window: Annotated[int, Field(ge=4)] = Field(50, description="accepted steps the median is taken over")
     spike_warmup: Annotated[int, Field(ge=1)] = Field(
         10,
@@ -203,7 +208,8 @@ class Config(Section):
                 "student.init = 'shrink' cuts the student from the whole teacher: set teacher.placement = 'device' or "
                 "'offload'"
             )
-        if self.train.warmup_steps and self.train.max_steps and self.train.warmup_steps >= self.train.max_steps:
+        is_whole = self.train.max_warmup_share == 1.0  # else the warm-up is cut to that share
+        if is_whole and self.train.max_steps and self.train.warmup_steps >= self.train.max_steps:
             raise ValueError(
                 f"train.warmup_steps {self.train.warmup_steps} leaves nothing of train.max_steps {self.train.max_steps}"
             )
