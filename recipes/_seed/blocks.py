@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from _seed.output import boxed
-from stillroom.errors import StillroomError
+from stillroom.errors import StillroomError, TooManySkips
 from stillroom.telemetry.wording import as_number, format_percent
 
 Event = Mapping[str, Any]
@@ -121,6 +121,8 @@ def stop_lines(error: StillroomError, fault: Event) -> list[str]:
     value = number(fault.get("evidence", {}), "loss")
     what = "NaN loss" if value in ("nan", "inf", "-inf", "-") else "An unusable step"
     where = f"{what} detected at step {fault.get('step', '-')}! Loss value: {value}. Training stopped..."
+    if isinstance(error, TooManySkips):
+        where = f"Too many {'NaN' if what == 'NaN loss' else 'bad'} batches, stopping training. {where}"
     fixes: Sequence[str] = [*error.advice, *_SUGGESTED]
     return boxed(
         "TRAINING STOPPED DUE TO NUMERICAL INSTABILITY",

@@ -72,6 +72,23 @@ def test_a_bad_batch_is_reported_counted_and_survived_by_the_sar_scripts(recipe:
     assert [record["consecutive_nans"] for record in records] == [0, 1, 0, 0]
 
 
+def test_the_fp16_safe_script_stops_after_ten_bad_batches_in_a_row(recipe: Recipe) -> None:
+    ended = recipe("train_sar_kd_fp16_safe.py", "--inject", "inf_logit@2x12")
+    assert ended.code == 21
+    assert ended.out.count("Numerical issue: total_loss=nan") == 10
+    assert "Too many NaN batches, stopping training. NaN loss detected at step 2!" in ended.out
+
+
+def test_the_quick_fixes_of_the_student_aware_seed_are_keys_of_its_file(recipe: Recipe, kitchen: Path) -> None:
+    table = json.loads((kitchen / "configs" / "emergency_fix_config.json").read_bytes())
+    fixes = {"use_curriculum": False, "max_length": 192, "attention_layers": 0, "batch_size": 1, "temperature": 1.5}
+    path = kitchen / "configs" / "quick_fixes.json"
+    path.write_text(json.dumps(table | fixes | {"max_grad_norm": 0.5}), encoding="utf-8")
+    ended = recipe("train.py", "--config", str(path), "--epochs", "1")
+    assert ended.code == 0, ended.err
+    assert ended.config("train")["max_grad_norm"] == 0.5 and ended.config("curriculum")["phases"] == []
+
+
 def test_the_seed_s_log_of_a_resumed_run_has_every_step_once(recipe: Recipe, tmp_path: Path) -> None:
     words = ["--train_steps", "4", "--output_dir", str(tmp_path / "run"), "--set", "train.max_steps=4"]
     stopped = recipe("train_sar_kd_stable.py", *words, "--set", "train.max_minutes=1e-9")
