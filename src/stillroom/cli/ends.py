@@ -41,7 +41,7 @@ def _is_error(record: logging.LogRecord) -> bool:
 def main(arguments: list[str] | None = None) -> None:
     """Run a command. Print an explanation of any error, and exit with its code."""
     words = with_dashes(list(sys.argv[1:] if arguments is None else arguments))
-    code = run_to_its_end(lambda: app(args=words or ["--help"], standalone_mode=False), words)
+    code = run_to_its_end(lambda: app(args=words or ["--help"], prog_name="stillroom", standalone_mode=False), words)
     if code:
         raise SystemExit(code)
 
@@ -60,8 +60,10 @@ def run_to_its_end(command: Callable[[], int | None], words: Sequence[str]) -> i
             code = command()
     except StillroomError as error:
         code = _print_error(error, words)
-    except (BrokenPipeError, SystemExit):  # typer turns the former into the latter
+    except BrokenPipeError:
         code = _NOBODY_READS
+    except SystemExit as end:  # of 0: a shell's completion; else typer's form of a broken pipe
+        code = _NOBODY_READS if end.code else 0
     except KeyboardInterrupt:
         code = _STOPPED_AT_ONCE
     except Exception as error:  # noqa: BLE001 - the outermost handler: no traceback reaches a user
