@@ -25,7 +25,9 @@ def make_parser(description: str, flags: Sequence[Flag] = ()) -> argparse.Argume
     """A parser of the seed's flags and of the common ones."""
     parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
     for flag in flags:
-        parser.add_argument(_option(flag.name), type=flag.kind, metavar=flag.kind.__name__.upper(), help=flag.help)
+        parser.add_argument(
+            _option(flag.name), type=flag.kind, metavar=flag.kind.__name__.upper(), help=f"{flag.help}: {flag.key}"
+        )
     common = parser.add_argument_group("of every recipe")
     common.add_argument("--output-dir", metavar="DIR", help="folder of the run; an unfinished run there is continued")
     common.add_argument("--device", default="auto", help="cpu, cuda, cuda:1; auto takes a GPU where there is one")
