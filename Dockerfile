@@ -9,7 +9,7 @@ FROM python:3.12-slim-bookworm AS wheel
 WORKDIR /source
 COPY pyproject.toml README.md LICENSE CHANGELOG.md constraints.txt ./
 COPY src src
-RUN pip install --no-cache-dir build==1.3.0 && python -m build --wheel --outdir /wheels
+RUN pip install --no-cache-dir -c constraints.txt build && python -m build --wheel --outdir /wheels
 
 FROM python:3.12-slim-bookworm AS base
 # g++ builds the row kernel of the head on a CPU, and what torch.compile generates on either device.
@@ -25,7 +25,7 @@ COPY --from=wheel /wheels /wheels
 FROM base AS cpu
 RUN pip install --no-cache-dir -c /constraints.txt --index-url https://download.pytorch.org/whl/cpu torch \
  && pip install --no-cache-dir -c /constraints.txt /wheels/*.whl
-USER stillroom
+USER 1000
 WORKDIR /work
 ENTRYPOINT ["stillroom"]
 CMD ["--help"]
@@ -33,7 +33,7 @@ CMD ["--help"]
 # The index's own torch for Linux brings its CUDA libraries: the host needs a driver and NVIDIA's container toolkit.
 FROM base AS cuda
 RUN pip install --no-cache-dir -c /constraints.txt /wheels/*.whl
-USER stillroom
+USER 1000
 WORKDIR /work
 ENTRYPOINT ["stillroom"]
 CMD ["--help"]

@@ -82,7 +82,7 @@ def test_both_images_are_named_and_run_the_command_as_a_plain_user() -> None:
             stages[stage].append((name, words))
     for image in ("cpu", "cuda"):
         assert ("ENTRYPOINT", '["stillroom"]') in stages[image]
-        assert ("USER", "stillroom") in stages[image]
+        assert ("USER", "1000") in stages[image]
         assert f"--target {image}" in DOCKERFILE
         while parents[image] in stages:
             image = parents[image]
@@ -93,4 +93,4 @@ def test_images_install_the_tried_versions() -> None:
     for name, words in instructions():
         for command in words.split("&&") if name == "RUN" else []:
             if command.strip().startswith("pip install"):
-                assert "-c /constraints.txt" in command or "==" in command, command
+                assert "constraints.txt" in command, command

@@ -68,7 +68,7 @@ class StudentConfig(ModelSection):
 
 
 class PhaseConfig(Section):
-    name: str
+    name: str = Field(description="as log and report show it")
     until: Annotated[float, Field(gt=0, le=1)] = Field(description="progress at which the phase ends")
 
 
@@ -156,7 +156,7 @@ class EvalConfig(Section):
         0.01, description="a check of the result: the least share of the objective for a term that has a weight"
     )
     samples: Annotated[int, Field(ge=0)] = Field(3, description="texts continued by teacher and student in the report")
-    sample_tokens: Annotated[int, Field(ge=1)] = 48
+    sample_tokens: Annotated[int, Field(ge=1)] = Field(48, description="tokens of each continuation")
 
 
 class CheckpointConfig(Section):
