@@ -81,7 +81,7 @@ def test_every_signal_has_one_kind() -> None:
 def test_a_faulty_teacher_hides_nothing_of_the_one_inside() -> None:
     """A method that the wrapper forgot would be the base's no-op: a router that silently never learns."""
     asked = {name for name in vars(Teacher) if not name.startswith("_")} - {"kind", "notes", "gives_signals"}
-    assert asked <= set(vars(FaultyTeacher))
+    assert asked <= set(vars(WrappedTeacher)) and issubclass(FaultyTeacher, WrappedTeacher)
 
 
 @pytest.mark.parametrize("waits", [False, True], ids=["before the student", "after the student"])
