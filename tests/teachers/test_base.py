@@ -12,6 +12,7 @@ from stillroom.engine.hooks import Hooks
 from stillroom.engine.inject import Injector, make_hooks
 from stillroom.teachers import NO_TEACHER, FaultyTeacher, Teacher
 from stillroom.teachers.base import kind_of
+from stillroom.teachers.wrapped import WrappedTeacher
 from stillroom.types import (
     Batch,
     DenseSignal,
