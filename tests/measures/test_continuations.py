@@ -31,12 +31,11 @@ def test_both_prompts_are_the_same_text(tmp_path: Path, pair: tuple[str, str]) -
     """Up to the space that a tokenizer invents before a text."""
     rows = paired_batches.corpus(tmp_path, *pair, packing="rows").train
     student, teacher = (pair_tokenizers.built(name) for name in pair)
-    openings = [index for index in range(len(rows)) if rows.opens_document(index)]
-    assert len(openings) > 20
-    found = [common_prompt(rows.batch([index])) for index in openings]
-    assert all(prompt is not None for prompt in found)
-    for prompt in found:
-        assert prompt is not None
+    opens = [rows.opens_document(index) for index in range(len(rows))]
+    found = [common_prompt(rows.batch([index]), opens_document=is_first) for index, is_first in enumerate(opens)]
+    assert sum(prompt is not None for prompt in found) > 0.8 * len(rows)
+    assert pair != paired_batches.PAIR or not all(opens), "long texts have several rows"
+    for prompt in (one for one in found if one is not None):
         texts = [
             tokenizer.decode(ids, skip_special_tokens=True).lstrip(" ")
             for tokenizer, ids in ((student, prompt.student), (teacher, prompt.teacher))
@@ -54,8 +53,9 @@ def save(folder: Path, name: str, seed: int) -> str:
 def test_a_model_agrees_with_itself_and_not_with_a_random_one(tmp_path: Path) -> None:
     rows = paired_batches.corpus(tmp_path, "byte-level", "byte-level", packing="rows").train
     one, other = (open_model(save(tmp_path / str(seed), "byte-level", seed)) for seed in (1, 2))
-    same = text_agreement(one, one, rows, num_prompts=8)
-    assert same.agreement == 1.0 and same.prompts == 8 and same.left_out == 0 and same.interval == (1.0, 1.0)
+    same = text_agreement(one, one, rows, num_prompts=12)
+    assert same.agreement == 1.0 and same.interval == (1.0, 1.0)
+    assert same.prompts >= 8 and same.prompts + same.left_out == 12, "a row of one span is left out and counted"
     found = text_agreement(one, other, rows, num_prompts=8)
     assert found.agreement is not None and 0.0 <= found.agreement < 0.9
 
@@ -72,7 +72,7 @@ def test_eval_beside_a_teacher_of_another_family_says_how_much_text_agrees(tmp_p
     text = tiny.save_text(tmp_path / "text.jsonl", 30)
     result: dict[str, Any] = assess(student, str(text), teacher=teacher, max_length=64)
     row = result["student"]
-    assert 0.0 <= row["text_agreement"] <= 1.0 and row["continued_prompts"] == 16
+    assert 0.0 <= row["text_agreement"] <= 1.0 and row["continued_prompts"] >= 8
     low, high = row["intervals"]["text_agreement"]
     assert low <= row["text_agreement"] <= high
     assert row["agreement"] is None and "text_agreement" not in result["teacher"]

@@ -39,9 +39,9 @@ def text_agreement(
     student: LoadedModel, teacher: LoadedModel, rows: Rows, *, num_prompts: int = NUM_PROMPTS
 ) -> TextAgreement:
     """Compare the continuations of beginnings that are spread over rows with both models' tokens."""
-    openings = [index for index in range(len(rows)) if rows.opens_document(index)]
-    count = min(num_prompts, len(openings))
-    chosen = [common_prompt(rows.batch([openings[number * len(openings) // count]])) for number in range(count)]
+    count = min(num_prompts, len(rows))
+    indices = [number * len(rows) // count for number in range(count)]
+    chosen = [common_prompt(rows.batch([one]), opens_document=rows.opens_document(one)) for one in indices]
     prompts = [prompt for prompt in chosen if prompt is not None]
     if not prompts:
         return TextAgreement(None, None, 0, count)
