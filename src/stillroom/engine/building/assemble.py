@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,10 @@ from stillroom.checkpoint import CheckpointStore
 from stillroom.config import Config
 from stillroom.curriculum import Curriculum
 from stillroom.data import Corpus, Loader, open_data
-from stillroom.data.spans.common import Coverage
+from stillroom.data.teacher_rows import other_of
 from stillroom.engine.building.adapt_student import check_base, store_frozen
 from stillroom.engine.building.budgets import make_snapshots
-from stillroom.engine.building.cache_build import cached_teacher
+from stillroom.engine.building.cache_build import Reading, cached_teacher, rows_asked
 from stillroom.engine.building.compilation import compile_bodies
 from stillroom.engine.building.inner_build import make_objectives
 from stillroom.engine.building.models import Models, teacher_dtype
@@ -32,8 +33,8 @@ from stillroom.parallel import Parallel
 from stillroom.precision import AdamW, ParameterGroup, Precision, resolve
 from stillroom.schedule import Schedule, steps_of_run, warmup_of_run
 from stillroom.teachers import Surroundings, Teacher, make_teacher
-from stillroom.teachers.make import live_teacher, num_trained_by_teacher
-from stillroom.teachers.paired import PairedTeacher
+from stillroom.teachers.cache.manifest import read_manifest
+from stillroom.teachers.make import num_trained_by_teacher, paired_teacher
 from stillroom.telemetry import EventLog
 
 
@@ -119,26 +120,53 @@ def open_corpus(config: Config, models: Models, parallel: Parallel, log: EventLo
 def build_teacher(
     config: Config, models: Models, corpus: Corpus, surroundings: Surroundings, parallel: Parallel, compiled: Any
 ) -> Teacher:
-    """From stored answers where the configuration names some, else from the model that was loaded."""
+    """From stored answers where the configuration names some, else from the model that was loaded.
+
+    With a tokenizer of its own it is given its own rows wherever the run has rows.
+    """
     size, device = models.vocab_size, surroundings.precision.device
-    if models.teacher_tokenizer is not None and models.loaded_teacher is not None:
-        own = models.loaded_teacher.anatomy.vocab_rows
-        live = live_teacher(config, models.loaded_teacher, own, device, compiled)
-        return PairedTeacher(live, models.teacher_tokenizer, corpus.coverage or Coverage())
+    is_paired = models.teacher_tokenizer is not None
+    reading = Reading(models.teacher_tokenizer if is_paired else models.tokenizer, models.matched)
+    if is_paired:
+        size = own_vocabulary(models)
+        surroundings = on_own_rows(surroundings)
     if models.cache is None:
-        loaded = quantise_teacher(config, models.loaded_teacher, corpus.train, size, device, write=surroundings.write)
-        return make_teacher(config, loaded, size, surroundings, num_processes=parallel.size, compiled=compiled)
-    return cached_teacher(
-        config,
-        models.cache,
-        models.tokenizer,
-        corpus,
-        device,
-        teacher_dtype(config, device),
-        loaded=models.loaded_teacher,
-        vocab_size=size,
-        window=surroundings.window,
-        tell=lambda text: surroundings.write("note", text=text),
+        rows = rows_asked(corpus, corpus.train)
+        loaded = quantise_teacher(config, models.loaded_teacher, rows, size, device, write=surroundings.write)
+        teacher = make_teacher(
+            config, loaded, size, surroundings, num_processes=parallel.size, compiled=compiled,
+            shared=reading.shared, coarse=reading.coarse,
+        )  # fmt: skip
+    else:
+        teacher = cached_teacher(
+            config,
+            models.cache,
+            reading,
+            corpus,
+            device,
+            teacher_dtype(config, device),
+            loaded=models.loaded_teacher,
+            vocab_size=size,
+            window=surroundings.window,
+            tell=lambda text: surroundings.write("note", text=text),
+        )
+    return paired_teacher(teacher, models.teacher_tokenizer, corpus.coverage) if is_paired else teacher
+
+
+def own_vocabulary(models: Models) -> int:
+    """The teacher's rows of logits, where its tokens are its own."""
+    if models.loaded_teacher is not None:
+        return models.loaded_teacher.anatomy.vocab_rows
+    assert models.cache is not None
+    return read_manifest(models.cache).vocab_size
+
+
+def on_own_rows(surroundings: Surroundings) -> Surroundings:
+    """The same run as a teacher with a tokenizer of its own reads it."""
+    return replace(
+        surroundings,
+        window=lambda number: [other_of(batch) for batch in surroundings.window(number)],
+        held_out=lambda: [other_of(batch) for batch in surroundings.held_out()],
     )
 
 
