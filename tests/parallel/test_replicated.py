@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -13,11 +11,11 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from process_jobs import environment, free_port, losses, weights
 from safetensors.torch import load_file
 
 from stillroom.config import load_config
-from stillroom.engine.distill import distill, resume
-from stillroom.errors import ConfigError
+from stillroom.engine.distill import distill
 from stillroom.telemetry import read_events
 
 # Rows of all lengths, and windows that do not divide an epoch: the last one leaves the second process without rows.
@@ -42,16 +40,6 @@ def arguments(world: Path, out: Path, **over: Any) -> list[str]:
     return ["distill", "--out", str(out), "--device", "cpu", "--no-progress", *words]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def environment(**over: str) -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **over}
-
-
 def launched(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """Two processes as torchrun starts them."""
     port = str(free_port())
@@ -61,7 +49,7 @@ def launched(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
     )
 
 
-def pair(first: Sequence[str], second: Sequence[str] | None = None) -> list[tuple[int, str]]:
+def pair(first: Sequence[str], second: Sequence[str] | None = None, *, ends_all: bool = False) -> list[tuple[int, str]]:
     """Two processes started by hand: exit code and what each said about its end."""
     port = str(free_port())
     started = [
@@ -80,17 +68,10 @@ def pair(first: Sequence[str], second: Sequence[str] | None = None) -> list[tupl
             _out, told = process.communicate(timeout=240)
         finally:
             process.kill()
+            if ends_all:  # as torchrun does with the others when one has ended
+                started[-1].kill()
         ends.append((process.returncode, told))
     return ends
-
-
-def losses(folder: Path, key: str = "train_loss") -> list[float]:
-    return [event[key] for event in read_events(folder / "events.jsonl") if event["event"] == "step"]
-
-
-def weights(folder: Path) -> torch.Tensor:
-    found = load_file(folder / "student" / "model.safetensors")
-    return torch.cat([found[name].double().flatten() for name in sorted(found)])
 
 
 def test_two_processes_train_what_one_trains_with_twice_the_accumulation(world: Path, tmp_path: Path) -> None:
@@ -144,15 +125,13 @@ def test_two_processes_learn_labels_alone_beside_distilled_text_as_one_does(worl
     assert float((a - b).norm() / a.norm()) < 1e-6
 
 
-def test_two_processes_resume_bit_for_bit_and_only_as_two(world: Path, tmp_path: Path) -> None:
+def test_two_processes_resume_bit_for_bit(world: Path, tmp_path: Path) -> None:
     """With dropout, whose random numbers differ between the processes."""
     student = tiny.save_model(tmp_path / "student", "gpt2", num_layers=1)
     over = {"student__model": str(student), "train__max_steps": 4, "eval__samples": 0}
     assert [code for code, _ in pair(arguments(world, tmp_path / "whole", **over))] == [0, 0]
     stopped = pair([*arguments(world, tmp_path / "cut", **over), "--max-minutes", "1e-9"])
     assert [code for code, _ in stopped] == [75, 75], stopped
-    with pytest.raises(ConfigError, match="begun with 2 processes"):
-        resume(tmp_path / "cut", device="cpu")
     resumed = pair(["resume", str(tmp_path / "cut"), "--device", "cpu", "--max-minutes", "0"])
     assert [code for code, _ in resumed] == [0, 0], resumed
     assert torch.equal(weights(tmp_path / "whole"), weights(tmp_path / "cut"))
@@ -165,6 +144,14 @@ def test_a_process_whose_peer_was_killed_ends_and_can_be_resumed(world: Path, tm
     assert killed == -9
     assert code == 75 and "another process of this run is gone" in " ".join(told.split())
     assert len(losses(tmp_path / "run")) == 2
+
+
+def test_a_process_whose_peer_hangs_ends_within_the_timeout_and_can_be_resumed(world: Path, tmp_path: Path) -> None:
+    words = arguments(world, tmp_path / "run", train__peer_timeout_minutes=0.3, train__save_steps=1)
+    (code, told), (killed, _) = pair(words, [*words, "--inject", "freeze@3"], ends_all=True)
+    assert code == 75 and "does not answer" in " ".join(told.split())
+    assert killed == -9, "the frozen process is still there, until the launcher kills it"
+    assert (tmp_path / "run" / "checkpoints" / "step-000002").is_dir()
 
 
 def test_a_fault_in_one_process_is_judged_alike_by_both(world: Path, tmp_path: Path) -> None:
