@@ -32,6 +32,8 @@ class MicroBatch(nn.Module):
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         super().__init__()
         self.trained = nn.ParameterList(parameters)
+        # Where all parameters are used, torch advises against looking for unused ones. This one never is.
+        self.unused = nn.Parameter(torch.zeros(1, device=parameters[0].device))
 
     def forward(self, compute: Callable[[], Tensor]) -> Tensor:
         return compute()

@@ -62,7 +62,6 @@ def build_run(
     corpus = open_corpus(config, models, num_shares, log)
     loader = make_loader(config, corpus, parallel, num_shares)
     precision = make_precision(config, models, device, begun_in)
-    check_strategy(config, models, precision, parallel)
     place_student(config, models, precision, parallel, log)
     both = models.student, models.teacher
     planned = make_objectives(config, *both, device, kept=models.kept_layers, matched=models.matched)
@@ -70,7 +69,7 @@ def build_run(
     parallel.prepare(optimizer)
     hooks = make_hooks(inject, tell=lambda text: log.write("note", text=text))
     schedule = make_schedule(config, loader.num_batches, num_shares)
-    num_windows = 0 if parallel.is_sharded else schedule.num_steps * num_shares
+    num_windows = schedule.num_steps * num_shares * (not parallel.is_sharded)  # what is sharded is not compiled
     student_body, teacher_body = compile_bodies(config, models, precision, num_windows, log)
     student = models.loaded_student.as_student(models.vocab_size, student_body)
     surroundings = make_surroundings(config, student, optimizer, precision, loader, corpus, log)
@@ -157,7 +156,11 @@ def check_sparse(config: Config, teacher: Teacher, mix: Mix) -> None:
 
 
 def place_student(config: Config, models: Models, precision: Precision, parallel: Parallel, log: EventLog) -> None:
-    """Move the student to the device. What is frozen under an adapter is stored as the precision says before that."""
+    """Move the student to the device and shard it where that was asked for.
+
+    What is frozen under an adapter is stored as the precision says before that.
+    """
+    check_strategy(config, models, precision, parallel)
     if models.adapter is not None:
         check_base(models.adapter, parallel)
         for text in store_frozen(config, models.adapter, precision):
