@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -138,8 +142,10 @@ def test_two_processes_resume_bit_for_bit(world: Path, tmp_path: Path) -> None:
     assert losses(tmp_path / "whole") == losses(tmp_path / "cut")
 
 
-def test_a_process_whose_peer_was_killed_ends_and_can_be_resumed(world: Path, tmp_path: Path) -> None:
-    words = arguments(world, tmp_path / "run")
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_a_process_whose_peer_was_killed_ends_and_can_be_resumed(strategy: str, world: Path, tmp_path: Path) -> None:
+    plain = {"objectives__feature__weight": 0.0, "objectives__attention__weight": 0.0}
+    words = arguments(world, tmp_path / "run", train__strategy=strategy, **(plain if strategy == "fsdp" else {}))
     (code, told), (killed, _) = pair(words, [*words, "--inject", "kill@3"])
     assert killed == -9
     assert code == 75 and "another process of this run is gone" in " ".join(told.split())
@@ -152,6 +158,30 @@ def test_a_process_whose_peer_hangs_ends_within_the_timeout_and_can_be_resumed(w
     assert code == 75 and "does not answer" in " ".join(told.split())
     assert killed == -9, "the frozen process is still there, until the launcher kills it"
     assert (tmp_path / "run" / "checkpoints" / "step-000002").is_dir()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_torchrun_goes_on_by_itself_after_a_process_was_killed(strategy: str, world: Path, tmp_path: Path) -> None:
+    plain = {"objectives__feature__weight": 0.0, "objectives__attention__weight": 0.0}
+    over = {"train__max_steps": 400, "train__save_steps": 10, "train__strategy": strategy, **plain}
+    runner = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    job = subprocess.Popen(
+        [sys.executable, "-m", *runner, "-m", "stillroom", *arguments(world, tmp_path / "run", **over)],
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment(),
+    )  # fmt: skip
+    try:
+        while job.poll() is None and not (tmp_path / "run" / "checkpoints" / "step-000020").is_dir():
+            time.sleep(0.05)
+        (victim,) = re.findall(r'"pid": (\d+)', (tmp_path / "run" / "run.lock").read_text())
+        os.kill(int(victim), signal.SIGKILL)
+        _out, told = job.communicate(timeout=400)
+    finally:
+        job.kill()
+    assert job.returncode == 0, told[-3000:]
+    events = list(read_events(tmp_path / "run" / "events.jsonl"))
+    assert [event["step"] for event in events if event["event"] == "step"] == list(range(1, 401))
+    assert sum(event["event"] == "resume" for event in events) == 1
 
 
 def test_a_fault_in_one_process_is_judged_alike_by_both(world: Path, tmp_path: Path) -> None:
