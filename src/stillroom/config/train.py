@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field, model_validator
 
 from stillroom.config.sections import Section
+
+Strategy = Literal["auto", "ddp", "fsdp"]
+STRATEGIES: tuple[str, ...] = get_args(Strategy)
 
 
 class TrainConfig(Section):
@@ -61,6 +64,11 @@ class TrainConfig(Section):
     )
     max_minutes: Annotated[float, Field(ge=0)] = Field(
         0.0, description="save and stop with exit code 75, loading and saving included; 0: no limit"
+    )
+    strategy: Strategy = Field(
+        "auto",
+        description="with several processes: ddp, each has the whole student; fsdp, each has a part of its weights and "
+        "optimizer state; auto: ddp",
     )
     peer_timeout_minutes: Annotated[float, Field(gt=0)] = Field(
         30.0, description="with several processes: how long one waits for another before the run ends with exit code 75"
