@@ -55,6 +55,11 @@ class StudentConfig(ModelSection):
         "auto: random where the folder has no weights",
     )
     shrink: ShrinkConfig = Field(default_factory=ShrinkConfig)
+    vocabulary: Literal["own", "teacher"] = Field(
+        "own",
+        description="teacher: give a loaded student the teacher's tokenizer; its embeddings are copied where tokens "
+        "are the same bytes, and averaged over its own tokens otherwise",
+    )
     gradient_checkpointing: bool = Field(False, description="trade a third more compute for activation memory")
     adapter: AdapterConfig | None = Field(
         None, description="train an adapter and leave the student's own weights alone"
@@ -65,6 +70,32 @@ class StudentConfig(ModelSection):
         if self.shrink != ShrinkConfig() and self.init != "shrink":
             raise ValueError(f"shrink is set and init is {self.init!r}: set student.init = 'shrink' to cut the student")
         return self
+
+    @model_validator(mode="after")
+    def _has_embeddings_to_keep(self) -> StudentConfig:
+        if self.vocabulary == "own":
+            return self
+        if self.init == "shrink":
+            raise ValueError(
+                "vocabulary = 'teacher' changes the tokens of a student, and one that is cut from its teacher has the "
+                "teacher's: leave vocabulary out"
+            )
+        if self.init == "random":
+            raise ValueError(
+                "vocabulary = 'teacher' keeps embeddings that were learned, and init = 'random' has none: leave "
+                "vocabulary out, and give a configuration with the teacher's vocab_size"
+            )
+        if self.adapter is not None:
+            raise ValueError(
+                "vocabulary = 'teacher' changes the student's embeddings, and an adapter leaves them as they are: "
+                "leave student.adapter out to train all weights, or leave vocabulary out"
+            )
+        return self
+
+    @property
+    def reads_as_teacher(self) -> bool:
+        """Whether its text is read in the teacher's tokens, whatever tokenizer its folder has."""
+        return self.init == "shrink" or self.vocabulary == "teacher"
 
 
 class PhaseConfig(Section):
@@ -203,6 +234,13 @@ class Config(Section):
             )
         if inner and self.teacher.signal.kind not in ("auto", "dense"):
             raise ValueError(f"{' and '.join(inner)} look inside the teacher: set teacher.signal.kind = 'dense'")
+        if self.student.vocabulary == "teacher" and self.objectives.span_weights:
+            spans = list(self.objectives.span_weights)
+            raise ValueError(
+                f"{' and '.join(spans)} compare two tokenizers, and student.vocabulary = 'teacher' leaves one: set "
+                + " and ".join(f"objectives.{name}.weight = 0" for name in spans)
+                + " and objectives.kd.weight, or leave student.vocabulary out"
+            )
         if self.student.init == "shrink" and self.teacher.placement == "stream":
             raise ValueError(
                 "student.init = 'shrink' cuts the student from the whole teacher: set teacher.placement = 'device' or "
