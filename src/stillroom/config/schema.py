@@ -99,7 +99,7 @@ class StudentConfig(ModelSection):
 
 
 class PhaseConfig(Section):
-    name: str
+    name: str = Field(description="as log and report show it")
     until: Annotated[float, Field(gt=0, le=1)] = Field(description="progress at which the phase ends")
 
 
@@ -142,6 +142,11 @@ class GuardConfig(Section):
     spike_z: Annotated[float, Field(gt=0)] = Field(
         6.0, description="robust standard deviations above the median at which a loss or norm is examined"
     )
+    skip_grad_norm: Annotated[float, Field(ge=0)] = Field(
+        0.0,
+        description="0: off. Harmful: a step is skipped whose gradient norm before clipping is above this, whatever "
+        "the run's norms are; spike_z follows them",
+    )
     spike_window: Annotated[int, Field(ge=4)] = Field(50, description="accepted steps the median is taken over")
     spike_warmup: Annotated[int, Field(ge=1)] = Field(
         10,
@@ -182,7 +187,7 @@ class EvalConfig(Section):
         0.01, description="a check of the result: the least share of the objective for a term that has a weight"
     )
     samples: Annotated[int, Field(ge=0)] = Field(3, description="texts continued by teacher and student in the report")
-    sample_tokens: Annotated[int, Field(ge=1)] = 48
+    sample_tokens: Annotated[int, Field(ge=1)] = Field(48, description="tokens of each continuation")
 
 
 class CheckpointConfig(Section):
@@ -241,7 +246,8 @@ class Config(Section):
                 "student.init = 'shrink' cuts the student from the whole teacher: set teacher.placement = 'device' or "
                 "'offload'"
             )
-        if self.train.warmup_steps and self.train.max_steps and self.train.warmup_steps >= self.train.max_steps:
+        is_whole = self.train.max_warmup_share == 1.0  # else the warm-up is cut to that share
+        if is_whole and self.train.max_steps and self.train.warmup_steps >= self.train.max_steps:
             raise ValueError(
                 f"train.warmup_steps {self.train.warmup_steps} leaves nothing of train.max_steps {self.train.max_steps}"
             )

@@ -23,6 +23,11 @@ class TwoReadings:
     tally: Tally
     covered: list[Coverage] = field(default_factory=list)
 
+    @property
+    def teacher(self) -> Tokenizer:
+        assert self.encoder.two is not None
+        return self.encoder.two.teacher
+
     def judged(self, least: float) -> Coverage:
         """The coverage of all documents, in a note. Raise where it is below `least`."""
         coverage = sum(self.covered, Coverage())
@@ -54,11 +59,12 @@ def two_readings(student: Tokenizer, teacher: Tokenizer | None, config: DataConf
     """None where both models have one tokenizer. Raise `ConfigError` for a tokenizer that cannot be used."""
     if teacher is None:
         return None
-    two = TwoTokenizers(student, teacher)
-    _ = two.tables
-    printers = chat_writer(student, tally), chat_writer(teacher, Tally())
+    return readings_of(TwoTokenizers(student, teacher), config, tally)
+
+
+def readings_of(two: TwoTokenizers, config: DataConfig, tally: Tally) -> TwoReadings:
+    _ = two.tables  # raise for a tokenizer that cannot be used, before anything is read
+    printers = chat_writer(two.student, tally), chat_writer(two.teacher, Tally())
     chats = PairedChats(*printers, tally, train_on_prompt=config.train_on_prompt)
     covered: list[Coverage] = []
-    if config.cache not in ("auto", "off"):
-        tally.note("the token store is not used: it keeps the tokens of one tokenizer, and there are two")
     return TwoReadings(chats, PairEncoder.of(two, chats, tally, config.bos, covered.append), tally, covered)

@@ -10,7 +10,10 @@ from stillroom.data.spans.pieces import by_bytes
 from stillroom.data.spans.token_bytes import TokenBytes
 from stillroom.engine.building.cache_build import uses_cache
 from stillroom.errors import ConfigError
+from stillroom.objectives.crosstok.span_terms import needs_live_teacher
 from stillroom.objectives.objective import Matched
+from stillroom.teachers.router.paired import SAME_TOKENS_ONLY
+from stillroom.teachers.spec import cache_spec, live_spec
 
 
 def reads_its_own_tokens(config: Config) -> bool:
@@ -30,13 +33,14 @@ def reads_its_own_tokens(config: Config) -> bool:
                 f"models with one tokenizer need no {names}: set their weights to 0",
             ],
         )
+    is_sparse = uses_cache(config) or config.teacher.signal.kind not in ("auto", "dense")
+    for name in ("prefix_match", "uld", "span_hidden"):
+        if is_sparse and name in spans:
+            raise needs_live_teacher(name)
+    _ = cache_spec(config) if uses_cache(config) else live_spec(config)  # raise for kinds that would be biased
     refused = {
-        "teacher.cache": uses_cache(config) and "stored answers are for the student's tokens",
-        "teacher.router.mode": config.teacher.router.mode != "frozen" and "gates are trained on the student's tokens",
-        "teacher.signal.kind": config.teacher.signal.kind not in ("auto", "dense")
-        and "few tokens say nothing of spans",
-        "teacher.quantisation": config.teacher.quantisation != "none"
-        and "its error is measured on the student's tokens",
+        "teacher.router.mode": config.teacher.router.mode in SAME_TOKENS_ONLY
+        and f"{config.teacher.router.mode} needs the student's distribution over the teacher's own tokens",
         "student.init": config.student.init == "shrink" and "a student cut from its teacher has the teacher's tokens",
     }
     for where, why in refused.items():
