@@ -63,11 +63,11 @@ ARMS = {
     PLAIN: Arm(lab.PLAIN, OWN, asks_teacher=False),
     DEFAULT: Arm(_preset()),
     COMPUTE: Arm(lab.PLAIN, OWN, asks_teacher=False),
-    CEILING: Arm({"kd.weight": 1.0}, OWN),
     "ALM": Arm(_beside_labels(alm=0.5)),
     SURGERY: Arm({"kd.weight": 1.0}, TEACHERS),
     "exact match": Arm(_beside_labels(exact_match=0.5)),
     "ALM and exact match": Arm(_beside_labels(alm=0.25, exact_match=0.25)),
+    CEILING: Arm({"kd.weight": 1.0}, OWN),
     "ULD": Arm(_beside_labels(uld=0.5)),
     "hidden states of spans": Arm(_beside_labels(span_hidden=0.5), is_live=True),
     "prefix match": Arm(_beside_labels(prefix_match=0.5)),
@@ -142,7 +142,6 @@ def setting() -> dict[str, Any]:
 
 
 def sweep(book: Book) -> None:
-    book.fact("setting", setting)
     ratio = book.fact("cost", cost_ratio)["ratio"]
     for name, arm in ARMS.items():
         steps = round(STEPS * ratio) if name == COMPUTE else STEPS
@@ -151,6 +150,7 @@ def sweep(book: Book) -> None:
             lambda rate, seed, arm=arm, steps=steps: lab.Job(arm.objectives, rate, steps, seed, checks=CHECKS),
             work=run_of(arm),
         )
+    book.fact("setting", setting)
 
 
 # -- the table -------------------------------------------------------------------------------------------
