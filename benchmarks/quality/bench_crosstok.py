@@ -32,6 +32,7 @@ from stillroom.teachers import Teacher
 
 STEPS = 240
 CHECKS = 8
+LADDER = (3e-4, 1e-3, *books.RATES, 1e-1)
 TWO, OWN, TEACHERS = Sides(SENTENCE_PIECE, BYTE_LEVEL), Sides(SENTENCE_PIECE), Sides(BYTE_LEVEL)
 PLAIN, COMPUTE = "plain, equal tokens", "plain, equal compute"
 DEFAULT, CEILING = "default (preset cross-tokenizer)", "ceiling: KD, one tokenizer"
@@ -145,12 +146,25 @@ def sweep(book: Book) -> None:
     ratio = book.fact("cost", cost_ratio)["ratio"]
     for name, arm in ARMS.items():
         steps = round(STEPS * ratio) if name == COMPUTE else STEPS
-        book.tuned(
-            name,
-            lambda rate, seed, arm=arm, steps=steps: lab.Job(arm.objectives, rate, steps, seed, checks=CHECKS),
-            work=run_of(arm),
-        )
+
+        def make(rate: float, seed: int, arm: Arm = arm, steps: int = steps) -> lab.Job:
+            return lab.Job(arm.objectives, rate, steps, seed, checks=CHECKS)
+
+        book.tuned(name, make, rates=_rates(book, name, make, run_of(arm)), work=run_of(arm))
     book.fact("setting", setting)
+
+
+def _rates(book: Book, name: str, make: Callable[[float, int], lab.Job], work: Callable[[lab.Job], books.Line]) -> Any:
+    """The laboratory's three rates, and the next one for as long as the best is the first or the last of them."""
+    rates = list(books.RATES)
+    while True:
+        grid = {rate: book.run(name, make(rate, 0), work)["dev"] or float("inf") for rate in rates}
+        place = LADDER.index(min(grid, key=lambda rate: grid[rate]))
+        more = [LADDER[near] for near in (place - 1, place + 1) if 0 <= near < len(LADDER)]
+        more = [rate for rate in more if rate not in rates]
+        if not more:
+            return sorted(rates)
+        rates += more
 
 
 # -- the table -------------------------------------------------------------------------------------------
@@ -205,7 +219,8 @@ def _notes(book: Book, plain: str) -> list[str]:
     return [
         __doc__.split("\n\n")[2].replace("\n", " "),
         "Held-out bits per byte (test), mean \u00b1 sd over three seeds, differences paired by seed; rates and "
-        "the best student of a run are chosen on dev, each arm from the same three rates. "
+        "the best student of a run are chosen on dev, each arm from rates a factor of three apart, until the best has a "
+        "worse one on either side. "
         f"{facts['transfer_bytes']:,} bytes are {targets[SENTENCE_PIECE]:,} targets of the student and "
         f"{targets[BYTE_LEVEL]:,} of the teacher; {coverage['share']:.1%} of the bytes are in spans, "
         f"{coverage['one_to_one_share']:.1%} in spans of one token each.",
