@@ -25,6 +25,7 @@ from stillroom.models import (
     has_tokenizer,
     load_student,
     load_tokenizer,
+    num_ids,
     vocabulary_hash,
 )
 from stillroom.teachers.cache.importing import match_rows, num_kept, read_answers
@@ -115,8 +116,7 @@ def _at(config: Config, temperature: float) -> Config:
 
 def _tokenizer(config: Config) -> Any:
     """The student's, as in a run; the teacher's where it brings none."""
-    is_cut = config.student.init == "shrink"
-    brings_own = not is_cut and has_tokenizer(config.student, config.student.model)
+    brings_own = not config.student.reads_as_teacher and has_tokenizer(config.student, config.student.model)
     section = config.student if brings_own else config.teacher
     return load_tokenizer(section, section.model)
 
@@ -136,6 +136,8 @@ def _open(config: Config, dtype: torch.dtype, tokenizer: Any, *, is_paired: bool
         return teacher, teacher.anatomy.vocab_rows
     if config.student.init == "shrink":
         return teacher, teacher.anatomy.vocab_rows
+    if config.student.vocabulary == "teacher":
+        return teacher, agree_on_vocabulary(own, own, teacher.anatomy.vocab_rows, num_ids(own))
     student, _notes = load_student(config.student, seed=config.train.seed)
     rows = anatomy_of(student).vocab_rows
     return teacher, agree_on_vocabulary(own, tokenizer, teacher.anatomy.vocab_rows, rows)

@@ -24,7 +24,7 @@ from stillroom.teachers.coarse import Coarse
 from stillroom.teachers.signals import SignalSpec, reduce_row, signal_of
 from stillroom.types import Batch, DenseSignal, Lesson, Score
 
-NAMES = ("alm", "exact_match", "uld", "span_hidden")
+NAMES = ("alm", "exact_match", "prefix_match", "uld", "span_hidden")
 
 
 def mix_of(pair: tuple[str, str] = paired_batches.PAIR, width: int = 12, **weights: Any) -> tuple[Mix, Lesson]:
@@ -90,6 +90,13 @@ def reference(batch: Batch, both: paired_batches.Heads, name: str) -> torch.Tens
             pairs = [(p[matched.teacher_ids], q[matched.student_ids])]
             pairs.append((1 - pairs[0][0].sum()[None], 1 - pairs[0][1].sum()[None]))
             total = total + sum((a * (a / b).log()).sum() for a, b in pairs)
+        elif name == "prefix_match":
+            p, q = theirs[teachers[0]].exp(), ours[students[0]].exp()
+            masses = [[0.0] * matched.num_groups for _ in range(2)]
+            for side, (given, groups) in enumerate(((p, matched.teacher_groups), (q, matched.student_groups))):
+                for token, group in enumerate(groups):
+                    masses[side][group] = masses[side][group] + given[token]
+            total = total + sum(a * (a / b).log() for a, b in zip(*masses, strict=True))  # type: ignore[attr-defined]
         elif name == "uld":
             p, q = (one.exp().sort(descending=True).values for one in (theirs[teachers[0]], ours[students[0]]))
             size = max(len(p), len(q))
@@ -98,7 +105,7 @@ def reference(batch: Batch, both: paired_batches.Heads, name: str) -> torch.Tens
     return total
 
 
-@pytest.mark.parametrize("name", ["alm", "exact_match", "uld"])
+@pytest.mark.parametrize("name", ["alm", "exact_match", "prefix_match", "uld"])
 def test_a_term_is_the_float64_sum_over_spans(batch: Batch, name: str) -> None:
     both = paired_batches.heads(batch, dtype=torch.float64)
     term = scored(batch, both, name).terms[name]
@@ -106,7 +113,7 @@ def test_a_term_is_the_float64_sum_over_spans(batch: Batch, name: str) -> None:
     assert int(term.count) == (num_exact([batch]) if name == "exact_match" else num_spans([batch]))
 
 
-@pytest.mark.parametrize("name", ["alm", "exact_match", "uld"])
+@pytest.mark.parametrize("name", ["alm", "exact_match", "prefix_match", "uld"])
 def test_gradients_are_those_of_the_float64_reference(batch: Batch, name: str) -> None:
     both = paired_batches.heads(batch, dtype=torch.float64)
     score = scored(batch, both, name)
@@ -204,27 +211,28 @@ def test_half_inputs_give_finite_fp32_terms_and_gradients(batch: Batch, name: st
 
 
 def test_equal_likelihoods_have_no_divergence_and_no_gradient(tmp_path: Path) -> None:
-    """The same tokenizer and the same states on both sides: alm and exact_match are 0."""
+    """The same tokenizer and the same states on both sides: alm, exact_match and prefix_match are 0."""
     pair = ("byte-level", "byte-level")
     batch = paired_batches.corpus(tmp_path, *pair, packing="rows").train.batch(range(4))
     both = paired_batches.heads(batch, pair=pair)
     same = replace(both.signal, hidden=both.view.hidden.detach(), head=replace(both.view.head))
-    mix, lesson = mix_of(pair, alm=1.0, exact_match=1.0, ce={"weight": 0.0}, kd={"weight": 0.0})
+    mix, lesson = mix_of(pair, alm=1.0, exact_match=1.0, prefix_match=1.0, ce={"weight": 0.0}, kd={"weight": 0.0})
     score = mix.score(both.view, same, batch, lesson, mix.counts([batch]))
-    assert all(abs(float(score.terms[name].mean)) < 1e-5 for name in ("alm", "exact_match"))
+    assert all(abs(float(score.terms[name].mean)) < 1e-5 for name in ("alm", "exact_match", "prefix_match"))
     score.loss.backward()
     assert both.view.hidden.grad is not None and float(both.view.hidden.grad.abs().max()) < 1e-6
 
 
-def test_with_one_tokenizer_exact_match_is_the_forward_kl_of_every_target(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["exact_match", "prefix_match"])
+def test_with_one_tokenizer_a_match_is_the_forward_kl_of_every_target(tmp_path: Path, name: str) -> None:
     pair = ("byte-level", "byte-level")
     corpus = paired_batches.corpus(tmp_path, *pair, packing="rows")
     assert corpus.coverage is not None and corpus.coverage.share == corpus.coverage.one_to_one_share == 1.0
     batch = corpus.train.batch(range(6))
     assert batch.other is not None and torch.equal(batch.input_ids, batch.other.input_ids)
     both = paired_batches.heads(batch, pair=pair)
-    mix, lesson = mix_of(pair, exact_match=1.0)
-    mine = mix.score(both.view, both.signal, batch, lesson, mix.counts([batch])).terms["exact_match"]
+    mix, lesson = mix_of(pair, **{name: 1.0})
+    mine = mix.score(both.view, both.signal, batch, lesson, mix.counts([batch])).terms[name]
     dense = DenseSignal(both.signal.hidden, both.signal.head)
     options: dict[str, Any] = {"kd_weight": 1.0, "ce_weight": 0.0, "divergence": make("forward_kl", {})}
     kd = score_head(both.view, dense, batch.scored_targets, **options).terms["kd"]
@@ -236,6 +244,10 @@ def test_vocabularies_that_cannot_be_compared_are_refused_by_name() -> None:
     config = ObjectivesConfig.model_validate({"exact_match": {"weight": 1.0}})
     for matched in (None, Matched((), (), 3, 3), Matched((1,), (1,), 0, 3), Matched((), (), 0, 0, "because")):
         with pytest.raises(ConfigError, match="exact_match cannot compare"):
+            plan_objectives(config, Inside(1, 4), Inside(1, 4), matched=matched)
+    config = ObjectivesConfig.model_validate({"prefix_match": {"weight": 1.0}})
+    for matched in (None, Matched((1,), (1,), 0, 0), Matched((), (), 0, 0, "because")):
+        with pytest.raises(ConfigError, match="prefix_match cannot compare"):
             plan_objectives(config, Inside(1, 4), Inside(1, 4), matched=matched)
 
 

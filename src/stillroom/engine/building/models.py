@@ -24,6 +24,7 @@ from stillroom.engine.building.cache_build import (
 )
 from stillroom.engine.building.pairing import matched_tokens, reads_its_own_tokens
 from stillroom.engine.building.shrink_student import cut_student, student_name, unused_name
+from stillroom.engine.building.vocabulary_build import check_weights, take_vocabulary
 from stillroom.models import (
     LoadedModel,
     agree_on_vocabulary,
@@ -106,7 +107,12 @@ def load_models(
         student = try_model(cut.model, tokenizer, name=student_name(config), role="student")
         teacher = teacher if uses_teacher and not is_stored else None
     else:
-        student = open_student(config.student, tokenizer, seed=config.train.seed)
+        student = open_student(
+            config.student,
+            tokenizer,
+            seed=config.train.seed,
+            change=lambda network: _changed(config, network, tokenizer),
+        )
     student, adapter = adapted(config, student)
     size = _stored_size(cache if is_stored else None, reading, student.anatomy.vocab_rows)
     if teacher is not None and not is_paired:
@@ -141,12 +147,24 @@ def _stored_size(cache: Path | None, reading: Reading, student_rows: int) -> int
 
 def _tokenizers(config: Config, notes: list[str], *, asks_teacher: bool) -> tuple[Any, Any]:
     """The student's tokenizer, and the teacher's where it is needed: to ask it, or for a student that brings none."""
-    has_own = config.student.init != "shrink" and has_tokenizer(config.student, config.student.model)
+    has_own = not config.student.reads_as_teacher and has_tokenizer(config.student, config.student.model)
     teachers = load_tokenizer(config.teacher, config.teacher.model) if asks_teacher or not has_own else None
     if has_own:
         return load_tokenizer(config.student, config.student.model), teachers
-    notes.append("the student brings no tokenizer: it takes the teacher's")
+    if config.student.vocabulary == "teacher":
+        check_weights(config)
+    else:
+        notes.append("the student brings no tokenizer: it takes the teacher's")
     return teachers, teachers
+
+
+def _changed(config: Config, network: Any, teachers: Any) -> list[str]:
+    """Give the student the teacher's vocabulary where that is asked for, and return notes."""
+    if config.student.vocabulary == "own":
+        return []
+    has_own = has_tokenizer(config.student, config.student.model)
+    own = load_tokenizer(config.student, config.student.model) if has_own else None
+    return take_vocabulary(network, own, teachers)
 
 
 def _cut(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import Any
 
-import numpy as np
-
 from stillroom.config import Config
+from stillroom.data.spans.groups import token_groups
+from stillroom.data.spans.pieces import by_bytes
 from stillroom.data.spans.token_bytes import TokenBytes
 from stillroom.engine.building.cache_build import uses_cache
 from stillroom.errors import ConfigError
@@ -60,12 +59,12 @@ def matched_tokens(student: Any, teacher: Any) -> Matched:
     Of several tokens with the same bytes on one side (a character and <0xNN>) the one that is no single byte counts.
     """
     if student.get_vocab() == teacher.get_vocab():
-        everyone = sorted(student.get_vocab().values())
-        return Matched(everyone, everyone, 0, 0)
+        everyone, alone = sorted(student.get_vocab().values()), token_groups(student, teacher)
+        return Matched(everyone, everyone, 0, 0, "", alone.student, alone.teacher, alone.num_groups)
     tables = TokenBytes.of(student, "student"), TokenBytes.of(teacher, "teacher")
     if any(table.implies_spaces for table in tables):
         return Matched((), (), 0, 0, "tokens of one stand for a word with or without the space before it")
-    ours, theirs = (_by_bytes(table) for table in tables)
+    ours, theirs = (by_bytes(table) for table in tables)
     shared = [spelled for spelled in ours if spelled in theirs]
     pairs = [(ours[spelled], theirs[spelled]) for spelled in shared]
     rests = [len(one) - len(shared) for one in (ours, theirs)]
@@ -74,11 +73,14 @@ def matched_tokens(student: Any, teacher: Any) -> Matched:
         if student.eos_token_id not in taken[0] and teacher.eos_token_id not in taken[1]:
             pairs.append((int(student.eos_token_id), int(teacher.eos_token_id)))
     pairs.sort()
-    return Matched([own for own, _ in pairs], [their for _, their in pairs], rests[0], rests[1])
-
-
-def _by_bytes(table: TokenBytes) -> dict[bytes, int]:
-    found: dict[bytes, list[int]] = defaultdict(list)
-    for token in np.flatnonzero(table.is_known & ~table.is_special & (table.sizes > 0)).tolist():
-        found[table.bytes_of(token)].append(token)
-    return {spelled: min(ids, key=lambda one: (table.is_byte[one], one)) for spelled, ids in found.items()}
+    groups = token_groups(student, teacher)
+    return Matched(
+        [own for own, _ in pairs],
+        [their for _, their in pairs],
+        rests[0],
+        rests[1],
+        "",
+        groups.student,
+        groups.teacher,
+        groups.num_groups,
+    )

@@ -124,7 +124,7 @@ def teacher_surprisals(
     return surprisals, slots.sum_teacher(is_bad.long()) > 0
 
 
-class _BothLogits(SpanObjective):
+class BothLogits(SpanObjective):
     """A law of both models' logits where a span begins."""
 
     def positions(self, slots: SpanSlots) -> tuple[Tensor, Tensor]:
@@ -173,7 +173,7 @@ def _logits_by_chunk(
     return logits
 
 
-class ExactMatch(_BothLogits):
+class ExactMatch(BothLogits):
     """Forward KL over tokens of the same bytes, with all others as one, where a span is one token on each side."""
 
     def __init__(self, plan: Plan) -> None:
@@ -228,7 +228,7 @@ class ExactMatch(_BothLogits):
         return self._finished(values, is_bad, shares[self.name])
 
 
-class SortedDistance(_BothLogits):
+class SortedDistance(BothLogits):
     """Universal logit distillation (Boizard et al. 2024), where spans begin."""
 
     def law(self, device: torch.device, num_student: int, num_teacher: int) -> PairLaw:
