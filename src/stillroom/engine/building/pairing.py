@@ -34,7 +34,7 @@ def reads_its_own_tokens(config: Config) -> bool:
             ],
         )
     is_sparse = uses_cache(config) or config.teacher.signal.kind not in ("auto", "dense")
-    for name in ("uld", "span_hidden"):
+    for name in ("prefix_match", "uld", "span_hidden"):
         if is_sparse and name in spans:
             raise needs_live_teacher(name)
     _ = cache_spec(config) if uses_cache(config) else live_spec(config)  # raise for kinds that would be biased
