@@ -64,11 +64,11 @@ ARMS = {
     PLAIN: Arm(lab.PLAIN, OWN, asks_teacher=False),
     DEFAULT: Arm(_preset()),
     COMPUTE: Arm(lab.PLAIN, OWN, asks_teacher=False),
+    CEILING: Arm({"kd.weight": 1.0}, OWN),
     "ALM": Arm(_beside_labels(alm=0.5)),
     SURGERY: Arm({"kd.weight": 1.0}, TEACHERS),
     "exact match": Arm(_beside_labels(exact_match=0.5)),
     "ALM and exact match": Arm(_beside_labels(alm=0.25, exact_match=0.25)),
-    CEILING: Arm({"kd.weight": 1.0}, OWN),
     "ULD": Arm(_beside_labels(uld=0.5)),
     "hidden states of spans": Arm(_beside_labels(span_hidden=0.5), is_live=True),
     "prefix match": Arm(_beside_labels(prefix_match=0.5)),
@@ -218,9 +218,9 @@ def _notes(book: Book, plain: str) -> list[str]:
     is_met = books.is_beyond(differences, -1)
     return [
         __doc__.split("\n\n")[2].replace("\n", " "),
-        "Held-out bits per byte (test), mean \u00b1 sd over three seeds, differences paired by seed; rates and "
-        "the best student of a run are chosen on dev, each arm from rates a factor of three apart, until the best has a "
-        "worse one on either side. "
+        "Held-out bits per byte (test), mean \u00b1 sd over three seeds, differences paired by seed; rates "
+        "and the best student of a run are chosen on dev, each arm from rates a factor of three apart, until the best "
+        "has a worse one on either side. "
         f"{facts['transfer_bytes']:,} bytes are {targets[SENTENCE_PIECE]:,} targets of the student and "
         f"{targets[BYTE_LEVEL]:,} of the teacher; {coverage['share']:.1%} of the bytes are in spans, "
         f"{coverage['one_to_one_share']:.1%} in spans of one token each.",

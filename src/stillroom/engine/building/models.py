@@ -107,12 +107,7 @@ def load_models(
         student = try_model(cut.model, tokenizer, name=student_name(config), role="student")
         teacher = teacher if uses_teacher and not is_stored else None
     else:
-        student = open_student(
-            config.student,
-            tokenizer,
-            seed=config.train.seed,
-            change=lambda network: _changed(config, network, tokenizer),
-        )
+        student = _opened(config, tokenizer)
     student, adapter = adapted(config, student)
     size = _stored_size(cache if is_stored else None, reading, student.anatomy.vocab_rows)
     if teacher is not None and not is_paired:
@@ -158,13 +153,17 @@ def _tokenizers(config: Config, notes: list[str], *, asks_teacher: bool) -> tupl
     return teachers, teachers
 
 
-def _changed(config: Config, network: Any, teachers: Any) -> list[str]:
-    """Give the student the teacher's vocabulary where that is asked for, and return notes."""
-    if config.student.vocabulary == "own":
-        return []
-    has_own = has_tokenizer(config.student, config.student.model)
-    own = load_tokenizer(config.student, config.student.model) if has_own else None
-    return take_vocabulary(network, own, teachers)
+def _opened(config: Config, tokenizer: Any) -> LoadedModel:
+    """The student of its own folder, with the teacher's vocabulary where that is asked for."""
+
+    def change(network: Any) -> list[str]:
+        if config.student.vocabulary == "own":
+            return []
+        has_own = has_tokenizer(config.student, config.student.model)
+        own = load_tokenizer(config.student, config.student.model) if has_own else None
+        return take_vocabulary(network, own, tokenizer)
+
+    return open_student(config.student, tokenizer, seed=config.train.seed, change=change)
 
 
 def _cut(
