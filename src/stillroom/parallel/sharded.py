@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -67,7 +67,7 @@ class Sharded(Processes):
     def place(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
         """Shard the weights, and raise where any of them is still whole."""
         mesh = init_device_mesh(next(model.parameters()).device.type, (self.size,))
-        self._root: Any = Root(model)
+        self._root = cast(Any, Root(model))  # fully_shard gives it the methods of an FSDPModule
         for block in blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(self._root, mesh=mesh, reshard_after_forward=False)
