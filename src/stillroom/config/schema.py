@@ -198,6 +198,9 @@ class Config(Section):
             )
         if inner and self.teacher.signal.kind not in ("auto", "dense"):
             raise ValueError(f"{' and '.join(inner)} look inside the teacher: set teacher.signal.kind = 'dense'")
+        if self.teacher.server and (inner or self.student.init == "shrink"):
+            what = f"{' and '.join(inner)} look inside the teacher" if inner else "student.init = 'shrink' cuts it"
+            raise ValueError(f"{what}, and teacher.server gives only its answers: leave teacher.server out")
         if self.student.init == "shrink" and self.teacher.placement == "stream":
             raise ValueError(
                 "student.init = 'shrink' cuts the student from the whole teacher: set teacher.placement = 'device' or "

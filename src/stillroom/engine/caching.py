@@ -15,6 +15,7 @@ from stillroom.data import open_data
 from stillroom.engine.building.cache_build import fill, required_rows
 from stillroom.engine.building.device import find_device
 from stillroom.engine.building.models import teacher_dtype
+from stillroom.engine.building.served_build import served_rows
 from stillroom.engine.stop import Stop
 from stillroom.errors import ConfigError, DataError, Interrupted
 from stillroom.models import (
@@ -67,6 +68,8 @@ def make_cache(
             loaded, vocab_size = None, 0
             if all(is_there(place) and not missing_rows(Cache(place), needed) for place in places):
                 vocab_size = read_manifest(first).vocab_size
+            elif config.teacher.server:
+                vocab_size = _served_vocabulary(config, tokenizer)
             else:
                 loaded, vocab_size = _open(config, dtype, tokenizer)
         config = _at(config, places[first])
@@ -115,9 +118,18 @@ def _open(config: Config, dtype: torch.dtype, tokenizer: Any) -> tuple[LoadedMod
     teacher = open_live(config.teacher, dtype, own)
     if config.student.init == "shrink":
         return teacher, teacher.anatomy.vocab_rows
+    return teacher, agree_on_vocabulary(own, tokenizer, teacher.anatomy.vocab_rows, _student_rows(config))
+
+
+def _student_rows(config: Config) -> int:
     student, _notes = load_student(config.student, seed=config.train.seed)
-    rows = anatomy_of(student).vocab_rows
-    return teacher, agree_on_vocabulary(own, tokenizer, teacher.anatomy.vocab_rows, rows)
+    return int(anatomy_of(student).vocab_rows)
+
+
+def _served_vocabulary(config: Config, tokenizer: Any) -> int:
+    """The vocabulary that the student shares with a teacher of which the tokenizer alone is here."""
+    own, rows = load_tokenizer(config.teacher, config.teacher.model), _student_rows(config)
+    return agree_on_vocabulary(own, tokenizer, served_rows(config.teacher, rows), rows)
 
 
 # -- answers that others stored --------------------------------------------------------------------------

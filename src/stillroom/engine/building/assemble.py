@@ -19,6 +19,7 @@ from stillroom.engine.building.compilation import compile_bodies
 from stillroom.engine.building.inner_build import make_objectives
 from stillroom.engine.building.models import Models, teacher_dtype
 from stillroom.engine.building.row_checks import check_rows
+from stillroom.engine.building.served_build import asks_server, served_teacher
 from stillroom.engine.building.teacher_build import quantise_teacher
 from stillroom.engine.inject import make_hooks
 from stillroom.engine.run import Run, held_out_batches
@@ -125,6 +126,8 @@ def build_teacher(
         own = models.loaded_teacher.anatomy.vocab_rows
         live = live_teacher(config, models.loaded_teacher, own, device, compiled)
         return PairedTeacher(live, models.teacher_tokenizer, corpus.coverage or Coverage())
+    if models.cache is None and asks_server(config):
+        return served_teacher(config, models.tokenizer, size, corpus.train, device, window=surroundings.window)
     if models.cache is None:
         loaded = quantise_teacher(config, models.loaded_teacher, corpus.train, size, device, write=surroundings.write)
         return make_teacher(config, loaded, size, surroundings, num_processes=parallel.size, compiled=compiled)

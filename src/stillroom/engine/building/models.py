@@ -15,6 +15,7 @@ from stillroom.data import Corpus, opening_difference
 from stillroom.engine.building.adapt_student import adapted
 from stillroom.engine.building.cache_build import AUTO, cache_folder, is_there, stored_vocabulary, uses_cache
 from stillroom.engine.building.pairing import matched_tokens, reads_its_own_tokens
+from stillroom.engine.building.served_build import asks_server, served_rows
 from stillroom.engine.building.shrink_student import cut_student, student_name, unused_name
 from stillroom.models import (
     LoadedModel,
@@ -84,9 +85,10 @@ def load_models(
     dtype = teacher_dtype(config, device)
     cache = cache_folder(config, folder, tokenizer, dtype) if uses_cache(config) else None
     is_stored = cache is not None and (config.teacher.cache != AUTO or is_there(cache))
+    is_served = asks_server(config) and not is_stored
     if (uses_teacher and not is_stored) or is_cut:
         teacher_tokenizer = teacher_tokenizer or load_tokenizer(config.teacher, config.teacher.model)
-        teacher = open_live(config.teacher, dtype, teacher_tokenizer)
+        teacher = None if is_served else open_live(config.teacher, dtype, teacher_tokenizer)
     if is_cut:
         assert teacher is not None
         cut, corpus = _cut(config, teacher.network, tokenizer, device, folder=folder, parallel=parallel, tell=tell)
@@ -100,10 +102,10 @@ def load_models(
     size = student.anatomy.vocab_rows
     if cache is not None and is_stored:
         size = stored_vocabulary(cache, tokenizer, size)
-    if teacher is not None and not is_paired:
-        size = agree_on_vocabulary(teacher_tokenizer, tokenizer, teacher.anatomy.vocab_rows, size)
+    if (teacher is not None or is_served) and not is_paired:
+        size = agree_on_vocabulary(teacher_tokenizer, tokenizer, _teacher_rows(config, teacher, size), size)
         notes += opening_difference(teacher_tokenizer, tokenizer, config.data.bos)
-    tokenizers = {"student": tokenizer, **({"teacher": teacher_tokenizer} if teacher is not None else {})}
+    tokenizers = {"student": tokenizer, **({"teacher": teacher_tokenizer} if teacher or is_served else {})}
     return Models(
         tokenizer,
         teacher,
@@ -118,6 +120,10 @@ def load_models(
         teacher_tokenizer if teacher is not None and is_paired else None,
         matched_tokens(tokenizer, teacher_tokenizer) if teacher is not None and is_paired else None,
     )
+
+
+def _teacher_rows(config: Config, teacher: LoadedModel | None, student_rows: int) -> int:
+    return served_rows(config.teacher, student_rows) if teacher is None else teacher.anatomy.vocab_rows
 
 
 def _tokenizers(config: Config, notes: list[str], *, asks_teacher: bool) -> tuple[Any, Any]:

@@ -33,6 +33,7 @@ def reads_its_own_tokens(config: Config) -> bool:
         )
     refused = {
         "teacher.cache": uses_cache(config) and "stored answers are for the student's tokens",
+        "teacher.server": bool(config.teacher.server) and "a server gives few tokens, and they say nothing of spans",
         "teacher.router.mode": config.teacher.router.mode != "frozen" and "gates are trained on the student's tokens",
         "teacher.signal.kind": config.teacher.signal.kind not in ("auto", "dense")
         and "few tokens say nothing of spans",
