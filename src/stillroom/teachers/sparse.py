@@ -141,4 +141,5 @@ def _row(batch: Batch, number: int) -> Batch:
         batch.sample_ids[part],
         batch.index,
         batch.documents[part],
+        segments=None if batch.segments is None else cut(batch.segments),
     )
