@@ -73,7 +73,7 @@ def _mutated(answer: Any, chance: random.Random) -> Any:
             holder.insert(key, holder[key])
         case _:
             holder[key] = chance.choice(
-                [None, [], {}, "text", 10**9, -5, 3.5, True, math.nan, math.inf, -math.inf, [[]]]
+                [None, [], {}, "text", 10**9, -5, 3.5, True, math.nan, math.inf, -math.inf, [[]], 10**400]
             )
     return answer
 

@@ -75,6 +75,7 @@ class Client:
         self._counters: Counter[str] = Counter()
         self._not_before = 0.0
         self._closed = threading.Event()
+        self._chance = random.Random()  # its own: a run's random state is part of its checkpoints
         self._has_answered = False
 
     @property
@@ -135,7 +136,7 @@ class Client:
             raise self._refused(method, path, status, told)
         try:
             return json.loads(told)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise _Failed("no_json", f"an answer of {len(told):,} bytes is no JSON") from error
 
     def _connection(self) -> http.client.HTTPConnection:
@@ -161,7 +162,7 @@ class Client:
                 self._not_before = max(self._not_before, time.monotonic() + failed.wait)
             return
         longest = min(_LONGEST_PAUSE, self._settings.pause_seconds * 2**number)
-        self._wait(longest * (0.5 + 0.5 * random.random()))
+        self._wait(longest * (0.5 + 0.5 * self._chance.random()))
 
     def _wait(self, seconds: float) -> None:
         if self._closed.wait(max(0.0, seconds)) or self._closed.is_set():
@@ -194,7 +195,7 @@ class Client:
             found = json.loads(told)
             error = found.get("error", found)
             text = str(error.get("message", error) if isinstance(error, dict) else error)
-        except (ValueError, AttributeError):
+        except (ValueError, AttributeError, RecursionError):
             pass
         text = " ".join(text.split())[:_SHOWN]
         text = text.replace(self._key, "***") if self._key else text

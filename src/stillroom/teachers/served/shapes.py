@@ -20,6 +20,8 @@ from typing import Any
 from stillroom.errors import ServerUnusable
 from stillroom.teachers.entries import TOKEN_ID, Entry, Given
 
+_MOST_DIGITS = 12
+_MOST_NUMBER = 1e9
 _MOST_LOG_PROB = 1e-4  # rounding of a log-probability that is 0
 _MOST_MASS = 1.0 + 1e-3  # rounding of half-precision servers; tables of FP32 are within 1e-5
 
@@ -126,7 +128,7 @@ SHAPES = {shape.name: shape for shape in (PROMPT_LOGPROBS, ECHO)}
 
 def _id(text: str, column: str, where: str, prefix: str = "") -> int:
     digits = text.removeprefix(prefix)
-    if (prefix and digits == text) or not digits.isascii() or not digits.isdigit():
+    if (prefix and digits == text) or not digits.isascii() or not digits.isdigit() or len(digits) > _MOST_DIGITS:
         raise bad(
             f"{column} names {text[:40]!r}, a text instead of a token id: several tokens may spell the same text",
             where,
@@ -136,9 +138,13 @@ def _id(text: str, column: str, where: str, prefix: str = "") -> int:
 
 
 def _number(value: Any, column: str, where: str) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or math.isnan(value):
-        raise bad(f"a log-probability in {column} is {value!r}", where)
-    return float(value)
+    if isinstance(value, float) and not math.isnan(value):
+        return value
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) < _MOST_NUMBER:
+        return float(value)
+    raise bad(
+        f"a log-probability in {column} is {str(value)[:40] if not isinstance(value, int) else 'an integer'}", where
+    )
 
 
 def _check_prompt(answer: Answer, ids: tuple[int, ...], where: str) -> None:
