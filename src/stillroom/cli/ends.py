@@ -46,11 +46,13 @@ def main(arguments: list[str] | None = None) -> None:
     words = _with_dashes(list(sys.argv[1:] if arguments is None else arguments))
     try:
         with interrupt_on_signals():
-            code = app(args=words or ["--help"], standalone_mode=False)
+            code = app(args=words or ["--help"], prog_name="stillroom", standalone_mode=False)
     except StillroomError as error:
         code = _print_error(error, words)
-    except (BrokenPipeError, SystemExit):  # typer turns the former into the latter
+    except BrokenPipeError:
         code = _NOBODY_READS
+    except SystemExit as end:  # of 0: a shell's completion; else typer's form of a broken pipe
+        code = _NOBODY_READS if end.code else 0
     except KeyboardInterrupt:
         code = _STOPPED_AT_ONCE
     except Exception as error:  # noqa: BLE001 - the outermost handler: no traceback reaches a user

@@ -114,7 +114,7 @@ ASSESSMENT_ROWS: tuple[tuple[str, str, Format], ...] = (
 
 def assessment_lines(result: Fields) -> list[str]:
     """The yardsticks of a model, one a line, beside those of its teacher."""
-    voices = [(name, _flat(section(result, name))) for name in ("student", "teacher") if section(result, name)]
+    voices = [(name, flat_scores(section(result, name))) for name in ("student", "teacher") if section(result, name)]
     kept = section(result, "retained")
     lines = [f"{key:<6}  {clean(result[key])}" for key in ("model", "data", "device") if result.get(key)]
     has_intervals = any(section(row, "intervals") for _, row in voices)
@@ -151,7 +151,7 @@ def assessment_lines(result: Fields) -> list[str]:
     return [*lines, *(f"note  {clean(note)}" for note in items(result, "notes"))]
 
 
-def _flat(row: Fields) -> Fields:
+def flat_scores(row: Fields) -> Fields:
     """A model's figures with those of its questions beside them."""
     asked = section(row, "questions")
     return {**row, **asked, "intervals": {**section(row, "intervals"), **section(asked, "intervals")}}
