@@ -36,6 +36,7 @@ from stillroom.teachers.make import open_live
 from stillroom.teachers.quantised import check_quantisation
 from stillroom.teachers.signals import SignalSpec
 from stillroom.teachers.sparse import describe
+from stillroom.teachers.spec import served_spec
 
 
 def make_cache(
@@ -55,6 +56,8 @@ def make_cache(
     """
     places = temperature_folders(config, out, temperatures)
     first = next(iter(places))
+    if config.teacher.server:
+        served_spec(_at(config, places[first]))
     stop = Stop(max_minutes)
     stop.heed_clock()
     with stop.on_signals():

@@ -18,7 +18,7 @@ from stillroom.teachers.live import LiveTeacher
 from stillroom.teachers.router.in_run import RunRouter, Surroundings
 from stillroom.teachers.router.teacher import TRAINING_MODES
 from stillroom.teachers.sparse import SparseTeacher
-from stillroom.teachers.spec import check_use, live_spec
+from stillroom.teachers.spec import check_use, live_spec, served_spec
 from stillroom.teachers.streamed import StreamedModel, open_streamed
 
 
@@ -77,6 +77,8 @@ def live_teacher(
 def unused_teacher_settings(config: Config) -> list[str]:
     """Notes on settings without effect. Raise for settings that cannot work."""
     router, train = config.teacher.router, config.train
+    if config.teacher.server and not config.teacher.cache:
+        served_spec(config)
     if router.mode == "sar-joint" and config.objectives.kd.top_k:
         raise ConfigError(
             "sar-joint sends the student's gradient into the teacher, which needs its whole distribution",

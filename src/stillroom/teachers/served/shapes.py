@@ -184,7 +184,10 @@ def _check_tables(given: Given, num_wanted: int, vocab_size: int) -> None:
             raise bad(
                 f"token {place} has {len(entry):,} log-probabilities, and {num_wanted:,} were asked for: too few",
                 given.where,
-                ["start vLLM with --max-logprobs N", f"--set teacher.signal.k={len(entry)}"],
+                [
+                    "start vLLM with --max-logprobs N",
+                    f"--set teacher.signal.kind=top_k --set teacher.signal.k={len(entry)}",
+                ],
             )
         if (highest := max(entry)) >= vocab_size:
             raise bad(f"token id {highest:,} lies outside the vocabulary of {vocab_size:,}", given.where)
