@@ -69,6 +69,18 @@ def test_a_stream_prints_what_is_printed_at_once(models: dict[str, str], capsys:
     assert output(capsys, *words, "--stream").rstrip() == output(capsys, *words).rstrip()
 
 
+def test_a_second_model_continues_the_same_prompts(models: dict[str, str], capsys: Any) -> None:
+    words = ["--prompt", "the still", "--prompt", "room", "--max-new-tokens", "6"]
+    alone = {name: json.loads(output(capsys, "generate", models[name], *words, "--json")) for name in models}
+    both = ["generate", models["base"], "--against", models["chatty"], *words]
+    found = json.loads(output(capsys, *both, "--json"))
+    assert found.pop("against") == alone["chatty"] and found == alone["base"]
+    lines = output(capsys, *both).splitlines()
+    assert sum(line.startswith("student: ") for line in lines) == 2
+    assert sum(line.startswith("teacher: ") for line in lines) == 2
+    assert output(capsys, *both, "--stream").splitlines() == lines
+
+
 def test_a_stream_and_an_object_exclude_each_other(models: dict[str, str], capsys: Any) -> None:
     code, _out, err = run(capsys, "generate", models["base"], "--prompt", "a", "--stream", "--json")
     assert code == 2 and "--stream" in err
@@ -138,6 +150,17 @@ def test_text_that_is_not_utf8_is_refused(models: dict[str, str], capsys: Any, m
     assert code == 2 and "not UTF-8" in err
 
 
-def test_a_model_that_is_not_there_is_refused(capsys: Any, tmp_path: Path) -> None:
-    code, _out, err = run(capsys, "chat", str(tmp_path / "none"))
-    assert code == 20 and "no model folder" in err
+def test_a_model_that_is_not_there_is_refused(models: dict[str, str], capsys: Any, tmp_path: Path) -> None:
+    gone = str(tmp_path / "none")
+    for words in (["chat", gone], ["chat", models["base"], "--against", gone], ["generate", gone, "--prompt", "a"]):
+        code, _out, err = run(capsys, *words)
+        assert code == 20 and "no model folder" in err
+
+
+def test_what_cannot_be_asked_is_refused(models: dict[str, str], capsys: Any) -> None:
+    code, _out, err = run(capsys, "generate", models["base"])
+    assert code == 2 and "--prompt" in err
+    code, _out, err = run(capsys, "generate", models["base"], "--prompt", "a", "--max-new-tokens", "0")
+    assert code == 2 and "--max-new-tokens" in err
+    code, _out, err = run(capsys, "chat", models["base"], "--bos", "perhaps")
+    assert code == 2 and "--bos perhaps" in err

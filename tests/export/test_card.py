@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from synthetic import evaluated
+
 from stillroom.export.card import model_card, short_name
+from stillroom.telemetry.evaluation_record import Evaluated
 
 CONFIG: dict[str, Any] = {
     "teacher": {"model": "/home/ada/models/big"},
@@ -54,3 +57,27 @@ def test_paths_are_shortened_and_hub_ids_kept() -> None:
     assert short_name("/a/b/c") == "`c`" and short_name("org/name") == "`org/name`" and short_name("a/b/c") == "`c`"
     assert short_name("builtin:teacher") == "`builtin:teacher`" and short_name(None) == "`-`"
     assert short_name("C:\\Users\\ada\\model") == "`model`"
+
+
+def test_figures_of_eval_stand_in_the_card_with_what_is_retained() -> None:
+    text = card(evaluated=Evaluated({**evaluated(), "data": "/home/ada/held.jsonl"}))
+    assert "| perplexity | 20.3 (54.2 to 60.3) | 57.1 (54.2 to 60.3) | 35.6% |" in text
+    assert (
+        "| `arc_easy acc` | 0.440 | 0.310 (0.287 to 0.334) | 70.5% |" in text
+        and "`held.jsonl`, beside `builtin:teacher`" in text
+    )
+    assert "/home/ada" not in text
+
+
+def test_figures_that_may_be_another_student_s_are_not_published() -> None:
+    text = card(evaluated=Evaluated(evaluated(), "The student has changed since it was measured."))
+    assert "Not shown" in text and "retained" not in text
+
+
+def test_hostile_names_of_benchmarks_are_inert() -> None:
+    hostile = "x | `<script>` |\n# heading"
+    record = {"student": {"tasks": {hostile: {hostile: 0.5}}}, "data": hostile}
+    text = card(evaluated=Evaluated(record))
+    assert "\n# heading" not in text and all("<script>" not in part for part in text.split("`")[::2])
+    (line,) = [line for line in text.splitlines() if "0.500" in line]
+    assert line.count("|") == 3  # the cells of one row

@@ -129,6 +129,13 @@ def test_a_form_that_is_not_written_is_refused(
     assert code == 2 and told in " ".join(err.split())
 
 
+def test_a_source_that_is_not_there_and_a_place_that_is_not_named_are_refused(tmp_path: Path, capsys: Any) -> None:
+    code, _out, err = run(capsys, "export", str(tmp_path / "none"), "--out", str(tmp_path / "out"))
+    assert code == 20 and "no model folder" in err and not (tmp_path / "out").exists()
+    code, _out, err = run(capsys, "export", str(tmp_path / "none"))
+    assert code == 2 and "--out" in err
+
+
 def test_a_run_is_exported_with_its_provenance(world: Path, tmp_path: Path, capsys: Any) -> None:
     settings = tiny.settings(world, train__max_steps=4, eval__samples=0, eval__max_batches=0)
     made = distill(load_config(overrides=settings), tmp_path / "run", device="cpu")

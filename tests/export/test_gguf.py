@@ -28,6 +28,9 @@ FAMILIES = [
     ("qwen3", GROUPED),
     ("qwen2_moe", {**GROUPED, "norm_topk_prob": False}),
     ("qwen3_moe", {**GROUPED, "norm_topk_prob": True}),
+    ("mixtral", {**GROUPED, "sliding_window": None}),
+    ("mixtral", {"num_key_value_heads": 4, "tie_word_embeddings": True, "sliding_window": None}),
+    ("olmoe", {"num_key_value_heads": 4, "tie_word_embeddings": False}),
 ]
 
 
@@ -47,9 +50,11 @@ def test_a_file_read_back_gives_the_same_logits(family: str, settings: Any, form
     assert done.rounded_largest < (1e-6 if form == "float32" else 0.2)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "mixtral"])
 def test_eight_bits_are_written_in_blocks(family: str, tmp_path: Path, capsys: Any) -> None:
-    source = save(tmp_path / "model", family, {**GROUPED, **({"norm_topk_prob": True} if "moe" in family else {})})
+    source = save(
+        tmp_path / "model", family, {**GROUPED, **({"norm_topk_prob": True} if family == "qwen3_moe" else {})}
+    )
     words = ["--format", "gguf", "--gguf-type", "q8_0", "--json"]
     said = json.loads(output(capsys, "export", str(source), "--out", str(tmp_path / "out"), *words))
     assert said["largest"] < 1e-3 and 0 < said["rounded_kl"] < 0.1
@@ -57,8 +62,9 @@ def test_eight_bits_are_written_in_blocks(family: str, tmp_path: Path, capsys: A
     assert kinds == {"F32", "Q8_0"}
 
 
-def test_queries_that_are_not_permuted_would_be_noticed(tmp_path: Path, monkeypatch: Any) -> None:
-    source = save(tmp_path / "model", "llama", GROUPED)
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_queries_that_are_not_permuted_would_be_noticed(family: str, tmp_path: Path, monkeypatch: Any) -> None:
+    source = save(tmp_path / "model", family, GROUPED)
     monkeypatch.setattr("stillroom.export.gguf.interleaved", lambda weight, _heads: weight)
     with pytest.raises(CannotSave, match="gives other logits"):
         export(str(source), tmp_path / "out", format="gguf")
@@ -68,8 +74,9 @@ def test_queries_that_are_not_permuted_would_be_noticed(tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize("share", [0.02, 0.5, 0.99])
-def test_a_file_that_is_cut_off_is_refused(tmp_path: Path, share: float) -> None:
-    source = save(tmp_path / "model", "llama", GROUPED)
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_a_file_that_is_cut_off_is_refused(tmp_path: Path, family: str, share: float) -> None:
+    source = save(tmp_path / "model", family, GROUPED)
     export(str(source), tmp_path / "out", format="gguf")
     path = tmp_path / "out" / "model-float16.gguf"
     whole = path.read_bytes()
@@ -82,7 +89,10 @@ def test_a_file_that_is_cut_off_is_refused(tmp_path: Path, share: float) -> None
     ("family", "settings", "told"),
     [
         ("gpt2", {}, "a gpt2 is not written as GGUF"),
-        ("mixtral", {}, "a mixtral is not written as GGUF"),
+        ("granitemoe", {}, "a granitemoe is not written as GGUF"),
+        ("olmoe", {"num_key_value_heads": 4, "norm_topk_prob": True}, "are normalised, as llama.cpp does not"),
+        ("olmoe", {"num_key_value_heads": 4, "clip_qkv": 8.0}, "it clips queries"),
+        ("olmoe", {"num_key_value_heads": 2}, "fewer keys than queries"),
         ("llama", {"attention_bias": True}, "has no place in the file"),
         ("llama", {"hidden_act": "gelu"}, "its activation is gelu"),
         ("qwen3_moe", {"norm_topk_prob": False}, "not normalised"),

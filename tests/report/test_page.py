@@ -94,7 +94,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if "terms" in record:
             record["terms"][HOSTILE] = {"raw": 1.0, "weight": 1.0, "scaled": 1.0, "share": 0.5}
     log.write_text("".join(json.dumps(replace_strings(record, HOSTILE)) + "\n" for record in records))
-    for name in ("config.json", "summary.json"):
+    for name in ("config.json", "summary.json", "eval.json"):
         value = json.loads((folder / name).read_text())
         (folder / name).write_text(json.dumps(replace_strings(value, HOSTILE) | {HOSTILE: {HOSTILE: HOSTILE}}))
     return folder
@@ -152,7 +152,7 @@ def test_the_page_has_every_part(finished: Path) -> None:
     page = page_of(finished)
     ids = {attrs.get("id") for _, attrs in page.elements}
     parts = ("result", "yardsticks", "checks", "advice", "curves", "tokens-view", "guard", "samples", "data", "notes")
-    assert {*parts, "settings", "again"} <= ids
+    assert {*parts, "evaluated", "settings", "again"} <= ids
     figures = (
         "perplexity",
         "objective",

@@ -5,13 +5,13 @@ from __future__ import annotations
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
-import pytest
 from synthetic import write_run
 
 from stillroom.report import RunRecord, write_report
 from stillroom.report.figures import perplexity
 from stillroom.report.history import History
-from stillroom.report.svg import HEIGHT, WIDTH, draw, round_ticks
+from stillroom.report.picture import HEIGHT, WIDTH
+from stillroom.report.svg import draw
 
 NAMES = {"svg": "http://www.w3.org/2000/svg"}
 
@@ -41,10 +41,3 @@ def test_the_student_falls_on_the_picture_as_its_perplexity_does() -> None:
 def test_a_run_without_an_evaluation_has_no_picture(tmp_path: Path) -> None:
     write_report(tmp_path)
     assert not (tmp_path / "report.svg").exists()
-
-
-@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (0.0, 1500.0), (57.1, 57.3), (-3.0, 4e6)])
-def test_ticks_are_round_and_inside(low: float, high: float) -> None:
-    ticks = round_ticks(low, high)
-    assert 3 <= len(ticks) <= 12 and low <= ticks[0] and ticks[-1] <= high
-    assert all(float(f"{tick:.5g}") == pytest.approx(tick) for tick in ticks)

@@ -8,7 +8,9 @@ import random
 from pathlib import Path
 from typing import Any
 
+from stillroom.telemetry.evaluation_record import student_sum, write_evaluation
 from stillroom.telemetry.events import EventLog
+from stillroom.telemetry.retention import retained
 
 HEADER_PERPLEXITY = 2031.0
 
@@ -224,7 +226,51 @@ def write_run(folder: Path, *, num_steps: int = 1500, until: int | None = None, 
     if until is None:
         (folder / "tokens.json").write_text(json.dumps(tokens(name)))
         (folder / "summary.json").write_text(json.dumps(summary(num_steps)))
+        write_evaluated(folder, name)
     else:
         with (folder / "events.jsonl").open("a") as file:
             file.write('{"event": "step", "st')
     return folder
+
+
+def write_evaluated(folder: Path, name: str | None = None) -> None:
+    """Figures of `stillroom eval`, and the student that they are of."""
+    (folder / "student").mkdir(exist_ok=True)
+    (folder / "student" / "model.safetensors").write_bytes(b"weights")
+    record = evaluated()
+    for role in ("student", "teacher"):
+        record[role]["tasks"][name or "piqa"] = {name or "acc": 0.5}
+    write_evaluation(folder, student_sum(folder), record | ({"data": name} if name else {}))
+
+
+def evaluated() -> dict[str, Any]:
+    """A record of `stillroom eval`, as `eval.json` holds it."""
+    questions = {
+        "questions": 120, "too_long": 0, "choice_accuracy": 0.425, "exact_match": 0.31, "answer_perplexity": 9.1,
+        "intervals": {"choice_accuracy": [0.34, 0.51], "exact_match": [0.23, 0.4]},
+    }  # fmt: skip
+    arc = {"samples": 2376, "word_perplexity": 40.0, "higher_is_better": {"acc": True, "word_perplexity": False}}
+    student: dict[str, Any] = {
+        "perplexity": 57.1, "bits_per_byte": 1.62, "kl": 0.41, "agreement": 0.612, "parameters": 401220,
+        "disk_megabytes": 1.61, "load_seconds": 0.21, "prefill_tokens_per_second": 9120.0, "documents": 55,
+        "decode_tokens_per_second": 310.5, "peak_memory_gb": 0.011, "intervals": {"perplexity": [54.2, 60.3]},
+        "questions": questions, "notes": [],
+        "tasks": {"arc_easy": arc | {"acc": 0.31, "intervals": {"acc": [0.287, 0.334]}}},
+    }  # fmt: skip
+    teacher = student | {
+        "perplexity": 20.3, "bits_per_byte": 1.2, "kl": 0.0, "agreement": 1.0, "parameters": 3214112,
+        "disk_megabytes": 12.9, "prefill_tokens_per_second": 2210.0, "decode_tokens_per_second": 142.0,
+        "questions": questions | {"choice_accuracy": 0.61, "exact_match": 0.48, "answer_perplexity": 4.2},
+        "tasks": {"arc_easy": arc | {"acc": 0.44, "word_perplexity": 20.0}},
+    }  # fmt: skip
+    return {
+        "data": "held_out.jsonl",
+        "device": "cpu",
+        "student": student,
+        "teacher": teacher,
+        "teacher_model": "builtin:teacher",
+        "retained": retained(student, teacher),
+        "machine": {"cores": 2},
+        "settings": {"max_length": 256, "questions": "questions.jsonl", "tasks": "arc_easy", "blocks": False},
+        "notes": ["each record is scored by itself"],
+    }

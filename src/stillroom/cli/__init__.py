@@ -6,6 +6,7 @@ from stillroom.cli import runs as runs  # importing a module adds its commands; 
 from stillroom.cli import after as after
 from stillroom.cli import cache as cache
 from stillroom.cli import checks as checks
+from stillroom.cli import evaluate as evaluate
 from stillroom.cli import keep as keep
 from stillroom.cli import plan as plan
 from stillroom.cli import views as views

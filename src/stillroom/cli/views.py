@@ -1,4 +1,4 @@
-"""Commands that show: a model, data, presets, and what a run left behind."""
+"""Commands that show: data, presets, and what a run left behind."""
 
 from __future__ import annotations
 
@@ -7,49 +7,9 @@ from typing import Annotated
 
 import typer
 
-from stillroom.cli.app import AsJson, Bos, Device, app, print_json, wanted_bos
+from stillroom.cli.app import AsJson, Device, app, print_json
 from stillroom.config import load, parse_assignments, preset_names, preset_text
 from stillroom.errors import ConfigError
-
-
-@app.command("eval", short_help="Measure a model, alone or beside its teacher.")
-def eval_(
-    model: Annotated[str, typer.Option(help="folder of a model or a run, hub id, or builtin:teacher")],
-    data: Annotated[str, typer.Option(help="file, glob, hf:NAME, or builtin:stdlib")],
-    teacher: Annotated[str | None, typer.Option(help="compare with this model")] = None,
-    max_length: Annotated[int, typer.Option(min=8, help="tokens in a row")] = 256,
-    batch_size: Annotated[int, typer.Option(min=1, help="rows at once")] = 8,
-    max_batches: Annotated[int, typer.Option(min=0, help="0: all")] = 0,
-    blocks: Annotated[bool, typer.Option("--blocks", help="texts end to end in blocks, not each record alone")] = False,
-    questions: Annotated[Path | None, typer.Option(help="JSONL of questions with answers or choices")] = None,
-    tasks: Annotated[str, typer.Option(help="benchmarks of lm-eval, by name, with commas between")] = "",
-    bos: Bos = "auto",
-    device: Device = "auto",
-    as_json: AsJson = False,
-) -> None:
-    """Perplexity and bits per byte of a model, what it costs, and against a teacher KL, agreement and retention."""
-    from stillroom.assess import assess
-
-    result = assess(
-        model,
-        data,
-        teacher=teacher,
-        max_length=max_length,
-        batch_size=batch_size,
-        max_batches=max_batches,
-        bos=wanted_bos(bos),
-        device=device,
-        blocks=blocks,
-        questions=questions,
-        tasks=[task.strip() for task in tasks.split(",") if task.strip()],
-    )
-    if as_json:
-        print_json(result)
-        return
-    from stillroom.telemetry.results import assessment_lines
-
-    for line in assessment_lines(result):
-        typer.echo(line)
 
 
 @app.command(short_help="Show what would be trained on.")

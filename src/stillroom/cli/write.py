@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,11 +13,12 @@ from stillroom.cli.app import AsJson, Bos, Device, app, print_json, wanted_bos
 from stillroom.errors import ConfigError
 
 if TYPE_CHECKING:
-    from stillroom.talk import Conversation
+    from stillroom.talk import Continuation, Conversation, Writer
 
 Temperature = Annotated[float, typer.Option(help="0: the likeliest token each time")]
 TopP = Annotated[float, typer.Option(help="draw from the likeliest tokens that hold this share; 1: from all")]
 Seed = Annotated[int, typer.Option(help="of the sampling")]
+Against = Annotated[str | None, typer.Option(help="a second model that is asked the same, such as the teacher")]
 
 
 @app.command(short_help="Continue prompts, or answer them.")
@@ -26,6 +27,7 @@ def generate(
     prompt: Annotated[
         list[str], typer.Option(help="text to continue, or a question where the model has a chat template; repeatable")
     ],
+    against: Against = None,
     raw: Annotated[bool, typer.Option("--raw", help="continue the text as it stands, without a chat template")] = False,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="length of the continuation")] = 64,
     temperature: Temperature = 0.0,
@@ -36,31 +38,54 @@ def generate(
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Continue prompts, all at once; a model with a chat template answers them."""
+    """Continue prompts, all at once; a model with a chat template answers them.
+
+    With --against a second model continues them too: beside the first on a wide terminal, else below it.
+    """
     if stream and as_json:
         raise ConfigError("--stream prints text and --json one object", advice=["leave one of them out"])
+    from stillroom.models.sampling import Sampling
     from stillroom.talk import open_writer
-    from stillroom.telemetry.wording import clean
 
     options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
-    writer = open_writer(model, device=device, bos=wanted_bos(bos))
+    Sampling(temperature, top_p, seed)  # refuse before anything is loaded
+    names = {"student": model} if against is None else {"student": model, "teacher": against}
+    writers = {role: open_writer(name, device=device, bos=wanted_bos(bos)) for role, name in names.items()}
     if stream:
-        for text in prompt:
-            _print_stream(writer, text, raw, options)
+        for number, text in enumerate(prompt):
+            _show(number, {role: _streamed(writer, text, raw, options) for role, writer in writers.items()})
         return
-    made = writer.continuations(prompt, is_raw=raw, note=_note, **options)
+    made = {role: writer.continuations(prompt, is_raw=raw, note=_note, **options) for role, writer in writers.items()}
     if as_json:
-        rows = [{"prompt": one.prompt, "text": one.text, "ended": one.ended} for one in made]
-        print_json({"model": model, "is_chat": made[0].is_chat, "continuations": rows})
+        found = {role: _object(names[role], rows) for role, rows in made.items()}
+        print_json({**found["student"], **({"against": found["teacher"]} if against is not None else {})})
         return
-    for number, one in enumerate(made):
-        whole = one.text.strip() if one.is_chat else one.prompt + one.text
-        typer.echo(("\n" if number else "") + clean(whole + one.stopped, keep_lines=True))
-        if not one.text.strip():
-            _note(_NOTHING)
+    for number in range(len(prompt)):
+        _show(number, {role: [_whole(rows[number])] for role, rows in made.items()})
 
 
 _NOTHING = "the model wrote nothing: its first token ends the text"
+
+
+def _show(number: int, voices: dict[str, Iterable[str]]) -> None:
+    """One prompt's texts, below those of the prompts before it."""
+    from stillroom.cli.side_by_side import show
+
+    if number:
+        typer.echo("")
+    show(voices)
+
+
+def _object(name: str, made: Sequence[Continuation]) -> dict[str, Any]:
+    rows = [{"prompt": one.prompt, "text": one.text, "ended": one.ended} for one in made]
+    return {"model": name, "is_chat": made[0].is_chat, "continuations": rows}
+
+
+def _whole(made: Continuation) -> str:
+    """An answer alone, or a prompt with its continuation."""
+    if not made.text.strip():
+        _note(_NOTHING)
+    return (made.text.strip() if made.is_chat else made.prompt + made.text) + made.stopped
 
 
 def _note(text: str) -> None:
@@ -69,19 +94,16 @@ def _note(text: str) -> None:
     typer.echo(f"note  {clean(text)}" if text != _NOTHING else text, err=True)
 
 
-def _print_stream(writer: Any, prompt: str, raw: bool, options: dict[str, Any]) -> None:
-    from stillroom.telemetry.wording import clean
-
+def _streamed(writer: Writer, prompt: str, raw: bool, options: dict[str, Any]) -> Iterator[str]:
+    """An answer, or a prompt and its continuation, in pieces."""
     ids, is_chat = writer.prompts([prompt], raw)
     is_empty = True
     if not is_chat:
-        typer.echo(clean(prompt, keep_lines=True), nl=False)
+        yield prompt
     for piece in writer.write(ids, ends_turn=is_chat, note=_note, **options):
         text = piece.text.lstrip() if is_chat and is_empty else piece.text
         is_empty = is_empty and not text.strip()
-        typer.echo(clean(text + piece.stopped, keep_lines=True), nl=False)
-        sys.stdout.flush()
-    typer.echo("")
+        yield text + piece.stopped
     if is_empty:
         _note(_NOTHING)
 
@@ -89,9 +111,7 @@ def _print_stream(writer: Any, prompt: str, raw: bool, options: dict[str, Any]) 
 @app.command()
 def chat(
     model: Annotated[str, typer.Argument(help="folder of a model or a run, hub id, or builtin:teacher")],
-    against: Annotated[
-        str | None, typer.Option(help="a second model that is asked the same, such as the teacher")
-    ] = None,
+    against: Against = None,
     system: Annotated[str, typer.Option(help="a system message before the conversation")] = "",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="longest answer")] = 256,
     temperature: Temperature = 0.0,
@@ -103,7 +123,8 @@ def chat(
 ) -> None:
     """Talk to a model, and to its teacher beside it. /reset begins anew, /quit or Ctrl-D ends.
 
-    In a pipe each line is a question, and each answer is printed below the one before.
+    On a terminal of 80 columns or more both answers are written beside each other. In a pipe each line is a question,
+    and each answer is printed below the one before.
     """
     from stillroom.models.sampling import Sampling
     from stillroom.talk import Conversation, open_writer
@@ -150,24 +171,16 @@ def _questions() -> Iterator[str]:
 
 
 def _answer(talks: dict[str, Conversation], question: str, options: dict[str, Any], as_json: bool) -> None:
-    from stillroom.telemetry.wording import clean
+    from stillroom.cli.side_by_side import show
 
-    answers: dict[str, Any] = {}
+    # An empty line is answered by an empty line, so that answers in a pipe stay beside their questions.
+    voices = {role: talk.ask(question, note=_note, **options) if question else () for role, talk in talks.items()}
+    texts = {role: "".join(pieces) for role, pieces in voices.items()} if as_json else show(voices)
     for role, talk in talks.items():
-        if not as_json and len(talks) > 1:
-            typer.echo(f"{role}: ", nl=False)
-        answer = ""
-        # An empty line is answered by an empty line, so that answers in a pipe stay beside their questions.
-        for text in talk.ask(question, note=_note, **options) if question else ():
-            answer += text
-            if not as_json:
-                typer.echo(clean(text, keep_lines=True), nl=False)
-                sys.stdout.flush()
-        if not as_json:
-            typer.echo("")
-        answers[role] = {"answer": answer.strip(), "ended": talk.ended if question else ""}
         if question and "positions are full" in talk.ended:
             _note(f"{role}: {talk.ended}; /reset begins anew")
     if as_json:
+        ends = {role: talk.ended if question else "" for role, talk in talks.items()}
+        answers = {role: {"answer": text.strip(), "ended": ends[role]} for role, text in texts.items()}
         typer.echo(json.dumps({"question": question, **answers}))
         sys.stdout.flush()

@@ -12,11 +12,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
+from stillroom.telemetry.evaluation_record import Evaluated
+from stillroom.telemetry.figure_rows import ASSESSMENT_ROWS, figure_rows
 from stillroom.telemetry.reading import section, show, show_interval
 from stillroom.telemetry.results import RESULT_COLUMNS, RESULT_ROWS
 from stillroom.telemetry.wording import clean, clip, format_bytes, format_count
 
 _LONGEST = 120
+_MOST_ROWS = 120
+_OWN_LABELS = frozenset(label for _key, label, _form in ASSESSMENT_ROWS)
 _LIMITS = (
     "It was measured on the held-out text named above and on nothing else: what it does elsewhere is not known.",
     "A student repeats what its teacher gets wrong, and adds errors of its own.",
@@ -32,14 +36,19 @@ def model_card(
     versions: Mapping[str, Any],
     model: Mapping[str, Any],
     checked: Sequence[str],
+    evaluated: Evaluated | None = None,
 ) -> str:
-    """The card in Markdown. `model` holds family, parameters, dtype, positions, bytes; `checked` what was compared."""
+    """The card in Markdown. `model` holds family, parameters, dtype, positions, bytes; `checked` what was compared.
+
+    `evaluated` are figures of `stillroom eval`; those of another student than the one exported are left out.
+    """
     parts = [
         _front(model),
         f"# {_text(title)}\n",
         _what(model, bool(config)),
         _provenance(config, summary),
         _figures(summary),
+        _evaluated(evaluated or Evaluated()),
         "## Limits\n\n" + "\n".join(f"- {line}" for line in _LIMITS),
         "## How it was written\n\n" + "\n".join(f"- {clean(line)}" for line in checked),
         _versions(versions),
@@ -122,6 +131,42 @@ def _figures(summary: Mapping[str, Any]) -> str:
         lines.append(f"| {label} | " + " | ".join(cells) + " |")
     told = "On held-out text; in brackets 95 % intervals by bootstrap over documents, where there were enough of them."
     return f"## Figures\n\n{told}\n\n" + "\n".join(lines)
+
+
+def _evaluated(evaluated: Evaluated) -> str:
+    """Teacher, student and what is retained, by figure."""
+    record = evaluated.record
+    if not record:
+        return ""
+    if evaluated.doubt:
+        return (
+            "## Measured by stillroom eval\n\nNot shown: the figures in the run's folder are not known to be those of "
+            "this student."
+        )
+    has_teacher = bool(section(record, "teacher"))
+    heads = ("teacher", "student", "retained") if has_teacher else ("student",)
+    lines = ["| | " + " | ".join(heads) + " |", "|---|" + "---:|" * len(heads)]
+    rows = figure_rows(record)
+    for row in rows[:_MOST_ROWS]:
+        teacher, student = (
+            side.value + (f" ({side.interval})" if side.interval else "") for side in (row.teacher, row.student)
+        )
+        cells = [teacher, student, row.retained or "-"] if has_teacher else [student]
+        lines.append(f"| {_label(row.label)} | " + " | ".join(cells) + " |")
+    beside = f", beside {short_name(record.get('teacher_model'))}" if has_teacher else ""
+    told = (
+        f"On {short_name(record.get('data'))}{beside}, in float32, before it was written in the form of these files. "
+        "In brackets 95 % intervals. Retained: of quality the share of the teacher's (perplexities and bits inverted), "
+        "of size and speed how many times the teacher's. Seconds, speed and memory are of one sitting on one machine."
+    )
+    if len(rows) > _MOST_ROWS:
+        told += f" {len(rows) - _MOST_ROWS:,} more figures were measured."
+    return f"## Measured by stillroom eval\n\n{told}\n\n" + "\n".join(lines)
+
+
+def _label(label: str) -> str:
+    """A figure's name in a cell: ours as it is, that of a benchmark, which others named, as inert code."""
+    return label if label in _OWN_LABELS else _text(label).replace("|", "/")
 
 
 def _versions(versions: Mapping[str, Any]) -> str:

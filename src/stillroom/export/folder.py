@@ -108,7 +108,7 @@ def export(
     source = open_source(name)
     rows, compared_on = choose_rows(data, source.texts, source.loaded.tokenizer)
     with _explained(out), quiet_transformers(), replaced_folder(out) as folder:
-        job = Job(source, form, folder, rows, list(source.loaded.notes))
+        job = Job(source, form, folder, rows, list(source.notes))
         change, cost = writer(job)
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
         done = Exported(
@@ -180,6 +180,7 @@ def _card(source: Source, done: Exported) -> str:
         config=source.config,
         summary=source.summary,
         versions=source.versions,
+        evaluated=source.evaluated,
         model={
             "format": done.format,
             "family": network.config.model_type,

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM
 from stillroom.errors import CannotSave, ConfigError
 from stillroom.export.check import Difference, difference, logits_of, refuse_changed
 from stillroom.export.folder import Job
+from stillroom.export.gguf_experts import READ_HERE, read_network
 from stillroom.export.gguf_words import add_words
 
 FORMS = ("float16", "float32", "q8_0")
@@ -36,6 +37,8 @@ _ARCHITECTURES = {
     "qwen3": "qwen3",
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
+    "mixtral": "llama",  # with experts
+    "olmoe": "olmoe",
 }
 _READ_WHOLE = ("llama", "mistral", "qwen2")  # transformers reads all their settings from the file
 _ROUTERS = ("mlp.gate.weight", "mlp.shared_expert_gate.weight")  # small, and llama.cpp keeps them in FP32
@@ -52,7 +55,7 @@ def write(job: Job) -> tuple[Difference, Difference]:
     writer = library.GGUFWriter(str(path), architecture)
     _add_settings(writer, job.network.config, architecture)
     window = getattr(job.network.config, "sliding_window", None)
-    if window and job.network.config.model_type == "mistral":
+    if window and job.network.config.model_type in ("mistral", "mixtral"):
         job.notes.append(
             f"llama.cpp does not know its attention window: texts above {window:,} tokens are read otherwise"
         )
@@ -70,7 +73,7 @@ def write(job: Job) -> tuple[Difference, Difference]:
 
 
 def read_back(path: Path, config: Any) -> Any:
-    """The network of a GGUF file in FP32, loaded by transformers. Refuse a file that is not whole."""
+    """The network of a GGUF file in FP32, loaded by transformers where it can. Refuse a file that is not whole."""
     library = _library()
     try:
         reader = library.GGUFReader(str(path))
@@ -78,12 +81,9 @@ def read_back(path: Path, config: Any) -> Any:
         short = [tensor.name for tensor in reader.tensors if tensor.data_offset + tensor.n_bytes > size]
         if not reader.tensors or short:
             raise ValueError(f"{short[0]} is cut off" if short else "it holds no tensors")
-        # Of some families transformers does not read all sizes; of the others nothing but the file is used.
-        own = {"config": config} if config.model_type not in _READ_WHOLE else {}
-        with contextlib.redirect_stderr(io.StringIO()):  # a progress bar that cannot be turned off
-            network = AutoModelForCausalLM.from_pretrained(
-                str(path.parent), gguf_file=path.name, dtype=torch.float32, **own
-            )
+        network = (
+            read_network(library, path, config.model_type) if config.model_type in READ_HERE else _read(path, config)
+        )
     except (ValueError, IndexError, KeyError, OSError, RuntimeError, OverflowError) as error:
         reason = " ".join(str(error).split())[:200]
         raise CannotSave(
@@ -92,6 +92,13 @@ def read_back(path: Path, config: Any) -> Any:
             advice=["free some space on that disk and export again"],
         ) from error
     return network.eval()
+
+
+def _read(path: Path, config: Any) -> Any:
+    # Of some families transformers does not read all sizes; of the others nothing but the file is used.
+    own = {"config": config} if config.model_type not in _READ_WHOLE else {}
+    with contextlib.redirect_stderr(io.StringIO()):  # a progress bar that cannot be turned off
+        return AutoModelForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name, dtype=torch.float32, **own)
 
 
 def _library() -> Any:
@@ -119,7 +126,11 @@ def _architecture(network: Any) -> str:
         f"its activation is {config.hidden_act}": config.hidden_act != "silu",
         "it has dense layers between those of experts": sparse_steps not in ((1, False), (None, False)),
         "its expert weights are not normalised, as llama.cpp does": kind == "qwen3_moe" and not config.norm_topk_prob,
-        "its expert weights are normalised, as llama.cpp does not": kind == "qwen2_moe" and config.norm_topk_prob,
+        "its expert weights are normalised, as llama.cpp does not": kind in ("qwen2_moe", "olmoe")
+        and config.norm_topk_prob,
+        "it clips queries, keys and values": getattr(config, "clip_qkv", None) is not None,
+        "it has fewer keys than queries, and norms of both": kind == "olmoe"
+        and config.num_key_value_heads != config.num_attention_heads,
     }
     for problem, is_so in problems.items():
         if is_so:
@@ -146,12 +157,13 @@ def _add_settings(writer: Any, config: Any, architecture: str) -> None:
     writer.add_rope_dimension_count(head_width)
     writer.add_rope_freq_base(float(config.rope_parameters["rope_theta"]))
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    if architecture.endswith("moe"):
+    if getattr(config, "num_experts", None):
         writer.add_expert_count(config.num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
+    if architecture in ("qwen2moe", "qwen3moe"):  # the experts of the others are as wide as `feed_forward_length`
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-        if architecture == "qwen2moe":
-            writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    if architecture == "qwen2moe":
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
 
 
 def _named(library: Any, network: Any, architecture: str) -> Iterator[tuple[str, Tensor, bool]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ import torch
 from stillroom.config.schema import TeacherConfig
 from stillroom.errors import ConfigError
 from stillroom.models import LoadedModel, open_teacher
-from stillroom.models.load.names import is_run, model_name
+from stillroom.models.load.names import model_name, run_of
+from stillroom.telemetry.evaluation_record import Evaluated, read_evaluation
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ class Source:
     config: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, Any] = field(default_factory=dict)
     summary: Mapping[str, Any] = field(default_factory=dict)
+    evaluated: Evaluated = field(default_factory=Evaluated)
+    notes: Sequence[str] = ()
 
     @property
     def texts(self) -> list[str]:
@@ -44,13 +47,16 @@ def open_source(name: str) -> Source:
             f"the weights of {name} are quantised: they cannot be written in another form",
             advice=["export the model as it was before it was quantised"],
         )
-    folder = Path(name).expanduser()
-    if not (folder.is_dir() and is_run(folder)):
-        return Source(name, loaded)
-    record = _read(folder / "config.json")
-    return Source(
-        name, loaded, _mapping(record, "config"), _mapping(record, "versions"), _read(folder / "summary.json")
-    )
+    folder = run_of(name)
+    if folder is None:
+        return Source(name, loaded, notes=loaded.notes)
+    record, summary = _read(folder / "config.json"), _read(folder / "summary.json")
+    notes: list[str] = []
+    evaluated = read_evaluation(folder, notes)
+    if evaluated.doubt:
+        notes.append("the card is without the figures of `stillroom eval`: the student has changed since then")
+    config, versions = _mapping(record, "config"), _mapping(record, "versions")
+    return Source(name, loaded, config, versions, summary, evaluated, (*loaded.notes, *notes))
 
 
 def _read(path: Path) -> dict[str, Any]:

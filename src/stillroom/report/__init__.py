@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from stillroom.report import png, svg
 from stillroom.report.figures import perplexity
 from stillroom.report.history import History
 from stillroom.report.live import LiveReport
 from stillroom.report.page import render
 from stillroom.report.record import RunRecord
 from stillroom.report.several import render_several
-from stillroom.report.svg import draw
-from stillroom.report.writing import PAGE, PICTURE, save
+from stillroom.report.writing import BITMAP, PAGE, PICTURE, save
 
 __all__ = ["History", "LiveReport", "RunRecord", "render", "render_several", "write_report", "write_reports"]
 
 
 def write_report(run_dir: Path | str, foot: str = "") -> Path:
-    """Write `report.html` and its main figure `report.svg` into a run's folder; return the page's path.
+    """Write `report.html` into a run's folder, and its main figure as `report.svg` and `report.png`; the page's path.
 
     The page says what the folder lacks (a crashed run has no summary) and shows the rest.
     """
@@ -27,7 +27,8 @@ def write_report(run_dir: Path | str, foot: str = "") -> Path:
     path = save(folder / PAGE, render(run, foot))
     figure = perplexity(run)
     if figure is not None:
-        save(folder / PICTURE, draw(figure))
+        save(folder / PICTURE, svg.draw(figure))
+        save(folder / BITMAP, png.draw(figure))
     return path
 
 

@@ -7,6 +7,7 @@ from stillroom.report.about_data import data_part
 from stillroom.report.advice import advice_part
 from stillroom.report.configured import differences_part, reproduce_part
 from stillroom.report.document import REFRESH_SECONDS, document, figures_part, section
+from stillroom.report.evaluated import evaluated_part
 from stillroom.report.figures import all_figures
 from stillroom.report.markup import Html, element, join
 from stillroom.report.record import RunRecord
@@ -24,6 +25,7 @@ def render(run: RunRecord, foot: str = "") -> str:
     parts = [
         section("result", "Result", sections.results_table(run), no_result),
         section("yardsticks", "Beside the teacher", sections.yardsticks_table(run)),
+        section("evaluated", "Measured by stillroom eval", evaluated_part(run)),
         section("checks", "Checks", sections.checks_list(run)),
         section("advice", "Advice", advice_part(run)),
         section("curves", "Curves", figures_part(figures), "No step was recorded, so there is nothing to draw."),
@@ -61,5 +63,5 @@ def _top(run: RunRecord) -> Html:
 
 
 def _foot(more: str) -> Html:
-    said = "Drawn from events.jsonl, summary.json, tokens.json and config.json of the run's folder."
+    said = "Drawn from events.jsonl, summary.json, tokens.json, eval.json and config.json of the run's folder."
     return element("footer", element("p", said), element("p", more) if more else None)

@@ -11,6 +11,7 @@ from typing import Any
 from stillroom.errors import DataError
 from stillroom.report.history import History
 from stillroom.report.steps import Steps
+from stillroom.telemetry.evaluation_record import Evaluated, read_evaluation
 from stillroom.telemetry.events import Event
 from stillroom.telemetry.following import Follower
 from stillroom.telemetry.run_record import BASELINES, FINISHED, RunReading, mapping, read_object
@@ -33,6 +34,7 @@ class RunRecord(RunReading):
     tokens: Mapping[str, Any] = field(default_factory=dict)  # both models on held-out text, token by token
     folder: Path | None = None
     is_running: bool = False  # the page is written by the run itself, which goes on
+    evaluated: Evaluated = field(default_factory=Evaluated)  # what `stillroom eval` measured of the student
 
     @staticmethod
     def load(run_dir: Path) -> RunRecord:
@@ -48,9 +50,10 @@ class RunRecord(RunReading):
         summary = {} if is_running else read_object(run_dir / "summary.json", notes)
         config = read_object(run_dir / "config.json", notes)
         tokens = {} if is_running else read_object(run_dir / TOKENS, [])
+        evaluated = Evaluated() if is_running else read_evaluation(run_dir, notes)
         name = history.start.get("run") or run_dir.resolve().name
         settings = mapping(config, "config") or config or mapping(history.start, "config")
-        return RunRecord(clean(name), settings, history, summary, tuple(notes), tokens, run_dir, is_running)
+        return RunRecord(clean(name), settings, history, summary, tuple(notes), tokens, run_dir, is_running, evaluated)
 
     @property
     def start(self) -> Mapping[str, Any]:

@@ -98,7 +98,7 @@ def _table(rows: Sequence[tuple[str, str, Mapping[str, Any]]], wanted: Sequence[
             "tr",
             element("th", element("span", "", class_=f"dot role-{key}"), name, scope="row"),
             *(
-                _number_cell(name, show(row, field, form), show_interval(row, field, form))
+                number_cell(name, show(row, field, form), show_interval(row, field, form))
                 for field, name, form in columns
             ),
             class_="leading" if key == "student" else None,
@@ -108,7 +108,7 @@ def _table(rows: Sequence[tuple[str, str, Mapping[str, Any]]], wanted: Sequence[
     return element("table", element("thead", head), element("tbody", *body), class_="results")
 
 
-def _number_cell(column: str, value: str, interval: str) -> Html:
+def number_cell(column: str, value: str, interval: str) -> Html:
     if value == "-":
         return element("td", Html("&ndash;"), data_label=column, class_="absent")
     bounds = element("span", interval, class_="interval") if interval else None

@@ -8,12 +8,12 @@ from stillroom.errors import CannotSave
 from stillroom.files import reason_of, write_atomically
 
 PAGE = "report.html"
-PICTURE = "report.svg"
+PICTURE, BITMAP = "report.svg", "report.png"
 
 
-def save(path: Path, contents: str) -> Path:
+def save(path: Path, contents: str | bytes) -> Path:
     try:
-        write_atomically(path, contents.encode("utf-8"))
+        write_atomically(path, contents.encode("utf-8") if isinstance(contents, str) else contents)
     except OSError as error:
         raise CannotSave(
             f"the report cannot be written: {reason_of(error)}",

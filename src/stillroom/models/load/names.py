@@ -24,6 +24,13 @@ def model_name(name: str) -> str:
     return str(student)
 
 
+def run_of(name: str) -> Path | None:
+    """The folder of the run whose student a name means: the run's own folder, or the student's in it."""
+    folder = Path(name).expanduser()
+    owner = folder.resolve().parent if folder.name == STUDENT else folder
+    return owner if folder.is_dir() and is_run(owner) else None
+
+
 def is_run(folder: Path) -> bool:
     """Whether a folder has a file of events and no weights beside it."""
     return (folder / "events.jsonl").exists() and not any(folder.glob("*.safetensors"))
