@@ -161,7 +161,8 @@ def _trial_lines(trials: dict[str, Record]) -> list[str]:
     told = []
     for name, trial in trials.items():
         seen = ", ".join(f"{rate}: {value:.3f}" for rate, value in trial["dev_bits_per_byte"].items())
-        told.append(f"{name} {trial['chosen']:g} ({seen})")
+        end = ", the highest tried" if trial["chosen"] == max(TRIALS[name].rates) else ""
+        told.append(f"{name} {trial['chosen']:g} ({seen}{end})")
     return [
         f"Learning rates by trials of {TRIAL_STEPS} steps, dev bits per byte in brackets: {'; '.join(told)}. The arms "
         "cached, int8 and inner have the rate of forward KL, equal compute that of plain training. A trial is shorter "
