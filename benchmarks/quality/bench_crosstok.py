@@ -69,10 +69,10 @@ ARMS = {
     SURGERY: Arm({"kd.weight": 1.0}, TEACHERS),
     "exact match": Arm(_beside_labels(exact_match=0.5)),
     "ALM and exact match": Arm(_beside_labels(alm=0.25, exact_match=0.25)),
-    "ULD": Arm(_beside_labels(uld=0.5)),
     "hidden states of spans": Arm(_beside_labels(span_hidden=0.5), is_live=True),
     "prefix match": Arm(_beside_labels(prefix_match=0.5)),
     "vocabulary surgery, plain": Arm(lab.PLAIN, TEACHERS, asks_teacher=False),
+    "ULD": Arm(_beside_labels(uld=0.5)),
 }
 
 
