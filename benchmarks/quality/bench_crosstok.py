@@ -143,6 +143,7 @@ def setting() -> dict[str, Any]:
 
 
 def sweep(book: Book) -> None:
+    book.fact("setting", setting)
     ratio = book.fact("cost", cost_ratio)["ratio"]
     for name, arm in ARMS.items():
         steps = round(STEPS * ratio) if name == COMPUTE else STEPS
@@ -151,7 +152,6 @@ def sweep(book: Book) -> None:
             return lab.Job(arm.objectives, rate, steps, seed, checks=CHECKS)
 
         book.tuned(name, make, rates=_rates(book, name, make, run_of(arm)), work=run_of(arm))
-    book.fact("setting", setting)
 
 
 def _rates(book: Book, name: str, make: Callable[[float, int], lab.Job], work: Callable[[lab.Job], books.Line]) -> Any:
