@@ -228,7 +228,7 @@ def _notes(book: Book, plain: str) -> list[str]:
         __doc__.split("\n\n")[2].replace("\n", " "),
         "Held-out bits per byte (test), mean \u00b1 sd over three seeds, differences paired by seed; rates "
         "and the best student of a run are chosen on dev, each arm from rates a factor of three apart, until the best "
-        "has a worse one on either side. "
+        f"has a worse one on either side or is the end of {LADDER[0]:g} to {LADDER[-1]:g}. "
         f"{facts['transfer_bytes']:,} bytes are {targets[SENTENCE_PIECE]:,} targets of the student and "
         f"{targets[BYTE_LEVEL]:,} of the teacher; {coverage['share']:.1%} of the bytes are in spans, "
         f"{coverage['one_to_one_share']:.1%} in spans of one token each.",
