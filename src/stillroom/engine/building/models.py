@@ -91,7 +91,7 @@ def load_models(
     asks_teacher = is_paired or (uses_teacher and not uses_cache(config))
     tokenizer, teacher_tokenizer = _tokenizers(config, notes, asks_teacher=asks_teacher)
     matched = matched_tokens(tokenizer, teacher_tokenizer) if is_paired else None
-    reading = Reading(teacher_tokenizer if is_paired else tokenizer, matched)
+    reading = Reading.of(config, teacher_tokenizer if is_paired else tokenizer, matched)
     kept = teacher = corpus = None
     dtype = teacher_dtype(config, device)
     cache = cache_folder(config, folder, reading, dtype) if uses_cache(config) else None
