@@ -107,18 +107,13 @@ def load_models(
         student = try_model(cut.model, tokenizer, name=student_name(config), role="student")
         teacher = teacher if uses_teacher and not is_stored else None
     else:
-        student = open_student(
-            config.student,
-            tokenizer,
-            seed=config.train.seed,
-            change=lambda network: _changed(config, network, tokenizer),
-        )
+        student = _opened(config, tokenizer)
     student, adapter = adapted(config, student)
     size = _stored_size(cache if is_stored else None, reading, student.anatomy.vocab_rows)
     if teacher is not None and not is_paired:
         size = agree_on_vocabulary(teacher_tokenizer, tokenizer, teacher.anatomy.vocab_rows, size)
         notes += opening_difference(teacher_tokenizer, tokenizer, config.data.bos)
-    tokenizers = {"student": tokenizer, **({"teacher": teacher_tokenizer} if teacher or is_paired else {})}
+    both = {"student": tokenizer, **({"teacher": teacher_tokenizer} if teacher or is_paired else {})}
     return Models(
         tokenizer,
         teacher,
@@ -126,12 +121,22 @@ def load_models(
         size,
         (*notes, *student.notes, *(teacher.notes if teacher else ())),
         kept,
-        {role: vocabulary_hash(table) for role, table in tokenizers.items()},
+        {role: vocabulary_hash(table) for role, table in both.items()},
         cache,
         corpus,
         adapter,
         teacher_tokenizer if is_paired else None,
         matched,
+    )
+
+
+def _opened(config: Config, tokenizer: Any) -> LoadedModel:
+    """The student of a configuration, with the vocabulary that it asks for."""
+    return open_student(
+        config.student,
+        tokenizer,
+        seed=config.train.seed,
+        change=lambda network: _changed(config, network, tokenizer),
     )
 
 
