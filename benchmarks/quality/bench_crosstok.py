@@ -64,11 +64,11 @@ ARMS = {
     PLAIN: Arm(lab.PLAIN, OWN, asks_teacher=False),
     DEFAULT: Arm(_preset()),
     COMPUTE: Arm(lab.PLAIN, OWN, asks_teacher=False),
+    CEILING: Arm({"kd.weight": 1.0}, OWN),
     "ALM": Arm(_beside_labels(alm=0.5)),
     SURGERY: Arm({"kd.weight": 1.0}, TEACHERS),
     "exact match": Arm(_beside_labels(exact_match=0.5)),
     "ALM and exact match": Arm(_beside_labels(alm=0.25, exact_match=0.25)),
-    CEILING: Arm({"kd.weight": 1.0}, OWN),
     "ULD": Arm(_beside_labels(uld=0.5)),
     "hidden states of spans": Arm(_beside_labels(span_hidden=0.5), is_live=True),
     "prefix match": Arm(_beside_labels(prefix_match=0.5)),
@@ -175,33 +175,41 @@ def better_plain(book: Book) -> str:
     return min(found, key=lambda name: found[name])
 
 
-def share(book: Book, name: str, against: str) -> str:
-    """The gain over a plain arm as a share of the ceiling's gain."""
-    gains = [books.mean(books.paired(book.values(against), book.values(one))) for one in (name, CEILING)]
-    return f"{gains[0] / gains[1]:.0%}" if gains[1] > 0 else ""
+def figures(book: Book, plain: str) -> dict[str, dict[str, float]]:
+    """Of each arm the mean on test, its gain over a plain arm, and that as a share of the ceiling's."""
+    found: dict[str, dict[str, float]] = {}
+    ceiling = books.mean(books.paired(book.values(plain), book.values(CEILING)))
+    for name in ARMS:
+        if not book.values(name):
+            continue
+        gain = books.mean(books.paired(book.values(plain), book.values(name)))
+        found[name] = {"test": books.mean(book.values(name).values()), "gain": gain, "share": gain / ceiling}
+    return found
 
 
 def draw(book: Book) -> None:
-    if not all(book.values(name) for name in (PLAIN, COMPUTE, CEILING, DEFAULT)):
+    if not all(book.values(name) for name in (PLAIN, COMPUTE, CEILING, DEFAULT)) or "setting" not in book.facts:
         print("crosstok: the baselines are not there yet")
         return
     plain = better_plain(book)
+    book.facts["figures"] = figures(book, plain)
+    book.write()
     head = ["arm", "terms", "test bits per byte", "against the better plain arm", "share of the ceiling's gain"]
     rows = [[*head, "learning rate", "best step", "CPU s"]]
     for name, arm in ARMS.items():
         lines = book.lines(name)
         if not lines:
             continue
+        is_plain = name in (PLAIN, COMPUTE)
         terms = ", ".join(f"{key.split('.')[0]} {weight:g}" for key, weight in arm.objectives.items() if weight)
+        differences = books.paired(book.values(name), book.values(plain))
         rows.append(
             [
                 name,
                 terms,
-                books.told(book.values(name).values(), 4),
-                ""
-                if name == plain
-                else books.told(books.paired(book.values(name), book.values(plain)), 4, is_signed=True),
-                "" if name in (PLAIN, COMPUTE) else share(book, name, plain),
+                books.told(book.values(name).values()),
+                "" if name == plain else books.told(differences, is_signed=True),
+                "" if is_plain else f"{book.facts['figures'][name]['share']:.0%}",
                 f"{next(iter(lines.values()))['job']['learning_rate']:g}",
                 f"{books.mean(line['best_step'] for line in lines.values()):.0f}",
                 f"{books.mean(line['cpu_seconds'] for line in lines.values()):.1f}",
@@ -218,9 +226,9 @@ def _notes(book: Book, plain: str) -> list[str]:
     is_met = books.is_beyond(differences, -1)
     return [
         __doc__.split("\n\n")[2].replace("\n", " "),
-        "Held-out bits per byte (test), mean \u00b1 sd over three seeds, differences paired by seed; rates and "
-        "the best student of a run are chosen on dev, each arm from rates a factor of three apart, until the best has a "
-        "worse one on either side. "
+        "Held-out bits per byte (test), mean \u00b1 sd over three seeds, differences paired by seed; rates "
+        "and the best student of a run are chosen on dev, each arm from rates a factor of three apart, until the best "
+        "has a worse one on either side. "
         f"{facts['transfer_bytes']:,} bytes are {targets[SENTENCE_PIECE]:,} targets of the student and "
         f"{targets[BYTE_LEVEL]:,} of the teacher; {coverage['share']:.1%} of the bytes are in spans, "
         f"{coverage['one_to_one_share']:.1%} in spans of one token each.",
@@ -231,8 +239,8 @@ def _notes(book: Book, plain: str) -> list[str]:
         f"costs {cost['ratio']:.2f} plain steps ({1e3 * cost['taught']:.1f} against {1e3 * cost['plain']:.1f} ms of "
         "one core); plain training for equal compute has that many more.",
         f"Bar: the default beats the better plain arm ({plain}) on every seed and beyond twice the standard error: "
-        f"{books.told(differences, 4, is_signed=True)}, {'met' if is_met else 'MISSED'}; "
-        f"{share(book, DEFAULT, plain)} of the ceiling's gain over it.",
+        f"{books.told(differences, is_signed=True)}, {'met' if is_met else 'MISSED'}; "
+        f"{book.facts['figures'][DEFAULT]['share']:.0%} of the ceiling's gain over it.",
     ]
 
 

@@ -39,6 +39,7 @@ def reads_its_own_tokens(config: Config) -> bool:
             raise needs_live_teacher(name)
     _ = cache_spec(config) if uses_cache(config) else live_spec(config)  # raise for kinds that would be biased
     refused = {
+        "teacher.server": bool(config.teacher.server) and "a server gives few tokens, and they say nothing of spans",
         "teacher.router.mode": config.teacher.router.mode in SAME_TOKENS_ONLY
         and f"{config.teacher.router.mode} needs the student's distribution over the teacher's own tokens",
         "student.init": config.student.init == "shrink" and "a student cut from its teacher has the teacher's tokens",
