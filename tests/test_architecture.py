@@ -18,7 +18,7 @@ LAYERS = [
     {"types", "config", "ends"},
     {"numerics", "curriculum", "schedule", "guard", "builtin", "yardsticks"},
     {"objectives", "precision", "data", "models"},
-    {"teachers", "telemetry", "parallel"},
+    {"teachers", "telemetry", "parallel", "shard_files"},
     {"evaluation", "checkpoint", "snapshots", "diagnosis", "measures"},
     {"engine"},
     {"report", "assess", "demo", "checks", "export", "talk", "planning"},

@@ -132,6 +132,14 @@ def test_a_new_normal_is_learned_instead_of_refused_for_ever() -> None:
     assert actions == ["skip"] * 8 + ["keep"] * 4
 
 
+def test_a_fixed_bound_on_the_norm_refuses_only_where_it_is_set() -> None:
+    assert settled().judge(evidence(norm=2.5)).action == "keep"
+    bounded = settled(skip_grad_norm=2.0)
+    assert bounded.judge(evidence(norm=2.0)).action == "keep"
+    verdict = bounded.judge(evidence(norm=2.5))
+    assert verdict.action == "skip" and "2.5 stands above guard.skip_grad_norm = 2" in verdict.reason
+
+
 def test_a_norm_that_only_grows_is_clipped_not_refused() -> None:
     assert settled().judge(evidence(2.0, 5.0)).action == "keep"
     assert settled().judge(evidence(2.0, 50.0)).action == "examine"

@@ -16,6 +16,7 @@ from stillroom.data.spans.common import Coverage
 from stillroom.engine.building.device import find_device
 from stillroom.errors import ConfigError
 from stillroom.evaluation import evaluate
+from stillroom.measures.continuations import TextAgreement, text_agreement
 from stillroom.measures.cost import cost_of
 from stillroom.measures.question_file import read_questions
 from stillroom.measures.questions import answer_questions
@@ -59,7 +60,9 @@ class Scores:
     peak_memory_gb: float | None = None
     questions: Mapping[str, Any] | None = None
     tasks: Mapping[str, Any] | None = None
-    kl_per_byte: float | None = None  # on spans, where the teacher has a tokenizer of its own
+    kl_per_byte: float | None = None  # on spans; these only where the teacher has a tokenizer of its own
+    text_agreement: float | None = None  # of greedy continuations, see `stillroom.measures.continuations`
+    continued_prompts: int | None = None
 
 
 @dataclass(frozen=True)
@@ -191,11 +194,21 @@ def compare(
     result: dict[str, Any] = {"device": str(where), "student": measure(student)}
     if beside is not None:
         result["teacher"] = measure(beside)
+        if has_own:
+            _add_agreement(result["student"], text_agreement(student, beside, corpus.evaluation))
         if not has_own:
             result["retention"] = result["teacher"]["perplexity"] / result["student"]["perplexity"]
     gpu, resident, _percent = memory_in_use(where)
     notes = [*corpus.notes, *([_OWN_TOKENS] if has_own else [])]
     return {**result, "gpu_memory_gb": gpu, "memory_gb": resident, "notes": notes}
+
+
+def _add_agreement(row: dict[str, Any], found: TextAgreement) -> None:
+    row |= {"text_agreement": found.agreement, "continued_prompts": found.prompts}
+    if found.interval is not None:
+        row["intervals"] |= {"text_agreement": list(found.interval)}
+    if found.left_out:
+        row["notes"].append(f"{found.left_out:,} beginnings of texts were not continued by both models")
 
 
 def _held_out(data: str, tokenizer: Any, theirs: Any, config: DataConfig, *, blocks: bool) -> Corpus:
@@ -239,8 +252,9 @@ _BY_TOKEN = frozenset(
     }
 )
 _OWN_TOKENS = (
-    "the models have different tokens: compare bits per byte and KL per byte; perplexities, calibration and tokens a "
-    "second are each of its own tokens, and agreement has no meaning"
+    "the models have different tokens: compare bits per byte, KL per byte and the agreement of what they write, as "
+    "text; perplexities, calibration and tokens a second are each of its own tokens, and agreement of tokens has no "
+    "meaning"
 )
 
 

@@ -19,10 +19,10 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
@@ -32,8 +32,13 @@ from torch import Tensor
 from stillroom.errors import CannotSave, CheckpointUnusable
 from stillroom.files import TEMPORARY, flush_folder, mend, reason_of, remove_folder, swap_in, write_atomically
 from stillroom.files import write_durably as _write
+from stillroom.shard_files import read_shards, write_shards
+
+if TYPE_CHECKING:
+    from stillroom.parallel import Parallel
 
 FORMAT = 1
+SHARDED_FORMAT = 2  # parts of tensors in one file for each process, see shard_files.py
 _NAME = re.compile(r"^step-(\d{6,})$")
 _MARK = "rollback.json"
 # What reading a damaged checkpoint can raise: files, JSON of any shape, safetensors.
@@ -94,17 +99,35 @@ class CheckpointStore:
 
     def save(self, step: int, tensors: TensorGroups, scalars: Mapping[str, Any]) -> Path:
         """Write a checkpoint and prune old ones. An older checkpoint is never touched before the new one is whole."""
-        final = self.folder / f"step-{step:06d}"
-        temporary = self.folder / f"{TEMPORARY}{final.name}-{os.getpid()}"
+        with self._saving(step, str(os.getpid())) as temporary:
+            self._make(temporary)
+            sums: dict[str, dict[str, Any]] = {}
+            for group, named in tensors.items():
+                contents = to_safetensors({name: tensor.detach().cpu().contiguous() for name, tensor in named.items()})
+                sums[f"{group}.safetensors"] = _write(temporary / f"{group}.safetensors", contents)
+                self.at_point("while_writing")
+            return self._commit(temporary, step, FORMAT, sums, scalars)
+
+    def save_parts(self, step: int, tensors: TensorGroups, scalars: Mapping[str, Any], parallel: Parallel) -> Path:
+        """The same by several processes, each of which writes the parts that it holds. The first one seals them.
+
+        Each stage succeeds in all processes or raises in all.
+        """
+        with self._saving(step, "parts") as temporary:
+            parallel.together(lambda: self._make(temporary) if parallel.is_first else None)
+            parallel.together(lambda: self.at_point("while_writing"))
+            written = parallel.together(lambda: write_shards(temporary, tensors, parallel.rank))
+            sums = {name: one for process in parallel.collect(written) for name, one in process.items()}
+            parallel.together(
+                lambda: self._commit(temporary, step, SHARDED_FORMAT, sums, scalars) if parallel.is_first else None
+            )
+        return self.folder / f"step-{step:06d}"
+
+    @contextlib.contextmanager
+    def _saving(self, step: int, owner: str) -> Iterator[Path]:
+        temporary = self.folder / f"{TEMPORARY}step-{step:06d}-{owner}"
         try:
-            self.folder.mkdir(exist_ok=True)  # in a run's folder, which is not made again where it was deleted
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir()
-            self._fill(temporary, step, tensors, scalars)
-            self.at_point("before_rename")
-            swap_in(temporary, final)
-            self.at_point("after_rename")
-            self._retire()
+            yield temporary
         except OSError as error:
             shutil.rmtree(temporary, ignore_errors=True)
             raise CannotSave(
@@ -115,19 +138,27 @@ class CheckpointStore:
                     "or keep fewer checkpoints: --set checkpoint.keep=1",
                 ],
             ) from error
+
+    def _make(self, temporary: Path) -> None:
+        self.folder.mkdir(exist_ok=True)  # in a run's folder, which is not made again where it was deleted
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+
+    def _commit(
+        self, temporary: Path, step: int, kind: int, sums: dict[str, dict[str, Any]], scalars: Mapping[str, Any]
+    ) -> Path:
+        """Seal what was written, move it into its place and prune old checkpoints."""
+        final = self.folder / f"step-{step:06d}"
+        sums["state.json"] = _write(temporary / "state.json", _json(scalars))
+        manifest = {"format": kind, "step": step, "line": self.line, "files": sums}
+        _write(temporary / "manifest.json", _json(manifest))
+        flush_folder(temporary)
+        self.at_point("before_rename")
+        swap_in(temporary, final)
+        self.at_point("after_rename")
+        self._retire()
         self.prune()
         return final
-
-    def _fill(self, folder: Path, step: int, tensors: TensorGroups, scalars: Mapping[str, Any]) -> None:
-        sums: dict[str, dict[str, Any]] = {}
-        for group, named in tensors.items():
-            contents = to_safetensors({name: tensor.detach().cpu().contiguous() for name, tensor in named.items()})
-            sums[f"{group}.safetensors"] = _write(folder / f"{group}.safetensors", contents)
-            self.at_point("while_writing")
-        sums["state.json"] = _write(folder / "state.json", _json(scalars))
-        manifest = {"format": FORMAT, "step": step, "line": self.line, "files": sums}
-        _write(folder / "manifest.json", _json(manifest))
-        flush_folder(folder)
 
     def prune(self, keep: int | None = None) -> None:
         """Remove all but the newest checkpoints; only folders that carry our name and our manifest."""
@@ -275,6 +306,8 @@ def _said(error: BaseException) -> str:
 def _read(path: Path) -> tuple[int, TensorGroups, Mapping[str, Any]]:
     """A verified checkpoint. What is loaded is the very bytes that were summed."""
     manifest = json.loads((path / "manifest.json").read_bytes())
+    if manifest["format"] == SHARDED_FORMAT:
+        return int(manifest["step"]), *read_shards(path, manifest)
     if manifest["format"] != FORMAT:
         raise ValueError(f"format {manifest['format']} is not one this version reads")
     contents: dict[str, bytes] = {}

@@ -33,6 +33,7 @@ from stillroom.types import (
     HeadWeights,
     Lesson,
     PairedSignal,
+    PairedTokens,
     SampledSignal,
     Signal,
     StudentView,
@@ -154,12 +155,12 @@ def _measure(view: StudentView, signal: Signal | None, batch: Batch, num_exact: 
         log_q, log_p = log_q_of(part), log_p_of(part) if log_p_of else None
         values = _columns(log_q, log_p, targets[part], sizes[part], _part(signal, part), num_exact)
         table.index_add_(0, positions[part] // length, values)
-    if isinstance(signal, PairedSignal):
+    if isinstance(signal, PairedSignal | PairedTokens):
         _measure_spans(table, view, signal, batch)
     return table
 
 
-def _measure_spans(table: Tensor, view: StudentView, signal: PairedSignal, batch: Batch) -> None:
+def _measure_spans(table: Tensor, view: StudentView, signal: PairedSignal | PairedTokens, batch: Batch) -> None:
     """Add to each row the KL between "this span comes" and "another does" of both models, and the bytes of its spans.
 
     A lower bound of the KL of their distributions over spans. A span that one of them cannot tell is not compared.

@@ -100,6 +100,9 @@ class Guard:
         if evidence.num_targets == 0:
             return self._refuse("no scored target in the batch", evidence)
         finite = math.isfinite(evidence.loss) and math.isfinite(evidence.grad_norm)
+        if finite and 0.0 < self.config.skip_grad_norm < evidence.grad_norm:
+            bound = f"guard.skip_grad_norm = {self.config.skip_grad_norm:g}"
+            return self._refuse(f"gradient norm {evidence.grad_norm:.4g} stands above {bound}", evidence)
         if finite and evidence.bad_teacher_rows:
             return self._without_teacher(evidence)
         if finite:

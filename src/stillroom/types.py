@@ -1,7 +1,6 @@
 """The values that packages pass to each other.
 
-Frozen records with no behaviour beyond their own arithmetic. Nothing here imports torch at run time, so curriculum,
-schedule and guard can be used and tested with plain numbers.
+Frozen records. Nothing here imports torch at run time: curriculum, schedule and guard are tested with plain numbers.
 
 Legend for shapes: B rows, L positions, N scored positions of a batch, V vocabulary, K kept ids, D width.
 """
@@ -205,7 +204,16 @@ class PairedSignal:
     taps: Mapping[str, Tensor] = field(default_factory=lambda: _EMPTY)
 
 
-Signal = DenseSignal | TopKSignal | SampledSignal | PairedSignal
+@dataclass(frozen=True)
+class PairedTokens:
+    """What is kept of such an answer: the probability of each target, and a few tokens where they are asked for."""
+
+    target_log_probs: Tensor  # [M], at temperature 1; NaN where the answer is unusable
+    few: TopKSignal | SampledSignal | None = None  # ids of the teacher; one that the student lacks means all of them
+    taps: Mapping[str, Tensor] = field(default_factory=lambda: _EMPTY)
+
+
+Signal = DenseSignal | TopKSignal | SampledSignal | PairedSignal | PairedTokens
 
 
 # -- objectives ------------------------------------------------------------------------------------------
@@ -261,9 +269,7 @@ class Score:
             name: Term(sum((score.terms[name].total for score in others), term.total) * share, term.count)
             for name, term in first.terms.items()
         }
-        counters = {
-            name: sum((score.counters[name] for score in others), count) for name, count in first.counters.items()
-        }
+        counters = {name: sum((one.counters[name] for one in others), own) for name, own in first.counters.items()}
         return Score(loss, terms, counters)
 
 

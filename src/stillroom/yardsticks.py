@@ -128,6 +128,15 @@ def ratios(totals: Floats) -> dict[str, Floats]:
         }
 
 
+def ratio_interval(numerators: Floats, denominators: Floats) -> tuple[float, float] | None:
+    """The 95 % percentile interval of a ratio of sums over units [U]; None below MIN_DOCUMENTS units."""
+    if len(numerators) < MIN_DOCUMENTS:
+        return None
+    drawn, tail = _draws(len(numerators)), (1.0 - COVERAGE) / 2
+    values = (drawn @ numerators) / (drawn @ denominators)
+    return _order(values, tail), _order(values, 1.0 - tail)
+
+
 @lru_cache(maxsize=4)
 def _draws(num_units: int) -> Floats:
     """How often each unit is in each resample. [R, U]; depends only on the number of units."""

@@ -62,6 +62,11 @@ def test_a_longer_run_has_the_warmup_the_file_asks_for(tmp_path: Path) -> None:
     assert warmup_of_run(14_031, train.warmup_steps, train.warmup_ratio, train.max_warmup_share) == 500
 
 
+def test_a_run_shorter_than_the_file_s_warmup_is_cut_to_a_tenth_and_not_refused(tmp_path: Path) -> None:
+    train = load(written(tmp_path), overrides={"train.max_steps": 50}).config.train
+    assert warmup_of_run(50, train.warmup_steps, train.warmup_ratio, train.max_warmup_share) == 5
+
+
 def test_the_guides_table_of_phase_one_has_feature_and_attention_at_zero(tmp_path: Path) -> None:
     """The guide's step 2,000 of 74,823: kd 21.2 x 0.7 = 14.84; feature weight 0, scaled 0, of no part in the total."""
     lesson = Curriculum.of(load(written(tmp_path)).config).at(0.027)

@@ -144,3 +144,9 @@ def test_one_refused_batch_or_one_without_targets_is_a_hint() -> None:
     ]
     findings = diagnose(case(*(step(number) for number in range(1, 10)), *skips))
     assert {one.cause: one.severity for one in findings} == {"masked_out_data": "hint", "refused_batches": "hint"}
+
+
+@pytest.mark.parametrize(("samples", "is_dead"), [([1.0], False), ([1.0, 1.0], True), ([1.0, 0.0], False)])
+def test_gradients_are_called_zero_only_by_more_than_the_first_sample(samples: list[float], is_dead: bool) -> None:
+    steps = [step(number, zero_gradient_fraction=share) for number, share in enumerate(samples, start=1)]
+    assert ("zero_gradients" in named(case(*steps, step(len(samples) + 1)))) is is_dead

@@ -17,6 +17,7 @@ HARMFUL = [
     ("noop_updates", {"train.learning_rate": 2e-6, "precision.mode": "fp16-sr"}),
     ("router_rate_too_high", {"train.learning_rate": 1e-4, "train.router_learning_rate": 1e-2}),
     ("clipped_to_nothing", {"train.max_grad_norm": 0.01}),
+    ("skipped_norms", {"guard.skip_grad_norm": 2.0}),
     ("never_out_of_warmup", {"train.warmup_ratio": 0.9}),
     (
         "schedule_in_micro_batches",

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
 from stillroom.errors import BrokenAtStart, ConfigError
-from stillroom.models.routers import Gate, Routing, describe, find_gates, routed
+from stillroom.models.routers import Gate, Routing, describe, find_gates, has_gates, routed
 
 # family: (the gates' weights with * for the layer, how many)
 EXPECTED = {
@@ -69,6 +70,12 @@ def test_a_dense_model_has_no_gate_and_the_error_says_what_was_looked_for(family
     with pytest.raises(BrokenAtStart, match="bank of experts") as caught:
         find_gates(model_of(family))
     assert "teacher.router.mode=frozen" in caught.value.advice[0]
+
+
+@pytest.mark.parametrize(("family", "has"), [("mixtral", True), ("gpt_oss", True), ("llama", False)])
+def test_gates_are_seen_in_shapes_without_weights(family: str, has: bool) -> None:
+    with FakeTensorMode():
+        assert has_gates(AutoModelForCausalLM.from_config(tiny.config(family))) == has
 
 
 def test_patterns_name_gates_by_hand() -> None:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import os
-import socket
+import re
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pair_tokenizers
 import pytest
 import tiny
 import torch
+from process_jobs import environment, free_port, losses, weights
 from safetensors.torch import load_file
 
 from stillroom.config import load_config
-from stillroom.engine.distill import distill, resume
-from stillroom.errors import ConfigError
+from stillroom.engine.distill import distill
 from stillroom.telemetry import read_events
 
 # Rows of all lengths, and windows that do not divide an epoch: the last one leaves the second process without rows.
@@ -42,16 +45,6 @@ def arguments(world: Path, out: Path, **over: Any) -> list[str]:
     return ["distill", "--out", str(out), "--device", "cpu", "--no-progress", *words]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def environment(**over: str) -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **over}
-
-
 def launched(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """Two processes as torchrun starts them."""
     port = str(free_port())
@@ -61,7 +54,7 @@ def launched(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
     )
 
 
-def pair(first: Sequence[str], second: Sequence[str] | None = None) -> list[tuple[int, str]]:
+def pair(first: Sequence[str], second: Sequence[str] | None = None, *, ends_all: bool = False) -> list[tuple[int, str]]:
     """Two processes started by hand: exit code and what each said about its end."""
     port = str(free_port())
     started = [
@@ -80,17 +73,10 @@ def pair(first: Sequence[str], second: Sequence[str] | None = None) -> list[tupl
             _out, told = process.communicate(timeout=240)
         finally:
             process.kill()
+            if ends_all:  # as torchrun does with the others when one has ended
+                started[-1].kill()
         ends.append((process.returncode, told))
     return ends
-
-
-def losses(folder: Path, key: str = "train_loss") -> list[float]:
-    return [event[key] for event in read_events(folder / "events.jsonl") if event["event"] == "step"]
-
-
-def weights(folder: Path) -> torch.Tensor:
-    found = load_file(folder / "student" / "model.safetensors")
-    return torch.cat([found[name].double().flatten() for name in sorted(found)])
 
 
 def test_two_processes_train_what_one_trains_with_twice_the_accumulation(world: Path, tmp_path: Path) -> None:
@@ -110,6 +96,32 @@ def test_two_processes_train_what_one_trains_with_twice_the_accumulation(world: 
     steps = [event["step"] for event in read_events(tmp_path / "two" / "events.jsonl") if event["event"] == "step"]
     assert steps == list(range(1, 10))
     assert both.stdout.count("check passed  held-out perplexity") == 1
+
+
+def test_two_processes_train_what_one_trains_with_two_tokenizers(tmp_path: Path) -> None:
+    for role, name in (("teacher", "BPE with bytes"), ("student", "byte-level")):
+        tokenizer = pair_tokenizers.built(name)
+        size = {"vocab_size": len(tokenizer), "with_tokenizer": False, "width": 16, "num_layers": 1}
+        tiny.save_model(tmp_path / role, "llama", **size)
+        tokenizer.save_pretrained(tmp_path / role)
+    tiny.save_text(tmp_path / "train.jsonl", 41)
+    over = {
+        "data.packing": "rows", "train.max_steps": 5, "train.batch_size": 3, "train.gradient_accumulation_steps": 2,
+        "objectives.exact_match.weight": 0.2, "objectives.span_hidden.weight": 0.1, "eval.samples": 0,
+    }  # fmt: skip
+    given = tiny.settings(tmp_path) | over
+    words = [word for key, value in given.items() for word in ("--set", f"{key}={value}")]
+    command = ["distill", "--preset", "cross-tokenizer", "--out", str(tmp_path / "two"), "--device", "cpu"]
+    both = launched([*command, "--no-progress", *words])
+    assert both.returncode == 0, both.stderr[-3000:]
+    config = load_config(preset="cross-tokenizer", overrides=given | {"train.gradient_accumulation_steps": 4})
+    distill(config, tmp_path / "one", device="cpu")
+    for key in ("train_loss", "grad_norm"):
+        expected, found = losses(tmp_path / "one", key), losses(tmp_path / "two", key)
+        assert len(found) == 5
+        assert max(abs(a / b - 1) for a, b in zip(found, expected, strict=True)) < 1e-5, key
+    a, b = weights(tmp_path / "one"), weights(tmp_path / "two")
+    assert float((a - b).norm() / a.norm()) < 1e-5
 
 
 def test_two_processes_learn_labels_alone_beside_distilled_text_as_one_does(world: Path, tmp_path: Path) -> None:
@@ -144,27 +156,59 @@ def test_two_processes_learn_labels_alone_beside_distilled_text_as_one_does(worl
     assert float((a - b).norm() / a.norm()) < 1e-6
 
 
-def test_two_processes_resume_bit_for_bit_and_only_as_two(world: Path, tmp_path: Path) -> None:
+def test_two_processes_resume_bit_for_bit(world: Path, tmp_path: Path) -> None:
     """With dropout, whose random numbers differ between the processes."""
     student = tiny.save_model(tmp_path / "student", "gpt2", num_layers=1)
     over = {"student__model": str(student), "train__max_steps": 4, "eval__samples": 0}
     assert [code for code, _ in pair(arguments(world, tmp_path / "whole", **over))] == [0, 0]
     stopped = pair([*arguments(world, tmp_path / "cut", **over), "--max-minutes", "1e-9"])
     assert [code for code, _ in stopped] == [75, 75], stopped
-    with pytest.raises(ConfigError, match="begun with 2 processes"):
-        resume(tmp_path / "cut", device="cpu")
     resumed = pair(["resume", str(tmp_path / "cut"), "--device", "cpu", "--max-minutes", "0"])
     assert [code for code, _ in resumed] == [0, 0], resumed
     assert torch.equal(weights(tmp_path / "whole"), weights(tmp_path / "cut"))
     assert losses(tmp_path / "whole") == losses(tmp_path / "cut")
 
 
-def test_a_process_whose_peer_was_killed_ends_and_can_be_resumed(world: Path, tmp_path: Path) -> None:
-    words = arguments(world, tmp_path / "run")
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_a_process_whose_peer_was_killed_ends_and_can_be_resumed(strategy: str, world: Path, tmp_path: Path) -> None:
+    plain = {"objectives__feature__weight": 0.0, "objectives__attention__weight": 0.0}
+    words = arguments(world, tmp_path / "run", train__strategy=strategy, **(plain if strategy == "fsdp" else {}))
     (code, told), (killed, _) = pair(words, [*words, "--inject", "kill@3"])
     assert killed == -9
     assert code == 75 and "another process of this run is gone" in " ".join(told.split())
     assert len(losses(tmp_path / "run")) == 2
+
+
+def test_a_process_whose_peer_hangs_ends_within_the_timeout_and_can_be_resumed(world: Path, tmp_path: Path) -> None:
+    words = arguments(world, tmp_path / "run", train__peer_timeout_minutes=0.3, train__save_steps=1)
+    (code, told), (killed, _) = pair(words, [*words, "--inject", "freeze@3"], ends_all=True)
+    assert code == 75 and "does not answer" in " ".join(told.split())
+    assert killed == -9, "the frozen process is still there, until the launcher kills it"
+    assert (tmp_path / "run" / "checkpoints" / "step-000002").is_dir()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_torchrun_goes_on_by_itself_after_a_process_was_killed(strategy: str, world: Path, tmp_path: Path) -> None:
+    plain = {"objectives__feature__weight": 0.0, "objectives__attention__weight": 0.0}
+    over = {"train__max_steps": 400, "train__save_steps": 10, "train__strategy": strategy, **plain}
+    runner = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    job = subprocess.Popen(
+        [sys.executable, "-m", *runner, "-m", "stillroom", *arguments(world, tmp_path / "run", **over)],
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment(),
+    )  # fmt: skip
+    try:
+        while job.poll() is None and not (tmp_path / "run" / "checkpoints" / "step-000020").is_dir():
+            time.sleep(0.05)
+        (victim,) = re.findall(r'"pid": (\d+)', (tmp_path / "run" / "run.lock").read_text())
+        os.kill(int(victim), signal.SIGKILL)
+        _out, told = job.communicate(timeout=400)
+    finally:
+        job.kill()
+    assert job.returncode == 0, told[-3000:]
+    events = list(read_events(tmp_path / "run" / "events.jsonl"))
+    assert [event["step"] for event in events if event["event"] == "step"] == list(range(1, 401))
+    assert sum(event["event"] == "resume" for event in events) == 1
 
 
 def test_a_fault_in_one_process_is_judged_alike_by_both(world: Path, tmp_path: Path) -> None:

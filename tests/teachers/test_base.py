@@ -12,6 +12,7 @@ from stillroom.engine.hooks import Hooks
 from stillroom.engine.inject import Injector, make_hooks
 from stillroom.teachers import NO_TEACHER, FaultyTeacher, Teacher
 from stillroom.teachers.base import kind_of
+from stillroom.teachers.wrapped import WrappedTeacher
 from stillroom.types import (
     Batch,
     DenseSignal,
@@ -81,7 +82,7 @@ def test_every_signal_has_one_kind() -> None:
 def test_a_faulty_teacher_hides_nothing_of_the_one_inside() -> None:
     """A method that the wrapper forgot would be the base's no-op: a router that silently never learns."""
     asked = {name for name in vars(Teacher) if not name.startswith("_")} - {"kind", "notes", "gives_signals"}
-    assert asked <= set(vars(FaultyTeacher))
+    assert asked <= set(vars(WrappedTeacher)) and issubclass(FaultyTeacher, WrappedTeacher)
 
 
 @pytest.mark.parametrize("waits", [False, True], ids=["before the student", "after the student"])

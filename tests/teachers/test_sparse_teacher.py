@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 
 import cache_cases as cases
+import packed_texts
 import pytest
 import torch
 
@@ -53,6 +54,13 @@ def test_each_row_is_asked_by_itself_and_without_padding(
     monkeypatch.setattr(teacher.live, "observe", seen)
     teacher.answer_rows(rows.batch([1, 0, 5]), [teacher.spec])
     assert shapes == [(1, 31), (1, 5), (1, 64)]
+
+
+def test_texts_that_share_a_row_do_not_see_each_other(teacher: SparseTeacher) -> None:
+    batch = packed_texts.batch_of(packed_texts.texts())
+    signal = teacher.observe(batch, Needs())
+    dense, whole = teacher.whole_answer(batch, signal), teacher.live.observe(batch, Needs())
+    assert isinstance(dense, DenseSignal) and torch.allclose(dense.hidden, whole.hidden, atol=1e-5)
 
 
 def test_the_signal_is_that_of_the_dense_answer(teacher: SparseTeacher, rows: Rows) -> None:

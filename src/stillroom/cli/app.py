@@ -8,13 +8,13 @@ from typing import Annotated, Any
 
 import typer
 
+from stillroom.config import preset_names
 from stillroom.errors import ConfigError
 
 app = typer.Typer(
     name="stillroom",
     help="Distil a large language model into a small one, and do not fall over.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -38,6 +38,11 @@ def options(
     """Options of the program itself."""
 
 
+def _presets_beginning(incomplete: str) -> list[str]:
+    """What a shell offers for `--preset`."""
+    return [name for name in preset_names() if name.startswith(incomplete)]
+
+
 _BOS = {"auto": "auto", "true": True, "false": False}
 
 Bos = Annotated[str, typer.Option(help="begin-of-text token: auto (where the tokenizer adds it), true or false")]
@@ -45,7 +50,10 @@ Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1; auto takes a GPU w
 AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object instead of text")]
 
 # Of the commands that read a configuration.
-Preset = Annotated[str | None, typer.Option(help="named settings to start from, see `stillroom presets`")]
+Preset = Annotated[
+    str | None,
+    typer.Option(help="named settings to start from, see `stillroom presets`", autocompletion=_presets_beginning),
+]
 TeacherModel = Annotated[str | None, typer.Option(help="folder, hub id, or builtin:teacher")]
 StudentModel = Annotated[str | None, typer.Option(help="folder, hub id, or builtin:student")]
 TrainData = Annotated[str | None, typer.Option(help="file, glob, hf:NAME, or builtin:stdlib")]

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Callable, Sequence
 
 import typer
 
@@ -16,7 +17,7 @@ from stillroom.ends import fault_of, interrupt_on_signals
 from stillroom.errors import ConfigError, StillroomError
 
 
-def _with_dashes(arguments: list[str]) -> list[str]:
+def with_dashes(arguments: list[str]) -> list[str]:
     """`--max_steps` means `--max-steps`; values and `--set a_b=c` stay as they are."""
     out = []
     for argument in arguments:
@@ -39,18 +40,30 @@ def _is_error(record: logging.LogRecord) -> bool:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run a command. Print an explanation of any error, and exit with its code."""
+    words = with_dashes(list(sys.argv[1:] if arguments is None else arguments))
+    code = run_to_its_end(lambda: app(args=words or ["--help"], prog_name="stillroom", standalone_mode=False), words)
+    if code:
+        raise SystemExit(code)
+
+
+def run_to_its_end(command: Callable[[], int | None], words: Sequence[str]) -> int:
+    """Run a command before torch is loaded. Print an explanation of any error, and return the exit code.
+
+    `words` is its command line: with --json an error is printed as an object too.
+    """
     threads.choose_waiting()  # no command has loaded torch yet
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its warnings would interleave with our log
     for name in _NOISY_WHEN_IMPORTED:
         logging.getLogger(name).addFilter(_is_error)
-    words = _with_dashes(list(sys.argv[1:] if arguments is None else arguments))
     try:
         with interrupt_on_signals():
-            code = app(args=words or ["--help"], standalone_mode=False)
+            code = command()
     except StillroomError as error:
         code = _print_error(error, words)
-    except (BrokenPipeError, SystemExit):  # typer turns the former into the latter
+    except BrokenPipeError:
         code = _NOBODY_READS
+    except SystemExit as end:  # of 0: a shell's completion; else typer's form of a broken pipe
+        code = _NOBODY_READS if end.code else 0
     except KeyboardInterrupt:
         code = _STOPPED_AT_ONCE
     except Exception as error:  # noqa: BLE001 - the outermost handler: no traceback reaches a user
@@ -58,11 +71,10 @@ def main(arguments: list[str] | None = None) -> None:
     if code == _STOPPED_AT_ONCE:
         _say("stopped at once; `stillroom resume RUN` continues a run that had saved a checkpoint")
     _abandon_closed_pipes()
-    if code:
-        raise SystemExit(code)
+    return code or 0
 
 
-def _print_error(error: StillroomError, words: list[str]) -> int:
+def _print_error(error: StillroomError, words: Sequence[str]) -> int:
     """Print an error, with --json also as an object. Return the exit code."""
     from stillroom.telemetry.console import render_error
 

@@ -104,6 +104,7 @@ def resume(
     run: Annotated[Path, typer.Argument(help="folder of a run")],
     device: Device = "auto",
     max_minutes: Annotated[float | None, typer.Option(help="save and stop after so long, exit code 75")] = None,
+    strategy: Annotated[str | None, typer.Option(help="auto, ddp or fsdp, where there are several processes")] = None,
     progress: Annotated[bool, typer.Option(help="live progress on a terminal")] = True,
     as_json: AsJson = False,
 ) -> None:
@@ -115,7 +116,7 @@ def resume(
 
         if is_demo_run(run):
             return resume_demo(run, device=device, max_minutes=max_minutes, listeners=listeners)
-        return resume_run(run, device=device, max_minutes=max_minutes, listeners=listeners)
+        return resume_run(run, device=device, max_minutes=max_minutes, strategy=strategy, listeners=listeners)
 
     _run_and_report(job, run, as_json=as_json, progress=progress)
 

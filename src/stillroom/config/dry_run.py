@@ -11,9 +11,10 @@ _SAMPLES, _SAMPLE_TOKENS = 1, 8
 
 
 def shortened(loaded: Loaded) -> Loaded:
-    """Set five steps; cut evaluation, samples and the router probe if they are longer. Add a note that says so."""
+    """Set at most five steps; cut evaluation, samples and the router probe if they are longer. Add a note of it."""
     config = loaded.config
-    train = config.train.model_copy(update={"max_steps": _STEPS, "eval_steps": _STEPS, "save_steps": _STEPS})
+    steps = min(config.train.max_steps or _STEPS, _STEPS)
+    train = config.train.model_copy(update={"max_steps": steps, "eval_steps": steps, "save_steps": steps})
     held_out = config.eval.model_copy(
         update={
             "max_batches": min(config.eval.max_batches or _BATCHES, _BATCHES),
@@ -25,7 +26,7 @@ def shortened(loaded: Loaded) -> Loaded:
     router = router.model_copy(update={"probe_steps": min(router.probe_steps, _STEPS)})
     teacher = config.teacher.model_copy(update={"router": router})
     short: Config = config.model_copy(update={"train": train, "eval": held_out, "teacher": teacher})
-    cut = [f"{_STEPS} steps", f"{held_out.max_batches} held-out batches", f"samples of {held_out.sample_tokens} tokens"]
+    cut = [f"{steps} steps", f"{held_out.max_batches} held-out batches", f"samples of {held_out.sample_tokens} tokens"]
     if router.probe_steps:
         cut.append(f"a router probe of {router.probe_steps} updates, too few to trust")
     return Loaded(short, (*loaded.notes, f"dry run: {', '.join(cut)}"))

@@ -25,6 +25,7 @@ FAULTS = {
     "lr_spike": "the learning rate is a thousand times too high",
     "disk_full": "the next checkpoint cannot be written",
     "kill": "the process is killed before the step",
+    "freeze": "the process is stopped before the step and does not go on, as one that hangs",
     "kill_mid_update": "the process is killed while weights are written",
     "kill_while_writing": "the process is killed while a checkpoint's tensors are written",
     "kill_before_rename": "the process is killed before a checkpoint is renamed into place",

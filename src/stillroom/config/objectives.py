@@ -137,6 +137,17 @@ class ExactMatchConfig(ObjectiveSection):
     )
 
 
+class PrefixMatchConfig(ObjectiveSection):
+    looks_inside = False
+    compares_spans = True
+
+    weight: Weight = Field(
+        0.0,
+        description="weight of forward KL over groups of tokens that begin a text alike, wherever a span begins, for "
+        "two tokenizers",
+    )
+
+
 class UldConfig(ObjectiveSection):
     looks_inside = False
     compares_spans = True
@@ -166,6 +177,7 @@ class ObjectivesConfig(Section):
     contrastive: ContrastiveConfig = Field(default_factory=ContrastiveConfig)
     alm: AlmConfig = Field(default_factory=AlmConfig)
     exact_match: ExactMatchConfig = Field(default_factory=ExactMatchConfig)
+    prefix_match: PrefixMatchConfig = Field(default_factory=PrefixMatchConfig)
     uld: UldConfig = Field(default_factory=UldConfig)
     span_hidden: SpanHiddenConfig = Field(default_factory=SpanHiddenConfig)
     chunk_tokens: Annotated[int, Field(ge=0)] = Field(

@@ -55,6 +55,11 @@ class StudentConfig(ModelSection):
         "auto: random where the folder has no weights",
     )
     shrink: ShrinkConfig = Field(default_factory=ShrinkConfig)
+    vocabulary: Literal["own", "teacher"] = Field(
+        "own",
+        description="teacher: give a loaded student the teacher's tokenizer; its embeddings are copied where tokens "
+        "are the same bytes, and averaged over its own tokens otherwise",
+    )
     gradient_checkpointing: bool = Field(False, description="trade a third more compute for activation memory")
     adapter: AdapterConfig | None = Field(
         None, description="train an adapter and leave the student's own weights alone"
@@ -66,9 +71,35 @@ class StudentConfig(ModelSection):
             raise ValueError(f"shrink is set and init is {self.init!r}: set student.init = 'shrink' to cut the student")
         return self
 
+    @model_validator(mode="after")
+    def _has_embeddings_to_keep(self) -> StudentConfig:
+        if self.vocabulary == "own":
+            return self
+        if self.init == "shrink":
+            raise ValueError(
+                "vocabulary = 'teacher' changes the tokens of a student, and one that is cut from its teacher has the "
+                "teacher's: leave vocabulary out"
+            )
+        if self.init == "random":
+            raise ValueError(
+                "vocabulary = 'teacher' keeps embeddings that were learned, and init = 'random' has none: leave "
+                "vocabulary out, and give a configuration with the teacher's vocab_size"
+            )
+        if self.adapter is not None:
+            raise ValueError(
+                "vocabulary = 'teacher' changes the student's embeddings, and an adapter leaves them as they are: "
+                "leave student.adapter out to train all weights, or leave vocabulary out"
+            )
+        return self
+
+    @property
+    def reads_as_teacher(self) -> bool:
+        """Whether its text is read in the teacher's tokens, whatever tokenizer its folder has."""
+        return self.init == "shrink" or self.vocabulary == "teacher"
+
 
 class PhaseConfig(Section):
-    name: str
+    name: str = Field(description="as log and report show it")
     until: Annotated[float, Field(gt=0, le=1)] = Field(description="progress at which the phase ends")
 
 
@@ -111,6 +142,11 @@ class GuardConfig(Section):
     spike_z: Annotated[float, Field(gt=0)] = Field(
         6.0, description="robust standard deviations above the median at which a loss or norm is examined"
     )
+    skip_grad_norm: Annotated[float, Field(ge=0)] = Field(
+        0.0,
+        description="0: off. Harmful: a step is skipped whose gradient norm before clipping is above this, whatever "
+        "the run's norms are; spike_z follows them",
+    )
     spike_window: Annotated[int, Field(ge=4)] = Field(50, description="accepted steps the median is taken over")
     spike_warmup: Annotated[int, Field(ge=1)] = Field(
         10,
@@ -151,7 +187,7 @@ class EvalConfig(Section):
         0.01, description="a check of the result: the least share of the objective for a term that has a weight"
     )
     samples: Annotated[int, Field(ge=0)] = Field(3, description="texts continued by teacher and student in the report")
-    sample_tokens: Annotated[int, Field(ge=1)] = 48
+    sample_tokens: Annotated[int, Field(ge=1)] = Field(48, description="tokens of each continuation")
 
 
 class CheckpointConfig(Section):
@@ -198,12 +234,20 @@ class Config(Section):
             )
         if inner and self.teacher.signal.kind not in ("auto", "dense"):
             raise ValueError(f"{' and '.join(inner)} look inside the teacher: set teacher.signal.kind = 'dense'")
+        if self.student.vocabulary == "teacher" and self.objectives.span_weights:
+            spans = list(self.objectives.span_weights)
+            raise ValueError(
+                f"{' and '.join(spans)} compare two tokenizers, and student.vocabulary = 'teacher' leaves one: set "
+                + " and ".join(f"objectives.{name}.weight = 0" for name in spans)
+                + " and objectives.kd.weight, or leave student.vocabulary out"
+            )
         if self.student.init == "shrink" and self.teacher.placement == "stream":
             raise ValueError(
                 "student.init = 'shrink' cuts the student from the whole teacher: set teacher.placement = 'device' or "
                 "'offload'"
             )
-        if self.train.warmup_steps and self.train.max_steps and self.train.warmup_steps >= self.train.max_steps:
+        is_whole = self.train.max_warmup_share == 1.0  # else the warm-up is cut to that share
+        if is_whole and self.train.max_steps and self.train.warmup_steps >= self.train.max_steps:
             raise ValueError(
                 f"train.warmup_steps {self.train.warmup_steps} leaves nothing of train.max_steps {self.train.max_steps}"
             )

@@ -19,8 +19,8 @@ class Ramp(Section):
 
     start: float = Field(description="value before and at `begin`")
     end: float = Field(description="value at and after `until`")
-    begin: Annotated[float, Field(ge=0, le=1)] = 0.0
-    until: Annotated[float, Field(ge=0, le=1)] = 1.0
+    begin: Annotated[float, Field(ge=0, le=1)] = Field(0.0, description="progress at which the change begins")
+    until: Annotated[float, Field(ge=0, le=1)] = Field(1.0, description="progress at which it ends")
     shape: Literal["linear", "cosine", "step"] = Field(
         "linear", description="step: `start` until `until` is reached, then `end`"
     )

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from stillroom.config.sections import Section
 
-SparseKind = Literal["top_k", "sampled", "hybrid", "renormalised"]
+SparseKind = Literal["top_k", "sampled", "hybrid", "renormalised", "target"]
 
 DEFAULT_K = 64
 DEFAULT_M = 8
@@ -21,8 +21,10 @@ class SignalConfig(Section):
         "auto",
         description="dense: all tokens; top_k: the k likeliest and the exact mass of the rest, for every divergence; "
         "sampled: drawn tokens; hybrid: the m likeliest and draws from the rest, unbiased for forward_kl; "
-        "renormalised: k tokens as if no other could come, which is biased. auto: dense live; what a cache holds; for "
-        "a new cache top_k where objectives.kd.top_k is set or the divergence is not forward_kl, else hybrid",
+        "renormalised: k tokens as if no other could come, which is biased; target: the probability of the target "
+        "alone, for objectives.alm. auto: dense live; what a cache holds; for a new cache top_k where "
+        "objectives.kd.top_k is set or the divergence is not forward_kl, else hybrid; with two tokenizers hybrid for "
+        "objectives.exact_match, else target",
     )
     k: Annotated[int, Field(ge=1)] | None = Field(None, description="of top_k (64, or objectives.kd.top_k)")
     m: Annotated[int, Field(ge=1)] | None = Field(None, description="of hybrid (8)")
@@ -47,6 +49,7 @@ class SignalConfig(Section):
             "renormalised": ("k",),
             "sampled": ("draws",),
             "hybrid": ("m", "draws"),
+            "target": (),
         }[self.kind]
         for name in ("k", "m", "draws"):
             if getattr(self, name) is not None and name not in read:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field, model_validator
 
 from stillroom.config.sections import Section
+
+Strategy = Literal["auto", "ddp", "fsdp"]
+STRATEGIES: tuple[str, ...] = get_args(Strategy)
 
 
 class TrainConfig(Section):
@@ -22,16 +25,22 @@ class TrainConfig(Section):
     projector_learning_rate: Annotated[float, Field(ge=0)] = Field(
         0.0, description="peak rate of the matrices that inner objectives train beside the student; 0: the student's"
     )
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    schedule: Literal["cosine", "linear", "constant"] = Field(
+        "cosine", description="how the learning rate falls after the warm-up; cosine ends low, slowly"
+    )
     min_learning_rate_ratio: Annotated[float, Field(ge=0, le=1)] = Field(0.1, description="end of the schedule")
     warmup_steps: Annotated[int, Field(ge=0)] = Field(0, description="optimizer steps; overrides warmup_ratio")
     warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = Field(0.1, description="share of the optimizer steps")
     max_warmup_share: Annotated[float, Field(gt=0, le=1)] = Field(
         1.0, description="share of the optimizer steps that the warm-up takes at most, whatever warmup_steps says"
     )
-    weight_decay: Annotated[float, Field(ge=0)] = 0.01
-    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    weight_decay: Annotated[float, Field(ge=0)] = Field(
+        0.01, description="of AdamW, on matrices alone; more where the data is seen often"
+    )
+    beta1: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="of AdamW: memory of the gradient")
+    beta2: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.95, description="of AdamW: memory of its square; shorter than 0.999, so that one spike is soon forgotten"
+    )
     epsilon: Annotated[float, Field(gt=0)] = Field(1e-8, description="of AdamW; always used in FP32")
     max_grad_norm: Annotated[float, Field(gt=0)] = Field(
         1.0,
@@ -49,12 +58,17 @@ class TrainConfig(Section):
         description="torch.compile for the student, or for both models; auto: the student, in a run on a CPU that is "
         "long enough to be worth it",
     )
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(0, description="of random weights, order and rounding")
     early_stopping: Annotated[int, Field(ge=0)] = Field(
         0, description="stop after this many evaluations without a better student; 0: never"
     )
     max_minutes: Annotated[float, Field(ge=0)] = Field(
         0.0, description="save and stop with exit code 75, loading and saving included; 0: no limit"
+    )
+    strategy: Strategy = Field(
+        "auto",
+        description="with several processes: ddp, each has the whole student; fsdp, each has a part of its weights and "
+        "optimizer state; auto: ddp",
     )
     peer_timeout_minutes: Annotated[float, Field(gt=0)] = Field(
         30.0, description="with several processes: how long one waits for another before the run ends with exit code 75"

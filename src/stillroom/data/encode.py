@@ -144,6 +144,10 @@ class Encoder:
         self.note_lost(len(records) - len(documents))
         return end_to_end(documents)
 
+    def found(self, encoded: Encoded) -> Encoded:
+        """Documents that were tokenized before, as they are used now."""
+        return encoded
+
     def note_limits(self) -> None:
         """Note what this tokenizer adds to a text and what it cannot do."""
         self.tally.note(opening_note(self.tokenizer, self.bos, self.opening))

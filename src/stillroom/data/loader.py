@@ -9,7 +9,8 @@ With `groups_lengths` the rows of a batch are of about equal length (`data/group
 first windows go from short rows to long ones (`data/short_first.py`).
 
 Several processes share each window: process r of n takes every nth micro-batch from the rth on. Together they read in
-the order of one process with n times the accumulation.
+the order of one process with n times the accumulation. `num_shares` is the number of processes that the run began
+with: one that goes on with another number has the same windows.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class Loader:
         seed: int = 0,
         rank: int = 0,
         num_ranks: int = 1,
+        num_shares: int = 0,
         groups_lengths: bool = False,
     ) -> None:
         if batch_size < 1 or accumulation < 1 or seed < 0:
@@ -58,7 +60,7 @@ class Loader:
             raise DataError("there is no row to train on", advice=["give data.train a spec with more text"])
         self._rows = rows
         self._batch_size = batch_size
-        self._accumulation = accumulation * num_ranks  # over all processes
+        self._accumulation = accumulation * (num_shares or num_ranks)  # over all processes
         self._rank = rank
         self._num_ranks = num_ranks
         self._seed = seed

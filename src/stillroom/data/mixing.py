@@ -120,6 +120,10 @@ class MixedRows(Rows):
         part, place = self._place(index)
         return part.rows.other_prompt(place)
 
+    def opens_document(self, index: int) -> bool:
+        part, place = self._place(index)
+        return part.rows.opens_document(place)
+
     def sample_id(self, index: int) -> str:
         part, place = self._place(index)
         return part.rows.sample_id(place)

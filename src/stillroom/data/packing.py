@@ -176,6 +176,11 @@ class Rows:
         num_before = int(is_scored.argmax()) if is_scored.any() else 0
         return [int(token) for token in paired.encoded.ids[start : start + num_before]]
 
+    def opens_document(self, index: int) -> bool:
+        """Whether a row begins with its document."""
+        start = self._pieces(index)[0][0]
+        return bool(self._encoded.bounds[self._documents_at(np.array([start]))[0]] == start)
+
     def sample_id(self, index: int) -> str:
         """The document a row starts in, and the token offset if it may not be 0: "asyncio.base@1024".
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 from stillroom.config.data import DataConfig
 from stillroom.data.chat import PlainChat, TemplateChat
 from stillroom.data.encode import Tokenizer
-from stillroom.data.records import Shaper, Tally
+from stillroom.data.records import ChatWriter, Shaper, Tally
 
 
 def chat_writer(tokenizer: Tokenizer, tally: Tally) -> TemplateChat | PlainChat:
     return TemplateChat(tokenizer, tally) if tokenizer.chat_template else PlainChat(tally)
 
 
-def make_shaper(config: DataConfig, tokenizer: Tokenizer, tally: Tally) -> Shaper:
-    """The shaper of the one source that `config` has."""
+def make_shaper(config: DataConfig, tokenizer: Tokenizer, tally: Tally, write_chat: ChatWriter | None = None) -> Shaper:
+    """The shaper of the one source that `config` has; `write_chat` writes chats where it is not the tokenizer's."""
     (source,) = config.sources
-    return Shaper(chat_writer(tokenizer, tally), tally, train_on_prompt=config.train_on_prompt, layout=source)
+    write_chat = write_chat or chat_writer(tokenizer, tally)
+    return Shaper(write_chat, tally, train_on_prompt=config.train_on_prompt, layout=source)

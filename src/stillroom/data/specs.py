@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from stillroom.builtin import corpus as stdlib
 from stillroom.config.data import DataConfig, SourceConfig
@@ -83,9 +84,8 @@ class SpecReader:
 
     def _outside(self, source: SourceConfig, *, is_evaluation: bool = False, splits_text: bool = False) -> Documents:
         tally, spec = Tally(), source.path
-        parts = None  # the store keeps tokens and no text, which a second tokenizer needs
-        if self.pair is None:
-            parts = stored_parts(source, self.config, self.tokenizer, tally, splits_text=splits_text, tell=self.tell)
+        options: dict[str, Any] = {"teacher": None if self.pair is None else self.pair.teacher, "tell": self.tell}
+        parts = stored_parts(source, self.config, self.tokenizer, tally, splits_text=splits_text, **options)
         documents: Documents
         if parts is not None:
             documents = StoredDocuments.of(parts)

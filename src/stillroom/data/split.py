@@ -101,7 +101,7 @@ class StoredDocuments:
         encode.note_limits()
         encoded = encoded_stream(self.parts, self.chosen)
         encode.note_lost(len(self) - encoded.num_documents)
-        return encoded
+        return encode.found(encoded)
 
 
 @dataclass(frozen=True)

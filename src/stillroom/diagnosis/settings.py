@@ -86,6 +86,7 @@ def _schedule(settings: Settings) -> Iterator[Finding]:
     steps, warmup = settings.number("train.max_steps"), settings.number("train.warmup_steps")
     ratio, micro = settings.number("train.warmup_ratio", 0.1), settings.number("train.gradient_accumulation_steps", 1)
     share = warmup / steps if warmup and steps else 0.0 if warmup else ratio
+    share = min(share, settings.number("train.max_warmup_share", 1.0))
     if share <= 0.3:
         return
     if warmup and micro >= 2 and 0.01 <= share / micro <= 0.2:
@@ -135,6 +136,13 @@ def _rates(settings: Settings) -> Iterator[Finding]:
             "router_rate_too_high", "warning", f"train.router_learning_rate = {format_lr(router)} is "
             f"{router / rate:.0f} times the student's", "take the student's", "train.router_learning_rate=0",
             router_learning_rate=router,
+        )  # fmt: skip
+    skipped = settings.number("guard.skip_grad_norm")
+    if skipped > 0:
+        yield _found(
+            "skipped_norms", "warning", f"guard.skip_grad_norm = {skipped:g} is compared with the norm before "
+            "clipping, which small batches exceed in most steps", "turn it off; guard.spike_z follows the run's norms",
+            "guard.skip_grad_norm=0", skip_grad_norm=skipped,
         )  # fmt: skip
     norm = settings.number("train.max_grad_norm", 1.0)
     if norm < 0.1:

@@ -12,9 +12,10 @@ import torch
 from stillroom.config import Config
 from stillroom.config.sections import Ramp
 from stillroom.data import open_data
-from stillroom.engine.building.cache_build import fill, required_rows
+from stillroom.engine.building.cache_build import Reading, fill, required_rows
 from stillroom.engine.building.device import find_device
 from stillroom.engine.building.models import teacher_dtype
+from stillroom.engine.building.pairing import matched_tokens, reads_its_own_tokens
 from stillroom.engine.stop import Stop
 from stillroom.errors import ConfigError, DataError, Interrupted
 from stillroom.models import (
@@ -24,6 +25,7 @@ from stillroom.models import (
     has_tokenizer,
     load_student,
     load_tokenizer,
+    num_ids,
     vocabulary_hash,
 )
 from stillroom.teachers.cache.importing import match_rows, num_kept, read_answers
@@ -60,18 +62,20 @@ def make_cache(
         with stop.while_loading():
             where = find_device(device)
             check_quantisation(config.teacher, where)
+            is_paired = reads_its_own_tokens(config)
             tokenizer = _tokenizer(config)
-            corpus = open_data(config.data, tokenizer)
+            reading = _reading(config, tokenizer, is_paired=is_paired)
+            corpus = open_data(config.data, tokenizer, teacher_tokenizer=reading.tokenizer if is_paired else None)
             needed = required_rows(config, corpus)
             dtype = teacher_dtype(config, where)
             loaded, vocab_size = None, 0
             if all(is_there(place) and not missing_rows(Cache(place), needed) for place in places):
                 vocab_size = read_manifest(first).vocab_size
             else:
-                loaded, vocab_size = _open(config, dtype, tokenizer)
+                loaded, vocab_size = _open(config, dtype, tokenizer, is_paired=is_paired)
         config = _at(config, places[first])
         is_done = fill(
-            config, first, needed, tokenizer, where, dtype, loaded=loaded, vocab_size=vocab_size, tell=tell,
+            config, first, needed, reading, where, dtype, loaded=loaded, vocab_size=vocab_size, tell=tell,
             beside={place: degree for place, degree in places.items() if place != first},
             on_progress=on_progress, is_stopped=stop.is_wanted,
         )  # fmt: skip
@@ -88,6 +92,15 @@ def make_cache(
 
 def temperature_folders(config: Config, out: Path, temperatures: Sequence[float]) -> dict[Path, float]:
     """Where the answers at each temperature lie: in the folder itself where there is one, else in folders within."""
+    if temperatures and config.objectives.span_weights:
+        raise ConfigError(
+            "likelihoods of spans are those of the models, at temperature 1: objectives.alm has a temperature of its "
+            "own, which works on any stored answer",
+            where="--temperature",
+            advice=["leave --temperature out"],
+        )
+    if config.objectives.span_weights:
+        return {out: 1.0}
     if not temperatures:
         degree = config.objectives.kd.temperature
         return {out: degree if isinstance(degree, float) else 1.0}
@@ -103,18 +116,28 @@ def _at(config: Config, temperature: float) -> Config:
 
 def _tokenizer(config: Config) -> Any:
     """The student's, as in a run; the teacher's where it brings none."""
-    is_cut = config.student.init == "shrink"
-    brings_own = not is_cut and has_tokenizer(config.student, config.student.model)
+    brings_own = not config.student.reads_as_teacher and has_tokenizer(config.student, config.student.model)
     section = config.student if brings_own else config.teacher
     return load_tokenizer(section, section.model)
 
 
-def _open(config: Config, dtype: torch.dtype, tokenizer: Any) -> tuple[LoadedModel, int]:
-    """The teacher, and the vocabulary that it shares with the student of the configuration."""
+def _reading(config: Config, tokenizer: Any, *, is_paired: bool) -> Reading:
+    if not is_paired:
+        return Reading(tokenizer)
+    own = load_tokenizer(config.teacher, config.teacher.model)
+    return Reading(own, matched_tokens(tokenizer, own))
+
+
+def _open(config: Config, dtype: torch.dtype, tokenizer: Any, *, is_paired: bool) -> tuple[LoadedModel, int]:
+    """The teacher, and the vocabulary that it shares with the student of the configuration, or its own."""
     own = load_tokenizer(config.teacher, config.teacher.model)
     teacher = open_live(config.teacher, dtype, own)
+    if is_paired:
+        return teacher, teacher.anatomy.vocab_rows
     if config.student.init == "shrink":
         return teacher, teacher.anatomy.vocab_rows
+    if config.student.vocabulary == "teacher":
+        return teacher, agree_on_vocabulary(own, own, teacher.anatomy.vocab_rows, num_ids(own))
     student, _notes = load_student(config.student, seed=config.train.seed)
     rows = anatomy_of(student).vocab_rows
     return teacher, agree_on_vocabulary(own, tokenizer, teacher.anatomy.vocab_rows, rows)
@@ -125,6 +148,12 @@ def _open(config: Config, dtype: torch.dtype, tokenizer: Any) -> tuple[LoadedMod
 
 def import_cache(config: Config, out: Path, file: Path, kind: str) -> dict[str, Any]:
     """Make a cache of a file of log-probabilities. Rows that it does not answer are counted, and stay missing."""
+    if reads_its_own_tokens(config):
+        raise ConfigError(
+            "log-probabilities that others wrote are read for the student's own tokens, and the teacher has others",
+            where="--import",
+            advice=["let the teacher write the cache: leave --import out", "choose a student of the teacher's family"],
+        )
     tokenizer = _tokenizer(config)
     given = read_answers(file, kind, tokenizer)
     asked = config.teacher.signal

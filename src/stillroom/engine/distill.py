@@ -11,6 +11,7 @@ import torch
 from stillroom import threads
 from stillroom.checkpoint import Mark, Saved
 from stillroom.config import Config
+from stillroom.config.train import STRATEGIES
 from stillroom.data.lengths import row_lengths
 from stillroom.engine.adviser import Adviser
 from stillroom.engine.building.assemble import build_run
@@ -20,13 +21,23 @@ from stillroom.engine.building.micro_batch import find_micro_batch
 from stillroom.engine.building.models import Models, load_models
 from stillroom.engine.building.preflight import first_forward
 from stillroom.engine.building.shrink_student import start_note, student_name
+from stillroom.engine.building.strategy import unused_strategy
 from stillroom.engine.ending.finish import finish, result_or_error, summary_row
 from stillroom.engine.ending.outcome import FINISHED, doubts
 from stillroom.engine.ending.result import Result
 from stillroom.engine.fitting import evaluate_held_out
 from stillroom.engine.loop import judge_student, run_evaluation, training
 from stillroom.engine.recovery.recover import state_to_return_to
-from stillroom.engine.resume import moved_device, newest_state, open_log, precision_of, recorded_end, restore_checkpoint
+from stillroom.engine.resume import (
+    moved_device,
+    moved_processes,
+    newest_state,
+    open_log,
+    precision_of,
+    processes_of,
+    recorded_end,
+    restore_checkpoint,
+)
 from stillroom.engine.run import Run
 from stillroom.engine.run_folder import folder as run_folder
 from stillroom.engine.run_folder.folder import Claim
@@ -35,7 +46,7 @@ from stillroom.engine.saving import save_checkpoint
 from stillroom.engine.state import RunState, restore_history
 from stillroom.engine.stop import Stop
 from stillroom.engine.tracking import open_tracking
-from stillroom.errors import BrokenAtStart
+from stillroom.errors import BrokenAtStart, ConfigError
 from stillroom.evaluation import Evaluation
 from stillroom.models import Student, anatomy_of
 from stillroom.parallel import Parallel, join
@@ -62,7 +73,7 @@ def distill(
     stop = Stop(config.train.max_minutes)
     with stop.on_signals():
         with stop.while_loading():
-            parallel = join(config.train.peer_timeout_minutes)
+            parallel = join(config.train.peer_timeout_minutes, config.train.strategy)
             device_notes: list[str] = []
             where = find_device(device, device_notes.append)
             notes = (*notes, *device_notes)
@@ -120,6 +131,7 @@ def _run(
                 parallel=parallel,
                 lock=claim.lock,
                 begun_in=precision_of(saved),
+                begun_with=processes_of(saved),
             )
         claim.is_begun = True
         state = RunState()
@@ -134,12 +146,20 @@ def resume(
     *,
     device: str = "auto",
     max_minutes: float | None = None,
+    strategy: str | None = None,
     listeners: tuple[Callable[[dict[str, Any]], None], ...] = (),
 ) -> Result:
-    """Continue the run in a folder, bit for bit. Return the result of a finished run."""
+    """Continue the run in a folder, bit for bit. Return the result of a finished run.
+
+    With another number of processes or another `strategy` it goes on with the same rows in the same order, and with
+    the same numbers up to the order of sums.
+    """
     config = run_folder.read_config(Path(folder))
-    if max_minutes is not None:
-        config = config.model_copy(update={"train": config.train.model_copy(update={"max_minutes": max_minutes})})
+    given = {"max_minutes": max_minutes, "strategy": strategy}
+    changed = {key: value for key, value in given.items() if value is not None}
+    if strategy not in (None, *STRATEGIES):
+        raise ConfigError(f"{strategy!r} is no strategy", where="--strategy", advice=[" or ".join(STRATEGIES)])
+    config = config.model_copy(update={"train": config.train.model_copy(update=changed)})
     return distill(config, folder, device=device, listeners=listeners)
 
 
@@ -236,6 +256,7 @@ def _announce(run: Run, models: Models, notes: tuple[str, ...], saved: Saved | N
             "total_batches": run.loader.num_batches,
             "gradient_accumulation": config.train.gradient_accumulation_steps,
             "processes": run.parallel.size,
+            "strategy": run.parallel.strategy,
             "optimizer_steps": run.schedule.num_steps,
             "warmup_steps": run.schedule.num_warmup,
             "learning_rate": config.train.learning_rate,
@@ -249,11 +270,13 @@ def _announce(run: Run, models: Models, notes: tuple[str, ...], saved: Saved | N
             "notes": list(run.corpus.notes),
         },
     )
+    notes = (*notes, *unused_strategy(config, run.parallel))
     for text in (*notes, *threads.notes(), *models.notes, *run.teacher.notes, *run.mix.notes(run.device.type)):
         run.log.write("note", text=text)
     if saved is not None:
         for reason in saved.rejected:
             run.log.write("note", text=f"a checkpoint was not used: {reason}")
         run.log.write("resume", step=saved.step)
-        if text := moved_device(saved, run):
-            run.log.write("note", text=text)
+        for text in (moved_device(saved, run), moved_processes(saved, run)):
+            if text:
+                run.log.write("note", text=text)

@@ -45,6 +45,10 @@ def within_memory(run: Run, state: RunState, work: Callable[[], T]) -> T:
             if not is_out_of_memory(error):
                 raise
             shortage = reason_of(error)
+            if not run.parallel.takes_smaller_parts:
+                raise _no_room(
+                    run, "with a sharded student micro-batches are not made smaller, and one does not fit", shortage
+                ) from error
         # Outside of the handler: the error's traceback holds the tensors of the work that failed.
         if not run.parallel.any_of(bool(shortage)):
             return result  # type: ignore[return-value]
@@ -57,7 +61,8 @@ def evaluate_held_out(
     """`evaluate` on the held-out batches, in parts that fit. `read` says how the model reads a batch."""
 
     def work() -> Evaluation:
-        return evaluate(student, parts_of([read(batch) for batch in run.eval_batches()], state), **options)
+        with run.parallel.gathered():
+            return evaluate(student, parts_of([read(batch) for batch in run.eval_batches()], state), **options)
 
     return within_memory(run, state, work)
 
@@ -66,16 +71,8 @@ def _take_smaller_parts(run: Run, state: RunState, shortage: str) -> None:
     rows = micro_batch_rows(run, state)
     run.optimizer.zero_grad()
     if rows <= 1:
-        raise OutOfMemory(
-            f"not even a micro-batch of one row fits into memory{_by_how_much(shortage)}: {shortage}",
-            where=str(run.device),
-            advice=[
-                "recompute activations: --set student.gradient_checkpointing=true",
-                f"shorter rows: --set data.max_length={max(run.config.data.max_length // 2, 1)}",
-                "keep the teacher off the device: --set teacher.placement=offload",
-                f"then continue from the last checkpoint: stillroom resume {run.folder}",
-            ],
-        )
+        raise _no_room(run, "not even a micro-batch of one row fits", shortage)
+    run.parallel.prepare(run.optimizer)
     state.micro_batch_parts *= 2
     state.shortages += 1
     gc.collect()
@@ -88,6 +85,19 @@ def _take_smaller_parts(run: Run, state: RunState, shortage: str) -> None:
     if run.mix.planned.find("contrastive"):
         text += "; the contrastive term now compares fewer rows"
     run.log.write("note", text=text, micro_batch_rows=now, reason=shortage)
+
+
+def _no_room(run: Run, what: str, shortage: str) -> OutOfMemory:
+    return OutOfMemory(
+        f"{what} into memory{_by_how_much(shortage)}: {shortage}",
+        where=str(run.device),
+        advice=[
+            "recompute activations: --set student.gradient_checkpointing=true",
+            f"shorter rows: --set data.max_length={max(run.config.data.max_length // 2, 1)}",
+            "keep the teacher off the device: --set teacher.placement=offload",
+            f"then continue from the last checkpoint: stillroom resume {run.folder}",
+        ],
+    )
 
 
 def micro_batch_rows(run: Run, state: RunState) -> int:

@@ -19,6 +19,7 @@ import torch
 from stillroom.config.faults import FAULTS, parse
 from stillroom.engine.hooks import Hooks
 from stillroom.precision import AdamW
+from stillroom.precision.storage import local
 from stillroom.teachers import FaultyTeacher, Teacher
 from stillroom.types import IGNORED, Batch, StudentView
 
@@ -74,20 +75,22 @@ class Injector(Hooks):
             self._warn_out_of_range(run.schedule.num_steps)
         if self.strikes("kill"):
             _die()
+        if self.strikes("freeze"):
+            os.kill(os.getpid(), signal.SIGSTOP)
         embedding = run.student.model.get_input_embeddings().weight
         head = run.student.model.get_output_embeddings().weight
         matrices = [p for p in run.student.model.parameters() if p.ndim >= 2 and p.requires_grad]
         matrix = [p for p in matrices if p is not embedding and p is not head][-1]
         with torch.no_grad():
             if self.strikes("nan_weight"):
-                matrix.view(-1)[matrix.numel() // 2] = float("nan")
+                local(matrix.data).view(-1)[local(matrix.data).numel() // 2] = float("nan")
             if self.strikes("nan_embedding"):
                 if embedding.requires_grad:
-                    embedding.view(-1)[-1] = float("nan")
+                    local(embedding.data).view(-1)[-1] = float("nan")
                 else:
                     self.tell("nan_embedding did nothing: the embedding is frozen under an adapter")
             if self.strikes("huge_weight"):
-                matrix.view(-1)[:8] = 3e4
+                local(matrix.data).view(-1)[:8] = 3e4
             if self.strikes("nan_moment"):
                 next(run.optimizer.moments()).view(-1)[0] = float("nan")
 

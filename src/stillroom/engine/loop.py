@@ -113,7 +113,7 @@ def plan(run: Run, state: RunState) -> None:
         size = run.config.eval.batch_size or train.rows_per_batch
         rows = len(run.corpus.evaluation)
         rows = min(rows, run.config.eval.max_batches * size) if run.config.eval.max_batches else rows
-        window_rows = train.rows_per_batch * train.gradient_accumulation_steps * run.parallel.size
+        window_rows = train.rows_per_batch * train.gradient_accumulation_steps * run.num_shares
         state.pace.eval_steps, reason = plan_evaluations(steps, rows, window_rows)
         if reason:
             run.log.write("note", text=reason)

@@ -11,7 +11,7 @@ from stillroom.config import Config
 from stillroom.ends import explained
 from stillroom.engine.run import Run
 from stillroom.engine.state import RunState, lacks, restore
-from stillroom.errors import CheckpointUnusable, ConfigError, Fault, StillroomError
+from stillroom.errors import CheckpointUnusable, Fault, StillroomError
 from stillroom.files import mend, reason_of
 from stillroom.parallel import Parallel
 from stillroom.telemetry import EventLog
@@ -47,17 +47,6 @@ def open_log(folder: Path, saved: Saved | None, mark: Mark | None) -> EventLog:
     return EventLog(folder / "events.jsonl", keep_records=known, keep_until_step=saved.step)
 
 
-def _check_processes(saved: Saved, num_processes: int, folder: Path) -> None:
-    """Raise if the number of processes changed: data order and schedule depend on it."""
-    started = int(saved.scalars.get("processes", 1))
-    if started != num_processes:
-        raise ConfigError(
-            f"the run was begun with {started} processes and cannot go on with {num_processes}",
-            where=str(folder),
-            advice=[f"start {started}: torchrun --nproc-per-node {started} -m stillroom resume {folder}"],
-        )
-
-
 def _check_base(saved: Saved, run: Run) -> None:
     """Raise if the weights under an adapter are not those it was trained on: no checkpoint holds them."""
     begun, here = saved.scalars.get("base"), run.adapter.base_identity if run.adapter else None
@@ -77,6 +66,23 @@ def precision_of(saved: Saved | None) -> str:
     return str(saved.scalars["precision"]["mode"]) if saved is not None else ""
 
 
+def processes_of(saved: Saved | None) -> int:
+    """The number of processes that a run began with: its windows and its schedule depend on it. 0 before it began."""
+    return int(saved.scalars.get("processes", 1)) if saved is not None else 0
+
+
+def moved_processes(saved: Saved, run: Run) -> str:
+    """What to say where a run goes on with another number of processes; nothing where it does not."""
+    before, now = processes_of(saved), run.parallel.size
+    if before == now:
+        return ""
+    text = f"begun with {before} processes, goes on with {now}: the same rows in the same order and the same steps"
+    idle = now - run.config.train.gradient_accumulation_steps * before
+    if idle > 0:
+        text += f"; {idle} of the {now} have nothing to do, because a step has {now - idle} micro-batches"
+    return f"{text}; sums are added in another order, and random numbers of dropout are others"
+
+
 def moved_device(saved: Saved, run: Run) -> str:
     """What to say where a run goes on on another kind of device; nothing where it does not."""
     before = saved.scalars["precision"].get("device", run.device.type)
@@ -90,7 +96,6 @@ def moved_device(saved: Saved, run: Run) -> str:
 
 def restore_checkpoint(run: Run, state: RunState, saved: Saved) -> None:
     """Restore a checkpoint into a run built from the same configuration."""
-    _check_processes(saved, run.parallel.size, run.folder)
     _check_base(saved, run)
     try:
         restore(run, state, saved)

@@ -60,6 +60,7 @@ class Run:
     ring: Snapshots
     hooks: Hooks = field(default_factory=Hooks)
     parallel: Parallel = field(default_factory=Parallel)
+    num_shares: int = 1  # processes that the run began with: a window has `accumulation` micro-batches for each
     vocabularies: dict[str, str] = field(default_factory=dict)  # hash of each model's table of tokens
     lock: FolderLock | None = None  # of the process that writes
     adapter: Adapter | None = None  # in the student, where that is what is trained

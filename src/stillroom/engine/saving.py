@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from stillroom.checkpoint import Saved
 from stillroom.engine.recovery.recover import is_sound
 from stillroom.engine.run import Run
 from stillroom.engine.state import RunState, capture, history, weights_of
 from stillroom.errors import CannotSave, StillroomError
-from stillroom.files import is_disk_full, reason_of, replaced_folder
+from stillroom.files import TEMPORARY, is_disk_full, reason_of, replaced_folder
+from stillroom.models import Student
 from stillroom.models.adapter.merge import save_merged
 from stillroom.models.load.quiet import quiet_transformers
+from stillroom.models.load.written import open_written, save_configuration
+from stillroom.parallel import Parallel
+from stillroom.shard_files import WHOLE_FILE, write_whole
 
+_EXPORT = f"{TEMPORARY}student-parts"  # in the run's folder
 _COMPARED_ROWS = 2  # of training text, that a merged student is compared with the trained one on
 _COMPARED_LENGTH = 128
 
@@ -30,7 +38,8 @@ def save_checkpoint(run: Run, state: RunState) -> None:
     if not is_sound(run):
         run.log.write("note", text="weights are not finite: nothing is saved, the last good checkpoint stays")
         return
-    is_saved = _write_checkpoint(run, state) if run.parallel.is_first else False
+    takes_part = run.parallel.is_first or run.parallel.is_sharded
+    is_saved = _write_checkpoint(run, state) if takes_part else False
     # All processes wait for the first, so a rollback never reads a half-written checkpoint.
     if run.parallel.broadcast(float(is_saved)):
         state.saved_at = moment
@@ -38,12 +47,12 @@ def save_checkpoint(run: Run, state: RunState) -> None:
 
 def _write_checkpoint(run: Run, state: RunState) -> bool:
     began = time.monotonic()
-    run.check_folder()
+    run.check_folder()  # of the first process, which alone has a lock
     run.log.sync()  # a checkpoint stores its position in the log, which must survive a power cut
     saved = capture(run, state)
     run.checkpoints.line = saved.line
     try:
-        path = run.checkpoints.save(saved.step, saved.tensors, saved.scalars)
+        path = _save(run, saved)
     except CannotSave as error:
         run.check_folder()
         run.log.write("note", text=f"{error.what}; the run goes on, the last good checkpoint stays")
@@ -54,6 +63,13 @@ def _write_checkpoint(run: Run, state: RunState) -> bool:
     name = str(path.relative_to(run.folder))
     run.log.write("checkpoint", step=saved.step, path=name, bytes=size, seconds=seconds)
     return True
+
+
+def _save(run: Run, saved: Saved) -> Path:
+    if not run.parallel.is_sharded:
+        return run.checkpoints.save(saved.step, saved.tensors, saved.scalars)
+    tensors = {group: run.parallel.as_global(group, named) for group, named in saved.tensors.items()}
+    return run.checkpoints.save_parts(saved.step, tensors, saved.scalars, run.parallel)
 
 
 def record_rollback(run: Run, state: RunState) -> None:
@@ -80,6 +96,7 @@ def save_student(run: Run) -> None:
             with quiet_transformers(), replaced_folder(run.folder / "student") as folder:
                 note = _write_student(run, folder)
                 run.tokenizer.save_pretrained(folder)
+            shutil.rmtree(run.folder / _EXPORT, ignore_errors=True)
             if note:
                 run.log.write("note", text=note)
             return
@@ -101,11 +118,46 @@ def save_student(run: Run) -> None:
 
 def _write_student(run: Run, folder: Path) -> str:
     """Write the weights: an adapter merged, and itself beside them. Return what is to be said of that."""
+    if run.parallel.is_sharded:
+        shutil.copyfile(run.folder / _EXPORT / WHOLE_FILE, folder / "model.safetensors")
+        save_configuration(run.student.model, folder)
+        return ""
     if run.adapter is None:
         run.student.model.save_pretrained(folder)
         return ""
     ids = run.canary().input_ids[:_COMPARED_ROWS, :_COMPARED_LENGTH]
     return save_merged(run.adapter, folder, ids)
+
+
+def gather_student(run: Run) -> None:
+    """Where the student is sharded, all processes write its parts and the first one joins the files for `student/`."""
+    if not run.parallel.is_sharded:
+        return
+    folder = run.folder / _EXPORT
+    try:
+        run.parallel.together(lambda: _empty(folder) if run.parallel.is_first else None)
+        weights = run.parallel.as_global("student", weights_of(run.student.model))
+        run.parallel.together(lambda: write_whole(folder, weights))
+    except OSError as error:
+        raise CannotSave(
+            f"cannot write the student: {reason_of(error)}",
+            where=str(folder),
+            advice=["free some space on that disk", f"then continue: stillroom resume {run.folder}"],
+        ) from error
+
+
+def whole_again(run: Run) -> Run:
+    """The run with the student that was just written, where the one in memory is sharded: its peers are gone."""
+    if not run.parallel.is_sharded:
+        return run
+    network = open_written(run.student.model, run.folder / "student").to(run.device)
+    student = Student(network, vocab_size=run.student.vocab_size, is_described=run.student.is_described)
+    return replace(run, student=student, parallel=Parallel())
+
+
+def _empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
 
 
 @torch.no_grad()
@@ -118,11 +170,18 @@ def load_best(run: Run, state: RunState) -> None:
 
 def save_stopped_student(run: Run, state: RunState) -> None:
     """Write the best student of a run that is stopped. The checkpoint is saved already."""
+    is_judged = state.best_step > 0 or state.evaluations_since_best > 0
+    is_best = bool(state.best_weights) and is_judged
+    if is_best:
+        load_best(run, state)
+    try:
+        gather_student(run)
+    except CannotSave as error:
+        run.log.write("note", text=f"{error.what}; the checkpoint holds it, and a resumed run writes it")
+        return
     if not run.parallel.is_first:
         return
-    is_judged = state.best_step > 0 or state.evaluations_since_best > 0
-    if state.best_weights and is_judged:
-        load_best(run, state)
+    if is_best:
         which = f"the best student so far, that of step {state.best_step}"
     else:
         which = f"the student of step {state.applied}, which was never evaluated"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ from stillroom.checkpoint import Mark, Saved
 from stillroom.engine.pace import Pace
 from stillroom.engine.recovery.reach import Reach
 from stillroom.evaluation import Evaluation, never_stop
+from stillroom.precision.storage import local
 from stillroom.telemetry.strict import strict
 
 if TYPE_CHECKING:
@@ -108,14 +110,14 @@ _HISTORY = (
 
 
 def weights_of(model: Any) -> dict[str, Tensor]:
-    """Trained parameters and persistent buffers by name; a tied tensor once.
+    """Trained parameters and persistent buffers by name, what this process holds of them; a tied tensor once.
 
     Frozen parameters never change, so nothing that is kept or saved holds them.
     """
-    weights = {name: parameter.data for name, parameter in model.named_parameters() if parameter.requires_grad}
-    known = {parameter.data_ptr() for parameter in model.parameters()}
+    weights = {name: local(one.data) for name, one in model.named_parameters() if one.requires_grad}
+    parameters = {name for name, _parameter in model.named_parameters(remove_duplicate=False)}
     for name, tensor in model.state_dict().items():
-        if name not in weights and tensor.data_ptr() not in known:
+        if name not in parameters:
             weights[name] = tensor
     return weights
 
@@ -148,7 +150,7 @@ def capture(run: Run, state: RunState) -> Saved:
         "num_updates": run.optimizer.num_updates,
         "before": strict(state.before),  # a yardstick may be infinite, which JSON cannot store
         "events": run.log.position,
-        "processes": run.parallel.size,
+        "processes": run.num_shares,
         "base": run.adapter.base_identity if run.adapter else None,  # the frozen weights are not in the checkpoint
         "canary": state.canary_reference if math.isfinite(state.canary_reference) else None,
         "canary_best": state.canary_best if math.isfinite(state.canary_best) else None,
@@ -180,7 +182,7 @@ def restore_history(run: Run, state: RunState, mark: Mark) -> None:
         if best or not name.startswith(("best_", "evaluations_since_best")):
             setattr(state, name, list(value) if isinstance(value, list) else value)
     if best:
-        state.best_weights = {name: tensor.clone() for name, tensor in best.items()}
+        state.best_weights = _best(run, best)
     statistics = run.guard.statistics()
     run.guard.load_state_dict({**mark.history["guard"], "windows": statistics})
 
@@ -188,11 +190,11 @@ def restore_history(run: Run, state: RunState, mark: Mark) -> None:
 @torch.no_grad()
 def restore(run: Run, state: RunState, saved: Saved, *, keeps_history: bool = False) -> None:
     """Restore a saved state. A rollback keeps its history: budgets spent stay spent."""
-    _copy_into(weights_of(run.student.model), saved.tensors["student"])
+    run.parallel.load("student", weights_of(run.student.model), saved.tensors["student"])
     for group, weights in projectors_of(run).items():
-        _copy_into(weights, saved.tensors.get(group, {}))
+        run.parallel.load(group, weights, saved.tensors.get(group, {}))
     run.optimizer.num_updates = int(saved.scalars["num_updates"])
-    run.optimizer.load_tensors(saved.tensors["optimizer"])
+    run.optimizer.load_tensors(saved.tensors["optimizer"], partial(run.parallel.load, "optimizer"))
     torch.set_rng_state(saved.tensors["random"]["cpu"])
     if "cuda" in saved.tensors["random"] and run.device.type == "cuda":
         torch.cuda.set_rng_state(saved.tensors["random"]["cuda"], run.device)
@@ -210,16 +212,17 @@ def restore(run: Run, state: RunState, saved: Saved, *, keeps_history: bool = Fa
         run.guard.restore_statistics(saved.scalars["guard"]["windows"])
     else:
         run.guard.load_state_dict(saved.scalars["guard"])
-        state.best_weights = {name: tensor.clone() for name, tensor in saved.tensors.get("best", {}).items()}
+        state.best_weights = _best(run, saved.tensors.get("best", {}))
 
 
 def _or_unknown(canary: float | None) -> float:
     return float("inf") if canary is None else float(canary)
 
 
-def _copy_into(present: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
-    if set(present) != set(saved):
-        odd = sorted(set(present) ^ set(saved))[:3]
-        raise ValueError(f"the saved state has other tensors: {', '.join(odd)}")
-    for name, tensor in present.items():
-        tensor.copy_(saved[name])
+def _best(run: Run, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What this process holds of the best student, in main memory; empty where there is none."""
+    if not saved:
+        return {}
+    held = {name: torch.empty_like(tensor, device="cpu") for name, tensor in weights_of(run.student.model).items()}
+    run.parallel.load("best", held, saved)
+    return held

@@ -18,7 +18,7 @@ from stillroom.engine.fitting import parts_of, within_memory
 from stillroom.engine.recovery.recover import carry_out, examine
 from stillroom.engine.run import Run
 from stillroom.engine.state import RunState
-from stillroom.types import Batch, Evidence, Lesson, Score, TermRecord, Verdict
+from stillroom.types import Batch, Evidence, Lesson, Score, StudentView, TermRecord, Verdict
 
 
 @dataclass
@@ -96,25 +96,34 @@ def _gather(run: Run, state: RunState, window: Sequence[Batch], lesson: Lesson, 
     tally = Tally()
     if run.config.data.label_sources:  # a window may hold labels alone
         tally.totals = {term: torch.zeros((), device=run.device) for term, weight in lesson.weights.items() if weight}
-    run.teacher.begin(window, state.applied, state.cursor)
-    run.parallel.seed(run.config.train.seed, state.attempted)
-    for batch in run.parallel.scored(list(parts_of(window, state))):
-        tally.add(_learn(run, batch, lesson, counts), batch)
+    with run.parallel.window():
+        run.teacher.begin(window, state.applied, state.cursor)
+        run.parallel.seed(run.config.train.seed, state.attempted)
+        batches = run.parallel.scored(list(parts_of(window, state)))
+        for number, batch in enumerate(batches, start=1):
+            tally.add(_learn(run, batch, lesson, counts, is_last=number == len(batches)), batch)
     return tally
 
 
-def _learn(run: Run, batch: Batch, lesson: Lesson, counts: dict[str, int]) -> Score:
-    """Forward and backward of one micro-batch."""
+def _learn(run: Run, batch: Batch, lesson: Lesson, counts: dict[str, int], *, is_last: bool) -> Score:
+    """Forward and backward of one micro-batch; gradients of several processes are summed in the last backward."""
     batch = batch.to(run.device)
     needs, teacher = run.mix.needs(lesson), run.teacher_of(lesson, batch)
-    with teacher.joint_graph(batch):
-        answers = teacher.answers(batch, needs.teacher)
+    made: list[tuple[StudentView, Score]] = []
+
+    def loss() -> Tensor:
         with run.precision.autocast():
             view = run.student.observe(batch, needs.student)
         view = run.hooks.view(view)
         signals = teacher.signals_after_student(answers, batch, view, needs.teacher)
         score = Score.average([run.mix.score(view, signal, batch, lesson, counts) for signal in signals])
-        run.precision.backward(score.loss + teacher.extra_loss(batch, view, num_targets=counts["ce"]))
+        made.append((view, score))
+        return score.loss + teacher.extra_loss(batch, view, num_targets=counts["ce"])
+
+    with teacher.joint_graph(batch):
+        answers = teacher.answers(batch, needs.teacher)
+        run.precision.backward(run.parallel.forward(loss, is_last=is_last))
+    view, score = made.pop()
     teacher.after_student(batch, view, num_targets=counts["ce"])
     return score
 
@@ -122,20 +131,19 @@ def _learn(run: Run, batch: Batch, lesson: Lesson, counts: dict[str, int]) -> Sc
 def _read_evidence(run: Run, state: RunState, tally: Tally, lesson: Lesson, counts: dict[str, int]) -> Evidence:
     """Pack what the guard needs into one tensor and read it: the only host read of a step.
 
-    Terms and counters are summed over all processes; gradients are the same everywhere. So all processes read the same.
+    Terms, counters and squared norms are summed over all processes, so all of them read the same.
     """
-    norms = run.precision.squared_norms(run.optimizer)
+    norms = run.parallel.mean_of_norms(run.precision.squared_norms(run.optimizer))
     zero = torch.zeros((), device=run.device)
     summed = {"loss": tally.loss if tally.loss is not None else zero}
     summed |= {f"counter.{name}": count for name, count in ({"bad_teacher_rows": zero} | tally.counters).items()}
     summed |= {f"term.{name}": total for name, total in tally.totals.items()}
     summed |= {f"source.{key}": total for key, total in sorted(tally.by_source.items())}
     summed = shared(run, summed, zero)
-    alike = {f"norm.{name}": square for name, square in norms.items()}
-    alike |= {f"sample.{name}": share for name, share in state.sampled.items()}
-    named = summed | alike
+    summed |= {f"norm.{name}": square for name, square in norms.items()}
+    named = summed | {f"sample.{name}": share for name, share in state.sampled.items()}
     stacked = torch.stack([value.detach().reshape(()).to(run.device, torch.float32) for value in named.values()])
-    run.parallel.sum_([stacked[: len(summed)]])
+    run.parallel.sum_(stacked[: len(summed)])
     values = dict(zip(named, stacked.tolist(), strict=True))
     counters = _under("counter.", values)
     means = {name: total / max(counts[name], 1) for name, total in _under("term.", values).items()}

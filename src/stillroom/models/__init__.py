@@ -4,7 +4,7 @@ from stillroom.models.anatomy import Anatomy, anatomy_of, head_error
 from stillroom.models.load.loaded import LoadedModel, open_student, open_teacher, try_model
 from stillroom.models.load.open import has_tokenizer, load_student, load_teacher, load_tokenizer
 from stillroom.models.load.source import find
-from stillroom.models.load.vocabulary import agree_on_vocabulary, vocabulary_hash
+from stillroom.models.load.vocabulary import agree_on_vocabulary, num_ids, vocabulary_hash
 from stillroom.models.student import Student
 from stillroom.models.taps import gives_attention
 
@@ -21,6 +21,7 @@ __all__ = [
     "load_student",
     "load_teacher",
     "load_tokenizer",
+    "num_ids",
     "open_student",
     "open_teacher",
     "try_model",

@@ -68,6 +68,11 @@ def find_gates(model: nn.Module, patterns: Sequence[str] = ()) -> list[Gate]:
     )
 
 
+def has_gates(model: nn.Module) -> bool:
+    """Whether a model has gates that are found by structure. Reads shapes alone, so fake tensors will do."""
+    return bool(_by_structure(model))
+
+
 def describe(gates: Sequence[Gate]) -> str:
     """One line for the log: number, sizes and names of the gates."""
     sizes = sorted({(gate.num_experts, gate.num_chosen) for gate in gates})

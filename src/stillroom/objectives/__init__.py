@@ -1,5 +1,6 @@
 """The objectives of a run. `fused_head_loss` and the divergences can be used without the rest of the library."""
 
+from stillroom.objectives.crosstok import prefix_groups as prefix_groups  # registers its objective
 from stillroom.objectives.crosstok import span_terms as span_terms  # registers its objectives
 from stillroom.objectives.head import (
     DenseTeacher,

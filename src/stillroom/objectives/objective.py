@@ -38,6 +38,9 @@ class Matched:
     student_rest: int  # ordinary tokens without a partner
     teacher_rest: int
     problem: str = ""  # why tokens of these vocabularies cannot be compared by their bytes
+    student_groups: Sequence[int] = ()  # the group of each id: tokens that begin a text alike
+    teacher_groups: Sequence[int] = ()
+    num_groups: int = 0
 
 
 @dataclass(frozen=True)

@@ -7,23 +7,34 @@ process reaches the same verdict. Only the first process writes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from stillroom.data import Loader
     from stillroom.precision import AdamW
     from stillroom.types import Batch
 
+T = TypeVar("T")
+
 
 class Parallel:
     """One process."""
 
+    strategy = "single"
     rank = 0
     size = 1
+    is_sharded = False  # whether a process holds a part of each weight
+    takes_smaller_parts = True  # whether a window can be taken again where memory ran out
+
+    @property
+    def num_copies(self) -> int:
+        """How often all processes together hold the student and its optimizer state."""
+        return self.size
 
     @property
     def is_first(self) -> bool:
@@ -32,8 +43,11 @@ class Parallel:
 
     # -- what a step asks ----------------------------------------------------------------------------------
 
+    def place(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+        """Called when the student is on its device, before there is an optimizer. `blocks` are its layers."""
+
     def prepare(self, optimizer: AdamW) -> None:
-        """Called once, when the run is built."""
+        """Called when the run is built, and again after a window that was given up for want of memory."""
 
     def seed(self, seed: int, attempted: int) -> None:
         """Called before the first forward of an attempt."""
@@ -46,11 +60,31 @@ class Parallel:
         """Sum counts over the processes."""
         return dict(counts)
 
-    def sum_gradients(self, optimizer: AdamW) -> None:
-        """Called after the last backward of a window: sum the gradients over the processes."""
+    def window(self) -> AbstractContextManager[None]:
+        """Around the micro-batches of a window."""
+        return nullcontext()
 
-    def sum_(self, tensors: Iterable[Tensor]) -> None:
-        """Sum each tensor over the processes, in place."""
+    def forward(self, compute: Callable[[], Tensor], *, is_last: bool) -> Tensor:
+        """The loss of a micro-batch. `compute` is its whole forward; `is_last` in the window."""
+        return compute()
+
+    def trial(self, compute: Callable[[], Tensor]) -> Tensor:
+        """The same outside of a window: its gradients are dropped."""
+        return compute()
+
+    def sum_gradients(self, optimizer: AdamW) -> None:
+        """Called after the last backward of a window: from here on gradients are those of all processes."""
+
+    def mean_of_norms(self, squares: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What this process adds to the squared gradient norms that are summed over the processes."""
+        return squares
+
+    def gathered(self) -> AbstractContextManager[None]:
+        """Around uses of the student outside of a window."""
+        return nullcontext()
+
+    def sum_(self, tensor: Tensor) -> None:
+        """Sum a tensor over the processes, in place."""
 
     def names(self, names: Iterable[str]) -> list[str]:
         """All names that a process has, in the same order in every process."""
@@ -59,6 +93,24 @@ class Parallel:
     def whole_window(self, loader: Loader, cursor: int, window: Sequence[Batch]) -> Sequence[Batch]:
         """The window of all processes; `window` is the share of this one."""
         return window
+
+    # -- state -------------------------------------------------------------------------------------------
+
+    def as_global(self, group: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What this process holds, as torch knows it to be a part of the whole."""
+        return dict(tensors)
+
+    @torch.no_grad()
+    def load(self, group: str, present: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+        """Copy a saved group of tensors into those that are present; both have the same names."""
+        if set(present) != set(saved):
+            odd = sorted(set(present) ^ set(saved))[:3]
+            raise ValueError(f"the saved {group} has other tensors: {', '.join(odd)}")
+        if hasattr(saved, "into"):  # it is read from the files of several processes
+            saved.into(present)
+            return
+        for name, tensor in present.items():
+            tensor.copy_(saved[name])
 
     # -- what all processes agree on --------------------------------------------------------------------
 
@@ -76,6 +128,14 @@ class Parallel:
 
     def check_replicas(self, tensors: Mapping[str, Tensor]) -> None:
         """Raise if the processes' tensors differ in any bit."""
+
+    def collect(self, value: Any) -> list[Any]:
+        """A JSON value of every process, in their order."""
+        return [value]
+
+    def together(self, action: Callable[[], T]) -> T:
+        """Do something with files in every process. An OSError in one of them is raised in all."""
+        return action()
 
     def wait(self) -> None:
         """Wait for all processes."""

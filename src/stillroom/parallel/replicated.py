@@ -1,163 +1,154 @@
-"""Several processes with a replica of the student each, started by torchrun or accelerate."""
+"""Several processes with a replica of the student each: torch's DistributedDataParallel sums their gradients.
+
+DDP wraps a module whose forward is whatever the step computes for one micro-batch, the loss included: the fused head
+multiplies with the student's head outside of the student's own forward, and only what runs inside of the wrapped
+forward is followed. Buckets of gradients are summed while the backward of the last micro-batch still runs; the other
+micro-batches send nothing. Gradients are summed and not averaged, because counts of all processes divided them before.
+
+A bucket of FP16 gradients is sent in FP32, together with the FP32 sums of the earlier micro-batches.
+"""
 
 from __future__ import annotations
 
-import atexit
-import json
-import math
-import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from datetime import timedelta
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from stillroom.errors import BrokenAtStart, Diverged, Interrupted
-from stillroom.parallel.base import Parallel, fingerprint
+from stillroom.ends import is_out_of_memory
+from stillroom.parallel.processes import Processes, peer_errors, peer_is_gone
 
 if TYPE_CHECKING:
-    from stillroom.data import Loader
     from stillroom.precision import AdamW
-    from stillroom.types import Batch
-
-_BUCKET_ELEMENTS = 1 << 22
 
 
-class Replicated(Parallel):
-    """Processes that communicate by torch.distributed. If one ends, the others raise instead of waiting forever."""
+class MicroBatch(nn.Module):
+    """The trained parameters, and a forward that is given by the caller."""
 
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank = rank
-        self.size = size
-        # Send small numbers through main memory where gloo is available.
-        self._device = torch.device("cpu" if "gloo" in dist.get_backend_config() else "cuda")
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__()
+        self.trained = nn.ParameterList(parameters)
+        # Where all parameters are used, torch advises against looking for unused ones. This one never is.
+        self.unused = nn.Parameter(torch.zeros(1, device=parameters[0].device))
+
+    def forward(self, compute: Callable[[], Tensor]) -> Tensor:
+        return compute()
+
+
+class Replicated(Processes):
+    """Replicas of the student whose gradients DDP sums."""
+
+    strategy = "ddp"
 
     def prepare(self, optimizer: AdamW) -> None:
+        """Hand the optimizer's parameters to DDP. Called again where a window was given up: that leaves DDP unusable.
+
+        With `find_unused_parameters` buckets keep the order of the parameters, so nothing is sent in a forward.
+        """
         optimizer.accumulate_in_fp32()
+        self._optimizer = optimizer
+        parameters = [cell.parameter for cells in optimizer.cells.values() for cell in cells]
+        self._ddp = DistributedDataParallel(
+            MicroBatch(parameters),
+            init_sync=False,  # the replicas are compared at every evaluation, the first before the first step
+            forward_sync_buffers=False,
+            find_unused_parameters=True,  # experts that no token chose, projectors of a term that is not computed
+            gradient_as_bucket_view=True,
+        )
+        self._ddp.register_comm_hook(None, lambda _state, bucket: self._send(bucket))  # torch reads annotations
+        self._begin()
 
-    def seed(self, seed: int, attempted: int) -> None:
-        """Random numbers that differ between processes and repeat after a resume."""
-        torch.manual_seed(((seed * 1_000_003 + attempted) * 1_009 + self.rank) & (2**63 - 1))
+    def _begin(self) -> None:
+        self._num_sent = 0  # buckets of the present window
+        self._sums: dict[nn.Parameter, Tensor] = {}
+        self._loss_of_peer: RuntimeError | None = None
 
-    def scored(self, window: Sequence[Batch]) -> list[Batch]:
-        """A process without a target scores one batch all the same: every process must sum the same names."""
-        return super().scored(window) or list(window[:1])
+    # -- what a step asks --------------------------------------------------------------------------------
+
+    @contextmanager
+    def window(self) -> Iterator[None]:
+        self._begin()
+        try:
+            yield
+        except (MemoryError, RuntimeError) as error:
+            if self._loss_of_peer is not None:
+                raise peer_is_gone(self._loss_of_peer) from error
+            if is_out_of_memory(error):
+                self._send_nothing()
+            raise
+
+    def forward(self, compute: Callable[[], Tensor], *, is_last: bool) -> Tensor:
+        self._optimizer.leave_gradients(is_last)
+        with nullcontext() if is_last else self._ddp.no_sync():
+            loss: Tensor = self._ddp(compute)
+        return loss
 
     def sum_gradients(self, optimizer: AdamW) -> None:
-        has_gradients = optimizer.has_gradients().to(self._device, torch.int32)
-        optimizer.complete_gradients(self._sum(has_gradients) > 0)
-        self.sum_(gradient for _name, gradient in optimizer.named_gradients())
+        """Give the optimizer the sums. A parameter that no process used gets none, as in one process."""
+        is_used = optimizer.has_gradients().to(self._device, torch.int32)
+        self.sum_(is_used)
+        optimizer.take_sums(self._sums, is_used > 0)
+        self._sums = {}
 
-    def whole_window(self, loader: Loader, cursor: int, window: Sequence[Batch]) -> Sequence[Batch]:
-        return loader.whole_window(cursor)
+    def mean_of_norms(self, squares: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Every process has the same gradients: the sum over processes of these shares is one process's norm.
 
-    def counts(self, counts: Mapping[str, int]) -> dict[str, int]:
-        values = self._sum(torch.tensor(list(counts.values()), dtype=torch.int64, device=self._device))
-        return dict(zip(counts, map(int, values.tolist()), strict=True))
+        A gradient that is spoilt in one process alone spoils the norm of all, and all refuse the step.
+        """
+        return {name: square / self.size for name, square in squares.items()}
 
-    def sum_(self, tensors: Iterable[Tensor]) -> None:
-        for bucket in _buckets(tensors):
-            summed = self._sum(torch.cat([tensor.reshape(-1) for tensor in bucket]))
-            for tensor, part in zip(bucket, summed.split([tensor.numel() for tensor in bucket]), strict=True):  # type: ignore[no-untyped-call]
-                tensor.copy_(part.view_as(tensor))
+    # -- what DDP asks -----------------------------------------------------------------------------------
 
-    def names(self, names: Iterable[str]) -> list[str]:
-        own = torch.frombuffer(bytearray(json.dumps(list(names)).encode()), dtype=torch.uint8).to(self._device)
-        width = int(self.worst(len(own)))
-        padded = torch.nn.functional.pad(own, (0, width - len(own)), value=ord(" "))
-        gathered = [torch.empty_like(padded) for _ in range(self.size)]
-        with _peer_errors():
-            dist.all_gather(gathered, padded)
-        return sorted({name for one in gathered for name in json.loads(bytes(one.tolist()))})
+    def _send(self, bucket: Any) -> torch.futures.Future[Tensor]:
+        """Begin to sum a bucket; DDP calls it as soon as all gradients of the bucket are there."""
+        buffer: Tensor = bucket.buffer()
+        summed = buffer if buffer.dtype != torch.float16 else self._in_fp32(bucket)
+        parameters = bucket.parameters()
+        parts = torch.split(summed, [parameter.numel() for parameter in parameters])
+        for parameter, part in zip(parameters, parts, strict=True):
+            self._sums[parameter] = part.view(parameter.shape)
+        self._num_sent += 1
 
-    def worst(self, value: float) -> float:
-        ordered = math.inf if math.isnan(value) else value
-        largest = torch.tensor([ordered], dtype=torch.float64, device=self._device)
-        with _peer_errors():
-            dist.all_reduce(largest, dist.ReduceOp.MAX)
-        return float(largest.tolist()[0])
+        def check(future: torch.futures.Future[Any]) -> Tensor:
+            try:
+                future.value()
+            except RuntimeError as error:
+                self._loss_of_peer = error
+                raise
+            return buffer
 
-    def broadcast(self, value: float) -> float:
-        sent = torch.tensor([value], dtype=torch.float64, device=self._device)
-        with _peer_errors():
-            dist.broadcast(sent, src=0)
-        return float(sent.tolist()[0])
+        try:
+            work = dist.all_reduce(summed, dist.ReduceOp.SUM, async_op=True)
+        except RuntimeError as error:
+            self._loss_of_peer = error
+            raise
+        future: torch.futures.Future[Tensor] = work.get_future().then(check)
+        return future
 
-    def same_everywhere(self, fingerprint: int) -> bool:
-        extremes = torch.tensor([fingerprint, -fingerprint], dtype=torch.int64, device=self._device)
-        with _peer_errors():
-            dist.all_reduce(extremes, dist.ReduceOp.MAX)
-        highest, lowest = extremes.tolist()
-        return bool(highest == -lowest)
+    def _in_fp32(self, bucket: Any) -> Tensor:
+        """The gradients of a bucket of FP16 parameters, with those of the earlier micro-batches."""
+        flat: Tensor = bucket.buffer().float()
+        parts = torch.split(flat, [parameter.numel() for parameter in bucket.parameters()])
+        for parameter, part in zip(bucket.parameters(), parts, strict=True):
+            earlier = self._optimizer.accumulated(parameter)
+            if earlier is not None:
+                part.add_(earlier.view(-1))
+        return flat
 
-    def check_replicas(self, tensors: Mapping[str, Tensor]) -> None:
-        if not self.same_everywhere(fingerprint(tensors)):
-            raise Diverged(
-                f"the students of the {self.size} processes are not the same",
-                where="comparison of the weights of all processes",
-                advice=[
-                    "use the same device and the same libraries for every process",
-                    "resume from the last checkpoint",
-                ],
-            )
+    def _send_nothing(self) -> None:
+        """Take part in the sums of the other processes with zeros: memory ran out here and not there.
 
-    def wait(self) -> None:
-        self.worst(0.0)
-
-    def _sum(self, tensor: Tensor) -> Tensor:
-        with _peer_errors():
-            dist.all_reduce(tensor, dist.ReduceOp.SUM)
-        return tensor
-
-
-def join(timeout_minutes: float) -> Parallel:
-    """Join the processes that torchrun or accelerate started; `Parallel()` for a single process.
-
-    A process waits for another at most `timeout_minutes`.
-    """
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    if size == 1:
-        return Parallel()
-    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing:
-        raise BrokenAtStart(
-            f"WORLD_SIZE is {size} and {', '.join(missing)} not set: the processes cannot find each other",
-            where="environment",
-            advice=["start the run with torchrun --nproc-per-node N -m stillroom distill ...", "or unset WORLD_SIZE"],
-        )
-    if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        with _peer_errors():
-            dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes))
-        atexit.register(dist.destroy_process_group)
-    return Replicated(dist.get_rank(), dist.get_world_size())
-
-
-@contextmanager
-def _peer_errors() -> Iterator[None]:
-    """Turn torch's error for a missing or silent process into `Interrupted`: the run can be resumed."""
-    try:
-        yield
-    except RuntimeError as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise Interrupted(
-            f"another process of this run is gone or does not answer: {reason}",
-            where=f"process {os.environ.get('RANK', '?')}",
-            advice=["look at the first process that ended", "then start all of them again: the run is resumed"],
-        ) from error
-
-
-def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Group tensors of one dtype into messages of bounded size."""
-    bucket: list[Tensor] = []
-    for tensor in tensors:
-        is_full = sum(held.numel() for held in bucket) + tensor.numel() > _BUCKET_ELEMENTS
-        if bucket and (is_full or bucket[0].dtype != tensor.dtype):
-            yield bucket
-            bucket = []
-        bucket.append(tensor)
-    if bucket:
-        yield bucket
+        All of them then learn of the shortage and take the window again.
+        """
+        buckets = self._ddp.reducer._get_zeros_like_grad_buckets()
+        if self._num_sent == len(buckets):
+            return
+        with peer_errors():
+            for bucket in buckets[self._num_sent :]:
+                buffer = bucket.buffer()
+                dist.all_reduce(buffer.float() if buffer.dtype == torch.float16 else buffer, dist.ReduceOp.SUM)
+            self._ddp._match_unused_params_allreduce()  # type: ignore[no-untyped-call]

@@ -195,7 +195,7 @@ def _teacher_bytes(config: Config, teacher: Sizes | None, is_card: bool) -> tupl
 def _sparse_bytes(config: Config, micro: Micro) -> int:
     """A stored answer in memory: ids of eight bytes and probabilities of four."""
     spec = cache_spec(config)
-    return micro.rows * micro.length * (spec.exact + spec.draws) * 12
+    return micro.rows * micro.length * (12 * spec.width + 4 * spec.is_paired)
 
 
 def _host(config: Config, mode: str, sizes: Sizes, at_home: int, free: int) -> dict[str, int]:
@@ -228,6 +228,9 @@ def _disk(config: Config, mode: str, sizes: Sizes, num_tokens: int | None) -> di
 def cache_bytes(config: Config) -> float:
     """Bytes a position of a cache: straight lines through the sizes that docs/cache.md measured. An estimate."""
     spec = cache_spec(config)
+    targets = 4.0 if spec.is_paired else 0.0  # one FP32 a position, before it is packed
+    if spec.kind == "target":
+        return targets
     if spec.draws and spec.exact:
-        return 25.3 + 2.8 * spec.exact + 0.4 * (spec.draws - 12)
-    return 0.9 * spec.draws if spec.draws else 10.0 + 2.35 * spec.exact
+        return targets + 25.3 + 2.8 * spec.exact + 0.4 * (spec.draws - 12)
+    return targets + (0.9 * spec.draws if spec.draws else 10.0 + 2.35 * spec.exact)

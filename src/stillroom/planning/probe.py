@@ -23,7 +23,7 @@ from stillroom.telemetry import EventLog
 
 def count_data(config: Config) -> tuple[int, int]:
     """Steps and tokens of one pass over the training data, opened as a run opens it."""
-    has_own = config.student.init != "shrink" and has_tokenizer(config.student, config.student.model)
+    has_own = not config.student.reads_as_teacher and has_tokenizer(config.student, config.student.model)
     section = config.student if has_own else config.teacher
     tokenizer = load_tokenizer(section, section.model)
     corpus = open_data(config.data, tokenizer)

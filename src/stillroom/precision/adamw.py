@@ -7,7 +7,7 @@ and return to their storage afterwards, many tensors at a time. Buckets bound th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw as adamw_update
 
 from stillroom.precision import rounding
-from stillroom.precision.storage import Direct, Moment, Storage, in_fp32
+from stillroom.precision.storage import Direct, Moment, Storage, in_fp32, local
 
 _SCRATCH_BYTES = 1 << 27
 COUNTS = "num_updates"  # in a checkpoint: the updates of each parameter, in the order of the groups
@@ -43,6 +43,7 @@ class _Cell:
     decay: float
     num_updates: Tensor  # of this parameter, a scalar that the update itself counts up
     sums_in_fp32: bool = False
+    leaves_gradient: bool = False  # where it is: whoever sums over processes takes it from there
     accumulated: Tensor | None = None  # FP32 sum over micro-batches, where the parameter's own would be FP16
 
     @property
@@ -51,7 +52,9 @@ class _Cell:
 
     @property
     def gradient(self) -> Tensor | None:
-        return self.accumulated if self.accumulated is not None else self.parameter.grad
+        if self.accumulated is not None or self.parameter.grad is None:
+            return self.accumulated
+        return local(self.parameter.grad)
 
     @property
     def known_gradient(self) -> Tensor:
@@ -68,12 +71,19 @@ class _Cell:
 
     def accumulate(self, parameter: Tensor) -> None:
         """Move a fresh gradient into the FP32 sum: an FP16 sum would drop what is small beside it."""
+        if self.leaves_gradient:
+            return
         assert parameter.grad is not None
         if self.accumulated is None:
             self.accumulated = parameter.grad.float()
         else:
             self.accumulated.add_(parameter.grad)
         parameter.grad = None
+
+
+def _copy(present: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+    for name, tensor in present.items():
+        tensor.copy_(saved[name])
 
 
 class AdamW:
@@ -113,6 +123,7 @@ class AdamW:
                 first_moment, second_moment = Moment(parameter, moment_dtype), Moment(parameter, moment_dtype)
                 cell = _Cell(name, storage, first_moment, second_moment, decay, next(counts))
                 self.cells[group.name].append(cell)
+        self._by_parameter = {cell.parameter: cell for cell in self._all_cells()}
 
     # -- gradients ---------------------------------------------------------------------------------------
 
@@ -135,14 +146,23 @@ class AdamW:
         """For each parameter, whether it has a gradient."""
         return torch.tensor([cell.gradient is not None for cell in self._all_cells()])
 
-    def complete_gradients(self, wanted: Tensor) -> None:
-        """A gradient of zero where one is wanted and none is there: other processes may have used the parameter."""
-        for cell, is_wanted in zip(self._all_cells(), wanted.tolist(), strict=True):
-            if is_wanted and cell.gradient is None:
-                if cell.sums_in_fp32:
-                    cell.accumulated = torch.zeros_like(cell.parameter, dtype=torch.float32)
-                else:
-                    cell.parameter.grad = torch.zeros_like(cell.parameter)
+    def leave_gradients(self, is_left: bool) -> None:
+        """Whether the next backward leaves FP16 gradients where they are, beside the FP32 sums of those before."""
+        for cell in self._all_cells():
+            cell.leaves_gradient = is_left
+
+    def accumulated(self, parameter: nn.Parameter) -> Tensor | None:
+        """The FP32 sum of a parameter's gradients over the micro-batches so far."""
+        return self._by_parameter[parameter].accumulated
+
+    def take_sums(self, sums: Mapping[nn.Parameter, Tensor], is_used: Tensor) -> None:
+        """Take gradients that were summed over processes, for parameters that any of them used; none for the others."""
+        for cell, has_sum in zip(self._all_cells(), is_used.tolist(), strict=True):
+            found = sums[cell.parameter] if has_sum else None
+            if cell.sums_in_fp32:
+                cell.accumulated, cell.parameter.grad = found, None
+            else:
+                cell.parameter.grad = found
 
     def squared_norms(self) -> dict[str, Tensor]:
         """The squared gradient norm of each group in FP32, on the device: nothing is read back here."""
@@ -262,15 +282,17 @@ class AdamW:
         return found
 
     @torch.no_grad()
-    def load_tensors(self, saved: Mapping[str, Tensor]) -> None:
-        """Put a saved state back, `num_updates` first: a checkpoint without counts has one for all parameters."""
+    def load_tensors(
+        self, saved: Mapping[str, Tensor], load: Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None] = _copy
+    ) -> None:
+        """Put a saved state back by `load`, `num_updates` first: an old checkpoint has one count for all parameters."""
         mine = self.tensors()
-        saved = {COUNTS: torch.full_like(self._counts, self.num_updates), **saved}
+        if COUNTS not in saved:
+            mine.pop(COUNTS).fill_(self.num_updates)
         if set(mine) != set(saved):
             odd = sorted(set(mine) ^ set(saved))[:3]
             raise ValueError(f"optimizer state of other parameters or another precision: {', '.join(odd)}")
-        for name, tensor in mine.items():
-            tensor.copy_(saved[name])
+        load(mine, saved)
 
     def _all_cells(self) -> Iterator[_Cell]:
         for cells in self.cells.values():

@@ -17,6 +17,12 @@ from torch import Tensor, nn
 from stillroom.precision import rounding
 
 
+def local(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this process holds, in the same memory; the tensor itself where it is not sharded."""
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
+
+
 @dataclass(frozen=True)
 class Working:
     """FP32 values of several tensors. `flat` holds them end to end where they are copies, and `parts` are its views."""
@@ -64,11 +70,11 @@ class Direct:
         self.parameter = parameter
 
     def read(self) -> Tensor:
-        return self.parameter.data
+        return local(self.parameter.data)
 
     @staticmethod
     def read_all(storages: Sequence[Direct]) -> Working:
-        return Working([storage.parameter.data for storage in storages])
+        return Working([storage.read() for storage in storages])
 
     @staticmethod
     def write_all(storages: Sequence[Direct], values: Working, bits: Tensor | None) -> None:
@@ -185,7 +191,7 @@ class Moment:
     scratch_bytes: ClassVar[int] = 24  # of one in BF16; one in FP32 takes none
 
     def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
-        self.values = torch.zeros(like.shape, dtype=dtype, device=like.device)
+        self.values = torch.zeros(local(like.detach()).shape, dtype=dtype, device=like.device)
 
     def read(self) -> Tensor:
         return self.values.float()  # the tensor itself when it is FP32 already

@@ -29,6 +29,7 @@ from stillroom.types import (
     Evidence,
     Needs,
     PairedSignal,
+    PairedTokens,
     SampledSignal,
     Signal,
     StudentView,
@@ -169,5 +170,5 @@ def kind_of(signal: Signal | None) -> SignalKind:
             return "top-k"
         case SampledSignal():
             return "sampled"
-        case PairedSignal():
+        case PairedSignal() | PairedTokens():
             return "paired"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,14 +10,19 @@ import torch
 from stillroom.config import Config
 from stillroom.config.schema import TeacherConfig
 from stillroom.curriculum import Curriculum
+from stillroom.data.spans.common import Coverage
 from stillroom.errors import ConfigError
 from stillroom.models import LoadedModel, open_teacher
 from stillroom.models.compiled import CompiledBody
 from stillroom.models.routers import find_gates
 from stillroom.teachers.base import NO_TEACHER, Teacher
+from stillroom.teachers.coarse import Coarse
 from stillroom.teachers.live import LiveTeacher
+from stillroom.teachers.paired import PairedTeacher
 from stillroom.teachers.router.in_run import RunRouter, Surroundings
-from stillroom.teachers.router.teacher import TRAINING_MODES
+from stillroom.teachers.router.paired import PairedRouter
+from stillroom.teachers.router.teacher import TRAINING_MODES, RouterTeacher
+from stillroom.teachers.signals import SignalSpec
 from stillroom.teachers.sparse import SparseTeacher
 from stillroom.teachers.spec import check_use, live_spec
 from stillroom.teachers.streamed import StreamedModel, open_streamed
@@ -30,16 +36,22 @@ def make_teacher(
     *,
     num_processes: int = 1,
     compiled: CompiledBody | None = None,
+    shared: str = "",
+    coarse: Callable[[SignalSpec, int], Coarse | None] = lambda _spec, _size: None,
 ) -> Teacher:
-    """`NO_TEACHER` where none was loaded, a `LiveTeacher` for router mode `frozen`, else a `RunRouter`."""
+    """`NO_TEACHER` where none was loaded, a `LiveTeacher` for router mode `frozen`, else a `RunRouter`.
+
+    `shared` and `coarse` are the tokens that both models have, where each has a tokenizer of its own.
+    """
     if loaded is None:
         return NO_TEACHER
     if config.teacher.router.mode == "frozen":
-        spec = live_spec(config)
+        spec = live_spec(config, shared)
         device = surroundings.precision.device
         if spec is None:
             return live_teacher(config, loaded, vocab_size, device, compiled)
-        return SparseTeacher(live_teacher(config, loaded, vocab_size, device), spec, notes=check_use(config, spec))
+        live, notes = live_teacher(config, loaded, vocab_size, device), check_use(config, spec)
+        return SparseTeacher(live, spec, notes=notes, coarse=coarse(spec, vocab_size))
     if num_processes > 1:
         raise ConfigError(
             f"teacher.router.mode = {config.teacher.router.mode!r} works in one process, and there are {num_processes}",
@@ -47,6 +59,14 @@ def make_teacher(
             advice=["set teacher.router.mode = 'frozen'", "start a single process"],
         )
     return RunRouter(config, loaded, vocab_size, surroundings)
+
+
+def paired_teacher(inner: Teacher, tokenizer: Any, coverage: Coverage | None) -> PairedTeacher:
+    """A teacher that reads its own tokens around one that reads rows."""
+    found = coverage or Coverage()
+    if isinstance(inner, RouterTeacher):
+        return PairedRouter(inner, tokenizer, found)
+    return PairedTeacher(inner, tokenizer, found)
 
 
 def open_live(section: TeacherConfig, dtype: torch.dtype, tokenizer: Any = None) -> LoadedModel:

@@ -2,59 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 from stillroom.data.spans.common import Coverage
+from stillroom.data.teacher_rows import other_of
 from stillroom.errors import ConfigError
-from stillroom.models import Student
 from stillroom.teachers.base import SignalKind, Teacher
-from stillroom.teachers.live import LiveTeacher
-from stillroom.types import Batch, Needs, PairedSignal
+from stillroom.teachers.wrapped import WrappedTeacher
+from stillroom.types import Batch, DenseSignal, Needs, PairedSignal, PairedTokens, Signal
 
 # What a model's results on its own tokens say of the text, and not of how it is cut into tokens.
-_PER_BYTE = ("bits_per_byte", "parameters", "documents")
+_PER_BYTE = ("bits_per_byte", "parameters", "documents", "source")
 
 
-class PairedTeacher(Teacher):
-    """A live teacher of another tokenizer. It answers a batch on the rows that stand beside the student's."""
+class PairedTeacher(WrappedTeacher):
+    """A teacher of another tokenizer. It answers a batch on the rows that stand beside the student's.
 
-    kind: SignalKind = "paired"
+    `inner` reads those rows as any teacher reads rows: live, live with a few tokens, or from a cache.
+    """
 
-    def __init__(self, inner: LiveTeacher, tokenizer: Any, coverage: Coverage) -> None:
-        self._inner = inner
-        self.notes = inner.notes
-        self.writes_text = inner.writes_text
-        self.tokenizer = tokenizer
+    def __init__(self, inner: Teacher, tokenizer: Any, coverage: Coverage) -> None:
+        super().__init__(inner)
+        self.kind: SignalKind = "paired"
+        self._tokenizer = tokenizer
         self._coverage = coverage
 
-    def observe(self, batch: Batch, needs: Needs) -> PairedSignal:
-        signal = self._inner.observe(self.own_batch(batch), needs)
-        return PairedSignal(signal.hidden, signal.head, signal.taps)
+    @property
+    def tokenizer(self) -> Any:
+        return self._tokenizer
+
+    @property
+    def original(self) -> Teacher:
+        inner = self.inner.original
+        return self if inner is self.inner else PairedTeacher(inner, self._tokenizer, self._coverage)
+
+    def observe(self, batch: Batch, needs: Needs) -> Signal | None:
+        return as_paired(self.inner.observe(self.own_batch(batch), needs))
+
+    def answers(self, batch: Batch, needs: Needs) -> Sequence[Signal | None]:
+        return [as_paired(answer) for answer in self.inner.answers(self.own_batch(batch), needs)]
+
+    def whole_answer(self, batch: Batch, signal: Signal | None) -> Signal | None:
+        return as_paired(self.inner.whole_answer(self.own_batch(batch), signal))
+
+    def begin(self, window: Sequence[Batch], step: int, cursor: int = 0) -> None:
+        self.inner.begin([self.own_batch(batch) for batch in window], step, cursor)
 
     def own_batch(self, batch: Batch) -> Batch:
-        if batch.other is None:
-            raise ConfigError(
-                "the teacher has a tokenizer of its own, and a batch has no rows for it",
-                where="data.train",
-                advice=["open the data with both tokenizers"],
-            )
-        return batch.other
+        return other_of(batch)
+
+    def own_yardsticks(self, batches: Sequence[Batch]) -> dict[str, Any] | None:
+        found = self.inner.own_yardsticks([self.own_batch(batch) for batch in batches])
+        return None if found is None else self.comparable(found)
 
     def comparable(self, yardsticks: dict[str, Any]) -> dict[str, Any]:
         """Perplexity and the like are means over tokens, and its tokens are others."""
-        intervals = {name: ends for name, ends in yardsticks["intervals"].items() if name in _PER_BYTE}
+        intervals = {name: ends for name, ends in yardsticks.get("intervals", {}).items() if name in _PER_BYTE}
         kept = {name: value if name in _PER_BYTE else None for name, value in yardsticks.items()}
         return {**kept, "intervals": intervals}
 
-    def as_model(self) -> Student:
-        return self._inner.as_model()
-
-    @contextmanager
-    def at_work(self) -> Iterator[None]:
-        with self._inner.at_work():
-            yield
-
     def summary(self) -> dict[str, Any]:
-        return {"two_tokenizers": self._coverage.to_dict()}
+        return {**self.inner.summary(), "two_tokenizers": self._coverage.to_dict()}
+
+
+def as_paired(signal: Signal | None) -> Signal | None:
+    """An answer on the teacher's own rows, marked as one."""
+    match signal:
+        case None | PairedSignal() | PairedTokens():
+            return signal
+        case DenseSignal():
+            return PairedSignal(signal.hidden, signal.head, signal.taps)
+    raise ConfigError(
+        f"a teacher of another tokenizer answers with {type(signal).__name__}, whose tokens are not told",
+        where="teacher.signal.kind",
+        advice=["set it to 'dense', 'hybrid', 'top_k' or 'target'"],
+    )

@@ -5,6 +5,10 @@ sampled       tokens drawn from the whole distribution (RS-KD, Anshumann et al. 
 hybrid        the m likeliest exactly, and draws from what is left, which share its mass: unbiased for forward KL, with
               less variance than draws alone, because what is likely is not left to chance.
 renormalised  the k likeliest as if nothing else could come: biased, for stores that hold no more. Says its mean mass.
+target        the probability of the target alone: for likelihoods of spans.
+
+For a student of another tokenizer the tokens are those that it has too, all others being one (`coarse.py`), and the
+probability of the target is kept in FP32 beside them: the surprisal of a likely token is far below a step.
 
 Numbers are rounded where they are made, to whole multiples of a step, and are rounded nowhere else. So an answer that
 was stored and one that is given live are the same bits. A row is answered by itself: what it is told depends on its
@@ -17,7 +21,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -28,11 +32,13 @@ from torch.nn import functional
 
 from stillroom.models.anatomy import head_logits
 from stillroom.numerics import LOG_ZERO, Softmax
-from stillroom.types import HeadWeights, SampledSignal, TopKSignal
+from stillroom.teachers.coarse import Coarse
+from stillroom.types import HeadWeights, PairedTokens, SampledSignal, TopKSignal
 
-Kind = Literal["top_k", "sampled", "hybrid", "renormalised"]
+Kind = Literal["top_k", "sampled", "hybrid", "renormalised", "target"]
 Codes = npt.NDArray[np.uint16]
 Ids = npt.NDArray[np.int32]
+Floats = npt.NDArray[np.float32]
 
 LOG_STEP = 1.0 / 256.0  # nats: a probability is off by 0.2 % at most, about what FP16 does to log-probs near -4
 ENTROPY_STEP = 1.0 / 2048.0  # nats: reaches to 32, and the largest vocabularies have 12
@@ -54,6 +60,8 @@ class SignalSpec:
     draws: int  # tokens drawn from the rest
     temperature: float = 1.0
     seed: int = 0
+    is_paired: bool = False  # for a student of another tokenizer: the targets' probabilities are kept in FP32
+    shared: str = ""  # which tokens both have, see `shared_hash`
 
     @property
     def is_sampled(self) -> bool:
@@ -70,17 +78,22 @@ class SignalSpec:
             found["m" if self.kind == "hybrid" else "k"] = self.exact
         if self.draws:
             found |= {"draws": self.draws, "draw_seed": self.seed}
+        if self.is_paired:
+            found["two_tokenizers"] = True
+        if self.shared:
+            found["shared_tokens"] = self.shared
         return found | {"temperature": self.temperature}
 
     @staticmethod
     def of_dict(found: dict[str, Any]) -> SignalSpec:
         exact = int(found.get("k", found.get("m", 0)))
         temperature, seed = float(found["temperature"]), int(found.get("draw_seed", 0))
-        return SignalSpec(found["kind"], exact, int(found.get("draws", 0)), temperature, seed)
+        pair = bool(found.get("two_tokenizers")), str(found.get("shared_tokens", ""))
+        return SignalSpec(found["kind"], exact, int(found.get("draws", 0)), temperature, seed, *pair)
 
     def within(self, vocab_size: int) -> SignalSpec:
         """No more tokens are kept than there are."""
-        return SignalSpec(self.kind, min(self.exact, vocab_size), self.draws, self.temperature, self.seed)
+        return replace(self, exact=min(self.exact, vocab_size))
 
 
 @dataclass(frozen=True)
@@ -93,6 +106,7 @@ class RowAnswer:
     entropy: Codes  # [N], at the temperature of the signal
     label: Codes  # [N], log-probability of the target at temperature 1
     drawn: Ids  # [N, D], ascending, with repeats
+    surprisals: Floats = field(default_factory=lambda: np.zeros(0, np.float32))  # [N] of the targets, or [0]: not kept
 
     @property
     def num_positions(self) -> int:
@@ -107,6 +121,8 @@ class RowAnswer:
     @property
     def label_log_probs(self) -> npt.NDArray[np.float64]:
         """[N] At temperature 1; -inf where it is below what can be stored, NaN where the row is unusable."""
+        if len(self.surprisals):
+            return -self.surprisals.astype(np.float64)
         with np.errstate(divide="ignore"):
             found = np.where(self.label == NOTHING, -np.inf, -LOG_STEP * self.label.astype(np.float64))
         return np.where(self.entropy == NOTHING, np.nan, found)
@@ -116,7 +132,7 @@ class RowAnswer:
         """Several rows as one, in order."""
         if len(answers) == 1:
             return answers[0]
-        names = ("ids", "log_probs", "tail", "entropy", "label", "drawn")
+        names = ("ids", "log_probs", "tail", "entropy", "label", "drawn", "surprisals")
         return RowAnswer(*(np.concatenate([getattr(one, name) for one in answers]) for name in names))
 
     @staticmethod
@@ -125,16 +141,23 @@ class RowAnswer:
         nothing = np.full(num_positions, NOTHING, np.uint16)
         ids = np.zeros((num_positions, spec.exact), np.int32)
         codes = np.full((num_positions, spec.exact), NOTHING, np.uint16)
-        return RowAnswer(ids, codes, nothing, nothing, nothing, np.zeros((num_positions, spec.draws), np.int32))
+        surprisals = np.full(num_positions if spec.is_paired else 0, np.nan, np.float32)
+        drawn = np.zeros((num_positions, spec.draws), np.int32)
+        return RowAnswer(ids, codes, nothing, nothing, nothing, drawn, surprisals)
 
 
 # -- from logits to whole numbers ------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def reduce_row(hidden: Tensor, head: HeadWeights, targets: Tensor, spec: SignalSpec, key: str) -> RowAnswer:
-    """The answer to one row from the teacher's hidden states at its scored positions [N, width]. `key` is its name."""
-    spec = spec.within(head.num_real)
+def reduce_row(
+    hidden: Tensor, head: HeadWeights, targets: Tensor, spec: SignalSpec, key: str, coarse: Coarse | None = None
+) -> RowAnswer:
+    """The answer to one row from the teacher's hidden states at its scored positions [N, width]. `key` is its name.
+
+    With `coarse` the tokens are those that both models have, all others being one.
+    """
+    spec = spec.within(head.num_real if coarse is None else len(coarse.kept))
     uniforms = torch.from_numpy(_uniforms(key, len(targets), spec))
     size, block = (max(1, values // head.num_real) for values in (_PRODUCT_VALUES, _BLOCK_VALUES))
     parts = []
@@ -142,7 +165,7 @@ def reduce_row(hidden: Tensor, head: HeadWeights, targets: Tensor, spec: SignalS
         logits = head_logits(head, hidden[start : start + size])
         for at in range(0, len(logits), block):
             here = slice(start + at, start + min(at + block, len(logits)))
-            parts.append(_reduce(logits[at : at + block], targets[here], uniforms[here], spec))
+            parts.append(_reduce(logits[at : at + block], targets[here], uniforms[here], spec, coarse))
     return RowAnswer.join(parts) if parts else RowAnswer.unusable(0, spec)
 
 
@@ -153,17 +176,23 @@ def _uniforms(key: str, num_positions: int, spec: SignalSpec) -> npt.NDArray[np.
     return generator.random((num_positions, spec.draws))
 
 
-def _reduce(logits: Tensor, targets: Tensor, uniforms: Tensor, spec: SignalSpec) -> RowAnswer:
+def _reduce(logits: Tensor, targets: Tensor, uniforms: Tensor, spec: SignalSpec, coarse: Coarse | None) -> RowAnswer:
     """Some positions of a row. The rest is summed directly: a mass of 1e-12 is no difference of 1 and something."""
-    whole = Softmax.of_logits(logits, spec.temperature)
+    if spec.kind == "target":
+        return _targets_alone(logits, targets)
+    label = _target_log_probs(logits, targets) if spec.is_paired or spec.temperature != 1.0 else None
+    whole = Softmax.of_logits(logits if coarse is None else coarse.logits(logits), spec.temperature)
+    if label is None:
+        label = whole.scores.gather(-1, targets[:, None]).squeeze(-1) - whole.log_norm
     entropy = whole.log_norm - (whole.probs * whole.scores).sum(-1)
     kept, ids = whole.scores.topk(spec.exact, dim=-1)
     rest = whole.probs.scatter_(-1, ids, 0.0)
     bins = functional.pad(rest, (0, -rest.shape[-1] % _BIN)).view(len(rest), -1, _BIN)
     cumulative = bins.sum(-1).cumsum(-1, dtype=torch.float64)
     drawn = _draw(bins, cumulative, uniforms.to(logits.device)) if spec.draws else ids[:, :0]
-    cold = whole if spec.temperature == 1.0 else Softmax.of_logits(logits)
-    label = cold.scores.gather(-1, targets[:, None]).squeeze(-1) - cold.log_norm
+    if coarse is not None:
+        # Where nothing is left to draw from, a draw may lie in the padding of the last bin.
+        ids, drawn = (coarse.kept[one.clamp_max(len(coarse.kept) - 1)] for one in (ids, drawn))
     is_bad = ~torch.isfinite(whole.log_norm + entropy)
     return RowAnswer(
         ids=_ids(ids, is_bad),
@@ -172,7 +201,30 @@ def _reduce(logits: Tensor, targets: Tensor, uniforms: Tensor, spec: SignalSpec)
         entropy=_entropy_codes(entropy, is_bad),
         label=_log_codes(label, is_bad),
         drawn=_ids(drawn, is_bad),
+        surprisals=_surprisals(label, is_bad) if spec.is_paired else np.zeros(0, np.float32),
     )
+
+
+def _target_log_probs(logits: Tensor, targets: Tensor) -> Tensor:
+    """[N] At temperature 1, over the whole vocabulary."""
+    cold = Softmax.of_logits(logits)
+    return cold.scores.gather(-1, targets[:, None]).squeeze(-1) - cold.log_norm
+
+
+def _targets_alone(logits: Tensor, targets: Tensor) -> RowAnswer:
+    """The codes are 0, which packs to nothing, or NOTHING where the row is unusable."""
+    label = _target_log_probs(logits, targets)
+    is_bad = ~torch.isfinite(label)
+    codes = _whole(torch.where(is_bad, NOTHING, torch.zeros_like(label)))
+    ids, log_probs = (np.zeros((len(targets), 0), dtype) for dtype in (np.int32, np.uint16))
+    return RowAnswer(ids, log_probs, codes, codes, codes, ids, _surprisals(label, is_bad))
+
+
+def _surprisals(log_probs: Tensor, is_bad: Tensor) -> Floats:
+    """-log probability in FP32. That of an impossible token is infinite, and no span with it is compared."""
+    found = torch.where(log_probs <= LOG_ZERO / 2, torch.inf, -log_probs)
+    kept: Floats = torch.where(is_bad, torch.nan, found).float().cpu().numpy()
+    return kept
 
 
 def _draw(bins: Tensor, cumulative: Tensor, uniforms: Tensor) -> Tensor:
@@ -223,8 +275,16 @@ def _whole(steps: Tensor) -> Codes:
 # -- from whole numbers to signals -----------------------------------------------------------------------
 
 
-def signal_of(answer: RowAnswer, spec: SignalSpec) -> TopKSignal | SampledSignal:
+def signal_of(answer: RowAnswer, spec: SignalSpec) -> TopKSignal | SampledSignal | PairedTokens:
     """The signal that is scored, in main memory. What was rounded is made to sum to 1 again, in FP64."""
+    if spec.is_paired:
+        few = None if spec.kind == "target" else few_tokens(answer, spec)
+        return PairedTokens(torch.from_numpy(-answer.surprisals), few)
+    return few_tokens(answer, spec)
+
+
+def few_tokens(answer: RowAnswer, spec: SignalSpec) -> TopKSignal | SampledSignal:
+    """The tokens of an answer with their probabilities."""
     is_bad = answer.entropy == NOTHING
     kept = _PROBABILITIES[answer.log_probs]
     tail = _PROBABILITIES[answer.tail]

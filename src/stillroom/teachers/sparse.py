@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -12,9 +12,12 @@ import torch
 from stillroom.ends import is_out_of_memory
 from stillroom.models import Student
 from stillroom.teachers.base import SignalKind, Teacher
+from stillroom.teachers.coarse import Coarse
 from stillroom.teachers.live import LiveTeacher
 from stillroom.teachers.signals import RowAnswer, SignalSpec, reduce_row, signal_of
-from stillroom.types import Batch, DenseSignal, Needs, SampledSignal, Signal, TopKSignal
+from stillroom.types import Batch, DenseSignal, Needs, PairedTokens, SampledSignal, Signal, TopKSignal
+
+Kept = TopKSignal | SampledSignal | PairedTokens
 
 _GPU_TOKENS = 16_384  # asked at once where a batch pays; halved where memory does not suffice
 
@@ -27,10 +30,14 @@ class SparseTeacher(Teacher):
     fill the machine. On a GPU rows are asked together, and live and stored answers agree to rounding.
     """
 
-    def __init__(self, live: LiveTeacher, spec: SignalSpec, *, notes: Sequence[str] = ()) -> None:
+    def __init__(
+        self, live: LiveTeacher, spec: SignalSpec, *, notes: Sequence[str] = (), coarse: Coarse | None = None
+    ) -> None:
+        """`coarse` is for a student of another tokenizer: the tokens that both have, and one for all others."""
         self.live = live
-        self.spec = spec.within(live.vocab_size)
-        self.kind: SignalKind = "sampled" if spec.is_sampled else "top-k"
+        self._coarse = None if coarse is None else coarse.to(live.device)
+        self.spec = spec.within(live.vocab_size if coarse is None else len(coarse.kept))
+        self.kind: SignalKind = kind_of_spec(spec)
         self.num_exact = self.spec.exact
         self.writes_text = live.writes_text
         self.notes = (f"the teacher answers live with {describe(self.spec)}", *live.notes, *notes)
@@ -67,7 +74,7 @@ class SparseTeacher(Teacher):
             self._whole = batch.keys, replace(parts[0][0], hidden=hidden, taps={})
         return [
             [
-                reduce_row(signal.hidden, head, targets, spec, key)
+                reduce_row(signal.hidden, head, targets, spec, key, self._coarse)
                 for key, signal, targets in zip(batch.keys, *parts, strict=True)
             ]
             for spec in specs
@@ -115,15 +122,34 @@ def describe(spec: SignalSpec) -> str:
         "sampled": f"{spec.draws} tokens drawn from its distribution",
         "hybrid": f"its {spec.exact} likeliest tokens exactly and {spec.draws} drawn from the rest",
         "renormalised": f"its {spec.exact} likeliest tokens as if nothing else could come, which is biased",
+        "target": "the probability of each target alone",
     }
+    if spec.is_paired and spec.shared:
+        shared = "over the tokens that both vocabularies have, and the probability of each target"
+        return f"{told[spec.kind]}, {shared}, at temperature {spec.temperature:g}"
     return f"{told[spec.kind]}, at temperature {spec.temperature:g}"
 
 
-def to_device(signal: TopKSignal | SampledSignal, device: torch.device) -> TopKSignal | SampledSignal:
-    if device.type == "cpu":
-        return signal
-    names = ("ids", "log_probs", "tail_log_mass") if isinstance(signal, TopKSignal) else ("ids", "weights", "entropy")
-    return replace(signal, **{name: getattr(signal, name).to(device, non_blocking=True) for name in names})
+def kind_of_spec(spec: SignalSpec) -> SignalKind:
+    if spec.is_paired:
+        return "paired"
+    return "sampled" if spec.is_sampled else "top-k"
+
+
+def to_device(signal: Kept, device: torch.device) -> Kept:
+    return signal if device.type == "cpu" else each_tensor(signal, lambda one: one.to(device, non_blocking=True))
+
+
+def each_tensor(signal: Kept, change: Callable[[torch.Tensor], torch.Tensor]) -> Kept:
+    """The signal with every tensor changed."""
+    found: dict[str, Any] = {}
+    for one in fields(signal):
+        value = getattr(signal, one.name)
+        if isinstance(value, torch.Tensor):
+            found[one.name] = change(value)
+        elif isinstance(value, TopKSignal | SampledSignal):
+            found[one.name] = each_tensor(value, change)
+    return replace(signal, **found)
 
 
 def _row(batch: Batch, number: int) -> Batch:
@@ -141,4 +167,5 @@ def _row(batch: Batch, number: int) -> Batch:
         batch.sample_ids[part],
         batch.index,
         batch.documents[part],
+        segments=None if batch.segments is None else cut(batch.segments),
     )

@@ -9,14 +9,22 @@ from stillroom.errors import ConfigError
 from stillroom.teachers.signals import SignalSpec
 
 
-def live_spec(config: Config) -> SignalSpec | None:
-    """The signal of a live teacher; None: its whole distribution, which `objectives.kd.top_k` reduces in the head."""
-    return None if config.teacher.signal.kind in ("auto", "dense") else _spec(config, config.teacher.signal.kind)
+def live_spec(config: Config, shared: str = "") -> SignalSpec | None:
+    """The signal of a live teacher; None: its whole distribution, which `objectives.kd.top_k` reduces in the head.
+
+    `shared` names the tokens that both models have, where each has a tokenizer of its own.
+    """
+    kind = config.teacher.signal.kind
+    if kind in ("auto", "dense"):
+        return None
+    return _paired_spec(config, kind, shared) if config.objectives.span_weights else _spec(config, kind)
 
 
-def cache_spec(config: Config) -> SignalSpec:
+def cache_spec(config: Config, shared: str = "") -> SignalSpec:
     """The signal that a new cache of this configuration holds."""
     kind = config.teacher.signal.kind
+    if config.objectives.span_weights:
+        return _paired_spec(config, kind, shared)
     if kind == "auto":
         kd = config.objectives.kd
         looks_at_distance = (kd.token_fraction != 1.0 and kd.token_criterion == "hellinger") or kd.token_temperature
@@ -25,9 +33,14 @@ def cache_spec(config: Config) -> SignalSpec:
     return _spec(config, kind)
 
 
-def stored_spec(config: Config, there: SignalSpec) -> SignalSpec:
+def stored_spec(config: Config, there: SignalSpec, shared: str = "") -> SignalSpec:
     """What is asked of a cache that is there: where the configuration leaves it open, what the cache holds."""
     kd, signal = config.objectives.kd, config.teacher.signal
+    if config.objectives.span_weights:
+        if signal.kind != "auto":
+            return _paired_spec(config, signal.kind, shared)
+        shared = "" if there.kind == "target" else shared
+        return SignalSpec(there.kind, there.exact, there.draws, 1.0, there.seed, True, shared)
     if signal.kind == "auto" and not kd.top_k:
         return SignalSpec(there.kind, there.exact, there.draws, _temperature(config), there.seed)
     return cache_spec(config)
@@ -37,6 +50,12 @@ def _spec(config: Config, kind: str) -> SignalSpec:
     signal, seed = config.teacher.signal, config.teacher.signal.draw_seed
     temperature, top_k = _temperature(config), _top_k(config, kind)
     match kind:
+        case "target":
+            raise ConfigError(
+                "teacher.signal.kind = 'target' keeps the probability of the target alone, which is for objectives.alm",
+                where="teacher.signal.kind",
+                advice=["leave it out: objectives.kd needs more of the distribution"],
+            )
         case "top_k" | "renormalised":
             if signal.k and top_k and signal.k != top_k:
                 raise ConfigError(
@@ -51,6 +70,32 @@ def _spec(config: Config, kind: str) -> SignalSpec:
         case _:
             draws = signal.draws or DEFAULT_HYBRID_DRAWS
             return SignalSpec("hybrid", signal.m or DEFAULT_M, draws, temperature, seed)
+
+
+def _paired_spec(config: Config, kind: str, shared: str) -> SignalSpec:
+    """The signal for a student of another tokenizer, at temperature 1: likelihoods of spans are those of the models.
+
+    Draws are unbiased, because the student's part of objectives.exact_match is linear in the teacher's probabilities.
+    """
+    signal = config.teacher.signal
+    if kind == "auto":
+        kind = "hybrid" if "exact_match" in config.objectives.span_weights else "target"
+    match kind:
+        case "target":
+            return SignalSpec("target", 0, 0, is_paired=True)
+        case "top_k":
+            return SignalSpec("top_k", signal.k or DEFAULT_K, 0, is_paired=True, shared=shared)
+        case "sampled":
+            return SignalSpec("sampled", 0, signal.draws or DEFAULT_DRAWS, 1.0, signal.draw_seed, True, shared)
+        case "hybrid":
+            draws = signal.draws or DEFAULT_HYBRID_DRAWS
+            return SignalSpec("hybrid", signal.m or DEFAULT_M, draws, 1.0, signal.draw_seed, True, shared)
+    raise ConfigError(
+        f"teacher.signal.kind = {kind!r} does not go with two tokenizers: without the mass of its other tokens the "
+        "teacher's distribution over the tokens that both have is biased",
+        where="teacher.signal.kind",
+        advice=["set it to 'hybrid' or 'top_k'", "set it to 'target' where objectives.alm is the only one"],
+    )
 
 
 def _temperature(config: Config) -> float:
@@ -84,6 +129,8 @@ def _top_k(config: Config, kind: str) -> int:
 def check_use(config: Config, spec: SignalSpec) -> list[str]:
     """Refuse settings that would do nothing, or harm, with this signal. Answers with what should be said."""
     kd = config.objectives.kd
+    if spec.is_paired:
+        return _check_paired_use(config, spec)
     if spec.is_sampled and kd.token_fraction != 1.0 and kd.token_criterion == "hellinger":
         raise ConfigError(
             "the distance of teacher and student cannot be told from drawn tokens",
@@ -98,4 +145,14 @@ def check_use(config: Config, spec: SignalSpec) -> list[str]:
         )
     if config.guard.logit_clamp:
         return ["guard.logit_clamp holds for the student alone: the teacher's answers are stored unclamped"]
+    return []
+
+
+def _check_paired_use(config: Config, spec: SignalSpec) -> list[str]:
+    if spec.kind == "target" and "exact_match" in config.objectives.span_weights:
+        raise ConfigError(
+            "objectives.exact_match compares distributions, and answers of kind target hold one probability a token",
+            where="teacher.signal.kind",
+            advice=["set it to 'hybrid' or 'top_k'", "set objectives.exact_match.weight = 0"],
+        )
     return []

@@ -14,6 +14,8 @@ ASSESSMENT_ROWS: tuple[tuple[str, str, Format], ...] = (
     ("bits_per_byte", "bits/byte", format_result),
     ("kl", "KL to teacher", format_result),
     ("kl_per_byte", "KL, bits/byte", format_result),
+    ("text_agreement", "same text, greedy", format_percent),
+    ("continued_prompts", "texts continued", format_count),
     ("agreement", "agreement", format_percent),
     ("top5_agreement", "teacher's in top 5", format_percent),
     ("top5_overlap", "top-5 overlap", format_percent),

@@ -65,6 +65,11 @@ def test_a_file_has_the_logits_and_the_tokens_of_the_folder_it_was_made_from(fol
     assert any("was read as llama" in note for note in ours.notes) and any("'default'" in note for note in ours.notes)
 
 
+def test_a_file_is_found_by_a_name_relative_to_the_working_folder(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(file.parent)
+    assert torch.equal(logits(opened(Path(file.name)).network), logits(opened(file).network))
+
+
 def test_a_tied_head_stays_tied(tmp_path: Path) -> None:
     config = tiny.config("llama", num_layers=1)
     config.tie_word_embeddings = True

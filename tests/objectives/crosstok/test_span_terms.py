@@ -16,13 +16,16 @@ from stillroom.config.objectives import ObjectivesConfig
 from stillroom.engine.building.pairing import matched_tokens
 from stillroom.errors import ConfigError
 from stillroom.objectives import Inside, Mix, plan_objectives
+from stillroom.objectives.crosstok.prefix_groups import GroupSums
 from stillroom.objectives.crosstok.slots import SpanSlots, num_exact, num_spans
 from stillroom.objectives.divergences import make
 from stillroom.objectives.head import score_head
 from stillroom.objectives.objective import Matched
+from stillroom.teachers.coarse import Coarse
+from stillroom.teachers.signals import SignalSpec, reduce_row, signal_of
 from stillroom.types import Batch, DenseSignal, Lesson, Score
 
-NAMES = ("alm", "exact_match", "uld", "span_hidden")
+NAMES = ("alm", "exact_match", "prefix_match", "uld", "span_hidden")
 
 
 def mix_of(pair: tuple[str, str] = paired_batches.PAIR, width: int = 12, **weights: Any) -> tuple[Mix, Lesson]:
@@ -88,6 +91,13 @@ def reference(batch: Batch, both: paired_batches.Heads, name: str) -> torch.Tens
             pairs = [(p[matched.teacher_ids], q[matched.student_ids])]
             pairs.append((1 - pairs[0][0].sum()[None], 1 - pairs[0][1].sum()[None]))
             total = total + sum((a * (a / b).log()).sum() for a, b in pairs)
+        elif name == "prefix_match":
+            p, q = theirs[teachers[0]].exp(), ours[students[0]].exp()
+            masses = [[0.0] * matched.num_groups for _ in range(2)]
+            for side, (given, groups) in enumerate(((p, matched.teacher_groups), (q, matched.student_groups))):
+                for token, group in enumerate(groups):
+                    masses[side][group] = masses[side][group] + given[token]
+            total = total + sum(a * (a / b).log() for a, b in zip(*masses, strict=True))  # type: ignore[attr-defined]
         elif name == "uld":
             p, q = (one.exp().sort(descending=True).values for one in (theirs[teachers[0]], ours[students[0]]))
             size = max(len(p), len(q))
@@ -96,7 +106,7 @@ def reference(batch: Batch, both: paired_batches.Heads, name: str) -> torch.Tens
     return total
 
 
-@pytest.mark.parametrize("name", ["alm", "exact_match", "uld"])
+@pytest.mark.parametrize("name", ["alm", "exact_match", "prefix_match", "uld"])
 def test_a_term_is_the_float64_sum_over_spans(batch: Batch, name: str) -> None:
     both = paired_batches.heads(batch, dtype=torch.float64)
     term = scored(batch, both, name).terms[name]
@@ -104,7 +114,7 @@ def test_a_term_is_the_float64_sum_over_spans(batch: Batch, name: str) -> None:
     assert int(term.count) == (num_exact([batch]) if name == "exact_match" else num_spans([batch]))
 
 
-@pytest.mark.parametrize("name", ["alm", "exact_match", "uld"])
+@pytest.mark.parametrize("name", ["alm", "exact_match", "prefix_match", "uld"])
 def test_gradients_are_those_of_the_float64_reference(batch: Batch, name: str) -> None:
     both = paired_batches.heads(batch, dtype=torch.float64)
     score = scored(batch, both, name)
@@ -202,27 +212,28 @@ def test_half_inputs_give_finite_fp32_terms_and_gradients(batch: Batch, name: st
 
 
 def test_equal_likelihoods_have_no_divergence_and_no_gradient(tmp_path: Path) -> None:
-    """The same tokenizer and the same states on both sides: alm and exact_match are 0."""
+    """The same tokenizer and the same states on both sides: alm, exact_match and prefix_match are 0."""
     pair = ("byte-level", "byte-level")
     batch = paired_batches.corpus(tmp_path, *pair, packing="rows").train.batch(range(4))
     both = paired_batches.heads(batch, pair=pair)
     same = replace(both.signal, hidden=both.view.hidden.detach(), head=replace(both.view.head))
-    mix, lesson = mix_of(pair, alm=1.0, exact_match=1.0, ce={"weight": 0.0}, kd={"weight": 0.0})
+    mix, lesson = mix_of(pair, alm=1.0, exact_match=1.0, prefix_match=1.0, ce={"weight": 0.0}, kd={"weight": 0.0})
     score = mix.score(both.view, same, batch, lesson, mix.counts([batch]))
-    assert all(abs(float(score.terms[name].mean)) < 1e-5 for name in ("alm", "exact_match"))
+    assert all(abs(float(score.terms[name].mean)) < 1e-5 for name in ("alm", "exact_match", "prefix_match"))
     score.loss.backward()
     assert both.view.hidden.grad is not None and float(both.view.hidden.grad.abs().max()) < 1e-6
 
 
-def test_with_one_tokenizer_exact_match_is_the_forward_kl_of_every_target(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["exact_match", "prefix_match"])
+def test_with_one_tokenizer_a_match_is_the_forward_kl_of_every_target(tmp_path: Path, name: str) -> None:
     pair = ("byte-level", "byte-level")
     corpus = paired_batches.corpus(tmp_path, *pair, packing="rows")
     assert corpus.coverage is not None and corpus.coverage.share == corpus.coverage.one_to_one_share == 1.0
     batch = corpus.train.batch(range(6))
     assert batch.other is not None and torch.equal(batch.input_ids, batch.other.input_ids)
     both = paired_batches.heads(batch, pair=pair)
-    mix, lesson = mix_of(pair, exact_match=1.0)
-    mine = mix.score(both.view, both.signal, batch, lesson, mix.counts([batch])).terms["exact_match"]
+    mix, lesson = mix_of(pair, **{name: 1.0})
+    mine = mix.score(both.view, both.signal, batch, lesson, mix.counts([batch])).terms[name]
     dense = DenseSignal(both.signal.hidden, both.signal.head)
     options: dict[str, Any] = {"kd_weight": 1.0, "ce_weight": 0.0, "divergence": make("forward_kl", {})}
     kd = score_head(both.view, dense, batch.scored_targets, **options).terms["kd"]
@@ -234,6 +245,10 @@ def test_vocabularies_that_cannot_be_compared_are_refused_by_name() -> None:
     config = ObjectivesConfig.model_validate({"exact_match": {"weight": 1.0}})
     for matched in (None, Matched((), (), 3, 3), Matched((1,), (1,), 0, 3), Matched((), (), 0, 0, "because")):
         with pytest.raises(ConfigError, match="exact_match cannot compare"):
+            plan_objectives(config, Inside(1, 4), Inside(1, 4), matched=matched)
+    config = ObjectivesConfig.model_validate({"prefix_match": {"weight": 1.0}})
+    for matched in (None, Matched((1,), (1,), 0, 0), Matched((), (), 0, 0, "because")):
+        with pytest.raises(ConfigError, match="prefix_match cannot compare"):
             plan_objectives(config, Inside(1, 4), Inside(1, 4), matched=matched)
 
 
@@ -256,3 +271,153 @@ def test_a_batch_with_nothing_to_score_has_a_loss_and_a_gradient_of_0(batch: Bat
     assert float(score.loss.detach()) == 0.0 and mix.counts([empty])[name] == 0
     score.loss.backward()
     assert both.view.head.weight.grad is not None and not both.view.head.weight.grad.any()
+
+
+def test_a_group_that_underflows_keeps_a_finite_value_and_a_gradient() -> None:
+    """Tokens 1 and 2 are one group, 500 nats below token 0; so is token 3, alone."""
+    sums = GroupSums.of((0, 1, 1, 2), 3, 5, torch.device("cpu"))  # the head's fifth row is padding
+    logits = torch.tensor([[0.0, -500.0, -501.0, -500.0, -600.0]], requires_grad=True)
+    masses = sums.log_masses(logits)
+    assert masses[0].tolist() == pytest.approx([0.0, -500.0, -500.0], abs=1.0)
+    masses[0, 1].backward()
+    assert logits.grad is not None and torch.isfinite(logits.grad).all() and logits.grad[0, 1] == 1.0
+
+
+# -- from a few tokens of the teacher ----------------------------------------------------------------------
+
+
+def few_of(batch: Batch, both: paired_batches.Heads, spec: SignalSpec, key: str = "row") -> paired_batches.Heads:
+    """The same student beside what is kept of the teacher's answer."""
+    assert batch.other is not None
+    matched = matched_tokens(*(pair_tokenizers.built(one) for one in paired_batches.PAIR))
+    coarse = None if spec.kind == "target" else Coarse.of(matched.teacher_ids, both.signal.head.num_real)
+    answer = reduce_row(both.signal.hidden, both.signal.head, batch.other.scored_targets, spec, key, coarse)
+    signal = signal_of(answer, spec.within(10_000 if coarse is None else len(coarse.kept)))
+    return paired_batches.Heads(both.view, signal)  # type: ignore[arg-type]
+
+
+def spec_of(kind: str, exact: int = 0, draws: int = 0) -> SignalSpec:
+    return SignalSpec(kind, exact, draws, is_paired=True, shared="x")  # type: ignore[arg-type]
+
+
+def test_likelihoods_from_stored_targets_are_those_of_the_whole_answer(batch: Batch) -> None:
+    both = paired_batches.heads(batch)
+    stored = few_of(batch, both, spec_of("target"))
+    mine, right = (scored(batch, one, "alm") for one in (stored, both))
+    assert float(mine.terms["alm"].total) == pytest.approx(float(right.terms["alm"].total), rel=1e-5)
+    slopes = [torch.autograd.grad(score.loss, both.view.hidden)[0] for score in (mine, right)]
+    assert torch.allclose(*slopes, rtol=1e-4, atol=1e-7)
+
+
+def test_exact_match_of_all_tokens_is_that_of_the_whole_answer_and_of_fewer_a_lower_bound(batch: Batch) -> None:
+    """Log-probabilities are kept in steps of 1/256."""
+    both = paired_batches.heads(batch)
+    right = scored(batch, both, "exact_match").terms["exact_match"]
+    found = [
+        float(scored(batch, few_of(batch, both, spec_of("top_k", k)), "exact_match").terms["exact_match"].mean)
+        for k in (1, 8, 32, 10_000)
+    ]
+    assert found == sorted(found) and found[-1] == pytest.approx(float(right.mean), rel=2e-3)
+
+
+@pytest.mark.parametrize(("kind", "exact"), [("sampled", 0), ("hybrid", 3)])
+def test_draws_estimate_exact_match_and_its_gradient_without_bias(batch: Batch, kind: str, exact: int) -> None:
+    both = paired_batches.heads(batch)
+    right = scored(batch, both, "exact_match")
+    (slope,) = torch.autograd.grad(right.loss, both.view.hidden)
+    values, slopes = [], []
+    for number in range(60):
+        one = scored(batch, few_of(batch, both, spec_of(kind, exact, 12), f"row {number}"), "exact_match")
+        values.append(float(one.terms["exact_match"].mean))
+        slopes.append(torch.autograd.grad(one.loss, both.view.hidden)[0])
+    spread = torch.tensor(values)
+    error = float(spread.std()) / math.sqrt(len(values))
+    assert abs(float(spread.mean()) - float(right.terms["exact_match"].mean)) < 4 * error + 2e-3
+    whole, each = slope.flatten(), torch.stack(slopes).flatten(1)
+    mean = each.mean(0)
+    assert float((mean @ whole) / (mean.norm() * whole.norm())) > 0.98
+    assert float(mean @ whole / (whole @ whole)) == pytest.approx(1.0, abs=0.05)
+
+
+@pytest.mark.parametrize("kind", ["sampled", "hybrid", "top_k"])
+def test_the_gradient_from_few_tokens_is_a_finite_difference(batch: Batch, kind: str) -> None:
+    both = paired_batches.heads(batch, dtype=torch.float64)
+    few = few_of(batch, both, spec_of(kind, 0 if kind == "sampled" else 4, 0 if kind == "top_k" else 5))
+    leaf = both.view.hidden
+    (gradient,) = torch.autograd.grad(scored(batch, few, "exact_match").loss, leaf)
+    direction = torch.randn(leaf.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+    def loss(step: float) -> float:
+        moved = replace(both.view, hidden=leaf.detach() + step * direction)
+        return float(scored(batch, paired_batches.Heads(moved, few.signal), "exact_match").loss.detach())
+
+    assert float((gradient * direction).sum()) == pytest.approx((loss(1e-6) - loss(-1e-6)) / 2e-6, rel=1e-5)
+
+
+def test_an_unusable_stored_answer_is_left_out_and_counted(batch: Batch) -> None:
+    both = paired_batches.heads(batch)
+    slots = SpanSlots.of(batch)
+    _, theirs = slots.first_positions(slots.is_exact)
+    hidden = both.signal.hidden.clone()
+    hidden[theirs[0]] = math.nan
+    spoiled = paired_batches.Heads(both.view, replace(both.signal, hidden=hidden))
+    few = ("alm", spec_of("target")), ("exact_match", spec_of("hybrid", 3, 4)), ("exact_match", spec_of("top_k", 5))
+    for name, spec in few:
+        score = scored(batch, few_of(batch, spoiled, spec), name)
+        assert int(score.counters["bad_teacher_rows"]) == 1 and math.isfinite(float(score.loss.detach()))
+        (gradient,) = torch.autograd.grad(score.loss, both.view.hidden)
+        assert torch.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize("name", ["prefix_match", "uld", "span_hidden"])
+def test_what_stored_answers_cannot_serve_is_refused_by_name(batch: Batch, name: str) -> None:
+    both = paired_batches.heads(batch)
+    with pytest.raises(ConfigError, match=f"objectives.{name} needs the live teacher"):
+        scored(batch, few_of(batch, both, spec_of("hybrid", 3, 4)), name)
+
+
+# -- a teacher that is trained -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_gradient_to_a_trained_teacher_is_a_finite_difference(batch: Batch, name: str) -> None:
+    both = paired_batches.heads(batch, dtype=torch.float64)
+    taken = both.signal.taps["hidden.0"] if name == "span_hidden" else both.signal.hidden
+    leaf = taken.clone().requires_grad_()
+
+    def told(states: torch.Tensor) -> paired_batches.Heads:
+        signal = (
+            replace(both.signal, taps={"hidden.0": states})
+            if name == "span_hidden"
+            else replace(both.signal, hidden=states)
+        )
+        return paired_batches.Heads(both.view, signal)
+
+    score = scored(batch, told(leaf), name)
+    (gradient,) = torch.autograd.grad(score.loss, leaf)
+    direction = torch.randn(leaf.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    direction = direction / direction.norm()
+    step = 1e-5
+    up, down = (float(scored(batch, told(taken + sign * step * direction), name).loss.detach()) for sign in (1, -1))
+    assert float((gradient * direction).sum()) == pytest.approx((up - down) / (2 * step), rel=1e-4, abs=1e-9)
+    frozen = scored(batch, told(taken), name)
+    assert torch.equal(score.terms[name].total, frozen.terms[name].total), "the value is that of a frozen teacher"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_trained_teacher_that_is_not_finite_somewhere_has_a_finite_gradient_elsewhere(
+    batch: Batch, name: str
+) -> None:
+    both = paired_batches.heads(batch)
+    hidden, taps = both.signal.hidden.clone(), both.signal.taps["hidden.0"].clone()
+    slots = SpanSlots.of(batch)
+    _, theirs = slots.first_positions(slots.is_exact)
+    hidden[theirs[0]] = math.nan
+    assert batch.other is not None
+    taps.reshape(-1, taps.shape[-1])[batch.other.positions[theirs[0]]] = math.nan
+    leaves = hidden.requires_grad_(), taps.requires_grad_()
+    spoiled = replace(both.signal, hidden=leaves[0], taps={"hidden.0": leaves[1]})
+    score = scored(batch, paired_batches.Heads(both.view, spoiled), name)
+    assert int(score.counters["bad_teacher_rows"]) == 1
+    (gradient,) = torch.autograd.grad(score.loss, leaves[1] if name == "span_hidden" else leaves[0])
+    assert torch.isfinite(gradient).all() and gradient.any()

@@ -23,6 +23,7 @@ from stillroom.engine.caching import import_cache
 from stillroom.engine.distill import distill
 from stillroom.errors import ConfigError, DataError
 from stillroom.models import open_teacher
+from stillroom.teachers.cache.import_formats import read_distillkit
 from stillroom.teachers.cache.reader import Cache
 from stillroom.teachers.cache.teacher import CachedTeacher
 from stillroom.types import Needs, TopKSignal
@@ -229,3 +230,11 @@ def test_a_file_of_other_texts_and_an_unknown_format_are_refused(small: Path, sa
         import_cache(load_config(overrides=settings(small, data__train=str(other))), tmp_path / "cache", path, "vllm")
     with pytest.raises(ConfigError, match="no format"):
         import_cache(load_config(overrides=settings(small)), tmp_path / "cache", path, "gguf")
+
+
+@pytest.mark.parametrize("columns", [["compressed_logprobs", "bytepacked_indices"], ["packed_indices", "coeffs"]])
+def test_compressed_columns_are_refused_with_the_way_to_unpack_them(tmp_path: Path, columns: list[str]) -> None:
+    path = tmp_path / "file.jsonl"
+    path.write_text(json.dumps({"input_ids": [1, 2], **{name: [[0], [0]] for name in columns}}), encoding="utf-8")
+    with pytest.raises(DataError, match="LogprobCompressor"):
+        list(read_distillkit(path, int))

@@ -123,7 +123,7 @@ def steps(setup: Setup) -> Iterator[Finding]:
             f"a step takes {window:,} rows, and there are {rows:,}: every step sees all of them",
             f"--set train.batch_size={max(1, rows // 4)} --set train.gradient_accumulation_steps=1, or more data",
         )
-    if train.warmup_steps >= num_steps:
+    if train.max_warmup_share == 1.0 and train.warmup_steps >= num_steps:
         yield Finding(
             "red",
             SUBJECT,

@@ -84,7 +84,7 @@ class Setup:
         sections: dict[str, Any] = {}
         if config.student.init != "shrink":
             sections["student"] = config.student
-        if (self.uses_teacher and not config.teacher.cache) or config.student.init == "shrink":
+        if (self.uses_teacher and not config.teacher.cache) or config.student.reads_as_teacher:
             sections["teacher"] = config.teacher
         return {role: fetch(section, section.model, weights=False) for role, section in sections.items()}
 
@@ -93,7 +93,7 @@ class Setup:
         """The tokenizer of each model that brings one."""
         self.part("sources")
         config, found = self.config, {}
-        if config.student.init != "shrink" and has_tokenizer(config.student, config.student.model):
+        if not config.student.reads_as_teacher and has_tokenizer(config.student, config.student.model):
             found["student"] = load_tokenizer(config.student, config.student.model)
         if "student" not in found or "teacher" in self._sources:
             found["teacher"] = load_tokenizer(config.teacher, config.teacher.model)

@@ -55,27 +55,41 @@ class PairEncoder(Encoder):
         )
 
     def __call__(self, records: Sequence[Record]) -> Encoded:
-        assert self.two is not None
         self.note_limits()
-        theirs = Encoder(self.two.teacher, Tally(), self.bos, keeps_places=True)
         students: list[TokenizedRecord] = []
         teachers: list[TokenizedRecord] = []
         parts, coverage, num_student, num_teacher = list[Spans](), Coverage(), 0, 0
-        for student, teacher, ranges in self._both(records, theirs):
+        for student, teacher, spans, covered in self.documents(records):
             if not len(student.ids):
                 continue
-            spans, covered = document_spans(student, teacher, ranges, self.two.tables)
             parts.append(spans.shifted(num_student, num_teacher))
             coverage += covered
             num_student, num_teacher = num_student + len(student.ids), num_teacher + len(teacher.ids)
-            students.append(replace(student, places=None))
-            teachers.append(replace(teacher, places=None))
+            students.append(student)
+            teachers.append(teacher)
         self.note_lost(len(records) - len(students))
-        self.tell_coverage(coverage)
+        paired = Paired(end_to_end(teachers), Spans.joined(parts), coverage, num_student)
+        return self.found(replace(end_to_end(students), paired=paired))
+
+    def found(self, encoded: Encoded) -> Encoded:
+        """Tell the coverage, and pad the teacher's rows as its tokenizer does."""
+        assert self.two is not None and encoded.paired is not None
+        self.tell_coverage(encoded.paired.coverage)
         marks = (self.two.teacher.pad_token_id, self.two.teacher.eos_token_id)
         pad = next((one for one in marks if one is not None), 0)
-        paired = Paired(end_to_end(teachers), Spans.joined(parts), coverage, num_student, int(pad))
-        return replace(end_to_end(students), paired=paired)
+        return replace(encoded, paired=replace(encoded.paired, pad_id=int(pad)))
+
+    def documents(
+        self, records: Sequence[Record]
+    ) -> Iterator[tuple[TokenizedRecord, TokenizedRecord, Spans, Coverage]]:
+        """Each record in the tokens of both, its spans, numbered from its own first tokens, and their coverage."""
+        assert self.two is not None
+        theirs = Encoder(self.two.teacher, Tally(), self.bos, keeps_places=True)
+        for student, teacher, ranges in self._both(records, theirs):
+            spans, covered = Spans.none(), Coverage()
+            if len(student.ids):
+                spans, covered = document_spans(student, teacher, ranges, self.two.tables)
+            yield replace(student, places=None), replace(teacher, places=None), spans, covered
 
     def _both(
         self, records: Sequence[Record], theirs: Encoder

@@ -10,7 +10,8 @@ targets in both, so that both models give each a probability.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -48,16 +49,15 @@ class Paired:
     coverage: Coverage
     num_student: int  # tokens of the student
     pad_id: int = 0
-    student_spans: npt.NDArray[np.int32] = field(init=False)  # [T], the span of each token, -1: none
-    teacher_spans: npt.NDArray[np.int32] = field(init=False)
 
-    def __post_init__(self) -> None:
-        sides = (
-            ("student_spans", self.spans.student_firsts, self.spans.student_ends, self.num_student),
-            ("teacher_spans", self.spans.teacher_firsts, self.spans.teacher_ends, len(self.encoded.ids)),
-        )
-        for name, firsts, ends, size in sides:
-            object.__setattr__(self, name, _numbered(firsts, ends, size))
+    @cached_property
+    def student_spans(self) -> npt.NDArray[np.int32]:
+        """[T] The span of each token of the student, -1: none."""
+        return _numbered(self.spans.student_firsts, self.spans.student_ends, self.num_student)
+
+    @cached_property
+    def teacher_spans(self) -> npt.NDArray[np.int32]:
+        return _numbered(self.spans.teacher_firsts, self.spans.teacher_ends, len(self.encoded.ids))
 
     @staticmethod
     def joined(several: Sequence[Paired]) -> Paired | None:

@@ -19,6 +19,7 @@ from stillroom.data.bos import opening_ids
 from stillroom.data.encode import Tokenizer
 
 FORMAT = 1  # of the parts, and of how records are made and tokenized: raise it when either changes
+SPANS = 1  # how spans of two tokenizers are found and kept: raise it when that changes
 _AFTER_TOKENIZING = frozenset(
     {
         "train",
@@ -68,6 +69,14 @@ def tokenizer_digest(tokenizer: Tokenizer) -> str | None:
     }
     digest.update(json.dumps(facts, sort_keys=True, default=str).encode())
     return digest.hexdigest()
+
+
+def tokenizers_digest(tokenizer: Tokenizer, teacher: Tokenizer | None) -> str | None:
+    """That of one tokenizer, or of two with the way their spans are found."""
+    if teacher is None:
+        return tokenizer_digest(tokenizer)
+    both = tokenizer_digest(tokenizer), tokenizer_digest(teacher)
+    return None if None in both else f"spans {SPANS}: {both[0]} {both[1]}"
 
 
 def _without_origin(path: Path) -> bytes:

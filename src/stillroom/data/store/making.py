@@ -17,6 +17,7 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -26,6 +27,8 @@ from stillroom.data.encode import Encoder, Tokenizer
 from stillroom.data.records import Record, Tally, Unusable
 from stillroom.data.shaping import make_shaper
 from stillroom.data.sources import Item
+from stillroom.data.spans.encoder import TwoTokenizers
+from stillroom.data.spans.reading import readings_of
 from stillroom.data.store.part import Part, tally_values, write_part
 from stillroom.errors import DataError, StillroomError
 
@@ -60,11 +63,17 @@ class Here:
 
     config: DataConfig
     tokenizer: Tokenizer
+    teacher: Tokenizer | None = None  # where it has a tokenizer of its own: its tokens and the spans are kept too
     num_at_once: int = 1
+
+    @cached_property
+    def _two(self) -> TwoTokenizers | None:
+        return None if self.teacher is None else TwoTokenizers(self.tokenizer, self.teacher)
 
     def make(self, job: Job) -> Made:
         tally = job.tally
-        shape = make_shaper(self.config, self.tokenizer, tally)
+        pair = None if self._two is None else readings_of(self._two, self.config, tally)
+        shape = make_shaper(self.config, self.tokenizer, tally, pair.chats if pair is not None else None)
         records: list[Record] = []
         for where, value in job.items:
             try:
@@ -72,7 +81,10 @@ class Here:
             except Unusable as error:
                 tally.refuse(where, str(error))
         tally.counters["records"] += len(records)
-        part = Part.of(list(Encoder(self.tokenizer, tally, self.config.bos).tokenized(records)), tally)
+        if pair is not None:
+            part = Part.of_pairs(list(pair.encoder.documents(records)), tally)
+        else:
+            part = Part.of(list(Encoder(self.tokenizer, tally, self.config.bos).tokenized(records)), tally)
         write_part(job.path, part)
         return Made(len(records), len(part.ids))
 
@@ -102,9 +114,13 @@ class Workers:
             raise
 
     def _set_up(self, folder: str, tokenizer_digest: str) -> None:
-        tokenizer: Any = self._here.tokenizer
-        tokenizer.save_pretrained(folder)
-        setup = {"config": self._here.config.model_dump(mode="json"), "tokenizer": folder}
+        folders = {}
+        for role, tokenizer in (("tokenizer", self._here.tokenizer), ("teacher", self._here.teacher)):
+            saved: Any = tokenizer
+            if saved is not None:
+                folders[role] = str(Path(folder) / role)
+                saved.save_pretrained(folders[role])
+        setup = {"config": self._here.config.model_dump(mode="json"), **folders}
         for process in self._processes:
             _send(process, json.dumps(setup))
         for process in self._processes:

@@ -14,7 +14,7 @@ from stillroom.data.records import Tally
 from stillroom.data.sources import Item, is_files, named_files, note_unread, pieces_of, read_file, read_files
 from stillroom.data.sources.checked import checked
 from stillroom.data.sources.compressed import data_suffix
-from stillroom.data.store.keys import tokenizer_digest
+from stillroom.data.store.keys import tokenizers_digest
 from stillroom.data.store.part import Part
 from stillroom.data.store.store import Source, TokenStore, default_folder
 
@@ -27,12 +27,14 @@ def stored_parts(
     tokenizer: Tokenizer,
     tally: Tally,
     *,
+    teacher: Tokenizer | None = None,
     splits_text: bool = False,
     tell: Callable[[str], object] | None = None,
 ) -> list[Part] | None:
     """The parts of all files of a source, in the order of the files; None if it is to be read in memory.
 
     What was counted while reading and tokenizing is added to the tally. `splits_text` cuts a lone text into pieces.
+    With a tokenizer of the `teacher` its tokens and the spans of both are kept beside the student's.
     """
     spec = source.path
     if config.cache == "off" or not is_files(spec):
@@ -42,7 +44,7 @@ def stored_parts(
         return None
     is_alone = len(files) == 1
     cuts = splits_text and is_alone and data_suffix(files[0][0]) == ".txt"
-    digest = tokenizer_digest(tokenizer)
+    digest = tokenizers_digest(tokenizer, teacher)
     if digest is None:
         tally.note("the token store is not used: the tokenizer cannot be saved, so it cannot be recognised")
         return None
@@ -50,7 +52,8 @@ def stored_parts(
         tally.note(f"the token store is not used for {spec}: {why}")
         return None
     folder = default_folder() if config.cache == "auto" else Path(config.cache).expanduser()
-    store = TokenStore(folder, config.alone(source), tokenizer, digest, tell or tally.note, num_usable_cores())
+    hear, cores = tell or tally.note, num_usable_cores()
+    store = TokenStore(folder, config.alone(source), tokenizer, digest, hear, cores, teacher)
     _check_layout(source)
     note_unread(spec, [path for path, _ in files], tally)
     parts: list[Part] = []

@@ -15,7 +15,7 @@ import struct
 import zlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from stillroom.data.encode import TokenizedRecord
 from stillroom.data.records import BadRecord, Tally
+from stillroom.data.store.pair_part import Document, PairPart
 from stillroom.data.store.texts import Texts
 from stillroom.files import write_atomically
 
@@ -32,6 +33,7 @@ _MAGIC = b"STLTOK01"
 _ALIGNMENT = 64
 _START = struct.Struct("<II")  # CRC-32, bytes of the header
 _READ_BYTES = 1 << 22
+_PAIR = "other."  # before the names of the teacher's arrays
 _ARRAYS = ("ids", "num_bytes", "is_scored", "lengths", "has_prompt", "digests", "share_hashes")
 
 
@@ -53,6 +55,7 @@ class Part:
     names: Texts  # D
     tally: Tally
     mapped: mmap.mmap | None = None  # the file that the arrays are read from
+    pair: PairPart | None = None  # the same documents in the teacher's tokens, where it has a tokenizer of its own
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -81,6 +84,12 @@ class Part:
             tally=tally,
         )
 
+    @staticmethod
+    def of_pairs(documents: Sequence[Document], tally: Tally) -> Part:
+        """Documents in the tokens of two models."""
+        students = Part.of([student for student, *_ in documents], tally)
+        return replace(students, pair=PairPart.of(documents, _narrow))
+
 
 def _narrow(values: npt.NDArray[np.int32], dtype: type[np.unsignedinteger[Any]]) -> npt.NDArray[Any]:
     """The same values in a smaller dtype if all of them fit."""
@@ -105,6 +114,8 @@ def hashes_of(digests: npt.NDArray[np.bytes_]) -> npt.NDArray[np.uint64]:
 def write_part(path: Path, part: Part) -> int:
     """Write a part and return the size of the file."""
     arrays = {name: getattr(part, name) for name in _ARRAYS} | {"blob": part.names.blob, "ends": part.names.ends}
+    if part.pair is not None:
+        arrays |= {f"{_PAIR}{name}": getattr(part.pair, name) for name in PairPart.names()}
     sections, place = {}, 0
     for name, array in arrays.items():
         sections[name] = [array.dtype.str, len(array), place]
@@ -142,14 +153,15 @@ def open_part(path: Path) -> Part:
     first = len(_MAGIC) + _START.size
     _, size = _START.unpack(mapped[len(_MAGIC) : first])
     header = json.loads(mapped[first : first + size])
-    arrays = {
+    arrays: dict[str, Any] = {
         name: np.frombuffer(mapped, dtype=np.dtype(dtype), count=count, offset=first + size + place)
         for name, (dtype, count, place) in header["sections"].items()
     }
     names = Texts(header["prefix"], arrays.pop("blob"), arrays.pop("ends"))
+    beside = {name.removeprefix(_PAIR): arrays.pop(name) for name in [*arrays] if name.startswith(_PAIR)}
     part = Part(**arrays, names=names, tally=tally_of(header["tally"]), mapped=mapped)
     part.release()
-    return part
+    return replace(part, pair=PairPart(**beside, release=part.release)) if beside else part
 
 
 def tally_values(tally: Tally) -> dict[str, Any]:

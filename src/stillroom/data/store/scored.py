@@ -15,12 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from stillroom.data.encoded import Ints, Numbers, Tokens, documents_at, num_true_between
+from stillroom.data.store.pair_part import PairPart
 from stillroom.data.store.part import Part
 
 _CHUNK = 1 << 20  # places counted at a time: bounds memory for any number of rows
 
 
-def joined(parts: Sequence[Part], name: str, dtype: Any) -> npt.NDArray[Any]:
+def joined(parts: Sequence[Part] | Sequence[PairPart], name: str, dtype: Any) -> npt.NDArray[Any]:
     """One array of all parts, copied. Pages of one part at a time are in memory."""
     whole = np.empty(sum(len(getattr(part, name)) for part in parts), dtype)
     place = 0

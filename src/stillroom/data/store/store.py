@@ -67,7 +67,7 @@ def default_folder() -> Path:
 
 @dataclass(frozen=True)
 class TokenStore:
-    """Entries for one tokenizer and a configuration of one source."""
+    """Entries for one tokenizer, or for two, and a configuration of one source."""
 
     folder: Path
     config: DataConfig
@@ -75,6 +75,7 @@ class TokenStore:
     tokenizer_digest: str
     tell: Tell
     num_processes: int
+    teacher: Tokenizer | None = None  # where it has a tokenizer of its own
 
     def parts(self, source: Source) -> list[Part]:
         """The tokens of a file, from its entry or made now."""
@@ -151,7 +152,7 @@ class TokenStore:
         return paths
 
     def _maker(self, source: Source) -> Maker:
-        here = Here(self.config, self.tokenizer)
+        here = Here(self.config, self.tokenizer, self.teacher)
         if self.num_processes < 2 or source.num_bytes < WORTH_PROCESSES:
             return here
         try:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from stillroom.data.encoded import Encoded, Ints, Numbers, Tokens
 from stillroom.data.spans.paired import Paired
+from stillroom.data.store.pair_part import PairPart, chosen_spans
 from stillroom.data.store.part import Part
 from stillroom.data.store.scored import ScoredCounts, joined
 from stillroom.data.store.texts import JoinedTexts
@@ -28,7 +29,7 @@ def numbers(count: int) -> Numbers:
 class _Layout:
     """Where each chosen document stands: token p of the stream is token p + shift[d] of the parts end to end."""
 
-    def __init__(self, parts: Sequence[Part], chosen: Numbers, lengths: npt.NDArray[np.int32]) -> None:
+    def __init__(self, parts: Sequence[Part | PairPart], chosen: Numbers, lengths: npt.NDArray[np.int32]) -> None:
         self.bounds: Ints = np.zeros(len(chosen) + 1, np.int64)
         np.cumsum(lengths[chosen], out=self.bounds[1:])
         firsts = np.zeros(len(lengths) + 1, np.int64)
@@ -49,7 +50,7 @@ class _Layout:
 class _Pages:
     """Gives back the pages of parts that were read, before they are those of the whole store."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[Part | PairPart]) -> None:
         self._parts = parts
         self._read: set[int] = set()
 
@@ -64,7 +65,7 @@ class _Pages:
 class Stream:
     """One array of the parts, seen through the layout. `stream[a:b]` is an ndarray."""
 
-    def __init__(self, parts: Sequence[Part], name: str, layout: _Layout, pages: _Pages, dtype: Any) -> None:
+    def __init__(self, parts: Sequence[Part | PairPart], name: str, layout: _Layout, pages: _Pages, dtype: Any) -> None:
         self._layout, self._pages, self._dtype = layout, pages, np.dtype(dtype)
         self._arrays: list[npt.NDArray[Any]] = [getattr(part, name) for part in parts]
 
@@ -154,4 +155,24 @@ def encoded_stream(parts: Sequence[Part], chosen: Numbers) -> Encoded:
         groups=names,
         has_prompt=joined(parts, "has_prompt", np.bool_)[kept],
         count_scored=ScoredCounts(parts, kept, layout.bounds, is_scored),
+        paired=_paired(parts, kept, layout.bounds, names),
     )
+
+
+def _paired(parts: Sequence[Part], kept: Numbers, bounds: Ints, names: Sequence[str]) -> Paired | None:
+    """The teacher's side of the chosen documents; None where the parts have none. Spans alone are held in memory."""
+    beside = [part.pair for part in parts if part.pair is not None]
+    if not parts or len(beside) != len(parts):
+        return None
+    lengths = joined(beside, "lengths", np.int32)
+    layout, pages = _Layout(beside, kept, lengths), _Pages(beside)
+    encoded = Encoded(
+        ids=Stream(beside, "ids", layout, pages, np.int32),
+        num_bytes=Stream(beside, "num_bytes", layout, pages, np.int32),
+        is_scored=Stream(beside, "is_scored", layout, pages, np.bool_),
+        bounds=layout.bounds,
+        names=names,
+        groups=names,
+    )
+    spans, coverage = chosen_spans(beside, kept, bounds[:-1], layout.bounds[:-1])
+    return Paired(encoded, spans, coverage, int(bounds[-1]))

@@ -16,7 +16,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from stillroom.config.data import DataConfig
-from stillroom.data.store.keys import tokenizer_digest
+from stillroom.data.store.keys import tokenizers_digest
 from stillroom.data.store.making import Here, Job, error_values, read_message, write_message
 from stillroom.data.store.part import tally_of
 from stillroom.errors import StillroomError
@@ -30,8 +30,9 @@ def main() -> None:
     if setup is None:
         return
     tokenizer = AutoTokenizer.from_pretrained(setup["tokenizer"], local_files_only=True)
-    here = Here(DataConfig.model_validate(setup["config"]), tokenizer)
-    write_message(answers, json.dumps({"tokenizer_digest": tokenizer_digest(tokenizer)}))
+    teacher = AutoTokenizer.from_pretrained(setup["teacher"], local_files_only=True) if "teacher" in setup else None
+    here = Here(DataConfig.model_validate(setup["config"]), tokenizer, teacher)
+    write_message(answers, json.dumps({"tokenizer_digest": tokenizers_digest(tokenizer, teacher)}))
     while (message := read_message(sys.stdin.buffer)) is not None:
         write_message(answers, json.dumps(_answer(here, message)))
 

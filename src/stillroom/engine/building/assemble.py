@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +12,22 @@ from stillroom.checkpoint import CheckpointStore
 from stillroom.config import Config
 from stillroom.curriculum import Curriculum
 from stillroom.data import Corpus, Loader, open_data
-from stillroom.data.spans.common import Coverage
+from stillroom.data.teacher_rows import other_of
 from stillroom.engine.building.adapt_student import check_base, store_frozen
 from stillroom.engine.building.budgets import make_snapshots
-from stillroom.engine.building.cache_build import cached_teacher
+from stillroom.engine.building.cache_build import Reading, cached_teacher, rows_asked
 from stillroom.engine.building.compilation import compile_bodies
 from stillroom.engine.building.inner_build import make_objectives
 from stillroom.engine.building.models import Models, teacher_dtype
 from stillroom.engine.building.row_checks import check_rows
+from stillroom.engine.building.strategy import check_strategy
 from stillroom.engine.building.teacher_build import quantise_teacher
 from stillroom.engine.inject import make_hooks
 from stillroom.engine.run import Run, held_out_batches
 from stillroom.engine.run_folder.lock import FolderLock
 from stillroom.guard import Guard
 from stillroom.models import Student
+from stillroom.models.anatomy import layers_if_any
 from stillroom.objectives.clamps import Clamps
 from stillroom.objectives.mix import Mix
 from stillroom.objectives.objective import Planned
@@ -32,8 +35,8 @@ from stillroom.parallel import Parallel
 from stillroom.precision import AdamW, ParameterGroup, Precision, resolve
 from stillroom.schedule import Schedule, steps_of_run, warmup_of_run
 from stillroom.teachers import Surroundings, Teacher, make_teacher
-from stillroom.teachers.make import live_teacher, num_trained_by_teacher
-from stillroom.teachers.paired import PairedTeacher
+from stillroom.teachers.cache.manifest import read_manifest
+from stillroom.teachers.make import num_trained_by_teacher, paired_teacher
 from stillroom.telemetry import EventLog
 
 
@@ -48,15 +51,17 @@ def build_run(
     parallel: Parallel | None = None,
     lock: FolderLock | None = None,
     begun_in: str = "",
+    begun_with: int = 0,
 ) -> Run:
     """Assemble a run. Train nothing, and write nothing but the log.
 
-    `begun_in` is the precision of the checkpoint that the run continues from.
+    `begun_in` is the precision of the checkpoint that the run continues from, `begun_with` its number of processes.
     """
     parallel = parallel or Parallel()
+    num_shares = begun_with or parallel.size
     torch.manual_seed(config.train.seed)
-    corpus = open_corpus(config, models, parallel, log)
-    loader = make_loader(config, corpus, parallel)
+    corpus = open_corpus(config, models, num_shares, log)
+    loader = make_loader(config, corpus, parallel, num_shares)
     precision = make_precision(config, models, device, begun_in)
     place_student(config, models, precision, parallel, log)
     both = models.student, models.teacher
@@ -64,8 +69,9 @@ def build_run(
     optimizer = make_optimizer(models.student, precision, config, planned)
     parallel.prepare(optimizer)
     hooks = make_hooks(inject, tell=lambda text: log.write("note", text=text))
-    schedule = make_schedule(config, loader.num_batches, parallel.size)
-    student_body, teacher_body = compile_bodies(config, models, precision, schedule.num_steps * parallel.size, log)
+    schedule = make_schedule(config, loader.num_batches, num_shares)
+    num_windows = schedule.num_steps * num_shares * (not parallel.is_sharded)  # what is sharded is not compiled
+    student_body, teacher_body = compile_bodies(config, models, precision, num_windows, log)
     student = models.loaded_student.as_student(models.vocab_size, student_body)
     surroundings = make_surroundings(config, student, optimizer, precision, loader, corpus, log)
     teacher = build_teacher(config, models, corpus, surroundings, parallel, teacher_body)
@@ -92,13 +98,14 @@ def build_run(
         ring=make_snapshots(config, precision.mode, optimizer, checkpoints, log, parallel),
         hooks=hooks,
         parallel=parallel,
+        num_shares=num_shares,
         lock=lock,
         vocabularies=models.vocabularies,
         adapter=models.adapter,
     )
 
 
-def open_corpus(config: Config, models: Models, parallel: Parallel, log: EventLog) -> Corpus:
+def open_corpus(config: Config, models: Models, num_shares: int, log: EventLog) -> Corpus:
     """The data, opened unless choosing the models opened it. Log what a user should know about its rows."""
     corpus = models.corpus or open_data(
         config.data,
@@ -107,7 +114,7 @@ def open_corpus(config: Config, models: Models, parallel: Parallel, log: EventLo
         teacher_tokenizer=models.teacher_tokenizer,
     )
     notes = check_rows(models, corpus)
-    if len(config.data.sources) > 1 and config.train.gradient_accumulation_steps * parallel.size == 1:
+    if len(config.data.sources) > 1 and config.train.gradient_accumulation_steps * num_shares == 1:
         notes.append(
             "each step learns from one source: train.gradient_accumulation_steps above 1 mixes them within a step"
         )
@@ -119,26 +126,53 @@ def open_corpus(config: Config, models: Models, parallel: Parallel, log: EventLo
 def build_teacher(
     config: Config, models: Models, corpus: Corpus, surroundings: Surroundings, parallel: Parallel, compiled: Any
 ) -> Teacher:
-    """From stored answers where the configuration names some, else from the model that was loaded."""
+    """From stored answers where the configuration names some, else from the model that was loaded.
+
+    With a tokenizer of its own it is given its own rows wherever the run has rows.
+    """
     size, device = models.vocab_size, surroundings.precision.device
-    if models.teacher_tokenizer is not None and models.loaded_teacher is not None:
-        own = models.loaded_teacher.anatomy.vocab_rows
-        live = live_teacher(config, models.loaded_teacher, own, device, compiled)
-        return PairedTeacher(live, models.teacher_tokenizer, corpus.coverage or Coverage())
+    is_paired = models.teacher_tokenizer is not None
+    reading = Reading(models.teacher_tokenizer if is_paired else models.tokenizer, models.matched)
+    if is_paired:
+        size = own_vocabulary(models)
+        surroundings = on_own_rows(surroundings)
     if models.cache is None:
-        loaded = quantise_teacher(config, models.loaded_teacher, corpus.train, size, device, write=surroundings.write)
-        return make_teacher(config, loaded, size, surroundings, num_processes=parallel.size, compiled=compiled)
-    return cached_teacher(
-        config,
-        models.cache,
-        models.tokenizer,
-        corpus,
-        device,
-        teacher_dtype(config, device),
-        loaded=models.loaded_teacher,
-        vocab_size=size,
-        window=surroundings.window,
-        tell=lambda text: surroundings.write("note", text=text),
+        rows = rows_asked(corpus, corpus.train)
+        loaded = quantise_teacher(config, models.loaded_teacher, rows, size, device, write=surroundings.write)
+        teacher = make_teacher(
+            config, loaded, size, surroundings, num_processes=parallel.size, compiled=compiled,
+            shared=reading.shared, coarse=reading.coarse,
+        )  # fmt: skip
+    else:
+        teacher = cached_teacher(
+            config,
+            models.cache,
+            reading,
+            corpus,
+            device,
+            teacher_dtype(config, device),
+            loaded=models.loaded_teacher,
+            vocab_size=size,
+            window=surroundings.window,
+            tell=lambda text: surroundings.write("note", text=text),
+        )
+    return paired_teacher(teacher, models.teacher_tokenizer, corpus.coverage) if is_paired else teacher
+
+
+def own_vocabulary(models: Models) -> int:
+    """The teacher's rows of logits, where its tokens are its own."""
+    if models.loaded_teacher is not None:
+        return models.loaded_teacher.anatomy.vocab_rows
+    assert models.cache is not None
+    return read_manifest(models.cache).vocab_size
+
+
+def on_own_rows(surroundings: Surroundings) -> Surroundings:
+    """The same run as a teacher with a tokenizer of its own reads it."""
+    return replace(
+        surroundings,
+        window=lambda number: [other_of(batch) for batch in surroundings.window(number)],
+        held_out=lambda: [other_of(batch) for batch in surroundings.held_out()],
     )
 
 
@@ -150,15 +184,20 @@ def check_sparse(config: Config, teacher: Teacher, mix: Mix) -> None:
 
 
 def place_student(config: Config, models: Models, precision: Precision, parallel: Parallel, log: EventLog) -> None:
-    """Move the student to the device. What is frozen under an adapter is stored as the precision says before that."""
+    """Move the student to the device and shard it where that was asked for.
+
+    What is frozen under an adapter is stored as the precision says before that.
+    """
+    check_strategy(config, models, precision, parallel)
     if models.adapter is not None:
         check_base(models.adapter, parallel)
         for text in store_frozen(config, models.adapter, precision):
             log.write("note", text=text)
     models.student.to(precision.device)
+    parallel.place(models.student, layers_if_any(models.student))
 
 
-def make_loader(config: Config, corpus: Corpus, parallel: Parallel) -> Loader:
+def make_loader(config: Config, corpus: Corpus, parallel: Parallel, num_shares: int = 0) -> Loader:
     train = config.train
     shuffled = Loader(
         corpus.train,
@@ -167,11 +206,12 @@ def make_loader(config: Config, corpus: Corpus, parallel: Parallel) -> Loader:
         seed=train.seed,
         rank=parallel.rank,
         num_ranks=parallel.size,
+        num_shares=num_shares,
         groups_lengths=config.data.group_by_length,
     )
     if config.data.order == "shuffled":
         return shuffled
-    num_steps = make_schedule(config, shuffled.num_batches, parallel.size).num_steps
+    num_steps = make_schedule(config, shuffled.num_batches, num_shares or parallel.size).num_steps
     return shuffled.short_first(max(1, round(config.data.short_first_share * num_steps)))
 
 

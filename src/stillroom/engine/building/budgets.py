@@ -42,7 +42,7 @@ def make_snapshots(
     """Snapshots in memory while they take a modest share of what is free, else the checkpoints on disk."""
     needed = snapshot_bytes(config, mode, optimizer)
     free = psutil.virtual_memory().available
-    if parallel.all_of(needed * parallel.size <= _SNAPSHOT_SHARE * free):
+    if parallel.all_of(needed * parallel.num_copies <= _SNAPSHOT_SHARE * free):
         return SnapshotRing(config.guard.snapshot_ring)
     log.write(
         "note",

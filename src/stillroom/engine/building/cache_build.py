@@ -6,7 +6,7 @@ import gc
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,12 @@ import torch
 from stillroom import __version__
 from stillroom.config import Config
 from stillroom.curriculum import Curriculum
-from stillroom.data import Corpus, fixed_rows
+from stillroom.data import Corpus, Rows, fixed_rows
+from stillroom.data.teacher_rows import TeacherRows
 from stillroom.engine.building.teacher_build import plainly_quantised, quantise_teacher
 from stillroom.errors import BrokenAtStart, ConfigError, DataError
 from stillroom.models import LoadedModel, load_tokenizer, vocabulary_hash
+from stillroom.objectives.objective import Matched
 from stillroom.teachers import Teacher
 from stillroom.teachers.cache.identity import teacher_identity
 from stillroom.teachers.cache.manifest import SHARD_TOKENS, Manifest, check_same, is_there, read_manifest
@@ -26,7 +28,9 @@ from stillroom.teachers.cache.plan import NeededRow, needed_rows
 from stillroom.teachers.cache.reader import Cache
 from stillroom.teachers.cache.teacher import CachedTeacher, Window
 from stillroom.teachers.cache.writer import Progress, missing_rows, open_store, write_missing
+from stillroom.teachers.coarse import Coarse, shared_hash
 from stillroom.teachers.make import live_teacher, open_live
+from stillroom.teachers.signals import SignalSpec
 from stillroom.teachers.sparse import SparseTeacher
 from stillroom.teachers.spec import cache_spec, check_use, stored_spec
 from stillroom.telemetry.lines import quantised_line
@@ -38,11 +42,41 @@ _LARGE = 300_000_000  # parameters of a teacher that may take minutes for a shar
 Tell = Callable[[str], object]
 
 
+@dataclass(frozen=True)
+class Reading:
+    """Whose tokens the rows of a cache are, and which of them the student has too where its tokens are others."""
+
+    tokenizer: Any
+    matched: Matched | None = None  # None: both models have one tokenizer
+
+    @property
+    def shared(self) -> str:
+        return shared_hash(self.matched.teacher_ids) if self.matched is not None else ""
+
+    def coarse(self, spec: SignalSpec, vocab_size: int) -> Coarse | None:
+        """The tokens that a signal of few tokens is taken over; None: the whole vocabulary, or the targets alone."""
+        if self.matched is None or spec.kind == "target":
+            return None
+        if not len(self.matched.teacher_ids):
+            raise ConfigError(
+                f"answers of kind {spec.kind} are over the tokens that both vocabularies have, and there are none: "
+                f"{self.matched.problem or 'no token of one stands for the bytes of a token of the other'}",
+                where="teacher.signal.kind",
+                advice=["set it to 'target', which serves objectives.alm", "set objectives.exact_match.weight = 0"],
+            )
+        return Coarse.of(self.matched.teacher_ids, vocab_size)
+
+    def within(self, spec: SignalSpec, vocab_size: int) -> SignalSpec:
+        """No more tokens are kept than there are."""
+        coarse = self.coarse(spec, vocab_size)
+        return spec.within(vocab_size if coarse is None else len(coarse.kept))
+
+
 def uses_cache(config: Config) -> bool:
     return bool(config.teacher.cache) and Curriculum.of(config).uses_teacher
 
 
-def cache_folder(config: Config, folder: Path | None, tokenizer: Any, dtype: torch.dtype) -> Path:
+def cache_folder(config: Config, folder: Path | None, reading: Reading, dtype: torch.dtype) -> Path:
     """Where the cache of a run is. An automatic one lies beside the run's folder, under a name of its own teacher.
 
     So runs that lie side by side share it, and a run with another teacher or another signal makes another one.
@@ -54,13 +88,14 @@ def cache_folder(config: Config, folder: Path | None, tokenizer: Any, dtype: tor
     if folder is None:
         raise ConfigError("teacher.cache = 'auto' lies beside a run's folder, and there is none", where="teacher.cache")
     identity = teacher_identity(config.teacher, dtype)
-    told = json.dumps([identity, cache_spec(config).to_dict(), vocabulary_hash(tokenizer)], sort_keys=True)
+    spec = cache_spec(config, reading.shared)
+    told = json.dumps([identity, spec.to_dict(), vocabulary_hash(reading.tokenizer)], sort_keys=True)
     name = hashlib.blake2b(told.encode("utf-8"), digest_size=6).hexdigest()
     return folder.resolve().parent / f"teacher-cache-{name}"
 
 
-def stored_vocabulary(place: Path, tokenizer: Any, student_rows: int) -> int:
-    """The vocabulary of a cache, which the student must be able to answer."""
+def check_tokenizer(place: Path, tokenizer: Any) -> Manifest:
+    """Raise unless a cache holds answers to rows in these tokens."""
     manifest = read_manifest(place)
     if manifest.tokenizer != vocabulary_hash(tokenizer):
         raise ConfigError(
@@ -69,6 +104,12 @@ def stored_vocabulary(place: Path, tokenizer: Any, student_rows: int) -> int:
             where="teacher.cache",
             advice=["choose a student of the teacher's family", "write a cache for this configuration"],
         )
+    return manifest
+
+
+def stored_vocabulary(place: Path, tokenizer: Any, student_rows: int) -> int:
+    """The vocabulary of a cache, which the student must be able to answer."""
+    manifest = check_tokenizer(place, tokenizer)
     if manifest.vocab_size > student_rows:
         raise ConfigError(
             f"{place} was written for {manifest.vocab_size:,} tokens, and the student's head has {student_rows:,}",
@@ -79,10 +120,16 @@ def stored_vocabulary(place: Path, tokenizer: Any, student_rows: int) -> int:
 
 
 def required_rows(config: Config, corpus: Corpus) -> list[NeededRow]:
-    """All training rows, and the held-out rows that evaluations use."""
+    """All training rows, and the held-out rows that evaluations use; the teacher's own where it has others."""
     size = config.eval.batch_size or config.train.rows_per_batch
     held_out = fixed_rows(corpus.evaluation, size, config.eval.max_batches)
-    return needed_rows([(corpus.train, range(len(corpus.train))), (corpus.evaluation, held_out)])
+    sides = [(corpus.train, range(len(corpus.train))), (corpus.evaluation, held_out)]
+    return needed_rows((rows_asked(corpus, rows), indices) for rows, indices in sides)
+
+
+def rows_asked(corpus: Corpus, rows: Rows) -> Rows:
+    """The rows as the teacher reads them."""
+    return rows if corpus.coverage is None else TeacherRows(rows)
 
 
 # -- using it --------------------------------------------------------------------------------------------
@@ -91,7 +138,7 @@ def required_rows(config: Config, corpus: Corpus) -> list[NeededRow]:
 def cached_teacher(
     config: Config,
     place: Path,
-    tokenizer: Any,
+    reading: Reading,
     corpus: Corpus,
     device: torch.device,
     dtype: torch.dtype,
@@ -107,11 +154,12 @@ def cached_teacher(
     """
     needed = required_rows(config, corpus)
     if config.teacher.cache == AUTO:
-        fill(config, place, needed, tokenizer, device, dtype, loaded=loaded, vocab_size=vocab_size, tell=tell)
+        fill(config, place, needed, reading, device, dtype, loaded=loaded, vocab_size=vocab_size, tell=tell)
     cache = Cache(place)
-    asked = stored_spec(config, cache.manifest.signal)
+    asked = stored_spec(config, cache.manifest.signal, reading.shared)
+    asked = reading.within(asked, cache.manifest.vocab_size)
     identity, notes = _identity_here(config)
-    here = Manifest(asked, cache.manifest.vocab_size, vocabulary_hash(tokenizer), identity)
+    here = Manifest(asked, cache.manifest.vocab_size, vocabulary_hash(reading.tokenizer), identity)
     check_same(cache.manifest, here, place)
     _check_coverage(cache, needed, place)
     for text in (*notes, *check_use(config, asked)):
@@ -163,7 +211,7 @@ def _check_coverage(cache: Cache, needed: Sequence[NeededRow], place: Path) -> N
 
 def new_manifest(
     config: Config,
-    tokenizer: Any,
+    reading: Reading,
     vocab_size: int,
     dtype: torch.dtype,
     loaded: LoadedModel | None,
@@ -176,16 +224,16 @@ def new_manifest(
         about |= {"parameters": loaded.anatomy.num_parameters, **loaded.facts}
         shard_tokens //= 4 if loaded.anatomy.num_parameters > _LARGE else 1
     identity = teacher_identity(config.teacher, dtype)
-    spec = cache_spec(config).within(vocab_size)
+    spec = reading.within(cache_spec(config, reading.shared), vocab_size)
     spec = spec if temperature is None else replace(spec, temperature=temperature)
-    return Manifest(spec, vocab_size, vocabulary_hash(tokenizer), identity, about, shard_tokens)
+    return Manifest(spec, vocab_size, vocabulary_hash(reading.tokenizer), identity, about, shard_tokens)
 
 
 def fill(
     config: Config,
     place: Path,
     needed: Sequence[NeededRow],
-    tokenizer: Any,
+    reading: Reading,
     device: torch.device,
     dtype: torch.dtype,
     *,
@@ -208,7 +256,7 @@ def fill(
 
     loaded = ready(loaded)
     for folder, temperature in {place: None, **others}.items():
-        open_store(folder, new_manifest(config, tokenizer, vocab_size, dtype, loaded, temperature))
+        open_store(folder, new_manifest(config, reading, vocab_size, dtype, loaded, temperature))
     missing = max((missing_rows(Cache(folder), needed) for folder in (place, *others)), key=len)
     if missing:
         if loaded is None:
@@ -217,7 +265,8 @@ def fill(
             assert loaded is not None
         tell(f"the teacher is asked {len(missing):,} of {len(needed):,} rows, and its answers are kept in {place}")
         live = live_teacher(config, loaded, vocab_size, device)
-        teacher = SparseTeacher(live, read_manifest(place).signal)
+        spec = read_manifest(place).signal
+        teacher = SparseTeacher(live, spec, coarse=reading.coarse(spec, vocab_size))
         is_done = write_missing(place, needed, teacher, beside=tuple(others), tell=on_progress, is_stopped=is_stopped)
     else:
         is_done = True

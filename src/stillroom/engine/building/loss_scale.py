@@ -79,22 +79,26 @@ def fitting_scale(peak: float, configured: float, floor: float) -> float:
 
 def _peak_at(run: Run, state: RunState, window: Sequence[Batch], counts: dict[str, int]) -> float:
     """The largest FP16 gradient of the first micro-batch at the present scale, in activations and weights."""
-    batch = next((batch for batch in parts_of(window, state) if batch.num_scored), None)
-    if batch is None:
+    batches = run.parallel.scored(list(parts_of(window, state)))
+    if not batches:
         return 0.0
     lesson = run.lesson(state)
     needs = run.mix.needs(lesson)
-    batch = batch.to(run.device)
+    batch = batches[0].to(run.device)
     watch = PeakWatch()
     devices = [run.device] if run.device.type == "cuda" else []
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=devices))
         run.student.train()
         signal = run.teacher_of(lesson, batch).observe(batch, needs.teacher)
-        with run.precision.autocast():
-            view = run.student.observe(batch, needs.student)
-        score = run.mix.score(view, signal, batch, lesson, counts)
+
+        def compute() -> Tensor:
+            with run.precision.autocast():
+                view = run.student.observe(batch, needs.student)
+            return run.mix.score(view, signal, batch, lesson, counts).loss
+
+        loss = run.parallel.trial(compute)
         with watch:
-            run.precision.backward(score.loss)
+            run.precision.backward(loss)
     run.optimizer.zero_grad()
     return watch.peak()

@@ -13,9 +13,18 @@ from stillroom.config import Config
 from stillroom.curriculum import Curriculum
 from stillroom.data import Corpus, opening_difference
 from stillroom.engine.building.adapt_student import adapted
-from stillroom.engine.building.cache_build import AUTO, cache_folder, is_there, stored_vocabulary, uses_cache
+from stillroom.engine.building.cache_build import (
+    AUTO,
+    Reading,
+    cache_folder,
+    check_tokenizer,
+    is_there,
+    stored_vocabulary,
+    uses_cache,
+)
 from stillroom.engine.building.pairing import matched_tokens, reads_its_own_tokens
 from stillroom.engine.building.shrink_student import cut_student, student_name, unused_name
+from stillroom.engine.building.vocabulary_build import check_weights, take_vocabulary
 from stillroom.models import (
     LoadedModel,
     agree_on_vocabulary,
@@ -77,12 +86,15 @@ def load_models(
     if uses_teacher and not uses_cache(config):
         check_quantisation(config.teacher, device)
     notes = unused_teacher_settings(config)
-    is_paired = reads_its_own_tokens(config)
+    is_paired = reads_its_own_tokens(config) and uses_teacher
     is_cut = config.student.init == "shrink"
-    tokenizer, teacher_tokenizer = _tokenizers(config, notes, asks_teacher=uses_teacher and not uses_cache(config))
+    asks_teacher = is_paired or (uses_teacher and not uses_cache(config))
+    tokenizer, teacher_tokenizer = _tokenizers(config, notes, asks_teacher=asks_teacher)
+    matched = matched_tokens(tokenizer, teacher_tokenizer) if is_paired else None
+    reading = Reading(teacher_tokenizer if is_paired else tokenizer, matched)
     kept = teacher = corpus = None
     dtype = teacher_dtype(config, device)
-    cache = cache_folder(config, folder, tokenizer, dtype) if uses_cache(config) else None
+    cache = cache_folder(config, folder, reading, dtype) if uses_cache(config) else None
     is_stored = cache is not None and (config.teacher.cache != AUTO or is_there(cache))
     if (uses_teacher and not is_stored) or is_cut:
         teacher_tokenizer = teacher_tokenizer or load_tokenizer(config.teacher, config.teacher.model)
@@ -95,15 +107,13 @@ def load_models(
         student = try_model(cut.model, tokenizer, name=student_name(config), role="student")
         teacher = teacher if uses_teacher and not is_stored else None
     else:
-        student = open_student(config.student, tokenizer, seed=config.train.seed)
+        student = _opened(config, tokenizer)
     student, adapter = adapted(config, student)
-    size = student.anatomy.vocab_rows
-    if cache is not None and is_stored:
-        size = stored_vocabulary(cache, tokenizer, size)
+    size = _stored_size(cache if is_stored else None, reading, student.anatomy.vocab_rows)
     if teacher is not None and not is_paired:
         size = agree_on_vocabulary(teacher_tokenizer, tokenizer, teacher.anatomy.vocab_rows, size)
         notes += opening_difference(teacher_tokenizer, tokenizer, config.data.bos)
-    tokenizers = {"student": tokenizer, **({"teacher": teacher_tokenizer} if teacher is not None else {})}
+    tokenizers = {"student": tokenizer, **({"teacher": teacher_tokenizer} if teacher or is_paired else {})}
     return Models(
         tokenizer,
         teacher,
@@ -115,19 +125,45 @@ def load_models(
         cache,
         corpus,
         adapter,
-        teacher_tokenizer if teacher is not None and is_paired else None,
-        matched_tokens(tokenizer, teacher_tokenizer) if teacher is not None and is_paired else None,
+        teacher_tokenizer if is_paired else None,
+        matched,
     )
+
+
+def _stored_size(cache: Path | None, reading: Reading, student_rows: int) -> int:
+    """The size of the student's vocabulary, or of that of the answers it learns from. Raise if they are not for it."""
+    if cache is None:
+        return student_rows
+    if reading.matched is None:
+        return stored_vocabulary(cache, reading.tokenizer, student_rows)
+    check_tokenizer(cache, reading.tokenizer)
+    return student_rows
 
 
 def _tokenizers(config: Config, notes: list[str], *, asks_teacher: bool) -> tuple[Any, Any]:
     """The student's tokenizer, and the teacher's where it is needed: to ask it, or for a student that brings none."""
-    has_own = config.student.init != "shrink" and has_tokenizer(config.student, config.student.model)
+    has_own = not config.student.reads_as_teacher and has_tokenizer(config.student, config.student.model)
     teachers = load_tokenizer(config.teacher, config.teacher.model) if asks_teacher or not has_own else None
     if has_own:
         return load_tokenizer(config.student, config.student.model), teachers
-    notes.append("the student brings no tokenizer: it takes the teacher's")
+    if config.student.vocabulary == "teacher":
+        check_weights(config)
+    else:
+        notes.append("the student brings no tokenizer: it takes the teacher's")
     return teachers, teachers
+
+
+def _opened(config: Config, tokenizer: Any) -> LoadedModel:
+    """The student of its own folder, with the teacher's vocabulary where that is asked for."""
+
+    def change(network: Any) -> list[str]:
+        if config.student.vocabulary == "own":
+            return []
+        has_own = has_tokenizer(config.student, config.student.model)
+        own = load_tokenizer(config.student, config.student.model) if has_own else None
+        return take_vocabulary(network, own, tokenizer)
+
+    return open_student(config.student, tokenizer, seed=config.train.seed, change=change)
 
 
 def _cut(

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import Any
 
-import numpy as np
-
 from stillroom.config import Config
+from stillroom.data.spans.groups import token_groups
+from stillroom.data.spans.pieces import by_bytes
 from stillroom.data.spans.token_bytes import TokenBytes
 from stillroom.engine.building.cache_build import uses_cache
 from stillroom.errors import ConfigError
+from stillroom.objectives.crosstok.span_terms import needs_live_teacher
 from stillroom.objectives.objective import Matched
+from stillroom.teachers.router.paired import SAME_TOKENS_ONLY
+from stillroom.teachers.spec import cache_spec, live_spec
 
 
 def reads_its_own_tokens(config: Config) -> bool:
@@ -31,13 +33,14 @@ def reads_its_own_tokens(config: Config) -> bool:
                 f"models with one tokenizer need no {names}: set their weights to 0",
             ],
         )
+    is_sparse = uses_cache(config) or config.teacher.signal.kind not in ("auto", "dense")
+    for name in ("prefix_match", "uld", "span_hidden"):
+        if is_sparse and name in spans:
+            raise needs_live_teacher(name)
+    _ = cache_spec(config) if uses_cache(config) else live_spec(config)  # raise for kinds that would be biased
     refused = {
-        "teacher.cache": uses_cache(config) and "stored answers are for the student's tokens",
-        "teacher.router.mode": config.teacher.router.mode != "frozen" and "gates are trained on the student's tokens",
-        "teacher.signal.kind": config.teacher.signal.kind not in ("auto", "dense")
-        and "few tokens say nothing of spans",
-        "teacher.quantisation": config.teacher.quantisation != "none"
-        and "its error is measured on the student's tokens",
+        "teacher.router.mode": config.teacher.router.mode in SAME_TOKENS_ONLY
+        and f"{config.teacher.router.mode} needs the student's distribution over the teacher's own tokens",
         "student.init": config.student.init == "shrink" and "a student cut from its teacher has the teacher's tokens",
     }
     for where, why in refused.items():
@@ -56,12 +59,12 @@ def matched_tokens(student: Any, teacher: Any) -> Matched:
     Of several tokens with the same bytes on one side (a character and <0xNN>) the one that is no single byte counts.
     """
     if student.get_vocab() == teacher.get_vocab():
-        everyone = sorted(student.get_vocab().values())
-        return Matched(everyone, everyone, 0, 0)
+        everyone, alone = sorted(student.get_vocab().values()), token_groups(student, teacher)
+        return Matched(everyone, everyone, 0, 0, "", alone.student, alone.teacher, alone.num_groups)
     tables = TokenBytes.of(student, "student"), TokenBytes.of(teacher, "teacher")
     if any(table.implies_spaces for table in tables):
         return Matched((), (), 0, 0, "tokens of one stand for a word with or without the space before it")
-    ours, theirs = (_by_bytes(table) for table in tables)
+    ours, theirs = (by_bytes(table) for table in tables)
     shared = [spelled for spelled in ours if spelled in theirs]
     pairs = [(ours[spelled], theirs[spelled]) for spelled in shared]
     rests = [len(one) - len(shared) for one in (ours, theirs)]
@@ -70,11 +73,14 @@ def matched_tokens(student: Any, teacher: Any) -> Matched:
         if student.eos_token_id not in taken[0] and teacher.eos_token_id not in taken[1]:
             pairs.append((int(student.eos_token_id), int(teacher.eos_token_id)))
     pairs.sort()
-    return Matched([own for own, _ in pairs], [their for _, their in pairs], rests[0], rests[1])
-
-
-def _by_bytes(table: TokenBytes) -> dict[bytes, int]:
-    found: dict[bytes, list[int]] = defaultdict(list)
-    for token in np.flatnonzero(table.is_known & ~table.is_special & (table.sizes > 0)).tolist():
-        found[table.bytes_of(token)].append(token)
-    return {spelled: min(ids, key=lambda one: (table.is_byte[one], one)) for spelled, ids in found.items()}
+    groups = token_groups(student, teacher)
+    return Matched(
+        [own for own, _ in pairs],
+        [their for _, their in pairs],
+        rests[0],
+        rests[1],
+        "",
+        groups.student,
+        groups.teacher,
+        groups.num_groups,
+    )

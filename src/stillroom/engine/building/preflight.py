@@ -37,14 +37,15 @@ def first_forward(run: Run, state: RunState) -> None:
     lesson = run.lesson(state)
     needs = run.mix.needs(lesson)
     run.student.eval()
-    with run.precision.autocast():
-        view = run.student.observe(batch, needs.student)
+    with run.parallel.gathered():
+        with run.precision.autocast():
+            view = run.student.observe(batch, needs.student)
+        signal = run.teacher.observe(batch, needs.teacher)
+        check_kind(run.teacher, signal, where=run.config.teacher.model)
+        dense = signal if isinstance(signal, DenseSignal | PairedSignal) else None
+        judge, hidden, head = ("teacher", dense.hidden, dense.head) if dense else ("student", view.hidden, view.head)
+        losses = shifted_losses(hidden, head, run.teacher.own_batch(batch) if dense else batch)
     run.student.train()
-    signal = run.teacher.observe(batch, needs.teacher)
-    check_kind(run.teacher, signal, where=run.config.teacher.model)
-    dense = signal if isinstance(signal, DenseSignal | PairedSignal) else None
-    judge, hidden, head = ("teacher", dense.hidden, dense.head) if dense else ("student", view.hidden, view.head)
-    losses = shifted_losses(hidden, head, run.teacher.own_batch(batch) if dense else batch)
     means, doubt = judge_alignment(losses)
     run.log.write(
         "first_forward",

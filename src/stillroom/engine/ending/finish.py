@@ -15,7 +15,7 @@ from stillroom.engine.ending.success_checks import success_checks
 from stillroom.engine.ending.tokens import save_tokens
 from stillroom.engine.fitting import evaluate_held_out, micro_batch_rows
 from stillroom.engine.run import Run
-from stillroom.engine.saving import load_best, save_student
+from stillroom.engine.saving import gather_student, load_best, save_student, whole_again
 from stillroom.engine.state import RunState
 from stillroom.engine.stop import Stop
 from stillroom.errors import CannotSave, Interrupted, NoBetterStudent
@@ -50,9 +50,11 @@ def finish(run: Run, state: RunState, stop: Stop) -> Result:
         final = evaluate_held_out(run, state, run.student, **options)
     check_stop()
     end = how_it_ended(state, final.perplexity, state.before["student_before"]["perplexity"])
+    gather_student(run)
     if not run.parallel.is_first:
         return Result(run.folder, dict(end))
     save_student(run)
+    run = whole_again(run)
     run.teacher.save(run.folder)
     save_tokens(run)
     for sample in make_samples(run):

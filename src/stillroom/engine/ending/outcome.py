@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stillroom.engine.state import RunState
+from stillroom.precision.storage import local
 from stillroom.telemetry.wording import format_lr, format_result
 
 if TYPE_CHECKING:
@@ -110,5 +111,7 @@ def _stands_still(run: Run, perplexity: float) -> list[str]:
 def _spread(run: Run) -> float:
     """Root mean square of all matrices of the student."""
     matrices = [parameter for parameter in run.student.model.parameters() if parameter.ndim >= 2]
-    squares = torch.stack([matrix.float().square().sum() for matrix in matrices]).sum()
+    squares = torch.stack([local(matrix.detach()).float().square().sum() for matrix in matrices]).sum()
+    if run.parallel.is_sharded:
+        run.parallel.sum_(squares)
     return math.sqrt(float(squares) / sum(matrix.numel() for matrix in matrices))

@@ -27,6 +27,7 @@ from stillroom.types import (
     BothNeeds,
     DenseSignal,
     PairedSignal,
+    PairedTokens,
     SampledSignal,
     Signal,
     StudentView,
@@ -92,7 +93,7 @@ def why_not(signal: Signal | None, num_exact: int) -> str:
         return "the teacher gave no answer to the held-out text"
     if isinstance(signal, DenseSignal):
         return ""
-    if isinstance(signal, PairedSignal):
+    if isinstance(signal, PairedSignal | PairedTokens):
         return "the teacher reads the text with another tokenizer: its tokens are not the student's"
     if not num_exact:
         return "the stored answers are drawn tokens: the teacher's likeliest are not known"

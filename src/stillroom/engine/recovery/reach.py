@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from stillroom.precision.storage import local
+
 if TYPE_CHECKING:
     from stillroom.engine.run import Run
 
@@ -63,6 +65,7 @@ class Reach:
 
 @torch.no_grad()
 def weight_peaks(run: Run) -> Tensor:
-    """The largest magnitude in each trained parameter; NaN where one is NaN. [parameters]"""
+    """The largest magnitude in what this process holds of each parameter; NaN where one is NaN. [parameters]"""
     trained = (*run.student.model.parameters(), *run.mix.projectors.parameters())
-    return torch.stack([parameter.detach().abs().amax().float() for parameter in trained if parameter.numel()])
+    held = [local(parameter.detach()) for parameter in trained]
+    return torch.stack([tensor.abs().amax().float() for tensor in held if tensor.numel()])

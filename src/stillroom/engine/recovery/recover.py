@@ -91,7 +91,8 @@ def _canary_bounds(run: Run, state: RunState) -> tuple[float, float]:
 def canary_loss(run: Run) -> float:
     """Plain cross-entropy on the canary batch; positions that cannot be scored count as infinite."""
     # Dropout is off in evaluation, so the random state does not change.
-    result = evaluate(run.student, [run.canary()], precision=run.precision)
+    with run.parallel.gathered():
+        result = evaluate(run.student, [run.canary()], precision=run.precision)
     return run.parallel.worst(result.nll if result.unscored_tokens == 0 else float("inf"))
 
 
@@ -131,7 +132,7 @@ def carry_out(run: Run, state: RunState, window: Sequence[Batch], evidence: Evid
     """Carry out any verdict but keep, and log it."""
     is_finite = math.isfinite(evidence.loss) and math.isfinite(evidence.grad_norm)
     # Do not locate a retry: the overflow is in the scaled gradients.
-    located = "" if is_finite or verdict.action == "retry" else locate(run, window, run.lesson(state))
+    located = "" if is_finite or verdict.action == "retry" else _located(run, state, window)
     run.log.write(
         "guard",
         step=evidence.step,
@@ -166,6 +167,12 @@ def carry_out(run: Run, state: RunState, window: Sequence[Batch], evidence: Evid
         case _:
             keep_window(run, state, window, evidence, verdict, located)
             raise _halted(verdict, evidence, located)
+
+
+def _located(run: Run, state: RunState, window: Sequence[Batch]) -> str:
+    if run.parallel.is_sharded:  # the search would end at another place in each process
+        return "not looked for in a sharded student"
+    return locate(run, window, run.lesson(state))
 
 
 def _skip_window(

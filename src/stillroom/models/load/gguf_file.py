@@ -50,7 +50,7 @@ def gguf_config(path: Path) -> Any:
 def _config(path: Path, _size: int, _stamp: int) -> Any:
     try:
         with _alone() as folder:
-            config = AutoConfig.from_pretrained(folder, gguf_file=str(path))
+            config = AutoConfig.from_pretrained(folder, gguf_file=str(path.absolute()))
     except (ValueError, KeyError) as error:
         if "not supported yet" not in str(error):
             raise
@@ -71,7 +71,7 @@ def gguf_tokenizer(path: Path) -> Any:
     if not num_tokens:
         raise BrokenAtStart(f"{path} holds no tokenizer", advice=["get a file that was converted with its tokenizer"])
     with _alone() as folder:
-        return _without_foreign(AutoTokenizer.from_pretrained(folder, gguf_file=str(path)), num_tokens)
+        return _without_foreign(AutoTokenizer.from_pretrained(folder, gguf_file=str(path.absolute())), num_tokens)
 
 
 def _without_foreign(tokenizer: Any, num_tokens: int) -> Any:
@@ -96,7 +96,7 @@ def gguf_network(path: Path, dtype: torch.dtype) -> tuple[Any, dict[str, Any], l
     config = gguf_config(path)
     with _alone() as folder, _without_bar():
         marked, report = AutoModelForCausalLM.from_pretrained(
-            folder, gguf_file=str(path), dtype=dtype, output_loading_info=True
+            folder, gguf_file=str(path.absolute()), dtype=dtype, output_loading_info=True
         )
     network = empty_network(config, dtype)
     network.load_state_dict(marked.state_dict(), assign=True)

@@ -6,7 +6,7 @@ own logits, does maskless attention give the same outputs? Conclude nothing from
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,8 +62,16 @@ def open_teacher(section: TeacherConfig, dtype: torch.dtype, tokenizer: Any = No
     return try_model(network, tokenizer, name=section.model, role="teacher", notes=notes)
 
 
-def open_student(section: StudentConfig, tokenizer: Any, *, seed: int) -> LoadedModel:
+def open_student(
+    section: StudentConfig,
+    tokenizer: Any,
+    *,
+    seed: int,
+    change: Callable[[Any], list[str]] = lambda _network: [],
+) -> LoadedModel:
+    """Load the student and test it. `change` is made before the test, and returns notes."""
     network, notes = load_student(section, seed=seed)
+    notes += change(network)
     return try_model(network, tokenizer, name=section.model, role="student", notes=notes)
 
 

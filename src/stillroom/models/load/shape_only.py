@@ -56,6 +56,10 @@ def student_shape(
         notes.append("the student is cut from the teacher: its sizes are from the teacher's configuration")
     else:
         config, notes = described_model(section, section.model)
+    if section.vocabulary == "teacher":
+        rows = int(described_model(teacher, teacher.model)[0].get_text_config().vocab_size)
+        config.get_text_config().vocab_size = rows
+        notes.append(f"the student takes the teacher's vocabulary: counted with {rows:,} rows")
     network = _network(config, section, torch.float32, is_open=is_open)
     with explained(section.model, "configuration"):
         ready_student(network, section.model_copy(update={"gradient_checkpointing": recomputes}))

@@ -19,6 +19,11 @@ def vocabulary_hash(tokenizer: Any) -> str:
     return digest.hexdigest()[:16]
 
 
+def num_ids(tokenizer: Any) -> int:
+    """The number of ids from 0 to the highest in use."""
+    return int(max(tokenizer.get_vocab().values())) + 1
+
+
 def agree_on_vocabulary(teacher: Any, student: Any, teacher_rows: int, student_rows: int) -> int:
     """The number of ids that both models share. Raise if the vocabularies differ.
 
@@ -36,13 +41,14 @@ def agree_on_vocabulary(teacher: Any, student: Any, teacher_rows: int, student_r
             where="teacher.model, student.model",
             advice=[
                 "teach across tokenizers: --preset cross-tokenizer",
+                "or give a pretrained student the teacher's tokens: --set student.vocabulary=teacher",
                 "choose a student of the teacher's family",
                 "or train a student from scratch on the teacher's tokenizer: --set student.init=random with a "
                 "configuration whose vocab_size is the teacher's",
             ],
         )
     size = min(teacher_rows, student_rows)
-    highest = max(mine.values())
+    highest = num_ids(student) - 1
     if highest >= size:
         raise ConfigError(
             f"token id {highest:,} has no row in a head of {size:,} rows",
@@ -55,7 +61,7 @@ def agree_on_vocabulary(teacher: Any, student: Any, teacher_rows: int, student_r
 def check_rows(tokenizer: Any, head_rows: int, embedding_rows: int, name: str) -> None:
     """Raise if a token of the tokenizer has no row in the model's embeddings or head."""
     num_rows = min(head_rows, embedding_rows)
-    highest = max(tokenizer.get_vocab().values()) if tokenizer is not None else -1
+    highest = num_ids(tokenizer) - 1 if tokenizer is not None else -1
     if highest >= num_rows:
         raise ConfigError(
             f"the tokenizer goes up to token id {highest:,}, and {name} has {embedding_rows:,} embeddings and "

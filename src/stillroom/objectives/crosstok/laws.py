@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from stillroom.numerics import LOG_ZERO
+from stillroom.types import SampledSignal, TopKSignal
 
 FLOOR = 1e-6  # nats, added to both surprisals: a certain span has no finite divergence (tokenkit uses the same)
 
@@ -25,6 +26,22 @@ def taken_log_probs(targets: Tensor) -> Callable[[Tensor, slice], Tensor]:
         return taken - torch.logsumexp(logits, -1)
 
     return law
+
+
+def told_log_probs(targets: Tensor) -> Callable[[Tensor, slice], Tensor]:
+    """The same law for a teacher: a row that is no distribution gives NaN, and has a gradient of 0."""
+
+    def law(logits: Tensor, part: slice) -> Tensor:
+        logits, is_bad = usable(logits)
+        return torch.where(is_bad, torch.nan, taken_log_probs(targets)(logits, part))
+
+    return law
+
+
+def usable(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """A teacher's logits with 0 in rows that are no distribution and without infinities, and which rows these are."""
+    is_bad = ~torch.isfinite(torch.logsumexp(logits.detach(), -1))
+    return torch.where(is_bad[:, None], torch.zeros_like(logits), logits).clamp_min(LOG_ZERO), is_bad
 
 
 def binarised_kl(teacher: Tensor, student: Tensor, temperature: float) -> Tensor:
@@ -63,17 +80,52 @@ class SharedTokens:
 
         A coarsening of both distributions, so it is at most the KL of any two that agree with them.
         """
+        teacher_logits, is_bad = usable(teacher_logits)
         log_p, tail_p = _coarse(teacher_logits, self.teacher, self.teacher_rest)
-        is_bad = ~torch.isfinite(torch.logsumexp(teacher_logits, -1))
-        log_p = torch.where(is_bad[:, None], LOG_ZERO, log_p)
         log_q, tail_q = _coarse(logits, self.student, self.student_rest)
         p = log_p.exp()
         value = torch.where(p > 0, p * (log_p - log_q), 0.0).sum(-1)
         if tail_p is not None and tail_q is not None:
-            tail_p = torch.where(is_bad, LOG_ZERO, tail_p)
             mass = tail_p.exp()
             value = value + torch.where(mass > 0, mass * (tail_p - tail_q), 0.0)
         return torch.where(is_bad, torch.zeros_like(value), value), is_bad
+
+    def kl_of_few(self, few: TopKSignal | SampledSignal, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The same from a few of the teacher's tokens: from draws an unbiased estimate, from top-k a lower bound.
+
+        Ids are the teacher's, and one that the student lacks stands for all of those. What depends on the student is
+        linear in the teacher's probabilities, so draws serve; the entropy is that of the coarse distribution.
+        """
+        log_q, tail_q = _coarse(logits, self.student, self.student_rest)
+        if tail_q is not None:
+            log_q = torch.cat([log_q, tail_q[:, None]], 1)
+        places, is_lost = self._places(few.ids)
+        taken = log_q.gather(1, places)
+        if isinstance(few, SampledSignal):
+            is_bad = ~torch.isfinite(few.weights.sum(-1) + few.entropy)
+            weights = torch.where(is_bad[:, None] | is_lost, 0.0, few.weights).to(log_q.dtype)
+            value = -(weights * taken).sum(-1) - torch.where(is_bad, 0.0, few.entropy)
+        else:
+            log_p = torch.cat([few.log_probs, few.tail_log_mass[:, None]], 1).to(log_q.dtype)
+            is_bad = ~torch.isfinite(torch.logsumexp(log_p, -1))
+            is_nothing = is_bad[:, None] | torch.nn.functional.pad(is_lost, (0, 1))
+            log_p = torch.where(is_nothing, LOG_ZERO, log_p).clamp_min(LOG_ZERO)
+            others = torch.logsumexp(log_q.scatter(1, places, LOG_ZERO), -1)
+            p = log_p.exp()
+            value = torch.where(p > 0, p * (log_p - torch.cat([taken, others[:, None]], 1)), 0.0).sum(-1)
+        return torch.where(is_bad, torch.zeros_like(value), value), is_bad
+
+    def _places(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Where the teacher's tokens stand among the shared ones, the others after them, and which have no place.
+
+        None is without a place but where the student has nothing that stands for the others.
+        """
+        known, order = self.teacher.sort()
+        found = torch.searchsorted(known, ids.contiguous()).clamp_max(len(known) - 1)
+        is_known = known[found] == ids
+        has_bucket = len(self.student_rest) > 0
+        places = torch.where(is_known, order[found], len(known) if has_bucket else 0)
+        return places, torch.zeros_like(is_known) if has_bucket else ~is_known
 
 
 def sorted_distance(teacher_logits: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,9 +133,8 @@ def sorted_distance(teacher_logits: Tensor, logits: Tensor) -> tuple[Tensor, Ten
 
     Which tokens the probabilities belong to is not looked at.
     """
-    is_bad = ~torch.isfinite(torch.logsumexp(teacher_logits, -1))
-    p = torch.softmax(torch.where(is_bad[:, None], torch.zeros_like(teacher_logits), teacher_logits), -1)
-    p, q = p.sort(-1, descending=True).values, torch.softmax(logits, -1).sort(-1, descending=True).values
+    teacher_logits, is_bad = usable(teacher_logits)
+    p, q = (torch.softmax(one, -1).sort(-1, descending=True).values for one in (teacher_logits, logits))
     width = max(p.shape[1], q.shape[1])
     p, q = (torch.nn.functional.pad(one, (0, width - one.shape[1])) for one in (p, q))
     value = (p - q).abs().sum(-1)

@@ -17,7 +17,7 @@ from stillroom.errors import ConfigError
 from stillroom.objectives.arguments import check_count, check_number, check_temperature, check_tensor
 from stillroom.objectives.divergences.base import Divergence
 from stillroom.objectives.head.sparse import check_pair, kind_of
-from stillroom.types import DenseSignal, HeadWeights, PairedSignal, SampledSignal, Signal, StudentView, TopKSignal
+from stillroom.types import DenseSignal, HeadWeights, SampledSignal, Signal, StudentView, TopKSignal
 
 
 def check_head(prefix: str, hidden: Tensor, head: HeadWeights, num_rows: int | str, device: torch.device) -> None:
@@ -130,13 +130,14 @@ def _check_pair(
     signal: Signal, divergence: Divergence, temperature: float, token_temperature: Tensor | None, top_k: int
 ) -> None:
     """Refuse a divergence or a temperature that this kind of answer cannot serve."""
-    if isinstance(signal, DenseSignal | PairedSignal):
+    if isinstance(signal, DenseSignal):
         if top_k and signal.hidden.requires_grad:
             raise ConfigError(
                 "a teacher that is being trained needs its whole distribution",
                 advice=["set objectives.kd.top_k = 0", "detach the teacher's hidden states"],
             )
         return
+    assert isinstance(signal, TopKSignal | SampledSignal), "others are refused by check_signal"
     if token_temperature is not None:
         raise ConfigError(
             "stored teacher answers have one temperature, not one for each token",

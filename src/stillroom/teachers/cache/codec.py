@@ -2,7 +2,8 @@
 
 What is alike stands together: all first ranks, then all second ranks; all high bytes, then all low ones. Log-probs of a
 position only fall from rank to rank, so their differences are stored; drawn ids only rise, so are theirs, and an id
-that was drawn more often stands once, with its count. Then zlib takes out what repeats.
+that was drawn more often stands once, with its count. FP32 surprisals stand at the end, where they are kept, byte by
+byte as well. Then zlib takes out what repeats.
 
 Legend: N scored positions, M exact tokens, U different tokens that were drawn.
 """
@@ -39,6 +40,7 @@ def pack(answer: RowAnswer, size: int) -> bytes:
         numbers,
         *_planes(unique, size),
         counts,
+        *_planes(answer.surprisals.view(np.uint32), 4),
     ]
     return zlib.compress(b"".join(plane.astype(np.uint8).tobytes() for plane in planes), _LEVEL)
 
@@ -57,6 +59,7 @@ def unpack(packed: bytes | memoryview, num_positions: int, spec: SignalSpec, siz
     numbers = reader.numbers(num_positions if spec.draws else 0, 1)
     num_unique = int(numbers.sum())
     unique, counts = reader.numbers(num_unique, size), reader.numbers(num_unique, 1)
+    surprisals = reader.numbers(num_positions if spec.is_paired else 0, 4)
     if reader.place != len(raw):
         raise ValueError(f"{len(raw):,} bytes where {reader.place:,} belong")
     return RowAnswer(
@@ -66,6 +69,7 @@ def unpack(packed: bytes | memoryview, num_positions: int, spec: SignalSpec, siz
         entropy=entropy,
         label=label,
         drawn=_with_repeats(unique, counts, numbers, num_positions, spec.draws),
+        surprisals=surprisals.view(np.float32),
     )
 
 

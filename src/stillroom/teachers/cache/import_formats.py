@@ -30,6 +30,9 @@ COLUMNS = (
     ("indices", "logprobs"),
 )
 
+# What DistillKit's sampler writes, today and in its legacy schema.
+_PACKED = {"compressed_logprobs", "bytepacked_indices", "packed_indices", "exact_values", "coeffs"}
+
 Entry = Mapping[int, float]  # token id -> log-probability
 
 
@@ -87,7 +90,8 @@ def read_distillkit(path: Path, _find: Callable[[str], int]) -> Iterator[Given]:
     for where, line in records:
         names = next((pair for pair in COLUMNS if pair[0] in line and pair[1] in line), None)
         if names is None or "input_ids" not in line:
-            packed = " (compressed columns: unpack them with DistillKit first)" if "compressed_logprobs" in line else ""
+            is_packed = not _PACKED.isdisjoint(line)
+            packed = " (compressed columns: unpack them with DistillKit's LogprobCompressor first)" if is_packed else ""
             raise _odd(where, f"the columns are {', '.join(line)}; input_ids and ids with log-probs are needed{packed}")
         ids = tuple(int(token) for token in line["input_ids"])
         tokens, values = line[names[0]], line[names[1]]

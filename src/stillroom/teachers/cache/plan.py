@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from stillroom.data import Rows
-from stillroom.types import Batch
+from stillroom.types import IGNORED, Batch
 
 _KEYED = 64  # rows that are looked at together
 
@@ -61,14 +61,16 @@ class ShardPlan:
 
 
 def needed_rows(sides: Iterable[tuple[Rows, Sequence[int]]]) -> list[NeededRow]:
-    """The rows that are named, each content once."""
+    """The rows that are named, each content once. A row without targets asks for nothing."""
     found: dict[str, NeededRow] = {}
     for rows, indices in sides:
         for start in range(0, len(indices), _KEYED):
             chosen = [int(index) for index in indices[start : start + _KEYED]]
             batch = rows.batch(chosen)
-            for index, key, name in zip(chosen, batch.keys, batch.sample_ids, strict=True):
-                found.setdefault(key, NeededRow(key, len(rows.row(index)) - 1, rows, index, name))
+            sizes, is_asked = batch.attention_mask.sum(1).tolist(), (batch.targets != IGNORED).any(1).tolist()
+            for number, (index, key) in enumerate(zip(chosen, batch.keys, strict=True)):
+                if is_asked[number]:
+                    found.setdefault(key, NeededRow(key, sizes[number], rows, index, batch.sample_ids[number]))
     return list(found.values())
 
 

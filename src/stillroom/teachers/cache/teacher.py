@@ -14,10 +14,9 @@ from stillroom.teachers.base import SignalKind, Teacher
 from stillroom.teachers.cache.reader import Cache
 from stillroom.teachers.quantised import SUMMARY as QUANTISATION
 from stillroom.teachers.signals import RowAnswer, signal_of
-from stillroom.teachers.sparse import describe, to_device
-from stillroom.types import Batch, Needs, SampledSignal, Signal, TopKSignal
+from stillroom.teachers.sparse import describe, each_tensor, kind_of_spec, to_device
+from stillroom.types import Batch, Needs, Signal
 
-Stored = TopKSignal | SampledSignal
 Rows = dict[str, RowAnswer]
 Window = Callable[[int], Sequence[Batch]]
 
@@ -42,7 +41,7 @@ class CachedTeacher(Teacher):
     ) -> None:
         spec = cache.manifest.signal
         self.cache, self.spec = cache, spec
-        self.kind: SignalKind = "sampled" if spec.is_sampled else "top-k"
+        self.kind: SignalKind = kind_of_spec(spec)
         self.num_exact = spec.exact
         self.notes = _notes(cache, is_loaded_at_end=load_whole is not None)
         self._load_whole = load_whole
@@ -70,7 +69,9 @@ class CachedTeacher(Teacher):
         if len(read) < len(set(batch.keys)):
             read |= self._read(batch)
         signal = signal_of(RowAnswer.join([read[key] for key in batch.keys]), self.spec)
-        return to_device(_pinned(signal) if self._device.type == "cuda" else signal, self._device)
+        if self._device.type == "cuda":
+            signal = each_tensor(signal, lambda one: one.pin_memory())
+        return to_device(signal, self._device)
 
     def _read(self, batch: Batch) -> Rows:
         places = (batch.positions // batch.targets.shape[1]).cpu().numpy()
@@ -107,8 +108,8 @@ class CachedTeacher(Teacher):
         """Perplexity and bits per byte, from the stored log-probabilities of the targets."""
         if not self.cache.manifest.about.get("labels", True):
             return None
-        known = [[self._answer(key, 1) for key in batch.keys] for batch in batches]
-        scored = np.concatenate([row.label_log_probs for rows in known for row in rows] or [np.zeros(0)])
+        known = [(batch.keys, self._read(batch)) for batch in batches]
+        scored = np.concatenate([rows[key].label_log_probs for keys, rows in known for key in keys] or [np.zeros(0)])
         scored = scored[np.isfinite(scored)]
         num_bytes = sum(int(batch.target_bytes.sum()) for batch in batches)
         if not len(scored):
@@ -140,7 +141,9 @@ def _notes(cache: Cache, *, is_loaded_at_end: bool) -> tuple[str, ...]:
     spec = cache.manifest.signal
     told = [
         f"the teacher is not loaded: {cache.folder} holds {describe(spec)}, for {cache.num_rows:,} rows",
-        "held-out KL and agreement are taken from the stored answers, not from the whole vocabulary: "
+        "held-out KL per byte is taken from the stored probabilities of the targets, which are whole"
+        if spec.is_paired
+        else "held-out KL and agreement are taken from the stored answers, not from the whole vocabulary: "
         + _what_kl_means(spec.kind, spec.temperature),
     ]
     if is_loaded_at_end:
@@ -165,11 +168,3 @@ def _what_kl_means(kind: str, temperature: float) -> str:
         "hybrid": "KL is an unbiased estimate",
         "renormalised": "KL to the renormalised tokens",
     }[kind]
-
-
-def _pinned(signal: Stored) -> Stored:
-    if isinstance(signal, TopKSignal):
-        kept = (signal.ids.pin_memory(), signal.log_probs.pin_memory(), signal.tail_log_mass.pin_memory())
-        return TopKSignal(*kept, temperature=signal.temperature)
-    sampled = (signal.ids.pin_memory(), signal.weights.pin_memory(), signal.entropy.pin_memory())
-    return SampledSignal(*sampled, temperature=signal.temperature)

@@ -191,11 +191,13 @@ class RouterTeacher(Teacher):
     def learn(
         self, batch: Batch, view: StudentView | None, *, num_targets: int,
         aims: Aims | None = None, opposite: StudentView | None = None,
+        student_term: Callable[[DenseSignal], tuple[Tensor, Term]] | None = None,
     ) -> None:  # fmt: skip
         """Add one micro-batch to the gates' gradient. `num_targets` are those of the whole window.
 
         `opposite` is for sar-meta: `view` and `opposite` are then the student one step along the lookahead direction
-        and one step against it.
+        and one step against it. `student_term` is for a student of another tokenizer, in place of `view`: the
+        share of the window's mean divergence, and the term.
         """
         if not self.is_due or self.config.mode == "sar-joint":
             return
@@ -204,6 +206,9 @@ class RouterTeacher(Teacher):
         with torch.enable_grad(), self.opened(Routing(weights=self.gates.weights)) as routing:
             answer = self.original.answer(batch, Needs())
             loss, terms = own_terms(aims, answer, view, anchor, routing, batch, num_targets, self._num_tokens, opposite)
+            if student_term is not None and self.config.mode == "sar" and self.config.student_weight:
+                mean, terms["student"] = student_term(answer)
+                loss = loss + self.config.student_weight * mean
             if loss.requires_grad:
                 (loss * self.gates.loss_scale).backward()  # type: ignore[no-untyped-call]
         self._add_router_loss(loss, terms)
@@ -325,8 +330,13 @@ class RouterTeacher(Teacher):
 
 def _weighted(answer: DenseSignal, weight: float) -> DenseSignal:
     """The same answer, with its gradient multiplied by `weight`."""
-    if not answer.hidden.requires_grad:
-        return answer
-    hidden = answer.hidden.view_as(answer.hidden)
-    hidden.register_hook(lambda gradient: gradient * weight)  # type: ignore[no-untyped-call]
-    return replace(answer, hidden=hidden)
+
+    def weighted(states: Tensor) -> Tensor:
+        if not states.requires_grad:
+            return states
+        states = states.view_as(states)
+        states.register_hook(lambda gradient: gradient * weight)  # type: ignore[no-untyped-call]
+        return states
+
+    taps = {name: weighted(tap) for name, tap in answer.taps.items()}
+    return replace(answer, hidden=weighted(answer.hidden), taps=taps)

@@ -1,0 +1,128 @@
+"""What several processes tell each other by torch.distributed, whatever each holds of the student."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stillroom.errors import Diverged, Interrupted
+from stillroom.parallel.base import Parallel, fingerprint
+
+if TYPE_CHECKING:
+    from stillroom.data import Loader
+    from stillroom.types import Batch
+
+T = TypeVar("T")
+
+
+class Processes(Parallel):
+    """Processes that communicate by torch.distributed. If one ends, the others raise instead of waiting forever."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        # Send small numbers through main memory where gloo is available.
+        self._device = torch.device("cpu" if "gloo" in dist.get_backend_config() else "cuda")
+
+    def seed(self, seed: int, attempted: int) -> None:
+        """Random numbers that differ between processes and repeat after a resume."""
+        torch.manual_seed(((seed * 1_000_003 + attempted) * 1_009 + self.rank) & (2**63 - 1))
+
+    def scored(self, window: Sequence[Batch]) -> list[Batch]:
+        """A process without a target scores one batch all the same: every process must sum the same names."""
+        return super().scored(window) or list(window[:1])
+
+    def whole_window(self, loader: Loader, cursor: int, window: Sequence[Batch]) -> Sequence[Batch]:
+        return loader.whole_window(cursor)
+
+    def counts(self, counts: Mapping[str, int]) -> dict[str, int]:
+        values = torch.tensor(list(counts.values()), dtype=torch.int64, device=self._device)
+        self.sum_(values)
+        return dict(zip(counts, map(int, values.tolist()), strict=True))
+
+    def sum_(self, tensor: Tensor) -> None:
+        with peer_errors():
+            dist.all_reduce(tensor, dist.ReduceOp.SUM)
+
+    def names(self, names: Iterable[str]) -> list[str]:
+        return sorted({name for one in self.collect(list(names)) for name in one})
+
+    def collect(self, value: Any) -> list[Any]:
+        own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self._device)
+        width = int(self.worst(len(own)))
+        padded = torch.nn.functional.pad(own, (0, width - len(own)), value=ord(" "))
+        gathered = [torch.empty_like(padded) for _ in range(self.size)]
+        with peer_errors():
+            dist.all_gather(gathered, padded)
+        return [json.loads(bytes(one.tolist())) for one in gathered]
+
+    def together(self, action: Callable[[], T]) -> T:
+        error, result = None, None
+        try:
+            result = action()
+        except OSError as caught:
+            error = caught
+        if self.any_of(error is not None):
+            raise error or OSError(errno.EIO, "another process could not write its part")
+        return result  # type: ignore[return-value]
+
+    def worst(self, value: float) -> float:
+        ordered = math.inf if math.isnan(value) else value
+        largest = torch.tensor([ordered], dtype=torch.float64, device=self._device)
+        with peer_errors():
+            dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return float(largest.tolist()[0])
+
+    def broadcast(self, value: float) -> float:
+        sent = torch.tensor([value], dtype=torch.float64, device=self._device)
+        with peer_errors():
+            dist.broadcast(sent, src=0)
+        return float(sent.tolist()[0])
+
+    def same_everywhere(self, fingerprint: int) -> bool:
+        extremes = torch.tensor([fingerprint, -fingerprint], dtype=torch.int64, device=self._device)
+        with peer_errors():
+            dist.all_reduce(extremes, dist.ReduceOp.MAX)
+        highest, lowest = extremes.tolist()
+        return bool(highest == -lowest)
+
+    def check_replicas(self, tensors: Mapping[str, Tensor]) -> None:
+        if not self.same_everywhere(fingerprint(tensors)):
+            raise Diverged(
+                f"the students of the {self.size} processes are not the same",
+                where="comparison of the weights of all processes",
+                advice=[
+                    "use the same device and the same libraries for every process",
+                    "resume from the last checkpoint",
+                ],
+            )
+
+    def wait(self) -> None:
+        self.worst(0.0)
+
+
+@contextmanager
+def peer_errors() -> Iterator[None]:
+    """Turn torch's error for a missing or silent process into `Interrupted`: the run can be resumed."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise peer_is_gone(error) from error
+
+
+def peer_is_gone(error: BaseException) -> Interrupted:
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return Interrupted(
+        f"another process of this run is gone or does not answer: {reason}",
+        where=f"process {os.environ.get('RANK', '?')}",
+        advice=["look at the first process that ended", "then start all of them again: the run is resumed"],
+    )

@@ -1,0 +1,175 @@
+"""Several processes with a part of the student each: torch's FSDP2 gathers a layer for its forward and backward.
+
+`fully_shard` is applied to each layer and to a root that holds the rest: embeddings, the last norm and the head. The
+root's forward is whatever the step computes for one micro-batch, the loss included, so the fused head sees its whole
+weight. The root is gathered once a step and its gradient is reduced once; layers are gathered for each micro-batch,
+and their gradients reduced after it, so that no process ever holds all of them. Gradients are summed and not averaged,
+because counts of all processes divided them before. The optimizer works on the parts that this process holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from stillroom.errors import BrokenAtStart
+from stillroom.parallel.processes import Processes, peer_errors
+
+if TYPE_CHECKING:
+    from stillroom.precision import AdamW
+    from stillroom.types import Batch
+
+
+class Root(nn.Module):
+    """The student, with a forward that is given by the caller."""
+
+    def __init__(self, student: nn.Module) -> None:
+        super().__init__()
+        self.student = student
+
+    def forward(self, compute: Callable[[], Tensor | None]) -> Tensor | None:
+        return compute()
+
+
+class _Gather(DefaultAllGather):
+    def __call__(self, *arguments: Any, **named: Any) -> dist.Work | None:
+        with peer_errors():
+            return super().__call__(*arguments, **named)
+
+
+class _Reduce(DefaultReduceScatter):
+    """On a CPU gloo reduces everything everywhere and drops the rest: each process sends its parts to their owners
+    instead, which is half of the bytes, and sums those it is sent."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> Any:
+        with peer_errors():
+            if input_tensor.device.type != "cpu" or op != dist.ReduceOp.SUM:
+                return super().__call__(output_tensor, input_tensor, group, op, async_op)
+            parts = torch.empty_like(input_tensor)
+            dist.all_to_all_single(parts, input_tensor, group=group)
+            torch.sum(parts.view(group.size(), -1), dim=0, out=output_tensor.view(-1))
+        return None
+
+
+class Sharded(Processes):
+    """Parts of the student, gathered when they are used."""
+
+    strategy = "fsdp"
+    is_sharded = True
+    takes_smaller_parts = False
+
+    @property
+    def num_copies(self) -> int:
+        return 1
+
+    def place(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+        """Shard the weights, and raise where any of them is still whole."""
+        mesh = init_device_mesh(next(model.parameters()).device.type, (self.size,))
+        root: Any = Root(model)
+        for block in blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(root, mesh=mesh, reshard_after_forward=False)
+        for module in [root, *blocks]:
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+                module.set_custom_all_gather(_Gather())
+                module.set_custom_reduce_scatter(_Reduce())
+        self._parameters: dict[str, Any] = dict(model.named_parameters())
+        whole = [name for name, parameter in self._parameters.items() if not _is_sharded(parameter)]
+        if whole:
+            raise BrokenAtStart(
+                f"fsdp was asked for and {len(whole)} parameters are not sharded, {whole[0]} among them",
+                where="train.strategy",
+                advice=["--set train.strategy=ddp"],
+            )
+        with torch.no_grad():
+            root(lambda: None)  # FSDP2 takes the first module that runs as its root
+        root.reshard()
+        self._root = root
+        self._is_gathered = False
+
+    # -- what a step asks --------------------------------------------------------------------------------
+
+    def scored(self, window: Sequence[Batch]) -> list[Batch]:
+        """As many micro-batches as any process has: a layer is gathered by all processes or by none."""
+        own = [batch for batch in window if batch.num_scored]
+        num_batches = max(1, int(self.worst(len(own))))
+        return own + [window[0].without_targets()] * (num_batches - len(own))
+
+    def forward(self, compute: Callable[[], Tensor], *, is_last: bool) -> Tensor:
+        self._root.set_requires_gradient_sync(is_last, recurse=False)
+        self._root.set_reshard_after_backward(is_last, recurse=False)
+        loss: Tensor = self._root(compute)
+        return loss
+
+    def trial(self, compute: Callable[[], Tensor]) -> Tensor:
+        return self.forward(compute, is_last=True)
+
+    def sum_gradients(self, optimizer: AdamW) -> None:
+        """Nothing to do: each process has the sum of its parts."""
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        if self._is_gathered:
+            yield
+            return
+        self._root.unshard()
+        self._is_gathered = True
+        try:
+            yield
+        finally:
+            self._is_gathered = False
+            self._root.reshard()
+
+    def check_replicas(self, tensors: Mapping[str, Tensor]) -> None:
+        """Nothing to compare: no two processes hold the same part."""
+
+    # -- state -------------------------------------------------------------------------------------------
+
+    def as_global(self, group: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Parts of this process as DTensors of the whole; what every process holds alike stays as it is."""
+        found: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            like = self._parameters.get(name.rpartition(".")[0] if group == "optimizer" else name)
+            if like is None:
+                found[name] = tensor
+            else:
+                found[name] = DTensor.from_local(
+                    tensor, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+                )
+        return found
+
+    @torch.no_grad()
+    def load(self, group: str, present: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+        places = self.as_global(group, present)
+        if hasattr(saved, "into"):
+            super().load(group, places, saved)
+            return
+        super().load(group, present, {name: _own_part(tensor, places.get(name)) for name, tensor in saved.items()})
+
+
+def _is_sharded(parameter: nn.Parameter) -> bool:
+    return isinstance(parameter, DTensor) and any(placement.is_shard() for placement in parameter.placements)
+
+
+def _own_part(whole: Tensor, place: Tensor | None) -> Tensor:
+    """What this process holds of a whole tensor; the tensor itself where that is what it is already."""
+    if not isinstance(place, DTensor) or whole.shape != place.shape:
+        return whole
+    shape, offset = compute_local_shape_and_global_offset(place.shape, place.device_mesh, place.placements)
+    for dim, (size, start) in enumerate(zip(shape, offset, strict=True)):
+        whole = whole.narrow(dim, min(start, whole.shape[dim]), size)
+    return whole

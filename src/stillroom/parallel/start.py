@@ -1,0 +1,42 @@
+"""Join the processes that torchrun, accelerate or Slurm started."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from stillroom.errors import BrokenAtStart
+from stillroom.parallel.base import Parallel
+from stillroom.parallel.processes import peer_errors
+from stillroom.parallel.replicated import Replicated
+
+
+def join(timeout_minutes: float, strategy: str = "auto") -> Parallel:
+    """The policy of `train.strategy` for the processes of this run; `Parallel()` for a single process.
+
+    A process waits for another at most `timeout_minutes`.
+    """
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1:
+        return Parallel()
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise BrokenAtStart(
+            f"WORLD_SIZE is {size} and {', '.join(missing)} not set: the processes cannot find each other",
+            where="environment",
+            advice=["start the run with torchrun --nproc-per-node N -m stillroom distill ...", "or unset WORLD_SIZE"],
+        )
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        with peer_errors():
+            dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes))
+        atexit.register(dist.destroy_process_group)
+    if strategy == "fsdp":
+        from stillroom.parallel.sharded import Sharded  # it takes half a second to import
+
+        return Sharded(dist.get_rank(), dist.get_world_size())
+    return Replicated(dist.get_rank(), dist.get_world_size())

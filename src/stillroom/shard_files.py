@@ -1,0 +1,139 @@
+"""Tensors that several processes hold in parts, in one safetensors file for each process.
+
+torch.distributed.checkpoint plans which process writes what and reads any part of any tensor back, whatever the number
+of processes then is. Its Hugging Face storage is used, because its own format pickles.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stillroom.files import reason_of
+
+_CHUNK_BYTES = 1 << 22
+WHOLE_FILE = "model-00001-of-00001.safetensors"  # as torch names it
+_SEPARATOR = "/"  # between group and name
+
+
+def write_shards(folder: Path, groups: Mapping[str, Mapping[str, Tensor]], rank: int) -> dict[str, dict[str, Any]]:
+    """Write what this process holds, together with the others. Return size and sha256 of the files it wrote.
+
+    DTensors are written by each process that holds a part, plain tensors by one.
+    """
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+
+    with _as_os_error():
+        _save(_flat(groups), HuggingFaceStorageWriter(str(folder), save_distributed=True))
+    return {path.name: _sum_of(path) for path in sorted(folder.glob(f"shard-{rank + 1:05d}-*.safetensors"))}
+
+
+def write_whole(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors that are held in parts as `WHOLE_FILE`, by way of files: no process holds the whole."""
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+
+    with _as_os_error():
+        _save(dict(tensors), HuggingFaceStorageWriter(str(folder), save_distributed=True, enable_consolidation=True))
+
+
+def _save(state: dict[str, Tensor], writer: Any) -> None:
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    with quiet_dcp():
+        save(state, storage_writer=writer)
+
+
+@contextmanager
+def quiet_dcp() -> Iterator[None]:
+    """Without torch's remarks on its own internals."""
+    logger = logging.getLogger("torch.distributed.checkpoint")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextmanager
+def _as_os_error() -> Iterator[None]:
+    """Turn torch's error about the files of any process into the OSError it was, in every process."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        yield
+    except CheckpointException as error:
+        first = next(iter(error.failures.values()))[0]
+        raise OSError(getattr(first, "errno", None) or 5, reason_of(first)) from error
+
+
+def read_shards(folder: Path, manifest: Mapping[str, Any]) -> tuple[dict[str, ShardGroup], Mapping[str, Any]]:
+    """The groups of tensors and the JSON values of a checkpoint whose sums hold. No tensor is read yet."""
+    for name, expected in manifest["files"].items():
+        if Path(name).name != name:
+            raise ValueError(f"manifest names a file outside the checkpoint: {name}")
+        if _sum_of(folder / name)["sha256"] != expected["sha256"]:
+            raise ValueError(f"{name} does not match its sha256")
+    unknown = {path.name for path in folder.glob("*.safetensors")} - set(manifest["files"])
+    if unknown:
+        raise ValueError(f"{sorted(unknown)[0]} is not in the manifest")
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+    known: Mapping[str, Any] = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    groups: dict[str, dict[str, Tensor]] = {}
+    for key, about in known.items():
+        group, _, name = key.partition(_SEPARATOR)
+        groups.setdefault(group, {})[name] = torch.empty(about.size, dtype=about.properties.dtype, device="meta")
+    found = {group: ShardGroup(folder, group, shapes) for group, shapes in groups.items()}
+    return found, json.loads((folder / "state.json").read_bytes())
+
+
+class ShardGroup(Mapping[str, Tensor]):
+    """Named tensors in the files of several processes, read when they are asked for."""
+
+    def __init__(self, folder: Path, group: str, shapes: Mapping[str, Tensor]) -> None:
+        self._folder, self._group, self._shapes = folder, group, shapes
+
+    def into(self, present: Mapping[str, Tensor]) -> None:
+        """Read into tensors that are there: of a DTensor only the part that this process holds."""
+        from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+        from torch.distributed.checkpoint.state_dict_loader import load
+
+        state: dict[str, Any] = _flat({self._group: present})
+        with quiet_dcp():
+            load(state, storage_reader=HuggingFaceStorageReader(str(self._folder)), no_dist=True)
+
+    def __getitem__(self, name: str) -> Tensor:
+        whole = torch.empty_like(self._shapes[name], device="cpu")
+        self.into({name: whole})
+        return whole
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shapes)
+
+    def __len__(self) -> int:
+        return len(self._shapes)
+
+
+def _flat(groups: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    return {f"{group}{_SEPARATOR}{name}": tensor for group, named in groups.items() for name, tensor in named.items()}
+
+
+def _sum_of(path: Path) -> dict[str, Any]:
+    digest, size = hashlib.sha256(), 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+            size += len(chunk)
+    return {"sha256": digest.hexdigest(), "bytes": size}

@@ -1,0 +1,145 @@
+"""The token store with two tokenizers: both sides' tokens and the spans, made once."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pair_tokenizers
+import pytest
+import tiny
+import torch
+
+from stillroom.config.schema import DataConfig
+from stillroom.data import Corpus, Rows, open_data
+from stillroom.data.records import Tally
+from stillroom.data.store import store as store_module
+from stillroom.data.store.keys import tokenizers_digest
+from stillroom.data.store.making import Here, Job, Workers
+from stillroom.data.store.part import open_part
+from stillroom.types import Batch
+
+STUDENT, TEACHER = "byte-level", "BPE with bytes"
+CHAT = "{% for m in messages %}<{{ m.role }}> {{ m.content }} <end>{% endfor %}"
+OTHER_CHAT = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}"
+
+
+def write_records(path: Path, count: int, seed: int = 0) -> None:
+    lines = []
+    for number, text in enumerate(tiny.sentences(count, seed)):
+        if number % 3 == 0:
+            lines.append(json.dumps({"text": text}))
+        elif number % 3 == 1:
+            lines.append(json.dumps({"prompt": text[:20], "completion": f" {text} {number}"}))
+        else:
+            turns = [{"role": "user", "content": text[:15]}, {"role": "assistant", "content": text}]
+            lines.append(json.dumps({"messages": turns}))
+    path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+
+
+def tokenizers(student: str = STUDENT, teacher: str = TEACHER) -> tuple[Any, Any]:
+    both = tuple(copy.deepcopy(pair_tokenizers.built(name)) for name in (student, teacher))
+    both[0].chat_template, both[1].chat_template = CHAT, OTHER_CHAT
+    return both[0], both[1]
+
+
+def opened(spec: str, cache: str, student: Any, teacher: Any, **over: Any) -> Corpus:
+    config = DataConfig(train=spec, cache=cache, **{"max_length": 24, "packing": "rows", **over})
+    return open_data(config, student, teacher_tokenizer=teacher)
+
+
+def assert_same_batch(left: Batch, right: Batch) -> None:
+    for one in fields(Batch):
+        mine, theirs = getattr(left, one.name), getattr(right, one.name)
+        if isinstance(mine, Batch):
+            assert_same_batch(mine, theirs)
+        elif isinstance(mine, torch.Tensor):
+            assert torch.equal(mine, theirs), one.name
+        else:
+            assert mine == theirs, one.name
+
+
+def assert_same_rows(left: Rows, right: Rows) -> None:
+    assert len(left) == len(right) > 0
+    for first in range(0, len(left), 8):
+        indices = range(first, min(first + 8, len(left)))
+        assert_same_batch(left.batch(indices), right.batch(indices))
+
+
+@pytest.mark.parametrize("packing", ["rows", "blocks", "packed"])
+@pytest.mark.parametrize("per_part", [7, 50_000])
+def test_stored_pairs_are_those_of_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packing: str, per_part: int
+) -> None:
+    """Both sides' tokens, targets, spans, exactness, coverage and counters, made and found again."""
+    monkeypatch.setattr(store_module, "PART_RECORDS", per_part)
+    for number in range(2):
+        write_records(tmp_path / f"{number}.jsonl", 40, number)
+    spec, both = str(tmp_path / "*.jsonl"), tokenizers()
+    memory = opened(spec, "off", *both, packing=packing, train_share=0.7)
+    for _ in range(2):
+        stored = opened(spec, str(tmp_path / "cache"), *both, packing=packing, train_share=0.7)
+        assert_same_rows(memory.train, stored.train)
+        assert_same_rows(memory.evaluation, stored.evaluation)
+        assert stored.coverage == memory.coverage and memory.coverage is not None and memory.coverage.num_spans
+        assert stored.counters == memory.counters
+
+
+def test_a_second_start_tokenizes_nothing_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_records(tmp_path / "d.jsonl", 40)
+    student, teacher = tokenizers()
+    first = opened(str(tmp_path / "d.jsonl"), str(tmp_path / "cache"), student, teacher)
+
+    def fails(*_arguments: Any, **_options: Any) -> None:
+        pytest.fail("documents were tokenized again")
+
+    monkeypatch.setattr("stillroom.data.encode.Encoder.tokenized", fails)
+    monkeypatch.setattr("stillroom.data.spans.encoder.document_spans", fails)
+    second = opened(str(tmp_path / "d.jsonl"), str(tmp_path / "cache"), student, teacher)
+    assert_same_rows(first.train, second.train)
+
+
+def test_an_entry_is_shared_with_no_other_pair(tmp_path: Path) -> None:
+    write_records(tmp_path / "d.jsonl", 30)
+    spec, cache = str(tmp_path / "d.jsonl"), str(tmp_path / "cache")
+    student, teacher = tokenizers()
+    opened(spec, cache, student, teacher)
+    opened(spec, cache, student, tokenizers(teacher="unigram with bytes")[1])
+    opened(spec, cache, student, None)
+    opened(spec, cache, teacher, student)
+    assert len({path.parent.name for path in (tmp_path / "cache").glob("*/*/manifest.json")}) == 4
+    assert len(list((tmp_path / "cache").glob("*/*/manifest.json"))) == 4
+
+
+def test_a_damaged_part_is_named_and_made_again(tmp_path: Path) -> None:
+    write_records(tmp_path / "d.jsonl", 30)
+    both = tokenizers()
+    memory = opened(str(tmp_path / "d.jsonl"), str(tmp_path / "cache"), *both)
+    (part,) = (tmp_path / "cache").glob("*/*/part-*.tok")
+    held = bytearray(part.read_bytes())
+    held[-70] ^= 1
+    part.write_bytes(bytes(held))
+    again = opened(str(tmp_path / "d.jsonl"), str(tmp_path / "cache"), *both)
+    assert any("is damaged" in note and part.name in note for note in again.notes)
+    assert_same_rows(memory.train, again.train)
+
+
+def test_other_processes_make_the_same_pairs(tmp_path: Path) -> None:
+    write_records(tmp_path / "d.jsonl", 12)
+    lines = (tmp_path / "d.jsonl").read_text(encoding="utf-8").splitlines()
+    items = [(f"d.jsonl:{number}", json.loads(line)) for number, line in enumerate(lines, 1)]
+    student, teacher = tokenizers()
+    digest = tokenizers_digest(student, teacher)
+    assert digest is not None
+    here = Here(DataConfig(), student, teacher)
+    here.make(Job(tmp_path / "here.tok", items, Tally()))
+    workers = Workers(here, digest, 1)
+    try:
+        workers.make(Job(tmp_path / "there.tok", items, Tally()))
+    finally:
+        workers.close()
+    assert (tmp_path / "here.tok").read_bytes() == (tmp_path / "there.tok").read_bytes()
+    assert open_part(tmp_path / "here.tok").pair is not None

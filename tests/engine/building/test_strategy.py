@@ -1,0 +1,69 @@
+"""Laws of sharding: what does not work with it is refused by name when the run is built."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+
+from stillroom.config import load_config
+from stillroom.engine.building.assemble import make_precision
+from stillroom.engine.building.models import load_models
+from stillroom.engine.building.strategy import check_strategy, unused_strategy
+from stillroom.errors import ConfigError
+from stillroom.parallel import Parallel
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "masters": ({"precision.mode": "fp16-master"}, "fp16-master"),
+    "residuals": ({"precision.mode": "fp16-split"}, "fp16-split"),
+    "stochastic rounding": ({"precision.mode": "fp16-sr"}, "fp16-sr"),
+    "moments in BF16": ({"precision.moments": "bfloat16"}, "moments in BF16"),
+    "adapter": ({"student.adapter.rank": 2}, "an adapter"),
+    "router training": ({"teacher.router.mode": "sar"}, "gates are changed"),
+    "feature": ({"objectives.feature.weight": 0.1}, "the objective feature"),
+    "attention": ({"objectives.attention.weight": 0.1}, "the objective attention"),
+    "compile": ({"train.compile": "student"}, "train.compile = 'student'"),
+    "gradients of terms": ({"telemetry.gradient_steps": 1}, "gradients of single terms"),
+}
+
+
+class OfParts(Parallel):
+    is_sharded = True
+
+
+def check(world: Path, over: dict[str, Any], parallel: Parallel) -> None:
+    config = load_config(overrides={**tiny.settings(world), **over})
+    device = torch.device("cpu")
+    models = load_models(config, device)
+    check_strategy(config, models, make_precision(config, models, device), parallel)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_sharded_student_refuses_by_name(name: str, world: Path, moe_world: Path) -> None:
+    over, words = REFUSED[name]
+    world = moe_world if name == "router training" else world
+    with pytest.raises(ConfigError) as caught:
+        check(world, over, OfParts())
+    assert words in caught.value.what and caught.value.where
+    assert "train.strategy=ddp" in caught.value.advice[-1]
+    check(world, over, Parallel())
+
+
+def test_a_sharded_student_is_no_mixture_of_experts(world: Path, tmp_path: Path) -> None:
+    student = tiny.save_model(tmp_path / "student", "mixtral", width=16, num_layers=1)
+    with pytest.raises(ConfigError, match="mixture of experts"):
+        check(world, {"student.model": str(student)}, OfParts())
+
+
+def test_a_strategy_for_one_process_is_said_to_have_no_effect() -> None:
+    config = load_config(overrides={"train.strategy": "fsdp"})
+    assert "'fsdp' has no effect" in unused_strategy(config, Parallel())[0]
+    assert unused_strategy(load_config(), Parallel()) == []
+
+
+def test_nothing_is_refused_of_what_works(world: Path) -> None:
+    for mode in ("fp32", "bf16-mixed", "fp16-mixed"):
+        check(world, {"precision.mode": mode, "train.compile": "off"}, OfParts())

@@ -1,0 +1,148 @@
+"""Laws of strategies: whatever each process holds of the student, all train the one that one process would."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+import torch.distributed as dist
+from process_jobs import environment, free_port, losses, weights
+from transformers import AutoModelForCausalLM
+
+from stillroom.config import load_config
+from stillroom.engine.distill import distill, resume
+from stillroom.errors import BrokenAtStart
+from stillroom.parallel import sharded
+from stillroom.telemetry import read_events
+
+# Rows of all lengths; the last window of an epoch leaves processes without rows.
+PLAIN = {
+    "data.packing": "rows",
+    "data.train_share": 0.1,
+    "train.batch_size": 2,
+    "train.max_steps": 6,
+    "train.save_steps": 2,
+    "objectives.kd.weight": 0.7,
+    "objectives.ce.weight": 0.3,
+    "objectives.kd.temperature": 2.0,
+}
+STEPS = PLAIN["train.max_steps"]
+
+
+def settings(world: Path, accumulation: int, **over: Any) -> dict[str, Any]:
+    return tiny.settings(world, train__gradient_accumulation_steps=accumulation) | PLAIN | over
+
+
+def in_processes(num_processes: int, cases: list[dict[str, Any]], folder: Path) -> list[list[list[Any]]]:
+    """How each case ended in each process."""
+    path = folder / f"cases-{num_processes}.json"
+    path.write_text(json.dumps(cases))
+    script = Path(__file__).parents[1] / "support" / "process_runs.py"
+    runner = ["torch.distributed.run", "--nproc-per-node", str(num_processes), "--master-port", str(free_port())]
+    done = subprocess.run(
+        [sys.executable, "-m", *runner, str(script), str(path)],
+        capture_output=True, text=True, timeout=480, env=environment(),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    ends = [json.loads(path.with_suffix(f".{rank}.json").read_bytes()) for rank in range(num_processes)]
+    return [list(case) for case in zip(*ends, strict=True)]
+
+
+def codes(ends: list[list[Any]]) -> set[int]:
+    return {code for code, _said in ends}
+
+
+def compare(expected: Path, found: Path) -> None:
+    for key in ("train_loss", "grad_norm", "tokens"):
+        one, other = losses(expected, key), losses(found, key)
+        assert len(other) == STEPS
+        assert max(abs(a / b - 1) for a, b in zip(other, one, strict=True)) < 1e-6, (key, found.name)
+    one, other = weights(expected), weights(found)
+    assert float((one - other).abs().max()) < 1e-5, found.name
+    assert float((one - other).norm() / one.norm()) < 1e-5, found.name
+
+
+@pytest.fixture
+def deep_world(world: Path, tmp_path: Path) -> Path:
+    """With a student of two layers and a head of its own."""
+    for name in ("teacher", "train.jsonl"):
+        (tmp_path / name).symlink_to(world / name)
+    tiny.save_model(tmp_path / "student", "llama", width=32, num_layers=2, seed=2)
+    return tmp_path
+
+
+def test_one_two_and_four_processes_train_one_student_and_take_over_from_each_other(deep_world: Path) -> None:
+    world, at = deep_world, {name: deep_world / name for name in ("one", "half", "cut", "ddp-cut", "from-cut")}
+    two = [
+        {"out": str(world / "ddp-2"), "set": settings(world, 2, **{"train.strategy": "ddp"})},
+        {"out": str(world / "fsdp-2"), "set": settings(world, 2, **{"train.strategy": "fsdp"})},
+        {"out": str(world / "half-2"), "set": settings(world, 2, **{"precision.mode": "fp16-master"})},
+        {"out": str(at["cut"]), "set": settings(world, 2, **{"train.strategy": "fsdp", "train.max_minutes": 1e-9})},
+        {"out": str(at["ddp-cut"]), "set": settings(world, 2, **{"train.max_minutes": 1e-9})},
+        {"out": str(world / "cut-ddp-2"), "resumes": str(at["cut"]), "strategy": "ddp"},
+        {"out": str(world / "ddp-cut-fsdp-2"), "resumes": str(at["ddp-cut"]), "strategy": "fsdp"},
+        {
+            "out": str(world / "spoilt"),
+            "set": settings(world, 2, **{"train.strategy": "fsdp", "precision.mode": "fp16-mixed"}),
+            "inject": {"1": "inf_logit@3,nan_weight@5"},
+        },
+    ]
+    ends = in_processes(2, two, world)
+    assert [codes(case) for case in ends] == [{0}, {0}, {0}, {75}, {75}, {0}, {0}, {0}], ends
+    four = [
+        {"out": str(world / "ddp-4"), "set": settings(world, 1)},
+        {"out": str(world / "fsdp-4"), "set": settings(world, 1, **{"train.strategy": "fsdp"})},
+        {"out": str(world / "cut-fsdp-4"), "resumes": str(at["cut"]), "strategy": "fsdp"},
+        {"out": str(world / "ddp-cut-fsdp-4"), "resumes": str(at["ddp-cut"]), "strategy": "fsdp"},
+    ]
+    ends = in_processes(4, four, world)
+    assert [codes(case) for case in ends] == [{0}] * 4, ends
+    distill(load_config(overrides=settings(world, 4)), at["one"], device="cpu")
+    shutil.copytree(at["cut"], at["from-cut"])
+    resume(at["from-cut"], device="cpu", max_minutes=0.0)
+    names = ["ddp-2", "fsdp-2", "ddp-4", "fsdp-4", "from-cut", "cut-ddp-2", "ddp-cut-fsdp-2", "cut-fsdp-4"]
+    for name in [*names, "ddp-cut-fsdp-4"]:
+        compare(at["one"], world / name)
+    _check_what_is_said(world)
+    _check_half_precision(world, at["half"])
+
+
+def test_sharding_that_was_asked_for_and_did_not_happen_ends_the_run(
+    world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sharded, "fully_shard", lambda *_modules, **_options: None)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(BrokenAtStart, match="parameters are not sharded"):
+            sharded.Sharded(0, 1).place(AutoModelForCausalLM.from_pretrained(world / "student"), [])
+    finally:
+        dist.destroy_process_group()
+
+
+def _check_what_is_said(world: Path) -> None:
+    """Who trains, with what; what a takeover changes; and the same verdict of all processes."""
+    start = next(event for event in read_events(world / "fsdp-4" / "events.jsonl") if event["event"] == "run_start")
+    assert start["schedule"]["processes"] == 4 and start["schedule"]["strategy"] == "fsdp"
+    notes = [event["text"] for event in read_events(world / "cut-fsdp-4" / "events.jsonl") if event["event"] == "note"]
+    assert any("begun with 2 processes, goes on with 4" in text for text in notes)
+    spoilt = [event for event in read_events(world / "spoilt" / "events.jsonl") if event["event"] == "guard"]
+    assert [event["action"] for event in spoilt if event["action"] != "retry"] == ["skip", "rollback"]
+    assert torch.isfinite(weights(world / "spoilt")).all()
+    # Each process wrote its own part of the sharded checkpoint, under one manifest.
+    manifest = json.loads((sorted((world / "cut" / "checkpoints").glob("step-*"))[-1] / "manifest.json").read_bytes())
+    assert manifest["format"] == 2 and len([name for name in manifest["files"] if name.startswith("shard-")]) == 2
+
+
+def _check_half_precision(world: Path, out: Path) -> None:
+    """FP16 weights: gradients of micro-batches and processes are summed in FP32."""
+    distill(load_config(overrides=settings(world, 4, **{"precision.mode": "fp16-master"})), out, device="cpu")
+    one, other = losses(out), losses(world / "half-2")
+    assert max(abs(a / b - 1) for a, b in zip(other, one, strict=True)) < 1e-4
+    assert float((weights(out) - weights(world / "half-2")).abs().max()) < 2e-3
