@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -128,6 +129,21 @@ def test_a_tracker_of_projects_is_told_the_run_and_prints_nothing_into_our_outpu
     assert made.more.get("dir") == (str(tmp_path / "run" / "tracker") if name == "wandb" else None)
     printed = capsys.readouterr()
     assert printed.out == "" and "a line of its own" in printed.err
+
+
+def test_trackio_s_run_is_ended_by_trackio_so_that_it_is_not_ended_again_at_exit(
+    world: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    import accelerate.tracking
+
+    ended: list[str] = []
+    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(finish=lambda: ended.append("trackio")))
+    monkeypatch.setitem(accelerate.tracking.LOGGER_TYPE_TO_CLASS, "trackio", Loud)
+    config = load_config(overrides=tiny.settings(world, telemetry__tracker="trackio"))
+    tracking = open_tracking(config, tmp_path, lambda _text: None)
+    assert tracking is not None
+    tracking({"event": "run_end"})
+    assert ended == ["trackio"] and not Kept.made[0].is_finished
 
 
 def test_without_one_nothing_is_made(world: Path, tmp_path: Path) -> None:

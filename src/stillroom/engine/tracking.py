@@ -7,6 +7,7 @@ once, and the run goes on. After a few failures in a row it is left alone.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -88,9 +89,17 @@ def open_tracking(config: Config, folder: Path, note: Callable[[str], object]) -
         if kind.requires_logging_directory:
             return kind(run, logging_dir=str(folder / _FOLDER))
         more = {"dir": _made(folder / _FOLDER)} if name in _WITH_FOLDER else {}
-        return kind(_PROJECT, name=run, **more)
+        tracker = kind(_PROJECT, name=run, **more)
+        if name == "trackio":
+            tracker.finish = _finish_trackio
+        return tracker
 
     return Tracking(name, make, config.model_dump(mode="json"), note)
+
+
+def _finish_trackio() -> None:
+    """Accelerate ends the run and leaves it the current one: trackio would end it again at exit, into our output."""
+    importlib.import_module("trackio").finish()
 
 
 def _made(folder: Path) -> str:
