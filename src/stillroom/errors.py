@@ -55,6 +55,12 @@ class CacheDamaged(BrokenAtStart):
     title = "the teacher's cache is damaged"
 
 
+class ServerUnusable(BrokenAtStart):
+    """A teacher's server gives answers that cannot be used, or refuses to answer."""
+
+    title = "the teacher's server cannot be used"
+
+
 class SelftestFailed(BrokenAtStart):
     """Something is computed wrongly on this machine."""
 
@@ -128,6 +134,12 @@ class Interrupted(StillroomError):
 
     exit_code = 75
     title = "interrupted, resumable"
+
+
+class ServerGone(Interrupted):
+    """A teacher's server answered before and does not any more: what is finished is kept."""
+
+    title = "the teacher's server does not answer, resumable"
 
 
 class Fault(StillroomError):

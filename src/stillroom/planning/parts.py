@@ -84,8 +84,8 @@ def micro_of(config: Config, mode: str, *, recomputes: bool | None = None, is_op
 def lay_out(config: Config, shapes: Shapes, mode: str, *, num_tokens: int | None = None) -> Layout:
     target = shapes.target
     asks = shapes.uses_teacher(config)
-    is_live = asks and not config.teacher.cache
-    is_there = is_live or (asks and config.teacher.cache == AUTO)
+    is_live = asks and not config.teacher.cache and not config.teacher.server
+    is_there = is_live or (asks and config.teacher.cache == AUTO and not config.teacher.server)
     dtype = _teacher_dtype(config, shapes)
     micro = micro_of(config, mode)
     teacher = work = None

@@ -14,6 +14,8 @@ def live_spec(config: Config, shared: str = "") -> SignalSpec | None:
 
     `shared` names the tokens that both models have, where each has a tokenizer of its own.
     """
+    if config.teacher.server:
+        return served_spec(config)
     kind = config.teacher.signal.kind
     if kind in ("auto", "dense"):
         return None
@@ -22,6 +24,8 @@ def live_spec(config: Config, shared: str = "") -> SignalSpec | None:
 
 def cache_spec(config: Config, shared: str = "") -> SignalSpec:
     """The signal that a new cache of this configuration holds."""
+    if config.teacher.server:
+        return served_spec(config)
     kind = config.teacher.signal.kind
     if config.objectives.span_weights:
         return _paired_spec(config, kind, shared)
@@ -44,6 +48,20 @@ def stored_spec(config: Config, there: SignalSpec, shared: str = "") -> SignalSp
     if signal.kind == "auto" and not kd.top_k:
         return SignalSpec(there.kind, there.exact, there.draws, _temperature(config), there.seed)
     return cache_spec(config)
+
+
+def served_spec(config: Config) -> SignalSpec:
+    """The signal of a teacher on a server: log-probabilities of its likeliest tokens, at temperature 1."""
+    kind = config.teacher.signal.kind
+    spec = _spec(config, "renormalised" if kind == "renormalised" else "top_k")
+    if spec.temperature != 1.0:
+        raise ConfigError(
+            f"a server gives log-probabilities of temperature 1, and objectives.kd.temperature is "
+            f"{spec.temperature:g}: what the likeliest tokens leave over there cannot be derived from them",
+            where="objectives.kd.temperature",
+            advice=["--set objectives.kd.temperature=1", "use a teacher on this machine"],
+        )
+    return spec
 
 
 def _spec(config: Config, kind: str) -> SignalSpec:

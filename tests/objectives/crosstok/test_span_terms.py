@@ -16,6 +16,7 @@ from stillroom.config.objectives import ObjectivesConfig
 from stillroom.engine.building.pairing import matched_tokens
 from stillroom.errors import ConfigError
 from stillroom.objectives import Inside, Mix, plan_objectives
+from stillroom.objectives.crosstok.prefix_groups import GroupSums
 from stillroom.objectives.crosstok.slots import SpanSlots, num_exact, num_spans
 from stillroom.objectives.divergences import make
 from stillroom.objectives.head import score_head
@@ -272,6 +273,16 @@ def test_a_batch_with_nothing_to_score_has_a_loss_and_a_gradient_of_0(batch: Bat
     assert both.view.head.weight.grad is not None and not both.view.head.weight.grad.any()
 
 
+def test_a_group_that_underflows_keeps_a_finite_value_and_a_gradient() -> None:
+    """Tokens 1 and 2 are one group, 500 nats below token 0; so is token 3, alone."""
+    sums = GroupSums.of((0, 1, 1, 2), 3, 5, torch.device("cpu"))  # the head's fifth row is padding
+    logits = torch.tensor([[0.0, -500.0, -501.0, -500.0, -600.0]], requires_grad=True)
+    masses = sums.log_masses(logits)
+    assert masses[0].tolist() == pytest.approx([0.0, -500.0, -500.0], abs=1.0)
+    masses[0, 1].backward()
+    assert logits.grad is not None and torch.isfinite(logits.grad).all() and logits.grad[0, 1] == 1.0
+
+
 # -- from a few tokens of the teacher ----------------------------------------------------------------------
 
 
@@ -358,7 +369,7 @@ def test_an_unusable_stored_answer_is_left_out_and_counted(batch: Batch) -> None
         assert torch.isfinite(gradient).all()
 
 
-@pytest.mark.parametrize("name", ["uld", "span_hidden"])
+@pytest.mark.parametrize("name", ["prefix_match", "uld", "span_hidden"])
 def test_what_stored_answers_cannot_serve_is_refused_by_name(batch: Batch, name: str) -> None:
     both = paired_batches.heads(batch)
     with pytest.raises(ConfigError, match=f"objectives.{name} needs the live teacher"):

@@ -17,10 +17,12 @@ from stillroom.config import Config
 from stillroom.curriculum import Curriculum
 from stillroom.data import Corpus, Rows, fixed_rows
 from stillroom.data.teacher_rows import TeacherRows
+from stillroom.engine.building.served_build import fill_served, whose_answers
 from stillroom.engine.building.teacher_build import plainly_quantised, quantise_teacher
 from stillroom.errors import BrokenAtStart, ConfigError, DataError
 from stillroom.models import LoadedModel, load_tokenizer, vocabulary_hash
 from stillroom.objectives.objective import Matched
+from stillroom.remote import is_url, local_copy
 from stillroom.teachers import Teacher
 from stillroom.teachers.cache.identity import teacher_identity
 from stillroom.teachers.cache.manifest import SHARD_TOKENS, Manifest, check_same, is_there, read_manifest
@@ -82,7 +84,8 @@ def cache_folder(config: Config, folder: Path | None, reading: Reading, dtype: t
     So runs that lie side by side share it, and a run with another teacher or another signal makes another one.
     """
     if config.teacher.cache != AUTO:
-        place = Path(str(config.teacher.cache)).expanduser()
+        named = str(config.teacher.cache)
+        place = local_copy(named) if is_url(named) else Path(named).expanduser()
         read_manifest(place)  # before anything is loaded
         return place
     if folder is None:
@@ -162,7 +165,7 @@ def cached_teacher(
     here = Manifest(asked, cache.manifest.vocab_size, vocabulary_hash(reading.tokenizer), identity)
     check_same(cache.manifest, here, place)
     _check_coverage(cache, needed, place)
-    for text in (*notes, *check_use(config, asked)):
+    for text in (*notes, *whose_answers(cache.manifest), *check_use(config, asked)):
         tell(text)
 
     def load_whole() -> Teacher:
@@ -249,6 +252,11 @@ def fill(
     `beside` are folders of the same answers at other temperatures, filled in the same pass.
     """
     others = dict(beside or {})
+    if config.teacher.server:
+        return fill_served(
+            config, place, needed, reading.tokenizer, vocab_size, device, tell=tell, num_others=len(others),
+            on_progress=on_progress, is_stopped=is_stopped,
+        )  # fmt: skip
 
     def ready(full: LoadedModel | None) -> LoadedModel | None:
         rows, write = needed[0].rows, lambda _event, **fields: tell(quantised_line(fields))
