@@ -15,7 +15,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "stillroom"
 
 LAYERS = [
     {"errors", "files", "threads"},
-    {"types", "config", "ends"},
+    {"types", "config", "ends", "remote"},
     {"numerics", "curriculum", "schedule", "guard", "builtin", "yardsticks"},
     {"objectives", "precision", "data", "models"},
     {"teachers", "telemetry", "parallel", "shard_files"},

@@ -30,6 +30,7 @@ from stillroom.evaluation import evaluate
 from stillroom.models import Student
 from stillroom.models.anatomy import head_logits
 from stillroom.objectives.mix import Mix
+from stillroom.objectives.objective import Matched
 from stillroom.precision import resolve
 from stillroom.teachers import Teacher
 from stillroom.types import Lesson, Needs
@@ -80,6 +81,21 @@ class Job:
 PLAIN = {"kd.weight": 0.0, "ce.weight": 1.0}
 
 
+@dataclass(frozen=True)
+class Lessons:
+    """What a run reads: rows to train on, rows to be checked on, and by which yardstick it is checked."""
+
+    train: Rows
+    dev: Rows
+    vocab_size: int = texts.VOCAB
+    yardstick: str = "nll"
+    matched: Matched | None = None  # where the teacher reads tokens of its own
+
+    @staticmethod
+    def of(job: Job) -> Lessons:
+        return Lessons(texts.transfer_set(job.domain, job.transfer_tokens), texts.domain(job.domain).dev)
+
+
 def run(job: Job, model: Any = None, source: Teacher | None = None) -> dict[str, Any]:
     """Train as the job says and judge the best student of the run on test.
 
@@ -122,15 +138,14 @@ class Trained:
     seconds: float
 
 
-def train(job: Job, model: Any, source: Teacher | None) -> Trained:
+def train(job: Job, model: Any, source: Teacher | None, lessons: Lessons | None = None) -> Trained:
     """The product's step, by hand: score, backward, clip, update."""
-    config = job.config()
-    student = Student(model, vocab_size=texts.VOCAB, is_described=True)
+    config, lessons = job.config(), lessons or Lessons.of(job)
+    student = Student(model, vocab_size=lessons.vocab_size, is_described=True)
     precision = resolve("fp32")
-    planned = make_objectives(config, model, getattr(source, "model", None), nets.CPU)
+    planned = make_objectives(config, model, getattr(source, "model", None), nets.CPU, matched=lessons.matched)
     optimizer = make_optimizer(model, precision, config, planned)
-    rows = texts.transfer_set(job.domain, job.transfer_tokens)
-    loader = Loader(rows, batch_size=texts.BATCH, seed=job.seed)
+    loader = Loader(lessons.train, batch_size=texts.BATCH, seed=job.seed)
     schedule, curriculum, mix = (
         make_schedule(config, loader.num_batches),
         Curriculum.of(config),
@@ -156,7 +171,7 @@ def train(job: Job, model: Any, source: Teacher | None) -> Trained:
         optimizer.zero_grad()
         if step + 1 in at_step:
             found.seconds += time.process_time() - begin
-            _check(found, student, texts.domain(job.domain).dev, step + 1)
+            _check(found, student, lessons, step + 1)
             begin = time.process_time()
     return found
 
@@ -177,16 +192,17 @@ def score_batch(
     precision.backward(mix.score(view, signal, batch, lesson, counts).loss)
 
 
-def _check(found: Trained, student: Student, dev: Rows, step: int) -> None:
-    loss = held_out(student, dev)
+def _check(found: Trained, student: Student, lessons: Lessons, step: int) -> None:
+    loss = held_out(student, lessons.dev, lessons.yardstick)
     found.curve.append((step, round(loss, 5)))
     if loss < found.best_dev:
         found.best_dev, found.best_step = loss, step
         found.best = {name: tensor.detach().clone() for name, tensor in student.model.state_dict().items()}
 
 
-def held_out(student: Student, rows: Rows) -> float:
-    return evaluate(student, fixed_batches(rows, _EVAL_BATCH), precision=resolve("fp32")).nll
+def held_out(student: Student, rows: Rows, yardstick: str = "nll") -> float:
+    found = evaluate(student, fixed_batches(rows, _EVAL_BATCH), precision=resolve("fp32"))
+    return float(getattr(found, yardstick))
 
 
 def judge(model: Any, teacher: TeacherName, domain: str, side: str = "test") -> dict[str, float]:

@@ -12,6 +12,7 @@ import hashlib
 import json
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -63,17 +64,17 @@ class TeacherName:
     niche_share: float = 0.0
 
 
-def draw(shape: Shape, seed: int) -> Any:
-    """A model with weights that depend on shape and seed alone."""
+def draw(shape: Shape, seed: int, vocab_size: int = texts.VOCAB, max_length: int = 2 * texts.LENGTH) -> Any:
+    """A model with weights that depend on shape, sizes and seed alone."""
     shared = {
-        "vocab_size": texts.VOCAB,
+        "vocab_size": vocab_size,
         "hidden_size": shape.width,
         "intermediate_size": shape.feed_forward,
         "num_hidden_layers": shape.layers,
         "num_attention_heads": shape.width // shape.head_dim,
         "num_key_value_heads": shape.width // shape.head_dim,
         "head_dim": shape.head_dim,
-        "max_position_embeddings": 2 * texts.LENGTH,
+        "max_position_embeddings": max_length,
         "tie_word_embeddings": True,
         "use_cache": False,
     }
@@ -103,13 +104,18 @@ def teacher_model(name: TeacherName) -> Any:
     folder = texts.CACHE / f"teacher-{name.shape}-{key}"
     if not (folder / "recipe.json").exists():
         model = draw(SHAPES[name.shape], seed=1)
-        seconds = _train_teacher(model, _teacher_rows(name.niche_share))
+        seconds = train_teacher(model, _teacher_rows(name.niche_share))
         model.save_pretrained(folder)
         (folder / "recipe.json").write_text(json.dumps({**recipe, "cpu_seconds": seconds}, indent=1))
+    return reopened(folder).requires_grad_(False).eval()
+
+
+def reopened(folder: Path) -> Any:
+    """A model kept on disk, with weights to train."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.config.use_cache = False
     attend_causally(model)
-    return model.requires_grad_(False).eval()
+    return model
 
 
 def _teacher_rows(niche_share: float) -> list[tuple[Rows, int]]:
@@ -119,9 +125,9 @@ def _teacher_rows(niche_share: float) -> list[tuple[Rows, int]]:
     return [(rows, count) for rows, count in sets if count]
 
 
-def _train_teacher(model: Any, sets: list[tuple[Rows, int]]) -> float:
+def train_teacher(model: Any, sets: list[tuple[Rows, int]], steps: int = _TEACHER_STEPS) -> float:
     """Cross-entropy as the model computes it, with its load-balancing term; the product's optimizer and schedule."""
-    train = {"learning_rate": _TEACHER_RATE, "max_steps": _TEACHER_STEPS, "warmup_ratio": 0.05, "weight_decay": 0.1}
+    train = {"learning_rate": _TEACHER_RATE, "max_steps": steps, "warmup_ratio": 0.05, "weight_decay": 0.1}
     config = Config(train=train)
     precision = resolve("fp32")
     optimizer = optimizer_of(model, precision, config)
@@ -130,7 +136,7 @@ def _train_teacher(model: Any, sets: list[tuple[Rows, int]]) -> float:
     extra = {"output_router_logits": True} if hasattr(model.config, "num_experts_per_tok") else {}
     start = time.process_time()
     model.train()
-    for step in range(_TEACHER_STEPS):
+    for step in range(steps):
         batches = [loader.window(step)[0] for loader in loaders]
         inputs = torch.cat([batch.input_ids for batch in batches])
         targets = torch.cat([batch.targets for batch in batches])
@@ -152,7 +158,7 @@ def optimizer_of(model: Any, precision: Precision, config: Config) -> AdamW:
 
 def live(model: Any) -> LiveTeacher:
     """A model as the product's teacher."""
-    return LiveTeacher(model, vocab_size=texts.VOCAB, device=CPU, offload=False, is_described=True)
+    return LiveTeacher(model, vocab_size=model.config.vocab_size, device=CPU, offload=False, is_described=True)
 
 
 class Remembered(Teacher):

@@ -20,7 +20,7 @@ from stillroom.measures.continuations import TextAgreement, text_agreement
 from stillroom.measures.cost import cost_of
 from stillroom.measures.question_file import read_questions
 from stillroom.measures.questions import answer_questions
-from stillroom.measures.tasks import check_tasks, run_tasks
+from stillroom.measures.tasks import open_tasks
 from stillroom.models import LoadedModel, agree_on_vocabulary, open_teacher
 from stillroom.models.anatomy import backbone
 from stillroom.models.load.names import model_name
@@ -110,7 +110,7 @@ def assess(
 
     The folder of a run means its student. `questions` is a file of questions to answer, `tasks` are lm-eval's.
     """
-    check_tasks(tasks)
+    benchmarks = open_tasks(tasks)
     asked = read_questions(questions) if questions is not None else []
     where = find_device(device)
     names = {"student": model_name(model), **({"teacher": model_name(teacher)} if teacher is not None else {})}
@@ -130,8 +130,8 @@ def assess(
         result[role] |= asdict(cost_of(loaded.network, place=_place(names[role]), load_seconds=seconds))
         if asked:
             result[role]["questions"] = asdict(answer_questions(loaded.network, loaded.tokenizer, asked, bos=bos))
-        if tasks:
-            result[role]["tasks"] = run_tasks(loaded.network, loaded.tokenizer, tasks, batch_size=batch_size)
+        if benchmarks is not None:
+            result[role]["tasks"] = benchmarks.run(loaded.network, loaded.tokenizer, batch_size=batch_size)
     if teacher is not None:
         shares = retained(result["student"], result["teacher"])
         is_same = "retention" in result  # otherwise what goes by tokens goes by different ones

@@ -39,9 +39,12 @@ def write_durably(path: Path, contents: bytes) -> dict[str, Any]:
     return {"sha256": hashlib.sha256(contents).hexdigest(), "bytes": len(contents)}
 
 
-def write_atomically(path: Path, contents: bytes) -> None:
-    """Replace a file: readers see the old one or the new one. A failed write leaves the old one."""
-    temporary = path.with_name(f"{TEMPORARY}{path.name}-{os.getpid()}")
+def write_atomically(path: Path, contents: bytes, *, mark: str = "") -> None:
+    """Replace a file: readers see the old one or the new one. A failed write leaves the old one.
+
+    `mark` tells writers apart where they may be on several machines, whose process ids may be the same.
+    """
+    temporary = path.with_name(f"{TEMPORARY}{path.name}-{mark or os.getpid()}")
     try:
         write_durably(temporary, contents)
         temporary.replace(path)

@@ -68,7 +68,7 @@ def test_a_teacher_of_another_tokenizer_teaches(
     notes = [note for event in events if event["event"] == "run_start" for note in event["data"]["notes"]]
     assert any(note.startswith("two tokenizers: 100.0%") for note in notes)
     steps = [event for event in events if event["event"] == "step"]
-    terms = {"ce", "alm", *(name.split("__")[1] for name in over if name.startswith("objectives"))}
+    terms = {"ce", "alm", "prefix_match", *(name.split("__")[1] for name in over if name.startswith("objectives"))}
     assert all(set(step["terms"]) == terms for step in steps)
     (sample,) = [event for event in events if event["event"] == "sample"]
     assert sample["teacher"] and sample["student"]
@@ -87,7 +87,7 @@ def test_training_and_evaluation_score_the_same_batch_alike(pair: Path, tmp_path
     events = read_events(tmp_path / "run" / "events.jsonl")
     step = next(event for event in events if event["event"] == "step")
     evaluation = [event for event in events if event["event"] == "eval"][-1]
-    assert set(step["terms"]) == set(evaluation["terms"]) == {"ce", "alm", "exact_match"}
+    assert set(step["terms"]) == set(evaluation["terms"]) == {"ce", "alm", "prefix_match", "exact_match"}
     for name, term in step["terms"].items():
         assert evaluation["terms"][name]["raw"] == pytest.approx(term["raw"], rel=1e-5), name
 
@@ -181,7 +181,7 @@ def test_a_teacher_that_is_not_finite_for_a_step_leaves_the_labels(pair: Path, t
     assert distill(config, tmp_path / "run", device="cpu", inject="teacher_nan@2").summary["status"] == "done"
     first, second, third = steps_of(tmp_path / "run")
     assert first["bad_teacher_rows"] == third["bad_teacher_rows"] == 0 < second["bad_teacher_rows"]
-    assert second["terms"]["alm"]["raw"] == 0.0 < second["terms"]["ce"]["raw"]
+    assert second["terms"]["alm"]["raw"] == second["terms"]["prefix_match"]["raw"] == 0.0 < second["terms"]["ce"]["raw"]
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -227,11 +227,11 @@ def test_a_curriculum_moves_the_weights_of_objectives_on_spans(pair: Path, tmp_p
     weights = [step["terms"].get("alm", {"weight": 0.0})["weight"] for step in found]
     assert weights == sorted(weights) and weights[0] < weights[-1]
     for step in found[1:]:
-        for name in ("alm", "exact_match", "ce"):
+        for name in ("alm", "prefix_match", "exact_match", "ce"):
             term = step["terms"][name]
             assert term["scaled"] == pytest.approx(term["raw"] * term["weight"]) and 0.0 <= term["share"] <= 1.0
     evaluation = [event for event in read_events(tmp_path / "run" / "events.jsonl") if event["event"] == "eval"][-1]
-    assert set(evaluation["terms"]) == {"alm", "exact_match", "ce"}
+    assert set(evaluation["terms"]) == {"alm", "prefix_match", "exact_match", "ce"}
 
 
 def test_the_guard_judges_the_terms_of_objectives_on_spans(pair: Path, tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ def test_the_guard_judges_the_terms_of_objectives_on_spans(pair: Path, tmp_path:
         patch.setattr(Guard, "judge", watching)
         run(pair, tmp_path / "run", objectives__exact_match__weight=0.2, objectives__uld__weight=0.1)
     assert len(seen) == 3
-    assert all({"ce", "alm", "exact_match", "uld"} <= set(evidence.terms) for evidence in seen)
+    assert all({"ce", "alm", "prefix_match", "exact_match", "uld"} <= set(evidence.terms) for evidence in seen)
 
 
 def test_a_teacher_s_error_of_quantisation_is_measured_on_its_own_rows(pair: Path, tmp_path: Path) -> None:

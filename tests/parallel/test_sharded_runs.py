@@ -12,10 +12,14 @@ from typing import Any
 import pytest
 import tiny
 import torch
+import torch.distributed as dist
 from process_jobs import environment, free_port, losses, weights
+from transformers import AutoModelForCausalLM
 
 from stillroom.config import load_config
 from stillroom.engine.distill import distill, resume
+from stillroom.errors import BrokenAtStart
+from stillroom.parallel import sharded
 from stillroom.telemetry import read_events
 
 # Rows of all lengths; the last window of an epoch leaves processes without rows.
@@ -108,6 +112,18 @@ def test_one_two_and_four_processes_train_one_student_and_take_over_from_each_ot
         compare(at["one"], world / name)
     _check_what_is_said(world)
     _check_half_precision(world, at["half"])
+
+
+def test_sharding_that_was_asked_for_and_did_not_happen_ends_the_run(
+    world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sharded, "fully_shard", lambda *_modules, **_options: None)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(BrokenAtStart, match="parameters are not sharded"):
+            sharded.Sharded(0, 1).place(AutoModelForCausalLM.from_pretrained(world / "student"), [])
+    finally:
+        dist.destroy_process_group()
 
 
 def _check_what_is_said(world: Path) -> None:

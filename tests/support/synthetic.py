@@ -249,17 +249,19 @@ def evaluated() -> dict[str, Any]:
         "questions": 120, "too_long": 0, "choice_accuracy": 0.425, "exact_match": 0.31, "answer_perplexity": 9.1,
         "intervals": {"choice_accuracy": [0.34, 0.51], "exact_match": [0.23, 0.4]},
     }  # fmt: skip
+    arc = {"samples": 2376, "word_perplexity": 40.0, "higher_is_better": {"acc": True, "word_perplexity": False}}
     student: dict[str, Any] = {
         "perplexity": 57.1, "bits_per_byte": 1.62, "kl": 0.41, "agreement": 0.612, "parameters": 401220,
         "disk_megabytes": 1.61, "load_seconds": 0.21, "prefill_tokens_per_second": 9120.0, "documents": 55,
         "decode_tokens_per_second": 310.5, "peak_memory_gb": 0.011, "intervals": {"perplexity": [54.2, 60.3]},
-        "questions": questions, "tasks": {"arc_easy": {"acc": 0.31, "acc_stderr": 0.012}}, "notes": [],
+        "questions": questions, "notes": [],
+        "tasks": {"arc_easy": arc | {"acc": 0.31, "intervals": {"acc": [0.287, 0.334]}}},
     }  # fmt: skip
     teacher = student | {
         "perplexity": 20.3, "bits_per_byte": 1.2, "kl": 0.0, "agreement": 1.0, "parameters": 3214112,
         "disk_megabytes": 12.9, "prefill_tokens_per_second": 2210.0, "decode_tokens_per_second": 142.0,
         "questions": questions | {"choice_accuracy": 0.61, "exact_match": 0.48, "answer_perplexity": 4.2},
-        "tasks": {"arc_easy": {"acc": 0.44, "acc_stderr": 0.013}},
+        "tasks": {"arc_easy": arc | {"acc": 0.44, "word_perplexity": 20.0}},
     }  # fmt: skip
     return {
         "data": "held_out.jsonl",

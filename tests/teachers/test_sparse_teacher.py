@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 
 import cache_cases as cases
+import packed_texts
 import pytest
 import torch
 
@@ -13,7 +14,7 @@ from stillroom.config.schema import TeacherConfig
 from stillroom.data import Rows
 from stillroom.models import open_teacher
 from stillroom.teachers.live import LiveTeacher
-from stillroom.teachers.signals import SignalSpec
+from stillroom.teachers.signals import RowAnswer, SignalSpec
 from stillroom.teachers.sparse import SparseTeacher
 from stillroom.types import Batch, DenseSignal, Needs, SampledSignal
 
@@ -55,6 +56,13 @@ def test_each_row_is_asked_by_itself_and_without_padding(
     assert shapes == [(1, 31), (1, 5), (1, 64)]
 
 
+def test_texts_that_share_a_row_do_not_see_each_other(teacher: SparseTeacher) -> None:
+    batch = packed_texts.batch_of(packed_texts.texts())
+    signal = teacher.observe(batch, Needs())
+    dense, whole = teacher.whole_answer(batch, signal), teacher.live.observe(batch, Needs())
+    assert isinstance(dense, DenseSignal) and torch.allclose(dense.hidden, whole.hidden, atol=1e-5)
+
+
 def test_the_signal_is_that_of_the_dense_answer(teacher: SparseTeacher, rows: Rows) -> None:
     batch = rows.batch([0, 5, 2])
     signal = teacher.observe(batch, Needs())
@@ -90,3 +98,15 @@ def test_where_memory_does_not_suffice_halves_are_asked(
     monkeypatch.setattr(teacher.live, "observe", limited)
     hidden, targets = teacher._together(rows.batch([0, 5, 2]))
     assert sizes == [3, 2, 1, 1, 1] and [len(part.hidden) for part in hidden] == [len(part) for part in targets]
+
+
+def test_each_piece_of_a_packed_row_is_answered_as_if_alone(teacher: SparseTeacher, rows: Rows) -> None:
+    parts = [rows.batch([0]), rows.batch([6])]
+    names = ("input_ids", "attention_mask", "targets", "target_bytes")
+    joined = {name: torch.cat([getattr(part, name) for part in parts], dim=1) for name in names}
+    packed = Batch(**joined, sample_ids=("packed",), segments=torch.tensor([[0] * 5 + [1] * 9]))
+    spec = SignalSpec("top_k", 4, 0)
+    (answer,) = teacher.answer_rows(packed, [spec])[0]
+    alone = RowAnswer.join([teacher.answer_rows(part, [spec])[0][0] for part in parts])
+    assert (answer.ids == alone.ids).all()
+    assert abs(answer.log_probs.astype(int) - alone.log_probs.astype(int)).max() <= 1

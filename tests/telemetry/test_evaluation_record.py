@@ -12,21 +12,19 @@ import pytest
 from stillroom.telemetry.evaluation_record import (
     EVALUATED,
     evaluation_notes,
-    figure_rows,
     read_evaluation,
     student_sum,
     write_evaluation,
 )
+from stillroom.telemetry.figure_rows import figure_rows
 
 SCORES: dict[str, Any] = {
     "perplexity": 57.1, "intervals": {"perplexity": [54.2, 60.3]}, "parameters": 401220, "notes": ["read in blocks"],
-    "questions": {"questions": 20, "exact_match": 0.5, "intervals": {"exact_match": [0.3, 0.7]}},
-    "tasks": {"arc": {"acc": 0.25}},
 }  # fmt: skip
 RESULT: dict[str, Any] = {
     "data": "held.jsonl",
     "student": SCORES,
-    "teacher": {**SCORES, "perplexity": 20.3, "parameters": 3214112, "tasks": {"arc": {"acc": 0.5}}},
+    "teacher": {**SCORES, "perplexity": 20.3, "parameters": 3214112},
     "retained": {"perplexity": 0.3555, "parameters": 0.1248},
     "notes": ["read in blocks", "5 records were left out"],
 }
@@ -80,19 +78,8 @@ def test_a_value_that_is_not_finite_is_kept_by_name(run: Path) -> None:
     write_evaluation(run, student_sum(run), {"student": {"perplexity": math.inf}})
     json.loads((run / EVALUATED).read_text(), parse_constant=lambda word: pytest.fail(word))
     (row,) = figure_rows(read_evaluation(run, []).record)
-    assert row.student == "inf" and row.teacher == "-"
+    assert row.student.value == "inf" and row.teacher.value == "-"
 
 
-def test_every_figure_stands_in_a_row_with_what_is_retained() -> None:
-    rows = {row.label: row for row in figure_rows(RESULT)}
-    first = rows["perplexity"]
-    assert (first.teacher, first.student, first.retained) == ("20.3", "57.1", "35.5%")
-    assert first.student_interval == "54.2 to 60.3" and rows["parameters"].retained == "0.125x"
-    assert rows["exact match"].student == "50.0%" and rows["exact match"].student_interval == "30.0% to 70.0%"
-    assert (rows["arc acc"].teacher, rows["arc acc"].student) == ("0.500", "0.250")
+def test_a_note_is_told_once() -> None:
     assert evaluation_notes(RESULT) == ["read in blocks", "5 records were left out"]
-
-
-def test_records_of_another_shape_give_no_rows() -> None:
-    for record in ({}, {"student": {"tasks": {"a": 3}}}, {"student": {"tasks": []}, "retained": 1}):
-        assert figure_rows(record) == []

@@ -241,6 +241,9 @@ class Config(Section):
                 + " and ".join(f"objectives.{name}.weight = 0" for name in spans)
                 + " and objectives.kd.weight, or leave student.vocabulary out"
             )
+        if self.teacher.server and (inner or self.student.init == "shrink"):
+            what = f"{' and '.join(inner)} look inside the teacher" if inner else "student.init = 'shrink' cuts it"
+            raise ValueError(f"{what}, and teacher.server gives only its answers: leave teacher.server out")
         if self.student.init == "shrink" and self.teacher.placement == "stream":
             raise ValueError(
                 "student.init = 'shrink' cuts the student from the whole teacher: set teacher.placement = 'device' or "

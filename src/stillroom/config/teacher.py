@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from stillroom.config.sections import Section
+from stillroom.config.served import RequestsConfig, check_url
 from stillroom.config.signal import SignalConfig
 
 
@@ -97,6 +98,12 @@ class TeacherConfig(ModelSection):
         description="folder written by `stillroom cache`: the teacher is then not loaded. auto: a folder beside the "
         "run's, written on first use",
     )
+    server: str | None = Field(
+        None,
+        description="URL of an OpenAI-compatible server that gives log-probabilities of prompts (vLLM): the teacher is "
+        "asked there and not loaded. teacher.model then names its tokenizer: a folder or a hub id, no weights needed",
+    )
+    requests: RequestsConfig = Field(default_factory=RequestsConfig)
     signal: SignalConfig = Field(default_factory=SignalConfig)
     router: RouterConfig = Field(default_factory=RouterConfig)
 
@@ -117,4 +124,25 @@ class TeacherConfig(ModelSection):
             )
         if self.cache and self.signal.kind == "dense":
             raise ValueError("a cache holds no dense answers: leave teacher.signal.kind out, or teacher.cache")
+        return self
+
+    @model_validator(mode="after")
+    def _elsewhere(self) -> TeacherConfig:
+        """What a teacher on a server cannot have: its weights are not here."""
+        if self.server is None:
+            return self
+        check_url(self.server)
+        refused = {
+            "placement": self.placement != "device",
+            "quantisation": self.quantisation != "none",
+            "router.mode": self.router.mode != "frozen",
+            "signal.compare": self.signal.compare != "stored",
+        }
+        for name in (name for name, is_set in refused.items() if is_set):
+            raise ValueError(f"teacher.{name} is for weights on this machine: leave it out, or teacher.server")
+        if self.signal.kind not in ("auto", "top_k", "renormalised"):
+            raise ValueError(
+                f"teacher.signal.kind = {self.signal.kind!r} needs the whole distribution, and a server gives the "
+                "likeliest tokens: set teacher.signal.kind = 'top_k'"
+            )
         return self

@@ -16,6 +16,7 @@ from stillroom.engine.building.cache_build import Reading, fill, required_rows
 from stillroom.engine.building.device import find_device
 from stillroom.engine.building.models import teacher_dtype
 from stillroom.engine.building.pairing import matched_tokens, reads_its_own_tokens
+from stillroom.engine.building.served_build import served_rows
 from stillroom.engine.stop import Stop
 from stillroom.errors import ConfigError, DataError, Interrupted
 from stillroom.models import (
@@ -37,6 +38,7 @@ from stillroom.teachers.make import open_live
 from stillroom.teachers.quantised import check_quantisation
 from stillroom.teachers.signals import SignalSpec
 from stillroom.teachers.sparse import describe
+from stillroom.teachers.spec import served_spec
 
 
 def make_cache(
@@ -56,6 +58,8 @@ def make_cache(
     """
     places = temperature_folders(config, out, temperatures)
     first = next(iter(places))
+    if config.teacher.server:
+        served_spec(_at(config, places[first]))
     stop = Stop(max_minutes)
     stop.heed_clock()
     with stop.on_signals():
@@ -71,6 +75,8 @@ def make_cache(
             loaded, vocab_size = None, 0
             if all(is_there(place) and not missing_rows(Cache(place), needed) for place in places):
                 vocab_size = read_manifest(first).vocab_size
+            elif config.teacher.server:
+                vocab_size = _served_vocabulary(config, tokenizer)
             else:
                 loaded, vocab_size = _open(config, dtype, tokenizer, is_paired=is_paired)
         config = _at(config, places[first])
@@ -125,7 +131,7 @@ def _reading(config: Config, tokenizer: Any, *, is_paired: bool) -> Reading:
     if not is_paired:
         return Reading(tokenizer)
     own = load_tokenizer(config.teacher, config.teacher.model)
-    return Reading(own, matched_tokens(tokenizer, own))
+    return Reading.of(config, own, matched_tokens(tokenizer, own))
 
 
 def _open(config: Config, dtype: torch.dtype, tokenizer: Any, *, is_paired: bool) -> tuple[LoadedModel, int]:
@@ -138,9 +144,19 @@ def _open(config: Config, dtype: torch.dtype, tokenizer: Any, *, is_paired: bool
         return teacher, teacher.anatomy.vocab_rows
     if config.student.vocabulary == "teacher":
         return teacher, agree_on_vocabulary(own, own, teacher.anatomy.vocab_rows, num_ids(own))
+    return teacher, agree_on_vocabulary(own, tokenizer, teacher.anatomy.vocab_rows, _student_rows(config))
+
+
+def _student_rows(config: Config) -> int:
     student, _notes = load_student(config.student, seed=config.train.seed)
-    rows = anatomy_of(student).vocab_rows
-    return teacher, agree_on_vocabulary(own, tokenizer, teacher.anatomy.vocab_rows, rows)
+    return int(anatomy_of(student).vocab_rows)
+
+
+def _served_vocabulary(config: Config, tokenizer: Any) -> int:
+    """The vocabulary that the student shares with a teacher of which the tokenizer alone is here."""
+    own = load_tokenizer(config.teacher, config.teacher.model)
+    rows = num_ids(own) if config.student.vocabulary == "teacher" else _student_rows(config)
+    return agree_on_vocabulary(own, tokenizer, served_rows(config.teacher, rows), rows)
 
 
 # -- answers that others stored --------------------------------------------------------------------------

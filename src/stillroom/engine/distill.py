@@ -21,6 +21,7 @@ from stillroom.engine.building.micro_batch import find_micro_batch
 from stillroom.engine.building.models import Models, load_models
 from stillroom.engine.building.preflight import first_forward
 from stillroom.engine.building.shrink_student import start_note, student_name
+from stillroom.engine.building.strategy import unused_strategy
 from stillroom.engine.ending.finish import finish, result_or_error, summary_row
 from stillroom.engine.ending.outcome import FINISHED, doubts
 from stillroom.engine.ending.result import Result
@@ -269,6 +270,7 @@ def _announce(run: Run, models: Models, notes: tuple[str, ...], saved: Saved | N
             "notes": list(run.corpus.notes),
         },
     )
+    notes = (*notes, *unused_strategy(config, run.parallel))
     for text in (*notes, *threads.notes(), *models.notes, *run.teacher.notes, *run.mix.notes(run.device.type)):
         run.log.write("note", text=text)
     if saved is not None:

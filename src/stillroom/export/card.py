@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
-from stillroom.telemetry.evaluation_record import Evaluated, figure_rows
+from stillroom.telemetry.evaluation_record import Evaluated
+from stillroom.telemetry.figure_rows import ASSESSMENT_ROWS, figure_rows
 from stillroom.telemetry.reading import section, show, show_interval
-from stillroom.telemetry.results import ASSESSMENT_ROWS, RESULT_COLUMNS, RESULT_ROWS
+from stillroom.telemetry.results import RESULT_COLUMNS, RESULT_ROWS
 from stillroom.telemetry.wording import clean, clip, format_bytes, format_count
 
 _LONGEST = 120
@@ -147,13 +148,14 @@ def _evaluated(evaluated: Evaluated) -> str:
     lines = ["| | " + " | ".join(heads) + " |", "|---|" + "---:|" * len(heads)]
     rows = figure_rows(record)
     for row in rows[:_MOST_ROWS]:
-        teacher = row.teacher + (f" ({row.teacher_interval})" if row.teacher_interval else "")
-        student = row.student + (f" ({row.student_interval})" if row.student_interval else "")
+        teacher, student = (
+            side.value + (f" ({side.interval})" if side.interval else "") for side in (row.teacher, row.student)
+        )
         cells = [teacher, student, row.retained or "-"] if has_teacher else [student]
         lines.append(f"| {_label(row.label)} | " + " | ".join(cells) + " |")
-    teacher = f", beside {short_name(record.get('teacher_model'))}" if has_teacher else ""
+    beside = f", beside {short_name(record.get('teacher_model'))}" if has_teacher else ""
     told = (
-        f"On {short_name(record.get('data'))}{teacher}, in float32, before it was written in the form of these files. "
+        f"On {short_name(record.get('data'))}{beside}, in float32, before it was written in the form of these files. "
         "In brackets 95 % intervals. Retained: of quality the share of the teacher's (perplexities and bits inverted), "
         "of size and speed how many times the teacher's. Seconds, speed and memory are of one sitting on one machine."
     )

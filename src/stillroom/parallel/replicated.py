@@ -108,7 +108,7 @@ class Replicated(Processes):
         buffer: Tensor = bucket.buffer()
         summed = buffer if buffer.dtype != torch.float16 else self._in_fp32(bucket)
         parameters = bucket.parameters()
-        parts = summed.split([parameter.numel() for parameter in parameters])
+        parts = torch.split(summed, [parameter.numel() for parameter in parameters])
         for parameter, part in zip(parameters, parts, strict=True):
             self._sums[parameter] = part.view(parameter.shape)
         self._num_sent += 1
@@ -132,7 +132,7 @@ class Replicated(Processes):
     def _in_fp32(self, bucket: Any) -> Tensor:
         """The gradients of a bucket of FP16 parameters, with those of the earlier micro-batches."""
         flat: Tensor = bucket.buffer().float()
-        parts = flat.split([parameter.numel() for parameter in bucket.parameters()])
+        parts = torch.split(flat, [parameter.numel() for parameter in bucket.parameters()])
         for parameter, part in zip(bucket.parameters(), parts, strict=True):
             earlier = self._optimizer.accumulated(parameter)
             if earlier is not None:

@@ -48,9 +48,19 @@ class _Gather(DefaultAllGather):
 
 
 class _Reduce(DefaultReduceScatter):
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
+    """On a CPU gloo reduces everything everywhere and drops the rest: each process sends its parts to their owners
+    instead, which is half of the bytes, and sums those it is sent."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> Any:
         with peer_errors():
-            return super().__call__(*arguments, **named)
+            if input_tensor.device.type != "cpu" or op != dist.ReduceOp.SUM:
+                return super().__call__(output_tensor, input_tensor, group, op, async_op)
+            parts = torch.empty_like(input_tensor)
+            dist.all_to_all_single(parts, input_tensor, group=group)
+            torch.sum(parts.view(group.size(), -1), dim=0, out=output_tensor.view(-1))
+        return None
 
 
 class Sharded(Processes):
@@ -67,11 +77,11 @@ class Sharded(Processes):
     def place(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
         """Shard the weights, and raise where any of them is still whole."""
         mesh = init_device_mesh(next(model.parameters()).device.type, (self.size,))
-        self._root: Any = Root(model)
+        root: Any = Root(model)
         for block in blocks:
             fully_shard(block, mesh=mesh)
-        fully_shard(self._root, mesh=mesh, reshard_after_forward=False)
-        for module in [self._root, *blocks]:
+        fully_shard(root, mesh=mesh, reshard_after_forward=False)
+        for module in [root, *blocks]:
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
@@ -86,8 +96,9 @@ class Sharded(Processes):
                 advice=["--set train.strategy=ddp"],
             )
         with torch.no_grad():
-            self._root(lambda: None)  # FSDP2 takes the first module that runs as its root
-        self._root.reshard()
+            root(lambda: None)  # FSDP2 takes the first module that runs as its root
+        root.reshard()
+        self._root = root
         self._is_gathered = False
 
     # -- what a step asks --------------------------------------------------------------------------------

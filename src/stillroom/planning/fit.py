@@ -110,7 +110,7 @@ def _recompute(config: Config, _now: Layout, _shapes: Shapes) -> Change | None:
 
 
 def _cache(config: Config, _now: Layout, shapes: Shapes) -> Change | None:
-    if config.teacher.cache or not shapes.uses_teacher(config):
+    if config.teacher.cache or config.teacher.server or not shapes.uses_teacher(config):
         return None
     cost = "the teacher reads the data once before the run, disk, and only its likeliest tokens are kept"
     return Change({"teacher.cache": "auto"}, "the teacher's answers stored before the run", cost)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from typing import Any
 
 from stillroom.report.markup import Html, element, join
 from stillroom.report.record import RunRecord, mapping
 from stillroom.report.sections import number_cell
-from stillroom.telemetry.evaluation_record import FigureRow, evaluation_notes, figure_rows
+from stillroom.telemetry.evaluation_record import evaluation_notes
+from stillroom.telemetry.figure_rows import FigureRow, figure_rows
 from stillroom.telemetry.wording import clean, clip
 
 _MAX_ROWS = 120
@@ -41,8 +43,8 @@ def _table(rows: list[FigureRow], has_teacher: bool) -> Html:
     head = element("tr", element("th", ""), *(element("th", name, scope="col") for name in heads))
     body = []
     for row in rows:
-        theirs = number_cell("teacher", row.teacher, row.teacher_interval)
-        ours = number_cell("student", row.student, row.student_interval)
+        theirs = number_cell("teacher", row.teacher.value, row.teacher.interval)
+        ours = number_cell("student", row.student.value, row.student.interval)
         cells = [theirs, ours, number_cell("retained", row.retained or "-", "")] if has_teacher else [ours]
         body.append(element("tr", element("th", clip(row.label, 80), scope="row"), *cells))
     return element("table", element("thead", head), element("tbody", *body), class_="results figures-table")
@@ -61,7 +63,10 @@ def _about(record: Mapping[str, Any]) -> str:
 
 
 def _when(record: Mapping[str, Any]) -> str:
-    return clip(record.get("time") or "", 40)
+    try:
+        return f"{datetime.fromisoformat(str(record.get('time'))).astimezone(UTC):%Y-%m-%d %H:%M} UTC"
+    except (ValueError, OverflowError):
+        return ""
 
 
 def _notes(notes: list[str]) -> Html | None:

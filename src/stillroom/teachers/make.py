@@ -24,7 +24,7 @@ from stillroom.teachers.router.paired import PairedRouter
 from stillroom.teachers.router.teacher import TRAINING_MODES, RouterTeacher
 from stillroom.teachers.signals import SignalSpec
 from stillroom.teachers.sparse import SparseTeacher
-from stillroom.teachers.spec import check_use, live_spec
+from stillroom.teachers.spec import check_use, live_spec, served_spec
 from stillroom.teachers.streamed import StreamedModel, open_streamed
 
 
@@ -97,6 +97,8 @@ def live_teacher(
 def unused_teacher_settings(config: Config) -> list[str]:
     """Notes on settings without effect. Raise for settings that cannot work."""
     router, train = config.teacher.router, config.train
+    if config.teacher.server and not config.teacher.cache:
+        served_spec(config)
     if router.mode == "sar-joint" and config.objectives.kd.top_k:
         raise ConfigError(
             "sar-joint sends the student's gradient into the teacher, which needs its whole distribution",

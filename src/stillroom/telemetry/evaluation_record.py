@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from stillroom.files import write_atomically
-from stillroom.telemetry.reading import Fields, Format, items, section, show, show_interval
-from stillroom.telemetry.results import ASSESSMENT_ROWS, flat_scores
-from stillroom.telemetry.retention import show_retained
+from stillroom.telemetry.reading import Fields, items, section
 from stillroom.telemetry.run_record import read_object
 from stillroom.telemetry.strict import strict
-from stillroom.telemetry.wording import format_result
 
 EVALUATED = "eval.json"
 _STUDENT = "student"
@@ -39,18 +36,6 @@ class Evaluated:
 
     record: Mapping[str, Any] = field(default_factory=dict)
     doubt: str = ""
-
-
-@dataclass(frozen=True)
-class FigureRow:
-    """One figure of both models as text; `-` where there is none."""
-
-    label: str
-    teacher: str
-    teacher_interval: str
-    student: str
-    student_interval: str
-    retained: str
 
 
 def student_sum(run: Path) -> str:
@@ -91,31 +76,6 @@ def read_evaluation(run: Path, missing: list[str]) -> Evaluated:
         return Evaluated()
     now = student_sum(run)
     return Evaluated(record, "" if now and now == record.get(_SUM) else _CHANGED if now else _UNKNOWN)
-
-
-def figure_rows(record: Fields) -> list[FigureRow]:
-    """Every figure that at least one of both models has, those of questions and benchmarks included."""
-    student, teacher = (flat_scores(section(record, role)) for role in ("student", "teacher"))
-    kept = section(record, "retained")
-    rows = [_row(label, teacher, student, key, form, show_retained(kept, key)) for key, label, form in ASSESSMENT_ROWS]
-    rows += [
-        _row(f"{task} {figure}", theirs, ours, figure, format_result)
-        for task, figure, ours, theirs in _of_tasks(record)
-    ]
-    return [row for row in rows if (row.student, row.teacher) != ("-", "-")]
-
-
-def _row(label: str, teacher: Fields, student: Fields, key: str, form: Format, share: str = "") -> FigureRow:
-    sides = [(show(row, key, form), show_interval(row, key, form)) for row in (teacher, student)]
-    return FigureRow(label, *sides[0], *sides[1], share)
-
-
-def _of_tasks(record: Fields) -> Iterator[tuple[str, str, Fields, Fields]]:
-    ours, theirs = (section(section(record, role), "tasks") for role in ("student", "teacher"))
-    for task in dict.fromkeys([*ours, *theirs]):
-        rows = section(ours, task), section(theirs, task)
-        for figure in dict.fromkeys([*rows[0], *rows[1]]):
-            yield task, figure, *rows
 
 
 def evaluation_notes(record: Fields) -> list[str]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from stillroom.telemetry.figure_rows import figure_rows
 from stillroom.telemetry.reading import Fields, Format, items, reading, section, show, show_interval
-from stillroom.telemetry.retention import show_retained
 from stillroom.telemetry.wording import (
     as_number,
     clean,
@@ -82,91 +82,51 @@ def no_interval_lines(row: Fields) -> list[str]:
 
 # -- a model on its own ----------------------------------------------------------------------------------
 
-ASSESSMENT_ROWS: tuple[tuple[str, str, Format], ...] = (
-    ("perplexity", "perplexity", format_result),
-    ("bits_per_byte", "bits/byte", format_result),
-    ("kl", "KL to teacher", format_result),
-    ("kl_per_byte", "KL, bits/byte", format_result),
-    ("text_agreement", "same text, greedy", format_percent),
-    ("continued_prompts", "texts continued", format_count),
-    ("agreement", "agreement", format_percent),
-    ("top5_agreement", "teacher's in top 5", format_percent),
-    ("top5_overlap", "top-5 overlap", format_percent),
-    ("acceptance", "acceptance", format_percent),
-    ("calibration_error", "calibration error", format_percent),
-    ("parameters", "parameters", format_count),
-    ("weight_megabytes", "weights, MB", format_result),
-    ("disk_megabytes", "on disk, MB", format_result),
-    ("load_seconds", "load, s", format_result),
-    ("tokens_per_second", "tokens/s", format_count),
-    ("prefill_tokens_per_second", "reading, tokens/s", format_count),
-    ("decode_tokens_per_second", "writing, tokens/s", format_result),
-    ("peak_memory_gb", "peak memory, GB", format_result),
-    ("questions", "questions", format_count),
-    ("choice_accuracy", "choices right", format_percent),
-    ("choice_accuracy_by_byte", "choices, by byte", format_percent),
-    ("exact_match", "exact match", format_percent),
-    ("answer_perplexity", "answer perplexity", format_result),
-    ("too_long", "questions too long", format_count),
-    ("documents", "documents", format_count),
-    ("tokens", "tokens scored", format_count),
-    ("unscored_tokens", "tokens not scored", format_count),
-)
+_MAX_LABEL = 40
 
 
 def assessment_lines(result: Fields) -> list[str]:
-    """The yardsticks of a model, one a line, beside those of its teacher."""
-    voices = [(name, flat_scores(section(result, name))) for name in ("student", "teacher") if section(result, name)]
-    kept = section(result, "retained")
+    """The figures of a model, one a line, beside those of its teacher."""
+    voices = [(name, section(result, name)) for name in ("student", "teacher") if section(result, name)]
     lines = [f"{key:<6}  {clean(result[key])}" for key in ("model", "data", "device") if result.get(key)]
-    has_intervals = any(section(row, "intervals") for _, row in voices)
-
-    def line(label: str, values: Sequence[str], bounds: Sequence[str], share: str = "") -> str:
-        cells = (
-            f"  {value:>12}" + (f"  {bound:<15}" if has_intervals else "")
-            for value, bound in zip(values, bounds, strict=True)
-        )
-        return f"{label:<18}{''.join(cells)}{share:>10}".rstrip()
-
-    if len(voices) > 1 or has_intervals:
-        lines.append(
-            line("", [name for name, _ in voices], ["95 % interval"] * len(voices), "retained" if kept else "")
-        )
-    for key, label, form in ASSESSMENT_ROWS:
-        values = [show(row, key, form) for _, row in voices]
-        bounds = [show_interval(row, key, form) for _, row in voices]
-        if any(value != "-" for value in values):
-            lines.append(line(label, values, bounds, show_retained(kept, key)))
+    lines += _figure_table(result, [name for name, _ in voices])
     if reading(result, "retention") is not None:
         lines.append(
             f"retention  {show(result, 'retention', format_percent)} (teacher's perplexity over the student's)"
         )
-    lines += _task_lines(voices)
     memory = " and ".join(
         f"{show(result, key, format_result)} GB {where}"
         for key, where in (("memory_gb", "of the process"), ("gpu_memory_gb", "on the GPU"))
         if as_number(result.get(key))
     )
     lines += [f"memory  {memory}"] if memory else []
-    lines += no_interval_lines(voices[0][1]) if voices and not has_intervals else []
+    lines += no_interval_lines(voices[0][1]) if voices and not section(voices[0][1], "intervals") else []
     lines += [f"note  {name}: {clean(text)}" for name, row in voices for text in row.get("notes") or ()]
     return [*lines, *(f"note  {clean(note)}" for note in items(result, "notes"))]
 
 
-def flat_scores(row: Fields) -> Fields:
-    """A model's figures with those of its questions beside them."""
-    asked = section(row, "questions")
-    return {**row, **asked, "intervals": {**section(row, "intervals"), **section(asked, "intervals")}}
+def _figure_table(result: Fields, names: Sequence[str]) -> list[str]:
+    """A line for each figure: both models, each with its interval where there are any, and what is retained."""
+    rows = figure_rows(result)
+    has_intervals = any(row.student.interval or row.teacher.interval for row in rows)
+    labels = [clip(row.label, _MAX_LABEL) for row in rows]
+    width = max([18, *map(len, labels)])
 
+    def line(label: str, values: Sequence[str], bounds: Sequence[str], share: str) -> str:
+        cells = (
+            f"  {value:>12}" + (f"  {bound:<15}" if has_intervals else "")
+            for value, bound in zip(values, bounds, strict=True)
+        )
+        return f"{label:<{width}}{''.join(cells)}{share:>10}".rstrip()
 
-def _task_lines(voices: Sequence[tuple[str, Fields]]) -> list[str]:
-    """Each figure of each benchmark, one a line."""
-    return [
-        f"{name}  {clean(task)}  {clean(figure)} {show(section(section(row, 'tasks'), task), figure, format_result)}"
-        for name, row in voices
-        for task in section(row, "tasks")
-        for figure in section(section(row, "tasks"), task)
-    ]
+    lines = []
+    if len(names) > 1 or has_intervals:
+        head = "retained" if any(row.retained for row in rows) else ""
+        lines.append(line("", names, ["95 % interval"] * len(names), head))
+    for label, row in zip(labels, rows, strict=True):
+        sides = [row.student if name == "student" else row.teacher for name in names]
+        lines.append(line(label, [side.value for side in sides], [side.interval for side in sides], row.retained))
+    return lines
 
 
 # -- a quarantined batch ---------------------------------------------------------------------------------

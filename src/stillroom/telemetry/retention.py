@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from stillroom.telemetry.reading import section
 from stillroom.telemetry.wording import as_number, format_percent, format_result
 
 # Quality: the share that is retained, 1 for a student as good as its teacher.
@@ -31,7 +32,25 @@ def retained(student: Mapping[str, Any], teacher: Mapping[str, Any]) -> dict[str
             top, bottom = bottom, top
         if top is not None and bottom:
             shares[name] = top / bottom
+    return shares | _of_tasks(section(student, "tasks"), section(teacher, "tasks"))
+
+
+def _of_tasks(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, float]:
+    """Of each benchmark's figures of which it is known whether higher is better, as `task/figure`."""
+    shares = {}
+    for task in ours:
+        mine, other = section(ours, task), section(theirs, task)
+        for name, is_higher in section(mine, "higher_is_better").items():
+            top, bottom = as_number(mine.get(name)), as_number(other.get(name))
+            if is_higher is False:
+                top, bottom = bottom, top
+            if is_higher is not None and top is not None and bottom:
+                shares[task_key(task, name)] = top / bottom
     return shares
+
+
+def task_key(task: str, figure: str) -> str:
+    return f"{task}/{figure}"
 
 
 def show_retained(shares: Mapping[str, Any], name: str) -> str:
@@ -39,4 +58,4 @@ def show_retained(shares: Mapping[str, Any], name: str) -> str:
     value = as_number(shares.get(name))
     if value is None:
         return ""
-    return format_percent(value) if name in QUALITY else f"{format_result(value)}x"
+    return format_percent(value) if name in QUALITY or name not in _COSTS else f"{format_result(value)}x"

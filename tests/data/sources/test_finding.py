@@ -6,6 +6,7 @@ import gzip
 import json
 from pathlib import Path
 
+import fsspec
 import pytest
 
 from stillroom.data.records import Tally
@@ -72,3 +73,18 @@ def test_a_compressed_file_of_no_format_is_refused(tmp_path: Path) -> None:
     fill(tmp_path, "a.gz", "b.xml.gz")
     assert "'of no kind'" in refusal(str(tmp_path / "a.gz")).what
     assert "'.xml'" in refusal(str(tmp_path / "b.xml.gz")).what
+
+
+def test_data_behind_a_url_is_read_as_the_same_files_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "copies"))
+    store, here = fsspec.filesystem("memory"), tmp_path / "here"
+    (here / "deep").mkdir(parents=True)
+    for name in ("a.jsonl", "deep/b.jsonl"):
+        (here / name).write_text('{"text": "' + name + '"}\n')
+        store.pipe_file(f"/bucket/{name}", (here / name).read_bytes())
+    try:
+        for below in ("", "/a.jsonl", "/**/*.jsonl"):
+            read = [list(read_files(f"{root}{below}", Tally())) for root in (str(here), "memory://bucket")]
+            assert read[0] == read[1] and read[0]
+    finally:
+        store.store.clear()

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import tiny
 import torch
@@ -287,3 +288,33 @@ def test_a_folder_without_a_cache_is_refused_with_the_command_that_makes_one(sma
 def test_settings_that_cannot_go_together_are_refused_by_name(over: dict[str, Any], word: str) -> None:
     with pytest.raises(ConfigError, match=word):
         load_config(overrides=over)
+
+
+def test_a_run_from_a_cache_in_a_store_is_the_run_from_that_cache_here(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "copies"))
+    place = cache(small, tmp_path / "cache")
+    store = fsspec.filesystem("memory")
+    store.put(str(place), "/bucket/cache", recursive=True)
+    try:
+        here = run(small, tmp_path / "here", teacher__cache=str(place))
+        there = run(small, tmp_path / "there", teacher__cache="memory://bucket/cache")
+        assert_same_run(here, there)
+        shard = next(path for path in store.find("/bucket/cache") if path.endswith(".shard"))
+        held = bytearray(store.cat_file(shard))
+        held[40] ^= 1
+        store.pipe_file(shard, bytes(held))
+        with pytest.raises(StillroomError, match="changed") as caught:
+            run(small, tmp_path / "damaged", teacher__cache="memory://bucket/cache")
+        assert caught.value.exit_code == 20
+    finally:
+        store.store.clear()
+
+
+def test_a_cache_and_a_run_are_not_written_to_a_store(small: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="a teacher's cache cannot be written to s3"):
+        cache(small, Path("s3://bucket/cache"))
+    with pytest.raises(ConfigError, match="a run cannot be written to s3"):
+        run(small, Path("s3://bucket/run"))
+    assert not Path("s3:").exists()

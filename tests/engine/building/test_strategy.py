@@ -12,7 +12,7 @@ import torch
 from stillroom.config import load_config
 from stillroom.engine.building.assemble import make_precision
 from stillroom.engine.building.models import load_models
-from stillroom.engine.building.strategy import check_strategy
+from stillroom.engine.building.strategy import check_strategy, unused_strategy
 from stillroom.errors import ConfigError
 from stillroom.parallel import Parallel
 
@@ -56,6 +56,12 @@ def test_a_sharded_student_is_no_mixture_of_experts(world: Path, tmp_path: Path)
     student = tiny.save_model(tmp_path / "student", "mixtral", width=16, num_layers=1)
     with pytest.raises(ConfigError, match="mixture of experts"):
         check(world, {"student.model": str(student)}, OfParts())
+
+
+def test_a_strategy_for_one_process_is_said_to_have_no_effect() -> None:
+    config = load_config(overrides={"train.strategy": "fsdp"})
+    assert "'fsdp' has no effect" in unused_strategy(config, Parallel())[0]
+    assert unused_strategy(load_config(), Parallel()) == []
 
 
 def test_nothing_is_refused_of_what_works(world: Path) -> None:

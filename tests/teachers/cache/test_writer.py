@@ -155,12 +155,12 @@ def test_a_full_disk_is_told_and_loses_nothing(tmp_path: Path, monkeypatch: pyte
     place, written = tmp_path / "full", 0
     real = writer.write_atomically
 
-    def fill_up(path: Path, held: bytes) -> None:
+    def fill_up(path: Path, held: bytes, **options: Any) -> None:
         nonlocal written
         written += 1
         if written > 3:
             raise OSError(28, os.strerror(28))
-        real(path, held)
+        real(path, held, **options)
 
     open_store(place, cases.manifest())
     with monkeypatch.context() as patch:

@@ -27,7 +27,7 @@ from stillroom.teachers.router.paired import PairedRouter, span_divergence
 from stillroom.telemetry import read_events
 from stillroom.types import Batch, DenseSignal, Lesson, Needs, PairedSignal
 
-NAMES = ("alm", "exact_match", "uld", "span_hidden")
+NAMES = ("alm", "exact_match", "prefix_match", "uld", "span_hidden")
 WIDTH = 32
 
 

@@ -17,13 +17,18 @@ from stillroom.objectives import Mix
 from stillroom.objectives.objective import Inside, Matched, plan_objectives
 from stillroom.types import IGNORED, Batch, HeadWeights, Lesson, PairedSignal, StudentView
 
-NAMES = ("alm", "exact_match", "uld", "span_hidden")
+NAMES = ("alm", "exact_match", "prefix_match", "uld", "span_hidden")
 _BOUND = 3e-5
 _ROWS, _WIDTH = 3, 8
 _STUDENT_SPANS, _TEACHER_SPANS = (0, 0, 1, 2, 2, 2, 3, -1), (0, 1, 2, 2, 3, -1)
 _EXACT = (1, 3)  # one token on each side
 _STUDENT_TOKENS, _TEACHER_TOKENS = 31, 37
-_MATCHED = Matched(tuple(range(20)), tuple(range(5, 25)), _STUDENT_TOKENS - 20, _TEACHER_TOKENS - 20)
+_GROUPS = 9  # some of one token, most of several
+_MATCHED = Matched(
+    tuple(range(20)), tuple(range(5, 25)), _STUDENT_TOKENS - 20, _TEACHER_TOKENS - 20,
+    student_groups=tuple(min(token, _GROUPS - 1) for token in range(_STUDENT_TOKENS)),
+    teacher_groups=tuple(token % _GROUPS for token in range(_TEACHER_TOKENS)), num_groups=_GROUPS,
+)  # fmt: skip
 _TEMPERATURE = 100.0
 
 
@@ -120,10 +125,19 @@ def _exact_match(p: Tensor, q: Tensor) -> Tensor:
     return (theirs * (theirs / mine).log()).sum() + rest
 
 
+def _prefix_match(p: Tensor, q: Tensor) -> Tensor:
+    values = []
+    for group in range(_GROUPS):
+        mine = q[[token for token, number in enumerate(_MATCHED.student_groups) if number == group]].sum()
+        theirs = p[[token for token, number in enumerate(_MATCHED.teacher_groups) if number == group]].sum()
+        values.append(theirs * (theirs / mine).log())
+    return torch.stack(values).sum()
+
+
 def _sorted_distance(p: Tensor, q: Tensor) -> Tensor:
     size = max(len(p), len(q))
     p, q = (torch.cat([one.sort(descending=True).values, one.new_zeros(size - len(one))]) for one in (p, q))
     return (p - q).abs().sum()
 
 
-_FORMULAS = {"exact_match": _exact_match, "uld": _sorted_distance}
+_FORMULAS = {"exact_match": _exact_match, "prefix_match": _prefix_match, "uld": _sorted_distance}

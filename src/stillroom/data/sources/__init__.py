@@ -18,6 +18,7 @@ from stillroom.data.sources.datasets import HUB_PREFIX, is_saved, read_hub, read
 from stillroom.data.sources.finding import locate, unread
 from stillroom.data.sources.readers import OURS, Item, Reader, read_parquet, refuse_utf16, register
 from stillroom.errors import DataError
+from stillroom.remote import is_url
 
 __all__ = [
     "HUB_PREFIX",
@@ -41,13 +42,15 @@ _NUM_NAMED = 3
 
 def is_files(spec: str) -> bool:
     """Whether a spec that is no embedded corpus names data files, and no dataset."""
-    return not spec.startswith(HUB_PREFIX) and not is_saved(Path(spec).expanduser())
+    return is_url(spec) or (not spec.startswith(HUB_PREFIX) and not is_saved(Path(spec).expanduser()))
 
 
 def read_spec(
     spec: str, tally: Tally, *, is_evaluation: bool = False, streams: bool = False, columns: Collection[str] = ()
 ) -> Iterator[Item]:
     """The objects of any spec but an embedded corpus. `columns` are needed, where a format can leave others unread."""
+    if is_url(spec):
+        return read_files(spec, tally, columns)
     if spec.startswith(HUB_PREFIX):
         return read_hub(spec, is_evaluation=is_evaluation, streams=streams)
     folder = Path(spec).expanduser()

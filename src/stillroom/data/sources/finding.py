@@ -1,19 +1,23 @@
-"""Find the files of a spec: a file, a glob or a folder."""
+"""Find the files of a spec: a file, a glob or a folder, here or behind a URL."""
 
 from __future__ import annotations
 
 import difflib
 import glob
 from collections import Counter
+from functools import lru_cache
 from pathlib import Path
 
 from stillroom.config.extensions import READERS
 from stillroom.data.sources.compressed import COMPRESSED, data_suffix
 from stillroom.errors import DataError
+from stillroom.remote import is_url, local_copy
 
 
 def locate(spec: str) -> list[Path]:
     """The files of a spec, sorted. Raise if there are none or if one has a suffix without a reader."""
+    if is_url(spec):
+        return _remote(spec)
     path = Path(spec).expanduser()
     try:
         is_there = path.exists()
@@ -30,6 +34,10 @@ def locate(spec: str) -> list[Path]:
             raise DataError(f"no file matches {spec}", advice=[f"list what is there: ls {path.parent}"])
     else:
         raise DataError(f"{spec} does not exist", advice=_similar_names(path))
+    return _with_readers(paths, spec)
+
+
+def _with_readers(paths: list[Path], spec: str) -> list[Path]:
     for file in paths:
         if data_suffix(file) not in READERS:
             raise DataError(
@@ -38,6 +46,20 @@ def locate(spec: str) -> list[Path]:
                 advice=[f"rename or convert it to one of {_read_suffixes()}"],
             )
     return paths
+
+
+def _remote(url: str) -> list[Path]:
+    """Copies of the files of a URL. A folder holds files of one format, as here."""
+    folder = _copied(url)
+    paths = _files(folder)
+    is_file = [path.name for path in paths] == [url.rstrip("/").rpartition("/")[2]]
+    return _with_readers(paths, url) if is_file or glob.has_magic(url) else _inside(folder, url)
+
+
+@lru_cache(maxsize=64)
+def _copied(url: str) -> Path:
+    """Once a process: data that is read twice is the same, whatever becomes of the store."""
+    return local_copy(url)
 
 
 def unread(spec: str, paths: list[Path]) -> list[Path]:

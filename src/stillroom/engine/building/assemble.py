@@ -20,6 +20,7 @@ from stillroom.engine.building.compilation import compile_bodies
 from stillroom.engine.building.inner_build import make_objectives
 from stillroom.engine.building.models import Models, teacher_dtype
 from stillroom.engine.building.row_checks import check_rows
+from stillroom.engine.building.served_build import asks_server, served_teacher
 from stillroom.engine.building.strategy import check_strategy
 from stillroom.engine.building.teacher_build import quantise_teacher
 from stillroom.engine.inject import make_hooks
@@ -132,10 +133,12 @@ def build_teacher(
     """
     size, device = models.vocab_size, surroundings.precision.device
     is_paired = models.teacher_tokenizer is not None
-    reading = Reading(models.teacher_tokenizer if is_paired else models.tokenizer, models.matched)
+    reading = Reading.of(config, models.teacher_tokenizer if is_paired else models.tokenizer, models.matched)
     if is_paired:
         size = own_vocabulary(models)
         surroundings = on_own_rows(surroundings)
+    if models.cache is None and asks_server(config):
+        return served_teacher(config, models.tokenizer, size, corpus.train, device, window=surroundings.window)
     if models.cache is None:
         rows = rows_asked(corpus, corpus.train)
         loaded = quantise_teacher(config, models.loaded_teacher, rows, size, device, write=surroundings.write)

@@ -23,6 +23,7 @@ from stillroom.engine.building.cache_build import (
     uses_cache,
 )
 from stillroom.engine.building.pairing import matched_tokens, reads_its_own_tokens
+from stillroom.engine.building.served_build import asks_server, served_rows
 from stillroom.engine.building.shrink_student import cut_student, student_name, unused_name
 from stillroom.engine.building.vocabulary_build import check_weights, take_vocabulary
 from stillroom.models import (
@@ -82,43 +83,32 @@ def load_models(
 
     `folder` is the run's: a student cut from its teacher stores the choice of layers there.
     """
-    uses_teacher = Curriculum.of(config).uses_teacher
+    uses_teacher, is_cut = Curriculum.of(config).uses_teacher, config.student.init == "shrink"
     if uses_teacher and not uses_cache(config):
         check_quantisation(config.teacher, device)
     notes = unused_teacher_settings(config)
-    is_paired = reads_its_own_tokens(config) and uses_teacher
-    is_cut = config.student.init == "shrink"
-    asks_teacher = is_paired or (uses_teacher and not uses_cache(config))
-    tokenizer, teacher_tokenizer = _tokenizers(config, notes, asks_teacher=asks_teacher)
-    matched = matched_tokens(tokenizer, teacher_tokenizer) if is_paired else None
-    reading = Reading(teacher_tokenizer if is_paired else tokenizer, matched)
+    source = _answers_from(config, device, folder, notes)
+    tokenizer, teacher_tokenizer, is_paired = source.tokenizer, source.teacher_tokenizer, source.is_paired
     kept = teacher = corpus = None
-    dtype = teacher_dtype(config, device)
-    cache = cache_folder(config, folder, reading, dtype) if uses_cache(config) else None
-    is_stored = cache is not None and (config.teacher.cache != AUTO or is_there(cache))
-    if (uses_teacher and not is_stored) or is_cut:
+    if (uses_teacher and not source.is_stored) or is_cut:
         teacher_tokenizer = teacher_tokenizer or load_tokenizer(config.teacher, config.teacher.model)
-        teacher = open_live(config.teacher, dtype, teacher_tokenizer)
+        teacher = None if source.is_served else open_live(config.teacher, source.dtype, teacher_tokenizer)
     if is_cut:
         assert teacher is not None
         cut, corpus = _cut(config, teacher.network, tokenizer, device, folder=folder, parallel=parallel, tell=tell)
         kept = cut.kept_layers
         notes += [*unused_name(config.student), *cut.notes]
         student = try_model(cut.model, tokenizer, name=student_name(config), role="student")
-        teacher = teacher if uses_teacher and not is_stored else None
+        teacher = teacher if uses_teacher and not source.is_stored else None
     else:
-        student = open_student(
-            config.student,
-            tokenizer,
-            seed=config.train.seed,
-            change=lambda network: _changed(config, network, tokenizer),
-        )
+        student = _opened(config, tokenizer)
     student, adapter = adapted(config, student)
-    size = _stored_size(cache if is_stored else None, reading, student.anatomy.vocab_rows)
-    if teacher is not None and not is_paired:
-        size = agree_on_vocabulary(teacher_tokenizer, tokenizer, teacher.anatomy.vocab_rows, size)
+    size = _stored_size(source, student.anatomy.vocab_rows)
+    if (teacher is not None or source.is_served) and not is_paired:
+        size = agree_on_vocabulary(teacher_tokenizer, tokenizer, _teacher_rows(config, teacher, size), size)
         notes += opening_difference(teacher_tokenizer, tokenizer, config.data.bos)
-    tokenizers = {"student": tokenizer, **({"teacher": teacher_tokenizer} if teacher or is_paired else {})}
+    has_teachers = teacher is not None or source.is_served or is_paired
+    tokenizers = {"student": tokenizer, **({"teacher": teacher_tokenizer} if has_teachers else {})}
     return Models(
         tokenizer,
         teacher,
@@ -127,22 +117,54 @@ def load_models(
         (*notes, *student.notes, *(teacher.notes if teacher else ())),
         kept,
         {role: vocabulary_hash(table) for role, table in tokenizers.items()},
-        cache,
+        source.cache,
         corpus,
         adapter,
         teacher_tokenizer if is_paired else None,
-        matched,
+        source.reading.matched,
     )
 
 
-def _stored_size(cache: Path | None, reading: Reading, student_rows: int) -> int:
+@dataclass(frozen=True)
+class _Source:
+    """Where the teacher's answers come from, and in whose tokens both models read the text."""
+
+    tokenizer: Any  # the student's
+    teacher_tokenizer: Any  # None where nothing needs it
+    reading: Reading
+    dtype: torch.dtype  # of a teacher that is loaded
+    cache: Path | None
+    is_paired: bool  # the teacher reads its own tokens
+    is_stored: bool  # all answers are in the cache already
+    is_served: bool
+
+
+def _answers_from(config: Config, device: torch.device, folder: Path | None, notes: list[str]) -> _Source:
+    uses_teacher = Curriculum.of(config).uses_teacher
+    is_paired = reads_its_own_tokens(config) and uses_teacher
+    asks_teacher = is_paired or (uses_teacher and not uses_cache(config))
+    tokenizer, teachers = _tokenizers(config, notes, asks_teacher=asks_teacher)
+    matched = matched_tokens(tokenizer, teachers) if is_paired else None
+    reading = Reading.of(config, teachers if is_paired else tokenizer, matched)
+    dtype = teacher_dtype(config, device)
+    cache = cache_folder(config, folder, reading, dtype) if uses_cache(config) else None
+    is_stored = cache is not None and (config.teacher.cache != AUTO or is_there(cache))
+    is_served = asks_server(config) and not is_stored
+    return _Source(tokenizer, teachers, reading, dtype, cache, is_paired, is_stored, is_served)
+
+
+def _stored_size(source: _Source, student_rows: int) -> int:
     """The size of the student's vocabulary, or of that of the answers it learns from. Raise if they are not for it."""
-    if cache is None:
+    if source.cache is None or not source.is_stored:
         return student_rows
-    if reading.matched is None:
-        return stored_vocabulary(cache, reading.tokenizer, student_rows)
-    check_tokenizer(cache, reading.tokenizer)
+    if source.reading.matched is None:
+        return stored_vocabulary(source.cache, source.reading.tokenizer, student_rows)
+    check_tokenizer(source.cache, source.reading.tokenizer)
     return student_rows
+
+
+def _teacher_rows(config: Config, teacher: LoadedModel | None, student_rows: int) -> int:
+    return served_rows(config.teacher, student_rows) if teacher is None else teacher.anatomy.vocab_rows
 
 
 def _tokenizers(config: Config, notes: list[str], *, asks_teacher: bool) -> tuple[Any, Any]:
@@ -158,13 +180,17 @@ def _tokenizers(config: Config, notes: list[str], *, asks_teacher: bool) -> tupl
     return teachers, teachers
 
 
-def _changed(config: Config, network: Any, teachers: Any) -> list[str]:
-    """Give the student the teacher's vocabulary where that is asked for, and return notes."""
-    if config.student.vocabulary == "own":
-        return []
-    has_own = has_tokenizer(config.student, config.student.model)
-    own = load_tokenizer(config.student, config.student.model) if has_own else None
-    return take_vocabulary(network, own, teachers)
+def _opened(config: Config, tokenizer: Any) -> LoadedModel:
+    """The student of its own folder, with the teacher's vocabulary where that is asked for."""
+
+    def change(network: Any) -> list[str]:
+        if config.student.vocabulary == "own":
+            return []
+        has_own = has_tokenizer(config.student, config.student.model)
+        own = load_tokenizer(config.student, config.student.model) if has_own else None
+        return take_vocabulary(network, own, tokenizer)
+
+    return open_student(config.student, tokenizer, seed=config.train.seed, change=change)
 
 
 def _cut(

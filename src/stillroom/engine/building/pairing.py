@@ -34,11 +34,12 @@ def reads_its_own_tokens(config: Config) -> bool:
             ],
         )
     is_sparse = uses_cache(config) or config.teacher.signal.kind not in ("auto", "dense")
-    for name in ("uld", "span_hidden"):
-        if is_sparse and name in spans:
+    for name in spans:
+        if is_sparse and name not in ("alm", "exact_match", "prefix_match"):
             raise needs_live_teacher(name)
     _ = cache_spec(config) if uses_cache(config) else live_spec(config)  # raise for kinds that would be biased
     refused = {
+        "teacher.server": bool(config.teacher.server) and "a server gives few tokens, and they say nothing of spans",
         "teacher.router.mode": config.teacher.router.mode in SAME_TOKENS_ONLY
         and f"{config.teacher.router.mode} needs the student's distribution over the teacher's own tokens",
         "student.init": config.student.init == "shrink" and "a student cut from its teacher has the teacher's tokens",

@@ -26,6 +26,14 @@ def check_strategy(config: Config, models: Models, precision: Precision, paralle
         )
 
 
+def unused_strategy(config: Config, parallel: Parallel) -> list[str]:
+    """What to say where a strategy was asked for and there is one process."""
+    asked = config.train.strategy
+    if asked == "auto" or parallel.size > 1:
+        return []
+    return [f"train.strategy = {asked!r} has no effect: there is one process, which holds the whole student"]
+
+
 def _refused(config: Config, models: Models, precision: Precision) -> Iterator[tuple[str, str, str]]:
     """(setting, what it is, what to set instead) of everything that is in the way."""
     others = sorted(set(config.objectives.weights) - _PLAIN_TERMS)

@@ -21,6 +21,7 @@ from stillroom.engine.run_folder import inputs, lock, paths
 from stillroom.engine.run_folder.lock import FolderLock
 from stillroom.errors import CannotSave, ConfigError, StillroomError
 from stillroom.files import reason_of, write_atomically
+from stillroom.remote import refuse_url
 
 CONFIG, EVENTS, SUMMARY = "config.json", "events.jsonl", "summary.json"
 _CUT = "cut.json"  # written by engine/building/shrink_student.py before config.json
@@ -95,6 +96,7 @@ def owned(folder: Path, config: Config, *, is_first: bool = True) -> Iterator[Cl
     Refuse a folder that holds another run or other files, or that another process trains in, and change nothing there.
     A body that fails before it sets `is_begun` leaves nothing in a folder that was empty.
     """
+    refuse_url(folder, "a run", "--out")
     if not is_first:
         yield Claim(folder, config)
         return

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from stillroom.config import Config
+from stillroom.remote import is_url
 
 _MODELS = ("teacher.model", "student.model")
 _DATA = ("data.train", "data.eval")
@@ -27,7 +28,7 @@ def local_paths(config: Config) -> dict[str, str]:
     absolute_paths = {}
     for key in _keys(config):
         given = _get(config, key)
-        if not given or given.startswith(_NOT_FILES) or (key in _FOLDERS and given == "auto"):
+        if not given or given.startswith(_NOT_FILES) or is_url(given) or (key in _FOLDERS and given == "auto"):
             continue
         path = Path(given).expanduser().absolute()
         # A model's name may be a hub id; data and caches without a prefix are files.

@@ -10,6 +10,7 @@ Legend: C positions of a chunk, V tokens, G groups.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,31 +18,49 @@ from torch import Tensor
 from stillroom.config.extensions import Recipe
 from stillroom.config.objectives import PrefixMatchConfig
 from stillroom.errors import ConfigError
-from stillroom.objectives.crosstok.span_terms import BothLogits
+from stillroom.objectives.crosstok.laws import few_kl, usable
+from stillroom.objectives.crosstok.span_terms import BothLogits, FewLaw
 from stillroom.objectives.objective import Plan, register
+from stillroom.types import SampledSignal, TopKSignal
 
 
-def group_log_masses(logits: Tensor, groups: Tensor, num_groups: int) -> Tensor:
-    """The log of the probability of each group. [C, G]
+@dataclass(frozen=True)
+class GroupSums:
+    """The groups of one vocabulary: the first token of each, the other tokens, and the groups of those."""
 
-    The largest logit of a group is taken out before the sum, so no group underflows.
-    """
-    index = groups.expand_as(logits)
-    room = logits.new_full((logits.shape[0], num_groups), -torch.inf)
-    largest = room.scatter_reduce(1, index, logits.detach(), "amax")
-    sums = torch.zeros_like(room).index_add(1, groups, torch.exp(logits - largest.gather(1, index)))
-    return sums.log() + largest - torch.logsumexp(logits, -1, keepdim=True)
+    first: Tensor  # [G]
+    others: Tensor
+    of_others: Tensor
+
+    @staticmethod
+    def of(groups: Sequence[int], num_groups: int, size: int, device: torch.device) -> GroupSums:
+        """`size` is that of the head. Its rows beyond the tokenizer's ids are no tokens: they join the last group."""
+        numbers = torch.tensor([*groups[:size], *[num_groups - 1] * (size - len(groups))])
+        order = torch.argsort(numbers, stable=True)
+        is_first = torch.cat([torch.ones(1, dtype=torch.bool), numbers[order].diff() > 0])
+        others = order[~is_first].sort().values
+        return GroupSums(order[is_first].to(device), others.to(device), numbers[others].to(device))
+
+    def log_masses(self, logits: Tensor) -> Tensor:
+        """The log of the probability of each group. [C, G]
+
+        A group of one token stays in log space. One of several whose sum underflows counts its first token alone.
+        """
+        norm = torch.logsumexp(logits, -1, keepdim=True)
+        first = logits.index_select(1, self.first) - norm
+        if not len(self.others):
+            return first
+        others = torch.exp(logits.index_select(1, self.others) - norm)
+        sums = first.exp().index_add(1, self.of_others, others)
+        is_sum = torch.zeros_like(self.first, dtype=torch.bool).index_fill(0, self.of_others, True) & (sums > 0)
+        return torch.where(is_sum, torch.where(is_sum, sums, 1.0).log(), first)
 
 
-def group_kl(
-    teacher_logits: Tensor, logits: Tensor, groups: tuple[Tensor, Tensor], num_groups: int
-) -> tuple[Tensor, Tensor]:
+def group_kl(teacher_logits: Tensor, logits: Tensor, teacher: GroupSums, student: GroupSums) -> tuple[Tensor, Tensor]:
     """KL(p || q) over groups [C], and where the teacher is unusable. A coarsening, so at most the KL of the models."""
-    is_bad = ~torch.isfinite(torch.logsumexp(teacher_logits, -1))
-    teacher_logits = torch.where(is_bad[:, None], torch.zeros_like(teacher_logits), teacher_logits)
-    log_p = group_log_masses(teacher_logits, groups[1], num_groups)
-    log_q = group_log_masses(logits, groups[0], num_groups)
-    p = log_p.exp()
+    teacher_logits, is_bad = usable(teacher_logits)
+    log_p = teacher.log_masses(teacher_logits)
+    p, log_q = log_p.exp(), student.log_masses(logits)
     value = torch.where(p > 0, p * (log_p - log_q), 0.0).sum(-1)
     return torch.where(is_bad, torch.zeros_like(value), value), is_bad
 
@@ -64,19 +83,20 @@ class PrefixMatch(BothLogits):
     def law(
         self, device: torch.device, num_student: int, num_teacher: int
     ) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        sizes = (self._matched.student_groups, num_student), (self._matched.teacher_groups, num_teacher)
-        groups = [_padded(one, size, device) for one, size in sizes]
+        matched = self._matched
+        student = GroupSums.of(matched.student_groups, matched.num_groups, num_student, device)
+        teacher = GroupSums.of(matched.teacher_groups, matched.num_groups, num_teacher, device)
+        return lambda teacher_logits, logits: group_kl(teacher_logits, logits, teacher, student)
 
-        def law(teacher_logits: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-            return group_kl(teacher_logits, logits, (groups[0], groups[1]), self._matched.num_groups)
+    def few_law(self, device: torch.device, num_student: int) -> FewLaw:
+        matched = self._matched
+        student = GroupSums.of(matched.student_groups, matched.num_groups, num_student, device)
+        groups = torch.tensor([*matched.teacher_groups, matched.num_groups - 1], device=device)
+
+        def law(few: TopKSignal | SampledSignal, logits: Tensor) -> tuple[Tensor, Tensor]:
+            return few_kl(few, student.log_masses(logits), groups[few.ids.clamp_max(len(groups) - 1)])
 
         return law
-
-
-def _padded(groups: Sequence[int], size: int, device: torch.device) -> Tensor:
-    """Rows of a head beyond the tokenizer's ids are no tokens: they join the last group."""
-    found = torch.as_tensor(groups, device=device)[:size]
-    return torch.nn.functional.pad(found, (0, size - len(found)), value=int(found.max()))
 
 
 register("prefix_match", Recipe(PrefixMatchConfig, PrefixMatch))

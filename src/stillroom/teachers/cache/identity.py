@@ -23,6 +23,8 @@ _NOT_THE_MODEL = ("_name_or_path", "transformers_version", "torch_dtype", "dtype
 
 def teacher_identity(section: TeacherConfig, dtype: torch.dtype | str | None) -> dict[str, Any]:
     """What must be the same for the answers to be the same. `dtype` None: not said."""
+    if section.server:
+        return {"served_model": section.requests.model}
     source = fetch(section, section.model, weights=True)
     named = None if dtype is None else str(dtype).removeprefix("torch.")
     if source.is_gguf:  # one file is everything

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from stillroom.errors import DataError
 from stillroom.files import reason_of
+from stillroom.teachers.entries import Given
 
 COLUMNS = (
     ("top_indices", "top_values"),
@@ -32,20 +32,6 @@ COLUMNS = (
 
 # What DistillKit's sampler writes, today and in its legacy schema.
 _PACKED = {"compressed_logprobs", "bytepacked_indices", "packed_indices", "exact_values", "coeffs"}
-
-Entry = Mapping[int, float]  # token id -> log-probability
-
-
-@dataclass(frozen=True)
-class Given:
-    """What was said about one sequence."""
-
-    where: str
-    ids: tuple[int, ...]  # [T]; of `openai` by name the answer alone
-    entries: Mapping[int, Entry]  # by the place of the token that is predicted
-    texts: Mapping[int, str] = field(default_factory=dict)  # what the writer thinks tokens spell
-    name: str = ""  # of the row, where the record names it: `ids` are then its last tokens
-    has_own_token: bool = False  # whether an entry always holds the token that came
 
 
 def read_vllm(path: Path, _find: Callable[[str], int]) -> Iterator[Given]:

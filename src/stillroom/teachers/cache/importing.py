@@ -16,16 +16,16 @@ from typing import Any
 import numpy as np
 
 from stillroom.errors import ConfigError, DataError
-from stillroom.teachers.cache.import_formats import READERS, Entry, Given
+from stillroom.teachers.cache.import_formats import READERS
 from stillroom.teachers.cache.plan import NeededRow
-from stillroom.teachers.signals import ENTROPY_STEP, LOG_STEP, NOTHING, RowAnswer, SignalSpec
+from stillroom.teachers.entries import Given, Spelling, position_answer
+from stillroom.teachers.signals import RowAnswer, SignalSpec
 from stillroom.types import IGNORED
 
+_OTHER = "the file was made with another tokenizer: name a teacher and a student that have it"
 _BEGINNING = 4  # tokens by which the rows that a sequence may belong to are found
-_MAX_MISSPELT = 0.01  # share of tokens whose text may differ: writers replace parts of characters
 _MOST_MASS = 1.005
 _LEAST_LEAD = 0.05  # by which a shifted alignment must be better to be believed
-_SPECIAL = "token_id:"
 
 
 @dataclass
@@ -41,7 +41,7 @@ def read_answers(path: Path, kind: str, tokenizer: Any) -> list[Given]:
     """The sequences of a file, after their tokens, their values and their alignment were checked."""
     if kind not in READERS:
         raise ConfigError(f"{kind!r} is no format", where="--format", advice=[f"one of {', '.join(READERS)}"])
-    spelt = _Spelling(tokenizer)
+    spelt = Spelling(tokenizer)
     try:
         given = list(READERS[kind](path, spelt.find))
     except (KeyError, TypeError, AttributeError) as error:
@@ -50,7 +50,8 @@ def read_answers(path: Path, kind: str, tokenizer: Any) -> list[Given]:
         ) from error
     if not given:
         raise DataError(f"{path} is empty", advice=["give a file with a record a line"])
-    spelt.check(given)
+    if wrong := spelt.fault(given):
+        raise DataError(wrong[0], where=wrong[1], advice=[_OTHER])
     _check_values(given)
     _check_alignment(given)
     return given
@@ -96,92 +97,11 @@ def _answer(given: Given, row: NeededRow, spec: SignalSpec, counters: Counter[st
     if any(entry is None for entry in entries[:-1]):
         return None
     counters["unanswered_positions"] += sum(entry is None for entry in entries)
-    parts = [_position(entry, ids[place], spec, counters) for entry, place in zip(entries, places, strict=True)]
+    parts = [position_answer(entry, ids[place], spec, counters) for entry, place in zip(entries, places, strict=True)]
     return RowAnswer.join(parts)
 
 
-def _position(entry: Entry | None, target: int, spec: SignalSpec, counters: Counter[str]) -> RowAnswer:
-    """The k likeliest of an entry, and what they leave over by subtraction."""
-    kept = sorted(entry.items(), key=lambda item: (-item[1], item[0]))[: spec.exact] if entry else []
-    if len(kept) < spec.exact:
-        counters["short_positions"] += bool(entry)
-        return RowAnswer.unusable(1, spec)
-    assert entry is not None
-    log_probs = np.array([value for _, value in kept])
-    mass = math.fsum(math.exp(value) for value in log_probs)
-    tail = -math.inf if mass >= 1.0 else math.log1p(-mass)
-    surprise = math.fsum(-value * math.exp(value) for value in log_probs if value > -math.inf)
-    surprise += -tail * math.exp(tail) if tail > -math.inf else 0.0
-    label = entry.get(target, -math.inf)
-    counters["labels"] += target in entry
-    counters["positions"] += 1
-    return RowAnswer(
-        np.array([[token for token, _ in kept]], np.int32),
-        _codes(log_probs)[None],
-        _codes(np.array([tail])),
-        np.array([min(round(max(surprise, 0.0) / ENTROPY_STEP), NOTHING - 1)], np.uint16),
-        _codes(np.array([label])),
-        np.zeros((1, 0), np.int32),
-    )
-
-
-def _codes(log_probs: Any) -> Any:
-    with np.errstate(invalid="ignore"):
-        steps = np.clip(np.rint(log_probs / -LOG_STEP), 0, NOTHING - 1)
-    return np.where(np.isneginf(log_probs), NOTHING, steps).astype(np.uint16)
-
-
 # -- checks ----------------------------------------------------------------------------------------------
-
-
-class _Spelling:
-    """What tokens spell, by the tokenizer of the configuration."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._size = max(tokenizer.get_vocab().values()) + 1
-        self._by_text: dict[str, list[int]] | None = None
-
-    def text(self, token: int) -> str:
-        return str(self._tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-    def find(self, text: str) -> int:
-        """The id of a token that is given as text."""
-        if text.startswith(_SPECIAL):
-            return int(text.removeprefix(_SPECIAL))
-        if self._by_text is None:
-            self._by_text = defaultdict(list)
-            for token in sorted(self._tokenizer.get_vocab().values()):
-                self._by_text[self.text(token)].append(token)
-        found = self._by_text.get(text, [])
-        if len(found) != 1:
-            how = "no token spells" if not found else f"{len(found)} tokens spell"
-            raise DataError(
-                f"{how} {text!r}: its id cannot be told",
-                advice=["ask the server for token ids (vLLM: return_tokens_as_token_ids)"],
-            )
-        return found[0]
-
-    def check(self, given: Sequence[Given]) -> None:
-        for one in given:
-            for token in (*one.ids, *(token for entry in one.entries.values() for token in entry)):
-                if not 0 <= token < self._size:
-                    raise DataError(
-                        f"token {token:,} lies outside the tokenizer's {self._size:,}", where=one.where, advice=[_OTHER]
-                    )
-        texts = {token: text for one in given for token, text in one.texts.items() if "\ufffd" not in text}
-        wrong = [(token, text) for token, text in texts.items() if self.text(token).strip() != text.strip()]
-        wrong = [(token, text) for token, text in wrong if "\ufffd" not in self.text(token)]
-        if len(wrong) > _MAX_MISSPELT * len(texts):
-            token, text = wrong[0]
-            raise DataError(
-                f"{len(wrong):,} of {len(texts):,} tokens spell something else here: token {token} is {text!r} in the "
-                f"file and {self.text(token)!r} in the tokenizer",
-                advice=[_OTHER],
-            )
-
-
-_OTHER = "the file was made with another tokenizer: name a teacher and a student that have it"
 
 
 def _check_values(given: Sequence[Given]) -> None:

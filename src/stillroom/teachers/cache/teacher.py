@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 
 from stillroom.teachers.base import SignalKind, Teacher
 from stillroom.teachers.cache.reader import Cache
+from stillroom.teachers.label_yardsticks import label_yardsticks
 from stillroom.teachers.quantised import SUMMARY as QUANTISATION
 from stillroom.teachers.signals import RowAnswer, signal_of
 from stillroom.teachers.sparse import describe, each_tensor, kind_of_spec, to_device
@@ -109,20 +109,9 @@ class CachedTeacher(Teacher):
         if not self.cache.manifest.about.get("labels", True):
             return None
         known = [(batch.keys, self._read(batch)) for batch in batches]
-        scored = np.concatenate([rows[key].label_log_probs for keys, rows in known for key in keys] or [np.zeros(0)])
-        scored = scored[np.isfinite(scored)]
-        num_bytes = sum(int(batch.target_bytes.sum()) for batch in batches)
-        if not len(scored):
-            return None
-        nll = -float(scored.sum())
-        return {
-            "perplexity": math.exp(min(nll / len(scored), 700.0)),
-            "bits_per_byte": nll / math.log(2) / num_bytes if num_bytes else None,
-            "kl": 0.0,
-            "agreement": 1.0,
-            "parameters": self.cache.manifest.about.get("parameters"),
-            "source": "stored answers",
-        }
+        answers = [rows[key] for keys, rows in known for key in keys]
+        parameters = self.cache.manifest.about.get("parameters")
+        return label_yardsticks(answers, batches, parameters=parameters, source="stored answers")
 
     def summary(self) -> dict[str, Any]:
         about = self.cache.manifest.about

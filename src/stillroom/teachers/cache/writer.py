@@ -1,36 +1,29 @@
 """Writing a cache: the missing shards, one at a time, whole or not at all, by one process or by several.
 
-A process claims a shard by a lock on one byte of a file, which the system releases when the process ends, however it
-ends. What is claimed is left to its owner, and looked for again at the end. Where a file system has no locks, two
-processes may make the same shard twice: it has the same bytes, and the second replaces the first.
+What another process claimed (`claims.py`) is left to it, and looked for again at the end.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from stillroom.errors import CannotSave, ConfigError
 from stillroom.files import TEMPORARY, reason_of, write_atomically
+from stillroom.remote import refuse_url
+from stillroom.teachers.cache.claims import CLAIMS, LEASE_SECONDS, LOCK, Claims
 from stillroom.teachers.cache.codec import pack
 from stillroom.teachers.cache.format import SUFFIX, Block, shard_bytes
 from stillroom.teachers.cache.manifest import NAME, Manifest, check_same, is_there, read_manifest
 from stillroom.teachers.cache.plan import NeededRow, ShardPlan, plan_shards
-from stillroom.teachers.cache.reader import SHARDS, Cache
+from stillroom.teachers.cache.reader import SHARDS, Cache, shard_paths
 from stillroom.teachers.signals import NOTHING, RowAnswer, SignalSpec
 from stillroom.types import Batch
 
-try:
-    import fcntl
-except ImportError:  # not a Unix
-    fcntl = None  # type: ignore[assignment]
-
-LOCK = "writers.lock"
 _WAIT_SECONDS = 0.5
 
 
@@ -89,6 +82,7 @@ class _Meter:
 
 def open_store(folder: Path, manifest: Manifest) -> Manifest:
     """Begin a cache in a folder, or find that it is the one that was begun. Answers with the manifest that is there."""
+    refuse_url(folder, "a teacher's cache", "--out")
     try:
         others = sorted(path.name for path in folder.iterdir() if not _is_ours(path)) if folder.exists() else []
         if others and not is_there(folder):
@@ -98,10 +92,10 @@ def open_store(folder: Path, manifest: Manifest) -> Manifest:
                 advice=["choose another folder with --out", "nothing in it was touched"],
             )
         (folder / SHARDS).mkdir(parents=True, exist_ok=True)
-        with _Claims(folder) as claims, claims.waiting(0):
+        with Claims(folder) as claims, claims.waiting():
             if not is_there(folder):
                 claims.remove_leftovers(folder, NAME)
-                write_atomically(folder / NAME, manifest.to_bytes())
+                _put(folder / NAME, manifest.to_bytes(), claims)
     except OSError as error:
         raise _unwritable(folder, error) from error
     there = read_manifest(folder)
@@ -110,7 +104,7 @@ def open_store(folder: Path, manifest: Manifest) -> Manifest:
 
 
 def _is_ours(path: Path) -> bool:
-    return path.name in (SHARDS, LOCK, NAME) or path.name.startswith(f"{TEMPORARY}{NAME}")
+    return path.name in (SHARDS, LOCK, CLAIMS, NAME) or path.name.startswith(f"{TEMPORARY}{NAME}")
 
 
 def write_missing(
@@ -121,17 +115,19 @@ def write_missing(
     beside: Sequence[Path] = (),
     tell: Callable[[Progress], None] = lambda _progress: None,
     is_stopped: Callable[[], bool] = lambda: False,
+    lease_seconds: float = LEASE_SECONDS,
 ) -> bool:
     """Write every needed row that is not there. Answers False where it was stopped before all of them were.
 
-    `beside` are caches of other signals for the same rows: the teacher is asked once for all of them.
+    `beside` are caches of other signals for the same rows: the teacher is asked once for all of them. A claim that its
+    owner on another machine did not renew for `lease_seconds` is taken over.
     """
     folders = (folder, *beside)
     missing = {row.key: row for place in folders for row in missing_rows(Cache(place), needed)}
     plans = plan_shards(list(missing.values()), read_manifest(folder).shard_tokens)
     meter = _Meter(tell, sum(plan.num_tokens for plan in plans))
     left = plans
-    with _Claims(folder) as claims:
+    with Claims(folder, lease_seconds=lease_seconds) as claims:
         while left:
             for plan in left:
                 if is_stopped():
@@ -148,6 +144,7 @@ def write_missing(
             num_left, left = len(left), _unwritten(folders, left)
             if len(left) == num_left:
                 time.sleep(_WAIT_SECONDS)  # another process has them; should it end, its claims fall to us
+        claims.sweep({path.stem for path in shard_paths(folder)})
     return True
 
 
@@ -200,16 +197,25 @@ def pack_shard(answers: dict[str, RowAnswer], manifest: Manifest) -> bytes:
 
 def commit_shard(folder: Path, plan: ShardPlan, contents: bytes) -> None:
     """Put a shard that was made elsewhere into its place."""
-    with _Claims(folder) as claims, claims.trying(plan.name):
+    with Claims(folder) as claims, claims.trying(plan.name):
         _commit(_path(folder, plan), contents, claims)
 
 
-def _commit(path: Path, contents: bytes, claims: _Claims) -> None:
+def _commit(path: Path, contents: bytes, claims: Claims) -> None:
     try:
         claims.remove_leftovers(path.parent, path.name)
-        write_atomically(path, contents)
+        _put(path, contents, claims)
     except OSError as error:
         raise _unwritable(path, error) from error
+
+
+def _put(path: Path, contents: bytes, claims: Claims) -> None:
+    """Where another writer takes a claim over it removes what lies aside, and puts the same bytes into their place."""
+    try:
+        write_atomically(path, contents, mark=claims.owner)
+    except FileNotFoundError:
+        if not path.exists():
+            raise
 
 
 def _unwritable(path: Path, error: OSError) -> CannotSave:
@@ -221,60 +227,3 @@ def _unwritable(path: Path, error: OSError) -> CannotSave:
             "then give the same command again: finished shards are kept, and none is half written",
         ],
     )
-
-
-class _Claims:
-    """Locks on single bytes of one file: one for each shard, and byte 0 for the manifest."""
-
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / LOCK
-        self._handle = -1
-        self._has_locks = fcntl is not None
-
-    def __enter__(self) -> _Claims:
-        self._handle = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        os.close(self._handle)
-
-    @contextlib.contextmanager
-    def waiting(self, place: int) -> Iterator[None]:
-        """Inside, this process alone has the byte."""
-        self._lock(place, waits=True)
-        try:
-            yield
-        finally:
-            self._unlock(place)
-
-    @contextlib.contextmanager
-    def trying(self, name: str) -> Iterator[bool]:
-        """Whether the shard of this name is ours inside."""
-        place = 1 + int(name[:14], 16)
-        is_mine = self._lock(place, waits=False)
-        try:
-            yield is_mine
-        finally:
-            if is_mine:
-                self._unlock(place)
-
-    def _lock(self, place: int, *, waits: bool) -> bool:
-        if not self._has_locks:
-            return True
-        try:
-            fcntl.lockf(self._handle, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB), 1, place)
-        except (BlockingIOError, PermissionError):
-            return False
-        except OSError:  # a file system without locks: everyone may write everything
-            self._has_locks = False
-        return True
-
-    def _unlock(self, place: int) -> None:
-        if self._has_locks:
-            fcntl.lockf(self._handle, fcntl.LOCK_UN, 1, place)
-
-    def remove_leftovers(self, folder: Path, name: str) -> None:
-        """What a writer of this very file left behind when it was killed. Only its owner may: see `trying`."""
-        if self._has_locks:
-            for path in folder.glob(f"{TEMPORARY}{name}-*"):
-                path.unlink(missing_ok=True)

@@ -1,0 +1,227 @@
+"""Files behind a URL (s3://, gs://, hf://, memory://, file://): copied to this machine by fsspec, and read from there.
+
+A copy is used again while the store says the same of the file: size, and checksum or time. It is put into its place
+whole, after its size was compared. Reading is all that is done with a store. A folder that is written to needs files
+that are replaced at once, and locks: object stores have neither, so `refuse_url` says so by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from stillroom.errors import ConfigError, DataError
+from stillroom.files import TEMPORARY, reason_of
+
+try:
+    import fcntl
+except ImportError:  # not a Unix
+    fcntl = None  # type: ignore[assignment]
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # one slash is left of two where a URL was taken for a path
+_TRIES, _PAUSE = 5, 0.2  # seconds, doubled
+_AT_ONCE = 8  # files that are copied together
+_MARKS = ("ETag", "etag", "md5Hash", "md5", "checksum", "sha256", "version_id", "generation", "last_commit",
+          "LastModified", "last_modified", "mtime", "updated", "created")  # fmt: skip
+
+
+def is_url(spec: object) -> bool:
+    return bool(_URL.match(str(spec)))
+
+
+def refuse_url(place: object, what: str, where: str) -> None:
+    """Raise for a folder that is to be written to and lies in a store."""
+    if is_url(place) and not Path(str(place)).exists():
+        scheme = str(place).split(":", 1)[0]
+        raise ConfigError(
+            f"{what} cannot be written to {scheme}: it needs files that are replaced at once and locks that end with "
+            "their owner, and a store has neither",
+            where=where,
+            advice=["write it to a disk of this machine, and copy the finished folder to the store"],
+        )
+
+
+def copies_folder() -> Path:
+    """Where copies are kept: in the user's cache folder, as XDG has it."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "stillroom" / "copies"
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """A file of a store. `mark` changes when the file does, as far as the store says."""
+
+    path: str  # in its store
+    name: str  # below the folder that was asked for
+    size: int
+    mark: str
+
+
+class Store:
+    """One file system of fsspec, and a place in it."""
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        if parts.username or parts.password:
+            raise ConfigError(
+                "the address of a store holds a name or a password",
+                advice=["stores read their keys from the environment, or from files of their own"],
+            )
+        self.url = url
+        try:
+            from fsspec.core import url_to_fs
+
+            self._files, self._path = url_to_fs(url)
+        except ImportError as error:
+            raise ConfigError(
+                f"{parts.scheme}:// needs a package that is not installed: {reason_of(error)}",
+                advice=["install it beside stillroom: s3fs for s3://, gcsfs for gs://"],
+            ) from error
+        except ValueError as error:
+            raise ConfigError(f"{parts.scheme}:// is no kind of store: {reason_of(error)}") from error
+
+    def listed(self) -> list[RemoteFile]:
+        """The file, or the files that a glob or a folder stands for, by name. Hidden ones are left out."""
+        found = _again(self._find, self.url)
+        if not found:
+            raise DataError(
+                f"{self.url} does not exist, or is empty", advice=["check the address, and who may read it"]
+            )
+        root = self._root(list(found))
+        files = [
+            RemoteFile(path, path[len(root) :].lstrip("/"), int(info.get("size") or 0), _mark(info))
+            for path, info in sorted(found.items())
+        ]
+        return [one for one in files if not any(part.startswith(".") for part in one.name.split("/"))]
+
+    def _find(self) -> dict[str, Any]:
+        self._files.invalidate_cache()
+        if any(sign in self._path for sign in "*?["):
+            found = self._files.glob(self._path, detail=True)
+            return {path: info for path, info in found.items() if info.get("type") != "directory"}
+        if self._files.isfile(self._path):
+            return {self._path: self._files.info(self._path)}
+        found = self._files.find(self._path, detail=True)
+        return dict(found)
+
+    def _root(self, paths: Sequence[str]) -> str:
+        """What stands before every name: the folder that was asked for, or that of a file."""
+        path = str(self._path)
+        if list(paths) == [path]:
+            return path.rpartition("/")[0]
+        before = re.split(r"[*?\[]", path)
+        return before[0].rpartition("/")[0] if len(before) > 1 else before[0].rstrip("/")
+
+    def copy(self, file: RemoteFile, into: Path) -> None:
+        """Copy a file, and put it into its place once it has the size that the store says."""
+        aside = into.with_name(f"{TEMPORARY}{into.name}-{secrets.token_hex(6)}")
+
+        def get() -> None:
+            self._files.get_file(file.path, str(aside))
+            if (size := aside.stat().st_size) != file.size:
+                raise OSError(f"{size:,} bytes came of {file.size:,}")
+
+        try:
+            _again(get, f"{self.url} ({file.name})")
+            aside.replace(into)
+        finally:
+            aside.unlink(missing_ok=True)
+
+
+def _mark(info: dict[str, Any]) -> str:
+    told = "".join(f"{name}={info[name]};" for name in _MARKS if info.get(name) is not None)
+    return hashlib.blake2b(f"{info.get('size')};{told}".encode(), digest_size=12).hexdigest()
+
+
+def _again(work: Any, what: str) -> Any:
+    """A store may fail for a moment."""
+    for number in range(_TRIES):
+        try:
+            return work()
+        except FileNotFoundError as error:
+            raise DataError(f"{what} does not exist", advice=["check the address"]) from error
+        except PermissionError as error:
+            raise DataError(f"{what} may not be read: {reason_of(error)}", advice=["check the store's keys"]) from error
+        except OSError as error:
+            if number == _TRIES - 1:
+                raise DataError(
+                    f"{what} cannot be read, in {_TRIES} tries: {reason_of(error)}", advice=["check the connection"]
+                ) from error
+            time.sleep(_PAUSE * 2**number)
+    raise AssertionError
+
+
+def local_copy(url: str, *, into: Path | None = None) -> Path:
+    """The folder with copies of a URL's files, as they are now. A file alone lies in it by its name.
+
+    Processes of this machine wait for each other, so a file is copied once.
+    """
+    store = Store(url)
+    folder = (into or copies_folder()) / hashlib.blake2b(url.encode(), digest_size=8).hexdigest()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _alone(folder):
+            files = store.listed()
+            _remove_others(folder, {one.name for one in files})
+            missing = [one for one in files if not _is_same(folder, one)]
+            with ThreadPoolExecutor(_AT_ONCE) as pool:
+                list(pool.map(lambda one: _bring(store, one, folder), missing))
+    except OSError as error:
+        raise DataError(
+            f"{url} cannot be copied to this machine: {reason_of(error)}",
+            where=str(folder),
+            advice=["free some space, or name another disk with XDG_CACHE_HOME"],
+        ) from error
+    return folder
+
+
+def _bring(store: Store, file: RemoteFile, folder: Path) -> None:
+    path, mark = folder / file.name, _mark_path(folder, file.name)
+    for place in (path, mark):
+        place.parent.mkdir(parents=True, exist_ok=True)
+    mark.unlink(missing_ok=True)
+    store.copy(file, path)
+    mark.write_text(file.mark, encoding="ascii")
+
+
+def _is_same(folder: Path, file: RemoteFile) -> bool:
+    try:
+        is_whole = (folder / file.name).stat().st_size == file.size
+        return is_whole and _mark_path(folder, file.name).read_text(encoding="ascii") == file.mark
+    except OSError:
+        return False
+
+
+def _mark_path(folder: Path, name: str) -> Path:
+    return folder / ".marks" / f"{name}.mark"
+
+
+def _remove_others(folder: Path, names: set[str]) -> None:
+    """Files that are no longer in the store would be read as data."""
+    for path in folder.rglob("*"):
+        name = path.relative_to(folder).as_posix()
+        if path.is_file() and not name.startswith(".") and name not in names:
+            path.unlink(missing_ok=True)
+    for path in folder.rglob(f"{TEMPORARY}*"):  # of a process that was killed: only one copies at a time
+        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """One process of this machine at a time, where the disk has locks."""
+    with (folder / ".lock").open("a") as file:
+        if fcntl is not None:
+            with contextlib.suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_EX)
+        yield

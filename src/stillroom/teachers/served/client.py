@@ -1,0 +1,224 @@
+"""Requests to a server: JSON over kept connections, repeated where that may help, and never against its wishes.
+
+Repeated: no connection, no answer in time, an answer cut short or that is no JSON, status 408, 429 and 5xx. Pauses
+double and are drawn at random, so that many clients do not come back at once. `Retry-After` holds for all threads of a
+client. Any other status is final. A redirection is not followed: the key would go to another host.
+"""
+
+from __future__ import annotations
+
+import email.utils
+import http.client
+import json
+import math
+import random
+import ssl
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from stillroom.config.served import RequestsConfig
+from stillroom.errors import ServerGone, ServerUnusable
+from stillroom.files import reason_of
+
+_LONGEST_PAUSE = 60.0
+_LONGEST_WISH = 900.0  # seconds of Retry-After that are waited for
+_SHOWN = 300  # characters of a server's message
+_AGAIN = (408, 429, 500, 502, 503, 504, 529)
+_ADVICE_KEY = "name the variable that holds the server's key: --set teacher.requests.api_key_variable=NAME"
+_RESUME = "give the same command again (`stillroom resume` for a run) when it answers: what is finished is kept"
+
+
+class _Failed(Exception):
+    """A try that may succeed when it is repeated. `kind` is what is counted."""
+
+    def __init__(self, kind: str, what: str, wait: float | None = None) -> None:
+        super().__init__(what)
+        self.kind, self.wait = kind, wait
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a server is. `prefix` stands before the paths of its API."""
+
+    is_secure: bool
+    host: str
+    port: int | None
+    prefix: str
+
+    @staticmethod
+    def of(url: str) -> Address:
+        """From a URL with or without the /v1 that many write at its end."""
+        parts = urlsplit(url)
+        prefix = parts.path.rstrip("/").removesuffix("/v1")
+        return Address(parts.scheme == "https", parts.hostname or "", parts.port, prefix)
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        port = f":{self.port}" if self.port else ""
+        return f"http{'s' if self.is_secure else ''}://{host}{port}{self.prefix}"
+
+
+class Client:
+    """One server. Threads may ask at the same time; each keeps a connection."""
+
+    def __init__(self, url: str, settings: RequestsConfig, key: str = "") -> None:
+        self.address = Address.of(url)
+        self.server_header = ""  # of the last answer: names the program, where it says so
+        self._settings, self._key = settings, key
+        self._local = threading.local()
+        self._lock = threading.Lock()
+        self._counters: Counter[str] = Counter()
+        self._not_before = 0.0
+        self._closed = threading.Event()
+        self._chance = random.Random()  # its own: a run's random state is part of its checkpoints
+        self._has_answered = False
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """Requests, and how often one was repeated, by cause."""
+        with self._lock:
+            return dict(self._counters)
+
+    def close(self) -> None:
+        """End all pauses: threads that wait to ask again give up."""
+        self._closed.set()
+
+    def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """The JSON that the server answers. Raise `ServerUnusable` where it refuses, `ServerGone` where it is gone."""
+        held = None if body is None else json.dumps(body).encode("ascii")
+        self._count("requests")
+        for number in range(self._settings.retries + 1):
+            self._wait(self._not_before - time.monotonic())
+            try:
+                found = self._try(method, path, held)
+            except _Failed as failed:
+                self._forget_connection()
+                last = failed
+                if number < self._settings.retries:
+                    self._count(f"repeated_{failed.kind}")
+                    self._pause(number, failed)
+                continue
+            self._has_answered = True
+            return found
+        raise self._gone(last)
+
+    # -- one try -----------------------------------------------------------------------------------------
+
+    def _try(self, method: str, path: str, held: bytes | None) -> Any:
+        headers = {"Accept": "application/json"}
+        if held is not None:
+            headers["Content-Type"] = "application/json"
+        if self._key:
+            headers["Authorization"] = f"Bearer {self._key}"
+        try:
+            connection = self._connection()
+            connection.request(method, f"{self.address.prefix}{path}", held, headers)
+            answer = connection.getresponse()
+            status, told = answer.status, answer.read()
+        except TimeoutError as error:
+            raise _Failed("timeout", f"no answer in {self._settings.timeout_seconds:g} seconds") from error
+        except ssl.SSLCertVerificationError as error:
+            raise ServerUnusable(
+                f"its certificate does not hold: {error.verify_message}", where=str(self.address)
+            ) from error
+        except (http.client.HTTPException, OSError) as error:
+            raise _Failed("dropped", f"the connection failed: {reason_of(error)}") from error
+        self.server_header = answer.headers.get("Server", "")
+        if status in _AGAIN:
+            wish = _seconds(answer.headers.get("Retry-After"))
+            raise _Failed("rate_limit" if status == 429 else "server_error", f"status {status}{self._said(told)}", wish)
+        if status != 200:
+            raise self._refused(method, path, status, told)
+        try:
+            return json.loads(told)
+        except (ValueError, RecursionError) as error:
+            raise _Failed("no_json", f"an answer of {len(told):,} bytes is no JSON") from error
+
+    def _connection(self) -> http.client.HTTPConnection:
+        if getattr(self._local, "connection", None) is None:
+            kind = http.client.HTTPSConnection if self.address.is_secure else http.client.HTTPConnection
+            self._local.connection = kind(self.address.host, self.address.port, timeout=self._settings.timeout_seconds)
+        found: http.client.HTTPConnection = self._local.connection
+        return found
+
+    def _forget_connection(self) -> None:
+        if (connection := getattr(self._local, "connection", None)) is not None:
+            connection.close()
+            self._local.connection = None
+
+    # -- trying again ------------------------------------------------------------------------------------
+
+    def _pause(self, number: int, failed: _Failed) -> None:
+        """Wait as the server wishes, or longer each time. What a rate limit says holds for every thread."""
+        if failed.wait is not None:
+            if failed.wait > _LONGEST_WISH:
+                raise self._gone(failed, f", and it asks to wait {failed.wait:,.0f} seconds")
+            with self._lock:
+                self._not_before = max(self._not_before, time.monotonic() + failed.wait)
+            return
+        longest = min(_LONGEST_PAUSE, self._settings.pause_seconds * 2**number)
+        self._wait(longest * (0.5 + 0.5 * self._chance.random()))
+
+    def _wait(self, seconds: float) -> None:
+        if self._closed.wait(max(0.0, seconds)) or self._closed.is_set():
+            raise ServerGone("asking was ended", where=str(self.address))
+
+    def _count(self, name: str) -> None:
+        with self._lock:
+            self._counters[name] += 1
+
+    # -- giving up ---------------------------------------------------------------------------------------
+
+    def _gone(self, last: _Failed, more: str = "") -> ServerGone | ServerUnusable:
+        what = f"the teacher's server gave no answer in {self._settings.retries + 1} tries: {last}{more}"
+        if self._has_answered:
+            return ServerGone(what, where=str(self.address), advice=[_RESUME, "check the server's own log"])
+        return ServerUnusable(
+            what, where=str(self.address), advice=["check that it runs and the address of teacher.server"]
+        )
+
+    def _refused(self, method: str, path: str, status: int, told: bytes) -> ServerUnusable:
+        advice = {401: [_ADVICE_KEY], 403: [_ADVICE_KEY], 404: ["check the address of teacher.server"]}.get(status, [])
+        return ServerRefused(
+            f"{method} {path}: status {status}{self._said(told)}", status, where=str(self.address), advice=advice
+        )
+
+    def _said(self, told: bytes) -> str:
+        """The server's own message, as far as it is short, without the key should it repeat it."""
+        text = told[:4096].decode("utf-8", errors="replace")
+        try:
+            found = json.loads(told)
+            error = found.get("error", found)
+            text = str(error.get("message", error) if isinstance(error, dict) else error)
+        except (ValueError, AttributeError, RecursionError):
+            pass
+        text = " ".join(text.split())[:_SHOWN]
+        text = text.replace(self._key, "***") if self._key else text
+        return f": {text}" if text else ""
+
+
+class ServerRefused(ServerUnusable):
+    """A status that repeating does not change."""
+
+    def __init__(self, what: str, status: int = 0, *, where: str = "", advice: Any = ()) -> None:
+        super().__init__(what, where=where, advice=advice)
+        self.status = status
+
+
+def _seconds(wish: str | None) -> float | None:
+    """What Retry-After says: seconds, or a date."""
+    if not wish:
+        return None
+    try:
+        found = float(wish)
+    except ValueError:
+        try:
+            found = email.utils.parsedate_to_datetime(wish).timestamp() - time.time()
+        except ValueError:
+            return None
+    return max(0.0, found) if math.isfinite(found) else None

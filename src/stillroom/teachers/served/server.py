@@ -1,0 +1,158 @@
+"""A server that passed its probe: which model it has, in which shape it answers, and asking it prompts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from stillroom.config.schema import TeacherConfig
+from stillroom.errors import ConfigError, ServerUnusable
+from stillroom.teachers.entries import Given, Spelling
+from stillroom.teachers.served.client import Client, ServerRefused
+from stillroom.teachers.served.probe import Probe, check_causal, check_steady, own_log_probs
+from stillroom.teachers.served.shapes import SHAPES, MissingField, Shape, read_checked
+
+_COMPLETIONS, _MODELS, _VERSION = "/v1/completions", "/v1/models", "/version"
+_OTHER_SHAPE = (400, 404, 405, 422, 501)  # a request that the server does not know, or not so
+_TRIED = "programs that give log-probabilities of prompts as token ids: vLLM; others may in the same shapes"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a server says of itself. Nothing of it is secret."""
+
+    url: str
+    model: str
+    version: str | None
+    max_tokens: int | None  # of a prompt with the token that is generated after it
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"server": self.url, "served_model": self.model, "server_version": self.version}
+
+
+class Server:
+    """Asks prompts of ids. Every answer is checked: see `shapes.py`."""
+
+    def __init__(self, client: Client, facts: Facts, shape: Shape, *, num_wanted: int, vocab_size: int) -> None:
+        self.client, self.facts, self.shape = client, facts, shape
+        self.num_wanted, self._vocab_size = min(num_wanted, vocab_size), vocab_size
+        self.probe: Probe | None = None
+        self.probed: list[float] = []  # the probe's own tokens, as they were answered first
+
+    def score(self, ids: Sequence[int]) -> Given:
+        """What the server says about each token of a prompt but the first."""
+        body = self.shape.body(self.facts.model, ids, self.num_wanted)
+        answer = self.client.ask("POST", _COMPLETIONS, body)
+        return read_checked(self.shape, answer, tuple(ids), self.num_wanted, self._vocab_size)
+
+    def check_again(self) -> None:
+        """Raise where the probe is answered otherwise than at first."""
+        assert self.probe is not None
+        check_steady(self.probed, own_log_probs(self.score(self.probe.ids)), since="at the start")
+
+
+def key_of(section: TeacherConfig) -> str:
+    """The server's key, from the environment; empty where none is named."""
+    name = section.requests.api_key_variable
+    if name is None:
+        return ""
+    if not (found := os.environ.get(name, "").strip()):
+        raise ConfigError(
+            f"the environment has no variable {name}", where="teacher.requests.api_key_variable", advice=["export it"]
+        )
+    if not found.isascii() or not found.isprintable():
+        raise ConfigError(f"the key in {name} cannot be sent", where="teacher.requests.api_key_variable")
+    return found
+
+
+def open_server(section: TeacherConfig, tokenizer: Any, *, num_wanted: int, vocab_size: int) -> Server:
+    """A server that was asked the probe and answered rightly. `tokenizer` is the one that texts are read with."""
+    assert section.server is not None
+    client = Client(section.server, section.requests, key_of(section))
+    facts = _facts(client, section.requests.model)
+    probe = Probe.of(tokenizer)
+    wanted = section.requests.shape
+    shapes = list(SHAPES.values()) if wanted == "auto" else [SHAPES[wanted]]
+    failures: list[str] = []
+    for shape in shapes:
+        server = Server(client, facts, shape, num_wanted=num_wanted, vocab_size=vocab_size)
+        try:
+            given = server.score(probe.ids)
+        except ServerUnusable as error:
+            failures.append(f"{shape.name}: {error.what}")
+            may_differ = isinstance(error, MissingField) or getattr(error, "status", 0) in _OTHER_SHAPE
+            if may_differ and shape is not shapes[-1]:
+                continue
+            raise _no_shape(client, failures, error) from error
+        server.probe, server.probed = probe, own_log_probs(given)
+        _check_spelling(given, tokenizer, str(client.address))
+        check_causal(given, server.score(probe.other), probe.changed)
+        server.check_again()
+        return server
+    raise AssertionError  # the last shape returned or raised
+
+
+def _no_shape(client: Client, failures: Sequence[str], last: ServerUnusable) -> ServerUnusable:
+    """The reason of each shape that was tried, and of the program where it is known to have none."""
+    advice = [*last.advice, _TRIED]
+    program = client.server_header
+    if program.lower().startswith("llama.cpp"):
+        failures = [f"{program} gives log-probabilities of tokens that it generates, not of a prompt", *failures]
+        advice = ["a GGUF file can be the teacher itself: --teacher MODEL.gguf", _TRIED]
+    told = "; ".join(failures)
+    return ServerUnusable(
+        f"the server gives no usable log-probabilities: {told}", where=str(client.address), advice=advice
+    )
+
+
+def _facts(client: Client, wanted: str | None) -> Facts:
+    """The model that is asked for, or the only one there is."""
+    url = str(client.address)
+    try:
+        listed = client.ask("GET", _MODELS)
+        models = {str(one["id"]): one for one in listed["data"]}
+    except ServerRefused as error:
+        if error.status not in (404, 405, 501) or wanted is None:
+            raise
+        models = {}
+    except (KeyError, TypeError) as error:
+        raise ServerUnusable(f"{_MODELS} gives no list of models", where=url, advice=[_TRIED]) from error
+    if wanted is None and len(models) != 1:
+        raise ConfigError(
+            f"the server has {len(models)} models: {', '.join(sorted(models)[:8])}",
+            where="teacher.requests.model",
+            advice=["name one of them: --set teacher.requests.model=NAME"],
+        )
+    if wanted is not None and models and wanted not in models:
+        raise ConfigError(
+            f"the server has no model {wanted!r}, but {', '.join(sorted(models)[:8])}",
+            where="teacher.requests.model",
+            advice=["name one of them: --set teacher.requests.model=NAME"],
+        )
+    name = wanted or next(iter(models))
+    about = models.get(name, {})
+    limit = about.get("max_model_len") if isinstance(about, Mapping) else None
+    return Facts(url, name, _version(client), limit if isinstance(limit, int) else None)
+
+
+def _version(client: Client) -> str | None:
+    """What the server says of its version; its Server header where it has no page for that."""
+    try:
+        found = client.ask("GET", _VERSION)
+    except ServerRefused:
+        return client.server_header or None
+    return str(found["version"]) if isinstance(found, Mapping) and "version" in found else client.server_header or None
+
+
+def _check_spelling(given: Given, tokenizer: Any, url: str) -> None:
+    if wrong := Spelling(tokenizer).fault([given]):
+        raise ServerUnusable(
+            f"the server has another tokenizer: {wrong[0]}",
+            where=url,
+            advice=[
+                "name the folder or hub id of the served model in teacher.model",
+                "choose a student with its tokens",
+            ],
+        )

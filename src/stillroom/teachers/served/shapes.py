@@ -1,0 +1,218 @@
+"""The two shapes in which servers give log-probabilities of a prompt, and what is checked of every answer.
+
+prompt_logprobs  vLLM. `choices[0].prompt_logprobs` has an entry for each token of the prompt, null for the first: a
+                 table from token id to {"logprob", "rank", "decoded_token"}. The token that came is always in it.
+echo             OpenAI's old completions, as vLLM and others have them. `choices[0].logprobs` has `tokens`,
+                 `token_logprobs` and `top_logprobs`, whose tokens are texts, or `token_id:N` where the server can.
+                 Texts are refused: several tokens spell the same one, so a table by text loses masses.
+
+Prompts are token ids, never texts, and every answer is held against the ids that were sent. The temperature is sent as
+1: a model's generation_config may have another, and some servers give log-probabilities after it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from stillroom.errors import ServerUnusable
+from stillroom.teachers.entries import TOKEN_ID, Entry, Given
+
+_MOST_DIGITS = 12
+_MOST_NUMBER = 1e9
+_MOST_LOG_PROB = 1e-4  # rounding of a log-probability that is 0
+_MOST_MASS = 1.0 + 1e-3  # rounding of half-precision servers; tables of FP32 are within 1e-5
+
+Answer = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Shape:
+    name: str
+    fields: Mapping[str, Any]  # of a request, beside those that every shape has
+    count_field: str  # which of them says how many log-probabilities are wanted
+    read: Callable[[Answer, tuple[int, ...], str], Given]
+
+    def body(self, model: str, ids: Sequence[int], num_wanted: int) -> dict[str, Any]:
+        common = {"model": model, "prompt": list(ids), "max_tokens": 1, "temperature": 1.0, "top_p": 1.0}
+        return {**common, **self.fields, self.count_field: num_wanted}
+
+
+def read_checked(shape: Shape, answer: Any, ids: tuple[int, ...], num_wanted: int, vocab_size: int) -> Given:
+    """What a server said about a prompt, or `ServerUnusable` with the reason."""
+    where = f"the answer to a prompt of {len(ids):,} tokens"
+    if not isinstance(answer, Mapping) or not isinstance(answer.get("choices"), list) or not answer["choices"]:
+        raise bad("it has no `choices`", where)
+    if not isinstance(answer["choices"][0], Mapping):
+        raise bad("its first choice is no object", where)
+    _check_prompt(answer, ids, where)
+    given = shape.read(answer, ids, where)
+    _check_tables(given, min(num_wanted, vocab_size), vocab_size)
+    return given
+
+
+class MissingField(ServerUnusable):
+    """The answer lacks what this shape is made of: the server may have the other one."""
+
+
+def missing(what: str, where: str) -> MissingField:
+    return MissingField(f"the server's answer cannot be used: {what}", where=where)
+
+
+def bad(what: str, where: str, advice: Sequence[str] = ()) -> ServerUnusable:
+    return ServerUnusable(f"the server's answer cannot be used: {what}", where=where, advice=list(advice))
+
+
+# -- the two shapes --------------------------------------------------------------------------------------
+
+
+def _read_prompt_logprobs(answer: Answer, ids: tuple[int, ...], where: str) -> Given:
+    choice = answer["choices"][0]
+    tables = choice.get("prompt_logprobs", answer.get("prompt_logprobs"))
+    if tables is None:
+        raise missing("it has no `prompt_logprobs`", where)
+    _check_length(tables, ids, "prompt_logprobs", where)
+    entries: dict[int, Entry] = {}
+    texts: dict[int, str] = {}
+    for place, table in enumerate(tables[1:], start=1):
+        if not isinstance(table, Mapping):
+            raise bad(f"prompt_logprobs of token {place} is {table!r}", where)
+        entry: dict[int, float] = {}
+        for key, value in table.items():
+            token = _id(str(key), f"prompt_logprobs of token {place}", where)
+            held = isinstance(value, Mapping)
+            entry[token] = _number(value.get("logprob") if held else value, f"prompt_logprobs of token {place}", where)
+            if held and isinstance(value.get("decoded_token"), str):
+                texts[token] = value["decoded_token"]
+        entries[place] = entry
+    return Given(where, ids, entries, texts, has_own_token=True)
+
+
+def _read_echo(answer: Answer, ids: tuple[int, ...], where: str) -> Given:
+    held = answer["choices"][0].get("logprobs")
+    if not isinstance(held, Mapping):
+        raise missing("it has no `logprobs`", where)
+    tokens, own, tables = (held.get(name) for name in ("tokens", "token_logprobs", "top_logprobs"))
+    for name, column in (("tokens", tokens), ("token_logprobs", own), ("top_logprobs", tables)):
+        if isinstance(column, list) and len(column) in (len(ids), len(ids) + 1):
+            continue
+        told = f"{len(column):,} entries" if isinstance(column, list) else "nothing"
+        raise missing(f"logprobs.{name} has {told} for {len(ids):,} tokens: the prompt is not echoed", where)
+    assert isinstance(tokens, list) and isinstance(own, list) and isinstance(tables, list)
+    named = tuple(_id(str(token), "logprobs.tokens", where, prefix=TOKEN_ID) for token in tokens[: len(ids)])
+    if named != ids:
+        raise _other_tokens(named, ids, where)
+    entries: dict[int, Entry] = {}
+    for place in range(1, len(ids)):
+        column = f"logprobs.top_logprobs of token {place}"
+        if not isinstance(tables[place], Mapping):
+            raise bad(f"{column} is {tables[place]!r}", where)
+        entry = {
+            _id(str(key), column, where, prefix=TOKEN_ID): _number(value, column, where)
+            for key, value in tables[place].items()
+        }
+        entry.setdefault(ids[place], _number(own[place], f"logprobs.token_logprobs of token {place}", where))
+        entries[place] = entry
+    return Given(where, ids, entries, has_own_token=True)
+
+
+PROMPT_LOGPROBS = Shape("prompt_logprobs", {"return_token_ids": True}, "prompt_logprobs", _read_prompt_logprobs)
+ECHO = Shape("echo", {"echo": True, "return_tokens_as_token_ids": True}, "logprobs", _read_echo)
+SHAPES = {shape.name: shape for shape in (PROMPT_LOGPROBS, ECHO)}
+
+
+# -- checks ----------------------------------------------------------------------------------------------
+
+
+def _id(text: str, column: str, where: str, prefix: str = "") -> int:
+    digits = text.removeprefix(prefix)
+    if (prefix and digits == text) or not digits.isascii() or not digits.isdigit() or len(digits) > _MOST_DIGITS:
+        raise bad(
+            f"{column} names {text[:40]!r}, a text instead of a token id: several tokens may spell the same text",
+            where,
+            ["use a server that answers with ids: vLLM's prompt_logprobs, or its return_tokens_as_token_ids"],
+        )
+    return int(digits)
+
+
+def _number(value: Any, column: str, where: str) -> float:
+    if isinstance(value, float) and not math.isnan(value):
+        return value
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) < _MOST_NUMBER:
+        return float(value)
+    raise bad(
+        f"a log-probability in {column} is {str(value)[:40] if not isinstance(value, int) else 'an integer'}", where
+    )
+
+
+def _check_prompt(answer: Answer, ids: tuple[int, ...], where: str) -> None:
+    """Where the server says which tokens it read, they are those that were sent."""
+    choice, usage = answer["choices"][0], answer.get("usage")
+    named = choice.get("prompt_token_ids", answer.get("prompt_token_ids"))
+    if isinstance(named, list) and tuple(named) != ids:
+        raise _other_tokens(tuple(named), ids, where)
+    count = usage.get("prompt_tokens") if isinstance(usage, Mapping) else None
+    if isinstance(count, int) and count != len(ids):
+        raise bad(f"it counts {count:,} tokens in the prompt: the server added or dropped some", where)
+
+
+def _other_tokens(named: tuple[Any, ...], ids: tuple[int, ...], where: str) -> ServerUnusable:
+    pairs = zip(named, ids, strict=False)
+    place = next((number for number, (one, other) in enumerate(pairs) if one != other), min(len(named), len(ids)))
+    told = f"{len(named):,} tokens" if place >= min(len(named), len(ids)) else f"token {place} is {named[place]}"
+    sent = f"{len(ids):,}" if place >= min(len(named), len(ids)) else f"{ids[place]}"
+    return bad(
+        f"the server read other tokens than were sent: {told}, and was {sent}",
+        where,
+        ["it puts a mark of its own before a prompt, or has another tokenizer"],
+    )
+
+
+def _check_length(tables: Any, ids: tuple[int, ...], name: str, where: str) -> None:
+    if not isinstance(tables, list) or len(tables) != len(ids):
+        told = f"{len(tables):,} entries" if isinstance(tables, list) else type(tables).__name__
+        raise bad(f"`{name}` has {told} for {len(ids):,} tokens", where)
+
+
+def _check_tables(given: Given, num_wanted: int, vocab_size: int) -> None:
+    for place, entry in given.entries.items():
+        if given.ids[place] not in entry:
+            raise bad(_shift_reason(given, place), given.where, ["entry t must answer token t of the prompt"])
+        if len(entry) < num_wanted:
+            raise bad(
+                f"token {place} has {len(entry):,} log-probabilities, and {num_wanted:,} were asked for: too few",
+                given.where,
+                [
+                    "start vLLM with --max-logprobs N",
+                    f"--set teacher.signal.kind=top_k --set teacher.signal.k={len(entry)}",
+                ],
+            )
+        if (highest := max(entry)) >= vocab_size:
+            raise bad(f"token id {highest:,} lies outside the vocabulary of {vocab_size:,}", given.where)
+        values = entry.values()
+        mass = math.fsum(math.exp(min(value, 0.0)) for value in values)
+        if max(values) > _MOST_LOG_PROB or mass > _MOST_MASS:
+            what = f"the largest is {max(values):.4g}" if max(values) > _MOST_LOG_PROB else f"they hold {mass:.4f}"
+            raise bad(
+                f"the values at token {place} are no log-probabilities: {what}",
+                given.where,
+                ["vLLM: --logprobs-mode raw_logprobs"],
+            )
+
+
+def _shift_reason(given: Given, place: int) -> str:
+    """Which neighbours the entries hold instead of their own tokens, over the whole prompt."""
+    last = len(given.ids) - 1
+    counts = {
+        shift: sum(given.ids[at + shift] in entry for at, entry in given.entries.items() if 0 <= at + shift <= last)
+        for shift in (-1, 0, 1)
+    }
+    total = len(given.entries)
+    best = max((-1, 1), key=lambda shift: counts[shift])
+    told = f"token {place} is not among its own log-probabilities"
+    if counts[best] > counts[0]:
+        side = "before" if best < 0 else "after"
+        return f"{told}: {counts[best]:,} of {total:,} hold the token {side}, {counts[0]:,} their own: shifted by one"
+    return told

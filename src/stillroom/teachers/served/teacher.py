@@ -1,0 +1,186 @@
+"""A teacher on a server: its likeliest tokens and what they leave over, for a run or for a cache."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from stillroom.errors import ConfigError
+from stillroom.teachers.base import SignalKind, Teacher
+from stillroom.teachers.entries import Given, position_answer
+from stillroom.teachers.label_yardsticks import label_yardsticks
+from stillroom.teachers.served.probe import check_steady, check_temperature
+from stillroom.teachers.served.server import Server
+from stillroom.teachers.signals import RowAnswer, SignalSpec, signal_of
+from stillroom.teachers.sparse import describe, to_device
+from stillroom.types import IGNORED, Batch, Needs, Signal
+
+Window = Callable[[int], Sequence[Batch]]
+
+_BATCH_TOKENS = 16_384  # of rows that a cache's writer hands over at once: enough requests to be under way together
+_LEAST_TAIL = 1e-6  # what is left of 1 after some dozens of FP32 log-probabilities is rounding below this
+_TRIAL_POSITIONS = 512  # of the data, by which the temperature is told
+
+
+class ServedTeacher(Teacher):
+    """Asks each row as a prompt of ids, several at once, and the rows of the next window ahead.
+
+    Each piece of a packed row is a prompt by itself: a server cannot be told that attention stops there. After the rows
+    of a window, or of a batch of a cache, the probe is asked again, so that no answer of another model is kept unseen.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        spec: SignalSpec,
+        *,
+        vocab_size: int,
+        device: torch.device,
+        concurrency: int,
+        window: Window | None = None,
+        notes: Sequence[str] = (),
+    ) -> None:
+        self.server, self.spec = server, spec.within(vocab_size)
+        self.kind: SignalKind = "top-k"
+        self.num_exact = self.spec.exact
+        self.batch_tokens = _BATCH_TOKENS
+        facts = server.facts
+        told = f"the teacher is not loaded: {facts.model} on {facts.url} answers with {describe(self.spec)}"
+        self.notes = (f"{told}, {concurrency} requests at once, by {server.shape.name}", *notes)
+        self._device, self._window = device, window
+        self._least_tail = 0.0 if self.spec.exact >= vocab_size else _LEAST_TAIL
+        self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="stillroom-server")
+        self._ahead: dict[str, Future[RowAnswer]] = {}
+        self._probing: Future[None] | None = None
+        self._lock = threading.Lock()
+        self._counters: Counter[str] = Counter()
+        self._mass = 0.0
+
+    def close(self) -> None:
+        """Give up what is under way."""
+        self.server.client.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    # -- answering ---------------------------------------------------------------------------------------
+
+    def observe(self, batch: Batch, needs: Needs) -> Signal:
+        answers = self._rows(batch)
+        self._mass += sum(float(answer.mass.sum()) for answer in answers)
+        with self._lock:
+            self._counters["observed"] += batch.num_scored
+        return to_device(signal_of(RowAnswer.join(answers), self.spec), self._device)
+
+    def answer_rows(self, batch: Batch, specs: Sequence[SignalSpec]) -> list[list[RowAnswer]]:
+        """For a cache. Its signals are those of the server: `served_spec` refused all others."""
+        answers = self._rows(batch)
+        self.server.check_again()
+        for spec in specs:
+            if (spec.exact, spec.temperature, spec.draws) != (self.spec.exact, 1.0, 0):
+                raise ConfigError(f"a server gives {describe(self.spec)}, and the cache holds {describe(spec)}")
+        return [answers for _ in specs]
+
+    def _rows(self, batch: Batch) -> list[RowAnswer]:
+        asked = {
+            key: self._ahead.get(key) or self._pool.submit(self._answer, *row)
+            for key, row in zip(batch.keys, _rows_of(batch), strict=True)
+        }
+        try:
+            found = {key: future.result() for key, future in asked.items()}
+        except BaseException:
+            self.close()
+            raise
+        return [found[key] for key in batch.keys]
+
+    def _answer(self, ids: list[int], targets: list[int], pieces: list[int]) -> RowAnswer:
+        """The answer to a row without padding. Tokens after the last scored one are not sent."""
+        parts, counters = [RowAnswer.unusable(0, self.spec)], Counter[str]()
+        for begin, end in _stretches(pieces):
+            scored = [place for place in range(begin, end) if targets[place] != IGNORED]
+            if not scored:
+                continue
+            given = self.server.score([*ids[begin : scored[-1] + 1], targets[scored[-1]]])
+            parts += [
+                position_answer(
+                    given.entries[place - begin + 1],
+                    targets[place],
+                    self.spec,
+                    counters,
+                    least_tail=self._least_tail,
+                )
+                for place in scored
+            ]
+        with self._lock:
+            self._counters.update(counters)
+        return RowAnswer.join(parts)
+
+    # -- asking ahead ------------------------------------------------------------------------------------
+
+    def begin(self, window: Sequence[Batch], step: int, cursor: int = 0) -> None:
+        """Send for the rows of this window and the next, and then the probe, whose answer is looked at next time."""
+        if self._probing is not None:
+            self._probing.result()
+        upcoming = self._window(cursor + 1) if self._window is not None else ()
+        batches = (*window, *upcoming)
+        wanted = {key for batch in batches for key in batch.keys}
+        for key in [known for known in self._ahead if known not in wanted]:
+            self._ahead.pop(key).cancel()
+        for batch in batches:
+            for key, row in zip(batch.keys, _rows_of(batch), strict=True):
+                if key not in self._ahead:
+                    self._ahead[key] = self._pool.submit(self._answer, *row)
+        self._probing = self._pool.submit(self.server.check_again)
+
+    # -- what is known of it -----------------------------------------------------------------------------
+
+    def own_yardsticks(self, batches: Sequence[Batch]) -> dict[str, Any] | None:
+        answers = [answer for batch in batches for answer in self._rows(batch)]
+        return label_yardsticks(answers, batches, parameters=None, source=f"answers of {self.server.facts.url}")
+
+    def check_stored(self, probed: Sequence[float]) -> None:
+        """Raise where the probe was answered otherwise when a cache was begun."""
+        check_steady(probed, self.server.probed, since="when the cache was begun")
+
+    def try_rows(self, batches: Sequence[Batch]) -> str:
+        """Ask rows of the data, raise where their answers are of another temperature, and say what was found."""
+        given: list[Given] = []
+        for batch in batches:
+            for ids, targets, pieces in _rows_of(batch):
+                begin, end = next(iter(_stretches(pieces)))
+                if end - begin > 1 and targets[end - 1] != IGNORED:
+                    given.append(self.server.score([*ids[begin:end], targets[end - 1]]))
+            if sum(len(one.entries) for one in given) >= _TRIAL_POSITIONS:
+                break
+        return check_temperature(given, self.spec.exact)
+
+    def summary(self) -> dict[str, Any]:
+        observed = self._counters["observed"]
+        mass = self._mass / observed if observed else None
+        return {
+            "teacher_signal": {**self.spec.to_dict(), "mean_mass": mass},
+            "teacher_server": {**self.server.facts.to_dict(), **self.facts()},
+        }
+
+    def facts(self) -> dict[str, int]:
+        """What was counted: requests and their repetitions, tails that are too small to be told."""
+        return {**self.server.client.counters, "unresolved_tails": self._counters["unresolved_tails"]}
+
+
+def _rows_of(batch: Batch) -> list[tuple[list[int], list[int], list[int]]]:
+    """(ids, targets, which piece each position is in) of each row, without padding."""
+    pieces = torch.zeros_like(batch.input_ids) if batch.segments is None else batch.segments
+    found = []
+    for number in range(batch.input_ids.shape[0]):
+        length = max(1, int(batch.attention_mask[number].sum()))
+        found.append(tuple(one[number, :length].tolist() for one in (batch.input_ids, batch.targets, pieces)))
+    return found  # type: ignore[return-value]
+
+
+def _stretches(pieces: Sequence[int]) -> list[tuple[int, int]]:
+    """Where each piece of a row begins and ends."""
+    begins = [0, *(place for place in range(1, len(pieces)) if pieces[place] != pieces[place - 1])]
+    return list(zip(begins, [*begins[1:], len(pieces)], strict=True))

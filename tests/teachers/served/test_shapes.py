@@ -1,0 +1,110 @@
+"""Laws of reading answers: what was sent is what was answered, and anything odd is refused and never guessed."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from typing import Any
+
+import pytest
+
+from stillroom.errors import ServerUnusable
+from stillroom.teachers.served.shapes import ECHO, PROMPT_LOGPROBS, read_checked
+
+IDS = (3, 1, 4, 1, 5)
+VOCAB, WANTED = 10, 3
+
+
+def tables(prefix: str = "") -> list[Any]:
+    found: list[Any] = [None]
+    for own in IDS[1:]:
+        ids = [own, *(token for token in range(VOCAB) if token != own)][: WANTED + 1]
+        found.append({f"{prefix}{token}": math.log(0.2) for token in ids})
+    return found
+
+
+def vllm() -> dict[str, Any]:
+    held = [
+        None
+        if table is None
+        else {key: {"logprob": value, "rank": 1, "decoded_token": "x"} for key, value in table.items()}
+        for table in tables()
+    ]
+    choice = {"prompt_logprobs": held, "prompt_token_ids": list(IDS), "text": ""}
+    return {"choices": [choice], "usage": {"prompt_tokens": len(IDS)}}
+
+
+def echo() -> dict[str, Any]:
+    top = tables("token_id:")
+    own = [None, *(top[place][f"token_id:{IDS[place]}"] for place in range(1, len(IDS)))]
+    tokens = [f"token_id:{token}" for token in IDS]
+    held = {
+        "tokens": [*tokens, "token_id:0"],
+        "token_logprobs": [*own, -1.0],
+        "top_logprobs": [*top, {"token_id:0": -1.0}],
+    }
+    return {"choices": [{"logprobs": held}], "usage": {"prompt_tokens": len(IDS)}}
+
+
+BOTH = [(PROMPT_LOGPROBS, vllm), (ECHO, echo)]
+
+
+@pytest.mark.parametrize(("shape", "make"), BOTH, ids=["vllm", "echo"])
+def test_an_answer_about_every_token_but_the_first_is_read(shape: Any, make: Any) -> None:
+    given = read_checked(shape, make(), IDS, WANTED, VOCAB)
+    assert list(given.entries) == [1, 2, 3, 4]
+    assert all(given.entries[place][IDS[place]] == math.log(0.2) for place in given.entries)
+
+
+def _mutated(answer: Any, chance: random.Random) -> Any:
+    """The answer with one value somewhere in it replaced, removed or doubled."""
+    answer = copy.deepcopy(answer)
+    here, path = answer, []
+    while isinstance(here, dict | list) and here and (not path or chance.random() < 0.85):
+        key = chance.choice(list(here) if isinstance(here, dict) else range(len(here)))
+        path.append((here, key))
+        here = here[key]
+    holder, key = path[-1]
+    match chance.randrange(4):
+        case 0:
+            del holder[key]
+        case 1 if isinstance(holder, list):
+            holder.insert(key, holder[key])
+        case _:
+            holder[key] = chance.choice(
+                [None, [], {}, "text", 10**9, -5, 3.5, True, math.nan, math.inf, -math.inf, [[]], 10**400]
+            )
+    return answer
+
+
+@pytest.mark.parametrize(("shape", "make"), BOTH, ids=["vllm", "echo"])
+def test_an_answer_that_is_odd_anywhere_is_refused_or_says_what_it_said(shape: Any, make: Any) -> None:
+    """No mutation may raise anything else, give a token to another place, or give a value that was not sent."""
+    chance, sound = random.Random(11), read_checked(shape, make(), IDS, WANTED, VOCAB)
+    num_refused = 0
+    for _ in range(1500):
+        answer = _mutated(make(), chance)
+        try:
+            given = read_checked(shape, answer, IDS, WANTED, VOCAB)
+        except ServerUnusable:
+            num_refused += 1
+            continue
+        assert list(given.entries) == list(sound.entries)
+        for place, entry in given.entries.items():
+            assert IDS[place] in entry and len(entry) >= WANTED
+            assert set(entry.values()) <= {math.log(0.2), -5.0, -math.inf}
+    assert num_refused > 500
+
+
+@pytest.mark.parametrize("answer", [None, [], "no", {}, {"choices": []}, {"choices": [None]}, {"choices": {}}, 3])
+def test_what_is_no_answer_is_refused(answer: Any) -> None:
+    with pytest.raises(ServerUnusable):
+        read_checked(PROMPT_LOGPROBS, answer, IDS, WANTED, VOCAB)
+
+
+def test_a_prompt_that_the_server_read_otherwise_is_refused_with_the_token() -> None:
+    answer = vllm()
+    answer["choices"][0]["prompt_token_ids"] = [0, *IDS[:-1]]
+    with pytest.raises(ServerUnusable, match="other tokens than were sent: token 0 is 0, and was 3"):
+        read_checked(PROMPT_LOGPROBS, answer, IDS, WANTED, VOCAB)

@@ -1,0 +1,89 @@
+"""Laws of checkpoints in parts: sealed and read back like whole ones, whoever reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from stillroom.checkpoint import CheckpointStore
+from stillroom.errors import CannotSave, CheckpointUnusable
+from stillroom.parallel import Parallel
+
+WHOLE = torch.arange(15.0).reshape(5, 3)
+
+
+@pytest.fixture
+def mesh() -> Iterator[Any]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1,))
+    finally:
+        dist.destroy_process_group()
+
+
+def save(store: CheckpointStore, step: int, mesh: Any) -> None:
+    tensors: dict[str, dict[str, Tensor]] = {
+        "student": {"a.weight": distribute_tensor(WHOLE + step, mesh, [Shard(0)]), "flag": torch.tensor([step])},
+        "random": {"cpu": torch.arange(7, dtype=torch.uint8)},
+    }
+    store.save_parts(step, tensors, {"state": {"step": step}}, Parallel())
+
+
+def test_parts_are_read_whole_and_into_what_a_process_holds(mesh: Any, tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints")
+    save(store, 3, mesh)
+    saved = store.load_newest()
+    assert saved is not None and saved.step == 3 and saved.scalars == {"state": {"step": 3}}
+    assert set(saved.tensors) == {"student", "random"} and set(saved.tensors["student"]) == {"a.weight", "flag"}
+    assert torch.equal(saved.tensors["student"]["a.weight"], WHOLE + 3)
+    assert torch.equal(saved.tensors["random"]["cpu"], torch.arange(7, dtype=torch.uint8))
+    part = distribute_tensor(torch.zeros(5, 3), mesh, [Shard(0)])
+    present = {"a.weight": part, "flag": torch.zeros(1, dtype=torch.int64)}
+    Parallel().load("student", present, saved.tensors["student"])
+    assert torch.equal(part.to_local(), WHOLE + 3) and present["flag"].item() == 3
+    with pytest.raises(ValueError, match="other tensors: a"):
+        Parallel().load("student", {"flag": torch.zeros(1)}, saved.tensors["student"])
+
+
+@pytest.mark.parametrize("harm", ["flipped", "missing", "added"])
+def test_a_damaged_part_makes_the_checkpoint_before_count(harm: str, mesh: Any, tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints")
+    save(store, 1, mesh)
+    save(store, 2, mesh)
+    (part,) = (tmp_path / "checkpoints" / "step-000002").glob("shard-*.safetensors")
+    if harm == "flipped":
+        contents = bytearray(part.read_bytes())
+        contents[-1] ^= 1
+        part.write_bytes(contents)
+    elif harm == "missing":
+        part.unlink()
+    else:
+        part.with_name("shard-00002-model-00001-of-00001.safetensors").write_bytes(part.read_bytes())
+    saved = store.load_newest()
+    assert saved is not None and saved.step == 1 and len(saved.rejected) == 1
+    part_before = next((tmp_path / "checkpoints" / "step-000001").glob("shard-*.safetensors"))
+    part_before.unlink()
+    with pytest.raises(CheckpointUnusable):
+        store.load_newest()
+
+
+def test_a_save_that_fails_leaves_the_checkpoint_before_and_nothing_else(mesh: Any, tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints")
+    save(store, 1, mesh)
+
+    def full(point: str) -> None:
+        if point == "while_writing":
+            raise OSError(28, "No space left on device")
+
+    store.at_point = full
+    with pytest.raises(CannotSave, match="No space left"):
+        save(store, 2, mesh)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000001"]
