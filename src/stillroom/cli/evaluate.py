@@ -40,7 +40,7 @@ def eval_(
     max_batches: Annotated[int, typer.Option(min=0, help="0: all")] = 0,
     blocks: Annotated[bool, typer.Option("--blocks", help="texts end to end in blocks, not each record alone")] = False,
     questions: Annotated[Path | None, typer.Option(help="JSONL of questions with answers or choices")] = None,
-    tasks: Annotated[str, typer.Option(help="benchmarks of lm-eval, by name, with commas between")] = "",
+    tasks: Annotated[str, typer.Option(help="benchmarks of lm-eval, by name or YAML file, with commas between")] = "",
     bos: Bos = "auto",
     device: Device = "auto",
     keep: Annotated[bool, typer.Option(help="of a run's student: write eval.json, for its report and card")] = True,
