@@ -24,7 +24,7 @@ class SignalConfig(Section):
         "renormalised: k tokens as if no other could come, which is biased; target: the probability of the target "
         "alone, for objectives.alm. auto: dense live; what a cache holds; for a new cache top_k where "
         "objectives.kd.top_k is set or the divergence is not forward_kl, else hybrid; with two tokenizers hybrid for "
-        "objectives.exact_match, else target",
+        "objectives.prefix_match or exact_match, else target",
     )
     k: Annotated[int, Field(ge=1)] | None = Field(None, description="of top_k (64, or objectives.kd.top_k)")
     m: Annotated[int, Field(ge=1)] | None = Field(None, description="of hybrid (8)")

@@ -131,7 +131,7 @@ def _reading(config: Config, tokenizer: Any, *, is_paired: bool) -> Reading:
     if not is_paired:
         return Reading(tokenizer)
     own = load_tokenizer(config.teacher, config.teacher.model)
-    return Reading(own, matched_tokens(tokenizer, own))
+    return Reading.of(config, own, matched_tokens(tokenizer, own))
 
 
 def _open(config: Config, dtype: torch.dtype, tokenizer: Any, *, is_paired: bool) -> tuple[LoadedModel, int]:

@@ -125,7 +125,7 @@ def describe(spec: SignalSpec) -> str:
         "target": "the probability of each target alone",
     }
     if spec.is_paired and spec.shared:
-        shared = "over the tokens that both vocabularies have, and the probability of each target"
+        shared = "over what both vocabularies can say, and the probability of each target"
         return f"{told[spec.kind]}, {shared}, at temperature {spec.temperature:g}"
     return f"{told[spec.kind]}, at temperature {spec.temperature:g}"
 

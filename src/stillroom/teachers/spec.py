@@ -43,7 +43,7 @@ def stored_spec(config: Config, there: SignalSpec, shared: str = "") -> SignalSp
     if config.objectives.span_weights:
         if signal.kind != "auto":
             return _paired_spec(config, signal.kind, shared)
-        shared = "" if there.kind == "target" else shared
+        shared = shared if _span_tokens(config) and there.kind != "target" else there.shared
         return SignalSpec(there.kind, there.exact, there.draws, 1.0, there.seed, True, shared)
     if signal.kind == "auto" and not kd.top_k:
         return SignalSpec(there.kind, there.exact, there.draws, _temperature(config), there.seed)
@@ -93,11 +93,18 @@ def _spec(config: Config, kind: str) -> SignalSpec:
 def _paired_spec(config: Config, kind: str, shared: str) -> SignalSpec:
     """The signal for a student of another tokenizer, at temperature 1: likelihoods of spans are those of the models.
 
-    Draws are unbiased, because the student's part of objectives.exact_match is linear in the teacher's probabilities.
+    Draws are unbiased, because what depends on the student in objectives.exact_match and objectives.prefix_match is
+    linear in the teacher's probabilities.
     """
-    signal = config.teacher.signal
+    signal, tokens = config.teacher.signal, _span_tokens(config)
+    if len(tokens) > 1:
+        raise ConfigError(
+            f"objectives {' and '.join(tokens)} ask for different answers, and there is one of a few tokens",
+            where="teacher.signal.kind, teacher.cache",
+            advice=[*(f"set objectives.{name}.weight = 0" for name in tokens), "use the live teacher, which has all"],
+        )
     if kind == "auto":
-        kind = "hybrid" if "exact_match" in config.objectives.span_weights else "target"
+        kind = "hybrid" if tokens else "target"
     match kind:
         case "target":
             return SignalSpec("target", 0, 0, is_paired=True)
@@ -114,6 +121,11 @@ def _paired_spec(config: Config, kind: str, shared: str) -> SignalSpec:
         where="teacher.signal.kind",
         advice=["set it to 'hybrid' or 'top_k'", "set it to 'target' where objectives.alm is the only one"],
     )
+
+
+def _span_tokens(config: Config) -> list[str]:
+    """The objectives on spans that need more than the targets' probabilities."""
+    return [name for name in config.objectives.span_weights if name in ("exact_match", "prefix_match")]
 
 
 def _temperature(config: Config) -> float:
@@ -167,10 +179,10 @@ def check_use(config: Config, spec: SignalSpec) -> list[str]:
 
 
 def _check_paired_use(config: Config, spec: SignalSpec) -> list[str]:
-    if spec.kind == "target" and "exact_match" in config.objectives.span_weights:
+    for name in _span_tokens(config) if spec.kind == "target" else ():
         raise ConfigError(
-            "objectives.exact_match compares distributions, and answers of kind target hold one probability a token",
+            f"objectives.{name} compares distributions, and answers of kind target hold one probability a token",
             where="teacher.signal.kind",
-            advice=["set it to 'hybrid' or 'top_k'", "set objectives.exact_match.weight = 0"],
+            advice=["set it to 'hybrid' or 'top_k'", f"set objectives.{name}.weight = 0"],
         )
     return []

@@ -46,20 +46,21 @@ SHORT = {
     "precision__mode": "fp32",
 }
 EXACT = {"objectives__exact_match__weight": 0.3}
+PREFIX = {"objectives__prefix_match__weight": 0.5}
 KINDS: dict[str, dict[str, Any]] = {
     "target": {"teacher__signal__kind": "target"},
     "hybrid": {**EXACT, "teacher__signal__kind": "hybrid", "teacher__signal__m": 4, "teacher__signal__draws": 6},
     "sampled": {**EXACT, "teacher__signal__kind": "sampled", "teacher__signal__draws": 9},
     "top_k": {**EXACT, "teacher__signal__kind": "top_k", "teacher__signal__k": 7},
+    "hybrid, groups": {**PREFIX, "teacher__signal__kind": "hybrid", "teacher__signal__m": 4},
+    "top_k, groups": {**PREFIX, "teacher__signal__kind": "top_k", "teacher__signal__k": 7},
     "top_k, packed": {**EXACT, "teacher__signal__kind": "top_k", "data__packing": "packed"},
 }
 
 
 def config(pair: Path, **over: Any) -> Any:
-    settings = {**SHORT, "objectives__prefix_match__weight": 0.0, **over}  # it needs the live teacher
-    if "objectives__exact_match__weight" not in settings:
-        settings["objectives__exact_match__weight"] = 0.0
-    return load_config(preset="cross-tokenizer", overrides=tiny.settings(pair, **settings))
+    off = {f"objectives__{name}__weight": 0.0 for name in ("prefix_match", "exact_match")}
+    return load_config(preset="cross-tokenizer", overrides=tiny.settings(pair, **{**SHORT, **off, **over}))
 
 
 def cache(pair: Path, out: Path, **over: Any) -> Path:
@@ -136,17 +137,28 @@ def test_a_target_cache_takes_about_a_float_for_each_token_of_the_teacher(pair: 
 def test_automatic_writes_once_and_reads_ever_after(
     pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = run(pair, tmp_path / "first", teacher__cache="auto", **EXACT)
+    preset = load_config(preset="cross-tokenizer").objectives.weights
+    assert preset["prefix_match"] and preset["alm"], "the preset can be cached as it is"
+    over = {f"objectives__{name}__weight": preset[name] for name in ("prefix_match", "alm")}
+    first = run(pair, tmp_path / "first", teacher__cache="auto", **over)
     (place,) = tmp_path.glob("teacher-cache-*")
     assert Cache(place).manifest.signal.kind == "hybrid" and Cache(place).manifest.signal.shared
     monkeypatch.setattr(loading, "load_teacher", lambda *_: pytest.fail("the teacher was loaded again"))
-    assert_same_run(first, run(pair, tmp_path / "second", teacher__cache="auto", **EXACT))
+    assert_same_run(first, run(pair, tmp_path / "second", teacher__cache="auto", **over))
 
 
 def test_a_cache_of_more_serves_a_run_that_needs_less(pair: Path, tmp_path: Path) -> None:
     place = cache(pair, tmp_path / "cache", **EXACT)
     stored = run(pair, tmp_path / "stored", teacher__cache=str(place))
     assert_same_run(stored, run(pair, tmp_path / "live", teacher__signal__kind="target"))
+
+
+def test_a_cache_of_groups_is_not_one_of_shared_tokens(pair: Path, tmp_path: Path) -> None:
+    place = str(cache(pair, tmp_path / "cache", **PREFIX))
+    refused(pair, tmp_path / "a", "teacher.signal.shared_tokens is", teacher__cache=place, **EXACT)
+    refused(pair, tmp_path / "b", "ask for different answers", teacher__cache="auto", **EXACT, **PREFIX)
+    stored = run(pair, tmp_path / "c", teacher__cache=place)
+    assert_same_run(stored, run(pair, tmp_path / "d", teacher__signal__kind="target"))
 
 
 @pytest.mark.parametrize("spec", ["teacher_nan@2", "teacher_garbage@2"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,16 @@ from stillroom.objectives.crosstok.slots import SpanSlots, num_exact, num_spans
 from stillroom.objectives.divergences import make
 from stillroom.objectives.head import score_head
 from stillroom.objectives.objective import Matched
-from stillroom.teachers.coarse import Coarse
+from stillroom.teachers.coarse import Coarse, SharedTokens, TokenGroups
 from stillroom.teachers.signals import SignalSpec, reduce_row, signal_of
 from stillroom.types import Batch, DenseSignal, Lesson, Score
 
 NAMES = ("alm", "exact_match", "prefix_match", "uld", "span_hidden")
+
+
+@cache
+def matched_of(pair: tuple[str, str]) -> Matched:
+    return matched_tokens(*map(pair_tokenizers.built, pair))
 
 
 def mix_of(pair: tuple[str, str] = paired_batches.PAIR, width: int = 12, **weights: Any) -> tuple[Mix, Lesson]:
@@ -36,7 +42,7 @@ def mix_of(pair: tuple[str, str] = paired_batches.PAIR, width: int = 12, **weigh
         **{name: value if isinstance(value, dict) else {"weight": value} for name, value in weights.items()},
     }
     config = ObjectivesConfig.model_validate(sections)
-    matched = matched_tokens(*(pair_tokenizers.built(name) for name in pair))
+    matched = matched_of(pair)
     planned = plan_objectives(config, Inside(1, width), Inside(1, width + 4), matched=matched)
     settings = {"alm.temperature": config.alm.temperature, "kd.temperature": 1.0}
     lesson = Lesson("x", {name: float(weight) for name, weight in config.weights.items()}, settings)
@@ -78,7 +84,7 @@ def reference(batch: Batch, both: paired_batches.Heads, name: str) -> torch.Tens
     view, signal = both.view, both.signal
     ours = torch.log_softmax(view.hidden.double() @ view.head.weight.double().T, -1)
     theirs = torch.log_softmax(signal.hidden.double() @ signal.head.weight.double().T, -1)
-    matched = matched_tokens(*(pair_tokenizers.built(one) for one in paired_batches.PAIR))
+    matched = matched_of(paired_batches.PAIR)
     total = torch.zeros((), dtype=torch.float64)
     for _row, students, teachers, is_exact in spans_by_hand(batch):
         q = sum(ours[n, batch.scored_targets[n]] for n in students)
@@ -286,11 +292,18 @@ def test_a_group_that_underflows_keeps_a_finite_value_and_a_gradient() -> None:
 # -- from a few tokens of the teacher ----------------------------------------------------------------------
 
 
-def few_of(batch: Batch, both: paired_batches.Heads, spec: SignalSpec, key: str = "row") -> paired_batches.Heads:
+def few_of(
+    batch: Batch, both: paired_batches.Heads, spec: SignalSpec, key: str = "row", name: str = "exact_match"
+) -> paired_batches.Heads:
     """The same student beside what is kept of the teacher's answer."""
     assert batch.other is not None
-    matched = matched_tokens(*(pair_tokenizers.built(one) for one in paired_batches.PAIR))
-    coarse = None if spec.kind == "target" else Coarse.of(matched.teacher_ids, both.signal.head.num_real)
+    matched, size = matched_of(paired_batches.PAIR), both.signal.head.num_real
+    coarse: Coarse | None = None
+    if spec.kind != "target":
+        by_groups = name == "prefix_match"
+        groups = TokenGroups.of(matched.teacher_groups, matched.num_groups, size)
+        coarse = groups if by_groups else SharedTokens.of(matched.teacher_ids, size)
+        assert bool((coarse.kept.diff() > 0).all())
     answer = reduce_row(both.signal.hidden, both.signal.head, batch.other.scored_targets, spec, key, coarse)
     signal = signal_of(answer, spec.within(10_000 if coarse is None else len(coarse.kept)))
     return paired_batches.Heads(both.view, signal)  # type: ignore[arg-type]
@@ -309,47 +322,51 @@ def test_likelihoods_from_stored_targets_are_those_of_the_whole_answer(batch: Ba
     assert torch.allclose(*slopes, rtol=1e-4, atol=1e-7)
 
 
-def test_exact_match_of_all_tokens_is_that_of_the_whole_answer_and_of_fewer_a_lower_bound(batch: Batch) -> None:
+@pytest.mark.parametrize("name", ["exact_match", "prefix_match"])
+def test_all_tokens_give_the_value_of_the_whole_answer_and_fewer_a_lower_bound(batch: Batch, name: str) -> None:
     """Log-probabilities are kept in steps of 1/256."""
     both = paired_batches.heads(batch)
-    right = scored(batch, both, "exact_match").terms["exact_match"]
+    right = scored(batch, both, name).terms[name]
     found = [
-        float(scored(batch, few_of(batch, both, spec_of("top_k", k)), "exact_match").terms["exact_match"].mean)
+        float(scored(batch, few_of(batch, both, spec_of("top_k", k), name=name), name).terms[name].mean)
         for k in (1, 8, 32, 10_000)
     ]
     assert found == sorted(found) and found[-1] == pytest.approx(float(right.mean), rel=2e-3)
 
 
+@pytest.mark.parametrize("name", ["exact_match", "prefix_match"])
 @pytest.mark.parametrize(("kind", "exact"), [("sampled", 0), ("hybrid", 3)])
-def test_draws_estimate_exact_match_and_its_gradient_without_bias(batch: Batch, kind: str, exact: int) -> None:
+def test_draws_estimate_value_and_gradient_without_bias(batch: Batch, kind: str, exact: int, name: str) -> None:
     both = paired_batches.heads(batch)
-    right = scored(batch, both, "exact_match")
+    right = scored(batch, both, name)
     (slope,) = torch.autograd.grad(right.loss, both.view.hidden)
     values, slopes = [], []
-    for number in range(60):
-        one = scored(batch, few_of(batch, both, spec_of(kind, exact, 12), f"row {number}"), "exact_match")
-        values.append(float(one.terms["exact_match"].mean))
+    for number in range(30):
+        one = scored(batch, few_of(batch, both, spec_of(kind, exact, 12), f"row {number}", name), name)
+        values.append(float(one.terms[name].mean))
         slopes.append(torch.autograd.grad(one.loss, both.view.hidden)[0])
     spread = torch.tensor(values)
     error = float(spread.std()) / math.sqrt(len(values))
-    assert abs(float(spread.mean()) - float(right.terms["exact_match"].mean)) < 4 * error + 2e-3
+    assert abs(float(spread.mean()) - float(right.terms[name].mean)) < 4 * error + 2e-3
     whole, each = slope.flatten(), torch.stack(slopes).flatten(1)
     mean = each.mean(0)
     assert float((mean @ whole) / (mean.norm() * whole.norm())) > 0.98
     assert float(mean @ whole / (whole @ whole)) == pytest.approx(1.0, abs=0.05)
 
 
+@pytest.mark.parametrize("name", ["exact_match", "prefix_match"])
 @pytest.mark.parametrize("kind", ["sampled", "hybrid", "top_k"])
-def test_the_gradient_from_few_tokens_is_a_finite_difference(batch: Batch, kind: str) -> None:
+def test_the_gradient_from_few_tokens_is_a_finite_difference(batch: Batch, kind: str, name: str) -> None:
     both = paired_batches.heads(batch, dtype=torch.float64)
-    few = few_of(batch, both, spec_of(kind, 0 if kind == "sampled" else 4, 0 if kind == "top_k" else 5))
+    spec = spec_of(kind, 0 if kind == "sampled" else 4, 0 if kind == "top_k" else 5)
+    few = few_of(batch, both, spec, name=name)
     leaf = both.view.hidden
-    (gradient,) = torch.autograd.grad(scored(batch, few, "exact_match").loss, leaf)
+    (gradient,) = torch.autograd.grad(scored(batch, few, name).loss, leaf)
     direction = torch.randn(leaf.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
     def loss(step: float) -> float:
         moved = replace(both.view, hidden=leaf.detach() + step * direction)
-        return float(scored(batch, paired_batches.Heads(moved, few.signal), "exact_match").loss.detach())
+        return float(scored(batch, paired_batches.Heads(moved, few.signal), name).loss.detach())
 
     assert float((gradient * direction).sum()) == pytest.approx((loss(1e-6) - loss(-1e-6)) / 2e-6, rel=1e-5)
 
@@ -369,7 +386,7 @@ def test_an_unusable_stored_answer_is_left_out_and_counted(batch: Batch) -> None
         assert torch.isfinite(gradient).all()
 
 
-@pytest.mark.parametrize("name", ["prefix_match", "uld", "span_hidden"])
+@pytest.mark.parametrize("name", ["uld", "span_hidden"])
 def test_what_stored_answers_cannot_serve_is_refused_by_name(batch: Batch, name: str) -> None:
     both = paired_batches.heads(batch)
     with pytest.raises(ConfigError, match=f"objectives.{name} needs the live teacher"):

@@ -133,7 +133,7 @@ def build_teacher(
     """
     size, device = models.vocab_size, surroundings.precision.device
     is_paired = models.teacher_tokenizer is not None
-    reading = Reading(models.teacher_tokenizer if is_paired else models.tokenizer, models.matched)
+    reading = Reading.of(config, models.teacher_tokenizer if is_paired else models.tokenizer, models.matched)
     if is_paired:
         size = own_vocabulary(models)
         surroundings = on_own_rows(surroundings)

@@ -30,7 +30,7 @@ from stillroom.teachers.cache.plan import NeededRow, needed_rows
 from stillroom.teachers.cache.reader import Cache
 from stillroom.teachers.cache.teacher import CachedTeacher, Window
 from stillroom.teachers.cache.writer import Progress, missing_rows, open_store, write_missing
-from stillroom.teachers.coarse import Coarse, shared_hash
+from stillroom.teachers.coarse import Coarse, SharedTokens, TokenGroups, ids_hash
 from stillroom.teachers.make import live_teacher, open_live
 from stillroom.teachers.signals import SignalSpec
 from stillroom.teachers.sparse import SparseTeacher
@@ -46,17 +46,27 @@ Tell = Callable[[str], object]
 
 @dataclass(frozen=True)
 class Reading:
-    """Whose tokens the rows of a cache are, and which of them the student has too where its tokens are others."""
+    """Whose tokens the rows of a cache are, and what they mean to the student where its tokens are others."""
 
     tokenizer: Any
     matched: Matched | None = None  # None: both models have one tokenizer
+    by_groups: bool = False  # few tokens are groups that begin a text alike, else tokens that both have
+
+    @staticmethod
+    def of(config: Config, tokenizer: Any, matched: Matched | None) -> Reading:
+        return Reading(tokenizer, matched, "prefix_match" in config.objectives.span_weights)
 
     @property
     def shared(self) -> str:
-        return shared_hash(self.matched.teacher_ids) if self.matched is not None else ""
+        """A name for the classes of tokens that answers are about."""
+        if self.matched is None:
+            return ""
+        if self.by_groups:
+            return ids_hash("groups", self.matched.teacher_groups)
+        return ids_hash("shared", sorted(self.matched.teacher_ids))
 
     def coarse(self, spec: SignalSpec, vocab_size: int) -> Coarse | None:
-        """The tokens that a signal of few tokens is taken over; None: the whole vocabulary, or the targets alone."""
+        """The classes that a signal of few tokens is taken over; None: the whole vocabulary, or the targets alone."""
         if self.matched is None or spec.kind == "target":
             return None
         if not len(self.matched.teacher_ids):
@@ -64,12 +74,16 @@ class Reading:
                 f"answers of kind {spec.kind} are over the tokens that both vocabularies have, and there are none: "
                 f"{self.matched.problem or 'no token of one stands for the bytes of a token of the other'}",
                 where="teacher.signal.kind",
-                advice=["set it to 'target', which serves objectives.alm", "set objectives.exact_match.weight = 0"],
+                advice=["set it to 'target', which serves objectives.alm", "set the weights of the others to 0"],
             )
-        return Coarse.of(self.matched.teacher_ids, vocab_size)
+        if self.by_groups:
+            return TokenGroups.of(self.matched.teacher_groups, self.matched.num_groups, vocab_size)
+        return SharedTokens.of(self.matched.teacher_ids, vocab_size)
 
     def within(self, spec: SignalSpec, vocab_size: int) -> SignalSpec:
         """No more tokens are kept than there are."""
+        if spec.shared != self.shared:  # of other classes, whose number is not known here
+            return spec
         coarse = self.coarse(spec, vocab_size)
         return spec.within(vocab_size if coarse is None else len(coarse.kept))
 

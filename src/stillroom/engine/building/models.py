@@ -145,7 +145,7 @@ def _answers_from(config: Config, device: torch.device, folder: Path | None, not
     asks_teacher = is_paired or (uses_teacher and not uses_cache(config))
     tokenizer, teachers = _tokenizers(config, notes, asks_teacher=asks_teacher)
     matched = matched_tokens(tokenizer, teachers) if is_paired else None
-    reading = Reading(teachers if is_paired else tokenizer, matched)
+    reading = Reading.of(config, teachers if is_paired else tokenizer, matched)
     dtype = teacher_dtype(config, device)
     cache = cache_folder(config, folder, reading, dtype) if uses_cache(config) else None
     is_stored = cache is not None and (config.teacher.cache != AUTO or is_there(cache))

@@ -34,8 +34,8 @@ def reads_its_own_tokens(config: Config) -> bool:
             ],
         )
     is_sparse = uses_cache(config) or config.teacher.signal.kind not in ("auto", "dense")
-    for name in ("prefix_match", "uld", "span_hidden"):
-        if is_sparse and name in spans:
+    for name in spans:
+        if is_sparse and name not in ("alm", "exact_match", "prefix_match"):
             raise needs_live_teacher(name)
     _ = cache_spec(config) if uses_cache(config) else live_spec(config)  # raise for kinds that would be biased
     refused = {

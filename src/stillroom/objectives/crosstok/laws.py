@@ -91,29 +91,11 @@ class SharedTokens:
         return torch.where(is_bad, torch.zeros_like(value), value), is_bad
 
     def kl_of_few(self, few: TopKSignal | SampledSignal, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The same from a few of the teacher's tokens: from draws an unbiased estimate, from top-k a lower bound.
-
-        Ids are the teacher's, and one that the student lacks stands for all of those. What depends on the student is
-        linear in the teacher's probabilities, so draws serve; the entropy is that of the coarse distribution.
-        """
+        """The same from a few of the teacher's tokens. One that the student lacks stands for all of those."""
         log_q, tail_q = _coarse(logits, self.student, self.student_rest)
         if tail_q is not None:
             log_q = torch.cat([log_q, tail_q[:, None]], 1)
-        places, is_lost = self._places(few.ids)
-        taken = log_q.gather(1, places)
-        if isinstance(few, SampledSignal):
-            is_bad = ~torch.isfinite(few.weights.sum(-1) + few.entropy)
-            weights = torch.where(is_bad[:, None] | is_lost, 0.0, few.weights).to(log_q.dtype)
-            value = -(weights * taken).sum(-1) - torch.where(is_bad, 0.0, few.entropy)
-        else:
-            log_p = torch.cat([few.log_probs, few.tail_log_mass[:, None]], 1).to(log_q.dtype)
-            is_bad = ~torch.isfinite(torch.logsumexp(log_p, -1))
-            is_nothing = is_bad[:, None] | torch.nn.functional.pad(is_lost, (0, 1))
-            log_p = torch.where(is_nothing, LOG_ZERO, log_p).clamp_min(LOG_ZERO)
-            others = torch.logsumexp(log_q.scatter(1, places, LOG_ZERO), -1)
-            p = log_p.exp()
-            value = torch.where(p > 0, p * (log_p - torch.cat([taken, others[:, None]], 1)), 0.0).sum(-1)
-        return torch.where(is_bad, torch.zeros_like(value), value), is_bad
+        return few_kl(few, log_q, *self._places(few.ids))
 
     def _places(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Where the teacher's tokens stand among the shared ones, the others after them, and which have no place.
@@ -126,6 +108,32 @@ class SharedTokens:
         has_bucket = len(self.student_rest) > 0
         places = torch.where(is_known, order[found], len(known) if has_bucket else 0)
         return places, torch.zeros_like(is_known) if has_bucket else ~is_known
+
+
+def few_kl(
+    few: TopKSignal | SampledSignal, log_q: Tensor, places: Tensor, is_lost: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """KL(p || q) over coarse tokens from a few of the teacher's: from draws an unbiased estimate, from top-k a bound.
+
+    `log_q` are the student's, `places` say where the ids of `few` stand among them; those that `is_lost` count for
+    nothing. What depends on the student is linear in the teacher's probabilities, so draws serve; the entropy is that
+    of the coarse distribution.
+    """
+    is_lost = torch.zeros_like(places, dtype=torch.bool) if is_lost is None else is_lost
+    taken = log_q.gather(1, places)
+    if isinstance(few, SampledSignal):
+        is_bad = ~torch.isfinite(few.weights.sum(-1) + few.entropy)
+        weights = torch.where(is_bad[:, None] | is_lost, 0.0, few.weights).to(log_q.dtype)
+        value = -(weights * taken).sum(-1) - torch.where(is_bad, 0.0, few.entropy)
+    else:
+        log_p = torch.cat([few.log_probs, few.tail_log_mass[:, None]], 1).to(log_q.dtype)
+        is_bad = ~torch.isfinite(torch.logsumexp(log_p, -1))
+        is_nothing = is_bad[:, None] | torch.nn.functional.pad(is_lost, (0, 1))
+        log_p = torch.where(is_nothing, LOG_ZERO, log_p).clamp_min(LOG_ZERO)
+        others = torch.logsumexp(log_q.scatter(1, places, LOG_ZERO), -1)
+        p = log_p.exp()
+        value = torch.where(p > 0, p * (log_p - torch.cat([taken, others[:, None]], 1)), 0.0).sum(-1)
+    return torch.where(is_bad, torch.zeros_like(value), value), is_bad
 
 
 def sorted_distance(teacher_logits: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,8 +18,10 @@ from torch import Tensor
 from stillroom.config.extensions import Recipe
 from stillroom.config.objectives import PrefixMatchConfig
 from stillroom.errors import ConfigError
-from stillroom.objectives.crosstok.span_terms import BothLogits
+from stillroom.objectives.crosstok.laws import few_kl, usable
+from stillroom.objectives.crosstok.span_terms import BothLogits, FewLaw
 from stillroom.objectives.objective import Plan, register
+from stillroom.types import SampledSignal, TopKSignal
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,8 @@ class GroupSums:
 
 def group_kl(teacher_logits: Tensor, logits: Tensor, teacher: GroupSums, student: GroupSums) -> tuple[Tensor, Tensor]:
     """KL(p || q) over groups [C], and where the teacher is unusable. A coarsening, so at most the KL of the models."""
-    is_bad = ~torch.isfinite(torch.logsumexp(teacher_logits, -1))
-    log_p = teacher.log_masses(torch.where(is_bad[:, None], torch.zeros_like(teacher_logits), teacher_logits))
+    teacher_logits, is_bad = usable(teacher_logits)
+    log_p = teacher.log_masses(teacher_logits)
     p, log_q = log_p.exp(), student.log_masses(logits)
     value = torch.where(p > 0, p * (log_p - log_q), 0.0).sum(-1)
     return torch.where(is_bad, torch.zeros_like(value), value), is_bad
@@ -85,6 +87,16 @@ class PrefixMatch(BothLogits):
         student = GroupSums.of(matched.student_groups, matched.num_groups, num_student, device)
         teacher = GroupSums.of(matched.teacher_groups, matched.num_groups, num_teacher, device)
         return lambda teacher_logits, logits: group_kl(teacher_logits, logits, teacher, student)
+
+    def few_law(self, device: torch.device, num_student: int) -> FewLaw:
+        matched = self._matched
+        student = GroupSums.of(matched.student_groups, matched.num_groups, num_student, device)
+        groups = torch.tensor([*matched.teacher_groups, matched.num_groups - 1], device=device)
+
+        def law(few: TopKSignal | SampledSignal, logits: Tensor) -> tuple[Tensor, Tensor]:
+            return few_kl(few, student.log_masses(logits), groups[few.ids.clamp_max(len(groups) - 1)])
+
+        return law
 
 
 register("prefix_match", Recipe(PrefixMatchConfig, PrefixMatch))

@@ -30,8 +30,20 @@ from stillroom.objectives.head.sparse import SignalKind, select_rows
 from stillroom.objectives.inner import distances
 from stillroom.objectives.inner.terms import InnerObjective
 from stillroom.objectives.objective import Objective, Plan, register
-from stillroom.types import Batch, HeadWeights, Lesson, PairedSignal, PairedTokens, Score, Signal, StudentView
+from stillroom.types import (
+    Batch,
+    HeadWeights,
+    Lesson,
+    PairedSignal,
+    PairedTokens,
+    SampledSignal,
+    Score,
+    Signal,
+    StudentView,
+    TopKSignal,
+)
 
+FewLaw = Callable[[TopKSignal | SampledSignal, Tensor], tuple[Tensor, Tensor]]  # the same, of a few tokens' answers
 PairLaw = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # logits of teacher and student -> values, is unusable
 
 
@@ -59,7 +71,7 @@ def needs_live_teacher(name: str) -> ConfigError:
         f"objectives.{name} needs the live teacher: a stored or sparse answer has the probabilities of a few tokens",
         where=f"objectives.{name}.weight",
         advice=[
-            f"set objectives.{name}.weight = 0: stored answers serve objectives.alm and objectives.exact_match",
+            f"set objectives.{name}.weight = 0: stored answers serve objectives.alm, and prefix_match or exact_match",
             "leave teacher.cache and teacher.signal.kind out",
         ],
     )
@@ -134,10 +146,16 @@ class BothLogits(SpanObjective):
         """A function of teacher's and student's logits that gives values and which are unusable."""
         raise NotImplementedError
 
+    def few_law(self, device: torch.device, num_student: int) -> FewLaw | None:
+        """The same of a few of the teacher's tokens; None where they do not serve."""
+        return None
+
     def score(
         self, view: StudentView, signal: Signal | None, batch: Batch, lesson: Lesson, shares: Mapping[str, float]
     ) -> Score:
-        answer = whole(signal, self.name)
+        answer = paired(signal)
+        if isinstance(answer, PairedTokens):
+            return self._score_few(view, answer.few, batch, shares[self.name])
         ours, theirs = self.positions(SpanSlots.of(batch))
         hidden, told = view.hidden.index_select(0, ours), answer.hidden.index_select(0, theirs)
         compare = self.law(hidden.device, view.head.num_real, answer.head.num_real)
@@ -156,6 +174,23 @@ class BothLogits(SpanObjective):
             mirrored = head_values(told, answer.head, lambda logits, part: compare(logits, logits_of(part))[0], chunk)
             values = values + (mirrored - mirrored.detach())
         return self._finished(values, is_bad, shares[self.name])
+
+    def _score_few(
+        self, view: StudentView, few: TopKSignal | SampledSignal | None, batch: Batch, share: float
+    ) -> Score:
+        ours, theirs = self.positions(SpanSlots.of(batch))
+        hidden = view.hidden.index_select(0, ours)
+        compare = self.few_law(hidden.device, view.head.num_real)
+        if few is None or compare is None:
+            raise needs_live_teacher(self.name)
+        chosen = select_rows(few, theirs)
+        is_bad = torch.zeros(len(ours), dtype=torch.bool, device=hidden.device)
+
+        def law(logits: Tensor, part: slice) -> Tensor:
+            value, is_bad[part] = compare(select_rows(chosen, part), logits)
+            return value
+
+        return self._finished(head_values(hidden, view.head, law, self._chunk_tokens), is_bad, share)
 
 
 def _logits_by_chunk(
@@ -208,24 +243,8 @@ class ExactMatch(BothLogits):
         ids = [torch.tensor(one, device=device) for one in (self._matched.student_ids, self._matched.teacher_ids)]
         return laws.SharedTokens.of(ids[0], ids[1], num_student, num_teacher)
 
-    def score(
-        self, view: StudentView, signal: Signal | None, batch: Batch, lesson: Lesson, shares: Mapping[str, float]
-    ) -> Score:
-        answer = paired(signal)
-        if not isinstance(answer, PairedTokens) or answer.few is None:
-            return super().score(view, signal, batch, lesson, shares)
-        ours, theirs = self.positions(SpanSlots.of(batch))
-        hidden, few = view.hidden.index_select(0, ours), select_rows(answer.few, theirs)
-        num_teacher = 1 + max(self._matched.teacher_ids)
-        shared = self._shared(hidden.device, view.head.num_real, num_teacher)
-        is_bad = torch.zeros(len(ours), dtype=torch.bool, device=hidden.device)
-
-        def law(logits: Tensor, part: slice) -> Tensor:
-            value, is_bad[part] = shared.kl_of_few(select_rows(few, part), logits)
-            return value
-
-        values = head_values(hidden, view.head, law, self._chunk_tokens)
-        return self._finished(values, is_bad, shares[self.name])
+    def few_law(self, device: torch.device, num_student: int) -> FewLaw:
+        return self._shared(device, num_student, 1 + max(self._matched.teacher_ids)).kl_of_few
 
 
 class SortedDistance(BothLogits):
