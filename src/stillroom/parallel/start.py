@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from stillroom.errors import BrokenAtStart
 from stillroom.parallel.base import Parallel
@@ -32,8 +33,13 @@ def join(timeout_minutes: float, strategy: str = "auto") -> Parallel:
         )
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        timeout = timedelta(minutes=timeout_minutes)
         with peer_errors():
-            dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes))
+            store, rank, size = next(rendezvous("env://", timeout=timeout))
+            # torchrun keeps its store when it starts the processes again: addresses of the dead ones are still in it.
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            store = dist.PrefixStore(f"start-{attempt}", store)  # type: ignore[attr-defined]
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         atexit.register(dist.destroy_process_group)
     if strategy == "fsdp":
         from stillroom.parallel.sharded import Sharded  # it takes half a second to import
