@@ -69,10 +69,10 @@ ARMS = {
     SURGERY: Arm({"kd.weight": 1.0}, TEACHERS),
     "exact match": Arm(_beside_labels(exact_match=0.5)),
     "ALM and exact match": Arm(_beside_labels(alm=0.25, exact_match=0.25)),
-    "ULD": Arm(_beside_labels(uld=0.5)),
     "hidden states of spans": Arm(_beside_labels(span_hidden=0.5), is_live=True),
     "prefix match": Arm(_beside_labels(prefix_match=0.5)),
     "vocabulary surgery, plain": Arm(lab.PLAIN, TEACHERS, asks_teacher=False),
+    "ULD": Arm(_beside_labels(uld=0.5)),
 }
 
 
@@ -143,6 +143,7 @@ def setting() -> dict[str, Any]:
 
 
 def sweep(book: Book) -> None:
+    book.fact("setting", setting)
     ratio = book.fact("cost", cost_ratio)["ratio"]
     for name, arm in ARMS.items():
         steps = round(STEPS * ratio) if name == COMPUTE else STEPS
@@ -151,7 +152,6 @@ def sweep(book: Book) -> None:
             return lab.Job(arm.objectives, rate, steps, seed, checks=CHECKS)
 
         book.tuned(name, make, rates=_rates(book, name, make, run_of(arm)), work=run_of(arm))
-    book.fact("setting", setting)
 
 
 def _rates(book: Book, name: str, make: Callable[[float, int], lab.Job], work: Callable[[lab.Job], books.Line]) -> Any:
@@ -228,7 +228,7 @@ def _notes(book: Book, plain: str) -> list[str]:
         __doc__.split("\n\n")[2].replace("\n", " "),
         "Held-out bits per byte (test), mean \u00b1 sd over three seeds, differences paired by seed; rates "
         "and the best student of a run are chosen on dev, each arm from rates a factor of three apart, until the best "
-        "has a worse one on either side. "
+        f"has a worse one on either side or is the end of {LADDER[0]:g} to {LADDER[-1]:g}. "
         f"{facts['transfer_bytes']:,} bytes are {targets[SENTENCE_PIECE]:,} targets of the student and "
         f"{targets[BYTE_LEVEL]:,} of the teacher; {coverage['share']:.1%} of the bytes are in spans, "
         f"{coverage['one_to_one_share']:.1%} in spans of one token each.",

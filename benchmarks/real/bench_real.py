@@ -59,6 +59,8 @@ def ensure(wanted: argparse.Namespace, name: str, seed: int) -> None:
     trial = ARMS[name].trial
     if trial and trial not in read_trials(wanted.results):
         in_process(wanted, "trial", trial, 0)
+        if trial not in read_trials(wanted.results):
+            return
     in_process(wanted, "arm", name, seed)
 
 
@@ -67,7 +69,8 @@ def in_process(wanted: argparse.Namespace, *job: Any) -> None:
     print(f"{now()}  {' '.join(map(str, job))}", flush=True)
     command = [sys.executable, __file__, "--cache", wanted.cache, "--results", wanted.results, "--job", json.dumps(job)]
     environment = {**os.environ, "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
-    subprocess.run(command, check=True, env=environment)
+    if subprocess.run(command, check=False, env=environment).returncode:
+        print(f"{now()}  failed: {' '.join(map(str, job))}; the others go on", flush=True)
 
 
 def work(wanted: argparse.Namespace, kind: str, name: str, seed: int) -> None:

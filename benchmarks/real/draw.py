@@ -71,10 +71,11 @@ def claim(arms: Arms) -> str:
     far = [statistics.mean(won_back(arms, name, "far")) for name in ("plain", "kl")]
     hours = [statistics.mean(cpu_hours(record) for record in seeds_of(arms, name)) for name in ("plain", "kl")]
     seeds = min(len(seeds_of(arms, name)) for name in ("plain", "kl"))
+    tokens = arms["kl", 0]["tokens"]
     compute = f", {won_back(arms, 'compute')[0]:.0%} at equal compute" if ("compute", 0) in arms else ""
     return (
         f"SmolLM2-135M-Instruct cut to half its layers wins back {taught:.0%} of the loss that the cut added on "
-        f"held-out documentation by distillation on {TOKENS:,} tokens, and {plain:.0%} by plain training on the "
+        f"held-out documentation by distillation on {tokens:,} tokens, and {plain:.0%} by plain training on the "
         f"same tokens{compute}; on C++ headers, which nothing of it was trained on, {far[1]:.0%} and {far[0]:.0%}. "
         f"That took {hours[1]:.2f} and {hours[0]:.2f} hours of one of two cores ({seeds} seed{'s' * (seeds > 1)})."
     )
@@ -160,7 +161,8 @@ def _trial_lines(trials: dict[str, Record]) -> list[str]:
     told = []
     for name, trial in trials.items():
         seen = ", ".join(f"{rate}: {value:.3f}" for rate, value in trial["dev_bits_per_byte"].items())
-        told.append(f"{name} {trial['chosen']:g} ({seen})")
+        end = ", the highest tried" if trial["chosen"] == max(TRIALS[name].rates) else ""
+        told.append(f"{name} {trial['chosen']:g} ({seen}{end})")
     return [
         f"Learning rates by trials of {TRIAL_STEPS} steps, dev bits per byte in brackets: {'; '.join(told)}. The arms "
         "cached, int8 and inner have the rate of forward KL, equal compute that of plain training. A trial is shorter "

@@ -88,18 +88,22 @@ class Diverged(StillroomError):
     title = "the run diverged"
 
 
-class NoBetterStudent(Diverged):
-    """The run finished, and no evaluation was better than the student before training.
+class FinishedBadly(StillroomError):
+    """The run finished, and its result is not what was asked for.
 
     `folder` and `summary` are the finished run's: its record is complete, and its report can be written.
     """
-
-    title = "the student got worse"
 
     def __init__(self, what: str, *, folder: object, summary: Mapping[str, Any], advice: list[str]) -> None:
         super().__init__(what, where=str(folder), advice=advice)
         self.folder = folder
         self.summary = summary
+
+
+class NoBetterStudent(FinishedBadly, Diverged):
+    """No evaluation was better than the student before training."""
+
+    title = "the student got worse"
 
 
 class LossScaleAtFloor(StillroomError):
@@ -114,6 +118,12 @@ class CannotSave(StillroomError):
 
     exit_code = 24
     title = "cannot save"
+
+
+class StudentDiffers(FinishedBadly, CannotSave):
+    """The folder of the student was written, and read again it is another model than the trained one."""
+
+    title = "the student does not read back"
 
 
 class CheckpointUnusable(StillroomError):

@@ -11,9 +11,11 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "quality"))
+import bench_crosstok
 import book as books
 import lab
 import nets
+import pairs
 import texts
 
 from stillroom.data import Encoded, Rows
@@ -79,3 +81,16 @@ def test_one_side_needs_every_seed() -> None:
     assert books.is_beyond([-0.02, -0.021, -0.019], -1)
     assert not books.is_beyond([-0.02, -0.021, 0.001], -1)
     assert not books.is_beyond([-0.02], -1)
+
+
+def test_pieces_are_the_whole_text_and_within_their_bound() -> None:
+    text = "def f(x):\n    return x\n" * 9 + "\u00e9" * 200 + "\n" + "x" * 400
+    parts = list(pairs._cut(text))
+    assert "".join(parts) == text and max(len(part.encode()) for part in parts) <= pairs.PIECE_BYTES
+
+
+def test_rates_go_on_until_the_best_one_is_inside(tmp_path: Path) -> None:
+    book = books.Book("try", tmp_path)
+    work = finished(dev={1e-3: 2.0, 3e-3: 2.5, 3e-4: 2.2}, test={})
+    rates = bench_crosstok._rates(book, "arm", lambda rate, seed: lab.Job(learning_rate=rate, seed=seed), work)
+    assert rates == [3e-4, 1e-3, 3e-3, 1e-2, 3e-2]

@@ -98,7 +98,7 @@ def test_a_time_limit_ends_with_75_and_the_same_command_goes_on(
 def test_a_full_disk_ends_with_24(
     small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(path: Path, held: bytes) -> None:
+    def refuse(path: Path, held: bytes, **options: object) -> None:
         raise OSError(28, os.strerror(28))
 
     monkeypatch.setattr(writer, "write_atomically", refuse)

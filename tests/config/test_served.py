@@ -26,7 +26,7 @@ def test_a_secret_in_an_address_is_refused_and_not_repeated(url: str) -> None:
     assert "sesame" not in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["dense", "sampled", "hybrid"])
+@pytest.mark.parametrize("kind", ["dense", "sampled", "hybrid", "target"])
 def test_signals_of_the_whole_distribution_are_refused(kind: str) -> None:
     with pytest.raises(ConfigError, match="needs the whole distribution"):
         load_config(overrides={"teacher.server": "http://box:8000", "teacher.signal.kind": kind})

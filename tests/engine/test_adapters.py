@@ -98,6 +98,18 @@ def test_a_half_base_serves_an_fp32_run_and_its_student_is_whole(world: Path, tm
     assert any("logits differ by" in note for note in notes(result.folder))
 
 
+@pytest.mark.parametrize("mode", ["fp32", "fp16-mixed", "bf16-mixed"])
+def test_an_int8_base_learns_and_its_student_has_the_numbers_of_the_codes(
+    world: Path, tmp_path: Path, mode: str
+) -> None:
+    result = run(world, tmp_path / "run", precision__mode=mode, student__adapter__base_dtype="int8")
+    assert result.summary["student"]["perplexity"] < result.summary["student_before"]["perplexity"]
+    assert any("stored in int8" in note for note in notes(result.folder))
+    assert any("logits differ by" in note for note in notes(result.folder))
+    written = load_file(result.folder / "student" / "model.safetensors")
+    assert {tensor.dtype for tensor in written.values()} == {torch.float32}
+
+
 @pytest.mark.parametrize(
     "over",
     [
@@ -105,8 +117,9 @@ def test_a_half_base_serves_an_fp32_run_and_its_student_is_whole(world: Path, tm
         {"student__adapter__kind": "dora", "student__gradient_checkpointing": True},
         {"precision__mode": "fp16-split", "train__gradient_accumulation_steps": 2},
         {"precision__mode": "fp16-mixed", "objectives__feature__weight": 0.1},
+        {"student__adapter__base_dtype": "int8", "student__gradient_checkpointing": True},
     ],
-    ids=["lora", "dora", "half", "projector"],
+    ids=["lora", "dora", "half", "projector", "int8"],
 )
 def test_n_steps_equal_k_and_n_minus_k_with_dropout(
     world: Path, tmp_path: Path, over: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -255,7 +268,8 @@ def test_a_tied_head_is_refused_with_exit_code_2(
         ({"student__adapter__dropout": 1.0}, ["student.adapter.dropout"]),
         ({"student__adapter__alpha": -1.0}, ["student.adapter.alpha"]),
         ({"student__adapter__kind": "ia3"}, ["student.adapter.kind", "dora"]),
-        ({"student__adapter__base_dtype": "int8"}, ["student.adapter.base_dtype", "int8", "float16"]),
+        ({"student__adapter__base_dtype": "int4"}, ["student.adapter.base_dtype", "int8", "float16"]),
+        ({"student__adapter__base_dtype": "int8", "student__adapter__kind": "dora"}, ["adapter", "int8", "dora"]),
         ({"student__adapter__rnak": 2}, ["student.adapter.rnak", "student.adapter.rank"]),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -97,6 +98,52 @@ def test_a_tracker_that_is_not_installed_is_said(world: Path, tmp_path: Path, mo
     tracking({"event": "step", "step": 1, "train_loss": 2.0})
     tracking({"event": "run_end"})
     assert len(notes) == 1
+
+
+class Loud(Kept):
+    """A tracker with a project and runs in it, that prints."""
+
+    requires_logging_directory = False
+
+    def __init__(self, project: str, **more: Any) -> None:
+        super().__init__(project)
+        self.more = more
+
+    def start(self) -> None:
+        print("a line of its own")  # noqa: T201 - as trackio does
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_a_tracker_of_projects_is_told_the_run_and_prints_nothing_into_our_output(
+    world: Path, tmp_path: Path, monkeypatch: Any, capsys: Any, name: str
+) -> None:
+    import accelerate.tracking
+
+    monkeypatch.setitem(accelerate.tracking.LOGGER_TYPE_TO_CLASS, name, Loud)
+    config = load_config(overrides=tiny.settings(world, telemetry__tracker=name))
+    (tmp_path / "run").mkdir()
+    notes: list[str] = []
+    assert open_tracking(config, tmp_path / "run", notes.append) is not None and not notes
+    (made,) = Kept.made
+    assert isinstance(made, Loud) and made.name == "stillroom" and made.more["name"] == "run"
+    assert made.more.get("dir") == (str(tmp_path / "run" / "tracker") if name == "wandb" else None)
+    printed = capsys.readouterr()
+    assert printed.out == "" and "a line of its own" in printed.err
+
+
+def test_trackio_s_run_is_ended_by_trackio_so_that_it_is_not_ended_again_at_exit(
+    world: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    import accelerate.tracking
+
+    ended: list[str] = []
+    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(finish=lambda: ended.append("trackio")))
+    monkeypatch.setitem(accelerate.tracking.LOGGER_TYPE_TO_CLASS, "trackio", Loud)
+    config = load_config(overrides=tiny.settings(world, telemetry__tracker="trackio"))
+    tracking = open_tracking(config, tmp_path, lambda _text: None)
+    assert tracking is not None
+    tracking({"event": "run_end"})
+    assert ended == ["trackio"] and not Kept.made[0].is_finished
 
 
 def test_without_one_nothing_is_made(world: Path, tmp_path: Path) -> None:

@@ -7,19 +7,23 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import commands
 import pair_tokenizers
 import pytest
 import tiny
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stillroom.assess import assess
 from stillroom.config import load_config
 from stillroom.data.spans.pieces import pieces_of
+from stillroom.engine.caching import make_cache
 from stillroom.engine.distill import Result, distill, resume
 from stillroom.engine.stop import Stop
 from stillroom.errors import ConfigError, Interrupted
 from stillroom.export.folder import export
+from stillroom.models.load.shape_only import student_shape
 from stillroom.telemetry import read_events
 
 TEACHERS, OWN = "byte-level", "BPE with bytes"
@@ -102,6 +106,23 @@ def test_n_steps_equal_k_and_n_minus_k(pair: Path, tmp_path: Path, monkeypatch: 
 def test_stored_answers_of_the_teacher_serve_it(pair: Path, tmp_path: Path) -> None:
     done = run(pair, tmp_path / "run", teacher__cache="auto")
     assert done.summary["status"] == "done"
+    make_cache(load_config(overrides=settings(pair)), tmp_path / "answers", device="cpu")
+    done = run(pair, tmp_path / "again", teacher__cache=str(tmp_path / "answers"))
+    assert done.summary["status"] == "done"
+
+
+def test_a_plan_counts_the_rows_of_the_teacher_s_vocabulary(pair: Path) -> None:
+    config = load_config(overrides=settings(pair))
+    with FakeTensorMode():
+        network, told = student_shape(config.student, config.teacher, recomputes=False)
+    assert network.get_input_embeddings().weight.shape[0] == len(pair_tokenizers.built(TEACHERS)) + 10
+    assert any("takes the teacher's vocabulary" in note for note in told)
+
+
+def test_the_doctor_sees_one_tokenizer(pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [word for key, value in settings(pair).items() for word in ("--set", f"{key}={value}")]
+    _code, out, err = commands.run(capsys, "doctor", *words)
+    assert "one tokenizer for both" in " ".join((out + err).split()) and "different vocabularies" not in out + err
 
 
 def test_the_same_tokens_leave_the_student_as_it_is(pair: Path, tmp_path: Path) -> None:

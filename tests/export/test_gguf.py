@@ -12,7 +12,7 @@ import gguf as library
 import pytest
 import torch
 from commands import output, run
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from trl_templates import template
 
 from stillroom.errors import CannotSave, ConfigError
@@ -135,3 +135,36 @@ def test_without_the_extra_it_says_one_line(tmp_path: Path, capsys: Any, monkeyp
     monkeypatch.setitem(__import__("sys").modules, "gguf", None)
     code, _out, err = run(capsys, "export", str(source), "--out", str(tmp_path / "out"), "--format", "gguf")
     assert code == 2 and "pip install 'stillroom[gguf]'" in err and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("llama", GROUPED),
+        ("mixtral", {**GROUPED, "sliding_window": None}),
+        ("olmoe", {"num_key_value_heads": 4, "tie_word_embeddings": False}),
+        ("qwen2_moe", {**GROUPED, "norm_topk_prob": False}),
+        ("qwen3_moe", {**GROUPED, "norm_topk_prob": True, "head_dim": 16}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_llama_cpp_itself_gives_the_same_answers(family: str, settings: Any, tmp_path: Path) -> None:
+    """Where xllamacpp is installed, which brings llama.cpp: not a dependency."""
+    llama = pytest.importorskip("xllamacpp")
+    source = save(tmp_path / "model", family, {"hidden_size": 64, "intermediate_size": 128, **settings})
+    export(str(source), tmp_path / "out", format="gguf", form="float32")
+    options = llama.CommonParams()
+    options.model.path = str(tmp_path / "out" / "model-float32.gguf")
+    options.n_ctx, options.n_parallel, options.warmup, options.cpuparams.n_threads = 128, 1, False, 1
+    prompt = list(range(20, 60, 3))
+    asked = {"prompt": prompt, "n_predict": 4, "temperature": 0.0, "n_probs": 5, "cache_prompt": False}
+    steps = llama.Server(options).handle_completions(asked)["choices"][0]["logprobs"]["content"]
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    for step in steps:
+        with torch.no_grad():
+            log_probs = torch.log_softmax(model(torch.tensor([prompt]), use_cache=False).logits[0, -1], -1)
+        assert int(log_probs.argmax()) == step["id"]
+        for found in step["top_logprobs"]:
+            assert found["logprob"] == pytest.approx(float(log_probs[found["id"]]), abs=5e-3)
+        prompt.append(step["id"])
+    assert steps

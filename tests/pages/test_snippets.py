@@ -20,6 +20,7 @@ import snippets
 import tiny
 import torch
 import typer
+import yaml
 
 from stillroom.cli import app
 from stillroom.config import load
@@ -48,6 +49,7 @@ NAMES = {
     "FILE": "text.jsonl",
     "org/teacher": "models/teacher",
     "org/name": "models/student",
+    "org/model": "models/student",
     "path/to/moe": "models/moe",
     "path/to/student": "models/student",
     "path/or/hub-id-of-the-teacher": "models/teacher",
@@ -84,7 +86,7 @@ def of(*languages: str) -> list[snippets.Snippet]:
 
 
 def test_every_block_is_of_a_kind_that_is_tried() -> None:
-    known = {*snippets.SHELL, "toml", "json", "python"}
+    known = {*snippets.SHELL, "toml", "json", "yaml", "python"}
     assert [one.name for one in ALL if one.language not in known] == []
 
 
@@ -112,6 +114,12 @@ def test_a_configuration_is_valid(snippet: snippets.Snippet, tmp_path: Path) -> 
     path = tmp_path / f"run.{snippet.language}"
     path.write_text(snippet.text, encoding="utf-8")
     load(path)
+
+
+@pytest.mark.parametrize("snippet", of("yaml"), ids=lambda one: one.name)
+def test_yaml_of_other_programs_can_be_read(snippet: snippets.Snippet) -> None:
+    documents = list(yaml.safe_load_all(snippet.text))
+    assert documents and all(isinstance(one, dict) for one in documents)
 
 
 # -- commands ---------------------------------------------------------------------------------------------
@@ -157,7 +165,8 @@ def prepared(world: Path, moe_world: Path, tmp_path_factory: pytest.TempPathFact
         shutil.copytree(world / name, folder / "models" / name)
     shutil.copytree(moe_world / "teacher", folder / "models" / "moe")
     shutil.copy(world / "train.jsonl", folder / "text.jsonl")
-    tiny.save_text(folder / "held_out.jsonl", 40, seed=8)
+    for number, name in enumerate(("held_out.jsonl", "other.jsonl")):
+        tiny.save_text(folder / name, 40, seed=8 + number)
     (folder / "data").mkdir()
     shutil.copy(world / "train.jsonl", folder / "data" / "a.jsonl")
     shutil.copytree(ROOT / "docs", folder / "docs", ignore=shutil.ignore_patterns("*.png", "*.svg"))
@@ -186,6 +195,7 @@ model = "{teacher}"
 model = "models/student"
 [data]
 train = "text.jsonl"
+eval = "held_out.jsonl"
 max_length = 32
 [train]
 max_steps = 12
@@ -253,6 +263,8 @@ def check_other(words: list[str]) -> None:
             assert set(extra.split(",")) <= set(PROJECT["optional-dependencies"]), extra
     elif program == "python":
         assert rest[0] == "-m" or (ROOT / rest[0]).is_file(), words
+    elif program in ("torchrun", "accelerate"):  # several processes: tests/parallel runs them
+        assert unknown_words(" ".join(words[words.index("stillroom") :])) == [], words
     elif program == "docker":
         dockerfile = (ROOT / "Dockerfile").read_text(encoding="utf-8")
         for target in re.findall(r"--target (\w+)", " ".join(rest)):
@@ -284,7 +296,7 @@ def test_the_commands_of_a_page_run_in_their_order(
     reader = Path(shutil.copytree(prepared, tmp_path / "reader"))
     monkeypatch.chdir(reader)
     blocks = [one for one in of(*snippets.SHELL, "toml") if one.page == page]
-    if any("--out runs/a" in one.text for one in blocks):
+    if any(re.match(r"stillroom .*--out runs/a\b", line) for one in blocks for line in one.commands):
         shutil.rmtree("runs")
     for block in blocks:
         if name := re.match(r"# (\w+\.toml)\n", block.text):  # a file that the page has its reader write

@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
-PROGRAMS = ("stillroom", "make", "pip", "python", "git", "cd", "torchrun", "docker", "printf", "mkdir")
+PROGRAMS = ("stillroom", "make", "pip", "python", "git", "cd", "torchrun", "accelerate", "docker", "printf", "mkdir")
 SHELL = ("", "bash", "sh", "console", "shell")
 MARKS = ("needs-gpu", "held-by")
 

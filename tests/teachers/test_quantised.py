@@ -20,7 +20,7 @@ from stillroom.errors import BrokenAtStart
 from stillroom.models import LoadedModel, open_teacher
 from stillroom.teachers import quantised as module
 from stillroom.teachers.live import LiveTeacher
-from stillroom.teachers.quantised import check_quantisation, quantised, stored_bytes
+from stillroom.teachers.quantised import check_quantisation, quantised, quantised_bytes, stored_bytes
 from stillroom.types import IGNORED, Batch, Needs
 
 CPU = torch.device("cpu")
@@ -213,3 +213,13 @@ def test_layers_of_bitsandbytes_take_the_place_of_all_but_the_head(
         kinds = {name: type(part) for name, part in loaded.network.named_modules() if isinstance(part, nn.Linear)}
         assert kinds.pop("lm_head") is nn.Linear and set(kinds.values()) == {Linear}
         assert torch.equal(log_probs(loaded.network, batch), before), "this stand-in does not quantise"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_size_is_known_before_a_teacher_is_quantised(folder: Path, dtype: torch.dtype) -> None:
+    network = open_teacher(TeacherConfig(model=str(folder)), dtype).network
+    buffers = sum(one.numel() * one.element_size() for one in network.buffers())
+    assert quantised_bytes(network, "none") == stored_bytes(network) - buffers
+    expected = quantised_bytes(network, "int8")
+    module.quantise_layers(network, "int8", CPU, name="teacher")
+    assert expected == pytest.approx(stored_bytes(network) - buffers, rel=0.01), "versions store other zero points"

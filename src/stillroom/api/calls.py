@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from stillroom.api import arguments as check
 from stillroom.api.configuration import configured, new_folder, with_settings
 from stillroom.config import Config
-from stillroom.errors import CannotSave, ConfigError, NoBetterStudent
+from stillroom.errors import CannotSave, ConfigError, FinishedBadly
 from stillroom.files import reason_of
 
 if TYPE_CHECKING:
@@ -209,7 +209,7 @@ def _reported(job: Callable[..., Result], folder: Path, progress: bool | None) -
         try:
             with torch.random.fork_rng(range(torch.cuda.device_count())):  # a run seeds; restore the caller's state
                 result = job(*views)
-        except NoBetterStudent as error:  # the run is complete: write its report
+        except FinishedBadly as error:  # the run is complete: write its report
             if is_first:
                 view.finish(error.summary, write_report(Path(str(error.folder)), live.foot()))
             raise

@@ -33,6 +33,8 @@ def plan(
         str | None, typer.Option(help="plan for so much, e.g. 16GB or 15.9GiB; else for what is free here")
     ] = None,
     card: Annotated[str | None, typer.Option(help="plan for a named card: T4, V100, P100, L4 or A100")] = None,
+    processes: Annotated[int, typer.Option(min=1, help="processes that share the run; bytes are of one")] = 1,
+    strategy: Annotated[str | None, typer.Option(help="auto, ddp or fsdp; else train.strategy")] = None,
     preset: Preset = None,
     teacher: TeacherModel = None,
     student: StudentModel = None,
@@ -54,7 +56,7 @@ def plan(
     """
     from stillroom.planning.plan import make_plan
     from stillroom.planning.sizes import parse_bytes
-    from stillroom.planning.target import find_target
+    from stillroom.planning.target import find_target, with_processes
 
     bound = parse_bytes(device_memory) if device_memory is not None else None
     named = {"teacher.model": teacher, "student.model": student, "data.train": data, "data.eval": eval_data}
@@ -66,7 +68,8 @@ def plan(
         if not as_json:
             typer.echo(f"looking at {subject} ...", err=True)
 
-    made = make_plan(loaded.config, find_target(device, bound, card), is_quick=quick, probes=probe, tell=say)
+    target = with_processes(find_target(device, bound, card), processes, strategy or loaded.config.train.strategy)
+    made = make_plan(loaded.config, target, is_quick=quick, probes=probe, tell=say)
     if as_json:
         print_json(made.to_dict())
     else:

@@ -27,7 +27,7 @@ from stillroom.cli.app import (
 from stillroom.config import load, parse_assignments, shortened
 from stillroom.config.faults import FAULTS
 from stillroom.ends import fault_of
-from stillroom.errors import ConfigError, NoBetterStudent, StillroomError
+from stillroom.errors import ConfigError, FinishedBadly, StillroomError
 
 if TYPE_CHECKING:
     from stillroom.engine.distill import Result
@@ -126,7 +126,7 @@ def _run_and_report(job: Callable[[Listeners], Result], folder: Path, *, as_json
     from stillroom.telemetry.console import ConsoleView
 
     is_first = _num_processes() == 1 or os.environ.get("RANK", "0") == "0"
-    failure: NoBetterStudent | None = None
+    failure: FinishedBadly | None = None
     try:
         with ConsoleView("quiet" if as_json or not is_first else "auto" if progress else "plain") as view:
             from stillroom.report import LiveReport, write_report
@@ -135,7 +135,7 @@ def _run_and_report(job: Callable[[Listeners], Result], folder: Path, *, as_json
             try:
                 result = job((view.handle, live.handle) if is_first else (view.handle,))
                 where, summary = result.folder, result.summary
-            except NoBetterStudent as error:  # a finished run without success: write its report
+            except FinishedBadly as error:  # a finished run without success: write its report
                 failure, where, summary = error, Path(str(error.folder)), dict(error.summary)
             except BaseException:
                 live.close()

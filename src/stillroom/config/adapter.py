@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from stillroom.config.sections import Section
 
@@ -25,10 +25,10 @@ class AdapterConfig(Section):
         "all linear layers of the decoder's blocks",
     )
     dropout: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, description="of the adapter's input, in training")
-    base_dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
+    base_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8"] = Field(
         "auto",
-        description="storage of the frozen weights; auto: what the precision multiplies in. A frozen int8 base is not "
-        "supported",
+        description="storage of the frozen weights; auto: what the precision multiplies in. int8: linear layers as "
+        "codes with a scale for each output, under fp32, bf16-mixed and fp16-mixed",
     )
 
     @field_validator("targets", mode="before")
@@ -37,6 +37,15 @@ class AdapterConfig(Section):
         """Names may be given as one text with commas; all-linear is the word other programs use for all."""
         names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
         return () if names == ["all-linear"] else names
+
+    @model_validator(mode="after")
+    def _numbers_are_there(self) -> AdapterConfig:
+        if self.kind == "dora" and self.base_dtype == "int8":
+            raise ValueError(
+                "kind = 'dora' trains the lengths of the base's rows and needs its numbers: set base_dtype = "
+                "'float16', or kind = 'lora' for a base in int8"
+            )
+        return self
 
     @property
     def scaled_alpha(self) -> float:

@@ -140,7 +140,7 @@ class TeacherConfig(ModelSection):
         }
         for name in (name for name, is_set in refused.items() if is_set):
             raise ValueError(f"teacher.{name} is for weights on this machine: leave it out, or teacher.server")
-        if self.signal.kind in ("dense", "sampled", "hybrid"):
+        if self.signal.kind not in ("auto", "top_k", "renormalised"):
             raise ValueError(
                 f"teacher.signal.kind = {self.signal.kind!r} needs the whole distribution, and a server gives the "
                 "likeliest tokens: set teacher.signal.kind = 'top_k'"

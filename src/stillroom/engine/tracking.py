@@ -6,7 +6,10 @@ once, and the run goes on. After a few failures in a row it is left alone.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,8 @@ from typing import Any
 from stillroom.config import Config
 
 _FOLDER = "tracker"  # in the run's folder, for trackers that write files
+_PROJECT = "stillroom"  # of trackers that gather runs
+_WITH_FOLDER = ("wandb",)  # by default in the directory that the command was started in
 _MOST_FAILURES = 3
 _PREFIX = {"step": "train", "eval": "eval"}
 _LAST = "run_end"
@@ -55,7 +60,8 @@ class Tracking:
 
     def _try(self, work: Callable[[], Any]) -> None:
         try:
-            work()
+            with contextlib.redirect_stdout(sys.stderr):  # some print where they write: our output may be JSON
+                work()
             self._failures = 0
         except Exception as error:  # noqa: BLE001 - libraries of others, and a run is worth more than its picture
             reason = " ".join(str(error).split())[:200] or type(error).__name__
@@ -79,11 +85,27 @@ def open_tracking(config: Config, folder: Path, note: Callable[[str], object]) -
 
         # Its own logger refuses to work without Accelerate's process state, which would choose a device.
         tracking.logger = logging.getLogger(tracking.__name__)
-        kind = tracking.LOGGER_TYPE_TO_CLASS[name]
-        place = {"logging_dir": str(folder / _FOLDER)} if kind.requires_logging_directory else {}
-        return kind(folder.resolve().name if place else "stillroom", **place)
+        kind, run = tracking.LOGGER_TYPE_TO_CLASS[name], folder.resolve().name
+        if kind.requires_logging_directory:
+            return kind(run, logging_dir=str(folder / _FOLDER))
+        more = {"dir": _made(folder / _FOLDER)} if name in _WITH_FOLDER else {}
+        tracker = kind(_PROJECT, name=run, **more)
+        if name == "trackio":
+            tracker.finish = _finish_trackio
+        return tracker
 
     return Tracking(name, make, config.model_dump(mode="json"), note)
+
+
+def _finish_trackio() -> None:
+    """Accelerate ends the run and leaves it the current one: trackio would end it again at exit, into our output."""
+    importlib.import_module("trackio").finish()
+
+
+def _made(folder: Path) -> str:
+    """A folder that is there: where it is missing, W&B writes elsewhere."""
+    folder.mkdir(exist_ok=True)
+    return str(folder)
 
 
 def numbers(record: Mapping[str, Any], prefix: str, *, keeps_text: bool = False) -> Iterator[tuple[str, Any]]:

@@ -16,6 +16,7 @@ from stillroom.config import Config
 from stillroom.engine.building.cache_build import AUTO
 from stillroom.engine.building.models import teacher_dtype
 from stillroom.planning.shapes import Micro, Shapes, Sizes
+from stillroom.planning.sharing import LEARNS
 from stillroom.planning.trace import StudentTrace
 from stillroom.precision import bytes_per_parameter
 from stillroom.precision.resolve import choose
@@ -106,15 +107,17 @@ def lay_out(config: Config, shapes: Shapes, mode: str, *, num_tokens: int | None
         moments[name] = {"teacher": stays + visits, "teacher at work": work.work, **state, **held}
         stays = stays if is_live else 0
     resident = {"teacher": stays} if stays else {}
-    moments["student learns"] = {**resident, "teacher's answer": answer, **_merged(state, _named(trace.at_peak))}
+    moments[LEARNS] = {**resident, "teacher's answer": answer, **_merged(state, _named(trace.at_peak))}
     moments["update"] = {**resident, **state, "gradients": gradients, "update scratch": _scratch(config, mode, sizes)}
+    share = target.sharing
+    moments = {name: share.moment(name, one, sizes, accumulates=micro.accumulates) for name, one in moments.items()}
     largest = max(moments, key=lambda name: sum(moments[name].values()))
     return Layout(
         mode=mode,
         moment=largest,
         device={name: held for name, held in moments[largest].items() if held},
         moments={name: sum(parts.values()) for name, parts in moments.items()},
-        host=_host(config, mode, sizes, at_home, target.main_memory),
+        host=share.kept(_host(config, mode, sizes, at_home, target.main_memory)),
         disk=_disk(config, mode, sizes, num_tokens),
         on_cpu=not target.is_card,
         sizes=sizes,

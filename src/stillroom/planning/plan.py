@@ -41,6 +41,8 @@ class Plan:
         after = self.fitted.layout
         return {
             "device": self.target.facts.name,
+            "processes": self.target.sharing.num_processes,
+            "strategy": self.target.sharing.strategy,
             "bound": self.target.bound,
             "precision": self.mode,
             "reason": self.reason,
@@ -91,7 +93,7 @@ def make_plan(
     kept, attention = _alternatives(config, shapes, mode)
     return Plan(
         target, mode, reason, layout, totals, kept, attention, fitted, cost,
-        (*target.notes, *shapes.notes, *_left_out(config)),
+        (*target.notes, *shapes.notes, *target.sharing.notes, *_left_out(config)),
     )  # fmt: skip
 
 
@@ -103,7 +105,9 @@ def _possible(config: Config, target: Target) -> list[str]:
     return [
         mode
         for mode, policy in POLICIES.items()
-        if (mode != "bf16-mixed" or has_bf16) and (is_half_possible or not policy.keeps_half_weights)
+        if (mode != "bf16-mixed" or has_bf16)
+        and (is_half_possible or not policy.keeps_half_weights)
+        and not (target.sharing.is_sharded and policy.keeps_half_weights)
     ]
 
 

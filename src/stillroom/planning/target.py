@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import psutil
 import torch
 
+from stillroom.config.train import STRATEGIES
 from stillroom.engine.building.device import find_device
 from stillroom.errors import ConfigError
 from stillroom.planning.cards import CARDS, Card
+from stillroom.planning.sharing import Sharing
 from stillroom.precision.device import DeviceFacts, facts_of
 
 
@@ -21,6 +23,7 @@ class Target:
     main_memory: int  # free on this machine
     card: Card | None = None
     notes: tuple[str, ...] = ()
+    sharing: Sharing = field(default_factory=Sharing)
 
     @property
     def is_card(self) -> bool:
@@ -42,6 +45,13 @@ def find_target(device: str = "auto", device_memory: int | None = None, card: st
     here = find_device(device)
     free = int(torch.cuda.mem_get_info(here)[0]) if here.type == "cuda" else main
     return Target(here, facts_of(here), device_memory or free, main)
+
+
+def with_processes(target: Target, num_processes: int, strategy: str = "auto") -> Target:
+    """The same device for one of several processes, each with a device of its own."""
+    if strategy not in STRATEGIES:
+        raise ConfigError(f"{strategy!r} is no strategy", where="--strategy", advice=[" or ".join(STRATEGIES)])
+    return replace(target, sharing=Sharing(num_processes, strategy == "fsdp" and num_processes > 1))
 
 
 def _card(name: str) -> Card:

@@ -119,8 +119,7 @@ def quantise_layers(network: Any, kind: str, device: torch.device, *, name: str)
 
     Embeddings, norms and banks of experts that are one tensor are no linear layers and stay as they are.
     """
-    head = network.get_output_embeddings()
-    layers = {part: layer for part, layer in network.named_modules() if type(layer) is nn.Linear and layer is not head}
+    layers = _layers_of(network)
     if not layers:
         raise BrokenAtStart(
             f"{name} has no linear layers that could be quantised: its products are made by modules of its own "
@@ -134,6 +133,11 @@ def quantise_layers(network: Any, kind: str, device: torch.device, *, name: str)
         else:
             _to_bitsandbytes(network, layers, kind, device)
     return len(layers)
+
+
+def _layers_of(network: Any) -> dict[str, nn.Linear]:
+    head = network.get_output_embeddings()
+    return {part: layer for part, layer in network.named_modules() if type(layer) is nn.Linear and layer is not head}
 
 
 def _to_int8(network: Any, names: set[str]) -> None:
@@ -159,6 +163,27 @@ def _to_bitsandbytes(network: Any, layers: dict[str, nn.Linear], kind: str, devi
             new.bias = layer.bias
         parent, _, last = name.rpartition(".")
         setattr(network.get_submodule(parent), last, new.to(device))
+
+
+# Bytes of a weight, and how many weights share a scale; 0: those of one output.
+_STORED = {"int8": (1.0, 0), "bnb-8bit": (1.0, 0), "bnb-4bit": (0.5, 64)}
+
+
+def quantised_bytes(network: Any, kind: str) -> int:
+    """What the weights of a network that is not quantised yet will take.
+
+    Scales are FP32. torchao's int8 also has a zero point of a byte for each output.
+    """
+    total: int = sum(weight.numel() * weight.element_size() for weight in network.parameters())
+    if kind == "none":
+        return total
+    each, shared = _STORED[kind]
+    for layer in _layers_of(network).values():
+        weight = layer.weight
+        num_scales = weight.numel() / shared if shared else layer.out_features
+        scale = 5 if kind == "int8" else 4
+        total += int(weight.numel() * (each - weight.element_size()) + num_scales * scale)
+    return total
 
 
 def stored_bytes(network: Any) -> int:

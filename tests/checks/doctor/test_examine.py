@@ -18,10 +18,12 @@ import tiny
 import torch
 from plants import MACHINE, PLANTS, Plant
 
+from stillroom.checks.doctor import models
 from stillroom.checks.doctor.examine import examine, look
 from stillroom.checks.doctor.finding import CHECKS, SUBJECTS, Finding
 from stillroom.checks.doctor.setup import Setup
 from stillroom.config import load, load_config
+from stillroom.teachers.quantised import quantised_bytes
 
 CPU = torch.device("cpu")
 
@@ -74,6 +76,18 @@ def test_nothing_is_amber_or_red_where_nothing_is_planted(healthy: dict[str, lis
 def test_there_are_enough_plants_of_every_subject() -> None:
     subjects = {plant.subject for plant in PLANTS} | {"installation"}  # its own are below
     assert subjects == set(SUBJECTS) and len({plant.name for plant in PLANTS}) == len(PLANTS) >= 25
+
+
+def test_a_quantised_teacher_is_counted_at_its_quantised_size(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    needed: list[int] = []
+    monkeypatch.setattr(models, "_room", lambda taken, _free, _name: iter(needed.append(taken) or ()))
+    for kind in ("none", "int8"):
+        config = load_config(overrides=tiny.settings(world, teacher__quantisation=kind))
+        setup = Setup(MACHINE, config, device=CPU)
+        assert not list(models.memory(setup))
+        needed.append(quantised_bytes(setup.part("models").teacher, kind))
+    full, full_teacher, small, small_teacher = needed
+    assert full - small == full_teacher - small_teacher > 0
 
 
 # -- configurations that cannot be read, devices that are not there, installations -----------------------

@@ -12,4 +12,4 @@ from stillroom.data.spans.reading import shorter_notes
 def test_a_student_of_much_shorter_tokens_is_told(student_tokens: int, is_told: bool) -> None:
     notes = shorter_notes(Coverage(400, 400, 60, 100, student_tokens, 110))
     assert bool(notes) is is_told
-    assert all("student.vocabulary" in note for note in notes)
+    assert all("objectives.ce alone" in note for note in notes)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from stillroom.config.adapter import AdapterConfig
 from stillroom.errors import BrokenAtStart
 from stillroom.models.adapter.attach import attach
-from stillroom.models.adapter.frozen_base import WidenedLinear, store_base, weights_identity
+from stillroom.models.adapter.frozen_base import CodedLinear, WidenedLinear, store_base, weights_identity, widened
 
 IDS = torch.arange(3, 27).view(2, 12)
 
@@ -120,3 +120,77 @@ def test_a_weight_beyond_the_range_of_fp16_is_refused_by_name(whole: bool) -> No
     with pytest.raises(BrokenAtStart, match=r"model\.layers\.1\.mlp\.up_proj.* 7e\+04"):
         store_base(network, torch.float16, whole=whole)
     assert store_base(network, torch.bfloat16, whole=whole) > 0
+
+
+# -- eight bits ------------------------------------------------------------------------------------------
+
+
+def coded() -> tuple[Any, Any]:
+    """A network over an int8 base, and one over an FP32 base of the numbers that the codes stand for."""
+    small, full = adapted(), adapted()
+    assert store_base(small, torch.int8, whole=False) > 0
+    for name, part in small.named_modules():
+        if isinstance(part, CodedLinear):
+            full.get_submodule(name).weight.data = part.widened().weight.data
+    return small, full
+
+
+def test_codes_are_within_half_a_step_of_the_weights_and_take_a_byte() -> None:
+    small, before = adapted(), adapted()
+    num_stored = store_base(small, torch.int8, whole=False)
+    layers = {name: part for name, part in small.named_modules() if isinstance(part, CodedLinear)}
+    assert len(layers) == 2 * 7 and num_stored == sum(part.weight.numel() for part in layers.values())
+    for name, part in layers.items():
+        assert part.weight.dtype == torch.int8 and part.weight.element_size() == 1
+        weight = before.get_submodule(name).weight
+        assert bool(((part.widened().weight - weight).abs() <= 0.5001 * part.scales).all()), name
+        assert bool((part.weight.abs().amax(1) == 127).all()), "the largest of each row is exact"
+    assert {weight.dtype for weight in small.parameters() if weight.requires_grad} == {torch.float32}
+    assert not any("scales" in name for name in small.state_dict()), "they are made again at every start"
+
+
+def test_an_int8_base_has_the_answers_and_gradients_of_the_numbers_it_stands_for() -> None:
+    small, full = coded()
+    answers = [network(IDS).logits for network in (small, full)]
+    assert answers[0].dtype == torch.float32 and torch.equal(*answers)
+    for answer in answers:
+        answer.square().mean().backward()
+    for name, weight in small.named_parameters():
+        if weight.requires_grad:
+            assert torch.allclose(weight.grad, full.get_parameter(name).grad, rtol=1e-6, atol=1e-9), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_under_autocast_an_int8_base_multiplies_in_its_dtype(dtype: torch.dtype) -> None:
+    small, full = coded()
+    with torch.autocast("cpu", dtype=dtype):
+        answers = [network(IDS).logits for network in (small, full)]
+    assert torch.equal(*answers)
+    answers[0].float().square().mean().backward()
+    assert all(bool(weight.grad.isfinite().all()) for weight in small.parameters() if weight.requires_grad)
+
+
+def test_the_coded_product_has_the_gradient_of_float64() -> None:
+    torch.manual_seed(3)
+    plain = nn.Linear(24, 40).requires_grad_(False)
+    plain.weight.data[7] = 0.0  # a row of zeros has no scale of its own
+    layer = CodedLinear(plain)
+    inputs = torch.randn(5, 24, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(layer, (inputs,))
+    stands_for = layer.widened().weight
+    assert torch.allclose(layer(inputs), nn.functional.linear(inputs, stands_for.double(), plain.bias.double()))
+    assert bool((stands_for[7] == 0).all())
+
+
+def test_layers_of_codes_are_plain_ones_only_for_a_while() -> None:
+    small, full = coded()
+    with widened(small):
+        assert not any(isinstance(part, CodedLinear) for part in small.modules())
+        assert torch.equal(small(IDS).logits, full(IDS).logits)
+    assert sum(isinstance(part, CodedLinear) for part in small.modules()) == 2 * 7
+
+
+def test_a_network_without_linear_layers_has_no_int8_base() -> None:
+    network = AutoModelForCausalLM.from_config(tiny.config("gpt2")).requires_grad_(False)
+    with pytest.raises(BrokenAtStart, match="no linear layers that could be stored in int8"):
+        store_base(network, torch.int8, whole=False)

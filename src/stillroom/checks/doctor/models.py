@@ -20,6 +20,7 @@ from stillroom.models.routers import describe, find_gates
 from stillroom.objectives.clamps import Clamps
 from stillroom.precision import bytes_per_parameter
 from stillroom.precision.resolve import choose
+from stillroom.teachers.quantised import quantised_bytes
 
 SUBJECT = "models"
 _TIGHT = 0.8  # of the free memory, before any activation
@@ -135,7 +136,7 @@ def memory(setup: Setup) -> Iterator[Finding]:
     each = bytes_per_parameter(mode, config.precision.moments, accumulates=config.train.gradient_accumulation_steps > 1)
     teacher = 0
     if models.teacher is not None and config.teacher.placement == "device":
-        teacher = sum(one.numel() * one.element_size() for one in models.teacher.parameters())
+        teacher = quantised_bytes(models.teacher, config.teacher.quantisation)
     on_device = trained * each.on_device + frozen + teacher
     yield from _room(on_device, machine.free_device_memory, machine.device.name)
     on_disk = trained * ((each.weights + each.extra + each.moments + each.best) * (config.checkpoint.keep + 1) + 8)

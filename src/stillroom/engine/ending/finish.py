@@ -9,6 +9,7 @@ from typing import Any
 from stillroom.engine.adviser import advice_of
 from stillroom.engine.by_source import source_rows
 from stillroom.engine.ending.outcome import DONE, how_it_ended
+from stillroom.engine.ending.read_again import SUMMARY, read_again, refuse_changed
 from stillroom.engine.ending.result import Result
 from stillroom.engine.ending.samples import make_samples
 from stillroom.engine.ending.success_checks import success_checks
@@ -18,7 +19,7 @@ from stillroom.engine.run import Run
 from stillroom.engine.saving import gather_student, load_best, save_student, whole_again
 from stillroom.engine.state import RunState
 from stillroom.engine.stop import Stop
-from stillroom.errors import CannotSave, Interrupted, NoBetterStudent
+from stillroom.errors import CannotSave, Interrupted, NoBetterStudent, StudentDiffers
 from stillroom.evaluation import Evaluation
 from stillroom.files import reason_of, write_atomically
 from stillroom.telemetry.events import Event, scan_events
@@ -54,17 +55,19 @@ def finish(run: Run, state: RunState, stop: Stop) -> Result:
     if not run.parallel.is_first:
         return Result(run.folder, dict(end))
     save_student(run)
+    found = read_again(run)
     run = whole_again(run)
     run.teacher.save(run.folder)
     save_tokens(run)
     for sample in make_samples(run):
         run.log.write("sample", **sample)
-    summary = _summary(run, state, end, final)
+    summary = {**_summary(run, state, end, final), **found}
     write_summary(run.folder, summary)
     if not any(one["severity"] != "hint" for one in summary["advice"]):  # else the advice of the diagnosis says it
         for text in end["advice"]:
             run.log.write("note", text=text)
-    code = 0 if end["status"] == DONE else NoBetterStudent.exit_code
+    is_changed = not found.get(SUMMARY, {}).get("is_equal", True)
+    code = NoBetterStudent.exit_code if end["status"] != DONE else StudentDiffers.exit_code if is_changed else 0
     reason = {"reason": end["reason"]} if end["reason"] else {}
     run.log.write("run_end", status=end["status"], steps=state.applied, seconds=state.seconds, exit_code=code, **reason)
     return Result(run.folder, summary)
@@ -102,8 +105,9 @@ def _summary(run: Run, state: RunState, end: dict[str, Any], final: Evaluation) 
 
 
 def result_or_error(result: Result) -> Result:
-    """The result; raise for a run that took all its steps and found no better student."""
+    """The result; raise for a run that found no better student, or whose student was not written rightly."""
     if result.summary.get("status", DONE) == DONE:
+        refuse_changed(result.folder, result.summary)
         return result
     raise NoBetterStudent(
         str(result.summary["reason"]),

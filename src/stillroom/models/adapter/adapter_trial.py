@@ -13,8 +13,9 @@ from torch import Tensor
 
 from stillroom.errors import ConfigError
 from stillroom.models.adapter.attach import NAME, Adapter, listed
-from stillroom.models.adapter.merge import BOUND, merged
+from stillroom.models.adapter.merge import merged
 from stillroom.models.load.open import explained
+from stillroom.models.load.read_back import BOUND
 
 _LENGTH = 16
 _SEED = 20_241

@@ -6,6 +6,8 @@ They never change, so they are in no checkpoint: a hash says which they are, and
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,8 +32,8 @@ def store_base(network: Any, dtype: torch.dtype, *, whole: bool, has_values: boo
     """Store frozen weights in a dtype; return how many numbers that are. Adapters stay in FP32.
 
     `whole`: all of them, and the network then computes in that dtype. Else the matrices of linear layers alone, which
-    autocast casts anyway; embeddings, norms, the head and other kinds of layers stay in FP32. A network of shapes alone
-    has no values that could be out of range.
+    autocast casts anyway; embeddings, norms, the head and other kinds of layers stay in FP32. int8 are codes with a
+    scale for each output. A network of shapes alone has no values that could be out of range.
     """
     layers: dict[str, nn.Linear] = {}
     if whole:
@@ -41,6 +43,8 @@ def store_base(network: Any, dtype: torch.dtype, *, whole: bool, has_values: boo
         found = {name: part for name, part in network.named_modules() if type(part) is nn.Linear}
         layers = {name: part for name, part in found.items() if id(part.weight) not in kept}
         chosen = {f"{name}.weight": part.weight for name, part in layers.items()}
+    if dtype == torch.int8:
+        return _store_codes(network, layers)
     num_stored = 0
     for name, weight in chosen.items():
         if weight.requires_grad or not weight.is_floating_point() or weight.dtype == dtype:
@@ -53,6 +57,19 @@ def store_base(network: Any, dtype: torch.dtype, *, whole: bool, has_values: boo
         if part.weight.dtype in (torch.float16, torch.bfloat16):
             network.set_submodule(name, WidenedLinear(part))
     return num_stored
+
+
+def _store_codes(network: Any, layers: dict[str, nn.Linear]) -> int:
+    frozen = {name: part for name, part in layers.items() if not part.weight.requires_grad}
+    if not frozen:
+        raise BrokenAtStart(
+            f"a {type(network).__name__} has no linear layers that could be stored in int8",
+            where="student.adapter.base_dtype",
+            advice=["--set student.adapter.base_dtype=float16"],
+        )
+    for name, part in frozen.items():
+        network.set_submodule(name, CodedLinear(part))
+    return sum(part.weight.numel() for part in frozen.values())
 
 
 def _check_range(name: str, weight: Tensor, dtype: torch.dtype) -> None:
@@ -92,3 +109,69 @@ class _WidenedProduct(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
         (weight,) = ctx.saved_tensors
         return upstream[0] @ weight.to(upstream[0].dtype), None
+
+
+# -- eight bits ------------------------------------------------------------------------------------------
+
+_LARGEST = 127  # codes are symmetric: -128 is not used
+
+
+class CodedLinear(nn.Linear):
+    """A frozen linear layer of int8 codes with an FP32 scale for each output, the largest of its row by 127.
+
+    It multiplies in its input's dtype, or as autocast says. The scales are made from the weights at every start, like
+    the codes, so they are in no checkpoint.
+    """
+
+    scales: Tensor
+
+    def __init__(self, full: nn.Linear) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features, self.bias = full.in_features, full.out_features, full.bias
+        weight = full.weight.detach().float()
+        largest = weight.abs().amax(dim=1, keepdim=True)
+        scales = torch.where(largest > 0, largest / _LARGEST, torch.ones_like(largest))
+        codes = (weight / scales).round().clamp(-_LARGEST, _LARGEST).to(torch.int8)
+        self.weight = nn.Parameter(codes, requires_grad=False)
+        self.register_buffer("scales", scales, persistent=False)
+
+    def widened(self) -> nn.Linear:
+        """A plain layer of the very numbers that the codes stand for."""
+        plain = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
+        plain.weight = nn.Parameter(self.weight.float() * self.scales, requires_grad=False)
+        plain.bias = self.bias
+        return plain
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        device = inputs.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else inputs.dtype
+        cast = inputs.to(dtype)
+        answer: Tensor = _CodedProduct.apply(cast, self.weight, self.scales)  # type: ignore[no-untyped-call]
+        return answer if self.bias is None else answer + self.bias.to(dtype)
+
+
+class _CodedProduct(torch.autograd.Function):
+    """inputs @ weight.T; the weight is made from its codes again in the backward and not kept until then."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+        ctx.save_for_backward(codes, scales)
+        return functional.linear(inputs, (codes * scales).to(inputs.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None]:
+        codes, scales = ctx.saved_tensors
+        return upstream[0] @ (codes * scales).to(upstream[0].dtype), None, None
+
+
+@contextmanager
+def widened(network: Any) -> Iterator[None]:
+    """In the body layers of codes are plain ones of the same numbers; after it, the codes again."""
+    coded = {name: part for name, part in network.named_modules() if isinstance(part, CodedLinear)}
+    try:
+        for name, part in coded.items():
+            network.set_submodule(name, part.widened())
+        yield
+    finally:
+        for name, part in coded.items():
+            network.set_submodule(name, part)

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from stillroom.errors import CannotSave
 from stillroom.models.adapter.attach import NAME, Adapter
+from stillroom.models.adapter.frozen_base import widened
+from stillroom.models.load.read_back import compare_logits, in_main_memory, logits_of
 
 FOLDER = "adapter"  # inside the student's folder
-# Of the logits' standard deviation: what two orders of summation in FP32 differ by stays far below.
-BOUND = 1e-3
 
 
 def save_merged(adapter: Adapter, folder: Path, ids: Tensor) -> str:
@@ -32,13 +32,13 @@ def save_merged(adapter: Adapter, folder: Path, ids: Tensor) -> str:
     was_training = network.training
     network.eval()
     try:
-        with torch.random.fork_rng(devices=[]), torch.no_grad(), _in_main_memory(network):
-            trained = _logits(network, ids)
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), widened(network), in_main_memory(network):
+            trained = logits_of(network, ids)
             with merged(adapter):
                 network.save_pretrained(folder)
             save_adapter(adapter, folder / FOLDER)
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            written = _logits(type(network).from_pretrained(folder, dtype=torch.float32).eval(), ids)
+            written = logits_of(type(network).from_pretrained(folder, dtype=torch.float32).eval(), ids)
     finally:
         network.train(was_training)
     return compare(trained, written)
@@ -46,16 +46,14 @@ def save_merged(adapter: Adapter, folder: Path, ids: Tensor) -> str:
 
 def compare(trained: Tensor, written: Tensor) -> str:
     """A sentence about the largest difference of two answers. Raise if it is above the bound, or not finite."""
-    difference = float((trained - written).abs().max())
-    spread = float(trained.std())
-    if not difference <= BOUND * max(spread, 1e-6):
+    found = compare_logits(trained, written)
+    if not found.is_equal:
         raise CannotSave(
-            f"the merged student does not answer like the trained one: logits differ by {difference:.2g} "
-            f"at a spread of {spread:.2g}",
+            f"the merged student does not answer like the trained one: {found.reason}",
             where="student.adapter",
             advice=["the adapter is in the checkpoints: stillroom resume the run with another version of peft"],
         )
-    return f"adapter: merged into the student that is written; logits differ by {difference:.1e} at most"
+    return f"adapter: merged into the student that is written; logits differ by {found.difference:.1e} at most"
 
 
 @contextmanager
@@ -90,23 +88,3 @@ def save_adapter(adapter: Adapter, folder: Path) -> None:
     adapter.peft_config.save_pretrained(folder)
     written = {"base_model": adapter.base_name or None, "base_sha256_32": adapter.base_identity}
     (folder / "base.json").write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
-
-
-def _logits(network: Any, ids: Tensor) -> Tensor:
-    answer: Tensor = network(input_ids=ids, use_cache=False).logits.float()
-    return answer
-
-
-@contextmanager
-def _in_main_memory(network: Any) -> Iterator[None]:
-    """In the body every weight and buffer is in main memory, numbers in FP32; after it, each as it was."""
-    tensors = [*network.parameters(), *network.buffers()]
-    kept = [tensor.data for tensor in tensors]
-    try:
-        for tensor in tensors:
-            is_half = tensor.dtype in (torch.float16, torch.bfloat16)
-            tensor.data = tensor.data.to("cpu", torch.float32 if is_half else tensor.dtype)
-        yield
-    finally:
-        for tensor, data in zip(tensors, kept, strict=True):
-            tensor.data = data

@@ -24,6 +24,10 @@ Window = Callable[[int], Sequence[Batch]]
 
 _BATCH_TOKENS = 16_384  # of rows that a cache's writer hands over at once: enough requests to be under way together
 _LEAST_TAIL = 1e-6  # what is left of 1 after some dozens of FP32 log-probabilities is rounding below this
+_COMPARED = (
+    "held-out KL and agreement are taken from these tokens and what they leave over, not from the whole vocabulary: "
+    "KL is a lower bound"
+)
 _TRIAL_POSITIONS = 512  # of the data, by which the temperature is told
 
 
@@ -51,7 +55,7 @@ class ServedTeacher(Teacher):
         self.batch_tokens = _BATCH_TOKENS
         facts = server.facts
         told = f"the teacher is not loaded: {facts.model} on {facts.url} answers with {describe(self.spec)}"
-        self.notes = (f"{told}, {concurrency} requests at once, by {server.shape.name}", *notes)
+        self.notes = (f"{told}, {concurrency} requests at once, by {server.shape.name}", _COMPARED, *notes)
         self._device, self._window = device, window
         self._least_tail = 0.0 if self.spec.exact >= vocab_size else _LEAST_TAIL
         self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="stillroom-server")

@@ -1,0 +1,60 @@
+"""What one of several processes takes of a run: the whole with ddp, its part with fsdp."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from stillroom.planning.shapes import Sizes
+
+_STATE = ("student weights", "masters", "residuals", "moments", "gradients")
+_WEIGHT = 4  # bytes: what is sharded is FP32
+LEARNS = "student learns"
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How many processes there are, and whether each holds a part of the student."""
+
+    num_processes: int = 1
+    is_sharded: bool = False
+
+    @property
+    def strategy(self) -> str:
+        return "single" if self.num_processes == 1 else "fsdp" if self.is_sharded else "ddp"
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        if self.num_processes == 1:
+            return ()
+        text = f"bytes are those of one of {self.num_processes} processes with {self.strategy}; disk is that of all"
+        first = "; the first one also reads the whole student back at the end, to write samples"
+        return (text + first * self.is_sharded,)
+
+    def moment(self, name: str, parts: Mapping[str, int], sizes: Sizes, *, accumulates: bool) -> dict[str, int]:
+        """The parts of a moment of a step in one process.
+
+        DDP keeps buckets as large as the gradient all the time, and the gradients of the last micro-batch are views of
+        them. FSDP2 holds the root (embeddings, last norm, head) whole from the first forward of a step to its last
+        backward, and two layers: one at work, and one on its way.
+        """
+        if self.num_processes == 1:
+            return dict(parts)
+        if not self.is_sharded:
+            own = {part: held for part, held in parts.items() if part != "gradients" or accumulates}
+            return {**own, "gradient buckets": _WEIGHT * sizes.num_trained}
+        shared = {part: -(-held // self.num_processes) if part in _STATE else held for part, held in parts.items()}
+        if name != LEARNS:
+            return shared
+        layers = [held * _WEIGHT // sizes.itemsize for held in sizes.layer_bytes]
+        root = _WEIGHT * sizes.num_trained - sum(layers)
+        largest = max(layers, default=0)
+        return {**shared, "gathered weights": root + 2 * largest, "gathered gradients": root + largest}
+
+    def kept(self, parts: Mapping[str, int]) -> dict[str, int]:
+        """What is kept beside steps, snapshots and the best student, in one process."""
+        if not self.is_sharded:
+            return dict(parts)
+        return {part: held if part == "teacher" else -(-held // self.num_processes) for part, held in parts.items()}

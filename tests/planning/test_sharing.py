@@ -1,0 +1,60 @@
+"""Laws of a plan for several processes: the whole in each with ddp, a part in each with fsdp."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tiny
+
+from stillroom.config import load_config
+from stillroom.errors import ConfigError
+from stillroom.planning.parts import Layout, lay_out
+from stillroom.planning.plan import make_plan
+from stillroom.planning.shapes import Shapes
+from stillroom.planning.target import find_target, with_processes
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Configurations and no weights. The state of the student is most of what a process takes."""
+    folder = tmp_path_factory.mktemp("shared shapes")
+    tiny.config("llama", width=32, num_layers=1).save_pretrained(folder / "teacher")
+    tiny.config("llama", width=256, num_layers=12).save_pretrained(folder / "student")
+    return folder
+
+
+def planned(world: Path, num_processes: int, strategy: str = "auto") -> Layout:
+    target = with_processes(find_target("cpu"), num_processes, strategy)
+    config = load_config(overrides=tiny.settings(world, train__batch_size=1))
+    return lay_out(config, Shapes(target), "fp32")
+
+
+def test_a_process_of_ddp_holds_what_one_alone_holds_and_buckets(world: Path) -> None:
+    alone, one_of_two = planned(world, 1), planned(world, 2, "ddp")
+    count = alone.sizes.num_trained
+    assert one_of_two.device["gradient buckets"] == 4 * count
+    assert "gradients" not in one_of_two.device, "they are views of the buckets"
+    for part in ("student weights", "moments"):
+        assert one_of_two.device[part] == alone.device[part]
+    assert one_of_two.host == alone.host
+
+
+def test_a_process_of_fsdp_holds_its_part_and_what_is_gathered(world: Path) -> None:
+    alone, parts = planned(world, 1), [planned(world, number, "fsdp") for number in (2, 4, 8)]
+    for number, layout in zip((2, 4, 8), parts, strict=True):
+        for part in ("student weights", "moments"):
+            assert abs(layout.device[part] * number - alone.device[part]) < number
+        assert abs(layout.host["snapshots"] * number - alone.host["snapshots"]) < number
+    assert alone.total > parts[0].total > parts[1].total > parts[2].total
+    assert parts[0].total < 0.6 * planned(world, 2, "ddp").total
+
+
+def test_a_plan_says_whose_bytes_it_counts_and_refuses_what_it_does_not_know(world: Path) -> None:
+    config = load_config(overrides=tiny.settings(world))
+    told = make_plan(config, with_processes(find_target("cpu"), 4, "fsdp"), is_quick=True).to_dict()
+    assert (told["processes"], told["strategy"]) == (4, "fsdp")
+    assert any("one of 4 processes with fsdp" in note for note in told["notes"])
+    assert "fp16-master" not in told["totals"]
+    with pytest.raises(ConfigError, match="'zero' is no strategy"):
+        with_processes(find_target("cpu"), 2, "zero")
