@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ def test_the_table_is_drawn_from_the_files_of_the_arms(drawing: Any) -> None:
     results = PLACE / "results"
     found = drawing.read_arms(results)
     assert drawing.page(found, drawing.read_trials(results)) == (results / "real.md").read_text(encoding="utf-8")
+    assert drawing.figures(found) == json.loads((results / "figures.json").read_text(encoding="utf-8"))
 
 
 def test_what_is_won_back_is_a_share_of_what_the_cut_added(drawing: Any) -> None:

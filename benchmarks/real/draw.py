@@ -81,6 +81,21 @@ def claim(arms: Arms) -> str:
     )
 
 
+def figures(arms: Arms) -> Record:
+    """What pages outside of this folder may say, by arm: means over its seeds."""
+    return {
+        name: {
+            "won_back": statistics.mean(won_back(arms, name)),
+            "won_back_far": statistics.mean(won_back(arms, name, "far")),
+            "cpu_hours": statistics.mean(cpu_hours(record) for record in seeds_of(arms, name)),
+            "tokens": arms[name, 0]["tokens"],
+            "seeds": len(seeds_of(arms, name)),
+        }
+        for name, seed in arms
+        if seed == 0 and not ARMS[name].is_reference
+    }
+
+
 # -- the table -------------------------------------------------------------------------------------------
 
 
@@ -88,6 +103,7 @@ def draw(results: Path) -> None:
     arms = read_arms(results)
     if ("teacher", 0) in arms and ("cut", 0) in arms:
         (results / "real.md").write_text(page(arms, read_trials(results)), encoding="utf-8")
+        (results / "figures.json").write_text(json.dumps(figures(arms), indent=1) + "\n", encoding="utf-8")
 
 
 def page(arms: Arms, trials: dict[str, Record]) -> str:
