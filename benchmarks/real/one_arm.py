@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from stillroom.errors import NoBetterStudent
 from stillroom.evaluation import evaluate
 from stillroom.measures.question_file import read_questions
 from stillroom.models import LoadedModel, load_tokenizer, open_teacher
+from stillroom.models.load.loaded import in_eval_mode
 from stillroom.precision import resolve
 from stillroom.talk import Writer
 from stillroom.telemetry.events import scan_events
@@ -212,7 +212,7 @@ def judge(loaded: LoadedModel, texts: Texts) -> Record:
 
 def _answers(loaded: LoadedModel) -> list[Record]:
     questions = read_questions(PROMPTS)
-    with _evaluating(loaded.network):
+    with in_eval_mode(loaded.network):
         writer = Writer(loaded.network, loaded.tokenizer)
         made = writer.continuations([one.text for one in questions], is_raw=True, max_new_tokens=ANSWER_TOKENS)
     return [
@@ -226,13 +226,3 @@ def is_right(text: str, answers: tuple[str, ...]) -> bool:
     first = next((line for line in text.splitlines() if line.strip()), "")
     words = re.findall(r"\w+", first.lower())
     return any(answer.lower() in words for answer in answers)
-
-
-@contextlib.contextmanager
-def _evaluating(network: Any) -> Iterator[None]:
-    was_training = network.training
-    network.eval()
-    try:
-        yield
-    finally:
-        network.train(was_training)

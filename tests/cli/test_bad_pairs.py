@@ -26,22 +26,21 @@ def pair(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def refused(pair: Path, capsys: pytest.CaptureFixture[str], *words: str, **over: object) -> None:
-    """Distilling the pair ends with these words, and writes no student."""
+def refusal(pair: Path, capsys: pytest.CaptureFixture[str], **over: object) -> str:
+    """What is said when the pair is distilled, on one line. It ends with exit code 2 and writes no student."""
     distill = [*commands.arguments(pair, pair / "run", **over), "--preset", "cross-tokenizer"]
     code, _out, err = commands.run(capsys, *distill)
     assert code == 2, err
-    err = " ".join(err.split())
-    for word in words:
-        assert word in err, f"{word!r} is not in: {err}"
     assert "Traceback" not in err and not (pair / "run" / "student").exists()
+    return " ".join(err.split())
 
 
 @pytest.mark.parametrize("role", ["teacher", "student"])
 def test_a_tokenizer_that_drops_bytes(pair: Path, capsys: pytest.CaptureFixture[str], role: str) -> None:
     save(pair / "spaceless", pair_tokenizers.spaceless())
     over = {f"{role}__model": str(pair / "spaceless"), "data__min_coverage": 0.9}
-    refused(pair, capsys, "dropped or changed by one of them", "data.min_coverage", **over)
+    said = refusal(pair, capsys, **over)
+    assert "dropped or changed by one of them" in said and "data.min_coverage" in said
 
 
 @pytest.mark.parametrize("role", ["teacher", "student"])
@@ -51,13 +50,8 @@ def test_a_tokenizer_without_places(pair: Path, capsys: pytest.CaptureFixture[st
     tiny.save_model(folder, "llama", vocab_size=384, with_tokenizer=False, width=16, num_layers=1)
     settings = {"tokenizer_class": "ByT5Tokenizer", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    refused(
-        pair,
-        capsys,
-        f"the {role}'s tokenizer",
-        "does not say where its tokens stand",
-        **{f"{role}__model": str(folder)},
-    )
+    said = refusal(pair, capsys, **{f"{role}__model": str(folder)})
+    assert f"the {role}'s tokenizer" in said and "does not say where its tokens stand" in said
 
 
 @pytest.mark.parametrize("role", ["teacher", "student"])
@@ -65,7 +59,8 @@ def test_an_end_mark_that_is_no_token(pair: Path, capsys: pytest.CaptureFixture[
     path = pair / role / "tokenizer_config.json"
     settings = json.loads(path.read_text())
     path.write_text(json.dumps({**settings, "eos_token": "<|no such token|>"}))
-    refused(pair, capsys, "goes up to token id", "use the tokenizer the model was made with")
+    said = refusal(pair, capsys)
+    assert "goes up to token id" in said and "use the tokenizer the model was made with" in said
 
 
 def test_eval_refuses_a_tokenizer_without_places_too(pair: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -116,7 +116,7 @@ def test_a_page_that_is_left_to_another_test_is_read_there(page: str, test: str)
 def test_a_configuration_is_valid(snippet: snippets.Snippet, tmp_path: Path) -> None:
     path = tmp_path / f"run.{snippet.language}"
     path.write_text(snippet.text, encoding="utf-8")
-    load(path)
+    assert load(path).config.to_dict()
 
 
 @pytest.mark.parametrize("snippet", of("yaml"), ids=lambda one: one.name)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import tiny
 import torch
 
 from stillroom.data import Encoded, Rows
@@ -89,3 +90,11 @@ def spoil(path: Path, place: int) -> None:
     held = bytearray(path.read_bytes())
     held[place] ^= 0x10
     path.write_bytes(bytes(held))
+
+
+def save_world(folder: Path) -> Path:
+    """A trained teacher, a student and few rows of text, as a user would have them."""
+    tiny.save_trained(folder / "teacher", width=32, num_layers=1, steps=60)
+    tiny.save_model(folder / "student", "llama", width=16, num_layers=1, seed=2)
+    tiny.save_text(folder / "train.jsonl", count=60)
+    return folder

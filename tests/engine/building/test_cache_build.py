@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import cache_cases
 import fsspec
 import pytest
 import tiny
@@ -28,11 +29,7 @@ SHORT = {"train__max_steps": 6, "train__eval_steps": 3, "eval__samples": 0, "pre
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A world of few rows, some of them with a prompt."""
-    folder = tmp_path_factory.mktemp("small")
-    tiny.save_trained(folder / "teacher", width=32, num_layers=1, steps=60)
-    tiny.save_model(folder / "student", "llama", width=16, num_layers=1, seed=2)
-    tiny.save_text(folder / "train.jsonl", count=60)
-    return folder
+    return cache_cases.save_world(tmp_path_factory.mktemp("small"))
 
 
 def config(world: Path, **over: Any) -> Any:

@@ -93,13 +93,12 @@ def assert_same_run(one: Path, other: Path) -> None:
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
-def refused(pair: Path, out: Path, *words: str, code: int = 2, **over: Any) -> StillroomError:
+def refusal(pair: Path, out: Path, *, code: int = 2, **over: Any) -> str:
+    """What a run that is refused with this exit code and some advice says."""
     with pytest.raises(StillroomError) as caught:
         run(pair, out, **over)
     assert caught.value.exit_code == code and caught.value.advice, caught.value
-    for word in words:
-        assert word in str(caught.value), f"{word!r} is not in: {caught.value}"
-    return caught.value
+    return str(caught.value)
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
@@ -155,8 +154,8 @@ def test_a_cache_of_more_serves_a_run_that_needs_less(pair: Path, tmp_path: Path
 
 def test_a_cache_of_groups_is_not_one_of_shared_tokens(pair: Path, tmp_path: Path) -> None:
     place = str(cache(pair, tmp_path / "cache", **PREFIX))
-    refused(pair, tmp_path / "a", "teacher.signal.shared_tokens is", teacher__cache=place, **EXACT)
-    refused(pair, tmp_path / "b", "ask for different answers", teacher__cache="auto", **EXACT, **PREFIX)
+    assert "teacher.signal.shared_tokens is" in refusal(pair, tmp_path / "a", teacher__cache=place, **EXACT)
+    assert "ask for different answers" in refusal(pair, tmp_path / "b", teacher__cache="auto", **EXACT, **PREFIX)
     stored = run(pair, tmp_path / "c", teacher__cache=place)
     assert_same_run(stored, run(pair, tmp_path / "d", teacher__signal__kind="target"))
 
@@ -180,15 +179,16 @@ def test_a_damaged_row_is_named(pair: Path, tmp_path: Path) -> None:
     place = cache(pair, tmp_path / "cache")
     shard = max((place / "shards").glob("*.shard"), key=lambda path: path.stat().st_size)
     cache_cases.spoil(shard, -5)
-    refused(pair, tmp_path / "run", shard.name, "its checksum does not hold", code=20, teacher__cache=str(place))
+    said = refusal(pair, tmp_path / "run", code=20, teacher__cache=str(place))
+    assert shard.name in said and "its checksum does not hold" in said
 
 
 def test_a_cache_of_other_data_or_of_part_of_it_is_refused(pair: Path, tmp_path: Path) -> None:
     other = tiny.save_text(tmp_path / "other.jsonl", count=30, seed=77)
     place = cache(pair, tmp_path / "other", data__train=str(other))
-    refused(pair, tmp_path / "a", "a cache of other data", teacher__cache=str(place))
+    assert "a cache of other data" in refusal(pair, tmp_path / "a", teacher__cache=str(place))
     half = cache(pair, tmp_path / "half", data__train_share=0.5)
-    refused(pair, tmp_path / "b", "rows of the data are not in", teacher__cache=str(half))
+    assert "rows of the data are not in" in refusal(pair, tmp_path / "b", teacher__cache=str(half))
 
 
 def test_a_cache_of_another_tokenizer_teacher_temperature_or_signal_is_refused_by_name(
@@ -196,33 +196,32 @@ def test_a_cache_of_another_tokenizer_teacher_temperature_or_signal_is_refused_b
 ) -> None:
     place = str(cache(pair, tmp_path / "cache"))
     save(tmp_path / "unigram", "llama", pair_tokenizers.built("unigram with bytes"), width=32, num_layers=1)
-    refused(
-        pair, tmp_path / "a", "for another tokenizer", teacher__cache=place, teacher__model=str(tmp_path / "unigram")
+    assert "for another tokenizer" in refusal(
+        pair, tmp_path / "a", teacher__cache=place, teacher__model=str(tmp_path / "unigram")
     )
     save(tmp_path / "seeded", "llama", pair_tokenizers.built("BPE with bytes"), width=32, num_layers=1, seed=9)
-    refused(pair, tmp_path / "b", "teacher.weights is", teacher__cache=place, teacher__model=str(tmp_path / "seeded"))
-    refused(pair, tmp_path / "c", "exact_match compares distributions", teacher__cache=place, **EXACT)
-    refused(
-        pair, tmp_path / "d", "teacher.signal.kind is target in the cache and hybrid here", teacher__cache=place,
-        teacher__signal__kind="hybrid",
-    )  # fmt: skip
+    assert "teacher.weights is" in refusal(
+        pair, tmp_path / "b", teacher__cache=place, teacher__model=str(tmp_path / "seeded")
+    )
+    assert "exact_match compares distributions" in refusal(pair, tmp_path / "c", teacher__cache=place, **EXACT)
+    assert "teacher.signal.kind is target in the cache and hybrid here" in refusal(
+        pair, tmp_path / "d", teacher__cache=place, teacher__signal__kind="hybrid"
+    )
     # A cache of the same teacher for a student of its own family, at another temperature.
     shutil.copytree(pair / "teacher", tmp_path / "same" / "teacher")
     save(tmp_path / "same" / "student", "llama", pair_tokenizers.built("BPE with bytes"), width=16, num_layers=1)
     shutil.copy(pair / "train.jsonl", tmp_path / "same" / "train.jsonl")
     own = load_config(overrides=tiny.settings(tmp_path / "same", **SHORT, objectives__kd__temperature=2.0))
     make_cache(own, tmp_path / "warm", device="cpu")
-    refused(
-        pair, tmp_path / "e", "objectives.kd.temperature is 2.0 in the cache and 1.0 here",
-        teacher__cache=str(tmp_path / "warm"),
-    )  # fmt: skip
+    said = refusal(pair, tmp_path / "e", teacher__cache=str(tmp_path / "warm"))
+    assert "objectives.kd.temperature is 2.0 in the cache and 1.0 here" in said
 
 
 def test_another_student_s_vocabulary_shares_other_tokens_and_is_refused(pair: Path, tmp_path: Path) -> None:
     place = str(cache(pair, tmp_path / "cache", **EXACT))
     save(tmp_path / "student", "llama", pair_tokenizers.built("unigram with bytes"), width=16, num_layers=1)
     over = {"teacher__cache": place, "student__model": str(tmp_path / "student"), **EXACT}
-    refused(pair, tmp_path / "run", "teacher.signal.shared_tokens is", **over)
+    assert "teacher.signal.shared_tokens is" in refusal(pair, tmp_path / "run", **over)
 
 
 @pytest.mark.parametrize("name", ["uld", "span_hidden"])
@@ -238,7 +237,8 @@ def test_objectives_that_need_the_live_teacher_are_refused_by_name(
 
 
 def test_answers_that_would_be_biased_are_refused_by_name(pair: Path, tmp_path: Path) -> None:
-    refused(pair, tmp_path / "a", "renormalised", "biased", teacher__signal__kind="renormalised")
+    said = refusal(pair, tmp_path / "a", teacher__signal__kind="renormalised")
+    assert "renormalised" in said and "biased" in said
     with pytest.raises(StillroomError, match="likelihoods of spans are those of the models") as caught:
         make_cache(config(pair), tmp_path / "b", device="cpu", temperatures=[1.0, 2.0])
     assert caught.value.exit_code == 2

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import cache_cases
 import pytest
 import tiny
 import torch
@@ -36,11 +37,7 @@ FAST = {"teacher__requests__pause_seconds": 0.01, "teacher__requests__retries": 
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("small")
-    tiny.save_trained(folder / "teacher", width=32, num_layers=1, steps=60)
-    tiny.save_model(folder / "student", "llama", width=16, num_layers=1, seed=2)
-    tiny.save_text(folder / "train.jsonl", count=60)
-    return folder
+    return cache_cases.save_world(tmp_path_factory.mktemp("small"))
 
 
 @pytest.fixture(scope="module")

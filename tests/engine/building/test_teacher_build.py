@@ -27,11 +27,7 @@ INT8 = {"teacher__quantisation": "int8"}
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("small")
-    tiny.save_trained(folder / "teacher", width=32, num_layers=1, steps=60)
-    tiny.save_model(folder / "student", "llama", width=16, num_layers=1, seed=2)
-    tiny.save_text(folder / "train.jsonl", count=60)
-    return folder
+    return cache_cases.save_world(tmp_path_factory.mktemp("small"))
 
 
 def config(world: Path, **over: Any) -> Any:

@@ -71,9 +71,7 @@ def build_run(
     parallel.prepare(optimizer)
     hooks = make_hooks(inject, tell=lambda text: log.write("note", text=text))
     schedule = make_schedule(config, loader.num_batches, num_shares)
-    num_windows = schedule.num_steps * num_shares * (not parallel.is_sharded)  # what is sharded is not compiled
-    student_body, teacher_body = compile_bodies(config, models, precision, num_windows, log)
-    student = models.loaded_student.as_student(models.vocab_size, student_body)
+    student, teacher_body = compiled_student(config, models, precision, schedule.num_steps * num_shares, parallel, log)
     surroundings = make_surroundings(config, student, optimizer, precision, loader, corpus, log)
     teacher = build_teacher(config, models, corpus, surroundings, parallel, teacher_body)
     mix = make_mix(config, models.vocab_size, planned, log)
@@ -104,6 +102,14 @@ def build_run(
         vocabularies=models.vocabularies,
         adapter=models.adapter,
     )
+
+
+def compiled_student(
+    config: Config, models: Models, precision: Precision, num_windows: int, parallel: Parallel, log: EventLog
+) -> tuple[Student, Any]:
+    """The student, and the teacher's compiled body. What is sharded is not compiled."""
+    student_body, teacher_body = compile_bodies(config, models, precision, num_windows * (not parallel.is_sharded), log)
+    return models.loaded_student.as_student(models.vocab_size, student_body), teacher_body
 
 
 def open_corpus(config: Config, models: Models, num_shares: int, log: EventLog) -> Corpus:

@@ -84,7 +84,7 @@ def try_model(network: Any, tokenizer: Any, *, name: str, role: str, notes: Sequ
     with (
         explained(name, "network"),
         torch.random.fork_rng(devices=[]),
-        _in_eval_mode(network),
+        in_eval_mode(network),
         _in_fp32(network, all_notes, role),
     ):
         anatomy = anatomy_of(network)
@@ -203,7 +203,7 @@ def _change(one: Tensor, other: Tensor) -> float:
 
 
 @contextmanager
-def _in_eval_mode(network: Any) -> Iterator[None]:
+def in_eval_mode(network: Any) -> Iterator[None]:
     was_training = network.training
     network.eval()
     try:
