@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stillroom.errors import Diverged, Interrupted
+from stillroom.errors import Diverged, PeerGone
 from stillroom.parallel.base import Parallel, fingerprint
 
 if TYPE_CHECKING:
@@ -27,11 +29,20 @@ T = TypeVar("T")
 class Processes(Parallel):
     """Processes that communicate by torch.distributed. If one ends, the others raise instead of waiting forever."""
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, rank: int, size: int, timeout: timedelta | None = None) -> None:
         self.rank = rank
         self.size = size
+        self._timeout = timeout  # of one process that waits for another; None: torch's default
         # Send small numbers through main memory where gloo is available.
         self._device = torch.device("cpu" if "gloo" in dist.get_backend_config() else "cuda")
+
+    def beside(self) -> Processes:
+        """With a gloo group of its own: whatever the other thread sends by NCCL or gloo, this one waits for no card."""
+        other = copy.copy(self)
+        with peer_errors():
+            other.group = dist.new_group(backend="gloo", timeout=self._timeout)
+        other._device = torch.device("cpu")
+        return other
 
     def seed(self, seed: int, attempted: int) -> None:
         """Random numbers that differ between processes and repeat after a resume."""
@@ -51,7 +62,7 @@ class Processes(Parallel):
 
     def sum_(self, tensor: Tensor) -> None:
         with peer_errors():
-            dist.all_reduce(tensor, dist.ReduceOp.SUM)
+            dist.all_reduce(tensor, dist.ReduceOp.SUM, group=self.group)
 
     def names(self, names: Iterable[str]) -> list[str]:
         return sorted({name for one in self.collect(list(names)) for name in one})
@@ -62,7 +73,7 @@ class Processes(Parallel):
         padded = torch.nn.functional.pad(own, (0, width - len(own)), value=ord(" "))
         gathered = [torch.empty_like(padded) for _ in range(self.size)]
         with peer_errors():
-            dist.all_gather(gathered, padded)
+            dist.all_gather(gathered, padded, group=self.group)
         return [json.loads(bytes(one.tolist())) for one in gathered]
 
     def together(self, action: Callable[[], T]) -> T:
@@ -79,19 +90,19 @@ class Processes(Parallel):
         ordered = math.inf if math.isnan(value) else value
         largest = torch.tensor([ordered], dtype=torch.float64, device=self._device)
         with peer_errors():
-            dist.all_reduce(largest, dist.ReduceOp.MAX)
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
         return float(largest.tolist()[0])
 
     def broadcast(self, value: float) -> float:
         sent = torch.tensor([value], dtype=torch.float64, device=self._device)
         with peer_errors():
-            dist.broadcast(sent, src=0)
+            dist.broadcast(sent, src=0, group=self.group)
         return float(sent.tolist()[0])
 
     def same_everywhere(self, fingerprint: int) -> bool:
         extremes = torch.tensor([fingerprint, -fingerprint], dtype=torch.int64, device=self._device)
         with peer_errors():
-            dist.all_reduce(extremes, dist.ReduceOp.MAX)
+            dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self.group)
         highest, lowest = extremes.tolist()
         return bool(highest == -lowest)
 
@@ -106,22 +117,25 @@ class Processes(Parallel):
                 ],
             )
 
+    def asking_peers(self) -> AbstractContextManager[None]:
+        return peer_errors()
+
     def wait(self) -> None:
         self.worst(0.0)
 
 
 @contextmanager
 def peer_errors() -> Iterator[None]:
-    """Turn torch's error for a missing or silent process into `Interrupted`: the run can be resumed."""
+    """Turn torch's error for a missing or silent process into `PeerGone`: the run can be resumed."""
     try:
         yield
     except RuntimeError as error:
         raise peer_is_gone(error) from error
 
 
-def peer_is_gone(error: BaseException) -> Interrupted:
+def peer_is_gone(error: BaseException) -> PeerGone:
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return Interrupted(
+    return PeerGone(
         f"another process of this run is gone or does not answer: {reason}",
         where=f"process {os.environ.get('RANK', '?')}",
         advice=["look at the first process that ended", "then start all of them again: the run is resumed"],

@@ -31,9 +31,9 @@ def join(timeout_minutes: float, strategy: str = "auto") -> Parallel:
             where="environment",
             advice=["start the run with torchrun --nproc-per-node N -m stillroom distill ...", "or unset WORLD_SIZE"],
         )
+    timeout = timedelta(minutes=timeout_minutes)
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        timeout = timedelta(minutes=timeout_minutes)
         with peer_errors():
             store, rank, size = next(rendezvous("env://", timeout=timeout))
             # torchrun keeps its store when it starts the processes again: addresses of the dead ones are still in it.
@@ -44,5 +44,5 @@ def join(timeout_minutes: float, strategy: str = "auto") -> Parallel:
     if strategy == "fsdp":
         from stillroom.parallel.sharded import Sharded  # it takes half a second to import
 
-        return Sharded(dist.get_rank(), dist.get_world_size())
-    return Replicated(dist.get_rank(), dist.get_world_size())
+        return Sharded(dist.get_rank(), dist.get_world_size(), timeout)
+    return Replicated(dist.get_rank(), dist.get_world_size(), timeout)
