@@ -86,6 +86,11 @@ class Saves:
         else:
             save.write()
 
+    def wait(self) -> None:
+        """Wait until nothing is being written."""
+        if self.current is not None:
+            self.current.wait()
+
 
 def settle(run: Run, state: RunState) -> None:
     """Wait until no save is in flight, and report it. Called by all processes together.
