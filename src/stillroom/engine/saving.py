@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from stillroom.engine.background_save import Save, settle
 from stillroom.engine.recovery.recover import is_sound
@@ -116,7 +117,7 @@ def save_student(run: Run) -> None:
 def _write_student(run: Run, folder: Path) -> str:
     """Write the weights: an adapter merged, and itself beside them. Return what is to be said of that."""
     if run.parallel.is_sharded:
-        shutil.copyfile(run.folder / _EXPORT / WHOLE_FILE, folder / "model.safetensors")
+        _link(run.folder / _EXPORT / WHOLE_FILE, folder / "model.safetensors")
         save_configuration(run.student.model, folder)
         return ""
     if run.adapter is None:
@@ -134,13 +135,18 @@ def gather_student(run: Run) -> None:
     try:
         run.parallel.together(lambda: _empty(folder) if run.parallel.is_first else None)
         weights = run.parallel.as_global("student", weights_of(run.student.model))
-        run.parallel.together(lambda: write_whole(folder, weights))
+        run.parallel.together(lambda: _write_whole(run, folder, weights))
     except OSError as error:
         raise CannotSave(
             f"cannot write the student: {reason_of(error)}",
             where=str(folder),
             advice=["free some space on that disk", f"then continue: stillroom resume {run.folder}"],
         ) from error
+
+
+def _write_whole(run: Run, folder: Path, weights: Mapping[str, Tensor]) -> None:
+    with run.parallel.asking_peers():
+        write_whole(folder, weights, run.parallel)
 
 
 def whole_again(run: Run) -> Run:
@@ -150,6 +156,14 @@ def whole_again(run: Run) -> Run:
     network = open_written(run.student.model, run.folder / "student").to(run.device)
     student = Student(network, vocab_size=run.student.vocab_size, is_described=run.student.is_described)
     return replace(run, student=student, parallel=Parallel())
+
+
+def _link(source: Path, target: Path) -> None:
+    """The same file under another name, or a copy where the file system has no links."""
+    try:
+        target.hardlink_to(source)
+    except OSError:
+        shutil.copyfile(source, target)
 
 
 def _empty(folder: Path) -> None:
