@@ -40,14 +40,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
-sys.path.insert(0, str(HERE.parent.parent / "tests" / "support"))
-sys.path.insert(0, str(HERE.parent / "head"))
-
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "head"))
+sys.path.insert(0, str(Path(__file__).parent))
 import gloo
 from wire import Mesh, Weights, sent
 
+HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 STEPS, ROUNDS = int(os.environ.get("SCALE_STEPS", "8")), int(os.environ.get("SCALE_ROUNDS", "3"))  # fewer to try it
 WARM_UP = 2
@@ -186,7 +185,8 @@ def start(words: list[str], num_processes: int, *, is_apart: bool = False, envir
         own = {"RANK": "0", "WORLD_SIZE": "1"} if is_apart else {"RANK": str(rank), "WORLD_SIZE": str(num_processes)}
         command = [sys.executable, *words, str(rank)]
         started.append(subprocess.Popen(command, env={**shared, **own}, stdout=subprocess.DEVNULL))
-    if any([process.wait() for process in started]):
+    codes = [process.wait() for process in started]
+    if any(codes):
         raise SystemExit(f"{' '.join(words[1:])}, {num_processes} processes: a process failed")
 
 
