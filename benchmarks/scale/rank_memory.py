@@ -1,8 +1,8 @@
 """Pairs of models as shapes, and the bytes of one process by the formulas of `stillroom plan`.
 
-Models are configurations of published sizes, built without weights. What `plan` does not know is added here: a mesh of
-nodes (its state lies in one node, so it is fsdp of as many processes as a node has) and a teacher that is sharded, or
-somewhere else.
+Models are configurations of published sizes, built without weights. `hsdp` is fsdp with `train.shard_size` processes
+in a group, those of one node. A teacher that is sharded is a part of its weights, what is outside of its layers, and
+two layers; one that is elsewhere is nothing.
 """
 
 from __future__ import annotations
@@ -111,7 +111,8 @@ class Memory:
     def held(self, strategy: str, mesh: Mesh, teacher: str, *, rows: int) -> Held:
         """`teacher`: replicated, sharded, or anything else, where it is not on this card."""
         across = mesh.inside if strategy == "hsdp" else mesh.size
-        sharing = Sharing(across, strategy in ("fsdp", "hsdp") and across > 1)
+        is_sharded = strategy in ("fsdp", "hsdp") and mesh.size > 1
+        sharing = Sharing(mesh.size, is_sharded, across if strategy == "hsdp" else 0)
         is_live = teacher in ("replicated", "sharded")
         layout = self.layout(sharing, rows=rows, is_live=is_live)
         parts = {name: float(value) for name, value in layout.device.items()}

@@ -7,9 +7,9 @@ It begins with what was measured: the steps of two and four processes that bench
 with the published rates of cards and links (platforms.py), event by event (timeline.py), and with the memory of a
 process by the formulas of `stillroom plan` (rank_memory.py). The same inputs give the same file, but for the date.
 
-Teachers: `replicated` on every card; `sharded` over them, gathered layer by layer; on `own ranks`, a part of the cards,
-which send hidden states; `served` by a fleet of as many cards as keep up, which send stored answers' worth of numbers;
-`cached`, asked before.
+`hsdp` is fsdp with `train.shard_size` = the cards of a node. Teachers: `replicated` on every card; `sharded` over them,
+gathered layer by layer; on `own ranks`, a part of the cards, which send hidden states; `served` by a fleet of as many
+cards as keep up, which sends no more than a cache stores; `cached`, asked before.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import datetime
 import json
 import math
+import re
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -151,8 +152,8 @@ def own_ranks(world: World, number: int) -> dict[str, Any] | None:
 def rows_of(world: World) -> Iterator[dict[str, Any]]:
     for number in NUMBERS:
         here = [trained(world, one, number, "replicated") for one in strategies(number, world.platform.node)]
-        shards = [one for one in strategies(number, world.platform.node) if one in ("fsdp", "hsdp")]
-        here += [trained(world, one, number, "sharded") for one in shards]
+        if number > 1:
+            here += [trained(world, one, number, "sharded") for one in strategies(number, world.platform.node)]
         cached = [trained(world, one, number, "cached") for one in strategies(number, world.platform.node)]
         yield from [*here, *cached]
         fitting = [one for one in cached if one["fits"]]
@@ -265,7 +266,9 @@ def main() -> None:
         "stragglers": {str(number): stragglers(number) for number in NUMBERS},
         "pairs": found,
     }
-    text = json.dumps(rounded(result), indent=1)
+    # A row of a table is one line.
+    rows = re.compile(r"\{(?:[^{}]|\{[^{}]*\})*\}")
+    text = rows.sub(lambda one: " ".join(one[0].split()), json.dumps(rounded(result), indent=1))
     (RESULTS / "simulation.json").write_text(text + "\n")
     (RESULTS / "simulation.md").write_text(written(rounded(result)))
     print(written(rounded(result)))

@@ -23,8 +23,8 @@ def _head(result: Mapping[str, Any]) -> str:
 
 Nothing here was run on a card. `simulate.py` wrote it on {result["date"][:10]} with torch
 {result["machine"]["versions"]["torch"]}, from published rates: products reach {shares["products"]:.0%} of their peak,
-memory {shares["memory"]:.0%} and links {shares["links"]:.0%}. A step has {result["tokens_per_step"]:,} tokens in rows of
-{result["length"]:,} at every number of cards, so more cards have fewer micro-batches. Weights are gathered and
+memory {shares["memory"]:.0%} and links {shares["links"]:.0%}. A step has {result["tokens_per_step"]:,} tokens in rows
+of {result["length"]:,} at every number of cards, so more cards have fewer micro-batches. Weights are gathered and
 gradients sent in FP32, as Stillroom does it.
 
 Left out: the choice of kernels, clocks and heat, links that others use, collectives that take from a card's own speed,

@@ -117,7 +117,7 @@ def weights_of(sizes: Sizes) -> Weights:
 
 
 def _teacher_gather(job: Job, layer: int) -> Collective | None:
-    """A sharded teacher lies in all processes with fsdp, in those of a node with hsdp."""
+    """A sharded teacher lies in all processes, with hsdp in those of a node."""
     if job.teacher is None or not job.shards_teacher or job.mesh.size == 1:
         return None
     size = HALF * job.teacher.layer_bytes[layer] / job.teacher.itemsize

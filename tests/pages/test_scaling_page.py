@@ -80,6 +80,8 @@ def test_the_slurm_script_is_a_script_and_agrees_with_its_own_request() -> None:
     assert "-m stillroom distill" in body
 
 
-@pytest.mark.parametrize("word", ["torchrun --standalone --nproc-per-node 2", "Kaggle", "never run on GPUs"])
+@pytest.mark.parametrize(
+    "word", ["torchrun --standalone --nproc-per-node 2", "Kaggle", "Nothing on it was ever run on GPUs"]
+)
 def test_the_page_says_what_a_reader_with_two_cards_needs(word: str) -> None:
     assert word in " ".join(PAGE.replace("**", "").split())
