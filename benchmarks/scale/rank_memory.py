@@ -84,6 +84,7 @@ class Memory:
         self.target = replace(find_target(card=card), main_memory=1 << 40)
         self.shapes = Shapes(self.target)
         self._teacher: Sizes | None = None
+        self._mode = ""
 
     def layout(self, sharing: Sharing, *, rows: int, is_live: bool) -> Layout:
         """With gradients of an earlier micro-batch: all but the largest runs have several in a step."""
@@ -99,7 +100,8 @@ class Memory:
             }
         )
         self.shapes.target = replace(self.target, sharing=sharing)
-        return lay_out(config, self.shapes, chosen_mode(config, self.shapes)[0])
+        self._mode = self._mode or chosen_mode(config, self.shapes)[0]
+        return lay_out(config, self.shapes, self._mode)
 
     @property
     def teacher(self) -> Sizes:

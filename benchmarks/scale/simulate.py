@@ -191,9 +191,11 @@ def simulate(folder: Path, bytes_per_position: float) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, pair in pairs(LENGTH).items():
         cards: dict[str, Any] = {}
+        memories: dict[int, Memory] = {}  # cards of as many bytes hold the same: those of 16 GB have no bf16 either
         for card in GRID[name]:
             platform = PLATFORMS[card]
-            memory = Memory(pair, card, folder, length=LENGTH)
+            size = platform.card.facts.memory_bytes
+            memory = memories[size] = memories.get(size) or Memory(pair, card, folder, length=LENGTH)
             world = World(memory, platform, Compute(platform.card, passes, LENGTH))
             rows = list(rows_of(world))
             cards[card] = {
