@@ -16,9 +16,11 @@ from torch import Tensor
 
 from stillroom.errors import Diverged, Interrupted
 from stillroom.parallel.base import Parallel, fingerprint
+from stillroom.parallel.used import Uses
 
 if TYPE_CHECKING:
     from stillroom.data import Loader
+    from stillroom.precision import AdamW
     from stillroom.types import Batch
 
 T = TypeVar("T")
@@ -30,6 +32,7 @@ class Processes(Parallel):
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
+        self._uses = Uses()
         # Send small numbers through main memory where gloo is available.
         self._device = torch.device("cpu" if "gloo" in dist.get_backend_config() else "cuda")
 
@@ -39,7 +42,9 @@ class Processes(Parallel):
 
     def scored(self, window: Sequence[Batch]) -> list[Batch]:
         """A process without a target scores one batch all the same: every process must sum the same names."""
-        return super().scored(window) or list(window[:1])
+        own = super().scored(window)
+        self._uses.begin(len(own))
+        return own or list(window[:1])
 
     def whole_window(self, loader: Loader, cursor: int, window: Sequence[Batch]) -> Sequence[Batch]:
         return loader.whole_window(cursor)
@@ -48,6 +53,12 @@ class Processes(Parallel):
         values = torch.tensor(list(counts.values()), dtype=torch.int64, device=self._device)
         self.sum_(values)
         return dict(zip(counts, map(int, values.tolist()), strict=True))
+
+    def used_anywhere(self, optimizer: AdamW) -> Tensor:
+        """For each parameter, whether a micro-batch with a target used it in any process."""
+        is_used = self._uses.flags(cell.name for cells in optimizer.cells.values() for cell in cells).to(self._device)
+        self.sum_(is_used)
+        return is_used > 0
 
     def sum_(self, tensor: Tensor) -> None:
         with peer_errors():

@@ -5,6 +5,9 @@ root's forward is whatever the step computes for one micro-batch, the loss inclu
 weight. The root is gathered once a step and its gradient is reduced once; layers are gathered for each micro-batch,
 and their gradients reduced after it, so that no process ever holds all of them. Gradients are summed and not averaged,
 because counts of all processes divided them before. The optimizer works on the parts that this process holds.
+
+What is trained beside the student, the projectors of objectives, is whole in every process and its gradients are
+summed once a step.
 """
 
 from __future__ import annotations
@@ -101,17 +104,40 @@ class Sharded(Processes):
         self._root = root
         self._is_gathered = False
 
+    def prepare(self, optimizer: AdamW) -> None:
+        """Find what is trained and not sharded, and watch which parameters a window uses."""
+        cells = [(group, cell) for group, cells in optimizer.cells.items() for cell in cells]
+        self._whole_groups = {group for group, cell in cells if not _is_sharded(cell.parameter)}
+        for _group, cell in cells:
+            if not _is_sharded(cell.parameter):
+                self._uses.watch(cell.name, cell.parameter)
+        self._watch_gathered()
+        _send_zeros_for_unused(self._root)
+
+    def _watch_gathered(self) -> None:
+        """Watch the gathered parameters, which stay the same objects. Each part is gathered for a moment."""
+        for module in self._root.modules():
+            if not isinstance(module, FSDPModule):
+                continue
+            module.unshard()
+            for name, parameter in self._root.student.named_parameters():
+                if parameter.requires_grad and not _is_sharded(parameter):
+                    self._uses.watch(name, parameter)
+            module.reshard()
+
     # -- what a step asks --------------------------------------------------------------------------------
 
     def scored(self, window: Sequence[Batch]) -> list[Batch]:
         """As many micro-batches as any process has: a layer is gathered by all processes or by none."""
         own = [batch for batch in window if batch.num_scored]
+        self._uses.begin(len(own))
         num_batches = max(1, int(self.worst(len(own))))
         return own + [window[0].without_targets()] * (num_batches - len(own))
 
     def forward(self, compute: Callable[[], Tensor], *, is_last: bool) -> Tensor:
         self._root.set_requires_gradient_sync(is_last, recurse=False)
         self._root.set_reshard_after_backward(is_last, recurse=False)
+        self._uses.next_batch()
         loss: Tensor = self._root(compute)
         return loss
 
@@ -119,7 +145,26 @@ class Sharded(Processes):
         return self.forward(compute, is_last=True)
 
     def sum_gradients(self, optimizer: AdamW) -> None:
-        """Nothing to do: each process has the sum of its parts."""
+        """Each process has the sums of its parts. Sum what is whole; drop the zeros of what no process used."""
+        cells = [cell for cells in optimizer.cells.values() for cell in cells]
+        is_used = self.used_anywhere(optimizer)
+        used = [cell.parameter for cell, has_use in zip(cells, is_used.tolist(), strict=True) if has_use]
+        sums = {one: one.grad for one in used if _is_sharded(one) and one.grad is not None}
+        optimizer.take_sums(sums | self._summed([one for one in used if not _is_sharded(one)]), is_used)
+
+    def _summed(self, parameters: list[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
+        """The gradients of parameters that every process holds whole, summed in one tensor."""
+        if not parameters:
+            return {}
+        own = [torch.zeros_like(one) if one.grad is None else one.grad for one in parameters]
+        flat = torch.cat([gradient.reshape(-1) for gradient in own])
+        self.sum_(flat)
+        parts = torch.split(flat, [one.numel() for one in parameters])
+        return {one: part.view(one.shape) for one, part in zip(parameters, parts, strict=True)}
+
+    def mean_of_norms(self, squares: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Squares of parts add up to the whole; of what every process has, each adds its share."""
+        return {name: square / self.size if name in self._whole_groups else square for name, square in squares.items()}
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -135,7 +180,8 @@ class Sharded(Processes):
             self._root.reshard()
 
     def check_replicas(self, tensors: Mapping[str, Tensor]) -> None:
-        """Nothing to compare: no two processes hold the same part."""
+        """Compare what every process holds whole: no two hold the same part of the student."""
+        super().check_replicas({name: tensor for name, tensor in tensors.items() if name not in self._parameters})
 
     # -- state -------------------------------------------------------------------------------------------
 
@@ -159,6 +205,12 @@ class Sharded(Processes):
             super().load(group, places, saved)
             return
         super().load(group, present, {name: _own_part(tensor, places.get(name)) for name, tensor in saved.items()})
+
+
+def _send_zeros_for_unused(root: Any) -> None:
+    """Processes that used other experts of a layer must still send the same tensors."""
+    if hasattr(root, "set_reduce_scatter_unused_params"):
+        root.set_reduce_scatter_unused_params(True)
 
 
 def _is_sharded(parameter: nn.Parameter) -> bool:
