@@ -55,6 +55,13 @@ class Probe:
         return Probe(ids, (*ids[:changed], instead, *ids[changed + 1 :]), changed)
 
 
+def spread_places(length: int, most: int | None) -> list[int]:
+    """Tokens of a probe of this length that are asked about, from the second to the last; None: all of them."""
+    if most is None or most >= length - 1:
+        return list(range(1, length))
+    return [1 + (length - 2) * number // max(1, most - 1) for number in range(most)]
+
+
 def check_causal(one: Given, other: Given, changed: int) -> None:
     """Raise where the change of a token shows in another answer first than in that about the next token."""
     changes = {place: _change(one.entries[place], other.entries[place]) for place in one.entries}
