@@ -56,6 +56,8 @@ class LlamaCppModel(ServedModel):
             return 400, {"error": {**error, "n_prompt_tokens": len(ids), "n_ctx": self.max_model_len}}
         read = ids[:-1] if self.lie == "behind" and len(ids) > 1 else ids
         log_probs = self._log_probs(read)[-1]
+        if self.lie == "heated":
+            log_probs = (log_probs / body["temperature"]).log_softmax(-1)
         generated = int(log_probs.argmax()) if self.lie == "unforced" else body["logit_bias"][0][0]
         num = body["n_probs"] // 2 if self.lie == "few" else body["n_probs"]
         kept = log_probs.topk(min(num, len(log_probs))).indices.tolist()

@@ -146,14 +146,20 @@ def _scaled(values: Any) -> Any:
     return found[:-1] - found[-1]
 
 
-def check_temperature(given: Sequence[Given], num_kept: int) -> str:
-    """Raise where answers are certainly those of another temperature. Answers with what was found, for the log."""
+def check_temperature(given: Sequence[Given], num_kept: int, *, is_raw: bool = False) -> str:
+    """Raise where answers are certainly those of another temperature. Answers with what was found, for the log.
+
+    A small model on text that it does not know is as sharp as one that was sharpened. Where the server's answers are
+    known to be raw (`is_raw`), that is said and not refused; answers that are too flat have no such cause.
+    """
     degree, gain, error = fitted_temperature(given, num_kept)
     told = f"the server's answers fit the text best as log-probabilities of temperature {degree:.2g}"
     told += f", by {gain:.3g} nats a token over temperature 1"
     is_far = degree >= _FAR or degree <= 1.0 / _FAR
     if is_far and gain > _LEAST_GAIN and gain > _SIGMAS * error:
         way = "flatter" if degree > 1.0 else "sharper"
+        if is_raw and degree < 1.0:
+            return f"{told}: the teacher is surer of this text than it has reason to be; its log-probabilities are raw"
         raise ServerUnusable(
             f"{told}: they are {way} than the text allows",
             advice=[

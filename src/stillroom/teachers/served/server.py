@@ -50,6 +50,7 @@ class Server:
         )
         self.num_wanted, self._vocab_size = min(num_wanted, vocab_size), vocab_size
         self.notes: tuple[str, ...] = ()  # what could not be checked
+        self.is_raw = False  # log-probabilities cannot be those of another temperature
         self.probe: Probe | None = None
         self.probed: list[float] = []  # the probe's own tokens, as they were answered first
 
@@ -102,6 +103,7 @@ def open_server(section: TeacherConfig, tokenizer: Any, *, num_wanted: int, voca
         server.notes = _check_spelling(server, given, tokenizer)
         check_causal(given, server.score(probe.other), probe.changed)
         server.check_again()
+        server.is_raw = server.shape.is_raw(facts.model, Prompt.of(probe.ids, None, num_wanted, vocab_size))
         return server
     raise AssertionError  # the last shape returned or raised
 

@@ -67,6 +67,10 @@ class Shape(Protocol):
         """What the server says about `prompt.places`, at least, or `ServerUnusable` with the reason."""
         ...
 
+    def is_raw(self, model: str, prompt: Prompt) -> bool:
+        """Whether the answers are known to be those of the model's logits, whatever temperature was asked for."""
+        ...
+
 
 @dataclass(frozen=True)
 class Form:
@@ -97,6 +101,10 @@ class Completions:
         most_bytes = _BYTES_OF_ANSWER + _BYTES_OF_ENTRY * len(prompt.ids) * (prompt.num_wanted + 2)
         answer = self._client.ask("POST", _COMPLETIONS, body, most_bytes=most_bytes)
         return read_checked(self._form, answer, prompt.ids, prompt.num_wanted, prompt.vocab_size)
+
+    def is_raw(self, model: str, prompt: Prompt) -> bool:
+        """Not known: many programs speak these shapes, and a setting of theirs may change the temperature."""
+        return False
 
 
 def read_checked(form: Form, answer: Any, ids: tuple[int, ...], num_wanted: int, vocab_size: int) -> Given:

@@ -161,7 +161,7 @@ class ServedTeacher(Teacher):
                     given.append(self.server.score([*ids[begin:end], targets[end - 1]]))
             if sum(len(one.entries) for one in given) >= _TRIAL_POSITIONS:
                 break
-        return check_temperature(given, self.spec.exact)
+        return check_temperature(given, self.spec.exact, is_raw=self.server.is_raw)
 
     def summary(self) -> dict[str, Any]:
         observed = self._counters["observed"]
