@@ -193,7 +193,7 @@ def _train(run: Run, state: RunState, saved: Saved | None, mark: Mark | None, st
         run.log.write("note", text=f"the rollback to step {mark.to} was cut short: its budgets are kept")
     run.checkpoints.line = state.rollbacks
     if mark is not None and saved is not None:
-        save_checkpoint(run, state)
+        save_checkpoint(run, state, is_awaited=True)
     for _outcome in training(run, state, stop):
         pass
     return finish(run, state, stop)
