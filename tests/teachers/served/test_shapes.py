@@ -97,6 +97,40 @@ def test_an_answer_that_is_odd_anywhere_is_refused_or_says_what_it_said(shape: A
     assert num_refused > 500
 
 
+@pytest.mark.parametrize(
+    ("shape", "make", "names"), [(*BOTH[0], ("9", "09")), (*BOTH[1], ("token_id:9", "token_id:09"))]
+)
+def test_a_token_that_is_named_twice_in_two_ways_is_refused(shape: Any, make: Any, names: Any) -> None:
+    answer = make()
+    choice = answer["choices"][0]
+    table = choice["prompt_logprobs"][2] if "prompt_logprobs" in choice else choice["logprobs"]["top_logprobs"][2]
+    for name, value in zip(names, (-2.0, -3.0), strict=True):
+        table[name] = {"logprob": value} if "prompt_logprobs" in choice else value
+    with pytest.raises(ServerUnusable, match="twice"):
+        read_checked(shape, answer, IDS, WANTED, VOCAB)
+
+
+@pytest.mark.parametrize("sent", [-9999.0, -3.4028234663852886e38, -math.inf])
+def test_what_servers_send_for_minus_infinity_is_that(sent: float) -> None:
+    """vLLM sends -9999, llama.cpp the lowest FP32: as a number it would be a log-probability."""
+    answer = vllm()
+    answer["choices"][0]["prompt_logprobs"][2]["0"]["logprob"] = sent
+    assert read_checked(PROMPT_LOGPROBS, answer, IDS, WANTED, VOCAB).entries[2][0] == -math.inf
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [([-0.5, -0.5, -0.9, -3.0], "they hold 1.66"), ([2.0, -9.0, -9.0, -9.0], "largest is 2"), ([math.nan] * 4, "nan")],
+)
+def test_values_that_are_no_log_probabilities_are_refused(values: list[float], told: str) -> None:
+    answer = vllm()
+    table = answer["choices"][0]["prompt_logprobs"][2]
+    for name, value in zip(table, values, strict=True):
+        table[name]["logprob"] = value
+    with pytest.raises(ServerUnusable, match=told):
+        read_checked(PROMPT_LOGPROBS, answer, IDS, WANTED, VOCAB)
+
+
 @pytest.mark.parametrize("answer", [None, [], "no", {}, {"choices": []}, {"choices": [None]}, {"choices": {}}, 3])
 def test_what_is_no_answer_is_refused(answer: Any) -> None:
     with pytest.raises(ServerUnusable):

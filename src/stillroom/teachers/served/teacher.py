@@ -128,8 +128,7 @@ class ServedTeacher(Teacher):
 
     def begin(self, window: Sequence[Batch], step: int, cursor: int = 0) -> None:
         """Send for the rows of this window and the next, and then the probe, whose answer is looked at next time."""
-        if self._probing is not None:
-            self._probing.result()
+        self._end_probing()
         upcoming = self._window(cursor + 1) if self._window is not None else ()
         batches = (*window, *upcoming)
         wanted = {key for batch in batches for key in batch.keys}
@@ -140,6 +139,15 @@ class ServedTeacher(Teacher):
                 if key not in self._ahead:
                     self._ahead[key] = self._pool.submit(self._answer, *row)
         self._probing = self._pool.submit(self.server.check_again)
+
+    def look_after(self, step: int, *, is_eval: bool) -> None:
+        """Nothing is kept of a window after which the server had another model."""
+        self._end_probing()
+
+    def _end_probing(self) -> None:
+        if self._probing is not None:
+            self._probing.result()
+            self._probing = None
 
     # -- what is known of it -----------------------------------------------------------------------------
 
