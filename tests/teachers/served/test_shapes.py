@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import random
 from typing import Any
 
 import pytest
+from mutations import mutated
 
 from stillroom.errors import ServerUnusable
 from stillroom.teachers.served.shapes import ECHO, PROMPT_LOGPROBS, read_checked
@@ -57,34 +57,13 @@ def test_an_answer_about_every_token_but_the_first_is_read(shape: Any, make: Any
     assert all(given.entries[place][IDS[place]] == math.log(0.2) for place in given.entries)
 
 
-def _mutated(answer: Any, chance: random.Random) -> Any:
-    """The answer with one value somewhere in it replaced, removed or doubled."""
-    answer = copy.deepcopy(answer)
-    here, path = answer, []
-    while isinstance(here, dict | list) and here and (not path or chance.random() < 0.85):
-        key = chance.choice(list(here) if isinstance(here, dict) else range(len(here)))
-        path.append((here, key))
-        here = here[key]
-    holder, key = path[-1]
-    match chance.randrange(4):
-        case 0:
-            del holder[key]
-        case 1 if isinstance(holder, list):
-            holder.insert(key, holder[key])
-        case _:
-            holder[key] = chance.choice(
-                [None, [], {}, "text", 10**9, -5, 3.5, True, math.nan, math.inf, -math.inf, [[]], 10**400]
-            )
-    return answer
-
-
 @pytest.mark.parametrize(("shape", "make"), BOTH, ids=["vllm", "echo"])
 def test_an_answer_that_is_odd_anywhere_is_refused_or_says_what_it_said(shape: Any, make: Any) -> None:
     """No mutation may raise anything else, give a token to another place, or give a value that was not sent."""
     chance, sound = random.Random(11), read_checked(shape, make(), IDS, WANTED, VOCAB)
     num_refused = 0
     for _ in range(1500):
-        answer = _mutated(make(), chance)
+        answer = mutated(make(), chance)
         try:
             given = read_checked(shape, answer, IDS, WANTED, VOCAB)
         except ServerUnusable:

@@ -22,7 +22,6 @@ from stillroom.types import IGNORED, Batch, Needs, Signal
 
 Window = Callable[[int], Sequence[Batch]]
 
-_BATCH_TOKENS = 16_384  # of rows that a cache's writer hands over at once: enough requests to be under way together
 _LEAST_TAIL = 1e-6  # what is left of 1 after some dozens of FP32 log-probabilities is rounding below this
 _COMPARED = (
     "held-out KL and agreement are taken from these tokens and what they leave over, not from the whole vocabulary: "
@@ -52,7 +51,7 @@ class ServedTeacher(Teacher):
         self.server, self.spec = server, spec.within(vocab_size)
         self.kind: SignalKind = "top-k"
         self.num_exact = self.spec.exact
-        self.batch_tokens = _BATCH_TOKENS
+        self.batch_tokens = server.shape.batch_tokens
         facts = server.facts
         told = f"the teacher is not loaded: {facts.model} on {facts.url} answers with {describe(self.spec)}"
         self.notes = (f"{told}, {concurrency} requests at once, by {server.shape.name}", _COMPARED)
