@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+import random
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,11 +15,13 @@ import pytest
 import tiny
 import torch
 from llama_model import LlamaCppModel
+from mutations import mutated
 from served_model import serving
 from transformers import AutoTokenizer
 
 from stillroom.config.schema import TeacherConfig
 from stillroom.errors import ServerUnusable
+from stillroom.teachers.served.llama_cpp import _read
 from stillroom.teachers.served.server import Server, open_server
 from stillroom.teachers.served.teacher import ServedTeacher
 from stillroom.teachers.signals import SignalSpec
@@ -178,3 +182,23 @@ def test_a_probability_of_nothing_is_minus_infinity(llama: LlamaCppModel, folder
         llama._model.get_output_embeddings().weight.mul_(4000.0)
     given = server.score([5, 9, 77])
     assert given.entries[2][77] == float("-inf")
+
+
+def test_an_answer_that_is_odd_anywhere_is_refused_or_says_what_it_said() -> None:
+    """No mutation may raise anything else, name another token, or give a value that was not sent."""
+    value, chance, num_refused = -1.5, random.Random(3), 0
+    entries = [{"id": token, "token": "x", "bytes": [120], "logprob": value} for token in (4, 5, 6)]
+    sound = {
+        "completion_probabilities": [{**entries[1], "top_logprobs": entries}],
+        "tokens_evaluated": 7,
+        "truncated": False,
+    }
+    for _ in range(2000):
+        try:
+            found = _read(mutated(sound, chance), 7, 5, {}, "")
+        except ServerUnusable:
+            num_refused += 1
+            continue
+        assert 5 in found and set(found.values()) <= {value, -5.0, 3.5, math.inf, -math.inf}
+        assert all(token in (4, 5, 6, 10**9) or token > 10**9 for token in found)
+    assert num_refused > 500

@@ -260,8 +260,8 @@ class Client:
             text = str(error.get("message", error) if isinstance(error, dict) else error)
         except (ValueError, AttributeError, RecursionError):
             pass
-        text = " ".join(text.split())[:_SHOWN]
         text = text.replace(self._key, "***") if self._key else text
+        text = " ".join(text.split())[:_SHOWN]
         return f": {text}" if text else ""
 
 

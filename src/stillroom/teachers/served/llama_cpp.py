@@ -39,6 +39,7 @@ _HOT = 4.0  # another temperature
 _MOST_CHANGE, _TOLD = 1e-2, -5.0  # of a log-probability, and of which ones: less is rounding
 _FORCED = 1e6  # added to the logit of the token that is asked about
 _RECHECKED = 4  # tokens of the probe that are asked again while the server is used: each is a request
+_SLOT_TOKENS = 2_048  # of a batch: a slow server shows its progress, and a kill costs little
 _FIELDS = ["completion_probabilities", "tokens_evaluated", "truncated"]  # the settings and the prompt's text are not
 _BYTES_OF_ANSWER, _BYTES_OF_ENTRY = 65_536, 2_048  # the most that is read; an entry has some 80 bytes
 
@@ -58,6 +59,7 @@ class LlamaCpp:
         self.version = f"llama.cpp {version}" if isinstance(version, str) else None
         self._whole: int | None = None  # a token that was generated and has its log-probabilities
         self._slots: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self.batch_tokens = _SLOT_TOKENS * int(told["total_slots"])
         for slot in range(told["total_slots"]):
             self._slots.put(slot)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from stillroom.config.schema import TeacherConfig
-from stillroom.errors import ConfigError, ServerUnusable
+from stillroom.errors import ConfigError, ServerGone, ServerUnusable
 from stillroom.teachers.entries import Given, Spelling
 from stillroom.teachers.served.client import Client, ServerRefused
 from stillroom.teachers.served.llama_cpp import LlamaCpp
@@ -167,9 +167,10 @@ def _check_spelling(server: Server, given: Given, tokenizer: Any) -> tuple[str, 
         try:
             asked = {"model": server.facts.model, "tokens": list(given.ids)}
             told = server.client.ask("POST", _DETOKENIZE, asked)
-        except ServerRefused as error:
+        except (ServerRefused, ServerGone) as error:
             return (f"the server does not say what its tokens spell ({error.what}): its tokenizer is not checked",)
-        text = next((told[name] for name in ("prompt", "content") if name in told), told)
+        held = told if isinstance(told, Mapping) else {}
+        text = held.get("prompt", held.get("content"))  # vLLM's name, and llama.cpp's
         ours = tokenizer.decode(list(given.ids), clean_up_tokenization_spaces=False)
         if not isinstance(text, str) or text.strip() != ours.strip():
             wrong = f"the probe's tokens spell {str(text)[:60]!r} there and {ours[:60]!r} in the tokenizer"
