@@ -34,6 +34,10 @@ PLAIN = {
     "objectives.kd.temperature": 2.0,
 }
 STEPS = PLAIN["train.max_steps"]
+INNER = {"objectives.feature.weight": 0.1, "objectives.attention.weight": 0.1}
+
+
+IN_PARTS = ("fsdp-2-parts", "ddp-2-parts", "hsdp-4")
 
 
 def settings(world: Path, accumulation: int, **over: Any) -> dict[str, Any]:
@@ -82,6 +86,7 @@ def test_one_two_and_four_processes_train_one_student_and_take_over_from_each_ot
     world = deep_world
     at = {name: deep_world / name for name in ("one", "half", "cut", "ddp-cut", "from-cut", "hsdp-cut", "from-hsdp")}
     copies = {"train.strategy": "fsdp", "train.shard_size": 2}
+    parts = {"teacher.placement": "shard"}
     two = [
         {"out": str(world / "ddp-2"), "set": settings(world, 2, **{"train.strategy": "ddp"})},
         {"out": str(world / "fsdp-2"), "set": settings(world, 2, **{"train.strategy": "fsdp"})},
@@ -90,6 +95,10 @@ def test_one_two_and_four_processes_train_one_student_and_take_over_from_each_ot
         {"out": str(at["ddp-cut"]), "set": settings(world, 2, **{"train.max_minutes": 1e-9})},
         {"out": str(world / "cut-ddp-2"), "resumes": str(at["cut"]), "strategy": "ddp"},
         {"out": str(world / "ddp-cut-fsdp-2"), "resumes": str(at["ddp-cut"]), "strategy": "fsdp"},
+        {"out": str(world / "fsdp-2-parts"), "set": settings(world, 2, **parts, **{"train.strategy": "fsdp"})},
+        {"out": str(world / "ddp-2-parts"), "set": settings(world, 2, **parts)},
+        {"out": str(world / "inner"), "set": settings(world, 2, **INNER)},
+        {"out": str(world / "inner-parts"), "set": settings(world, 2, **INNER, **parts)},
         {
             "out": str(world / "spoilt"),
             "set": settings(world, 2, **{"train.strategy": "fsdp", "precision.mode": "fp16-mixed"}),
@@ -97,14 +106,14 @@ def test_one_two_and_four_processes_train_one_student_and_take_over_from_each_ot
         },
     ]
     ends = in_processes(2, two, world)
-    assert [codes(case) for case in ends] == [{0}, {0}, {0}, {75}, {75}, {0}, {0}, {0}], ends
+    assert [codes(case) for case in ends] == [{0}, {0}, {0}, {75}, {75}] + [{0}] * 7, ends
     four = [
         {"out": str(world / "ddp-4"), "set": settings(world, 1)},
         {"out": str(world / "fsdp-4"), "set": settings(world, 1, **{"train.strategy": "fsdp"})},
         {"out": str(world / "cut-fsdp-4"), "resumes": str(at["cut"]), "strategy": "fsdp"},
         {"out": str(world / "ddp-cut-fsdp-4"), "resumes": str(at["ddp-cut"]), "strategy": "fsdp"},
         # Two micro-batches of half the rows: copies are summed once for both.
-        {"out": str(world / "hsdp-4"), "set": settings(world, 2, **copies, **{"train.batch_size": 1})},
+        {"out": str(world / "hsdp-4"), "set": settings(world, 2, **copies, **parts, **{"train.batch_size": 1})},
         {"out": str(world / "cut-hsdp-4"), "resumes": str(at["cut"]), "strategy": "fsdp", "shard_size": 2},
         {"out": str(at["hsdp-cut"]), "set": settings(world, 1, **copies, **{"train.max_minutes": 1e-9})},
         {"out": str(world / "hsdp-cut-ddp-4"), "resumes": str(at["hsdp-cut"]), "strategy": "ddp"},
@@ -124,8 +133,9 @@ def test_one_two_and_four_processes_train_one_student_and_take_over_from_each_ot
     resume(at["from-hsdp"], device="cpu", max_minutes=0.0)
     names = ["ddp-2", "fsdp-2", "ddp-4", "fsdp-4", "from-cut", "cut-ddp-2", "ddp-cut-fsdp-2", "cut-fsdp-4"]
     names += ["ddp-cut-fsdp-4", "hsdp-4", "cut-hsdp-4", "hsdp-cut-ddp-4"]
-    for name in [*names, "from-hsdp"]:
+    for name in [*names, "from-hsdp", "fsdp-2-parts", "ddp-2-parts"]:
         compare(at["one"], world / name)
+    compare(world / "inner", world / "inner-parts")
     _check_what_is_said(world)
     _check_half_precision(world, at["half"])
 
@@ -153,6 +163,15 @@ def _check_what_is_said(world: Path) -> None:
     spoilt = [event for event in read_events(world / "spoilt" / "events.jsonl") if event["event"] == "guard"]
     assert [event["action"] for event in spoilt if event["action"] != "retry"] == ["skip", "rollback"]
     assert torch.isfinite(weights(world / "spoilt")).all()
+    # A sharded teacher: each process holds a half, and everything that is said of it is said of the whole.
+    whole, *summaries = (json.loads((world / run / "summary.json").read_bytes()) for run in ("one", *IN_PARTS))
+    for summary in summaries:
+        held = summary["teacher_shards"]
+        assert held["held_bytes"] < 0.51 * held["whole_bytes"]
+        assert summary["teacher"]["bits_per_byte"] == pytest.approx(whole["teacher"]["bits_per_byte"], rel=1e-6)
+        assert summary["student"]["kl"] == pytest.approx(whole["student"]["kl"], rel=1e-4)
+    rows = [json.loads((world / run / "tokens.json").read_bytes())["rows"] for run in ("one", *IN_PARTS)]
+    assert [len(one) for one in rows] == [len(rows[0])] * 4 and rows[0]
     # Each process wrote its own part of the sharded checkpoint, under one manifest.
     manifest = json.loads((sorted((world / "cut" / "checkpoints").glob("step-*"))[-1] / "manifest.json").read_bytes())
     assert manifest["format"] == 2 and len([name for name in manifest["files"] if name.startswith("shard-")]) == 2
