@@ -76,6 +76,11 @@ def test_a_process_holds_its_part_of_a_sharded_teacher_and_what_is_outside_of_la
         assert found == -(-size // 4) + size - sum(layers) + sum(layers[-2:])
         assert found < 0.6 * size
     assert laid_out(1, "auto", "shard").device["teacher"] == size
+    config = load_config(overrides=tiny.settings(tmp_path, train__batch_size=1))
+    target = with_processes(find_target("cpu"), 3, "ddp", teacher_ranks=1)
+    asking = lay_out(config, Shapes(target), "fp32")
+    assert asking.device["teacher"] == whole.teacher.vocabulary * whole.teacher.width * 4, "its head alone"
+    assert target.sharing.num_processes == 2 and "1 of 3 processes hold the teacher" in target.sharing.notes[-1]
 
 
 def test_groups_of_processes_each_hold_a_copy(world: Path) -> None:

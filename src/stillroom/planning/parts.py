@@ -102,7 +102,7 @@ def lay_out(config: Config, shapes: Shapes, mode: str, *, num_tokens: int | None
     gradients = _gradient_bytes(config, mode, sizes)
     answer = work.answer if work is not None and is_live else _sparse_bytes(config, micro) if asks else 0
     moments: dict[str, dict[str, int]] = {}
-    if work is not None:
+    if work is not None and not target.sharing.teacher_ranks:
         name = "teacher answers" if is_live else "cache is written"
         held = {"gradients": gradients} if micro.accumulates and is_live else {}
         moments[name] = {"teacher": stays + visits, "teacher at work": work.work, **state, **held}
@@ -185,6 +185,8 @@ def _teacher_bytes(config: Config, teacher: Sizes | None, target: Target) -> tup
         return 0, 0, 0
     whole = teacher.parameters * teacher.itemsize
     head = teacher.vocabulary * teacher.width * teacher.itemsize
+    if target.sharing.teacher_ranks:
+        return head, 0, 0
     kind = config.teacher.quantisation
     if kind != "none":
         return int(whole - teacher.linear * (teacher.itemsize - _QUANTISED[kind])), 0, 0
