@@ -8,15 +8,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 
 from stillroom.checkpoint import Saved
 from stillroom.engine.recovery.recover import is_sound
 from stillroom.engine.run import Run
-from stillroom.engine.state import RunState, capture, history, weights_of
+from stillroom.engine.state import RunState, capture, frozen_of, history, weights_of
 from stillroom.errors import CannotSave, StillroomError
 from stillroom.files import TEMPORARY, is_disk_full, reason_of, replaced_folder
 from stillroom.models import Student
+from stillroom.models.adapter.attach import Adapter
 from stillroom.models.adapter.merge import save_merged
+from stillroom.models.adapter.outline import fill
 from stillroom.models.load.quiet import quiet_transformers
 from stillroom.models.load.written import open_written, save_configuration
 from stillroom.parallel import Parallel
@@ -118,15 +121,23 @@ def save_student(run: Run) -> None:
 
 def _write_student(run: Run, folder: Path) -> str:
     """Write the weights: an adapter merged, and itself beside them. Return what is to be said of that."""
+    if run.adapter is not None:
+        ids = run.canary().input_ids[:_COMPARED_ROWS, :_COMPARED_LENGTH]
+        return save_merged(_whole_adapter(run, run.adapter), folder, ids)
     if run.parallel.is_sharded:
         shutil.copyfile(run.folder / _EXPORT / WHOLE_FILE, folder / "model.safetensors")
         save_configuration(run.student.model, folder)
         return ""
-    if run.adapter is None:
-        run.student.model.save_pretrained(folder)
-        return ""
-    ids = run.canary().input_ids[:_COMPARED_ROWS, :_COMPARED_LENGTH]
-    return save_merged(run.adapter, folder, ids)
+    run.student.model.save_pretrained(folder)
+    return ""
+
+
+def _whole_adapter(run: Run, adapter: Adapter) -> Adapter:
+    """The adapter in a whole network, in main memory where the student is sharded."""
+    if not run.parallel.is_sharded:
+        return adapter
+    fill(adapter.outline, load_file(run.folder / _EXPORT / WHOLE_FILE))
+    return replace(adapter, network=adapter.outline)
 
 
 def gather_student(run: Run) -> None:
@@ -136,7 +147,8 @@ def gather_student(run: Run) -> None:
     folder = run.folder / _EXPORT
     try:
         run.parallel.together(lambda: _empty(folder) if run.parallel.is_first else None)
-        weights = run.parallel.as_global("student", weights_of(run.student.model))
+        frozen = {} if run.adapter is None else frozen_of(run.student.model)
+        weights = run.parallel.as_global("student", {**weights_of(run.student.model), **frozen})
         run.parallel.together(lambda: write_whole(folder, weights))
     except OSError as error:
         raise CannotSave(
@@ -152,7 +164,7 @@ def whole_again(run: Run) -> Run:
         return run
     network = open_written(run.student.model, run.folder / "student").to(run.device)
     student = Student(network, vocab_size=run.student.vocab_size, is_described=run.student.is_described)
-    return replace(run, student=student, parallel=Parallel())
+    return replace(run, student=student, parallel=Parallel(), adapter=None)  # it is merged
 
 
 def _empty(folder: Path) -> None:

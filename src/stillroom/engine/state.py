@@ -122,6 +122,11 @@ def weights_of(model: Any) -> dict[str, Tensor]:
     return weights
 
 
+def frozen_of(model: Any) -> dict[str, Tensor]:
+    """What this process holds of the parameters that are not trained."""
+    return {name: local(one.data) for name, one in model.named_parameters() if not one.requires_grad}
+
+
 def projectors_of(run: Run) -> dict[str, Mapping[str, Tensor]]:
     """The projectors that objectives train beside the student, as a group; empty where there are none."""
     weights = weights_of(run.mix.projectors)

@@ -17,9 +17,11 @@ from torch import Tensor
 
 from stillroom.errors import Diverged, Interrupted
 from stillroom.parallel.base import Parallel, fingerprint
+from stillroom.parallel.used import Uses
 
 if TYPE_CHECKING:
     from stillroom.data import Loader
+    from stillroom.precision import AdamW
     from stillroom.types import Batch
 
 T = TypeVar("T")
@@ -35,6 +37,7 @@ class Processes(Parallel):
         self.size = size
         self.shard_size = shard_size or size  # processes that hold the parts of one copy of what is sharded
         self.timeout = timeout  # of groups of some of the processes
+        self._uses = Uses()
         # Send small numbers through main memory where gloo is available.
         self._device = torch.device("cpu" if "gloo" in dist.get_backend_config() else "cuda")
 
@@ -46,11 +49,14 @@ class Processes(Parallel):
         """A process without a target scores one batch all the same: every process must sum the same names."""
         if self.asks_together:
             return self.equally_many(window)
-        return super().scored(window) or list(window[:1])
+        own = super().scored(window)
+        self._uses.begin(len(own))
+        return own or list(window[:1])
 
     def equally_many(self, window: Sequence[Batch]) -> list[Batch]:
         """As many micro-batches as any process has: what is in parts is gathered by all processes or by none."""
         own = [batch for batch in window if batch.num_scored]
+        self._uses.begin(len(own))
         num_batches = max(1, int(self.worst(len(own))))
         return own + [window[0].without_targets()] * (num_batches - len(own))
 
@@ -65,6 +71,12 @@ class Processes(Parallel):
         values = torch.tensor(list(counts.values()), dtype=torch.int64, device=self._device)
         self.sum_(values)
         return dict(zip(counts, map(int, values.tolist()), strict=True))
+
+    def used_anywhere(self, optimizer: AdamW) -> Tensor:
+        """For each parameter, whether a micro-batch with a target used it in any process."""
+        is_used = self._uses.flags(cell.name for cells in optimizer.cells.values() for cell in cells).to(self._device)
+        self.sum_(is_used)
+        return is_used > 0
 
     def sum_(self, tensor: Tensor) -> None:
         with peer_errors():

@@ -8,6 +8,9 @@ because counts of all processes divided them before. The optimizer works on the 
 
 With `shard_size` below the number of processes, groups of so many hold a copy of the student each. Gradients are
 reduced inside a group after each micro-batch, and summed between the groups once a step.
+
+What is trained beside the student, the projectors of objectives, is whole in every process and its gradients are
+summed once a step.
 """
 
 from __future__ import annotations
@@ -107,6 +110,27 @@ class Sharded(Processes):
         self._mesh = mesh
         self._is_gathered = False
 
+    def prepare(self, optimizer: AdamW) -> None:
+        """Find what is trained and not sharded, and watch which parameters a window uses."""
+        cells = [(group, cell) for group, cells in optimizer.cells.items() for cell in cells]
+        self._whole_groups = {group for group, cell in cells if not is_sharded(cell.parameter)}
+        for _group, cell in cells:
+            if not is_sharded(cell.parameter):
+                self._uses.watch(cell.name, cell.parameter)
+        self._watch_gathered()
+        _send_zeros_for_unused(self._root)
+
+    def _watch_gathered(self) -> None:
+        """Watch the gathered parameters, which stay the same objects. Each part is gathered for a moment."""
+        for module in self._root.modules():
+            if not isinstance(module, FSDPModule):
+                continue
+            module.unshard()
+            for name, parameter in self._root.student.named_parameters():
+                if parameter.requires_grad and not is_sharded(parameter):
+                    self._uses.watch(name, parameter)
+            module.reshard()
+
     # -- what a step asks --------------------------------------------------------------------------------
 
     def scored(self, window: Sequence[Batch]) -> list[Batch]:
@@ -129,6 +153,7 @@ class Sharded(Processes):
                 block.set_requires_all_reduce(is_last, recurse=False)
         self._root.set_requires_gradient_sync(is_last, recurse=False)
         self._root.set_reshard_after_backward(is_last, recurse=False)
+        self._uses.next_batch()
         loss: Tensor = self._root(compute)
         return loss
 
@@ -136,11 +161,27 @@ class Sharded(Processes):
         return self.forward(compute, is_last=True)
 
     def sum_gradients(self, optimizer: AdamW) -> None:
-        """Nothing to do: each process has the sum of its parts."""
+        """Each process has the sums of its parts. Sum what is whole; drop the zeros of what no process used."""
+        cells = [cell for cells in optimizer.cells.values() for cell in cells]
+        is_used = self.used_anywhere(optimizer)
+        used = [cell.parameter for cell, has_use in zip(cells, is_used.tolist(), strict=True) if has_use]
+        sums = {one: one.grad for one in used if is_sharded(one) and one.grad is not None}
+        optimizer.take_sums(sums | self._summed([one for one in used if not is_sharded(one)]), is_used)
+
+    def _summed(self, parameters: list[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
+        """The gradients of parameters that every process holds whole, summed in one tensor."""
+        if not parameters:
+            return {}
+        own = [torch.zeros_like(one) if one.grad is None else one.grad for one in parameters]
+        flat = torch.cat([gradient.reshape(-1) for gradient in own])
+        self.sum_(flat)
+        parts = torch.split(flat, [one.numel() for one in parameters])
+        return {one: part.view(one.shape) for one, part in zip(parameters, parts, strict=True)}
 
     def mean_of_norms(self, squares: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Every part is held once in each copy: the sum over processes of these shares is the norm of the whole."""
-        return {name: square / self.num_copies for name, square in squares.items()}
+        """A part is held once in each copy of the student, what is whole once in each process: each adds its share."""
+        shares = {name: self.size if name in self._whole_groups else self.num_copies for name in squares}
+        return {name: square / shares[name] for name, square in squares.items()}
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -156,11 +197,12 @@ class Sharded(Processes):
             self._root.reshard()
 
     def check_replicas(self, tensors: Mapping[str, Tensor]) -> None:
-        """Compare the processes that hold the same part, one in each copy. With one copy there are none."""
+        """Compare what every process holds whole, and the parts of processes that hold the same one, if there are."""
+        super().check_replicas({name: tensor for name, tensor in tensors.items() if name not in self._parameters})
         if self.num_copies == 1:
             return
-        is_same = same_in(self._mesh.get_group(COPIES), fingerprint(tensors), self._device)
-        if not self.all_of(is_same):
+        parts = {name: tensor for name, tensor in tensors.items() if name in self._parameters}
+        if not self.all_of(same_in(self._mesh.get_group(COPIES), fingerprint(parts), self._device)):
             raise replicas_differ(f"the {self.num_copies} copies of the student")
 
     # -- state -------------------------------------------------------------------------------------------
@@ -185,6 +227,12 @@ class Sharded(Processes):
             super().load(group, places, saved)
             return
         super().load(group, present, {name: _own_part(tensor, places.get(name)) for name, tensor in saved.items()})
+
+
+def _send_zeros_for_unused(root: Any) -> None:
+    """Processes that used other experts of a layer must still send the same tensors."""
+    if hasattr(root, "set_reduce_scatter_unused_params"):
+        root.set_reduce_scatter_unused_params(True)
 
 
 def is_sharded(parameter: nn.Parameter) -> bool:
