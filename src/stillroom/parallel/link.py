@@ -27,11 +27,11 @@ _TAG = 0
 class Link:
     """One end of the connection between a trainer and the process that holds its teacher."""
 
-    def __init__(self, store: dist.Store, number: int, *, is_teacher: bool, timeout: timedelta) -> None:
+    def __init__(self, store: Any, number: int, *, is_teacher: bool, timeout: timedelta) -> None:
         """`number` is the trainer's. Both ends wait here for each other."""
         own = dist.PrefixStore(f"teacher-of-{number}", store)  # type: ignore[attr-defined]
         with peer_errors():
-            self._group = dist.ProcessGroupGloo(own, int(is_teacher), 2, timeout)  # type: ignore[attr-defined]
+            self._group: Any = dist.ProcessGroupGloo(own, int(is_teacher), 2, timeout)
         self._peer = int(not is_teacher)
         self._is_broken = False
         self.sent_bytes = self.received_bytes = 0
@@ -103,7 +103,7 @@ def check_teacher_ranks(ranks: int, size: int) -> None:
         )
 
 
-def make_links(store: dist.Store, rank: int, size: int, ranks: int, timeout: timedelta) -> list[Link]:
+def make_links(store: Any, rank: int, size: int, ranks: int, timeout: timedelta) -> list[Link]:
     """The links of a process: trainer i asks teacher i modulo their number."""
     num_trainers = size - ranks
     if rank < num_trainers:
