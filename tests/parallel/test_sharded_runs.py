@@ -80,6 +80,7 @@ def deep_world(world: Path, tmp_path: Path) -> Path:
 
 def test_one_two_and_four_processes_train_one_student_and_take_over_from_each_other(deep_world: Path) -> None:
     world, at = deep_world, {name: deep_world / name for name in ("one", "half", "cut", "ddp-cut", "from-cut")}
+    store = f"file://{world}/store/run"
     two = [
         {"out": str(world / "ddp-2"), "set": settings(world, 2, **{"train.strategy": "ddp"})},
         {"out": str(world / "fsdp-2"), "set": settings(world, 2, **{"train.strategy": "fsdp"})},
@@ -93,9 +94,14 @@ def test_one_two_and_four_processes_train_one_student_and_take_over_from_each_ot
             "set": settings(world, 2, **{"train.strategy": "fsdp", "precision.mode": "fp16-mixed"}),
             "inject": {"1": "inf_logit@3,nan_weight@5"},
         },
-    ]
+        {
+            "out": store, "home": str(world / "machine-1"),
+            "set": settings(world, 2, **{"train.strategy": "fsdp", "train.max_minutes": 1e-9}),
+        },
+        {"out": store, "home": str(world / "machine-2"), "resumes": store, "strategy": "fsdp"},
+    ]  # fmt: skip
     ends = in_processes(2, two, world)
-    assert [codes(case) for case in ends] == [{0}, {0}, {0}, {75}, {75}, {0}, {0}, {0}], ends
+    assert [codes(case) for case in ends] == [{0}, {0}, {0}, {75}, {75}, {0}, {0}, {0}, {75}, {0}], ends
     four = [
         {"out": str(world / "ddp-4"), "set": settings(world, 1)},
         {"out": str(world / "fsdp-4"), "set": settings(world, 1, **{"train.strategy": "fsdp"})},
@@ -107,7 +113,7 @@ def test_one_two_and_four_processes_train_one_student_and_take_over_from_each_ot
     distill(load_config(overrides=settings(world, 4)), at["one"], device="cpu")
     shutil.copytree(at["cut"], at["from-cut"])
     resume(at["from-cut"], device="cpu", max_minutes=0.0)
-    names = ["ddp-2", "fsdp-2", "ddp-4", "fsdp-4", "from-cut", "cut-ddp-2", "ddp-cut-fsdp-2", "cut-fsdp-4"]
+    names = ["store/run", "ddp-2", "fsdp-2", "ddp-4", "fsdp-4", "from-cut", "cut-ddp-2", "ddp-cut-fsdp-2", "cut-fsdp-4"]
     for name in [*names, "ddp-cut-fsdp-4"]:
         compare(at["one"], world / name)
     _check_what_is_said(world)

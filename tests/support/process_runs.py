@@ -8,6 +8,7 @@ Each process writes CASES.<rank>.json: for each case the exit code it would have
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -38,7 +39,9 @@ def main(cases: Path) -> None:
     parallel = join(timeout_minutes=2)
     ends = []
     for case in json.loads(cases.read_bytes()):
-        if "resumes" in case and parallel.is_first:
+        if "home" in case:  # another machine: it has nothing of the run
+            os.environ["XDG_CACHE_HOME"] = case["home"]
+        if "resumes" in case and parallel.is_first and case["resumes"] != case["out"]:
             shutil.copytree(case["resumes"], case["out"])
         parallel.wait()
         ends.append(run_case(case, parallel.rank))
