@@ -136,10 +136,9 @@ class Lease:
         owner, here = self._told(number), describe_process()
         if is_dead(owner):
             return True
-        if all(owner.get(key) == here[key] for key in here):
-            return owner.get("owner") not in _held  # of this very process
-        is_near = all(owner.get(key) == here[key] for key in ("host", "processes"))
-        return False if is_near else None
+        if any(owner.get(key) != here[key] for key in ("host", "processes")):
+            return None
+        return owner.get("pid") == here["pid"] and owner.get("owner") not in _held  # released, and the store was away
 
     def _is_abandoned(self, number: int) -> bool:
         """Whether an owner has ended: seen on this machine at once, else by a lease that is not renewed."""
@@ -159,7 +158,7 @@ class Lease:
                 if self._is_lost():
                     return
                 self._files.write(self._name(self._number), self._contents())
-            except StillroomError:
+            except (StillroomError, OSError):
                 continue  # the store is away; `check` tells before anything is written
 
     def _taken(self, owner: dict[str, Any]) -> ConfigError:
