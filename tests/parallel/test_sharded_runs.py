@@ -90,6 +90,7 @@ def test_one_two_and_four_processes_train_one_student_and_take_over_from_each_ot
     at = {name: deep_world / name for name in ("one", "half", "cut", "ddp-cut", "from-cut", "hsdp-cut", "from-hsdp")}
     copies = {"train.strategy": "fsdp", "train.shard_size": 2}
     parts = {"teacher.placement": "shard"}
+    store = f"file://{world}/store/run"
     two = [
         {"out": str(world / "ddp-2"), "set": settings(world, 2, **{"train.strategy": "ddp"})},
         {
@@ -115,9 +116,14 @@ def test_one_two_and_four_processes_train_one_student_and_take_over_from_each_ot
             "set": settings(world, 2, **{"train.strategy": "fsdp", "precision.mode": "fp16-mixed"}),
             "inject": {"1": "inf_logit@3,nan_weight@5"},
         },
-    ]
+        {
+            "out": store, "home": str(world / "machine-1"),
+            "set": settings(world, 2, **{"train.strategy": "fsdp", "train.max_minutes": 1e-9}),
+        },
+        {"out": store, "home": str(world / "machine-2"), "resumes": store, "strategy": "fsdp"},
+    ]  # fmt: skip
     ends = in_processes(2, two, world)
-    assert [codes(case) for case in ends] == [{0}] * 4 + [{75}] * 2 + [{0}] * 7, ends
+    assert [codes(case) for case in ends] == [{0}] * 4 + [{75}] * 2 + [{0}] * 7 + [{75}, {0}], ends
     four = [
         {"out": str(world / "ddp-4"), "set": settings(world, 1)},
         {"out": str(world / "fsdp-4"), "set": settings(world, 1, **{"train.strategy": "fsdp"})},
@@ -150,7 +156,7 @@ def test_one_two_and_four_processes_train_one_student_and_take_over_from_each_ot
     resume(at["from-cut"], device="cpu", max_minutes=0.0)
     shutil.copytree(at["hsdp-cut"], at["from-hsdp"])
     resume(at["from-hsdp"], device="cpu", max_minutes=0.0)
-    names = ["ddp-2", "fsdp-2", "ddp-4", "fsdp-4", "from-cut", "cut-ddp-2", "ddp-cut-fsdp-2", "cut-fsdp-4"]
+    names = ["store/run", "ddp-2", "fsdp-2", "ddp-4", "fsdp-4", "from-cut", "cut-ddp-2", "ddp-cut-fsdp-2", "cut-fsdp-4"]
     names += ["ddp-cut-fsdp-4", "hsdp-4", "cut-hsdp-4", "hsdp-cut-ddp-4"]
     for name in [*names, "from-hsdp", "fsdp-2-parts", "ddp-2-parts", "ddp-2-asks", "fsdp-2-asks"]:
         compare(at["one"], world / name)
