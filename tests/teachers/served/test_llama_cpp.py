@@ -167,6 +167,7 @@ def test_faults_for_a_while_change_no_row(llama: LlamaCppModel, folder: Path) ->
     spec = SignalSpec("top_k", K, 0)
     server = opened(llama, folder)
     teacher = ServedTeacher(server, spec, vocab_size=tiny.VOCAB, device=torch.device("cpu"), concurrency=4)
+    assert "3 requests at once, by llama.cpp" in teacher.notes[0]
     batch = cases.rows_of([12, 9, 14, 3], seed=5, prompt=2).batch(range(4))
     sound = teacher.answer_rows(batch, [spec])[0]
     llama.faults = ["500", "drop", "503", "garbage"]

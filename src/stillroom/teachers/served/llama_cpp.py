@@ -60,8 +60,10 @@ class LlamaCpp:
         self.version = f"llama.cpp {version}" if isinstance(version, str) else None
         self._whole: int | None = None  # a token that was generated and has its log-probabilities
         self._slots: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self.batch_tokens = _SLOT_TOKENS * int(told["total_slots"])
-        for slot in range(told["total_slots"]):
+        num_slots = int(told["total_slots"])
+        self.most_at_once: int | None = num_slots
+        self.batch_tokens = _SLOT_TOKENS * num_slots
+        for slot in range(num_slots):
             self._slots.put(slot)
 
     def score(self, model: str, prompt: Prompt) -> Given:
