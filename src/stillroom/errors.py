@@ -146,6 +146,10 @@ class Interrupted(StillroomError):
     title = "interrupted, resumable"
 
 
+class PeerGone(Interrupted):
+    """Another process of the run has ended or does not answer."""
+
+
 class ServerGone(Interrupted):
     """A teacher's server answered before and does not any more: what is finished is kept."""
 

@@ -58,3 +58,13 @@ def test_a_plan_says_whose_bytes_it_counts_and_refuses_what_it_does_not_know(wor
     assert "fp16-master" not in told["totals"]
     with pytest.raises(ConfigError, match="'zero' is no strategy"):
         with_processes(find_target("cpu"), 2, "zero")
+
+
+def test_groups_of_processes_each_hold_a_copy(world: Path) -> None:
+    config = load_config(overrides=tiny.settings(world, train__batch_size=1))
+    target = with_processes(find_target("cpu"), 4, "fsdp", 2)
+    of_four, of_two = lay_out(config, Shapes(target), "fp32"), planned(world, 2, "fsdp")
+    assert (of_four.device, of_four.host) == (of_two.device, of_two.host)
+    assert "groups of 2 hold a copy each" in target.sharing.notes[0]
+    with pytest.raises(ConfigError, match="4 processes cannot be divided into groups of 3"):
+        with_processes(find_target("cpu"), 4, "fsdp", 3)

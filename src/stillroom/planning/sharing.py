@@ -20,6 +20,11 @@ class Sharing:
 
     num_processes: int = 1
     is_sharded: bool = False
+    shard_size: int = 0  # processes that hold one copy of a sharded student; 0: all
+
+    @property
+    def num_parts(self) -> int:
+        return self.shard_size or self.num_processes
 
     @property
     def strategy(self) -> str:
@@ -31,7 +36,8 @@ class Sharing:
             return ()
         text = f"bytes are those of one of {self.num_processes} processes with {self.strategy}; disk is that of all"
         first = "; the first one also reads the whole student back at the end, to write samples"
-        return (text + first * self.is_sharded,)
+        copies = f"; groups of {self.num_parts} hold a copy each"
+        return (text + copies * (self.num_parts < self.num_processes) + first * self.is_sharded,)
 
     def moment(self, name: str, parts: Mapping[str, int], sizes: Sizes, *, accumulates: bool) -> dict[str, int]:
         """The parts of a moment of a step in one process.
@@ -45,7 +51,7 @@ class Sharing:
         if not self.is_sharded:
             own = {part: held for part, held in parts.items() if part != "gradients" or accumulates}
             return {**own, "gradient buckets": _WEIGHT * sizes.num_trained}
-        shared = {part: -(-held // self.num_processes) if part in _STATE else held for part, held in parts.items()}
+        shared = {part: -(-held // self.num_parts) if part in _STATE else held for part, held in parts.items()}
         if name != LEARNS:
             return shared
         layers = [held * _WEIGHT // sizes.itemsize for held in sizes.layer_bytes]
@@ -57,4 +63,4 @@ class Sharing:
         """What is kept beside steps, snapshots and the best student, in one process."""
         if not self.is_sharded:
             return dict(parts)
-        return {part: held if part == "teacher" else -(-held // self.num_processes) for part, held in parts.items()}
+        return {part: held if part == "teacher" else -(-held // self.num_parts) for part, held in parts.items()}

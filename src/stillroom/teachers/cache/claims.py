@@ -18,13 +18,12 @@ import secrets
 import socket
 import threading
 import time
-import uuid
 from collections.abc import Iterator
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from stillroom.files import TEMPORARY
+from stillroom.stores.owner import host
 
 try:
     import fcntl
@@ -179,15 +178,6 @@ class Claims:
         """What a writer of this very file left behind when it was killed. Only its owner may: see `trying`."""
         for path in folder.glob(f"{TEMPORARY}{name}-*"):
             path.unlink(missing_ok=True)
-
-
-@lru_cache(maxsize=1)
-def host() -> str:
-    """This machine, until it is started again. Names are no good: containers share them."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        return f"{socket.gethostname()}-{uuid.getnode():x}"
 
 
 def _create(path: Path, told: str) -> None:
