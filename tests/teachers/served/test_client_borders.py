@@ -82,6 +82,14 @@ def test_a_certificate_that_does_not_hold_is_final_and_a_trusted_one_is_not(
         assert Client(found.url, FAST).ask("POST", "/", {}) == {"fine": True}
 
 
+def test_a_name_that_is_not_known_and_a_server_without_tls_are_final_at_the_start(server: Scripted) -> None:
+    for url in ("http://no-such-host.invalid:1", server.url.replace("http://", "https://")):
+        client = Client(url, RequestsConfig(retries=9, pause_seconds=60.0))
+        with pytest.raises(ServerUnusable, match="the connection failed") as caught:
+            client.ask("POST", "/", {})
+        assert "http or https" in str(caught.value) and client.counters == {"requests": 1}
+
+
 def test_a_page_for_people_is_final_at_the_start_and_a_passing_one_later(server: Scripted) -> None:
     page = answer(200, b"<!doctype html><title>welcome to the proxy</title>", Content_Type="text/html")
     server.script.append(page)

@@ -101,7 +101,7 @@ def open_server(section: TeacherConfig, tokenizer: Any, *, num_wanted: int, voca
             raise _no_shape(client, failures, error, shapes) from error
         server.probe, server.probed = probe, own_log_probs(given)
         server.notes = _check_spelling(server, given, tokenizer)
-        check_causal(given, server.score(probe.other), probe.changed)
+        check_causal(given, server.score(probe.other), probe.changed, server.num_wanted)
         server.check_again()
         server.is_raw = server.shape.is_raw(facts.model, Prompt.of(probe.ids, None, num_wanted, vocab_size))
         return server

@@ -54,7 +54,8 @@ class ServedTeacher(Teacher):
         self.batch_tokens = server.shape.batch_tokens
         facts = server.facts
         told = f"the teacher is not loaded: {facts.model} on {facts.url} answers with {describe(self.spec)}"
-        self.notes = (f"{told}, {concurrency} requests at once, by {server.shape.name}", _COMPARED)
+        at_once = min(concurrency, server.shape.most_at_once or concurrency)
+        self.notes = (f"{told}, {at_once} requests at once, by {server.shape.name}", _COMPARED)
         self.notes += (*server.notes, *notes)
         self._device, self._window = device, window
         self._least_tail = 0.0 if self.spec.exact >= vocab_size else _LEAST_TAIL
