@@ -69,9 +69,8 @@ def build_run(
     loader = make_loader(config, corpus, parallel, num_shares)
     precision = make_precision(config, models, device, begun_in)
     adapter = place_student(config, models, precision, parallel, log)
-    both = models.student, models.teacher
     with parallel.gathered():  # attention maps are tried
-        planned = make_objectives(config, *both, device, kept=models.kept_layers, matched=models.matched)
+        planned = plan_objectives(config, models, device)
     optimizer = make_optimizer(models.student, precision, config, planned)
     parallel.prepare(optimizer)
     hooks = make_hooks(inject, tell=lambda text: log.write("note", text=text))
@@ -109,6 +108,11 @@ def build_run(
         vocabularies=models.vocabularies,
         adapter=adapter,
     )
+
+
+def plan_objectives(config: Config, models: Models, device: torch.device) -> Planned:
+    both = models.student, models.teacher
+    return make_objectives(config, *both, device, kept=models.kept_layers, matched=models.matched)
 
 
 def compiled_student(
