@@ -7,7 +7,7 @@ BENCH  := .venv-bench
 BENCH_STAMP := $(BENCH)/.stamp
 
 .PHONY: demo test test-slow check format bench bench-busy bench-gpu bench-demo bench-reliability bench-quality bench-keep \
-        bench-real docs dist test-wheel test-lowest clean
+        bench-real bench-scale docs dist test-wheel test-lowest clean
 
 # Core and development tools in one step: the second resolution would cost more than it saves.
 $(STAMP): pyproject.toml constraints.txt
@@ -100,6 +100,11 @@ bench-keep: $(BENCH_STAMP)
 bench-real: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/real/bench_real.py
 
+# Two and four processes on a quiet machine, about ten minutes; then many cards, simulated from that.
+bench-scale: $(STAMP)
+	$(BIN)/python benchmarks/scale/bench_scale.py
+	$(BIN)/python benchmarks/scale/simulate.py
+
 # A site with search in build/docs. A link that leads nowhere is an error.
 docs: $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
@@ -114,12 +119,12 @@ dist: $(STAMP)
 	$(BIN)/twine check --strict dist/*
 	$(BIN)/python scripts/check_wheel.py dist/*
 
-# The wheel by itself, outside of the repository: the self-test, and a dry run of the demo.
+# The wheel by itself, outside of the repository: the self-test, and the demo.
 test-wheel: dist
 	$(eval PLACE := $(shell mktemp -d))
 	$(PYTHON) -m venv $(PLACE)
 	$(PLACE)/bin/pip install --quiet -c constraints.txt dist/*.whl
-	cd $(PLACE) && bin/stillroom selftest && bin/stillroom distill --dry-run --out run
+	cd $(PLACE) && bin/stillroom selftest && bin/stillroom distill --out run
 	rm -rf $(PLACE)
 
 # The lowest versions that pyproject.toml declares: the self-test, and a dry run of the demo.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -33,6 +34,7 @@ def optimizer_of(mode: str) -> tuple[AdamW, list[nn.Parameter]]:
 
 def learn(parallel: Replicated, losses: list[Tensor], optimizer: AdamW) -> None:
     with parallel.window():
+        parallel.scored([SimpleNamespace(num_scored=1)] * len(losses))  # type: ignore[list-item]
         for number, loss in enumerate(losses, start=1):
             parallel.forward(lambda: loss, is_last=number == len(losses)).backward()  # noqa: B023
     parallel.sum_gradients(optimizer)

@@ -1,6 +1,7 @@
 """Runs one after another in the processes of one torchrun job: importing torch costs more than a tiny run.
 
     torchrun --nproc-per-node 2 process_runs.py CASES.json
+    torchrun --nproc-per-node 3 process_runs.py CASES.json 1     # the last process holds the teacher
 
 Each process writes CASES.<rank>.json: for each case the exit code it would have ended with and what it said.
 """
@@ -20,12 +21,16 @@ from stillroom.config import load_config
 from stillroom.engine.distill import distill, resume
 from stillroom.errors import StillroomError
 from stillroom.parallel import join
+from stillroom.parallel.sharded import Sharded
 
 
 def run_case(case: dict[str, Any], rank: int) -> tuple[int, str]:
     try:
         if "resumes" in case:
-            resume(case["out"], device="cpu", max_minutes=0.0, strategy=case["strategy"])
+            how = {key: case[key] for key in ("strategy", "shard_size") if key in case}
+            resume(case["out"], device="cpu", max_minutes=0.0, **how)
+        elif "copies" in case:
+            compare_copies(rank, **case["copies"])
         else:
             inject = case.get("inject", {}).get(str(rank), "")
             distill(load_config(overrides=case["set"]), case["out"], device="cpu", inject=inject)
@@ -34,19 +39,32 @@ def run_case(case: dict[str, Any], rank: int) -> tuple[int, str]:
     return 0, ""
 
 
-def main(cases: Path) -> None:
+def compare_copies(rank: int, size: int, shard_size: int, changed: int) -> None:
+    """Shard a layer, change one bit of what process `changed` holds, and compare the copies."""
+    parallel, layer = Sharded(rank, size, shard_size), torch.nn.Linear(8, 8)
+    for parameter in layer.parameters():
+        torch.nn.init.constant_(parameter, 1.0)
+    parallel.place(layer, [])
+    held = {name: parameter.to_local().detach() for name, parameter in layer.named_parameters()}
+    assert [tuple(part.shape) for part in held.values()] == [(8 // shard_size, 8), (8 // shard_size,)]
+    if rank == changed:
+        held["weight"].view(torch.int32).bitwise_xor_(1)
+    parallel.check_replicas(held)
+
+
+def main(cases: Path, teacher_ranks: int = 0) -> None:
     torch.set_num_threads(1)
-    parallel = join(timeout_minutes=2)
-    ends = []
+    parallel = join(timeout_minutes=2, teacher_ranks=teacher_ranks)
+    rank, ends = int(os.environ["RANK"]), []
     for case in json.loads(cases.read_bytes()):
         if "home" in case:  # another machine: it has nothing of the run
             os.environ["XDG_CACHE_HOME"] = case["home"]
-        if "resumes" in case and parallel.is_first and case["resumes"] != case["out"]:
+        if "resumes" in case and rank == 0 and case["resumes"] != case["out"]:
             shutil.copytree(case["resumes"], case["out"])
         parallel.wait()
-        ends.append(run_case(case, parallel.rank))
-    cases.with_suffix(f".{parallel.rank}.json").write_text(json.dumps(ends))
+        ends.append(run_case(case, rank))
+    cases.with_suffix(f".{rank}.json").write_text(json.dumps(ends))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0)

@@ -32,7 +32,7 @@ def plan(
     device_memory: Annotated[
         str | None, typer.Option(help="plan for so much, e.g. 16GB or 15.9GiB; else for what is free here")
     ] = None,
-    card: Annotated[str | None, typer.Option(help="plan for a named card: T4, V100, P100, L4 or A100")] = None,
+    card: Annotated[str | None, typer.Option(help="plan for a named card: T4, V100, P100, L4, A100 or H100")] = None,
     processes: Annotated[int, typer.Option(min=1, help="processes that share the run; bytes are of one")] = 1,
     strategy: Annotated[str | None, typer.Option(help="auto, ddp or fsdp; else train.strategy")] = None,
     preset: Preset = None,
@@ -68,7 +68,9 @@ def plan(
         if not as_json:
             typer.echo(f"looking at {subject} ...", err=True)
 
-    target = with_processes(find_target(device, bound, card), processes, strategy or loaded.config.train.strategy)
+    train = loaded.config.train
+    ranks, where = loaded.config.teacher.ranks, find_target(device, bound, card)
+    target = with_processes(where, processes, strategy or train.strategy, train.shard_size, ranks)
     made = make_plan(loaded.config, target, is_quick=quick, probes=probe, tell=say)
     if as_json:
         print_json(made.to_dict())

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stillroom.errors import Diverged, Interrupted
+from stillroom.errors import Diverged, PeerGone
 from stillroom.parallel.base import Parallel, fingerprint
+from stillroom.parallel.used import Uses
 
 if TYPE_CHECKING:
     from stillroom.data import Loader
+    from stillroom.precision import AdamW
     from stillroom.types import Batch
 
 T = TypeVar("T")
@@ -27,11 +31,24 @@ T = TypeVar("T")
 class Processes(Parallel):
     """Processes that communicate by torch.distributed. If one ends, the others raise instead of waiting forever."""
 
-    def __init__(self, rank: int, size: int) -> None:
+    asks_together = False  # whether the teacher is in parts, so that every process must ask it as often
+
+    def __init__(self, rank: int, size: int, shard_size: int = 0, timeout: timedelta | None = None) -> None:
         self.rank = rank
         self.size = size
+        self.shard_size = shard_size or size  # processes that hold the parts of one copy of what is sharded
+        self.timeout = timeout  # of one process that waits for another; None: what torch has
+        self._uses = Uses()
         # Send small numbers through main memory where gloo is available.
         self._device = torch.device("cpu" if "gloo" in dist.get_backend_config() else "cuda")
+
+    def beside(self) -> Processes:
+        """With a gloo group of its own: whatever the other thread sends by NCCL or gloo, this one waits for no card."""
+        other = copy.copy(self)
+        with peer_errors():
+            other.group = dist.new_group(backend="gloo", timeout=self.timeout)
+        other._device = torch.device("cpu")
+        return other
 
     def seed(self, seed: int, attempted: int) -> None:
         """Random numbers that differ between processes and repeat after a resume."""
@@ -39,7 +56,22 @@ class Processes(Parallel):
 
     def scored(self, window: Sequence[Batch]) -> list[Batch]:
         """A process without a target scores one batch all the same: every process must sum the same names."""
-        return super().scored(window) or list(window[:1])
+        if self.asks_together:
+            return self.equally_many(window)
+        own = super().scored(window)
+        self._uses.begin(len(own))
+        return own or list(window[:1])
+
+    def equally_many(self, window: Sequence[Batch]) -> list[Batch]:
+        """As many micro-batches as any process has: what is in parts is gathered by all processes or by none."""
+        own = [batch for batch in window if batch.num_scored]
+        self._uses.begin(len(own))
+        num_batches = max(1, int(self.worst(len(own))))
+        return own + [window[0].without_targets()] * (num_batches - len(own))
+
+    def ask_together(self) -> None:
+        """From now on the teacher is in parts: every process asks it as often, and no window is taken again."""
+        self.asks_together, self.takes_smaller_parts = True, False
 
     def whole_window(self, loader: Loader, cursor: int, window: Sequence[Batch]) -> Sequence[Batch]:
         return loader.whole_window(cursor)
@@ -49,9 +81,15 @@ class Processes(Parallel):
         self.sum_(values)
         return dict(zip(counts, map(int, values.tolist()), strict=True))
 
+    def used_anywhere(self, optimizer: AdamW) -> Tensor:
+        """For each parameter, whether a micro-batch with a target used it in any process."""
+        is_used = self._uses.flags(cell.name for cells in optimizer.cells.values() for cell in cells).to(self._device)
+        self.sum_(is_used)
+        return is_used > 0
+
     def sum_(self, tensor: Tensor) -> None:
         with peer_errors():
-            dist.all_reduce(tensor, dist.ReduceOp.SUM)
+            dist.all_reduce(tensor, dist.ReduceOp.SUM, group=self.group)
 
     def names(self, names: Iterable[str]) -> list[str]:
         return sorted({name for one in self.collect(list(names)) for name in one})
@@ -62,7 +100,7 @@ class Processes(Parallel):
         padded = torch.nn.functional.pad(own, (0, width - len(own)), value=ord(" "))
         gathered = [torch.empty_like(padded) for _ in range(self.size)]
         with peer_errors():
-            dist.all_gather(gathered, padded)
+            dist.all_gather(gathered, padded, group=self.group)
         return [json.loads(bytes(one.tolist())) for one in gathered]
 
     def together(self, action: Callable[[], T]) -> T:
@@ -79,49 +117,63 @@ class Processes(Parallel):
         ordered = math.inf if math.isnan(value) else value
         largest = torch.tensor([ordered], dtype=torch.float64, device=self._device)
         with peer_errors():
-            dist.all_reduce(largest, dist.ReduceOp.MAX)
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
         return float(largest.tolist()[0])
 
     def broadcast(self, value: float) -> float:
         sent = torch.tensor([value], dtype=torch.float64, device=self._device)
         with peer_errors():
-            dist.broadcast(sent, src=0)
+            dist.broadcast(sent, src=0, group=self.group)
         return float(sent.tolist()[0])
 
     def same_everywhere(self, fingerprint: int) -> bool:
-        extremes = torch.tensor([fingerprint, -fingerprint], dtype=torch.int64, device=self._device)
-        with peer_errors():
-            dist.all_reduce(extremes, dist.ReduceOp.MAX)
-        highest, lowest = extremes.tolist()
-        return bool(highest == -lowest)
+        return same_in(self.group, fingerprint, self._device)
 
     def check_replicas(self, tensors: Mapping[str, Tensor]) -> None:
         if not self.same_everywhere(fingerprint(tensors)):
-            raise Diverged(
-                f"the students of the {self.size} processes are not the same",
-                where="comparison of the weights of all processes",
-                advice=[
-                    "use the same device and the same libraries for every process",
-                    "resume from the last checkpoint",
-                ],
-            )
+            raise replicas_differ(f"the students of the {self.size} processes")
+
+    def asking_peers(self) -> AbstractContextManager[None]:
+        return peer_errors()
 
     def wait(self) -> None:
         self.worst(0.0)
 
 
+def same_in(group: dist.ProcessGroup | None, fingerprint: int, device: torch.device) -> bool:
+    """Whether every process of a group has this number; None: the group of all."""
+    extremes = torch.tensor([fingerprint, -fingerprint], dtype=torch.int64, device=device)
+    with peer_errors():
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+    highest, lowest = extremes.tolist()
+    return bool(highest == -lowest)
+
+
+def replicas_differ(what: str) -> Diverged:
+    return Diverged(
+        f"{what} are not the same",
+        where="comparison of the weights of all processes",
+        advice=["use the same device and the same libraries for every process", "resume from the last checkpoint"],
+    )
+
+
 @contextmanager
 def peer_errors() -> Iterator[None]:
-    """Turn torch's error for a missing or silent process into `Interrupted`: the run can be resumed."""
+    """Turn torch's error for a missing or silent process into `PeerGone`: the run can be resumed."""
     try:
         yield
     except RuntimeError as error:
         raise peer_is_gone(error) from error
 
 
-def peer_is_gone(error: BaseException) -> Interrupted:
+def is_of_peer(error: BaseException) -> bool:
+    """Whether torch raised it because a process is missing or silent: gloo says so in words, NCCL by a class."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error)
+
+
+def peer_is_gone(error: BaseException) -> PeerGone:
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return Interrupted(
+    return PeerGone(
         f"another process of this run is gone or does not answer: {reason}",
         where=f"process {os.environ.get('RANK', '?')}",
         advice=["look at the first process that ended", "then start all of them again: the run is resumed"],

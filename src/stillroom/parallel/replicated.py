@@ -51,7 +51,10 @@ class Replicated(Processes):
         """
         optimizer.accumulate_in_fp32()
         self._optimizer = optimizer
-        parameters = [cell.parameter for cells in optimizer.cells.values() for cell in cells]
+        cells = [cell for cells in optimizer.cells.values() for cell in cells]
+        parameters = [cell.parameter for cell in cells]
+        for cell in cells:
+            self._uses.watch(cell.name, cell.parameter)
         self._ddp = DistributedDataParallel(
             MicroBatch(parameters),
             init_sync=False,  # the replicas are compared at every evaluation, the first before the first step
@@ -77,21 +80,20 @@ class Replicated(Processes):
         except (MemoryError, RuntimeError) as error:
             if self._loss_of_peer is not None:
                 raise peer_is_gone(self._loss_of_peer) from error
-            if is_out_of_memory(error):
+            if is_out_of_memory(error) and self.takes_smaller_parts:
                 self._send_nothing()
             raise
 
     def forward(self, compute: Callable[[], Tensor], *, is_last: bool) -> Tensor:
         self._optimizer.leave_gradients(is_last)
+        self._uses.next_batch()
         with nullcontext() if is_last else self._ddp.no_sync():
             loss: Tensor = self._ddp(compute)
         return loss
 
     def sum_gradients(self, optimizer: AdamW) -> None:
         """Give the optimizer the sums. A parameter that no process used gets none, as in one process."""
-        is_used = optimizer.has_gradients().to(self._device, torch.int32)
-        self.sum_(is_used)
-        optimizer.take_sums(self._sums, is_used > 0)
+        optimizer.take_sums(self._sums, self.used_anywhere(optimizer))
         self._sums = {}
 
     def mean_of_norms(self, squares: dict[str, Tensor]) -> dict[str, Tensor]:

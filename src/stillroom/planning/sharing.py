@@ -20,6 +20,12 @@ class Sharing:
 
     num_processes: int = 1
     is_sharded: bool = False
+    shard_size: int = 0  # processes that hold one copy of a sharded student; 0: all
+    teacher_ranks: int = 0  # further processes, that hold the teacher
+
+    @property
+    def num_parts(self) -> int:
+        return self.shard_size or self.num_processes
 
     @property
     def strategy(self) -> str:
@@ -28,10 +34,19 @@ class Sharing:
     @property
     def notes(self) -> tuple[str, ...]:
         if self.num_processes == 1:
-            return ()
+            return self._about_teacher
         text = f"bytes are those of one of {self.num_processes} processes with {self.strategy}; disk is that of all"
         first = "; the first one also reads the whole student back at the end, to write samples"
-        return (text + first * self.is_sharded,)
+        copies = f"; groups of {self.num_parts} hold a copy each"
+        shared = text + copies * (self.num_parts < self.num_processes) + first * self.is_sharded
+        return (shared, *self._about_teacher)
+
+    @property
+    def _about_teacher(self) -> tuple[str, ...]:
+        if not self.teacher_ranks:
+            return ()
+        of = f"{self.teacher_ranks} of {self.teacher_ranks + self.num_processes} processes"
+        return (f"{of} hold the teacher: bytes are those of one that trains, which has the teacher's head alone",)
 
     def moment(self, name: str, parts: Mapping[str, int], sizes: Sizes, *, accumulates: bool) -> dict[str, int]:
         """The parts of a moment of a step in one process.
@@ -45,7 +60,7 @@ class Sharing:
         if not self.is_sharded:
             own = {part: held for part, held in parts.items() if part != "gradients" or accumulates}
             return {**own, "gradient buckets": _WEIGHT * sizes.num_trained}
-        shared = {part: -(-held // self.num_processes) if part in _STATE else held for part, held in parts.items()}
+        shared = {part: -(-held // self.num_parts) if part in _STATE else held for part, held in parts.items()}
         if name != LEARNS:
             return shared
         layers = [held * _WEIGHT // sizes.itemsize for held in sizes.layer_bytes]
@@ -57,4 +72,4 @@ class Sharing:
         """What is kept beside steps, snapshots and the best student, in one process."""
         if not self.is_sharded:
             return dict(parts)
-        return {part: held if part == "teacher" else -(-held // self.num_processes) for part, held in parts.items()}
+        return {part: held if part == "teacher" else -(-held // self.num_parts) for part, held in parts.items()}

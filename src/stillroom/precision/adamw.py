@@ -142,10 +142,6 @@ class AdamW:
             if cell.gradient is not None:
                 yield cell.name, cell.gradient
 
-    def has_gradients(self) -> Tensor:
-        """For each parameter, whether it has a gradient."""
-        return torch.tensor([cell.gradient is not None for cell in self._all_cells()])
-
     def leave_gradients(self, is_left: bool) -> None:
         """Whether the next backward leaves FP16 gradients where they are, beside the FP32 sums of those before."""
         for cell in self._all_cells():

@@ -10,7 +10,13 @@ import pytest
 
 from stillroom.errors import ServerUnusable
 from stillroom.teachers.entries import Given
-from stillroom.teachers.served.probe import check_causal, check_steady, check_temperature, fitted_temperature
+from stillroom.teachers.served.probe import (
+    check_causal,
+    check_steady,
+    check_temperature,
+    fitted_temperature,
+    spread_places,
+)
 
 VOCAB, KEPT = 50, 20
 
@@ -33,19 +39,37 @@ OTHER = (*ONE[:10], (ONE[10] + 1) % VOCAB, *ONE[11:])
 
 
 def test_an_answer_that_saw_the_tokens_before_it_and_no_other_passes() -> None:
-    check_causal(given(ONE), given(OTHER), 10)
+    check_causal(given(ONE), given(OTHER), 10, KEPT)
 
 
 @pytest.mark.parametrize(("shift", "told"), [(1, "the token after"), (-1, "the token before")])
 def test_an_answer_that_saw_one_more_or_one_fewer_is_shifted(shift: int, told: str) -> None:
     with pytest.raises(ServerUnusable, match=f"{told} .*shifted by one"):
-        check_causal(given(ONE, shift), given(OTHER, shift), 10)
+        check_causal(given(ONE, shift), given(OTHER, shift), 10, KEPT)
 
 
 def test_answers_that_depend_on_nothing_are_refused() -> None:
     same = Given("", ONE, {place: entry((3,)) for place in range(1, len(ONE))})
     with pytest.raises(ServerUnusable, match="do not depend on the text"):
-        check_causal(same, same, 10)
+        check_causal(same, same, 10, KEPT)
+
+
+def slow(ids: tuple[int, ...], changed: int = 10, noise: float = 0.0) -> Given:
+    """As `given`, but the answer after `changed` hardly depends on it; with the token that came in every table."""
+    entries = dict(given(ids).entries)
+    before, after = (entry((*ids[:changed], token)) for token in (ONE[changed], ids[changed]))
+    entries[changed + 1] = {token: 0.9 * value + 0.1 * after.get(token, value) for token, value in before.items()}
+    for place, one in entries.items():
+        shake = random.Random(f"{ids}{place}").uniform(-noise, noise)
+        entries[place] = {token: value + shake for token, value in one.items()}
+        entries[place].setdefault(ids[place], min(one.values()) - 0.1 - ids[place] / VOCAB)
+    return Given("", ids, entries)
+
+
+@pytest.mark.parametrize("noise", [0.0, 1e-4])
+def test_an_answer_that_changes_little_has_changed_and_rounding_has_not(noise: float) -> None:
+    """A letter after a changed letter may be nearly as sure as before. A real model of letters is."""
+    check_causal(slow(ONE, noise=noise), slow(OTHER, noise=noise), 10, KEPT)
 
 
 def test_rounding_is_steady_and_another_model_is_not() -> None:
@@ -85,3 +109,17 @@ def test_a_far_temperature_is_refused_and_a_near_one_is_told() -> None:
 
 def test_a_few_tokens_prove_no_temperature() -> None:
     check_temperature([drawn(2.0, num_tokens=5)], KEPT)
+
+
+def test_answers_that_are_known_to_be_raw_may_be_sharp_and_not_flat() -> None:
+    """A small model on text that it does not know is surer than it has reason to be."""
+    assert "raw" in check_temperature([drawn(0.5)], KEPT, is_raw=True)
+    with pytest.raises(ServerUnusable, match="flatter"):
+        check_temperature([drawn(2.0)], KEPT, is_raw=True)
+
+
+@pytest.mark.parametrize(("length", "most"), [(64, 4), (64, None), (5, 9), (2, 4), (3, 1)])
+def test_tokens_of_the_probe_that_are_asked_again_lie_within_it(length: int, most: int | None) -> None:
+    places = spread_places(length, most)
+    assert places == sorted(set(places)) and set(places) <= set(range(1, length))
+    assert len(places) == min(length - 1, most or length)

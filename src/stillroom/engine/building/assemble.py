@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,14 @@ from stillroom.curriculum import Curriculum
 from stillroom.data import Corpus, Loader, open_data
 from stillroom.data.teacher_rows import other_of
 from stillroom.engine.building.adapt_student import check_base, store_frozen
-from stillroom.engine.building.budgets import make_snapshots
+from stillroom.engine.building.budgets import make_saves, make_snapshots
 from stillroom.engine.building.cache_build import Reading, cached_teacher, rows_asked
 from stillroom.engine.building.compilation import compile_bodies
 from stillroom.engine.building.inner_build import make_objectives
 from stillroom.engine.building.models import Models, teacher_dtype
 from stillroom.engine.building.row_checks import check_rows
 from stillroom.engine.building.served_build import asks_server, served_teacher
+from stillroom.engine.building.shard_teacher import shard_teacher
 from stillroom.engine.building.strategy import check_strategy
 from stillroom.engine.building.teacher_build import quantise_teacher
 from stillroom.engine.inject import make_hooks
@@ -28,6 +30,8 @@ from stillroom.engine.run import Run, held_out_batches
 from stillroom.engine.run_folder.lock import FolderLock
 from stillroom.guard import Guard
 from stillroom.models import Student
+from stillroom.models.adapter.attach import Adapter
+from stillroom.models.adapter.outline import outline_of
 from stillroom.models.anatomy import layers_if_any
 from stillroom.objectives.clamps import Clamps
 from stillroom.objectives.mix import Mix
@@ -64,9 +68,10 @@ def build_run(
     corpus = open_corpus(config, models, num_shares, log)
     loader = make_loader(config, corpus, parallel, num_shares)
     precision = make_precision(config, models, device, begun_in)
-    place_student(config, models, precision, parallel, log)
+    adapter = place_student(config, models, precision, parallel, log)
     both = models.student, models.teacher
-    planned = make_objectives(config, *both, device, kept=models.kept_layers, matched=models.matched)
+    with parallel.gathered():  # attention maps are tried
+        planned = make_objectives(config, *both, device, kept=models.kept_layers, matched=models.matched)
     optimizer = make_optimizer(models.student, precision, config, planned)
     parallel.prepare(optimizer)
     hooks = make_hooks(inject, tell=lambda text: log.write("note", text=text))
@@ -77,6 +82,7 @@ def build_run(
     mix = make_mix(config, models.vocab_size, planned, log)
     check_sparse(config, teacher, mix)
     checkpoints = CheckpointStore(folder / "checkpoints", config.checkpoint.keep, hooks.checkpoint_point)
+    ring = make_snapshots(config, precision.mode, optimizer, checkpoints, log, parallel)
     return Run(
         config=config,
         folder=folder,
@@ -94,13 +100,14 @@ def build_run(
         guard=Guard(config.guard),
         log=log,
         checkpoints=checkpoints,
-        ring=make_snapshots(config, precision.mode, optimizer, checkpoints, log, parallel),
+        ring=ring,
+        saves=make_saves(config, precision.mode, optimizer, ring, log, parallel),
         hooks=hooks,
         parallel=parallel,
         num_shares=num_shares,
         lock=lock,
         vocabularies=models.vocabularies,
-        adapter=models.adapter,
+        adapter=adapter,
     )
 
 
@@ -151,6 +158,7 @@ def build_teacher(
         teacher = make_teacher(
             config, loaded, size, surroundings, num_processes=parallel.size, compiled=compiled,
             shared=reading.shared, coarse=reading.coarse,
+            placement=shard_teacher(config, loaded, parallel, device, tell=_teller(surroundings)),
         )  # fmt: skip
     else:
         teacher = cached_teacher(
@@ -163,9 +171,13 @@ def build_teacher(
             loaded=models.loaded_teacher,
             vocab_size=size,
             window=surroundings.window,
-            tell=lambda text: surroundings.write("note", text=text),
+            tell=_teller(surroundings),
         )
     return paired_teacher(teacher, models.teacher_tokenizer, corpus.coverage) if is_paired else teacher
+
+
+def _teller(surroundings: Surroundings) -> Callable[[str], object]:
+    return lambda text: surroundings.write("note", text=text)
 
 
 def own_vocabulary(models: Models) -> int:
@@ -192,18 +204,24 @@ def check_sparse(config: Config, teacher: Teacher, mix: Mix) -> None:
         mix.check_signal("top-k" if teacher.kind == "top-k" else "sampled", temperature)
 
 
-def place_student(config: Config, models: Models, precision: Precision, parallel: Parallel, log: EventLog) -> None:
-    """Move the student to the device and shard it where that was asked for.
+def place_student(
+    config: Config, models: Models, precision: Precision, parallel: Parallel, log: EventLog
+) -> Adapter | None:
+    """Move the student to the device and shard it where that was asked for. Return its adapter.
 
     What is frozen under an adapter is stored as the precision says before that.
     """
     check_strategy(config, models, precision, parallel)
-    if models.adapter is not None:
-        check_base(models.adapter, parallel)
-        for text in store_frozen(config, models.adapter, precision):
+    adapter = models.adapter
+    if adapter is not None:
+        check_base(adapter, parallel)
+        for text in store_frozen(config, adapter, precision):
             log.write("note", text=text)
+        if parallel.is_sharded and parallel.is_first:  # which writes the merged student
+            adapter = replace(adapter, outline=outline_of(adapter.network))
     models.student.to(precision.device)
     parallel.place(models.student, layers_if_any(models.student))
+    return adapter
 
 
 def make_loader(config: Config, corpus: Corpus, parallel: Parallel, num_shares: int = 0) -> Loader:

@@ -6,12 +6,10 @@ from collections.abc import Iterator
 
 from stillroom.config import Config
 from stillroom.engine.building.models import Models
-from stillroom.errors import ConfigError, StillroomError
-from stillroom.models.routers import find_gates
+from stillroom.errors import ConfigError
+from stillroom.models.routers import has_gates
 from stillroom.parallel import Parallel
 from stillroom.precision import Precision
-
-_PLAIN_TERMS = {"kd", "ce"}
 
 
 def check_strategy(config: Config, models: Models, precision: Precision, parallel: Parallel) -> None:
@@ -36,30 +34,29 @@ def unused_strategy(config: Config, parallel: Parallel) -> list[str]:
 
 def _refused(config: Config, models: Models, precision: Precision) -> Iterator[tuple[str, str, str]]:
     """(setting, what it is, what to set instead) of everything that is in the way."""
-    others = sorted(set(config.objectives.weights) - _PLAIN_TERMS)
     if precision.keeps_half_weights:
         modes = "--precision fp32, bf16-mixed or fp16-mixed"
         yield "precision.mode", f"{precision.mode}: FP16 weights have masters or residuals that are not sharded", modes
     if config.precision.moments == "bfloat16":
         yield "precision.moments", "moments in BF16: their random rounding is not sharded", "moments in float32"
-    if config.student.adapter is not None:
-        yield "student.adapter", "an adapter: its frozen base is not trained", "leave student.adapter out"
     if config.teacher.router.mode != "frozen":
         yield "teacher.router.mode", "a teacher whose gates are changed", "--set teacher.router.mode=frozen"
-    if others:
-        yield f"objectives.{others[0]}", f"the objective {others[0]}, which looks inside the models", "kd and ce alone"
     if config.train.compile in ("student", "both"):
         yield "train.compile", f"train.compile = {config.train.compile!r}", "--set train.compile=off"
     if config.telemetry.gradient_steps:
         yield "telemetry.gradient_steps", "gradients of single terms", "--set telemetry.gradient_steps=0"
     if config.train.batch_size == "auto" and precision.device.type != "cpu":
         yield "train.batch_size", "batch_size = auto: a trial that runs out of memory cannot be taken back", "a number"
-    if _has_gates(models):
-        yield "student.model", "a student that is a mixture of experts: unused experts would be updated", "another one"
+    if has_gates(models.student) and not _sends_zeros_for_unused():
+        yield (
+            "student.model",
+            "a student that is a mixture of experts: this torch cannot skip its experts",
+            "a newer one",
+        )
 
 
-def _has_gates(models: Models) -> bool:
-    try:
-        return bool(find_gates(models.student))
-    except StillroomError:
-        return False
+def _sends_zeros_for_unused() -> bool:
+    """Whether this torch can reduce a layer whose experts were used in one process and not in another."""
+    from torch.distributed.fsdp import FSDPModule  # it takes half a second to import
+
+    return hasattr(FSDPModule, "set_reduce_scatter_unused_params")

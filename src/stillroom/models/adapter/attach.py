@@ -34,6 +34,7 @@ class Adapter:
     base_name: str  # what the base is loaded from; empty where it is in no folder of its own
     base_identity: str  # hash of the frozen weights as they were loaded, in FP32
     notes: tuple[str, ...]
+    outline: Any = None  # the network without values, where the network itself is sharded
 
     def layers(self) -> Iterator[tuple[str, Any]]:
         """The adapted layers by name. Each has its frozen layer as `base_layer`."""

@@ -1,0 +1,183 @@
+"""Runs of a few steps with one feature each, here or in one of several processes, and what they came to.
+
+    torchrun --nproc-per-node 2 feature_runs.py WORLDS OUT
+
+Every feature is tried with each strategy in one start: importing torch costs more than a tiny run. The first process
+keeps what it found in a file.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import expert_bank
+import pair_tokenizers
+import tiny
+import torch
+from torch import Tensor
+
+from stillroom.config import load_config
+from stillroom.engine.building.assemble import build_run
+from stillroom.engine.building.device import find_device
+from stillroom.engine.building.models import load_models
+from stillroom.engine.distill import distill
+from stillroom.engine.run import Run
+from stillroom.engine.state import RunState
+from stillroom.engine.step import train_step
+from stillroom.errors import StillroomError
+from stillroom.models.compiled import CompiledBody
+from stillroom.parallel import Parallel, join
+from stillroom.telemetry import EventLog
+
+STEPS = 3
+STRATEGIES = ("ddp", "fsdp")
+# Rows of all lengths; the last window of an epoch leaves a process with fewer micro-batches than the other.
+SHARED = {
+    "data.packing": "rows",
+    "data.train_share": 0.08,
+    "train.batch_size": 2,
+    "train.max_steps": STEPS,
+    "train.compile": "off",
+    "objectives.kd.weight": 0.7,
+    "objectives.ce.weight": 0.3,
+}
+SPANS = {"objectives.kd.weight": 0.0, "objectives.alm.weight": 0.5}
+
+# Feature as docs/scaling.md names it: the folder of models, and the settings.
+FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "kd and ce": ("plain", {}),
+    "bf16-mixed": ("plain", {"precision.mode": "bf16-mixed"}),
+    "fp16-mixed": ("plain", {"precision.mode": "fp16-mixed"}),
+    "fp16-master": ("plain", {"precision.mode": "fp16-master"}),
+    "fp16-split": ("plain", {"precision.mode": "fp16-split"}),
+    "fp16-sr": ("plain", {"precision.mode": "fp16-sr"}),
+    "moments in BF16": ("plain", {"precision.moments": "bfloat16"}),
+    "LoRA": ("plain", {"student.adapter.rank": 2}),
+    "DoRA over an FP16 base": (
+        "plain", {"student.adapter.rank": 3, "student.adapter.kind": "dora", "student.adapter.base_dtype": "float16"},
+    ),
+    "LoRA over an int8 base": ("plain", {"student.adapter.rank": 2, "student.adapter.base_dtype": "int8"}),
+    "hidden states and attention maps": (
+        "plain",
+        {
+            "objectives.feature.weight": 0.1, "objectives.attention.weight": 0.1, "objectives.layerwise.weight": 0.1,
+            "objectives.contrastive.weight": 0.1,
+        },
+    ),
+    "two tokenizers": (
+        "pair",
+        {
+            **SPANS, "objectives.exact_match.weight": 0.2, "objectives.prefix_match.weight": 0.2,
+            "objectives.uld.weight": 0.1, "objectives.span_hidden.weight": 0.1,
+        },
+    ),
+    "a few tokens of the teacher": ("plain", {"teacher.signal.kind": "top_k", "teacher.signal.k": 8}),
+    "a student of stacked experts": ("stacked", {}),
+    "a student of experts in one matrix": ("matrix", {}),
+    "a curriculum": ("plain", {"objectives.kd.weight": {"start": 0.0, "end": 1.0}}),
+    "packed rows": ("plain", {"data.packing": "packed"}),
+    "gradient checkpointing": ("plain", {"student.gradient_checkpointing": True}),
+    "train.compile": ("plain", {"train.compile": "student"}),
+    "telemetry.gradient_steps": ("plain", {"telemetry.gradient_steps": 1}),
+    "all experts of the teacher": ("router", {"teacher.router.mode": "all-experts"}),
+    "trained gates": ("router", {"teacher.router.mode": "sar", "teacher.router.probe_steps": 0}),
+}  # fmt: skip
+
+
+def save_worlds(folder: Path) -> None:
+    """The models of all features."""
+    tiny.save_text(folder / "train.jsonl")
+    student = {"width": 32, "num_layers": 2, "seed": 2}
+    for name, teacher, kind in (
+        ("plain", "llama", "llama"),
+        ("stacked", "llama", "mixtral"),
+        ("matrix", "llama", "dbrx"),
+        ("router", "mixtral", "llama"),
+    ):
+        tiny.save_model(folder / name / "teacher", teacher, width=48, num_layers=2, seed=1)
+        tiny.save_model(folder / name / "student", kind, **student)
+    for role, kind in (("teacher", "BPE with bytes"), ("student", "byte-level")):
+        words = pair_tokenizers.built(kind)
+        size = {"vocab_size": len(words), "with_tokenizer": False, "width": 16, "num_layers": 2}
+        tiny.save_model(folder / "pair" / role, "llama", **size)
+        words.save_pretrained(folder / "pair" / role)
+
+
+def settings(folder: Path, feature: str, accumulation: int) -> dict[str, Any]:
+    world, over = FEATURES[feature]
+    given = tiny.settings(folder / world, train__gradient_accumulation_steps=accumulation)
+    return {**given, "data.train": str(folder / "train.jsonl"), **SHARED, **over}
+
+
+def whole_runs(folder: Path) -> dict[str, dict[str, Any]]:
+    """Runs from nothing to a written student, by the name of their folders."""
+    ending = {"eval.samples": 0, "eval.max_batches": 1, "train.eval_steps": STEPS, "train.strategy": "fsdp"}
+    features = {"adapter-fsdp": "DoRA over an FP16 base"}
+    return {name: {**settings(folder, feature, 2), **ending} for name, feature in features.items()}
+
+
+def tried(folder: Path, feature: str, accumulation: int, parallel: Parallel) -> dict[str, Any]:
+    """What a run of a feature came to, or the code and the words of its refusal."""
+    log_path = folder / f"{feature.replace(' ', '-')}-{parallel.strategy}-{parallel.rank}.jsonl"
+    try:
+        with EventLog(log_path) as log, _without_code_generation():
+            return _trained(load_config(overrides=settings(folder, feature, accumulation)), log, parallel)
+    except StillroomError as error:
+        return {"code": error.exit_code, "what": str(error.what), "where": error.where}
+
+
+@contextmanager
+def _without_code_generation() -> Iterator[None]:
+    """torch.compile traces and runs what it traced: generating code takes half a minute."""
+    defaults: dict[str, Any] = CompiledBody.__init__.__kwdefaults__
+    kept = dict(defaults)
+    defaults["backend"] = "eager"
+    try:
+        yield
+    finally:
+        defaults.update(kept)
+
+
+def _trained(config: Any, log: EventLog, parallel: Parallel) -> dict[str, Any]:
+    device = find_device("cpu")
+    run = build_run(config, log.path.parent, log, device=device, models=load_models(config, device), parallel=parallel)
+    run.student.train()
+    state, losses, norms = RunState(), [], []
+    while state.applied < STEPS:
+        outcome = train_step(run, state, run.loader.window(state.cursor))
+        losses.append(outcome.evidence.loss)
+        norms.append(outcome.evidence.grad_norm)
+    return {"code": 0, "losses": losses, "norms": norms, "weights": whole_weights(run)}
+
+
+def whole_weights(run: Run) -> Tensor:
+    """Everything that was trained, end to end, in FP64. Every process takes part."""
+    trained = [
+        *(one for one in run.student.model.parameters() if one.requires_grad),
+        *run.mix.projectors.parameters(),
+        *run.teacher.trained_weights().values(),
+    ]
+    whole = [one.detach().full_tensor() if hasattr(one, "full_tensor") else one.detach() for one in trained]
+    return torch.cat([one.double().flatten() for one in whole])
+
+
+def main(worlds: str, out: str) -> None:
+    torch.set_num_threads(1)
+    found = {
+        (feature, strategy): tried(Path(worlds), feature, 2, join(2, strategy))
+        for feature in FEATURES
+        for strategy in STRATEGIES
+    }
+    found |= {("bank", strategy): expert_bank.trained(join(2, strategy)) for strategy in STRATEGIES}
+    for out_name, over in whole_runs(Path(worlds)).items():
+        distill(load_config(overrides=over), Path(worlds) / out_name, device="cpu")
+    if join(2).is_first:
+        torch.save(found, out)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
