@@ -69,9 +69,7 @@ def build_run(
     loader = make_loader(config, corpus, parallel, num_shares)
     precision = make_precision(config, models, device, begun_in)
     adapter = place_student(config, models, precision, parallel, log)
-    both = models.student, models.teacher
-    with parallel.gathered():  # attention maps are tried
-        planned = make_objectives(config, *both, device, kept=models.kept_layers, matched=models.matched)
+    planned = objectives_of(config, models, device, parallel)
     optimizer = make_optimizer(models.student, precision, config, planned)
     parallel.prepare(optimizer)
     hooks = make_hooks(inject, tell=lambda text: log.write("note", text=text))
@@ -109,6 +107,13 @@ def build_run(
         vocabularies=models.vocabularies,
         adapter=adapter,
     )
+
+
+def objectives_of(config: Config, models: Models, device: torch.device, parallel: Parallel) -> Planned:
+    """The objectives of the lesson. Attention maps are tried, for which a sharded student is gathered."""
+    both = models.student, models.teacher
+    with parallel.gathered():
+        return make_objectives(config, *both, device, kept=models.kept_layers, matched=models.matched)
 
 
 def compiled_student(
