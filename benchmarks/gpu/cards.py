@@ -66,6 +66,7 @@ CARDS = (
     Card(Facts("L4", (8, 9), 24 * _GIB), 121.0, 30.3, 300.0),
     Card(Facts("A100", (8, 0), 40 * _GIB), 312.0, 19.5, 1555.0),  # SXM, 40 GB
 )
+H100 = Card(Facts("H100", (9, 0), 80 * _GIB), 989.0, 66.9, 3350.0)  # SXM; the cost model of one step does not have it
 
 
 def seconds_by_phase(kernels: Sequence[Kernel], card: Card) -> dict[str, float]:

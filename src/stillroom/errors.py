@@ -146,6 +146,10 @@ class Interrupted(StillroomError):
     title = "interrupted, resumable"
 
 
+class PeerGone(Interrupted):
+    """Another process of the run has ended or does not answer."""
+
+
 class RunEnded(StillroomError):
     """The trainers of a run ended without success: a process that holds their teacher ends with their exit code."""
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from process_jobs import environment, free_port, losses, weights
 from transformers import AutoModelForCausalLM
 
+from stillroom.checkpoint import CheckpointStore
 from stillroom.config import load_config
 from stillroom.engine.distill import distill, resume
 from stillroom.errors import BrokenAtStart, ConfigError, Diverged
@@ -89,9 +90,18 @@ def test_one_two_and_four_processes_train_one_student_and_take_over_from_each_ot
     at = {name: deep_world / name for name in ("one", "half", "cut", "ddp-cut", "from-cut", "hsdp-cut", "from-hsdp")}
     copies = {"train.strategy": "fsdp", "train.shard_size": 2}
     parts = {"teacher.placement": "shard"}
+    store = f"file://{world}/store/run"
     two = [
         {"out": str(world / "ddp-2"), "set": settings(world, 2, **{"train.strategy": "ddp"})},
-        {"out": str(world / "fsdp-2"), "set": settings(world, 2, **{"train.strategy": "fsdp"})},
+        {
+            "out": str(world / "fsdp-2"),
+            "set": settings(world, 2, **{"train.strategy": "fsdp", "checkpoint.background": "on"}),
+            "inject": {"1": "disk_full@2"},
+        },
+        {
+            "out": str(world / "awaited"),
+            "set": settings(world, 2, **{"train.strategy": "fsdp", "checkpoint.background": "off"}),
+        },
         {"out": str(world / "half-2"), "set": settings(world, 2, **{"precision.mode": "fp16-master"})},
         {"out": str(at["cut"]), "set": settings(world, 2, **{"train.strategy": "fsdp", "train.max_minutes": 1e-9})},
         {"out": str(at["ddp-cut"]), "set": settings(world, 2, **{"train.max_minutes": 1e-9})},
@@ -106,9 +116,14 @@ def test_one_two_and_four_processes_train_one_student_and_take_over_from_each_ot
             "set": settings(world, 2, **{"train.strategy": "fsdp", "precision.mode": "fp16-mixed"}),
             "inject": {"1": "inf_logit@3,nan_weight@5"},
         },
-    ]
+        {
+            "out": store, "home": str(world / "machine-1"),
+            "set": settings(world, 2, **{"train.strategy": "fsdp", "train.max_minutes": 1e-9}),
+        },
+        {"out": store, "home": str(world / "machine-2"), "resumes": store, "strategy": "fsdp"},
+    ]  # fmt: skip
     ends = in_processes(2, two, world)
-    assert [codes(case) for case in ends] == [{0}, {0}, {0}, {75}, {75}] + [{0}] * 7, ends
+    assert [codes(case) for case in ends] == [{0}] * 4 + [{75}] * 2 + [{0}] * 7 + [{75}, {0}], ends
     four = [
         {"out": str(world / "ddp-4"), "set": settings(world, 1)},
         {"out": str(world / "fsdp-4"), "set": settings(world, 1, **{"train.strategy": "fsdp"})},
@@ -141,12 +156,13 @@ def test_one_two_and_four_processes_train_one_student_and_take_over_from_each_ot
     resume(at["from-cut"], device="cpu", max_minutes=0.0)
     shutil.copytree(at["hsdp-cut"], at["from-hsdp"])
     resume(at["from-hsdp"], device="cpu", max_minutes=0.0)
-    names = ["ddp-2", "fsdp-2", "ddp-4", "fsdp-4", "from-cut", "cut-ddp-2", "ddp-cut-fsdp-2", "cut-fsdp-4"]
+    names = ["store/run", "ddp-2", "fsdp-2", "ddp-4", "fsdp-4", "from-cut", "cut-ddp-2", "ddp-cut-fsdp-2", "cut-fsdp-4"]
     names += ["ddp-cut-fsdp-4", "hsdp-4", "cut-hsdp-4", "hsdp-cut-ddp-4"]
     for name in [*names, "from-hsdp", "fsdp-2-parts", "ddp-2-parts", "ddp-2-asks", "fsdp-2-asks"]:
         compare(at["one"], world / name)
     compare(world / "inner", world / "inner-parts")
     _check_what_is_said(world)
+    _check_saves_in_the_background(world)
     _check_half_precision(world, at["half"])
 
 
@@ -190,6 +206,20 @@ def _check_what_is_said(world: Path) -> None:
     # Each process wrote its own part of the sharded checkpoint, under one manifest.
     manifest = json.loads((sorted((world / "cut" / "checkpoints").glob("step-*"))[-1] / "manifest.json").read_bytes())
     assert manifest["format"] == 2 and len([name for name in manifest["files"] if name.startswith("shard-")]) == 2
+
+
+def _check_saves_in_the_background(world: Path) -> None:
+    """Parts written by threads are those that all processes waited for; a full disk in one costs that save alone."""
+    stores = [CheckpointStore(world / name / "checkpoints") for name in ("fsdp-2", "awaited")]
+    one, other = (store.load_newest(without=[STEPS]) for store in stores)
+    assert one is not None and other is not None and one.step == other.step == 4
+    for group in ("student", "optimizer", "random", "best"):
+        assert set(one.tensors[group]) == set(other.tensors[group])
+        assert all(torch.equal(tensor, other.tensors[group][name]) for name, tensor in one.tensors[group].items())
+    events = list(read_events(world / "fsdp-2" / "events.jsonl"))
+    assert [event["step"] for event in events if event["event"] == "checkpoint"] == [0, 4, 6]
+    notes = [event["text"] for event in events if event["event"] == "note"]
+    assert sum("cannot write the checkpoint of step 2: another process" in text for text in notes) == 1
 
 
 def _check_half_precision(world: Path, out: Path) -> None:

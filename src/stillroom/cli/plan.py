@@ -32,7 +32,7 @@ def plan(
     device_memory: Annotated[
         str | None, typer.Option(help="plan for so much, e.g. 16GB or 15.9GiB; else for what is free here")
     ] = None,
-    card: Annotated[str | None, typer.Option(help="plan for a named card: T4, V100, P100, L4 or A100")] = None,
+    card: Annotated[str | None, typer.Option(help="plan for a named card: T4, V100, P100, L4, A100 or H100")] = None,
     processes: Annotated[int, typer.Option(min=1, help="processes that share the run; bytes are of one")] = 1,
     strategy: Annotated[str | None, typer.Option(help="auto, ddp or fsdp; else train.strategy")] = None,
     preset: Preset = None,

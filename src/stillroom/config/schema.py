@@ -192,6 +192,11 @@ class EvalConfig(Section):
 
 class CheckpointConfig(Section):
     keep: Annotated[int, Field(ge=1)] = Field(2, description="checkpoints kept on disk")
+    background: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="write checkpoints while training goes on, from a copy of weights and moments in main memory; "
+        "auto: where that copy and the snapshots together take at most 0.4 of the free main memory",
+    )
 
 
 class TelemetryConfig(Section):

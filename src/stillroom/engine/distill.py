@@ -43,6 +43,7 @@ from stillroom.engine.run import Run
 from stillroom.engine.run_folder import folder as run_folder
 from stillroom.engine.run_folder.folder import Claim
 from stillroom.engine.run_folder.inputs import Inputs
+from stillroom.engine.run_folder.place import opened
 from stillroom.engine.saving import save_checkpoint
 from stillroom.engine.state import RunState, restore_history
 from stillroom.engine.stop import Stop
@@ -67,7 +68,7 @@ def distill(
     notes: tuple[str, ...] = (),
     inputs: Inputs | None = None,
 ) -> Result:
-    """Distil as configured into a folder. Resume an unfinished run of the same configuration.
+    """Distil as configured into a folder or an address of a store. Resume an unfinished run of the same configuration.
 
     `inputs` are models and data given as objects: the first process writes them to the paths of `inputs.settings(out)`,
     which the configuration names.
@@ -82,18 +83,20 @@ def distill(
         if isinstance(parallel, TeacherRank):
             with deterministic(where):
                 return answer_trainers(config, parallel, Path(out), where)
+        first = parallel.is_first
         with (
             telling_the_end(parallel),
+            opened(out) as place,
             deterministic(where),
-            run_folder.owned(Path(out), config, is_first=parallel.is_first) as claim,
+            run_folder.owned(place.folder, config, is_first=first) as claim,
         ):
+            claim.mirror, notes = place.mirror, (*notes, *place.notes)
             if parallel.broadcast(float(claim.is_resumed)) and not parallel.is_first:
                 claim.is_resumed, claim.config = run_folder.find_run(claim.folder, config)
             if inputs is not None:
                 with stop.while_loading():
                     columns = config.data.needed_columns
-                    keep = parallel.is_first
-                    kept = inputs.keep(claim.folder, is_resumed=claim.is_resumed, columns=columns) if keep else ()
+                    kept = inputs.keep(claim.folder, is_resumed=claim.is_resumed, columns=columns) if first else ()
                     parallel.wait()
                 notes = (*notes, *kept)
             finished, doubt = run_folder.read_summary(claim.folder) if claim.is_resumed else ({}, "")
@@ -133,6 +136,8 @@ def _run(
         tracking = open_tracking(config, folder, lambda text: log.write("note", text=text))
         if tracking is not None:
             log.listen(tracking)
+        if claim.mirror is not None:
+            claim.mirror.attach(log)
     with log, recorded_end(log, folder):
         with stop.while_loading():
             run = build_run(
@@ -169,15 +174,16 @@ def resume(
     With another number of processes or another `strategy` it goes on with the same rows in the same order, and with
     the same numbers up to the order of sums. `shard_size` belongs to `fsdp`: another strategy drops the run's own.
     """
-    config = run_folder.read_config(Path(folder))
     if shard_size is None and strategy not in (None, "fsdp"):
         shard_size = 0
     given = {"max_minutes": max_minutes, "strategy": strategy, "shard_size": shard_size}
     changed = {key: value for key, value in given.items() if value is not None}
     if strategy not in (None, *STRATEGIES):
         raise ConfigError(f"{strategy!r} is no strategy", where="--strategy", advice=[" or ".join(STRATEGIES)])
-    config = config.model_copy(update={"train": config.train.model_copy(update=changed)})
-    return distill(config, folder, device=device, listeners=listeners)
+    with opened(folder) as place:
+        config = place.read_config()
+        config = config.model_copy(update={"train": config.train.model_copy(update=changed)})
+        return distill(config, place.folder, device=device, listeners=listeners)
 
 
 def _teller(listeners: tuple[Callable[[dict[str, Any]], None], ...]) -> Callable[[str], None]:
@@ -207,7 +213,7 @@ def _train(run: Run, state: RunState, saved: Saved | None, mark: Mark | None, st
         run.log.write("note", text=f"the rollback to step {mark.to} was cut short: its budgets are kept")
     run.checkpoints.line = state.rollbacks
     if mark is not None and saved is not None:
-        save_checkpoint(run, state)
+        save_checkpoint(run, state, is_awaited=True)
     for _outcome in training(run, state, stop):
         pass
     return finish(run, state, stop)

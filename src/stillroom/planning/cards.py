@@ -30,4 +30,5 @@ CARDS = (
     Card("P100", 16 * _GIB, 9.3, 9.3, has_native_bf16=False, has_tensor_cores=False),  # PCIe
     Card("L4", 24 * _GIB, 121.0, 30.3, has_native_bf16=True),
     Card("A100", 40 * _GIB, 312.0, 19.5, has_native_bf16=True),  # SXM
+    Card("H100", 80 * _GIB, 989.0, 66.9, has_native_bf16=True),  # SXM
 )

@@ -30,6 +30,7 @@ _UPDATE_SCRATCH = 1 << 27  # the optimizer takes tensors in buckets of so much s
 _MOMENTS_SCRATCH = 25
 _QUANTISED = {"int8": 1.0, "bnb-8bit": 1.0, "bnb-4bit": 0.5625}  # bytes a weight, scales included
 _SNAPSHOT_SHARE = 0.4
+COPY = "copy to save"  # of the state, in main memory
 
 
 @dataclass(frozen=True)
@@ -216,7 +217,12 @@ def _host(config: Config, mode: str, sizes: Sizes, at_home: int, free: int) -> d
         "snapshots": num_snapshots * held.snapshot * sizes.num_trained,
         "best student": held.best * sizes.num_trained,
     }
-    if sum(parts.values()) > _SNAPSHOT_SHARE * free:
+    is_short = sum(parts.values()) > _SNAPSHOT_SHARE * free
+    copied = held.snapshot * sizes.num_trained
+    is_ample = sum(parts.values()) + copied <= _SNAPSHOT_SHARE * free
+    if config.checkpoint.background == "on" or (config.checkpoint.background == "auto" and is_ample):
+        parts[COPY] = copied
+    if is_short:
         parts["snapshots"] = 0
     if at_home:
         parts["teacher"] = at_home

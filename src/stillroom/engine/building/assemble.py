@@ -15,7 +15,7 @@ from stillroom.curriculum import Curriculum
 from stillroom.data import Corpus, Loader, open_data
 from stillroom.data.teacher_rows import other_of
 from stillroom.engine.building.adapt_student import check_base, store_frozen
-from stillroom.engine.building.budgets import make_snapshots
+from stillroom.engine.building.budgets import make_saves, make_snapshots
 from stillroom.engine.building.cache_build import Reading, cached_teacher, rows_asked
 from stillroom.engine.building.compilation import compile_bodies
 from stillroom.engine.building.inner_build import make_objectives
@@ -82,6 +82,7 @@ def build_run(
     mix = make_mix(config, models.vocab_size, planned, log)
     check_sparse(config, teacher, mix)
     checkpoints = CheckpointStore(folder / "checkpoints", config.checkpoint.keep, hooks.checkpoint_point)
+    ring = make_snapshots(config, precision.mode, optimizer, checkpoints, log, parallel)
     return Run(
         config=config,
         folder=folder,
@@ -99,7 +100,8 @@ def build_run(
         guard=Guard(config.guard),
         log=log,
         checkpoints=checkpoints,
-        ring=make_snapshots(config, precision.mode, optimizer, checkpoints, log, parallel),
+        ring=ring,
+        saves=make_saves(config, precision.mode, optimizer, ring, log, parallel),
         hooks=hooks,
         parallel=parallel,
         num_shares=num_shares,

@@ -1,0 +1,129 @@
+"""Pairs of models as shapes, and the bytes of one process by the formulas of `stillroom plan`.
+
+Models are configurations of published sizes, built without weights. `hsdp` is fsdp with `train.shard_size` processes
+in a group, those of one node. A teacher that is sharded is a part of its weights, what is outside of its layers, and
+two layers; one that is elsewhere is nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1] / "gpu"))
+from shapes import SMOL_135M, SMOL_360M
+from transformers import DeepseekV3Config, LlamaConfig
+from wire import Mesh
+
+from stillroom.config import load_config
+from stillroom.planning.parts import Layout, chosen_mode, lay_out
+from stillroom.planning.shapes import Shapes, Sizes
+from stillroom.planning.sharing import Sharing
+from stillroom.planning.target import find_target
+
+LLAMA_3, DEEPSEEK = 128_256, 129_280  # vocabularies
+FITS = 0.95  # of a card's memory: predictions are off by a few per cent
+
+
+def _llama(vocabulary: int, layers: int, width: int, mlp: int, heads: int, key_heads: int, *, is_tied: bool) -> Any:
+    return LlamaConfig(
+        vocab_size=vocabulary, hidden_size=width, intermediate_size=mlp, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=key_heads, max_position_embeddings=8192,
+        tie_word_embeddings=is_tied, bos_token_id=0, eos_token_id=0, pad_token_id=0, architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Pair:
+    name: str
+    student: Any  # a configuration of transformers
+    teacher: Any
+
+
+def pairs(length: int) -> dict[str, Pair]:
+    """SmolLM2, Llama 3 and DeepSeek-V3 by the figures of their published configurations."""
+    small, large = SMOL_135M.config(length), SMOL_360M.config(length)
+    for one in (small, large):
+        one.architectures = ["LlamaForCausalLM"]
+    one = _llama(LLAMA_3, 16, 2048, 8192, 32, 8, is_tied=True)
+    three = _llama(LLAMA_3, 28, 3072, 8192, 24, 8, is_tied=True)
+    eight = _llama(LLAMA_3, 32, 4096, 14336, 32, 8, is_tied=False)
+    seventy = _llama(LLAMA_3, 80, 8192, 28672, 64, 8, is_tied=False)
+    student = _llama(DEEPSEEK, 32, 4096, 14336, 32, 8, is_tied=False)
+    mixture = DeepseekV3Config(architectures=["DeepseekV3ForCausalLM"])  # its defaults are the 671B model's
+    found = (
+        Pair("135M <- 360M", small, large),
+        Pair("1B <- 8B", one, eight),
+        Pair("3B <- 70B", three, seventy),
+        Pair("8B <- 671B MoE", student, mixture),
+    )
+    return {pair.name: pair for pair in found}
+
+
+@dataclass(frozen=True)
+class Held:
+    """The bytes of a process, and the shapes of both models."""
+
+    student: Sizes
+    teacher: Sizes
+    total: float
+    by_part: dict[str, float]
+    mode: str
+
+
+class Memory:
+    """Layouts of a pair on a card. What was traced once is remembered."""
+
+    def __init__(self, pair: Pair, card: str, folder: Path, *, length: int) -> None:
+        self.folder = folder / pair.name.replace(" ", "").replace("<-", "_of_")
+        for name, config in (("student", pair.student), ("teacher", pair.teacher)):
+            config.save_pretrained(self.folder / name)
+        self.length = length
+        self.target = replace(find_target(card=card), main_memory=1 << 40)
+        self.shapes = Shapes(self.target)
+        self._teacher: Sizes | None = None
+        self._mode = ""
+
+    def layout(self, sharing: Sharing, *, rows: int, is_live: bool) -> Layout:
+        """With gradients of an earlier micro-batch: all but the largest runs have several in a step."""
+        config = load_config(
+            overrides={
+                "teacher.model": str(self.folder / "teacher"),
+                "student.model": str(self.folder / "student"),
+                "data.train": "data.jsonl",
+                "data.max_length": self.length,
+                "train.batch_size": rows,
+                "train.gradient_accumulation_steps": 2,
+                **({} if is_live else {"teacher.cache": "cache"}),
+            }
+        )
+        self.shapes.target = replace(self.target, sharing=sharing)
+        self._mode = self._mode or chosen_mode(config, self.shapes)[0]
+        return lay_out(config, self.shapes, self._mode)
+
+    @property
+    def teacher(self) -> Sizes:
+        if self._teacher is None:
+            self._teacher = self.layout(Sharing(), rows=1, is_live=True).teacher
+            assert self._teacher is not None
+        return self._teacher
+
+    def held(self, strategy: str, mesh: Mesh, teacher: str, *, rows: int) -> Held:
+        """`teacher`: replicated, sharded, or anything else, where it is not on this card."""
+        across = mesh.inside if strategy == "hsdp" else mesh.size
+        is_sharded = strategy in ("fsdp", "hsdp") and mesh.size > 1
+        sharing = Sharing(mesh.size, is_sharded, across if strategy == "hsdp" else 0)
+        is_live = teacher in ("replicated", "sharded")
+        layout = self.layout(sharing, rows=rows, is_live=is_live)
+        parts = {name: float(value) for name, value in layout.device.items()}
+        total = float(layout.total)
+        if teacher == "sharded" and across > 1:
+            whole = self.teacher.parameters * self.teacher.itemsize
+            layers = self.teacher.layer_bytes
+            root = whole - sum(layers)
+            own = whole / across + root + 2 * max(layers)
+            total += own - whole
+            parts["teacher"] = own
+        return Held(layout.sizes, self.teacher, total, parts, layout.mode)
