@@ -136,7 +136,7 @@ def _left_out(config: Config) -> list[str]:
     if inner := config.objectives.inner_weights:
         notes.append(f"not counted: hidden states and maps that {' and '.join(inner)} keep, and their projectors")
     if config.teacher.placement == "shard":
-        notes.append("not counted: every process reads the whole teacher into main memory before it is sharded")
+        notes.append("not counted: a teacher that is no safetensors folder is whole in main memory at first")
     if config.teacher.router.mode != "frozen":
         notes.append(
             f"not counted: the backward pass of the teacher's gates, teacher.router.mode = {config.teacher.router.mode}"

@@ -90,7 +90,7 @@ def live_teacher(
     compiled: Any = None,
     placement: Placement | None = None,
 ) -> LiveTeacher:
-    if isinstance(loaded, StreamedModel) and loaded.stream is not None:
+    if placement is None and isinstance(loaded, StreamedModel) and loaded.stream is not None:
         loaded.stream.settle(device)
         placement = loaded.stream
     return LiveTeacher(
