@@ -16,7 +16,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "stillroom"
 LAYERS = [
     {"errors", "files", "threads"},
     {"types", "config", "ends", "remote"},
-    {"numerics", "curriculum", "schedule", "guard", "builtin", "yardsticks"},
+    {"numerics", "curriculum", "schedule", "guard", "builtin", "yardsticks", "stores"},
     {"objectives", "precision", "data", "models"},
     {"teachers", "telemetry", "parallel", "shard_files"},
     {"evaluation", "checkpoint", "snapshots", "diagnosis", "measures"},

@@ -138,7 +138,7 @@ def test_what_is_not_there_is_named(memory: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "told"), [("s3://bucket/a", "s3://.*not installed.*s3fs"), ("nosuch://a", "no kind of store")]
+    ("url", "told"), [("gs://bucket/a", "gs://.*not installed.*gcsfs"), ("nosuch://a", "no kind of store")]
 )
 def test_a_store_that_cannot_be_asked_is_named(url: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from stillroom.checkpoint import CheckpointStore
+from stillroom.checkpoint import CheckpointStore, Saved
 from stillroom.errors import CannotSave, CheckpointUnusable
 from stillroom.parallel import Parallel
+from stillroom.parallel.processes import Processes
 
 WHOLE = torch.arange(15.0).reshape(5, 3)
 
@@ -51,6 +53,26 @@ def test_parts_are_read_whole_and_into_what_a_process_holds(mesh: Any, tmp_path:
     assert torch.equal(part.to_local(), WHOLE + 3) and present["flag"].item() == 3
     with pytest.raises(ValueError, match="other tensors: a"):
         Parallel().load("student", {"flag": torch.zeros(1)}, saved.tensors["student"])
+
+
+def test_parts_that_a_thread_writes_from_a_copy_are_those_of_the_step_they_were_copied_at(
+    mesh: Any, tmp_path: Path
+) -> None:
+    store, part = CheckpointStore(tmp_path / "checkpoints"), distribute_tensor(WHOLE + 3, mesh, [Shard(0)])
+    best = distribute_tensor(WHOLE, mesh, [Shard(0)])
+    saved = Saved(3, {"student": {"a.weight": part}, "best": {"a.weight": best}}, {"state": {}}).copied(but=("best",))
+    part.to_local().fill_(0)
+    assert saved.tensors["best"]["a.weight"].to_local().data_ptr() == best.to_local().data_ptr(), "not copied again"
+    processes = Processes(0, 1)
+    beside = processes.beside()
+    assert beside.group is not None and processes.group is None
+    with ThreadPoolExecutor() as pool:
+        work = pool.submit(store.save_parts, saved.step, saved.tensors, saved.scalars, beside)
+        processes.wait()  # messages of this thread are of another group
+        work.result()
+    found = store.load_newest()
+    assert found is not None and torch.equal(found.tensors["student"]["a.weight"], WHOLE + 3)
+    assert torch.equal(found.tensors["best"]["a.weight"], WHOLE)
 
 
 @pytest.mark.parametrize("harm", ["flipped", "missing", "added"])

@@ -14,11 +14,13 @@ Tensors are safetensors, the rest is JSON. Nothing is pickled.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
 import re
 import shutil
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,16 +58,17 @@ class Saved:
     rejected: tuple[str, ...] = ()  # newer checkpoints that did not verify, with the reason
     line: int = 0  # rollbacks before it was saved
 
-    def copied(self) -> Saved:
+    def copied(self, but: Collection[str] = ()) -> Saved:
         """The same state in main memory with nothing shared: later steps cannot change it.
 
-        The copies are not pinned: torch rounds pinned blocks up to a power of two, and a copy is taken rarely.
+        `but` are groups that nobody writes to: they are shared if they are in main memory. The copies are not pinned:
+        torch rounds pinned blocks up to a power of two, and a copy is taken rarely.
         """
         tensors = {
-            group: {name: tensor.detach().to("cpu", copy=True) for name, tensor in named.items()}
+            group: {name: tensor.detach().to("cpu", copy=group not in but) for name, tensor in named.items()}
             for group, named in self.tensors.items()
         }
-        return Saved(self.step, tensors, json.loads(json.dumps(self.scalars)))
+        return Saved(self.step, tensors, json.loads(json.dumps(self.scalars)), line=self.line)
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,8 @@ class CheckpointStore:
         self.keep = keep
         self.line = 0  # rollbacks of the run so far
         self.at_point = at_point  # called between the stages of a save, so that a test can kill us there
+        self._commits = threading.Lock()
+        self._is_given_up = False
 
     # -- writing -----------------------------------------------------------------------------------------
 
@@ -116,12 +121,16 @@ class CheckpointStore:
         with self._saving(step, "parts") as temporary:
             parallel.together(lambda: self._make(temporary) if parallel.is_first else None)
             parallel.together(lambda: self.at_point("while_writing"))
-            written = parallel.together(lambda: write_shards(temporary, tensors, parallel.rank))
+            written = parallel.together(lambda: self._write_parts(temporary, tensors, parallel))
             sums = {name: one for process in parallel.collect(written) for name, one in process.items()}
             parallel.together(
                 lambda: self._commit(temporary, step, SHARDED_FORMAT, sums, scalars) if parallel.is_first else None
             )
         return self.folder / f"step-{step:06d}"
+
+    def _write_parts(self, temporary: Path, tensors: TensorGroups, parallel: Parallel) -> dict[str, dict[str, Any]]:
+        with parallel.asking_peers():
+            return write_shards(temporary, tensors, parallel.rank, parallel.group)
 
     @contextlib.contextmanager
     def _saving(self, step: int, owner: str) -> Iterator[Path]:
@@ -154,11 +163,19 @@ class CheckpointStore:
         _write(temporary / "manifest.json", _json(manifest))
         flush_folder(temporary)
         self.at_point("before_rename")
-        swap_in(temporary, final)
-        self.at_point("after_rename")
-        self._retire()
-        self.prune()
+        with self._commits:
+            if self._is_given_up:
+                raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
+            swap_in(temporary, final)
+            self.at_point("after_rename")
+            self._retire()
+            self.prune()
         return final
+
+    def give_up(self) -> None:
+        """From now on nothing is moved into its place. Waits for a move that has begun."""
+        with self._commits:
+            self._is_given_up = True
 
     def prune(self, keep: int | None = None) -> None:
         """Remove all but the newest checkpoints; only folders that carry our name and our manifest."""

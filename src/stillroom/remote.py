@@ -1,8 +1,8 @@
 """Files behind a URL (s3://, gs://, hf://, memory://, file://): copied to this machine by fsspec, and read from there.
 
 A copy is used again while the store says the same of the file: size, and checksum or time. It is put into its place
-whole, after its size was compared. Reading is all that is done with a store. A folder that is written to needs files
-that are replaced at once, and locks: object stores have neither, so `refuse_url` says so by name.
+whole, after its size was compared. Whatever is written to a store is written by the room `stores`; `refuse_url` names
+what cannot be.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from stillroom.errors import ConfigError, DataError
+from stillroom.errors import ConfigError, DataError, StillroomError
 from stillroom.files import TEMPORARY, reason_of
 
 try:
@@ -32,6 +32,8 @@ except ImportError:  # not a Unix
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # one slash is left of two where a URL was taken for a path
 _TRIES, _PAUSE = 5, 0.2  # seconds, doubled
 _AT_ONCE = 8  # files that are copied together
+# Packages whose errors are not OSErrors and mean that a store could not be asked.
+_CLIENTS = ("botocore", "aiobotocore", "aiohttp", "gcsfs", "google", "huggingface_hub", "httpx", "httpcore", "requests")
 _MARKS = ("ETag", "etag", "md5Hash", "md5", "checksum", "sha256", "version_id", "generation", "last_commit",
           "LastModified", "last_modified", "mtime", "updated", "created")  # fmt: skip
 
@@ -40,9 +42,21 @@ def is_url(spec: object) -> bool:
     return bool(_URL.match(str(spec)))
 
 
+def as_url(place: object) -> str:
+    """The address, also of one that was taken for a path and lost a slash. Without a slash at its end."""
+    scheme, _, rest = str(place).partition(":/")
+    is_path = scheme in ("file", "local") or ":///" in str(place)
+    return f"{scheme}:///{rest.strip('/')}" if is_path else f"{scheme}://{rest.strip('/')}"
+
+
+def is_in_store(place: object) -> bool:
+    """Whether a place is the address of a store and no folder of this machine that is called so."""
+    return is_url(place) and not Path(str(place)).exists()
+
+
 def refuse_url(place: object, what: str, where: str) -> None:
-    """Raise for a folder that is to be written to and lies in a store."""
-    if is_url(place) and not Path(str(place)).exists():
+    """Raise for a folder that is to be written to, lies in a store, and cannot."""
+    if is_in_store(place):
         scheme = str(place).split(":", 1)[0]
         raise ConfigError(
             f"{what} cannot be written to {scheme}: it needs files that are replaced at once and locks that end with "
@@ -52,10 +66,15 @@ def refuse_url(place: object, what: str, where: str) -> None:
         )
 
 
-def copies_folder() -> Path:
+def copies_folder(name: str = "copies") -> Path:
     """Where copies are kept: in the user's cache folder, as XDG has it."""
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "stillroom" / "copies"
+    return (Path(base) if base else Path.home() / ".cache") / "stillroom" / name
+
+
+def key_of(url: str) -> str:
+    """A name for the files of an address on this machine."""
+    return hashlib.blake2b(url.encode(), digest_size=8).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -82,42 +101,42 @@ class Store:
         try:
             from fsspec.core import url_to_fs
 
-            self._files, self._path = url_to_fs(url)
+            self.files, self.path = url_to_fs(url)
         except ImportError as error:
             raise ConfigError(
                 f"{parts.scheme}:// needs a package that is not installed: {reason_of(error)}",
-                advice=["install it beside stillroom: s3fs for s3://, gcsfs for gs://"],
+                advice=["install it: pip install 'stillroom[s3]' for s3://, 'stillroom[gcs]' for gs://"],
             ) from error
         except ValueError as error:
             raise ConfigError(f"{parts.scheme}:// is no kind of store: {reason_of(error)}") from error
 
     def listed(self) -> list[RemoteFile]:
         """The file, or the files that a glob or a folder stands for, by name. Hidden ones are left out."""
-        found = _again(self._find, self.url)
+        found = again(self._find, self.url)
         if not found:
             raise DataError(
                 f"{self.url} does not exist, or is empty", advice=["check the address, and who may read it"]
             )
         root = self._root(list(found))
         files = [
-            RemoteFile(path, path[len(root) :].lstrip("/"), int(info.get("size") or 0), _mark(info))
+            RemoteFile(path, path[len(root) :].lstrip("/"), int(info.get("size") or 0), mark_of(info))
             for path, info in sorted(found.items())
         ]
         return [one for one in files if not any(part.startswith(".") for part in one.name.split("/"))]
 
     def _find(self) -> dict[str, Any]:
-        self._files.invalidate_cache()
-        if any(sign in self._path for sign in "*?["):
-            found = self._files.glob(self._path, detail=True)
+        self.files.invalidate_cache()
+        if any(sign in self.path for sign in "*?["):
+            found = self.files.glob(self.path, detail=True)
             return {path: info for path, info in found.items() if info.get("type") != "directory"}
-        if self._files.isfile(self._path):
-            return {self._path: self._files.info(self._path)}
-        found = self._files.find(self._path, detail=True)
+        if self.files.isfile(self.path):
+            return {self.path: self.files.info(self.path)}
+        found = self.files.find(self.path, detail=True)
         return dict(found)
 
     def _root(self, paths: Sequence[str]) -> str:
         """What stands before every name: the folder that was asked for, or that of a file."""
-        path = str(self._path)
+        path = str(self.path)
         if list(paths) == [path]:
             return path.rpartition("/")[0]
         before = re.split(r"[*?\[]", path)
@@ -128,53 +147,69 @@ class Store:
         aside = into.with_name(f"{TEMPORARY}{into.name}-{secrets.token_hex(6)}")
 
         def get() -> None:
-            self._files.get_file(file.path, str(aside))
+            self.files.get_file(file.path, str(aside))
             if (size := aside.stat().st_size) != file.size:
                 raise OSError(f"{size:,} bytes came of {file.size:,}")
 
         try:
-            _again(get, f"{self.url} ({file.name})")
+            again(get, f"{self.url} ({file.name})")
             aside.replace(into)
         finally:
             aside.unlink(missing_ok=True)
 
 
-def _mark(info: dict[str, Any]) -> str:
+def mark_of(info: dict[str, Any]) -> str:
     told = "".join(f"{name}={info[name]};" for name in _MARKS if info.get(name) is not None)
     return hashlib.blake2b(f"{info.get('size')};{told}".encode(), digest_size=12).hexdigest()
 
 
-def _again(work: Any, what: str) -> Any:
-    """A store may fail for a moment."""
+def is_trouble(error: BaseException) -> bool:
+    """Whether an error says that a store could not be asked, and not that something here is wrong."""
+    return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in _CLIENTS
+
+
+def again(
+    work: Callable[[], Any], what: str, *, is_read: bool = True, end: type[StillroomError] = DataError, where: str = ""
+) -> Any:
+    """Do some work with a store that may fail for a moment. What is not there, or not allowed, is not tried again."""
+    done = "read" if is_read else "written"
     for number in range(_TRIES):
         try:
             return work()
-        except FileNotFoundError as error:
-            raise DataError(f"{what} does not exist", advice=["check the address"]) from error
-        except PermissionError as error:
-            raise DataError(f"{what} may not be read: {reason_of(error)}", advice=["check the store's keys"]) from error
-        except OSError as error:
+        except Exception as error:
+            if not is_trouble(error):
+                raise
+            if isinstance(error, FileNotFoundError):
+                reason = "does not exist" if is_read else f"cannot be written: {reason_of(error)}"
+                raise end(f"{what} {reason}", where=where, advice=["check the address"]) from error
+            if isinstance(error, PermissionError) or type(error).__name__ == "NoCredentialsError":
+                reason = f"may not be {done}: {reason_of(error)}"
+                raise end(f"{what} {reason}", where=where, advice=["check the store's keys"]) from error
             if number == _TRIES - 1:
-                raise DataError(
-                    f"{what} cannot be read, in {_TRIES} tries: {reason_of(error)}", advice=["check the connection"]
-                ) from error
+                reason = f"cannot be {done}, in {_TRIES} tries: {reason_of(error)}"
+                raise end(f"{what} {reason}", where=where, advice=["check the connection"]) from error
             time.sleep(_PAUSE * 2**number)
     raise AssertionError
 
 
-def local_copy(url: str, *, into: Path | None = None) -> Path:
+def _all(_name: str) -> bool:
+    return True
+
+
+def local_copy(url: str, *, wanted: Callable[[str], bool] = _all, name: str = "") -> Path:
     """The folder with copies of a URL's files, as they are now. A file alone lies in it by its name.
 
-    Processes of this machine wait for each other, so a file is copied once.
+    Processes of this machine wait for each other, so a file is copied once. `wanted` says which files are copied;
+    `name` is that of a folder within, for files that are shown with the name of their folder.
     """
     store = Store(url)
-    folder = (into or copies_folder()) / hashlib.blake2b(url.encode(), digest_size=8).hexdigest()
+    folder = copies_folder() / key_of(url) / name
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _alone(folder):
+        with alone(folder):
             files = store.listed()
             _remove_others(folder, {one.name for one in files})
-            missing = [one for one in files if not _is_same(folder, one)]
+            missing = [one for one in files if wanted(one.name) and not _is_same(folder, one)]
             with ThreadPoolExecutor(_AT_ONCE) as pool:
                 list(pool.map(lambda one: _bring(store, one, folder), missing))
     except OSError as error:
@@ -218,7 +253,7 @@ def _remove_others(folder: Path, names: set[str]) -> None:
 
 
 @contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def alone(folder: Path) -> Iterator[None]:
     """One process of this machine at a time, where the disk has locks."""
     with (folder / ".lock").open("a") as file:
         if fcntl is not None:

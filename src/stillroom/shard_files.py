@@ -25,15 +25,17 @@ WHOLE_FILE = "model-00001-of-00001.safetensors"  # as torch names it
 _SEPARATOR = "/"  # between group and name
 
 
-def write_shards(folder: Path, groups: Mapping[str, Mapping[str, Tensor]], rank: int) -> dict[str, dict[str, Any]]:
-    """Write what this process holds, together with the others. Return size and sha256 of the files it wrote.
+def write_shards(
+    folder: Path, groups: Mapping[str, Mapping[str, Tensor]], rank: int, group: Any = None
+) -> dict[str, dict[str, Any]]:
+    """Write what this process holds, together with the others of a group. Return size and sha256 of its files.
 
     DTensors are written by each process that holds a part, plain tensors by one.
     """
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
     with _as_os_error():
-        _save(_flat(groups), HuggingFaceStorageWriter(str(folder), save_distributed=True))
+        _save(_flat(groups), HuggingFaceStorageWriter(str(folder), save_distributed=True), group)
     return {path.name: _sum_of(path) for path in sorted(folder.glob(f"shard-{rank + 1:05d}-*.safetensors"))}
 
 
@@ -41,29 +43,35 @@ def write_whole(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write tensors that are held in parts as `WHOLE_FILE`, by way of files: no process holds the whole."""
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
-    with _as_os_error():
+    with _as_os_error(), quiet_dcp():
         _save(dict(tensors), HuggingFaceStorageWriter(str(folder), save_distributed=True, enable_consolidation=True))
 
 
-def _save(state: dict[str, Tensor], writer: Any) -> None:
+def _save(state: dict[str, Tensor], writer: Any, group: Any = None) -> None:
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    with quiet_dcp():
-        save(state, storage_writer=writer)
+    with _quiet_log():
+        save(state, storage_writer=writer, process_group=group)
 
 
 @contextmanager
-def quiet_dcp() -> Iterator[None]:
-    """Without torch's remarks on its own internals."""
+def _quiet_log() -> Iterator[None]:
+    """Without what torch logs of its own internals."""
     logger = logging.getLogger("torch.distributed.checkpoint")
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
+        yield
     finally:
         logger.setLevel(level)
+
+
+@contextmanager
+def quiet_dcp() -> Iterator[None]:
+    """Without its warnings either. Not for a second thread: Python's list of filters is the same for all threads."""
+    with _quiet_log(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 @contextmanager

@@ -19,8 +19,9 @@ import torch
 from process_jobs import environment, free_port, losses, weights
 from safetensors.torch import load_file
 
+from stillroom.checkpoint import CheckpointStore
 from stillroom.config import load_config
-from stillroom.engine.distill import distill
+from stillroom.engine.distill import distill, resume
 from stillroom.telemetry import read_events
 
 # Rows of all lengths, and windows that do not divide an epoch: the last one leaves the second process without rows.
@@ -79,16 +80,24 @@ def pair(first: Sequence[str], second: Sequence[str] | None = None, *, ends_all:
     return ends
 
 
-def test_two_processes_train_what_one_trains_with_twice_the_accumulation(world: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def uncut(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two processes train that are let alone, by one."""
+    folder = tmp_path_factory.mktemp("uncut") / "run"
+    distill(load_config(overrides=settings(world, train__gradient_accumulation_steps=2)), folder, device="cpu")
+    return folder
+
+
+def test_two_processes_train_what_one_trains_with_twice_the_accumulation(
+    world: Path, tmp_path: Path, uncut: Path
+) -> None:
     both = launched(arguments(world, tmp_path / "two"))
     assert both.returncode == 0, both.stderr[-3000:]
-    config = load_config(overrides=settings(world, train__gradient_accumulation_steps=2))
-    distill(config, tmp_path / "one", device="cpu")
     for key in ("train_loss", "grad_norm", "tokens"):  # the norm tells a sum from a mean; the optimizer would not
-        expected, found = losses(tmp_path / "one", key), losses(tmp_path / "two", key)
+        expected, found = losses(uncut, key), losses(tmp_path / "two", key)
         assert len(found) == 9
         assert max(abs(a / b - 1) for a, b in zip(found, expected, strict=True)) < 1e-6, key
-    a, b = weights(tmp_path / "one"), weights(tmp_path / "two")
+    a, b = weights(uncut), weights(tmp_path / "two")
     assert float((a - b).norm() / a.norm()) < 1e-6
     (start,) = [event for event in read_events(tmp_path / "two" / "events.jsonl") if event["event"] == "run_start"]
     assert start["schedule"]["total_batches"] % 2 == 1 and start["schedule"]["processes"] == 2
@@ -169,22 +178,52 @@ def test_two_processes_resume_bit_for_bit(world: Path, tmp_path: Path) -> None:
     assert losses(tmp_path / "whole") == losses(tmp_path / "cut")
 
 
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
-def test_a_process_whose_peer_was_killed_ends_and_can_be_resumed(strategy: str, world: Path, tmp_path: Path) -> None:
-    plain = {"objectives__feature__weight": 0.0, "objectives__attention__weight": 0.0}
-    words = arguments(world, tmp_path / "run", train__strategy=strategy, **(plain if strategy == "fsdp" else {}))
-    (code, told), (killed, _) = pair(words, [*words, "--inject", "kill@3"])
-    assert killed == -9
+def check_that_no_step_is_lost(folder: Path, uncut: Path, step: int) -> None:
+    """The last step before the end is on the disk, and one process goes on from it to the uncut run's weights."""
+    assert CheckpointStore(folder / "checkpoints").steps()[0] == step
+    resume(folder, device="cpu")
+    events = list(read_events(folder / "events.jsonl"))
+    assert [event["step"] for event in events if event["event"] == "resume"] == [step]
+    assert [event["step"] for event in events if event["event"] == "step"] == list(range(1, 10))
+    assert losses(folder, "tokens") == losses(uncut, "tokens"), "the same rows in the same order"
+    assert max(abs(a / b - 1) for a, b in zip(losses(folder), losses(uncut), strict=True)) < 1e-5
+    assert float((weights(folder) - weights(uncut)).abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_whoever_is_left_after_a_kill_saves_the_last_step_and_ends(
+    victim: int, world: Path, tmp_path: Path, uncut: Path
+) -> None:
+    words = arguments(world, tmp_path / "run")
+    both = [[*words, "--inject", "kill@3"] if rank == victim else words for rank in range(2)]
+    ends = pair(*both)
+    assert ends[victim][0] == -9
+    code, told = ends[1 - victim]
     assert code == 75 and "another process of this run is gone" in " ".join(told.split())
     assert len(losses(tmp_path / "run")) == 2
+    check_that_no_step_is_lost(tmp_path / "run", uncut, 2)
 
 
-def test_a_process_whose_peer_hangs_ends_within_the_timeout_and_can_be_resumed(world: Path, tmp_path: Path) -> None:
-    words = arguments(world, tmp_path / "run", train__peer_timeout_minutes=0.3, train__save_steps=1)
+@pytest.mark.slow
+def test_a_sharded_run_whose_process_was_killed_keeps_its_newest_checkpoint(world: Path, tmp_path: Path) -> None:
+    plain = {"objectives__feature__weight": 0.0, "objectives__attention__weight": 0.0}
+    words = arguments(world, tmp_path / "run", train__strategy="fsdp", train__save_steps=2, **plain)
+    (code, told), (killed, _) = pair(words, [*words, "--inject", "kill@4"])
+    assert killed == -9
+    assert code == 75 and "another process of this run is gone" in " ".join(told.split())
+    assert len(losses(tmp_path / "run")) == 3
+    assert CheckpointStore(tmp_path / "run" / "checkpoints").steps()[0] == 2
+    assert resume(tmp_path / "run", device="cpu").summary["status"] == "done"
+
+
+def test_a_process_whose_peer_hangs_saves_the_last_step_and_ends_within_the_timeout(
+    world: Path, tmp_path: Path, uncut: Path
+) -> None:
+    words = arguments(world, tmp_path / "run", train__peer_timeout_minutes=0.3)
     (code, told), (killed, _) = pair(words, [*words, "--inject", "freeze@3"], ends_all=True)
     assert code == 75 and "does not answer" in " ".join(told.split())
     assert killed == -9, "the frozen process is still there, until the launcher kills it"
-    assert (tmp_path / "run" / "checkpoints" / "step-000002").is_dir()
+    check_that_no_step_is_lost(tmp_path / "run", uncut, 2)
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from stillroom.engine.state import RunState
 from stillroom.engine.step import train_step
 from stillroom.planning.fit import changed, fit
 from stillroom.planning.live import LiveTensors
-from stillroom.planning.parts import lay_out
+from stillroom.planning.parts import COPY, lay_out
 from stillroom.planning.shapes import Shapes
 from stillroom.planning.target import find_target
 from stillroom.planning.toml import toml_lines
@@ -51,7 +51,7 @@ def test_what_fits_is_left_as_it_is(world: Path, shapes: Shapes) -> None:
 
 
 def test_a_smaller_micro_batch_comes_first_and_keeps_the_rows_of_a_step(world: Path, shapes: Shapes) -> None:
-    config = asked(world)
+    config = asked(world, checkpoint__background="off")
     bound = int(0.8 * lay_out(config, shapes, "fp32").total)
     fitted = fit(config, shapes, bound)
     assert fitted.layout.total <= bound
@@ -61,7 +61,7 @@ def test_a_smaller_micro_batch_comes_first_and_keeps_the_rows_of_a_step(world: P
 
 def test_rows_are_not_shortened_for_a_reserve(world: Path, shapes: Shapes) -> None:
     """A run that fits closely after harmless changes is not made to learn less."""
-    config = asked(world)
+    config = asked(world, checkpoint__background="off")
     harmless = {"train.batch_size": 1, "train.gradient_accumulation_steps": 16, "student.gradient_checkpointing": True}
     bound = lay_out(changed(config, harmless), shapes, "fp32").total
     assert fit(config, shapes, bound).settings == harmless
@@ -71,11 +71,18 @@ def test_changes_come_in_order_of_harm_and_each_saves_something(world: Path, sha
     fitted = fit(asked(world), shapes, 1)
     assert fitted.layout.total > 1
     assert all(one.saved > 0 for one in fitted.applied)
-    order = ["train.batch_size", "student.gradient_checkpointing", "teacher.cache", "teacher.placement",
-             "precision.moments", "precision.mode", "student.adapter", "data.max_length"]  # fmt: skip
+    order = ["checkpoint.background", "train.batch_size", "student.gradient_checkpointing", "teacher.cache",
+             "teacher.placement", "precision.moments", "precision.mode", "student.adapter",
+             "data.max_length"]  # fmt: skip
     places = [order.index(next(iter(one.change.settings))) for one in fitted.applied]
     assert places == sorted(places)
-    assert "train.batch_size" in fitted.settings
+    assert places[:2] == [0, 1]
+
+
+def test_the_copy_that_is_saved_in_the_background_is_counted(world: Path, shapes: Shapes) -> None:
+    with_copy, without = (lay_out(asked(world, checkpoint__background=how), shapes, "fp32") for how in ("auto", "off"))
+    assert with_copy.host[COPY] == 12 * with_copy.sizes.num_trained
+    assert with_copy.total - without.total == with_copy.host[COPY]
 
 
 def test_the_fitted_configuration_trains_within_the_bound(world: Path, shapes: Shapes, tmp_path: Path) -> None:

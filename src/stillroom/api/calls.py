@@ -44,11 +44,12 @@ def distill(
 ) -> Result:
     """Distil a teacher into a student and write the report.
 
-    Give a configuration, or the parts of one; parts win over the configuration and the preset, and `settings` are its
-    dotted keys (`{"train.max_steps": 100}`). Models are names, transformers models, or pairs (model, tokenizer); data
-    are names or iterables of records. Objects are left as they are: they are written to `inputs/` of the run's folder,
-    and a copy of the student is trained. Without `out`, a new folder below `runs` is made; one that holds an unfinished
-    run of the same configuration and the same objects is resumed.
+    `out` is a folder or the address of a store (s3://...). Give a configuration, or the parts of one; parts win over
+    the configuration and the preset, and `settings` are its dotted keys (`{"train.max_steps": 100}`). Models are names,
+    transformers models, or pairs (model, tokenizer); data are names or iterables of records. Objects are left as they
+    are: they are written to `inputs/` of the run's folder, and a copy of the student is trained. Without `out`, a new
+    folder below `runs` is made; one that holds an unfinished run of the same configuration and the same objects is
+    resumed.
 
     `listeners` are called with each event of the run. `progress` shows it on standard output; by default in a terminal
     and in a notebook only.
@@ -56,7 +57,7 @@ def distill(
     given = {"teacher": teacher, "student": student, "data": data, "eval_data": eval_data}
     given = {role: value for role, value in given.items() if value is not None}
     chosen = configured(config, preset, check.settings(settings, given), given)
-    folder = new_folder(out)
+    place = new_folder(out)
     handlers, where = check.listeners(listeners), check.device(device)
     check.text(inject, "inject")
     check.flag(progress, "progress")
@@ -64,14 +65,16 @@ def distill(
     from stillroom.api.objects import split_inputs
 
     names, inputs = split_inputs(given)
-    chosen = with_settings(chosen, {**names, **inputs.settings(folder)})
 
     from stillroom.engine.distill import distill as run
+    from stillroom.engine.run_folder.place import folder_of
 
-    def job(*views: Listener) -> Result:
+    chosen = with_settings(chosen, {**names, **inputs.settings(folder_of(place))})
+
+    def job(folder: Path, *views: Listener) -> Result:
         return run(chosen, folder, device=where, inject=inject, listeners=(*views, *handlers), inputs=inputs)
 
-    return _reported(job, folder, progress)
+    return _reported(job, place, progress)
 
 
 def resume(
@@ -91,9 +94,9 @@ def resume(
     from stillroom.demo import is_demo_run, resume_demo
     from stillroom.engine.distill import resume as resume_run
 
-    def job(*views: Listener) -> Result:
-        go = resume_demo if is_demo_run(path) else resume_run
-        return go(path, device=where, max_minutes=max_minutes, listeners=(*views, *handlers))
+    def job(folder: Path, *views: Listener) -> Result:
+        go = resume_demo if is_demo_run(folder) else resume_run
+        return go(folder, device=where, max_minutes=max_minutes, listeners=(*views, *handlers))
 
     return _reported(job, path, progress)
 
@@ -193,22 +196,23 @@ def generate(
 # -- the run ---------------------------------------------------------------------------------------------
 
 
-def _reported(job: Callable[..., Result], folder: Path, progress: bool | None) -> Result:
+def _reported(job: Callable[..., Result], out: Path, progress: bool | None) -> Result:
     """Run a job, show its events and write the report. Only the first of several processes shows and writes."""
     import torch
 
+    from stillroom.engine.run_folder.place import opened
     from stillroom.report import LiveReport, write_report
     from stillroom.telemetry.console import ConsoleView
     from stillroom.telemetry.notebook import is_notebook
 
     is_first = check.is_first_process()
     is_shown = progress if progress is not None else is_notebook() or (sys.stdout is not None and sys.stdout.isatty())
-    with ConsoleView("auto" if is_shown and is_first else "quiet") as view:
-        live = LiveReport(folder, view.handle)
+    with opened(out) as place, ConsoleView("auto" if is_shown and is_first else "quiet") as view:
+        live = LiveReport(place.folder, view.handle)
         views = (view.handle, live.handle) if is_first else (view.handle,)
         try:
             with torch.random.fork_rng(range(torch.cuda.device_count())):  # a run seeds; restore the caller's state
-                result = job(*views)
+                result = job(place.folder, *views)
         except FinishedBadly as error:  # the run is complete: write its report
             if is_first:
                 view.finish(error.summary, write_report(Path(str(error.folder)), live.foot()))

@@ -22,13 +22,14 @@ Exit code 0, whether or not something is found; 2 where the run or the file cann
 
 @app.command(help=_DIAGNOSE, short_help="Say what went wrong in a run, and what to change.")
 def diagnose(
-    run: Annotated[Path, typer.Argument(help="folder of a run, or a configuration (.toml, .json)")],
+    run: Annotated[Path, typer.Argument(help="folder or address of a run, or a configuration (.toml, .json)")],
     preset: Annotated[str | None, typer.Option(help="of a configuration: the preset it is based on")] = None,
     as_json: AsJson = False,
 ) -> None:
     from stillroom.diagnosis import lines
+    from stillroom.remote import is_in_store
 
-    if run.is_dir() or run.suffix not in (".toml", ".json"):
+    if is_in_store(run) or run.is_dir() or run.suffix not in (".toml", ".json"):
         _diagnose_run(run, as_json)
         return
     from stillroom.config import load
@@ -47,8 +48,11 @@ def _diagnose_run(run: Path, as_json: bool) -> None:
     from stillroom.diagnosis import lines
     from stillroom.diagnosis.reading import read_case
     from stillroom.engine.run_folder.lock import is_held
+    from stillroom.remote import is_in_store
+    from stillroom.stores.reading import here, may_be_owned
 
-    case = read_case(run, is_owned=is_held(run))
+    is_owned = may_be_owned(run) if is_in_store(run) else is_held(run)
+    case = read_case(here(run, needs="record"), is_owned=is_owned)
     findings = find_causes(case)
     if as_json:
         print_json(lines.as_dict(case, findings))
@@ -66,17 +70,19 @@ the difference may be chance. Exit code 0; 2 where a run cannot be read.
 
 @app.command(help=_COMPARE, short_help="Say how two runs differ, in settings and results.")
 def compare(
-    first: Annotated[Path, typer.Argument(help="folder of a run")],
-    second: Annotated[Path, typer.Argument(help="folder of another run")],
+    first: Annotated[Path, typer.Argument(help="folder or address of a run")],
+    second: Annotated[Path, typer.Argument(help="folder or address of another run")],
     as_json: AsJson = False,
 ) -> None:
     from stillroom.diagnosis.compare import compare as find_differences
     from stillroom.diagnosis.compare import compare_lines
     from stillroom.diagnosis.reading import read_case
+    from stillroom.stores.reading import here
 
     if first.resolve() == second.resolve():
         raise ConfigError(f"{first} is given twice", advice=["give the folders of two runs"])
-    found = find_differences(read_case(first).record, read_case(second).record)
+    one, other = (read_case(here(run, needs="record")).record for run in (first, second))
+    found = find_differences(one, other)
     if as_json:
         print_json(found)
         return

@@ -73,6 +73,10 @@ def eval_(
         "questions": questions.name if questions is not None else None, "tasks": ", ".join(names),
     }  # fmt: skip
     kept = _kept(owner, measured, {**result, "teacher_model": asked.teacher, "settings": settings})
+    if kept is not None:
+        from stillroom.stores.reading import add
+
+        add(asked.model, kept)
     if as_json:
         print_json({**result, **({"kept": str(kept)} if kept else {})})
         return
@@ -99,8 +103,9 @@ def _asked(
             )
         return _Asked(str(model), data, teacher, max_length or _MAX_LENGTH, bos)
     from stillroom.engine.run_folder.folder import read_config
+    from stillroom.stores.reading import here
 
-    config = read_config(run)
+    config = read_config(here(run, needs="record"))
     text = data or config.data.eval
     if text is None:
         raise ConfigError(

@@ -28,6 +28,7 @@ from stillroom.config import load, parse_assignments, shortened
 from stillroom.config.faults import FAULTS
 from stillroom.ends import fault_of
 from stillroom.errors import ConfigError, FinishedBadly, StillroomError
+from stillroom.remote import refuse_url
 
 if TYPE_CHECKING:
     from stillroom.engine.distill import Result
@@ -48,7 +49,9 @@ def distill(
     student: StudentModel = None,
     data: TrainData = None,
     eval_data: EvalData = None,
-    out: Annotated[Path | None, typer.Option(help="folder of the run; one with an unfinished run is resumed")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="folder or address (s3://...) of the run; an unfinished one is resumed")
+    ] = None,
     max_steps: Annotated[int | None, typer.Option(help="optimizer steps")] = None,
     precision: Annotated[str | None, typer.Option(help="auto, fp32, fp16-mixed, fp16-master, fp16-split ...")] = None,
     device: Device = "auto",
@@ -87,21 +90,23 @@ def distill(
         )
     folder = out or Path("runs") / f"{config.stem if config else preset or 'demo'}-{datetime.now():%Y%m%d-%H%M%S}"
 
-    def job(listeners: Listeners) -> Result:
+    def job(place: Path, listeners: Listeners) -> Result:
         if is_demo and not dry_run and not inject:
             from stillroom.demo import run_demo
 
-            return run_demo(loaded.config, folder, device=device, listeners=listeners)
+            return run_demo(loaded.config, place, device=device, listeners=listeners)
         from stillroom.engine.distill import distill as run
 
-        return run(loaded.config, folder, device=device, inject=inject, listeners=listeners, notes=loaded.notes)
+        return run(loaded.config, place, device=device, inject=inject, listeners=listeners, notes=loaded.notes)
 
+    if is_demo:
+        refuse_url(folder, "the demo, which is three runs,", "--out")
     _run_and_report(job, folder, as_json=as_json, progress=progress)
 
 
 @app.command()
 def resume(
-    run: Annotated[Path, typer.Argument(help="folder of a run")],
+    run: Annotated[Path, typer.Argument(help="folder or address of a run")],
     device: Device = "auto",
     max_minutes: Annotated[float | None, typer.Option(help="save and stop after so long, exit code 75")] = None,
     strategy: Annotated[str | None, typer.Option(help="auto, ddp or fsdp, where there are several processes")] = None,
@@ -113,32 +118,36 @@ def resume(
 ) -> None:
     """Continue a run, bit for bit."""
 
-    def job(listeners: Listeners) -> Result:
+    def job(place: Path, listeners: Listeners) -> Result:
         from stillroom.demo import is_demo_run, resume_demo
         from stillroom.engine.distill import resume as resume_run
 
-        if is_demo_run(run):
-            return resume_demo(run, device=device, max_minutes=max_minutes, listeners=listeners)
+        if is_demo_run(place):
+            return resume_demo(place, device=device, max_minutes=max_minutes, listeners=listeners)
         return resume_run(
-            run, device=device, max_minutes=max_minutes, strategy=strategy, shard_size=shard_size, listeners=listeners
+            place, device=device, max_minutes=max_minutes, strategy=strategy, shard_size=shard_size, listeners=listeners
         )
 
     _run_and_report(job, run, as_json=as_json, progress=progress)
 
 
-def _run_and_report(job: Callable[[Listeners], Result], folder: Path, *, as_json: bool, progress: bool) -> None:
-    """Run a job, show its events, write the report and print the result."""
+def _run_and_report(job: Callable[[Path, Listeners], Result], folder: Path, *, as_json: bool, progress: bool) -> None:
+    """Run a job, show its events, write the report and print the result. One in a store is sent there at the end."""
+    from stillroom.engine.run_folder.place import opened
     from stillroom.telemetry.console import ConsoleView
 
     is_first = _num_processes() == 1 or os.environ.get("RANK", "0") == "0"
     failure: FinishedBadly | None = None
     try:
-        with ConsoleView("quiet" if as_json or not is_first else "auto" if progress else "plain") as view:
+        with (
+            opened(folder) as place,
+            ConsoleView("quiet" if as_json or not is_first else "auto" if progress else "plain") as view,
+        ):
             from stillroom.report import LiveReport, write_report
 
-            live = LiveReport(folder, view.handle)
+            live = LiveReport(place.folder, view.handle)
             try:
-                result = job((view.handle, live.handle) if is_first else (view.handle,))
+                result = job(place.folder, (view.handle, live.handle) if is_first else (view.handle,))
                 where, summary = result.folder, result.summary
             except FinishedBadly as error:  # a finished run without success: write its report
                 failure, where, summary = error, Path(str(error.folder)), dict(error.summary)
@@ -149,7 +158,7 @@ def _run_and_report(job: Callable[[Listeners], Result], folder: Path, *, as_json
                 path = write_report(where, live.foot())
                 with contextlib.suppress(BrokenPipeError):  # the run is done, even if nobody reads its output
                     if as_json and failure is None:
-                        print_json({"folder": str(where), **summary})
+                        print_json({"folder": place.url or str(where), **summary})
                     else:
                         view.finish(summary, path)
     except (StillroomError, BrokenPipeError):

@@ -68,8 +68,9 @@ def replay(
 ) -> None:
     """Run a quarantined batch again and say where it goes wrong."""
     from stillroom.engine.replay import replay as again
+    from stillroom.stores.reading import here
 
-    result = again(run, step, attempt_number=attempt, device=device)
+    result = again(here(run, needs="all"), step, attempt_number=attempt, device=device)
     if as_json:
         print_json(result)
         return
@@ -93,16 +94,23 @@ def presets(name: Annotated[str | None, typer.Argument(help="print this one with
 
 @app.command(short_help="Write report.html of a run, or of several.")
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="folder of a run; several share one page")],
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="folder or address of a run; several share one page")
+    ],
     out: Annotated[Path | None, typer.Option(help="the page; else RUN/report.html, or compared.html here")] = None,
 ) -> None:
     """Write (or rewrite) report.html of a run, or one page that compares several."""
+    from stillroom.remote import as_url, is_in_store
     from stillroom.report import write_report, write_reports
+    from stillroom.stores.reading import add, here
 
-    for run in runs:
-        if not (run / "events.jsonl").exists():
+    folders = [here(run, needs="record") for run in runs]
+    for run, folder in zip(runs, folders, strict=True):
+        if not (folder / "events.jsonl").exists():
             raise ConfigError(f"{run} holds no run: there is no events.jsonl", advice=["give the folder of a run"])
     if len(runs) == 1 and out is None:
-        typer.echo(str(write_report(runs[0])))
+        page = write_report(folders[0])
+        add(runs[0], page, page.with_suffix(".svg"), page.with_suffix(".png"))
+        typer.echo(f"{as_url(runs[0])}/{page.name}" if is_in_store(runs[0]) else str(page))
         return
-    typer.echo(str(write_reports(runs, out or Path("compared.html"))))
+    typer.echo(str(write_reports(folders, out or Path("compared.html"))))

@@ -33,9 +33,15 @@ def watch(
 
     Reads the run's log and changes nothing. Ctrl-C ends the watching, not the run.
     """
+    from stillroom.remote import is_in_store
     from stillroom.telemetry.console import ConsoleView
     from stillroom.telemetry.following import Follower
 
+    if is_in_store(run):
+        raise ConfigError(
+            "a run in a store sends its log at evaluations and checkpoints: there is nothing to follow",
+            advice=[f"look at what is there: stillroom report {run}", "or watch it on the machine that trains"],
+        )
     if run.exists() and not run.is_dir():
         raise ConfigError(f"{run} is a file", advice=["give the folder of a run"])
     follower = Follower(run / "events.jsonl")

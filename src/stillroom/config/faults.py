@@ -24,7 +24,7 @@ FAULTS = {
     "nan_moment": "one moment of the optimizer becomes NaN",
     "lr_spike": "the learning rate is a thousand times too high",
     "disk_full": "the next checkpoint cannot be written",
-    "kill": "the process is killed before the step",
+    "kill": "the process is killed before the step, when its last checkpoint is whole",
     "freeze": "the process is stopped before the step and does not go on, as one that hangs",
     "kill_mid_update": "the process is killed while weights are written",
     "kill_while_writing": "the process is killed while a checkpoint's tensors are written",

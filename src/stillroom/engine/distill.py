@@ -22,6 +22,7 @@ from stillroom.engine.building.models import Models, load_models
 from stillroom.engine.building.preflight import first_forward
 from stillroom.engine.building.shrink_student import start_note, student_name
 from stillroom.engine.building.strategy import unused_strategy
+from stillroom.engine.building.teacher_rank import answer_trainers, unused_ranks
 from stillroom.engine.ending.finish import finish, result_or_error, summary_row
 from stillroom.engine.ending.outcome import FINISHED, doubts
 from stillroom.engine.ending.result import Result
@@ -42,14 +43,16 @@ from stillroom.engine.run import Run
 from stillroom.engine.run_folder import folder as run_folder
 from stillroom.engine.run_folder.folder import Claim
 from stillroom.engine.run_folder.inputs import Inputs
+from stillroom.engine.run_folder.place import opened
 from stillroom.engine.saving import save_checkpoint
 from stillroom.engine.state import RunState, restore_history
 from stillroom.engine.stop import Stop
 from stillroom.engine.tracking import open_tracking
 from stillroom.errors import BrokenAtStart, ConfigError
 from stillroom.evaluation import Evaluation
-from stillroom.models import Student, anatomy_of
+from stillroom.models import Student
 from stillroom.parallel import Parallel, join
+from stillroom.parallel.link import TeacherRank, telling_the_end
 from stillroom.telemetry import SilentLog
 
 __all__ = ["Result", "distill", "resume"]
@@ -65,7 +68,7 @@ def distill(
     notes: tuple[str, ...] = (),
     inputs: Inputs | None = None,
 ) -> Result:
-    """Distil as configured into a folder. Resume an unfinished run of the same configuration.
+    """Distil as configured into a folder or an address of a store. Resume an unfinished run of the same configuration.
 
     `inputs` are models and data given as objects: the first process writes them to the paths of `inputs.settings(out)`,
     which the configuration names.
@@ -73,18 +76,27 @@ def distill(
     stop = Stop(config.train.max_minutes)
     with stop.on_signals():
         with stop.while_loading():
-            parallel = join(config.train.peer_timeout_minutes, config.train.strategy, config.train.shard_size)
+            parallel = _join(config)
             device_notes: list[str] = []
             where = find_device(device, device_notes.append)
             notes = (*notes, *device_notes)
-        with deterministic(where), run_folder.owned(Path(out), config, is_first=parallel.is_first) as claim:
+        if isinstance(parallel, TeacherRank):
+            with deterministic(where):
+                return answer_trainers(config, parallel, Path(out), where)
+        first = parallel.is_first
+        with (
+            telling_the_end(parallel),
+            opened(out) as place,
+            deterministic(where),
+            run_folder.owned(place.folder, config, is_first=first) as claim,
+        ):
+            claim.mirror, notes = place.mirror, (*notes, *place.notes)
             if parallel.broadcast(float(claim.is_resumed)) and not parallel.is_first:
                 claim.is_resumed, claim.config = run_folder.find_run(claim.folder, config)
             if inputs is not None:
                 with stop.while_loading():
                     columns = config.data.needed_columns
-                    keep = parallel.is_first
-                    kept = inputs.keep(claim.folder, is_resumed=claim.is_resumed, columns=columns) if keep else ()
+                    kept = inputs.keep(claim.folder, is_resumed=claim.is_resumed, columns=columns) if first else ()
                     parallel.wait()
                 notes = (*notes, *kept)
             finished, doubt = run_folder.read_summary(claim.folder) if claim.is_resumed else ({}, "")
@@ -93,6 +105,11 @@ def distill(
             return result_or_error(
                 _run(claim, parallel, where, stop, inject, listeners, (*notes, doubt) if doubt else notes)
             )
+
+
+def _join(config: Config) -> Parallel:
+    train = config.train
+    return join(train.peer_timeout_minutes, train.strategy, train.shard_size, config.teacher.ranks)
 
 
 def _run(
@@ -119,6 +136,8 @@ def _run(
         tracking = open_tracking(config, folder, lambda text: log.write("note", text=text))
         if tracking is not None:
             log.listen(tracking)
+        if claim.mirror is not None:
+            claim.mirror.attach(log)
     with log, recorded_end(log, folder):
         with stop.while_loading():
             run = build_run(
@@ -155,15 +174,16 @@ def resume(
     With another number of processes or another `strategy` it goes on with the same rows in the same order, and with
     the same numbers up to the order of sums. `shard_size` belongs to `fsdp`: another strategy drops the run's own.
     """
-    config = run_folder.read_config(Path(folder))
     if shard_size is None and strategy not in (None, "fsdp"):
         shard_size = 0
     given = {"max_minutes": max_minutes, "strategy": strategy, "shard_size": shard_size}
     changed = {key: value for key, value in given.items() if value is not None}
     if strategy not in (None, *STRATEGIES):
         raise ConfigError(f"{strategy!r} is no strategy", where="--strategy", advice=[" or ".join(STRATEGIES)])
-    config = config.model_copy(update={"train": config.train.model_copy(update=changed)})
-    return distill(config, folder, device=device, listeners=listeners)
+    with opened(folder) as place:
+        config = place.read_config()
+        config = config.model_copy(update={"train": config.train.model_copy(update=changed)})
+        return distill(config, place.folder, device=device, listeners=listeners)
 
 
 def _teller(listeners: tuple[Callable[[dict[str, Any]], None], ...]) -> Callable[[str], None]:
@@ -193,7 +213,7 @@ def _train(run: Run, state: RunState, saved: Saved | None, mark: Mark | None, st
         run.log.write("note", text=f"the rollback to step {mark.to} was cut short: its budgets are kept")
     run.checkpoints.line = state.rollbacks
     if mark is not None and saved is not None:
-        save_checkpoint(run, state)
+        save_checkpoint(run, state, is_awaited=True)
     for _outcome in training(run, state, stop):
         pass
     return finish(run, state, stop)
@@ -204,7 +224,7 @@ def _before(run: Run, state: RunState) -> dict[str, Any]:
     before: dict[str, Any] = {}
     teacher = run.teacher.as_model()
     if teacher is not None:
-        row = summary_row(_evaluate_teacher(run, state, teacher), anatomy_of(teacher.model).num_parameters)
+        row = summary_row(_evaluate_teacher(run, state, teacher), teacher.num_parameters)
         before["teacher"] = run.teacher.comparable(row)
         if not _is_number(before["teacher"]["bits_per_byte"]):
             raise BrokenAtStart(
@@ -274,7 +294,9 @@ def _announce(run: Run, models: Models, notes: tuple[str, ...], saved: Saved | N
             "notes": list(run.corpus.notes),
         },
     )
-    notes = (*notes, *unused_strategy(config, run.parallel))
+    parallel = run.parallel
+    notes = (*notes, *unused_strategy(config, parallel))
+    notes = (*notes, *unused_ranks(config, parallel.size, has_link=parallel.link is not None))
     for text in (*notes, *threads.notes(), *models.notes, *run.teacher.notes, *run.mix.notes(run.device.type)):
         run.log.write("note", text=text)
     if saved is not None:

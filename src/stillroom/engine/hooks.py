@@ -41,8 +41,11 @@ class Hooks:
     def in_eval(self) -> None:
         """Before an evaluation."""
 
+    def before_save(self) -> None:
+        """Before a save, or the mark of a rollback."""
+
     def checkpoint_point(self, point: str) -> None:
-        """Between the stages of a save."""
+        """Between the stages of a save, maybe in another thread while later steps are attempted."""
 
     def after_return(self, step: int) -> None:
         """After a rollback or a reset from `step` to an earlier one."""

@@ -39,15 +39,18 @@ class Injector(Hooks):
         self.faults = parse(spec)
         self.tell = tell or (lambda _text: None)
         self.step = 0  # the optimizer step being attempted, set by the engine
+        self._saved_after = 0  # the same when the present save began
         self._first_step: int | None = None
 
-    def strikes(self, name: str) -> bool:
+    def strikes(self, name: str, step: int | None = None) -> bool:
+        """Whether a fault strikes now, at the step being attempted or the one that is given."""
+        step = self.step if step is None else step
         for fault in self.faults:
             # A run resumed beyond a fault's step had it before.
-            is_due = (self._first_step or 0) <= fault.step <= self.step
+            is_due = (self._first_step or 0) <= fault.step <= step
             if fault.name == name and fault.left > 0 and is_due:
                 fault.left -= 1
-                self.tell(f"injected {name} at step {self.step}: {FAULTS[name]}")
+                self.tell(f"injected {name} at step {step}: {FAULTS[name]}")
                 return True
         return False
 
@@ -74,6 +77,7 @@ class Injector(Hooks):
             self._first_step = step
             self._warn_out_of_range(run.schedule.num_steps)
         if self.strikes("kill"):
+            run.saves.wait()  # which checkpoint is the newest must not depend on the speed of a disk
             _die()
         if self.strikes("freeze"):
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -143,10 +147,13 @@ class Injector(Hooks):
         if self.strikes("kill_in_eval"):
             _die()
 
+    def before_save(self) -> None:
+        self._saved_after = self.step
+
     def checkpoint_point(self, point: str) -> None:
-        if point == "while_writing" and self.strikes("disk_full"):
+        if point == "while_writing" and self.strikes("disk_full", self._saved_after):
             raise OSError(28, os.strerror(28))
-        if self.strikes(f"kill_{point}"):
+        if self.strikes(f"kill_{point}", self._saved_after):
             _die()
 
 

@@ -13,8 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from stillroom.curriculum import NO_PHASE
+from stillroom.engine.background_save import no_save_left, tell_finished
 from stillroom.engine.fitting import evaluate_held_out, micro_batch_rows, parts_of, within_memory
 from stillroom.engine.gradients import is_due, term_gradients
+from stillroom.engine.lost_peer import last_step_saved
 from stillroom.engine.pace import plan_evaluations
 from stillroom.engine.recovery.recover import check_state, is_sound, keep_snapshot, take_snapshot
 from stillroom.engine.run import Run
@@ -33,6 +35,11 @@ __all__ = ["Stop", "run_evaluation", "training"]
 
 def training(run: Run, state: RunState, stop: Stop) -> Iterator[StepOutcome]:
     """Train until the schedule ends. Yields after each attempted step, refused ones included."""
+    with last_step_saved(run, state), no_save_left(run, state):
+        yield from _steps(run, state, stop)
+
+
+def _steps(run: Run, state: RunState, stop: Stop) -> Iterator[StepOutcome]:
     run.student.train()
     start, already = time.monotonic(), state.seconds
     plan(run, state)
@@ -50,6 +57,7 @@ def training(run: Run, state: RunState, stop: Stop) -> Iterator[StepOutcome]:
         if state.cursor in state.quarantined:
             state.cursor += 1
             continue
+        state.begun_at = run.log.position
         began, processor = time.monotonic(), time.process_time()
         window = run.loader.window(state.cursor)
         loaded = time.monotonic() - began
@@ -60,8 +68,10 @@ def training(run: Run, state: RunState, stop: Stop) -> Iterator[StepOutcome]:
         state.seconds = already + time.monotonic() - start
         spent = Spent(time.monotonic() - began, loaded, time.process_time() - processor)
         run.log.write("step", **step_record(run, state, outcome, spent))
+        state.begun_at = None
+        tell_finished(run, state)
         state.pace.step_seconds = time.monotonic() - began
-        stop.reserve = state.pace.seconds_to_stop()
+        stop.reserve = state.pace.seconds_to_stop(is_saving=run.saves.current is not None)
         stop.heed_clock()
         record_rollback(run, state)
         yield outcome
@@ -92,7 +102,7 @@ def _stoppable(run: Run, state: RunState, stop: Stop) -> Iterator[None]:
     try:
         yield
     except _StopHere:
-        save_checkpoint(run, state)
+        save_checkpoint(run, state, is_awaited=True)
         save_stopped_student(run, state)
         reason = stop.reason or "another process was asked to"
         during = ", during its evaluation" if state.owes_evaluation else ""
@@ -155,9 +165,9 @@ def evaluate_and_save(run: Run, state: RunState, lesson: Lesson, *, is_eval: boo
         state.owes_evaluation = False
         judge_student(run, state, result)
     is_last = state.applied >= run.schedule.num_steps or state.is_finished
-    is_worth_it = is_save and run.parallel.broadcast(float(state.pace.is_save_worth_it())) == 1.0
-    if is_last or is_worth_it:
-        save_checkpoint(run, state)
+    is_worth_it = state.pace.is_save_worth_it(is_saving=run.saves.current is not None)
+    if is_last or (is_save and run.parallel.broadcast(float(is_worth_it)) == 1.0):
+        save_checkpoint(run, state, is_awaited=is_last)
 
 
 # -- evaluation ------------------------------------------------------------------------------------------

@@ -32,14 +32,18 @@ class Pace:
         self.save_seconds = seconds
         self._saved_at = time.monotonic()
 
-    def is_save_worth_it(self) -> bool:
-        """Whether another save would take no more than its share of the time since the last one."""
-        spent = time.monotonic() - self._saved_at
-        return self.is_save_fixed or self.save_seconds <= _SAVING_SHARE * (spent + self.save_seconds)
+    def is_save_worth_it(self, *, is_saving: bool = False) -> bool:
+        """Whether another save would take no more than its share of the time since the last one.
 
-    def seconds_to_stop(self) -> float:
-        """Seconds for one more step, a checkpoint and the student's folder."""
-        return self.step_seconds + _MARGIN * 2 * self.save_seconds
+        Not while one is in flight, which it would have to wait for.
+        """
+        spent = time.monotonic() - self._saved_at
+        is_affordable = self.save_seconds <= _SAVING_SHARE * (spent + self.save_seconds)
+        return self.is_save_fixed or (is_affordable and not is_saving)
+
+    def seconds_to_stop(self, *, is_saving: bool = False) -> float:
+        """Seconds for one more step, the save in flight, a checkpoint and the student's folder."""
+        return self.step_seconds + _MARGIN * (3 if is_saving else 2) * self.save_seconds
 
 
 def plan_evaluations(num_steps: int, eval_rows: int, step_rows: int) -> tuple[int, str]:

@@ -12,6 +12,7 @@ from stillroom.checkpoint import CheckpointStore
 from stillroom.config import Config
 from stillroom.curriculum import Curriculum
 from stillroom.data import Corpus, Loader, fixed_batches
+from stillroom.engine.background_save import Saves
 from stillroom.engine.hooks import Hooks
 from stillroom.engine.run_folder.lock import FolderLock
 from stillroom.engine.state import RunState
@@ -58,6 +59,7 @@ class Run:
     log: EventLog
     checkpoints: CheckpointStore
     ring: Snapshots
+    saves: Saves = field(default_factory=Saves)
     hooks: Hooks = field(default_factory=Hooks)
     parallel: Parallel = field(default_factory=Parallel)
     num_shares: int = 1  # processes that the run began with: a window has `accumulation` micro-batches for each

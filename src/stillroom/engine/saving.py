@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 
-from stillroom.checkpoint import Saved
+from stillroom.engine.background_save import Save, settle
 from stillroom.engine.recovery.recover import is_sound
 from stillroom.engine.run import Run
 from stillroom.engine.state import RunState, capture, frozen_of, history, weights_of
@@ -30,49 +31,44 @@ _COMPARED_ROWS = 2  # of training text, that a merged student is compared with t
 _COMPARED_LENGTH = 128
 
 
-def save_checkpoint(run: Run, state: RunState) -> None:
-    """Write a checkpoint, unless this state is saved already.
+def save_checkpoint(run: Run, state: RunState, *, is_awaited: bool = False) -> None:
+    """Write a checkpoint, unless this state is saved already: in the background where the run does so.
 
-    A full disk is logged and the run goes on; a deleted folder ends it.
+    `is_awaited`: it is whole when this returns. A full disk is logged and the run goes on; a deleted folder ends it.
     """
+    settle(run, state)
     moment = (state.applied, state.attempted, state.rollbacks, int(state.owes_evaluation))
     if state.saved_at == moment:
         return
     if not is_sound(run):
         run.log.write("note", text="weights are not finite: nothing is saved, the last good checkpoint stays")
         return
+    in_background = run.saves.is_background and not is_awaited
     takes_part = run.parallel.is_first or run.parallel.is_sharded
-    is_saved = _write_checkpoint(run, state) if takes_part else False
-    # All processes wait for the first, so a rollback never reads a half-written checkpoint.
-    if run.parallel.broadcast(float(is_saved)):
-        state.saved_at = moment
-
-
-def _write_checkpoint(run: Run, state: RunState) -> bool:
+    run.hooks.before_save()
     began = time.monotonic()
+    write = _writer(run, state, in_background=in_background) if takes_part else None
+    run.saves.begin(Save(state.applied, began, write), in_background=in_background)
+    state.saved_at = moment
+    if not in_background:
+        settle(run, state)
+
+
+def _writer(run: Run, state: RunState, *, in_background: bool) -> Callable[[], Path]:
+    """What writes the present state: a copy of it where the run goes on meanwhile."""
     run.check_folder()  # of the first process, which alone has a lock
     run.log.sync()  # a checkpoint stores its position in the log, which must survive a power cut
     saved = capture(run, state)
     run.checkpoints.line = saved.line
-    try:
-        path = _save(run, saved)
-    except CannotSave as error:
-        run.check_folder()
-        run.log.write("note", text=f"{error.what}; the run goes on, the last good checkpoint stays")
-        return False
-    seconds = time.monotonic() - began
-    state.pace.saved(seconds)
-    size = sum(file.stat().st_size for file in path.iterdir())
-    name = str(path.relative_to(run.folder))
-    run.log.write("checkpoint", step=saved.step, path=name, bytes=size, seconds=seconds)
-    return True
-
-
-def _save(run: Run, saved: Saved) -> Path:
+    if run.parallel.is_sharded:
+        parts = {group: run.parallel.as_global(group, named) for group, named in saved.tensors.items()}
+        saved = replace(saved, tensors=parts)
+    if in_background:
+        saved = saved.copied(but=("best",))  # another best student is another tensor: none is written over
     if not run.parallel.is_sharded:
-        return run.checkpoints.save(saved.step, saved.tensors, saved.scalars)
-    tensors = {group: run.parallel.as_global(group, named) for group, named in saved.tensors.items()}
-    return run.checkpoints.save_parts(saved.step, tensors, saved.scalars, run.parallel)
+        return lambda: run.checkpoints.save(saved.step, saved.tensors, saved.scalars)
+    processes = run.saves.beside if in_background else run.parallel
+    return lambda: run.checkpoints.save_parts(saved.step, saved.tensors, saved.scalars, processes)
 
 
 def record_rollback(run: Run, state: RunState) -> None:
@@ -84,11 +80,12 @@ def record_rollback(run: Run, state: RunState) -> None:
         return
     run.checkpoints.line = state.rollbacks
     run.ring.settle()
+    run.hooks.before_save()
     if run.parallel.is_first:
         run.check_folder()
         run.log.sync()
         run.checkpoints.begin_line(state.rollbacks, state.applied, history(run, state))
-    save_checkpoint(run, state)
+    save_checkpoint(run, state, is_awaited=True)
 
 
 def save_student(run: Run) -> None:

@@ -37,6 +37,8 @@ class Holdings:
     pace: Pace = field(default_factory=Pace)
     evaluated: Evaluation | None = None  # the last evaluation of the student
     saved_at: tuple[int, ...] = ()  # counters that identify the state of the newest checkpoint
+    is_changing: bool = False  # a verdict is carried out: weights and counters are not those of one step
+    begun_at: int | None = None  # position in the log when the present attempt began; None between attempts
     between_batches: Callable[[], None] = never_stop  # called between held-out batches; may raise to stop
 
 
@@ -154,7 +156,7 @@ def capture(run: Run, state: RunState) -> Saved:
         "guard": run.guard.state_dict(),
         "num_updates": run.optimizer.num_updates,
         "before": strict(state.before),  # a yardstick may be infinite, which JSON cannot store
-        "events": run.log.position,
+        "events": run.log.position if state.begun_at is None else state.begun_at,
         "processes": run.num_shares,
         "base": run.adapter.base_identity if run.adapter else None,  # the frozen weights are not in the checkpoint
         "canary": state.canary_reference if math.isfinite(state.canary_reference) else None,

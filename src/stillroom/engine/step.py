@@ -61,6 +61,7 @@ def train_step(run: Run, state: RunState, window: Sequence[Batch]) -> StepOutcom
     verdict = run.guard.judge(evidence)
     if verdict.action == "examine":
         verdict = run.guard.diagnose(evidence, verdict.reason, examine(run, state))
+    state.is_changing = True
     state.attempted += 1
     run.teacher.end_window(verdict, evidence, rate)
     if verdict.action == "keep":
@@ -74,6 +75,7 @@ def train_step(run: Run, state: RunState, window: Sequence[Batch]) -> StepOutcom
         all_batches = run.parallel.whole_window(run.loader, state.cursor, window)
         carry_out(run, state, all_batches, evidence, verdict)
     run.optimizer.zero_grad()
+    state.is_changing = False
 
     terms = TermRecord.table(dict(evidence.terms), lesson.weights)
     peak = run.config.train.learning_rate

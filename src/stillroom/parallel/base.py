@@ -26,9 +26,11 @@ class Parallel:
     """One process."""
 
     strategy = "single"
+    link: Any = None  # to the process that holds the teacher, where that is another one
     rank = 0
     size = 1
     is_sharded = False  # whether a process holds a part of each weight
+    group: Any = None  # of torch.distributed; None: the one of all processes
     takes_smaller_parts = True  # whether a window can be taken again where memory ran out
 
     @property
@@ -40,6 +42,10 @@ class Parallel:
     def is_first(self) -> bool:
         """Whether this process writes: events, checkpoints, the student, the console, the report."""
         return self.rank == 0
+
+    def beside(self) -> Parallel:
+        """The same processes for another thread, whose messages do not mix with those of this one. Called by all."""
+        return self
 
     # -- what a step asks ----------------------------------------------------------------------------------
 
@@ -136,6 +142,10 @@ class Parallel:
     def together(self, action: Callable[[], T]) -> T:
         """Do something with files in every process. An OSError in one of them is raised in all."""
         return action()
+
+    def asking_peers(self) -> AbstractContextManager[None]:
+        """Around messages that a library sends: there too a lost process ends the others with exit code 75."""
+        return nullcontext()
 
     def wait(self) -> None:
         """Wait for all processes."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stillroom.errors import Diverged, Interrupted
+from stillroom.errors import Diverged, PeerGone
 from stillroom.parallel.base import Parallel, fingerprint
 from stillroom.parallel.used import Uses
 
@@ -36,10 +37,18 @@ class Processes(Parallel):
         self.rank = rank
         self.size = size
         self.shard_size = shard_size or size  # processes that hold the parts of one copy of what is sharded
-        self.timeout = timeout  # of groups of some of the processes
+        self.timeout = timeout  # of one process that waits for another; None: what torch has
         self._uses = Uses()
         # Send small numbers through main memory where gloo is available.
         self._device = torch.device("cpu" if "gloo" in dist.get_backend_config() else "cuda")
+
+    def beside(self) -> Processes:
+        """With a gloo group of its own: whatever the other thread sends by NCCL or gloo, this one waits for no card."""
+        other = copy.copy(self)
+        with peer_errors():
+            other.group = dist.new_group(backend="gloo", timeout=self.timeout)
+        other._device = torch.device("cpu")
+        return other
 
     def seed(self, seed: int, attempted: int) -> None:
         """Random numbers that differ between processes and repeat after a resume."""
@@ -80,7 +89,7 @@ class Processes(Parallel):
 
     def sum_(self, tensor: Tensor) -> None:
         with peer_errors():
-            dist.all_reduce(tensor, dist.ReduceOp.SUM)
+            dist.all_reduce(tensor, dist.ReduceOp.SUM, group=self.group)
 
     def names(self, names: Iterable[str]) -> list[str]:
         return sorted({name for one in self.collect(list(names)) for name in one})
@@ -91,7 +100,7 @@ class Processes(Parallel):
         padded = torch.nn.functional.pad(own, (0, width - len(own)), value=ord(" "))
         gathered = [torch.empty_like(padded) for _ in range(self.size)]
         with peer_errors():
-            dist.all_gather(gathered, padded)
+            dist.all_gather(gathered, padded, group=self.group)
         return [json.loads(bytes(one.tolist())) for one in gathered]
 
     def together(self, action: Callable[[], T]) -> T:
@@ -108,21 +117,24 @@ class Processes(Parallel):
         ordered = math.inf if math.isnan(value) else value
         largest = torch.tensor([ordered], dtype=torch.float64, device=self._device)
         with peer_errors():
-            dist.all_reduce(largest, dist.ReduceOp.MAX)
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
         return float(largest.tolist()[0])
 
     def broadcast(self, value: float) -> float:
         sent = torch.tensor([value], dtype=torch.float64, device=self._device)
         with peer_errors():
-            dist.broadcast(sent, src=0)
+            dist.broadcast(sent, src=0, group=self.group)
         return float(sent.tolist()[0])
 
     def same_everywhere(self, fingerprint: int) -> bool:
-        return same_in(None, fingerprint, self._device)
+        return same_in(self.group, fingerprint, self._device)
 
     def check_replicas(self, tensors: Mapping[str, Tensor]) -> None:
         if not self.same_everywhere(fingerprint(tensors)):
             raise replicas_differ(f"the students of the {self.size} processes")
+
+    def asking_peers(self) -> AbstractContextManager[None]:
+        return peer_errors()
 
     def wait(self) -> None:
         self.worst(0.0)
@@ -147,7 +159,7 @@ def replicas_differ(what: str) -> Diverged:
 
 @contextmanager
 def peer_errors() -> Iterator[None]:
-    """Turn torch's error for a missing or silent process into `Interrupted`: the run can be resumed."""
+    """Turn torch's error for a missing or silent process into `PeerGone`: the run can be resumed."""
     try:
         yield
     except RuntimeError as error:
@@ -159,9 +171,9 @@ def is_of_peer(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
-def peer_is_gone(error: BaseException) -> Interrupted:
+def peer_is_gone(error: BaseException) -> PeerGone:
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return Interrupted(
+    return PeerGone(
         f"another process of this run is gone or does not answer: {reason}",
         where=f"process {os.environ.get('RANK', '?')}",
         advice=["look at the first process that ended", "then start all of them again: the run is resumed"],

@@ -11,7 +11,7 @@ from stillroom.config import Config
 from stillroom.config.load import build, put
 from stillroom.errors import ConfigError
 from stillroom.models import find
-from stillroom.planning.parts import Layout, chosen_mode, lay_out
+from stillroom.planning.parts import COPY, Layout, chosen_mode, lay_out
 from stillroom.planning.shapes import Shapes
 
 _SHORTEST = 64  # positions of a row that still hold a sentence or two
@@ -92,6 +92,13 @@ def _try(config: Config, change: Change, shapes: Shapes) -> tuple[Config, Layout
         return None
 
 
+def _awaited_saves(_config: Config, now: Layout, _shapes: Shapes) -> Change | None:
+    if not now.on_cpu or COPY not in now.host:
+        return None
+    cost = "nothing learned changes; training waits while a checkpoint is written"
+    return Change({"checkpoint.background": "off"}, "checkpoints without a copy of the state", cost)
+
+
 def _smaller_batch(config: Config, _now: Layout, _shapes: Shapes) -> Change | None:
     """The next smaller divisor, so that a step has the same rows."""
     rows, parts = config.train.rows_per_batch, config.train.gradient_accumulation_steps
@@ -164,6 +171,6 @@ def _shorter(config: Config, _now: Layout, _shapes: Shapes) -> Change | None:
 
 
 _IN_ORDER_OF_HARM: tuple[Callable[[Config, Layout, Shapes], Change | None], ...] = (
-    _smaller_batch, _recompute, _cache, _offload, _stream, _moments, _split, _adapter, _shorter,
+    _awaited_saves, _smaller_batch, _recompute, _cache, _offload, _stream, _moments, _split, _adapter, _shorter,
 )  # fmt: skip
-_TIME_ALONE = (_smaller_batch, _recompute)
+_TIME_ALONE = (_awaited_saves, _smaller_batch, _recompute)

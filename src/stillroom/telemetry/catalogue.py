@@ -187,8 +187,14 @@ EVENTS: dict[str, EventKind] = {
         _BY_SPANS,
     ),
     "checkpoint": EventKind(
-        "The state was saved.",
-        {"step": _STEP, "path": "inside the run's folder", "bytes": "size on disk", "seconds": "it took"},
+        "A checkpoint is whole and in its place. Later steps may be in the log before it.",
+        {
+            "step": "optimizer steps that are in it",
+            "path": "inside the run's folder",
+            "bytes": "size on disk",
+            "seconds": "from its beginning until it was whole",
+            "waited_seconds": "of these, seconds in which training stood still",
+        },
     ),
     "router_probe": EventKind(
         "Before the first step: would training the teacher's gates help (teacher.router.probe_steps)?",

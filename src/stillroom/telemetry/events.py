@@ -11,6 +11,7 @@ import dataclasses
 import errno
 import json
 import os
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -78,6 +79,7 @@ class EventLog:
         self.position = 0  # records so far, including those that wait for disk space
         self._listeners: list[Listener] = []
         self._waiting: list[str] = []  # lines that a full disk refused
+        self._writes = threading.RLock()  # a checkpoint's thread may write; a listener may write while it is told
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.dropped = 0
@@ -94,10 +96,11 @@ class EventLog:
             raise ValueError(f"an event's own fields cannot be called {', '.join(taken)}")
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         record = {"event": event, "schema": SCHEMA, "time": now, **strict(fields)}
-        self._waiting.append(_line(record))
-        self.position += 1
-        self._flush()
-        self._notify(record)
+        with self._writes:
+            self._waiting.append(_line(record))
+            self.position += 1
+            self._flush()
+            self._notify(record)
         return record
 
     def _notify(self, record: Event) -> None:
@@ -137,6 +140,10 @@ class EventLog:
             self._file = self.path.open("a", encoding="ascii", newline="\n")
         except OSError as error:
             raise _cannot_write(self.path, error) from error
+
+    def records(self) -> tuple[Event, ...]:
+        """What is in the file now."""
+        return scan_events(self.path).records
 
     def listen(self, listener: Listener) -> None:
         """Call `listener` with every record written from now on."""

@@ -12,12 +12,12 @@ import torch
 from stillroom.checkpoint import CheckpointStore
 from stillroom.config import load_config
 from stillroom.config.schema import PrecisionConfig
-from stillroom.engine.building.budgets import make_snapshots, snapshot_bytes
+from stillroom.engine.building.budgets import copy_bytes, make_saves, make_snapshots, snapshot_bytes
 from stillroom.parallel import Parallel
 from stillroom.precision import AdamW, ParameterGroup, resolve
 from stillroom.precision.policy import POLICIES
 from stillroom.snapshots import CheckpointSnapshots, SnapshotRing
-from stillroom.telemetry import SilentLog
+from stillroom.telemetry import EventLog, SilentLog, read_events
 
 
 def parts(mode: str, moments: str) -> tuple[torch.nn.Module, AdamW]:
@@ -57,6 +57,26 @@ def test_snapshots_go_to_the_disk_where_memory_is_short(tmp_path: Path, monkeypa
     for free, kind in ((int(needed / 0.4) + 10, SnapshotRing), (int(needed / 0.4) - 10, CheckpointSnapshots)):
         monkeypatch.setattr(psutil, "virtual_memory", lambda free=free: type("Memory", (), {"available": free}))
         assert isinstance(make_snapshots(config, "fp32", optimizer, store, log, Parallel()), kind)
+
+
+@pytest.mark.parametrize("asked", ["auto", "on", "off"])
+def test_checkpoints_are_written_in_the_background_where_memory_is_ample(
+    asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config(overrides=tiny.settings(Path(), checkpoint__background=asked))
+    _student, optimizer = parts("fp32", "float32")
+    copied = copy_bytes(config, "fp32", optimizer)
+    trained = sum(4 * cell.parameter.numel() for cells in optimizer.cells.values() for cell in cells)
+    assert copied == 3 * trained, "weights and both moments"
+    needed = copied + snapshot_bytes(config, "fp32", optimizer)
+    for free, is_ample in ((int(needed / 0.4) + 10, True), (int(needed / 0.4) - 10, False)):
+        monkeypatch.setattr(psutil, "virtual_memory", lambda free=free: type("Memory", (), {"available": free}))
+        with EventLog(tmp_path / f"{asked}-{is_ample}.jsonl") as log:
+            ring = make_snapshots(config, "fp32", optimizer, CheckpointStore(tmp_path), log, Parallel())
+            saves = make_saves(config, "fp32", optimizer, ring, log, Parallel())
+        assert isinstance(ring, SnapshotRing)
+        assert saves.is_background == (asked == "on" or (asked == "auto" and is_ample))
+        assert len(read_events(log.path)) == (asked == "auto" and not is_ample), "training that waits is told of"
 
 
 @pytest.mark.parametrize("mode", list(POLICIES))

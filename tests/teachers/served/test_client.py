@@ -4,68 +4,24 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from scripted_server import Give, answer, hang_up, scripting, stall
 
 from stillroom.config.served import RequestsConfig
 from stillroom.errors import ServerGone, ServerUnusable
 from stillroom.teachers.served.client import Address, Client, ServerRefused, _seconds
 
 FAST = RequestsConfig(retries=3, pause_seconds=0.01, timeout_seconds=0.5)
-Script = list[Callable[[Any], None]]
 
 
 @pytest.fixture
-def scripted() -> Iterator[tuple[Script, str, list[float]]]:
-    """(what is answered next, address, when each request came). At the end of the script: {"fine": true}."""
-    script: Script = []
-    times: list[float] = []
-    ended = threading.Event()
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-        ended_event = ended
-
-        def log_message(self, *_words: Any) -> None:
-            """Nothing."""
-
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["Content-Length"]))
-            times.append(time.monotonic())
-            (script.pop(0) if script else answer(200, b'{"fine": true}'))(self)
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-    yield script, f"http://127.0.0.1:{server.server_address[1]}", times
-    ended.set()
-    server.shutdown()
-    server.server_close()
-
-
-def answer(status: int, held: bytes, cut: int | None = None, **headers: str) -> Callable[[Any], None]:
-    def give(handler: Any) -> None:
-        handler.send_response(status)
-        for name, value in headers.items():
-            handler.send_header(name.replace("_", "-"), value)
-        handler.send_header("Content-Length", str(len(held)))
-        handler.end_headers()
-        handler.wfile.write(held[:cut])
-        handler.close_connection = cut is not None
-
-    return give
-
-
-def stall(handler: Any) -> None:
-    handler.ended_event.wait(20)
-    handler.close_connection = True
-
-
-def hang_up(handler: Any) -> None:
-    handler.close_connection = True
+def scripted() -> Iterator[tuple[list[Give], str, list[float]]]:
+    """(what is answered next, address, when each request came)."""
+    with scripting() as found:
+        yield found.script, found.url, found.times
 
 
 FAULTS = {
@@ -91,6 +47,7 @@ def test_a_connection_that_is_closed_without_a_word_is_opened_again(scripted: An
     script += [answer(200, b"{}"), hang_up]
     client = Client(url, FAST)
     assert [client.ask("POST", "/", {}), client.ask("POST", "/", {})] == [{}, {"fine": True}]
+    assert client.counters == {"requests": 2, "reconnected": 1}  # at once: the server had ended a kept connection
 
 
 def test_retry_after_is_waited_for_by_every_thread(scripted: Any) -> None:

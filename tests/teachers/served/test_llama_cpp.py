@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+import random
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,11 +15,13 @@ import pytest
 import tiny
 import torch
 from llama_model import LlamaCppModel
+from mutations import mutated
 from served_model import serving
 from transformers import AutoTokenizer
 
 from stillroom.config.schema import TeacherConfig
 from stillroom.errors import ServerUnusable
+from stillroom.teachers.served.llama_cpp import _read
 from stillroom.teachers.served.server import Server, open_server
 from stillroom.teachers.served.teacher import ServedTeacher
 from stillroom.teachers.signals import SignalSpec
@@ -101,7 +105,7 @@ def test_a_token_that_ends_within_a_character_is_answered_while_another_is_gener
     llama.heard.clear()
     found = server.score(ids)
     assert {place: pytest.approx(entry) for place, entry in plain.entries.items()} == found.entries
-    assert [body["n_probs"] for body in llama.heard].count(tiny.VOCAB) == (not is_likely)
+    assert [body["n_probs"] for body in llama.heard].count(tiny.VOCAB) == (0 if is_likely else 1)
 
 
 LIES = {
@@ -163,6 +167,7 @@ def test_faults_for_a_while_change_no_row(llama: LlamaCppModel, folder: Path) ->
     spec = SignalSpec("top_k", K, 0)
     server = opened(llama, folder)
     teacher = ServedTeacher(server, spec, vocab_size=tiny.VOCAB, device=torch.device("cpu"), concurrency=4)
+    assert "3 requests at once, by llama.cpp" in teacher.notes[0]
     batch = cases.rows_of([12, 9, 14, 3], seed=5, prompt=2).batch(range(4))
     sound = teacher.answer_rows(batch, [spec])[0]
     llama.faults = ["500", "drop", "503", "garbage"]
@@ -178,3 +183,23 @@ def test_a_probability_of_nothing_is_minus_infinity(llama: LlamaCppModel, folder
         llama._model.get_output_embeddings().weight.mul_(4000.0)
     given = server.score([5, 9, 77])
     assert given.entries[2][77] == float("-inf")
+
+
+def test_an_answer_that_is_odd_anywhere_is_refused_or_says_what_it_said() -> None:
+    """No mutation may raise anything else, name another token, or give a value that was not sent."""
+    value, chance, num_refused = -1.5, random.Random(3), 0
+    entries = [{"id": token, "token": "x", "bytes": [120], "logprob": value} for token in (4, 5, 6)]
+    sound = {
+        "completion_probabilities": [{**entries[1], "top_logprobs": entries}],
+        "tokens_evaluated": 7,
+        "truncated": False,
+    }
+    for _ in range(2000):
+        try:
+            found = _read(mutated(sound, chance), 7, 5, {}, "")
+        except ServerUnusable:
+            num_refused += 1
+            continue
+        assert 5 in found and set(found.values()) <= {value, -5.0, 3.5, math.inf, -math.inf}
+        assert all(token in (4, 5, 6, 10**9) or token > 10**9 for token in found)
+    assert num_refused > 500

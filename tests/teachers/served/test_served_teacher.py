@@ -168,6 +168,15 @@ def test_another_model_in_the_middle_of_a_run_ends_it(served: ServedModel, folde
         go_on()
 
 
+def test_nothing_is_kept_of_a_last_window_of_another_model(served: ServedModel, folder: Path) -> None:
+    teacher, batch = asked(served, folder), rows().batch([0, 1])
+    served.other_after = served.num_asked
+    teacher.begin([batch], 0)
+    teacher.observe(batch, Needs())
+    with pytest.raises(ServerUnusable, match="It has another model"):
+        teacher.look_after(1, is_eval=False)
+
+
 def test_a_tail_that_rounding_swallows_is_counted(folder: Path) -> None:
     """With all tokens but one kept, what they leave over is lost in the rounding of FP32."""
     spec = SignalSpec("top_k", tiny.VOCAB - 1, 0)

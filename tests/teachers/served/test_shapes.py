@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import random
 from typing import Any
 
 import pytest
+from mutations import mutated
 
 from stillroom.errors import ServerUnusable
 from stillroom.teachers.served.shapes import ECHO, PROMPT_LOGPROBS, read_checked
@@ -57,34 +57,13 @@ def test_an_answer_about_every_token_but_the_first_is_read(shape: Any, make: Any
     assert all(given.entries[place][IDS[place]] == math.log(0.2) for place in given.entries)
 
 
-def _mutated(answer: Any, chance: random.Random) -> Any:
-    """The answer with one value somewhere in it replaced, removed or doubled."""
-    answer = copy.deepcopy(answer)
-    here, path = answer, []
-    while isinstance(here, dict | list) and here and (not path or chance.random() < 0.85):
-        key = chance.choice(list(here) if isinstance(here, dict) else range(len(here)))
-        path.append((here, key))
-        here = here[key]
-    holder, key = path[-1]
-    match chance.randrange(4):
-        case 0:
-            del holder[key]
-        case 1 if isinstance(holder, list):
-            holder.insert(key, holder[key])
-        case _:
-            holder[key] = chance.choice(
-                [None, [], {}, "text", 10**9, -5, 3.5, True, math.nan, math.inf, -math.inf, [[]], 10**400]
-            )
-    return answer
-
-
 @pytest.mark.parametrize(("shape", "make"), BOTH, ids=["vllm", "echo"])
 def test_an_answer_that_is_odd_anywhere_is_refused_or_says_what_it_said(shape: Any, make: Any) -> None:
     """No mutation may raise anything else, give a token to another place, or give a value that was not sent."""
     chance, sound = random.Random(11), read_checked(shape, make(), IDS, WANTED, VOCAB)
     num_refused = 0
     for _ in range(1500):
-        answer = _mutated(make(), chance)
+        answer = mutated(make(), chance)
         try:
             given = read_checked(shape, answer, IDS, WANTED, VOCAB)
         except ServerUnusable:
@@ -95,6 +74,40 @@ def test_an_answer_that_is_odd_anywhere_is_refused_or_says_what_it_said(shape: A
             assert IDS[place] in entry and len(entry) >= WANTED
             assert set(entry.values()) <= {math.log(0.2), -5.0, -math.inf}
     assert num_refused > 500
+
+
+@pytest.mark.parametrize(
+    ("shape", "make", "names"), [(*BOTH[0], ("9", "09")), (*BOTH[1], ("token_id:9", "token_id:09"))]
+)
+def test_a_token_that_is_named_twice_in_two_ways_is_refused(shape: Any, make: Any, names: Any) -> None:
+    answer = make()
+    choice = answer["choices"][0]
+    table = choice["prompt_logprobs"][2] if "prompt_logprobs" in choice else choice["logprobs"]["top_logprobs"][2]
+    for name, value in zip(names, (-2.0, -3.0), strict=True):
+        table[name] = {"logprob": value} if "prompt_logprobs" in choice else value
+    with pytest.raises(ServerUnusable, match="twice"):
+        read_checked(shape, answer, IDS, WANTED, VOCAB)
+
+
+@pytest.mark.parametrize("sent", [-9999.0, -3.4028234663852886e38, -math.inf])
+def test_what_servers_send_for_minus_infinity_is_that(sent: float) -> None:
+    """vLLM sends -9999, llama.cpp the lowest FP32: as a number it would be a log-probability."""
+    answer = vllm()
+    answer["choices"][0]["prompt_logprobs"][2]["0"]["logprob"] = sent
+    assert read_checked(PROMPT_LOGPROBS, answer, IDS, WANTED, VOCAB).entries[2][0] == -math.inf
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [([-0.5, -0.5, -0.9, -3.0], "they hold 1.66"), ([2.0, -9.0, -9.0, -9.0], "largest is 2"), ([math.nan] * 4, "nan")],
+)
+def test_values_that_are_no_log_probabilities_are_refused(values: list[float], told: str) -> None:
+    answer = vllm()
+    table = answer["choices"][0]["prompt_logprobs"][2]
+    for name, value in zip(table, values, strict=True):
+        table[name]["logprob"] = value
+    with pytest.raises(ServerUnusable, match=told):
+        read_checked(PROMPT_LOGPROBS, answer, IDS, WANTED, VOCAB)
 
 
 @pytest.mark.parametrize("answer", [None, [], "no", {}, {"choices": []}, {"choices": [None]}, {"choices": {}}, 3])

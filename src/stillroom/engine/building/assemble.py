@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,14 @@ from stillroom.curriculum import Curriculum
 from stillroom.data import Corpus, Loader, open_data
 from stillroom.data.teacher_rows import other_of
 from stillroom.engine.building.adapt_student import check_base, store_frozen
-from stillroom.engine.building.budgets import make_snapshots
+from stillroom.engine.building.budgets import make_saves, make_snapshots
 from stillroom.engine.building.cache_build import Reading, cached_teacher, rows_asked
 from stillroom.engine.building.compilation import compile_bodies
 from stillroom.engine.building.inner_build import make_objectives
 from stillroom.engine.building.models import Models, teacher_dtype
 from stillroom.engine.building.row_checks import check_rows
 from stillroom.engine.building.served_build import asks_server, served_teacher
+from stillroom.engine.building.shard_teacher import shard_teacher
 from stillroom.engine.building.strategy import check_strategy
 from stillroom.engine.building.teacher_build import quantise_teacher
 from stillroom.engine.inject import make_hooks
@@ -80,6 +82,7 @@ def build_run(
     mix = make_mix(config, models.vocab_size, planned, log)
     check_sparse(config, teacher, mix)
     checkpoints = CheckpointStore(folder / "checkpoints", config.checkpoint.keep, hooks.checkpoint_point)
+    ring = make_snapshots(config, precision.mode, optimizer, checkpoints, log, parallel)
     return Run(
         config=config,
         folder=folder,
@@ -97,7 +100,8 @@ def build_run(
         guard=Guard(config.guard),
         log=log,
         checkpoints=checkpoints,
-        ring=make_snapshots(config, precision.mode, optimizer, checkpoints, log, parallel),
+        ring=ring,
+        saves=make_saves(config, precision.mode, optimizer, ring, log, parallel),
         hooks=hooks,
         parallel=parallel,
         num_shares=num_shares,
@@ -154,6 +158,7 @@ def build_teacher(
         teacher = make_teacher(
             config, loaded, size, surroundings, num_processes=parallel.size, compiled=compiled,
             shared=reading.shared, coarse=reading.coarse,
+            placement=shard_teacher(config, loaded, parallel, device, tell=_teller(surroundings)),
         )  # fmt: skip
     else:
         teacher = cached_teacher(
@@ -166,9 +171,13 @@ def build_teacher(
             loaded=models.loaded_teacher,
             vocab_size=size,
             window=surroundings.window,
-            tell=lambda text: surroundings.write("note", text=text),
+            tell=_teller(surroundings),
         )
     return paired_teacher(teacher, models.teacher_tokenizer, corpus.coverage) if is_paired else teacher
+
+
+def _teller(surroundings: Surroundings) -> Callable[[str], object]:
+    return lambda text: surroundings.write("note", text=text)
 
 
 def own_vocabulary(models: Models) -> int:

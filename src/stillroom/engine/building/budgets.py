@@ -1,13 +1,16 @@
-"""Where snapshots are kept, by what main memory has room for."""
+"""Where snapshots are kept and whether checkpoints are written in the background, by what main memory has room for."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import psutil
 
 from stillroom.checkpoint import CheckpointStore
 from stillroom.config import Config
+from stillroom.engine.background_save import Saves
 from stillroom.parallel import Parallel
-from stillroom.precision import AdamW, bytes_per_parameter
+from stillroom.precision import AdamW, BytesPerParameter, bytes_per_parameter
 from stillroom.snapshots import CheckpointSnapshots, SnapshotRing, Snapshots
 from stillroom.telemetry import EventLog
 
@@ -20,15 +23,25 @@ def snapshot_bytes(config: Config, mode: str, optimizer: AdamW) -> int:
     Frozen weights are in none of them.
     """
     num_snapshots = config.guard.snapshot_ring + (config.guard.on_exhausted == "reset")
-    moments = config.precision.moments
-    total = 0
+    return num_snapshots * copy_bytes(config, mode, optimizer) + best_bytes(config, mode, optimizer)
+
+
+def copy_bytes(config: Config, mode: str, optimizer: AdamW) -> int:
+    """Main memory that one copy of weights and moments takes."""
+    return sum(held.snapshot * number for _group, held, number in _held(config, mode, optimizer))
+
+
+def best_bytes(config: Config, mode: str, optimizer: AdamW) -> int:
+    """The same of the best student. Projectors are no part of it."""
+    return sum(held.best * number for group, held, number in _held(config, mode, optimizer) if group != "projectors")
+
+
+def _held(config: Config, mode: str, optimizer: AdamW) -> Iterator[tuple[str, BytesPerParameter, int]]:
+    """(group, bytes of a parameter, number of parameters) of all that is trained."""
     for group, cells in optimizer.cells.items():
-        # Projectors are FP32 in every mode and no part of the student.
-        is_student = group != "projectors"
-        held = bytes_per_parameter(mode if is_student and group not in optimizer.fp32_groups else "fp32", moments)
-        bytes_each = held.in_main_memory(num_snapshots) if is_student else num_snapshots * held.snapshot
-        total += bytes_each * sum(cell.parameter.numel() for cell in cells)
-    return total
+        is_half = group != "projectors" and group not in optimizer.fp32_groups  # projectors are FP32 in every mode
+        held = bytes_per_parameter(mode if is_half else "fp32", config.precision.moments)
+        yield group, held, sum(cell.parameter.numel() for cell in cells)
 
 
 def make_snapshots(
@@ -50,3 +63,20 @@ def make_snapshots(
         "a rollback returns to the newest checkpoint on disk instead",
     )
     return CheckpointSnapshots(checkpoints)
+
+
+def make_saves(
+    config: Config, mode: str, optimizer: AdamW, ring: Snapshots, log: EventLog, parallel: Parallel
+) -> Saves:
+    """Saves in the background where that was asked for, or where memory is ample: not where snapshots have no room."""
+    asked = config.checkpoint.background
+    copied = copy_bytes(config, mode, optimizer)  # of all processes together: one that writes nothing copies nothing
+    needed = copied + snapshot_bytes(config, mode, optimizer) * parallel.num_copies
+    free = psutil.virtual_memory().available
+    is_ample = isinstance(ring, SnapshotRing) and parallel.all_of(needed <= _SNAPSHOT_SHARE * free)
+    if asked == "auto" and not is_ample:
+        text = f"a copy of the state to save takes {copied / 1e9:.1f} GB of {free / 1e9:.1f} GB free: training waits "
+        log.write("note", text=text + "while a checkpoint is written")
+    is_background = asked == "on" or (asked == "auto" and is_ample)
+    beside = parallel.beside() if is_background and parallel.is_sharded else None
+    return Saves(is_background=is_background, beside=beside)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from stillroom.checkpoint import Saved
+from stillroom.engine.background_save import settle
 from stillroom.engine.recovery.locate_nonfinite import locate
 from stillroom.engine.recovery.quarantine import keep_window
 from stillroom.engine.recovery.reach import weight_peaks
@@ -59,7 +60,7 @@ def check_state(run: Run, state: RunState, evidence: Evidence) -> Examination | 
     worse than its best. Called before anything is kept, and after the first steps, when the guard has no statistics.
     """
     exam = _examine_finite(run, state) if is_sound(run) else examine(run, state)
-    if exam.weights_finite and exam.moments_finite and exam.weights_reached and not is_astray(exam):
+    if _passes(exam):
         state.reach.begin(run)
         if exam.canary_best == float("inf"):
             state.canary_reference = state.canary_best = exam.canary_loss
@@ -68,6 +69,15 @@ def check_state(run: Run, state: RunState, evidence: Evidence) -> Examination | 
     state.undone += 1
     carry_out(run, state, [], evidence, verdict)
     return None
+
+
+def is_good(run: Run, state: RunState) -> bool:
+    """Whether the present state passes what `check_state` asks. Changes nothing."""
+    return is_sound(run) and _passes(_examine_finite(run, state))
+
+
+def _passes(exam: Examination) -> bool:
+    return exam.weights_finite and exam.moments_finite and exam.weights_reached and not is_astray(exam)
 
 
 def _examine_finite(run: Run, state: RunState) -> Examination:
@@ -130,6 +140,7 @@ def state_to_return_to(run: Run, state: RunState) -> Saved:
 
 def carry_out(run: Run, state: RunState, window: Sequence[Batch], evidence: Evidence, verdict: Verdict) -> None:
     """Carry out any verdict but keep, and log it."""
+    state.is_changing = True
     is_finite = math.isfinite(evidence.loss) and math.isfinite(evidence.grad_norm)
     # Do not locate a retry: the overflow is in the scaled gradients.
     located = "" if is_finite or verdict.action == "retry" else _located(run, state, window)
@@ -159,19 +170,24 @@ def carry_out(run: Run, state: RunState, window: Sequence[Batch], evidence: Evid
             _skip_window(run, state, window, evidence, verdict, located)
             state.fallback_until = state.applied + run.config.guard.fallback_steps
         case "rollback":
+            settle(run, state)  # it may be what is returned to, and nothing of this line is saved after the mark
             state.rollbacks += 1
             roll_back(run, state, verdict)
         case "reset":
+            settle(run, state)
             state.rollbacks += 1
             _reset(run, state)
         case _:
             keep_window(run, state, window, evidence, verdict, located)
             raise _halted(verdict, evidence, located)
+    state.is_changing = False
 
 
 def _located(run: Run, state: RunState, window: Sequence[Batch]) -> str:
     if run.parallel.is_sharded:  # the search would end at another place in each process
         return "not looked for in a sharded student"
+    if run.teacher.answers_together:
+        return "not looked for where the teacher is sharded"
     return locate(run, window, run.lesson(state))
 
 

@@ -21,7 +21,7 @@ from stillroom.engine.run_folder import inputs, lock, paths
 from stillroom.engine.run_folder.lock import FolderLock
 from stillroom.errors import CannotSave, ConfigError, StillroomError
 from stillroom.files import reason_of, write_atomically
-from stillroom.remote import refuse_url
+from stillroom.stores.mirror import Mirror
 
 CONFIG, EVENTS, SUMMARY = "config.json", "events.jsonl", "summary.json"
 _CUT = "cut.json"  # written by engine/building/shrink_student.py before config.json
@@ -32,6 +32,7 @@ _NOT_THE_RUN = (
     "train.peer_timeout_minutes",
     "train.strategy",
     "train.shard_size",
+    "teacher.ranks",
     "telemetry",
     "checkpoint",
 )
@@ -66,6 +67,7 @@ class Claim:
     is_resumed: bool = False
     lock: FolderLock | None = None
     made: tuple[Path, ...] = ()  # folders that were created, the innermost first
+    mirror: Mirror | None = None  # of a run in a store
     is_begun: bool = False
 
     def describe(self) -> None:
@@ -103,7 +105,6 @@ def owned(folder: Path, config: Config, *, is_first: bool = True) -> Iterator[Cl
     Refuse a folder that holds another run or other files, or that another process trains in, and change nothing there.
     A body that fails before it sets `is_begun` leaves nothing in a folder that was empty.
     """
-    refuse_url(folder, "a run", "--out")
     if not is_first:
         yield Claim(folder, config)
         return
@@ -173,17 +174,17 @@ def _unwritable(folder: Path, error: OSError) -> StillroomError:
     return CannotSave(what, where="--out", advice=advice)
 
 
-def read_config(folder: Path) -> Config:
-    """The configuration of a run, with its paths resolved."""
-    return _read(folder)[0]
+def read_config(folder: Path, contents: bytes | None = None) -> Config:
+    """The configuration of a run, with its paths resolved. `contents` are those of a config.json that is not here."""
+    return _read(folder, contents)[0]
 
 
-def _read(folder: Path) -> tuple[Config, dict[str, Any]]:
+def _read(folder: Path, contents: bytes | None = None) -> tuple[Config, dict[str, Any]]:
     path = folder / CONFIG
     try:
-        if not path.exists():
+        if contents is None and not path.exists():
             raise ConfigError(f"{folder} holds no run: there is no config.json", advice=["give the folder of a run"])
-        description = json.loads(path.read_bytes())
+        description = json.loads(path.read_bytes() if contents is None else contents)
         config, known = build(description["config"], str(path)), description.get("paths", {})
         return paths.resolved(config, known, folder), dict(known)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -1,19 +1,21 @@
-"""The folder of a run names the student in it."""
+"""The folder or address of a run names the student in it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from stillroom.errors import BrokenAtStart
+from stillroom.remote import is_in_store
+from stillroom.stores.reading import here
 
 STUDENT = "student"
 
 
 def model_name(name: str) -> str:
-    """The student's folder if `name` is the folder of a run, else the name unchanged."""
-    folder = Path(name).expanduser()
+    """The student's folder if `name` is the folder of a run, else the name unchanged. An address is copied here."""
+    folder = here(name).expanduser()
     if not folder.is_dir() or not is_run(folder):
-        return name
+        return str(folder) if is_in_store(name) else name
     student = folder / STUDENT
     if not (student / "config.json").exists():
         raise BrokenAtStart(
@@ -26,7 +28,7 @@ def model_name(name: str) -> str:
 
 def run_of(name: str) -> Path | None:
     """The folder of the run whose student a name means: the run's own folder, or the student's in it."""
-    folder = Path(name).expanduser()
+    folder = here(name).expanduser()
     owner = folder.resolve().parent if folder.name == STUDENT else folder
     return owner if folder.is_dir() and is_run(owner) else None
 

@@ -19,6 +19,7 @@ from stillroom import builtin
 from stillroom.config.schema import ModelSection
 from stillroom.errors import BrokenAtStart, ConfigError
 from stillroom.models.load.gguf_file import is_gguf
+from stillroom.stores.reading import here
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
@@ -76,10 +77,10 @@ class Source:
 
 
 def find(name: str) -> Source:
-    """Resolve a name by the disk and the name alone. Fetches nothing."""
+    """Resolve a name by the disk and the name alone. Fetches nothing but what lies behind an address."""
     if name.startswith("builtin:"):
         return _find_builtin(name)
-    path = Path(name).expanduser()
+    path = here(name).expanduser()
     try:
         if path.is_dir():
             next(path.iterdir(), None)

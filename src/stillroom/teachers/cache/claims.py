@@ -18,13 +18,12 @@ import secrets
 import socket
 import threading
 import time
-import uuid
 from collections.abc import Iterator
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from stillroom.files import TEMPORARY
+from stillroom.stores.owner import host
 
 try:
     import fcntl
@@ -41,6 +40,8 @@ _owners: set[str] = set()  # of this process
 
 class Claims:
     """The claims of one writer. `waiting` is for the manifest, `trying` for a shard."""
+
+    wait_seconds = 0.5  # for what others claimed
 
     def __init__(self, folder: Path, *, lease_seconds: float = LEASE_SECONDS) -> None:
         self.owner = secrets.token_hex(8)
@@ -104,6 +105,9 @@ class Claims:
             return list((self._folder / CLAIMS).iterdir())
         except OSError:
             return []
+
+    def committed(self, path: Path) -> None:
+        """A file was put into its place on this machine."""
 
     # -- claims ------------------------------------------------------------------------------------------
 
@@ -179,15 +183,6 @@ class Claims:
         """What a writer of this very file left behind when it was killed. Only its owner may: see `trying`."""
         for path in folder.glob(f"{TEMPORARY}{name}-*"):
             path.unlink(missing_ok=True)
-
-
-@lru_cache(maxsize=1)
-def host() -> str:
-    """This machine, until it is started again. Names are no good: containers share them."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        return f"{socket.gethostname()}-{uuid.getnode():x}"
 
 
 def _create(path: Path, told: str) -> None:

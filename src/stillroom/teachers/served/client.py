@@ -13,6 +13,7 @@ import http.client
 import json
 import math
 import random
+import socket
 import ssl
 import threading
 import time
@@ -35,6 +36,7 @@ _GZIP = 16 + zlib.MAX_WBITS
 _AGAIN = (408, 429, 500, 502, 503, 504, 529)
 _ADVICE_KEY = "name the variable that holds the server's key: --set teacher.requests.api_key_variable=NAME"
 _ADVICE_ADDRESS = "check the address of teacher.server: a page for people answers there"
+_ADVICE_SCHEME = "check the address of teacher.server: its name, and http or https"
 _RESUME = "give the same command again (`stillroom resume` for a run) when it answers: what is finished is kept"
 
 
@@ -157,7 +159,10 @@ class Client:
                 advice=["SSL_CERT_FILE=FILE names the certificates that are trusted"],
             ) from error
         except (http.client.HTTPException, OSError) as error:
-            raise _Failed("dropped", f"the connection failed: {reason_of(error)}") from error
+            what = f"the connection failed: {reason_of(error)}"
+            if isinstance(error, ssl.SSLError | socket.gaierror) and not self._has_answered:
+                raise ServerUnusable(what, where=str(self.address), advice=[_ADVICE_SCHEME]) from error
+            raise _Failed("dropped", what) from error
         return answer, self._unpacked(answer, told, most_bytes)
 
     def _send(self, method: str, path: str, held: bytes | None, headers: Mapping[str, str]) -> http.client.HTTPResponse:
@@ -260,8 +265,8 @@ class Client:
             text = str(error.get("message", error) if isinstance(error, dict) else error)
         except (ValueError, AttributeError, RecursionError):
             pass
-        text = " ".join(text.split())[:_SHOWN]
         text = text.replace(self._key, "***") if self._key else text
+        text = " ".join(text.split())[:_SHOWN]
         return f": {text}" if text else ""
 
 

@@ -39,6 +39,8 @@ _HOT = 4.0  # another temperature
 _MOST_CHANGE, _TOLD = 1e-2, -5.0  # of a log-probability, and of which ones: less is rounding
 _FORCED = 1e6  # added to the logit of the token that is asked about
 _RECHECKED = 4  # tokens of the probe that are asked again while the server is used: each is a request
+_MANY = 1_024  # log-probabilities that are asked for before all of them are: those of a large vocabulary are megabytes
+_SLOT_TOKENS = 2_048  # of a batch: a slow server shows its progress, and a kill costs little
 _FIELDS = ["completion_probabilities", "tokens_evaluated", "truncated"]  # the settings and the prompt's text are not
 _BYTES_OF_ANSWER, _BYTES_OF_ENTRY = 65_536, 2_048  # the most that is read; an entry has some 80 bytes
 
@@ -58,7 +60,10 @@ class LlamaCpp:
         self.version = f"llama.cpp {version}" if isinstance(version, str) else None
         self._whole: int | None = None  # a token that was generated and has its log-probabilities
         self._slots: queue.SimpleQueue[int] = queue.SimpleQueue()
-        for slot in range(told["total_slots"]):
+        num_slots = int(told["total_slots"])
+        self.most_at_once: int | None = num_slots
+        self.batch_tokens = _SLOT_TOKENS * num_slots
+        for slot in range(num_slots):
             self._slots.put(slot)
 
     def score(self, model: str, prompt: Prompt) -> Given:
@@ -93,7 +98,8 @@ class LlamaCpp:
     def _around(self, model: str, prompt: Prompt, place: int, slot: int, texts: dict[int, str], where: str) -> Entry:
         """About a token that ends within a character, while another one is generated."""
         assert self._whole is not None
-        for num_wanted in (prompt.num_wanted, prompt.vocab_size):
+        wide = max(prompt.num_wanted, min(_MANY, prompt.vocab_size))
+        for num_wanted in (prompt.num_wanted, wide, prompt.vocab_size):
             answer = self._forced(model, prompt, place, slot, self._whole, num_wanted)
             entry = _read(answer, place, self._whole, texts, where)
             if prompt.ids[place] in entry:

@@ -30,7 +30,8 @@ TEXT = (
     "still room of the old house they kept"
 )
 _MOST_TOKENS = 64
-_SHARE = 0.1  # of the largest change: what is less did not change
+_SHARE = 0.1  # of the largest change: more in an answer that cannot have changed is no rounding
+_NOISES = 4.0  # times the rounding: what is less did not change
 _LEAST_CHANGE = 1e-5  # in total variation: below it nothing depends on the token that was changed
 _MOST_DRIFT = 0.05  # nats a token, mean: batches of half-precision servers differ by less, other models by more
 _DEGREES = np.geomspace(0.25, 4.0, 33)
@@ -62,13 +63,22 @@ def spread_places(length: int, most: int | None) -> list[int]:
     return [1 + (length - 2) * number // max(1, most - 1) for number in range(most)]
 
 
-def check_causal(one: Given, other: Given, changed: int) -> None:
-    """Raise where the change of a token shows in another answer first than in that about the next token."""
-    changes = {place: _change(one.entries[place], other.entries[place]) for place in one.entries}
+def check_causal(one: Given, other: Given, changed: int, num_kept: int) -> None:
+    """Raise where the change of a token shows in another answer first than in that about the next token.
+
+    Answers about earlier tokens cannot have changed: how much they did is rounding, and what is several times that is
+    not. A share of the largest change would not do: the letter after a changed one may hardly change, the next a lot.
+    """
+    changes = {
+        place: _change(_likeliest(one.entries[place], num_kept), _likeliest(other.entries[place], num_kept))
+        for place in one.entries
+    }
     most = max(changes.values())
     if most < _LEAST_CHANGE:
         raise _wrong("its answers do not depend on the text: another token in the prompt changed nothing")
-    first = next(place for place, change in changes.items() if change > _SHARE * most)
+    quiet = max((change for place, change in changes.items() if place < changed), default=0.0)
+    least = _SHARE * most if quiet > _SHARE * most else max(_LEAST_CHANGE, _NOISES * quiet)
+    first = next(place for place, change in changes.items() if change > least)
     if first == changed + 1:
         return
     told = f"token {changed} of the prompt was changed, and the answers change from that about token {first} on"
@@ -77,6 +87,11 @@ def check_causal(one: Given, other: Given, changed: int) -> None:
         changed + 2: "each answer is about the token before the one it stands at: shifted by one",
     }.get(first, "an answer about a token must depend on all before it and on no other")
     raise _wrong(f"{told}: {meaning}")
+
+
+def _likeliest(entry: Entry, num_kept: int) -> Entry:
+    """Without the token that came where it is none of these: it is another one in the other prompt."""
+    return dict(sorted(entry.items(), key=lambda item: (-item[1], item[0]))[:num_kept])
 
 
 def _change(one: Entry, other: Entry) -> float:

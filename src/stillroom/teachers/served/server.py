@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from stillroom.config.schema import TeacherConfig
-from stillroom.errors import ConfigError, ServerUnusable
+from stillroom.errors import ConfigError, ServerGone, ServerUnusable
 from stillroom.teachers.entries import Given, Spelling
 from stillroom.teachers.served.client import Client, ServerRefused
 from stillroom.teachers.served.llama_cpp import LlamaCpp
@@ -101,7 +101,7 @@ def open_server(section: TeacherConfig, tokenizer: Any, *, num_wanted: int, voca
             raise _no_shape(client, failures, error, shapes) from error
         server.probe, server.probed = probe, own_log_probs(given)
         server.notes = _check_spelling(server, given, tokenizer)
-        check_causal(given, server.score(probe.other), probe.changed)
+        check_causal(given, server.score(probe.other), probe.changed, server.num_wanted)
         server.check_again()
         server.is_raw = server.shape.is_raw(facts.model, Prompt.of(probe.ids, None, num_wanted, vocab_size))
         return server
@@ -167,9 +167,10 @@ def _check_spelling(server: Server, given: Given, tokenizer: Any) -> tuple[str, 
         try:
             asked = {"model": server.facts.model, "tokens": list(given.ids)}
             told = server.client.ask("POST", _DETOKENIZE, asked)
-        except ServerRefused as error:
+        except (ServerRefused, ServerGone) as error:
             return (f"the server does not say what its tokens spell ({error.what}): its tokenizer is not checked",)
-        text = next((told[name] for name in ("prompt", "content") if name in told), told)
+        held = told if isinstance(told, Mapping) else {}
+        text = held.get("prompt", held.get("content"))  # vLLM's name, and llama.cpp's
         ours = tokenizer.decode(list(given.ids), clean_up_tokenization_spaces=False)
         if not isinstance(text, str) or text.strip() != ours.strip():
             wrong = f"the probe's tokens spell {str(text)[:60]!r} there and {ours[:60]!r} in the tokenizer"

@@ -62,6 +62,8 @@ class Shape(Protocol):
     max_tokens: int | None  # of a prompt and the token after it, where the server says so in this shape alone
     version: str | None  # of the program, likewise
     num_rechecked: int | None  # tokens of the probe that are asked again while the server is used; None: all
+    most_at_once: int | None  # rows that the server takes at the same time, where it says so
+    batch_tokens: int  # of rows that a cache's writer hands over at once: enough requests to be under way together
 
     def score(self, model: str, prompt: Prompt) -> Given:
         """What the server says about `prompt.places`, at least, or `ServerUnusable` with the reason."""
@@ -92,6 +94,8 @@ class Completions:
     max_tokens: int | None = None
     version: str | None = None
     num_rechecked: int | None = None
+    most_at_once: int | None = None
+    batch_tokens = 16_384
 
     def __init__(self, form: Form, client: Client) -> None:
         self.name, self._form, self._client = form.name, form, client

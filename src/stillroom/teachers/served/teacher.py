@@ -22,7 +22,6 @@ from stillroom.types import IGNORED, Batch, Needs, Signal
 
 Window = Callable[[int], Sequence[Batch]]
 
-_BATCH_TOKENS = 16_384  # of rows that a cache's writer hands over at once: enough requests to be under way together
 _LEAST_TAIL = 1e-6  # what is left of 1 after some dozens of FP32 log-probabilities is rounding below this
 _COMPARED = (
     "held-out KL and agreement are taken from these tokens and what they leave over, not from the whole vocabulary: "
@@ -52,10 +51,11 @@ class ServedTeacher(Teacher):
         self.server, self.spec = server, spec.within(vocab_size)
         self.kind: SignalKind = "top-k"
         self.num_exact = self.spec.exact
-        self.batch_tokens = _BATCH_TOKENS
+        self.batch_tokens = server.shape.batch_tokens
         facts = server.facts
         told = f"the teacher is not loaded: {facts.model} on {facts.url} answers with {describe(self.spec)}"
-        self.notes = (f"{told}, {concurrency} requests at once, by {server.shape.name}", _COMPARED)
+        at_once = min(concurrency, server.shape.most_at_once or concurrency)
+        self.notes = (f"{told}, {at_once} requests at once, by {server.shape.name}", _COMPARED)
         self.notes += (*server.notes, *notes)
         self._device, self._window = device, window
         self._least_tail = 0.0 if self.spec.exact >= vocab_size else _LEAST_TAIL
@@ -128,8 +128,7 @@ class ServedTeacher(Teacher):
 
     def begin(self, window: Sequence[Batch], step: int, cursor: int = 0) -> None:
         """Send for the rows of this window and the next, and then the probe, whose answer is looked at next time."""
-        if self._probing is not None:
-            self._probing.result()
+        self._end_probing()
         upcoming = self._window(cursor + 1) if self._window is not None else ()
         batches = (*window, *upcoming)
         wanted = {key for batch in batches for key in batch.keys}
@@ -140,6 +139,15 @@ class ServedTeacher(Teacher):
                 if key not in self._ahead:
                     self._ahead[key] = self._pool.submit(self._answer, *row)
         self._probing = self._pool.submit(self.server.check_again)
+
+    def look_after(self, step: int, *, is_eval: bool) -> None:
+        """Nothing is kept of a window after which the server had another model."""
+        self._end_probing()
+
+    def _end_probing(self) -> None:
+        if self._probing is not None:
+            self._probing.result()
+            self._probing = None
 
     # -- what is known of it -----------------------------------------------------------------------------
 
