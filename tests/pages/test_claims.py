@@ -16,7 +16,7 @@ module: Any = importlib.import_module("claims")
 CLAIMS = module.claims()
 
 # Pages on which no figure may stand without a claim.
-WHOLE = ["README.md", "docs/explanation.md"]
+WHOLE = ["README.md", "docs/explanation.md", "docs/scaling.md"]
 # Numbers with a decimal point, a comma between thousands, three digits and more, or a percent sign.
 FIGURE = re.compile(r"(?<![\w.,-])-?(?:\d+\.\d+|\d{1,3}(?:,\d{3})+|\d{3,}|\d+(?= %))(?![\w.]*\w)")
 

@@ -35,20 +35,26 @@ PLAIN = {
     "objectives.kd.temperature": 2.0,
 }
 STEPS = PLAIN["train.max_steps"]
+INNER = {"objectives.feature.weight": 0.1, "objectives.attention.weight": 0.1}
+
+
+IN_PARTS, ASKING = ("fsdp-2-parts", "ddp-2-parts"), ("ddp-2-asks", "fsdp-2-asks")
 
 
 def settings(world: Path, accumulation: int, **over: Any) -> dict[str, Any]:
     return tiny.settings(world, train__gradient_accumulation_steps=accumulation) | PLAIN | over
 
 
-def in_processes(num_processes: int, cases: list[dict[str, Any]], folder: Path) -> list[list[list[Any]]]:
+def in_processes(
+    num_processes: int, cases: list[dict[str, Any]], folder: Path, teacher_ranks: int = 0
+) -> list[list[list[Any]]]:
     """How each case ended in each process."""
     path = folder / f"cases-{num_processes}.json"
     path.write_text(json.dumps(cases))
     script = Path(__file__).parents[1] / "support" / "process_runs.py"
     runner = ["torch.distributed.run", "--nproc-per-node", str(num_processes), "--master-port", str(free_port())]
     done = subprocess.run(
-        [sys.executable, "-m", *runner, str(script), str(path)],
+        [sys.executable, "-m", *runner, str(script), str(path), str(teacher_ranks)],
         capture_output=True, text=True, timeout=480, env=environment(),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
@@ -83,6 +89,8 @@ def test_one_two_and_four_processes_train_one_student_and_take_over_from_each_ot
     world = deep_world
     at = {name: deep_world / name for name in ("one", "half", "cut", "ddp-cut", "from-cut", "hsdp-cut", "from-hsdp")}
     copies = {"train.strategy": "fsdp", "train.shard_size": 2}
+    parts = {"teacher.placement": "shard"}
+    store = f"file://{world}/store/run"
     two = [
         {"out": str(world / "ddp-2"), "set": settings(world, 2, **{"train.strategy": "ddp"})},
         {
@@ -99,21 +107,30 @@ def test_one_two_and_four_processes_train_one_student_and_take_over_from_each_ot
         {"out": str(at["ddp-cut"]), "set": settings(world, 2, **{"train.max_minutes": 1e-9})},
         {"out": str(world / "cut-ddp-2"), "resumes": str(at["cut"]), "strategy": "ddp"},
         {"out": str(world / "ddp-cut-fsdp-2"), "resumes": str(at["ddp-cut"]), "strategy": "fsdp"},
+        {"out": str(world / "fsdp-2-parts"), "set": settings(world, 2, **parts, **{"train.strategy": "fsdp"})},
+        {"out": str(world / "ddp-2-parts"), "set": settings(world, 2, **parts)},
+        {"out": str(world / "inner"), "set": settings(world, 2, **INNER)},
+        {"out": str(world / "inner-parts"), "set": settings(world, 2, **INNER, **parts)},
         {
             "out": str(world / "spoilt"),
             "set": settings(world, 2, **{"train.strategy": "fsdp", "precision.mode": "fp16-mixed"}),
             "inject": {"1": "inf_logit@3,nan_weight@5"},
         },
-    ]
+        {
+            "out": store, "home": str(world / "machine-1"),
+            "set": settings(world, 2, **{"train.strategy": "fsdp", "train.max_minutes": 1e-9}),
+        },
+        {"out": store, "home": str(world / "machine-2"), "resumes": store, "strategy": "fsdp"},
+    ]  # fmt: skip
     ends = in_processes(2, two, world)
-    assert [codes(case) for case in ends] == [{0}, {0}, {0}, {0}, {75}, {75}, {0}, {0}, {0}], ends
+    assert [codes(case) for case in ends] == [{0}] * 4 + [{75}] * 2 + [{0}] * 7 + [{75}, {0}], ends
     four = [
         {"out": str(world / "ddp-4"), "set": settings(world, 1)},
         {"out": str(world / "fsdp-4"), "set": settings(world, 1, **{"train.strategy": "fsdp"})},
         {"out": str(world / "cut-fsdp-4"), "resumes": str(at["cut"]), "strategy": "fsdp"},
         {"out": str(world / "ddp-cut-fsdp-4"), "resumes": str(at["ddp-cut"]), "strategy": "fsdp"},
         # Two micro-batches of half the rows: copies are summed once for both.
-        {"out": str(world / "hsdp-4"), "set": settings(world, 2, **copies, **{"train.batch_size": 1})},
+        {"out": str(world / "hsdp-4"), "set": settings(world, 2, **copies, **parts, **{"train.batch_size": 1})},
         {"out": str(world / "cut-hsdp-4"), "resumes": str(at["cut"]), "strategy": "fsdp", "shard_size": 2},
         {"out": str(at["hsdp-cut"]), "set": settings(world, 1, **copies, **{"train.max_minutes": 1e-9})},
         {"out": str(world / "hsdp-cut-ddp-4"), "resumes": str(at["hsdp-cut"]), "strategy": "ddp"},
@@ -126,15 +143,24 @@ def test_one_two_and_four_processes_train_one_student_and_take_over_from_each_ot
     assert [codes(case) for case in ends] == expected, ends
     assert "4 processes cannot be divided into groups of 3" in ends[8][0][1]
     assert all("the 2 copies of the student are not the same" in said for _code, said in ends[10])
+    elsewhere = {"teacher.ranks": 1}
+    three = [
+        {"out": str(world / "ddp-2-asks"), "set": settings(world, 2, **elsewhere)},
+        {"out": str(world / "fsdp-2-asks"), "set": settings(world, 2, **elsewhere, **{"train.strategy": "fsdp"})},
+        {"out": str(world / "stopped"), "set": settings(world, 2, **elsewhere, **{"train.max_minutes": 1e-9})},
+    ]
+    ends = in_processes(3, three, world, teacher_ranks=1)
+    assert [codes(case) for case in ends] == [{0}, {0}, {75}], "the process that holds the teacher ends as they do"
     distill(load_config(overrides=settings(world, 4)), at["one"], device="cpu")
     shutil.copytree(at["cut"], at["from-cut"])
     resume(at["from-cut"], device="cpu", max_minutes=0.0)
     shutil.copytree(at["hsdp-cut"], at["from-hsdp"])
     resume(at["from-hsdp"], device="cpu", max_minutes=0.0)
-    names = ["ddp-2", "fsdp-2", "ddp-4", "fsdp-4", "from-cut", "cut-ddp-2", "ddp-cut-fsdp-2", "cut-fsdp-4"]
+    names = ["store/run", "ddp-2", "fsdp-2", "ddp-4", "fsdp-4", "from-cut", "cut-ddp-2", "ddp-cut-fsdp-2", "cut-fsdp-4"]
     names += ["ddp-cut-fsdp-4", "hsdp-4", "cut-hsdp-4", "hsdp-cut-ddp-4"]
-    for name in [*names, "from-hsdp"]:
+    for name in [*names, "from-hsdp", "fsdp-2-parts", "ddp-2-parts", "ddp-2-asks", "fsdp-2-asks"]:
         compare(at["one"], world / name)
+    compare(world / "inner", world / "inner-parts")
     _check_what_is_said(world)
     _check_saves_in_the_background(world)
     _check_half_precision(world, at["half"])
@@ -163,6 +189,20 @@ def _check_what_is_said(world: Path) -> None:
     spoilt = [event for event in read_events(world / "spoilt" / "events.jsonl") if event["event"] == "guard"]
     assert [event["action"] for event in spoilt if event["action"] != "retry"] == ["skip", "rollback"]
     assert torch.isfinite(weights(world / "spoilt")).all()
+    # A sharded teacher: each process holds a half, and everything that is said of it is said of the whole.
+    runs = ("one", *IN_PARTS, *ASKING)
+    whole, *summaries = (json.loads((world / run / "summary.json").read_bytes()) for run in runs)
+    for summary in summaries:
+        if held := summary.get("teacher_shards"):
+            assert held["held_bytes"] < 0.51 * held["whole_bytes"]
+        else:  # less than the logits of one micro-batch is sent for a question and its answer
+            asked = summary["teacher_elsewhere"]
+            vocabulary, length = start["student"]["vocabulary"], 32
+            assert asked["questions"] and asked["received_bytes"] / asked["questions"] < 4 * 2 * length * vocabulary
+        assert summary["teacher"]["bits_per_byte"] == pytest.approx(whole["teacher"]["bits_per_byte"], rel=1e-6)
+        assert summary["student"]["kl"] == pytest.approx(whole["student"]["kl"], rel=1e-4)
+    rows = [json.loads((world / run / "tokens.json").read_bytes())["rows"] for run in runs]
+    assert [len(one) for one in rows] == [len(rows[0])] * len(runs) and rows[0]
     # Each process wrote its own part of the sharded checkpoint, under one manifest.
     manifest = json.loads((sorted((world / "cut" / "checkpoints").glob("step-*"))[-1] / "manifest.json").read_bytes())
     assert manifest["format"] == 2 and len([name for name in manifest["files"] if name.startswith("shard-")]) == 2

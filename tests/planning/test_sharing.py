@@ -60,6 +60,29 @@ def test_a_plan_says_whose_bytes_it_counts_and_refuses_what_it_does_not_know(wor
         with_processes(find_target("cpu"), 2, "zero")
 
 
+def test_a_process_holds_its_part_of_a_sharded_teacher_and_what_is_outside_of_layers(tmp_path: Path) -> None:
+    tiny.config("llama", width=256, num_layers=12).save_pretrained(tmp_path / "teacher")
+    tiny.config("llama", width=32, num_layers=1).save_pretrained(tmp_path / "student")
+
+    def laid_out(num_processes: int, strategy: str, placement: str) -> Layout:
+        config = load_config(overrides=tiny.settings(tmp_path, train__batch_size=1, teacher__placement=placement))
+        return lay_out(config, Shapes(with_processes(find_target("cpu"), num_processes, strategy)), "fp32")
+
+    whole = laid_out(4, "ddp", "device")
+    assert whole.teacher is not None
+    size, layers = whole.teacher.parameters * 4, sorted(whole.teacher.layer_bytes)
+    for strategy in ("ddp", "fsdp"):
+        found = laid_out(4, strategy, "shard").device["teacher"]
+        assert found == -(-size // 4) + size - sum(layers) + sum(layers[-2:])
+        assert found < 0.6 * size
+    assert laid_out(1, "auto", "shard").device["teacher"] == size
+    config = load_config(overrides=tiny.settings(tmp_path, train__batch_size=1))
+    target = with_processes(find_target("cpu"), 3, "ddp", teacher_ranks=1)
+    asking = lay_out(config, Shapes(target), "fp32")
+    assert asking.device["teacher"] == whole.teacher.vocabulary * whole.teacher.width * 4, "its head alone"
+    assert target.sharing.num_processes == 2 and "1 of 3 processes hold the teacher" in target.sharing.notes[-1]
+
+
 def test_groups_of_processes_each_hold_a_copy(world: Path) -> None:
     config = load_config(overrides=tiny.settings(world, train__batch_size=1))
     target = with_processes(find_target("cpu"), 4, "fsdp", 2)

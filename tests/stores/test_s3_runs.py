@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import cache_cases as cases
 import pytest
 import tiny
 from commands import output
@@ -19,6 +20,9 @@ from stillroom.engine.run_folder.place import opened
 from stillroom.errors import ConfigError
 from stillroom.stores.files import StoreFiles
 from stillroom.stores.lease import Lease
+from stillroom.teachers.cache.in_store import folder_of
+from stillroom.teachers.cache.reader import Cache
+from stillroom.teachers.cache.writer import open_store, write_missing
 
 moto = pytest.importorskip("moto.server")
 pytest.importorskip("s3fs")
@@ -111,3 +115,20 @@ def test_a_bucket_that_is_not_there_is_named_before_anything_is_loaded(
     config = load_config(overrides=tiny.settings(world, **SETTINGS))
     with pytest.raises(ConfigError, match="bucket does not exist"):
         distill(config, "s3://no-such-bucket/run", device="cpu")
+
+
+def test_a_cache_is_written_to_s3_and_read_from_it_shard_by_shard(
+    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, url = cases.rows_of([5, 9, 14, 20, 25, 31]), f"{bucket}/caches/a"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "writer"))
+    place = folder_of(url)
+    open_store(place, cases.manifest())
+    assert write_missing(place, cases.needed(rows), cases.Matrices())
+    assert not [name for name in StoreFiles(url).names() if name.startswith(".")], "no claim is left"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "reader"))
+    read, sound = Cache(folder_of(url)), cases.write(tmp_path / "sound", rows)
+    keys = [row.key for row in cases.needed(rows)]
+    assert read.has(keys).all() and cases.same(read.answer(keys[0]), sound.answer(keys[0]))
+    assert len(list((read.folder / ".heads").iterdir())) == len(read.shards) - 1 > 0, "one shard was brought"
+    assert not list(read.faults())

@@ -1,6 +1,7 @@
 """Runs one after another in the processes of one torchrun job: importing torch costs more than a tiny run.
 
     torchrun --nproc-per-node 2 process_runs.py CASES.json
+    torchrun --nproc-per-node 3 process_runs.py CASES.json 1     # the last process holds the teacher
 
 Each process writes CASES.<rank>.json: for each case the exit code it would have ended with and what it said.
 """
@@ -8,6 +9,7 @@ Each process writes CASES.<rank>.json: for each case the exit code it would have
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -50,17 +52,19 @@ def compare_copies(rank: int, size: int, shard_size: int, changed: int) -> None:
     parallel.check_replicas(held)
 
 
-def main(cases: Path) -> None:
+def main(cases: Path, teacher_ranks: int = 0) -> None:
     torch.set_num_threads(1)
-    parallel = join(timeout_minutes=2)
-    ends = []
+    parallel = join(timeout_minutes=2, teacher_ranks=teacher_ranks)
+    rank, ends = int(os.environ["RANK"]), []
     for case in json.loads(cases.read_bytes()):
-        if "resumes" in case and parallel.is_first:
+        if "home" in case:  # another machine: it has nothing of the run
+            os.environ["XDG_CACHE_HOME"] = case["home"]
+        if "resumes" in case and rank == 0 and case["resumes"] != case["out"]:
             shutil.copytree(case["resumes"], case["out"])
         parallel.wait()
-        ends.append(run_case(case, parallel.rank))
-    cases.with_suffix(f".{parallel.rank}.json").write_text(json.dumps(ends))
+        ends.append(run_case(case, rank))
+    cases.with_suffix(f".{rank}.json").write_text(json.dumps(ends))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0)

@@ -25,7 +25,9 @@ def cache(
         str | None, typer.Argument(metavar="CONFIG|info|verify", help="TOML or JSON file, or a word")
     ] = None,
     folder: Annotated[Path | None, typer.Argument(metavar="[DIR]", help="a cache, after info or verify")] = None,
-    out: Annotated[Path | None, typer.Option(help="folder of the cache; one that is begun is continued")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="folder or address of the cache; one that is begun is continued")
+    ] = None,
     preset: Preset = None,
     teacher: TeacherModel = None,
     data: TrainData = None,

@@ -106,7 +106,7 @@ def distill(
 
 @app.command()
 def resume(
-    run: Annotated[Path, typer.Argument(help="folder of a run")],
+    run: Annotated[Path, typer.Argument(help="folder or address of a run")],
     device: Device = "auto",
     max_minutes: Annotated[float | None, typer.Option(help="save and stop after so long, exit code 75")] = None,
     strategy: Annotated[str | None, typer.Option(help="auto, ddp or fsdp, where there are several processes")] = None,

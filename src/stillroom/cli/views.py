@@ -94,7 +94,9 @@ def presets(name: Annotated[str | None, typer.Argument(help="print this one with
 
 @app.command(short_help="Write report.html of a run, or of several.")
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="folder of a run; several share one page")],
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="folder or address of a run; several share one page")
+    ],
     out: Annotated[Path | None, typer.Option(help="the page; else RUN/report.html, or compared.html here")] = None,
 ) -> None:
     """Write (or rewrite) report.html of a run, or one page that compares several."""

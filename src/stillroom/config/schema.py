@@ -249,17 +249,35 @@ class Config(Section):
         if self.teacher.server and (inner or self.student.init == "shrink"):
             what = f"{' and '.join(inner)} look inside the teacher" if inner else "student.init = 'shrink' cuts it"
             raise ValueError(f"{what}, and teacher.server gives only its answers: leave teacher.server out")
+        if self.teacher.ranks and (inner or self.student.init == "shrink"):
+            what = f"{' and '.join(inner)} look inside the teacher" if inner else "student.init = 'shrink' cuts it"
+            raise ValueError(f"{what}, and teacher.ranks gives its last hidden states alone: set teacher.ranks = 0")
         if self.student.init == "shrink" and self.teacher.placement == "stream":
             raise ValueError(
                 "student.init = 'shrink' cuts the student from the whole teacher: set teacher.placement = 'device' or "
                 "'offload'"
             )
+        if self.teacher.placement == "shard":
+            self._refuse_uneven_questions()
         is_whole = self.train.max_warmup_share == 1.0  # else the warm-up is cut to that share
         if is_whole and self.train.max_steps and self.train.warmup_steps >= self.train.max_steps:
             raise ValueError(
                 f"train.warmup_steps {self.train.warmup_steps} leaves nothing of train.max_steps {self.train.max_steps}"
             )
         return self
+
+    def _refuse_uneven_questions(self) -> None:
+        """All processes must ask a sharded teacher as often, or the others wait for the one that does not."""
+        if self.data.label_sources:
+            raise ValueError(
+                "a source with objectives = 'labels' leaves some processes without a question to the teacher, and "
+                "teacher.placement = 'shard' needs all of them: set teacher.placement = 'device'"
+            )
+        if self.telemetry.gradient_steps:
+            raise ValueError(
+                "telemetry.gradient_steps asks the teacher in some processes, and teacher.placement = 'shard' needs "
+                "all of them: set telemetry.gradient_steps = 0"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         return self.model_dump(mode="json")

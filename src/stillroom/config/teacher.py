@@ -77,10 +77,16 @@ class TeacherConfig(ModelSection):
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
         "auto", description="storage of the teacher's weights; auto: float32 on CPU, float16 on a GPU"
     )
-    placement: Literal["device", "offload", "stream"] = Field(
+    placement: Literal["device", "offload", "stream", "shard"] = Field(
         "device",
         description="offload: weights live in main memory and visit the device while they answer; stream: layers stay "
-        "in the teacher's files and come to the device one at a time, at most two of them at once",
+        "in the teacher's files and come to the device one at a time, at most two of them at once; shard: each of "
+        "several processes holds a part of every weight, and a layer is gathered for its forward",
+    )
+    ranks: Annotated[int, Field(ge=0)] = Field(
+        0,
+        description="with several processes: the last so many hold the teacher and answer, and the others train and "
+        "hold its head alone; 0: every process that trains holds the teacher as `placement` says",
     )
     quantisation: Literal["none", "int8", "bnb-8bit", "bnb-4bit"] = Field(
         "none",
@@ -115,15 +121,39 @@ class TeacherConfig(ModelSection):
             raise ValueError(f"teacher.router.mode {self.router.mode} needs teacher.signal.kind = 'dense'")
         if self.quantisation != "none" and self.router.mode != "frozen":
             raise ValueError(f"teacher.router.mode {self.router.mode} needs teacher.quantisation = 'none'")
-        if self.placement == "stream" and self.router.mode != "frozen":
+        if self.placement in ("stream", "shard") and self.router.mode != "frozen":
             raise ValueError(f"teacher.router.mode {self.router.mode} needs teacher.placement = 'device' or 'offload'")
         if self.quantisation != "none" and self.placement != "device":
             raise ValueError(
                 f"a quantised teacher stays on the device: teacher.placement = {self.placement!r} needs "
                 "teacher.quantisation = 'none'"
             )
+        if self.placement == "shard" and self.cache:
+            raise ValueError("teacher.placement = 'shard' is for a teacher that answers live: leave teacher.cache out")
+        if self.placement == "shard" and self.signal.kind not in ("auto", "dense"):
+            raise ValueError(
+                f"teacher.signal.kind = {self.signal.kind!r} asks row by row, and all processes must ask a sharded "
+                "teacher as often: set teacher.signal.kind = 'dense' and objectives.kd.top_k, or teacher.placement"
+            )
         if self.cache and self.signal.kind == "dense":
             raise ValueError("a cache holds no dense answers: leave teacher.signal.kind out, or teacher.cache")
+        return self
+
+    @model_validator(mode="after")
+    def _own_processes(self) -> TeacherConfig:
+        """What a teacher cannot have whose processes send its last hidden states."""
+        if not self.ranks:
+            return self
+        refused = {
+            "placement": self.placement != "device",
+            "quantisation": self.quantisation != "none",
+            "cache": self.cache is not None,
+            "server": self.server is not None,
+            "router.mode": self.router.mode != "frozen",
+            "signal.kind": self.signal.kind not in ("auto", "dense"),
+        }
+        for name in (name for name, is_set in refused.items() if is_set):
+            raise ValueError(f"teacher.ranks needs a whole teacher that answers live: leave teacher.{name} out")
         return self
 
     @model_validator(mode="after")

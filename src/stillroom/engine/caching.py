@@ -30,6 +30,7 @@ from stillroom.models import (
     vocabulary_hash,
 )
 from stillroom.teachers.cache.importing import match_rows, num_kept, read_answers
+from stillroom.teachers.cache.in_store import Origin, folder_of
 from stillroom.teachers.cache.manifest import Manifest, is_there, read_manifest
 from stillroom.teachers.cache.plan import plan_shards
 from stillroom.teachers.cache.reader import Cache, damaged_shards
@@ -56,7 +57,7 @@ def make_cache(
     Several processes may be given the same command: they share the work. With `temperatures` the folder holds a cache
     for each of them, and the teacher is asked once for all.
     """
-    places = temperature_folders(config, out, temperatures)
+    places = _here(temperature_folders(config, out, temperatures))
     first = next(iter(places))
     if config.teacher.server:
         served_spec(_at(config, places[first]))
@@ -94,6 +95,11 @@ def make_cache(
         )
     result = {**cache_info(first), "rows_of_the_data": len(needed)}
     return {**result, "beside": [cache_info(place) for place in places if place != first]}
+
+
+def _here(places: dict[Path, float]) -> dict[Path, float]:
+    """The same places on this machine, where they are addresses of a store."""
+    return {folder_of(place): degree for place, degree in places.items()}
 
 
 def temperature_folders(config: Config, out: Path, temperatures: Sequence[float]) -> dict[Path, float]:
@@ -170,7 +176,7 @@ def import_cache(config: Config, out: Path, file: Path, kind: str) -> dict[str, 
             where="--import",
             advice=["let the teacher write the cache: leave --import out", "choose a student of the teacher's family"],
         )
-    tokenizer = _tokenizer(config)
+    out, tokenizer = folder_of(out), _tokenizer(config)
     given = read_answers(file, kind, tokenizer)
     asked = config.teacher.signal
     spec = SignalSpec("renormalised" if asked.kind == "renormalised" else "top_k", asked.k or num_kept(given), 0)
@@ -206,11 +212,12 @@ def import_cache(config: Config, out: Path, file: Path, kind: str) -> dict[str, 
 
 def cache_info(folder: Path) -> dict[str, Any]:
     """What a cache holds, from its manifest and the heads of its shards."""
-    cache = Cache(folder)
+    cache = Cache(folder_of(folder))
+    origin = Origin.of(cache.folder)
     manifest, positions = cache.manifest, cache.num_positions
     counters = cache.counters
     return {
-        "cache": str(folder),
+        "cache": origin.files.url if origin is not None else str(folder),
         "signal": {**manifest.signal.to_dict(), "text": describe(manifest.signal)},
         "teacher": {**dict(manifest.about), **dict(manifest.teacher)},
         "tokenizer": manifest.tokenizer,
@@ -228,6 +235,7 @@ def cache_info(folder: Path) -> dict[str, Any]:
 
 def verify_cache(folder: Path) -> dict[str, Any]:
     """Check every checksum and unpack every row. Raises at the end, naming what is wrong."""
+    folder = folder_of(folder)
     faults = list(damaged_shards(folder))
     if not faults:
         with contextlib.closing(Cache(folder)) as cache:

@@ -22,6 +22,7 @@ from stillroom.engine.building.models import Models, load_models
 from stillroom.engine.building.preflight import first_forward
 from stillroom.engine.building.shrink_student import start_note, student_name
 from stillroom.engine.building.strategy import unused_strategy
+from stillroom.engine.building.teacher_rank import answer_trainers, unused_ranks
 from stillroom.engine.ending.finish import finish, result_or_error, summary_row
 from stillroom.engine.ending.outcome import FINISHED, doubts
 from stillroom.engine.ending.result import Result
@@ -49,8 +50,9 @@ from stillroom.engine.stop import Stop
 from stillroom.engine.tracking import open_tracking
 from stillroom.errors import BrokenAtStart, ConfigError
 from stillroom.evaluation import Evaluation
-from stillroom.models import Student, anatomy_of
+from stillroom.models import Student
 from stillroom.parallel import Parallel, join
+from stillroom.parallel.link import TeacherRank, telling_the_end
 from stillroom.telemetry import SilentLog
 
 __all__ = ["Result", "distill", "resume"]
@@ -74,12 +76,16 @@ def distill(
     stop = Stop(config.train.max_minutes)
     with stop.on_signals():
         with stop.while_loading():
-            parallel = join(config.train.peer_timeout_minutes, config.train.strategy, config.train.shard_size)
+            parallel = _join(config)
             device_notes: list[str] = []
             where = find_device(device, device_notes.append)
             notes = (*notes, *device_notes)
+        if isinstance(parallel, TeacherRank):
+            with deterministic(where):
+                return answer_trainers(config, parallel, Path(out), where)
         first = parallel.is_first
         with (
+            telling_the_end(parallel),
             opened(out) as place,
             deterministic(where),
             run_folder.owned(place.folder, config, is_first=first) as claim,
@@ -99,6 +105,11 @@ def distill(
             return result_or_error(
                 _run(claim, parallel, where, stop, inject, listeners, (*notes, doubt) if doubt else notes)
             )
+
+
+def _join(config: Config) -> Parallel:
+    train = config.train
+    return join(train.peer_timeout_minutes, train.strategy, train.shard_size, config.teacher.ranks)
 
 
 def _run(
@@ -213,7 +224,7 @@ def _before(run: Run, state: RunState) -> dict[str, Any]:
     before: dict[str, Any] = {}
     teacher = run.teacher.as_model()
     if teacher is not None:
-        row = summary_row(_evaluate_teacher(run, state, teacher), anatomy_of(teacher.model).num_parameters)
+        row = summary_row(_evaluate_teacher(run, state, teacher), teacher.num_parameters)
         before["teacher"] = run.teacher.comparable(row)
         if not _is_number(before["teacher"]["bits_per_byte"]):
             raise BrokenAtStart(
@@ -283,7 +294,9 @@ def _announce(run: Run, models: Models, notes: tuple[str, ...], saved: Saved | N
             "notes": list(run.corpus.notes),
         },
     )
-    notes = (*notes, *unused_strategy(config, run.parallel))
+    parallel = run.parallel
+    notes = (*notes, *unused_strategy(config, parallel))
+    notes = (*notes, *unused_ranks(config, parallel.size, has_link=parallel.link is not None))
     for text in (*notes, *threads.notes(), *models.notes, *run.teacher.notes, *run.mix.notes(run.device.type)):
         run.log.write("note", text=text)
     if saved is not None:

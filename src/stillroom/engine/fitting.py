@@ -47,7 +47,7 @@ def within_memory(run: Run, state: RunState, work: Callable[[], T]) -> T:
             shortage = reason_of(error)
             if not run.parallel.takes_smaller_parts:
                 raise _no_room(
-                    run, "with a sharded student micro-batches are not made smaller, and one does not fit", shortage
+                    run, "with a sharded model micro-batches are not made smaller, and one does not fit", shortage
                 ) from error
         # Outside of the handler: the error's traceback holds the tensors of the work that failed.
         if not run.parallel.any_of(bool(shortage)):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stillroom.models.anatomy import backbone, head_of, layers_if_any
+from stillroom.models.anatomy import anatomy_of, backbone, head_of, layers_if_any
 from stillroom.models.compiled import CompiledBody
 from stillroom.models.packed import model_inputs, sequences_of
 from stillroom.models.taps import tapped
@@ -25,6 +25,10 @@ class Student:
         self.vocab_size = vocab_size
         self.is_described = is_described
         self._blocks = layers_if_any(model)
+
+    @property
+    def num_parameters(self) -> int:
+        return anatomy_of(self.model).num_parameters
 
     def observe(self, batch: Batch, needs: Needs) -> StudentView:
         with tapped(self._blocks, needs) as taps:

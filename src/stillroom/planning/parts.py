@@ -17,6 +17,7 @@ from stillroom.engine.building.cache_build import AUTO
 from stillroom.engine.building.models import teacher_dtype
 from stillroom.planning.shapes import Micro, Shapes, Sizes
 from stillroom.planning.sharing import LEARNS
+from stillroom.planning.target import Target
 from stillroom.planning.trace import StudentTrace
 from stillroom.precision import bytes_per_parameter
 from stillroom.precision.resolve import choose
@@ -98,11 +99,11 @@ def lay_out(config: Config, shapes: Shapes, mode: str, *, num_tokens: int | None
         state["CUDA context"] = CONTEXT
     if trace.head_kept:
         state["head scratch"] = trace.head_kept
-    stays, visits, at_home = _teacher_bytes(config, teacher, target.is_card)
+    stays, visits, at_home = _teacher_bytes(config, teacher, target)
     gradients = _gradient_bytes(config, mode, sizes)
     answer = work.answer if work is not None and is_live else _sparse_bytes(config, micro) if asks else 0
     moments: dict[str, dict[str, int]] = {}
-    if work is not None:
+    if work is not None and not target.sharing.teacher_ranks:
         name = "teacher answers" if is_live else "cache is written"
         held = {"gradients": gradients} if micro.accumulates and is_live else {}
         moments[name] = {"teacher": stays + visits, "teacher at work": work.work, **state, **held}
@@ -179,19 +180,25 @@ def _scratch(config: Config, mode: str, sizes: Sizes) -> int:
     return max(largest, min(total, _UPDATE_SCRATCH))
 
 
-def _teacher_bytes(config: Config, teacher: Sizes | None, is_card: bool) -> tuple[int, int, int]:
+def _teacher_bytes(config: Config, teacher: Sizes | None, target: Target) -> tuple[int, int, int]:
     """Bytes that stay on the device, that come while it answers, and that are in main memory for a card."""
     if teacher is None:
         return 0, 0, 0
     whole = teacher.parameters * teacher.itemsize
     head = teacher.vocabulary * teacher.width * teacher.itemsize
+    if target.sharing.teacher_ranks:
+        return head, 0, 0
     kind = config.teacher.quantisation
     if kind != "none":
         return int(whole - teacher.linear * (teacher.itemsize - _QUANTISED[kind])), 0, 0
     if config.teacher.placement == "stream" and teacher.layer_bytes:
         rest = whole - sum(teacher.layer_bytes)
         return rest, sum(sorted(teacher.layer_bytes)[-2:]), 0
-    if config.teacher.placement == "offload" and is_card:
+    if config.teacher.placement == "shard" and target.sharing.num_processes > 1:
+        # What is outside of layers is gathered from the first answer of a window to its end.
+        outside = whole - sum(teacher.layer_bytes)
+        return -(-whole // target.sharing.num_parts) + outside, sum(sorted(teacher.layer_bytes)[-2:]), 0
+    if config.teacher.placement == "offload" and target.is_card:
         return head, whole - head, whole
     return whole, 0, 0
 

@@ -135,6 +135,8 @@ def _left_out(config: Config) -> list[str]:
     notes = ["not counted: fragmentation, compiled bodies, the libraries themselves"]
     if inner := config.objectives.inner_weights:
         notes.append(f"not counted: hidden states and maps that {' and '.join(inner)} keep, and their projectors")
+    if config.teacher.placement == "shard":
+        notes.append("not counted: every process reads the whole teacher into main memory before it is sharded")
     if config.teacher.router.mode != "frozen":
         notes.append(
             f"not counted: the backward pass of the teacher's gates, teacher.router.mode = {config.teacher.router.mode}"

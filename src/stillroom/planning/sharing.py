@@ -21,6 +21,7 @@ class Sharing:
     num_processes: int = 1
     is_sharded: bool = False
     shard_size: int = 0  # processes that hold one copy of a sharded student; 0: all
+    teacher_ranks: int = 0  # further processes, that hold the teacher
 
     @property
     def num_parts(self) -> int:
@@ -33,11 +34,19 @@ class Sharing:
     @property
     def notes(self) -> tuple[str, ...]:
         if self.num_processes == 1:
-            return ()
+            return self._about_teacher
         text = f"bytes are those of one of {self.num_processes} processes with {self.strategy}; disk is that of all"
         first = "; the first one also reads the whole student back at the end, to write samples"
         copies = f"; groups of {self.num_parts} hold a copy each"
-        return (text + copies * (self.num_parts < self.num_processes) + first * self.is_sharded,)
+        shared = text + copies * (self.num_parts < self.num_processes) + first * self.is_sharded
+        return (shared, *self._about_teacher)
+
+    @property
+    def _about_teacher(self) -> tuple[str, ...]:
+        if not self.teacher_ranks:
+            return ()
+        of = f"{self.teacher_ranks} of {self.teacher_ranks + self.num_processes} processes"
+        return (f"{of} hold the teacher: bytes are those of one that trains, which has the teacher's head alone",)
 
     def moment(self, name: str, parts: Mapping[str, int], sizes: Sizes, *, accumulates: bool) -> dict[str, int]:
         """The parts of a moment of a step in one process.

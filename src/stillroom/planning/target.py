@@ -10,6 +10,7 @@ import torch
 from stillroom.config.train import STRATEGIES
 from stillroom.engine.building.device import find_device
 from stillroom.errors import ConfigError
+from stillroom.parallel.link import check_teacher_ranks
 from stillroom.parallel.mesh import check_shard_size
 from stillroom.planning.cards import CARDS, Card
 from stillroom.planning.sharing import Sharing
@@ -48,14 +49,22 @@ def find_target(device: str = "auto", device_memory: int | None = None, card: st
     return Target(here, facts_of(here), device_memory or free, main)
 
 
-def with_processes(target: Target, num_processes: int, strategy: str = "auto", shard_size: int = 0) -> Target:
-    """The same device for one of several processes, each with a device of its own. `shard_size` belongs to fsdp."""
+def with_processes(
+    target: Target, num_processes: int, strategy: str = "auto", shard_size: int = 0, teacher_ranks: int = 0
+) -> Target:
+    """The same device for one of several processes, each with a device of its own.
+
+    `shard_size` belongs to fsdp. The last `teacher_ranks` processes do not train.
+    """
     if strategy not in STRATEGIES:
         raise ConfigError(f"{strategy!r} is no strategy", where="--strategy", advice=[" or ".join(STRATEGIES)])
+    teacher_ranks = teacher_ranks if num_processes > 1 else 0
+    check_teacher_ranks(teacher_ranks, num_processes)
+    num_processes -= teacher_ranks
     if strategy != "fsdp" or num_processes == 1:
-        return replace(target, sharing=Sharing(num_processes))
+        return replace(target, sharing=Sharing(num_processes, teacher_ranks=teacher_ranks))
     check_shard_size(shard_size, num_processes, strategy)
-    return replace(target, sharing=Sharing(num_processes, True, shard_size))
+    return replace(target, sharing=Sharing(num_processes, True, shard_size, teacher_ranks))
 
 
 def _card(name: str) -> Card:

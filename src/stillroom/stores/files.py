@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from stillroom.errors import CannotSave, ConfigError, DataError
-from stillroom.remote import Store, again, is_trouble
+from stillroom.remote import Store, again, is_trouble, mark_of
 
 HIDDEN = ".stillroom"  # what the mirror and the lease keep beside the files of a folder
 _READ_BACK = 1 << 20  # bytes up to which a file without a checksum of the store is read again
@@ -58,17 +58,25 @@ class StoreFiles:
 
     # -- reading -----------------------------------------------------------------------------------------
 
-    def names(self) -> dict[str, int]:
-        """Sizes of all files by name, hidden ones too."""
+    def names(self, under: str = "") -> dict[str, int]:
+        """Sizes of all files by name, hidden ones too; of those in a folder where `under` names one."""
+        return {name: size for name, (size, _mark) in self.entries(under).items()}
 
-        def find() -> dict[str, int]:
+    def entries(self, under: str = "") -> dict[str, tuple[int, str]]:
+        """The same with a mark that changes when the file does, as far as the store says."""
+
+        def find() -> dict[str, tuple[int, str]]:
             self._files.invalidate_cache()
             try:
-                found = self._files.find(self._root, detail=True)
+                found = self._files.find(self._path(under).rstrip("/"), detail=True)
             except FileNotFoundError:
                 return {}
             start = len(self._root) + 1
-            return {path[start:]: int(info.get("size") or 0) for path, info in found.items() if len(path) >= start}
+            return {
+                path[start:]: (int(info.get("size") or 0), mark_of(info))
+                for path, info in found.items()
+                if len(path) >= start
+            }
 
         return dict(again(find, self.url))
 
@@ -97,6 +105,11 @@ class StoreFiles:
 
         found: bytes | None = again(cat, f"{self.url}/{name}")
         return found
+
+    def begin(self, name: str, num_bytes: int) -> bytes:
+        """The first bytes of a file."""
+        path = self._path(name)
+        return bytes(again(lambda: self._files.cat_file(path, start=0, end=num_bytes), f"{self.url}/{name}"))
 
     def get(self, name: str, into: Path) -> None:
         """Copy a file here, whole: it has the size that the store says."""

@@ -22,19 +22,27 @@ from stillroom.stores.owner import describe_process, is_dead
 
 LEASE_SECONDS = 120.0
 _RENEWALS = 6  # in the time that a lease lasts
-_NAME = re.compile(rf"^{re.escape(HIDDEN)}/lease-(\d{{9}})$")
+_NAME = re.compile(r"^lease-(\d{9})$")
 _TRIES = 5
 
 _held: set[str] = set()  # owners of this process whose leases are not released
 
 
+Seen = dict[int, tuple[bytes, float]]  # a lease by its number: what it said, since when
+
+
 class Lease:
-    """Ownership of an address, from `take` to `release`."""
+    """Ownership of an address or of something below it, from `take` or `attempt` to `release`."""
 
     def __init__(
-        self, files: StoreFiles, *, seconds: float = LEASE_SECONDS, sleep: Callable[[float], object] = time.sleep
+        self,
+        files: StoreFiles,
+        *,
+        under: str = HIDDEN,
+        seconds: float = LEASE_SECONDS,
+        sleep: Callable[[float], object] = time.sleep,
     ) -> None:
-        self._files, self._seconds, self._sleep = files, seconds, sleep
+        self._files, self._under, self._seconds, self._sleep = files, under, seconds, sleep
         self.owner = secrets.token_hex(8)
         self._number = 0
         self._count = 0
@@ -47,16 +55,31 @@ class Lease:
             last = self._last()
             if last and not self._is_abandoned(last):
                 raise self._taken(self._told(last))
-            self._number = last + 1
-            if self._files.create(_name(self._number), self._contents()):
-                break
-        else:
-            raise self._taken({})
+            if self._create(last + 1):
+                return self
+        raise self._taken({})
+
+    def attempt(self, seen: Seen) -> bool:
+        """Whether it is ours now. Does not wait: `seen` is what earlier attempts saw."""
+        last = self._last()
+        if not last:
+            return self._create(1)
+        is_ended, told = self._has_ended(last), self._files.read(self._name(last)) or b""
+        if is_ended is None:
+            if last not in seen or seen[last][0] != told:
+                seen[last] = (told, time.monotonic())
+            is_ended = time.monotonic() - seen[last][1] >= self._seconds
+        return is_ended and self._create(last + 1)
+
+    def _create(self, number: int) -> bool:
+        self._number = number
+        if not self._files.create(self._name(number), self._contents()):
+            return False
         _held.add(self.owner)
-        self._files.remove(_name(number) for number in self._numbers() if number < self._number)
+        self._files.remove(self._name(older) for older in self._numbers() if older < number)
         self._thread = threading.Thread(target=self._keep_renewing, name="stillroom-lease", daemon=True)
         self._thread.start()
-        return self
+        return True
 
     def check(self) -> None:
         """Raise where another process has taken over: it would be two that write."""
@@ -74,14 +97,18 @@ class Lease:
         if self._thread is not None:
             self._thread.join()
         try:
-            self._files.remove([_name(self._number)])
+            self._files.remove([self._name(self._number)])
         except StillroomError:
             return  # the store is away: the lease runs out by itself
 
     # -- leases ------------------------------------------------------------------------------------------
 
+    def _name(self, number: int) -> str:
+        return f"{self._under}/lease-{number:09d}"
+
     def _numbers(self) -> list[int]:
-        found = (_NAME.match(name) for name in self._files.names())
+        start = len(self._under) + 1
+        found = (_NAME.match(name[start:]) for name in self._files.names(self._under))
         return sorted(int(one.group(1)) for one in found if one)
 
     def _last(self) -> int:
@@ -90,7 +117,7 @@ class Lease:
 
     def _is_lost(self) -> bool:
         """Asks for the lease and its successor themselves, because a listing may be late."""
-        own, next_ = (self._files.size(_name(number)) for number in (self._number, self._number + 1))
+        own, next_ = (self._files.size(self._name(number)) for number in (self._number, self._number + 1))
         return own is None or next_ is not None
 
     def _contents(self) -> bytes:
@@ -99,29 +126,30 @@ class Lease:
 
     def _told(self, number: int) -> dict[str, Any]:
         try:
-            told = json.loads(self._files.read(_name(number)) or b"{}")
+            told = json.loads(self._files.read(self._name(number)) or b"{}")
         except ValueError:
             return {}
         return told if isinstance(told, dict) else {}
 
+    def _has_ended(self, number: int) -> bool | None:
+        """Whether the owner of a lease has ended; None where that cannot be seen from here."""
+        owner, here = self._told(number), describe_process()
+        if is_dead(owner):
+            return True
+        if any(owner.get(key) != here[key] for key in ("host", "processes")):
+            return None
+        return owner.get("pid") == here["pid"] and owner.get("owner") not in _held  # released, and the store was away
+
     def _is_abandoned(self, number: int) -> bool:
         """Whether an owner has ended: seen on this machine at once, else by a lease that is not renewed."""
-        seen, owner, here = self._files.read(_name(number)), self._told(number), describe_process()
-        if seen is None or is_dead(owner):
-            return True
-        if all(owner.get(key) == here[key] for key in here):
-            return owner.get("owner") not in _held  # of this very process
-        if all(owner.get(key) == here[key] for key in ("host", "processes")):
-            return False  # its process is alive
-        waited = 0.0
-        while waited < self._seconds:
+        seen, is_ended = self._files.read(self._name(number)), self._has_ended(number)
+        if seen is None or is_ended is not None:
+            return seen is None or bool(is_ended)
+        for _ in range(_RENEWALS):
             self._sleep(self._seconds / _RENEWALS)
-            waited += self._seconds / _RENEWALS
-            now = self._files.read(_name(number))
-            if now is None:
-                return True
+            now = self._files.read(self._name(number))
             if now != seen:
-                return False
+                return now is None
         return True
 
     def _keep_renewing(self) -> None:
@@ -129,8 +157,8 @@ class Lease:
             try:
                 if self._is_lost():
                     return
-                self._files.write(_name(self._number), self._contents())
-            except StillroomError:
+                self._files.write(self._name(self._number), self._contents())
+            except (StillroomError, OSError):
                 continue  # the store is away; `check` tells before anything is written
 
     def _taken(self, owner: dict[str, Any]) -> ConfigError:
@@ -145,7 +173,3 @@ class Lease:
                 "or choose another address with --out",
             ],
         )
-
-
-def _name(number: int) -> str:
-    return f"{HIDDEN}/lease-{number:09d}"

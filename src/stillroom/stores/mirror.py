@@ -56,7 +56,7 @@ class Mirror:
         self._write_note: Callable[[str], object] | None = None
         self._notes: list[str] = []
         self._is_away = False
-        self._lost: CannotSave | None = None
+        self._lost: Exception | None = None  # raised in the thread of the run
         self._changed = threading.Condition()
         self._waiting: Commit | None = None
         self._is_sending = False
@@ -71,7 +71,7 @@ class Mirror:
         log.listen(self.handle)
 
     def handle(self, event: dict[str, Any]) -> None:
-        if self._lost is not None:
+        if self._lost is not None and event["event"] != "run_end":
             raise self._lost
         while self._notes and self._write_note is not None and event["event"] != "run_end":
             self._write_note(self._notes.pop(0))
@@ -104,6 +104,8 @@ class Mirror:
                 self._is_away = False
             except (StillroomError, OSError) as error:  # of the store, or of the disk here
                 self._failed(error.what if isinstance(error, StillroomError) else reason_of(error))
+            except Exception as error:  # noqa: BLE001 - a fault of ours is raised where the run sees it
+                self._lost = error
             finally:
                 commit.forget()
                 with self._changed:

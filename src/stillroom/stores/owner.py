@@ -13,6 +13,8 @@ from typing import Any
 
 import psutil
 
+_SAME_SECONDS = 5.0  # the system's idea of when a process began moves with its clock
+
 
 @lru_cache(maxsize=1)
 def host() -> str:
@@ -29,7 +31,8 @@ def describe_process() -> dict[str, Any]:
         "name": socket.gethostname(),
         "processes": _namespace(),
         "pid": os.getpid(),
-        "started": _started(os.getpid()),
+        "started": datetime.fromtimestamp(_began(os.getpid()), UTC).isoformat(timespec="seconds"),
+        "began": _began(os.getpid()),
     }
 
 
@@ -38,15 +41,15 @@ def is_dead(owner: Mapping[str, Any]) -> bool:
     if owner.get("host") != host() or owner.get("processes") != _namespace():
         return False
     try:
-        return _started(int(owner["pid"])) != owner.get("started")
+        return abs(_began(int(owner["pid"])) - float(owner["began"])) > _SAME_SECONDS
     except (psutil.NoSuchProcess, KeyError, TypeError, ValueError):
         return True
     except psutil.Error:
         return False
 
 
-def _started(pid: int) -> str:
-    return datetime.fromtimestamp(psutil.Process(pid).create_time(), UTC).isoformat(timespec="seconds")
+def _began(pid: int) -> float:
+    return float(psutil.Process(pid).create_time())
 
 
 def _namespace() -> str:

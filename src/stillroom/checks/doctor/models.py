@@ -137,7 +137,7 @@ def memory(setup: Setup) -> Iterator[Finding]:
     mode, _reason = choose(config.precision.mode, machine.device, trained)
     each = bytes_per_parameter(mode, config.precision.moments, accumulates=config.train.gradient_accumulation_steps > 1)
     teacher = 0
-    if models.teacher is not None and config.teacher.placement == "device":
+    if models.teacher is not None and config.teacher.placement in ("device", "shard"):
         teacher = quantised_bytes(models.teacher, config.teacher.quantisation)
     on_device = trained * each.on_device + frozen + teacher
     yield from _room(on_device, machine.free_device_memory, machine.device.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from stillroom.engine.building.inner_build import make_objectives
 from stillroom.engine.building.models import Models, teacher_dtype
 from stillroom.engine.building.row_checks import check_rows
 from stillroom.engine.building.served_build import asks_server, served_teacher
+from stillroom.engine.building.shard_teacher import shard_teacher
 from stillroom.engine.building.strategy import check_strategy
 from stillroom.engine.building.teacher_build import quantise_teacher
 from stillroom.engine.inject import make_hooks
@@ -156,6 +158,7 @@ def build_teacher(
         teacher = make_teacher(
             config, loaded, size, surroundings, num_processes=parallel.size, compiled=compiled,
             shared=reading.shared, coarse=reading.coarse,
+            placement=shard_teacher(config, loaded, parallel, device, tell=_teller(surroundings)),
         )  # fmt: skip
     else:
         teacher = cached_teacher(
@@ -168,9 +171,13 @@ def build_teacher(
             loaded=models.loaded_teacher,
             vocab_size=size,
             window=surroundings.window,
-            tell=lambda text: surroundings.write("note", text=text),
+            tell=_teller(surroundings),
         )
     return paired_teacher(teacher, models.teacher_tokenizer, corpus.coverage) if is_paired else teacher
+
+
+def _teller(surroundings: Surroundings) -> Callable[[str], object]:
+    return lambda text: surroundings.write("note", text=text)
 
 
 def own_vocabulary(models: Models) -> int:

@@ -22,9 +22,9 @@ from stillroom.engine.building.teacher_build import plainly_quantised, quantise_
 from stillroom.errors import BrokenAtStart, ConfigError, DataError
 from stillroom.models import LoadedModel, load_tokenizer, vocabulary_hash
 from stillroom.objectives.objective import Matched
-from stillroom.remote import is_url, local_copy
 from stillroom.teachers import Teacher
 from stillroom.teachers.cache.identity import teacher_identity
+from stillroom.teachers.cache.in_store import folder_of
 from stillroom.teachers.cache.manifest import SHARD_TOKENS, Manifest, check_same, is_there, read_manifest
 from stillroom.teachers.cache.plan import NeededRow, needed_rows
 from stillroom.teachers.cache.reader import Cache
@@ -99,7 +99,7 @@ def cache_folder(config: Config, folder: Path | None, reading: Reading, dtype: t
     """
     if config.teacher.cache != AUTO:
         named = str(config.teacher.cache)
-        place = local_copy(named) if is_url(named) else Path(named).expanduser()
+        place = folder_of(named)
         read_manifest(place)  # before anything is loaded
         return place
     if folder is None:

@@ -40,8 +40,9 @@ def compile_bodies(
     teacher = models.loaded_teacher if chosen == "both" else None
     section = config.teacher
     is_plain = section.placement == "device" and section.router.mode == "frozen" and section.quantisation == "none"
-    if teacher is not None and not is_plain:
-        tell("compile: a teacher that is offloaded, streamed, quantised or whose gates are changed runs as it is")
+    if teacher is not None and not (is_plain and models.teacher is not None):
+        kinds = "offloaded, streamed, sharded, elsewhere, quantised or whose gates are changed"
+        tell(f"compile: a teacher that is {kinds} runs as it is")
         teacher = None
     for role, loaded in (("student", models.loaded_student), ("teacher", teacher)):
         if loaded is not None and not loaded.is_described:

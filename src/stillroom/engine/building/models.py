@@ -40,6 +40,7 @@ from stillroom.models.shrink.cut import Cut
 from stillroom.objectives.objective import Matched
 from stillroom.parallel import Parallel
 from stillroom.precision.device import facts_of
+from stillroom.teachers.elsewhere import open_remote
 from stillroom.teachers.make import open_live, unused_teacher_settings
 from stillroom.teachers.quantised import check_quantisation
 
@@ -92,7 +93,7 @@ def load_models(
     kept = teacher = corpus = None
     if (uses_teacher and not source.is_stored) or is_cut:
         teacher_tokenizer = teacher_tokenizer or load_tokenizer(config.teacher, config.teacher.model)
-        teacher = None if source.is_served else open_live(config.teacher, source.dtype, teacher_tokenizer)
+        teacher = None if source.is_served else _opened_teacher(config, source.dtype, teacher_tokenizer, parallel)
     if is_cut:
         assert teacher is not None
         cut, corpus = _cut(config, teacher.network, tokenizer, device, folder=folder, parallel=parallel, tell=tell)
@@ -178,6 +179,13 @@ def _tokenizers(config: Config, notes: list[str], *, asks_teacher: bool) -> tupl
     else:
         notes.append("the student brings no tokenizer: it takes the teacher's")
     return teachers, teachers
+
+
+def _opened_teacher(config: Config, dtype: torch.dtype, tokenizer: Any, parallel: Parallel | None) -> LoadedModel:
+    """The teacher of this process, or what the process that holds it says of it."""
+    if parallel is not None and parallel.link is not None:
+        return open_remote(parallel.link, tokenizer)
+    return open_live(config.teacher, dtype, tokenizer)
 
 
 def _opened(config: Config, tokenizer: Any) -> LoadedModel:

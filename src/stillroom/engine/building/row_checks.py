@@ -8,6 +8,7 @@ from stillroom.errors import ConfigError
 from stillroom.models import LoadedModel
 from stillroom.models.length import num_positions
 from stillroom.models.packed import packing_error
+from stillroom.teachers.elsewhere import RemoteModel
 
 _TOLERANCE = 1e-3  # in standard deviations of the hidden states, in FP32
 _HALF_TOLERANCE = 0.05
@@ -29,10 +30,10 @@ def check_rows(models: Models, corpus: Corpus) -> list[str]:
 
 
 def _check_length(role: str, model: LoadedModel, longest: int) -> None:
-    limit = num_positions(model.network)
+    limit = model.num_positions if isinstance(model, RemoteModel) else num_positions(model.network)
     if limit is not None and longest > limit:
         raise ConfigError(
-            f"a row has {longest:,} tokens, and the {role} ({type(model.network).__name__}) has {limit:,} positions",
+            f"a row has {longest:,} tokens, and the {role} ({_name(model)}) has {limit:,} positions",
             where="data.max_length",
             advice=[f"--set data.max_length={limit}", f"use a {role} with more positions"],
         )
@@ -40,12 +41,16 @@ def _check_length(role: str, model: LoadedModel, longest: int) -> None:
 
 def check_packing(role: str, model: LoadedModel) -> None:
     """Raise `ConfigError` if texts of one row change each other's hidden states."""
-    error = packing_error(model.network)
-    is_wide = next(model.network.parameters()).dtype.itemsize >= 4
+    error = model.packing_error if isinstance(model, RemoteModel) else packing_error(model.network)
+    is_wide = model.head.weight.dtype.itemsize >= 4
     if error > (_TOLERANCE if is_wide else _HALF_TOLERANCE):
         raise ConfigError(
-            f"the {role} ({type(model.network).__name__}) cannot read several texts in one row: they change each "
+            f"the {role} ({_name(model)}) cannot read several texts in one row: they change each "
             f"other's hidden states by {error:.2g} standard deviations",
             where="data.packing",
             advice=["--set data.packing=rows gives each record a row of its own"],
         )
+
+
+def _name(model: LoadedModel) -> str:
+    return model.anatomy.family if isinstance(model, RemoteModel) else type(model.network).__name__

@@ -13,7 +13,7 @@ from stillroom.engine.ending.read_again import SUMMARY, read_again, refuse_chang
 from stillroom.engine.ending.result import Result
 from stillroom.engine.ending.samples import make_samples
 from stillroom.engine.ending.success_checks import success_checks
-from stillroom.engine.ending.tokens import save_tokens
+from stillroom.engine.ending.tokens import save_tokens, view_of_all
 from stillroom.engine.fitting import evaluate_held_out, micro_batch_rows
 from stillroom.engine.run import Run
 from stillroom.engine.saving import gather_student, load_best, save_student, whole_again
@@ -52,13 +52,14 @@ def finish(run: Run, state: RunState, stop: Stop) -> Result:
     check_stop()
     end = how_it_ended(state, final.perplexity, state.before["student_before"]["perplexity"])
     gather_student(run)
+    tokens = view_of_all(run)
     if not run.parallel.is_first:
         return Result(run.folder, dict(end))
     save_student(run)
     found = read_again(run)
     run = whole_again(run)
     run.teacher.save(run.folder)
-    save_tokens(run)
+    save_tokens(run, tokens)
     for sample in make_samples(run):
         run.log.write("sample", **sample)
     summary = {**_summary(run, state, end, final), **found}

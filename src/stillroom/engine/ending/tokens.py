@@ -46,9 +46,17 @@ MAX_TEXT = 40  # characters of a token
 _DIGITS = 4
 
 
-def save_tokens(run: Run) -> None:
-    """Write the file; nothing where the run has no teacher."""
-    found = token_view(run)
+def view_of_all(run: Run) -> dict[str, Any] | None:
+    """`token_view` where only all processes together can ask the teacher; None elsewhere."""
+    if not run.teacher.answers_together:
+        return None
+    with run.parallel.gathered():
+        return token_view(run)
+
+
+def save_tokens(run: Run, found: dict[str, Any] | None = None) -> None:
+    """Write the file, unless all processes found its contents already; nothing where the run has no teacher."""
+    found = found or token_view(run)
     if found is None:
         return
     path = run.folder / NAME

@@ -186,6 +186,8 @@ def carry_out(run: Run, state: RunState, window: Sequence[Batch], evidence: Evid
 def _located(run: Run, state: RunState, window: Sequence[Batch]) -> str:
     if run.parallel.is_sharded:  # the search would end at another place in each process
         return "not looked for in a sharded student"
+    if run.teacher.answers_together:
+        return "not looked for where the teacher is sharded"
     return locate(run, window, run.lesson(state))
 
 

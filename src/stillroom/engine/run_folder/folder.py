@@ -32,6 +32,7 @@ _NOT_THE_RUN = (
     "train.peer_timeout_minutes",
     "train.strategy",
     "train.shard_size",
+    "teacher.ranks",
     "telemetry",
     "checkpoint",
 )

@@ -41,6 +41,8 @@ _owners: set[str] = set()  # of this process
 class Claims:
     """The claims of one writer. `waiting` is for the manifest, `trying` for a shard."""
 
+    wait_seconds = 0.5  # for what others claimed
+
     def __init__(self, folder: Path, *, lease_seconds: float = LEASE_SECONDS) -> None:
         self.owner = secrets.token_hex(8)
         self._folder, self._lease_seconds = folder, lease_seconds
@@ -103,6 +105,9 @@ class Claims:
             return list((self._folder / CLAIMS).iterdir())
         except OSError:
             return []
+
+    def committed(self, path: Path) -> None:
+        """A file was put into its place on this machine."""
 
     # -- claims ------------------------------------------------------------------------------------------
 

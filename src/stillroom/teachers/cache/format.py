@@ -74,6 +74,21 @@ def shard_bytes(store: str, blocks: Sequence[Block], counters: Mapping[str, floa
     return b"".join([head, checksum, *(block.packed for block in blocks)])
 
 
+def head_length(begin: bytes) -> int:
+    """How many bytes the head has of a shard that begins so; 0 where it is none."""
+    place = len(MAGIC) + 8
+    length = int.from_bytes(begin[len(MAGIC) : place], "little")
+    if not begin.startswith(MAGIC) or length > _MAX_HEADER:
+        return 0
+    if len(begin) < place + length:
+        return place + length  # asked for again with so many, it tells
+    try:
+        rows = int(json.loads(begin[place : place + length])["rows"])
+    except (ValueError, KeyError, TypeError):
+        return 0
+    return place + length + rows * _INDEX.itemsize + _HEAD_SUM
+
+
 class Shard:
     """A shard on disk whose header and index were checked. Blocks are read one at a time, and checked then."""
 

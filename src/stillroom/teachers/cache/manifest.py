@@ -14,7 +14,7 @@ from stillroom.files import reason_of
 from stillroom.teachers.cache.codec import id_bytes
 from stillroom.teachers.signals import ENTROPY_STEP, LOG_STEP, SignalSpec
 
-NAME = "cache.json"
+NAME, SHARDS = "cache.json", "shards"
 FORMAT, VERSION = "stillroom teacher cache", 1
 SHARD_TOKENS = 32_768  # rows of so many tokens make a shard: what a kill can cost
 _STEPS = {"log_prob": 1.0 / LOG_STEP, "entropy": 1.0 / ENTROPY_STEP}  # codes in a nat

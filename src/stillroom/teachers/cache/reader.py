@@ -1,5 +1,7 @@
 """A cache on disk: which rows it answers, and their answers. Nothing here changes what is there.
 
+Shards of a cache in a store are brought when a row of them is asked for (`in_store.py`).
+
 Stateless by key: whoever asks for a row, in whatever order and how often, gets that row's answer or an error.
 """
 
@@ -18,10 +20,10 @@ from stillroom.errors import CacheDamaged, StillroomError
 from stillroom.files import TEMPORARY, reason_of
 from stillroom.teachers.cache.codec import unpack
 from stillroom.teachers.cache.format import SUFFIX, Shard, damaged
-from stillroom.teachers.cache.manifest import Manifest, read_manifest
+from stillroom.teachers.cache.in_store import Origin
+from stillroom.teachers.cache.manifest import SHARDS, Manifest, read_manifest
 from stillroom.teachers.signals import RowAnswer
 
-SHARDS = "shards"
 _OPEN_FILES = 64
 
 Keys = npt.NDArray[np.uint64]
@@ -37,6 +39,7 @@ class Cache:
         self._keys, self._places = _sorted(self.shards)
         self._handles: OrderedDict[int, int] = OrderedDict()
         self._lock = threading.Lock()
+        self._origin = Origin.of(folder)
 
     def close(self) -> None:
         with self._lock:
@@ -107,6 +110,8 @@ class Cache:
         if len(self._handles) >= _OPEN_FILES:
             os.close(self._handles.popitem(last=False)[1])
         path = self.shards[number].path
+        if self._origin is not None:
+            self._origin.fetch(path)
         try:
             return os.open(path, os.O_RDONLY)
         except OSError as error:

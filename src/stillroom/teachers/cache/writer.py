@@ -14,17 +14,16 @@ from typing import Protocol
 
 from stillroom.errors import CannotSave, ConfigError
 from stillroom.files import TEMPORARY, reason_of, write_atomically
-from stillroom.remote import refuse_url
 from stillroom.teachers.cache.claims import CLAIMS, LEASE_SECONDS, LOCK, Claims
 from stillroom.teachers.cache.codec import pack
 from stillroom.teachers.cache.format import SUFFIX, Block, shard_bytes
-from stillroom.teachers.cache.manifest import NAME, Manifest, check_same, is_there, read_manifest
+from stillroom.teachers.cache.in_store import OURS, Origin
+from stillroom.teachers.cache.manifest import NAME, SHARDS, Manifest, check_same, is_there, read_manifest
 from stillroom.teachers.cache.plan import NeededRow, ShardPlan, plan_shards
-from stillroom.teachers.cache.reader import SHARDS, Cache, shard_paths
+from stillroom.teachers.cache.reader import Cache, shard_paths
+from stillroom.teachers.cache.store_claims import claims_of
 from stillroom.teachers.signals import NOTHING, RowAnswer, SignalSpec
 from stillroom.types import Batch
-
-_WAIT_SECONDS = 0.5
 
 
 class AnswersRows(Protocol):
@@ -82,7 +81,6 @@ class _Meter:
 
 def open_store(folder: Path, manifest: Manifest) -> Manifest:
     """Begin a cache in a folder, or find that it is the one that was begun. Answers with the manifest that is there."""
-    refuse_url(folder, "a teacher's cache", "--out")
     try:
         others = sorted(path.name for path in folder.iterdir() if not _is_ours(path)) if folder.exists() else []
         if others and not is_there(folder):
@@ -92,10 +90,13 @@ def open_store(folder: Path, manifest: Manifest) -> Manifest:
                 advice=["choose another folder with --out", "nothing in it was touched"],
             )
         (folder / SHARDS).mkdir(parents=True, exist_ok=True)
-        with Claims(folder) as claims, claims.waiting():
+        with claims_of(folder) as claims, claims.waiting():
             if not is_there(folder):
                 claims.remove_leftovers(folder, NAME)
                 _put(folder / NAME, manifest.to_bytes(), claims)
+            elif (origin := Origin.of(folder)) is not None:
+                origin.send(folder / NAME)
+                origin.send_rest()
     except OSError as error:
         raise _unwritable(folder, error) from error
     there = read_manifest(folder)
@@ -104,7 +105,7 @@ def open_store(folder: Path, manifest: Manifest) -> Manifest:
 
 
 def _is_ours(path: Path) -> bool:
-    return path.name in (SHARDS, LOCK, CLAIMS, NAME) or path.name.startswith(f"{TEMPORARY}{NAME}")
+    return path.name in (SHARDS, LOCK, CLAIMS, NAME, *OURS) or path.name.startswith(f"{TEMPORARY}{NAME}")
 
 
 def write_missing(
@@ -127,7 +128,7 @@ def write_missing(
     plans = plan_shards(list(missing.values()), read_manifest(folder).shard_tokens)
     meter = _Meter(tell, sum(plan.num_tokens for plan in plans))
     left = plans
-    with Claims(folder, lease_seconds=lease_seconds) as claims:
+    with claims_of(folder, beside, lease_seconds=lease_seconds) as claims:
         while left:
             for plan in left:
                 if is_stopped():
@@ -143,7 +144,7 @@ def write_missing(
                 meter.shard(sum(one.num_tokens for one in _unwritten(folders, plans)), sum(map(len, contents.values())))
             num_left, left = len(left), _unwritten(folders, left)
             if len(left) == num_left:
-                time.sleep(_WAIT_SECONDS)  # another process has them; should it end, its claims fall to us
+                time.sleep(claims.wait_seconds)  # another process has them; should it end, its claims fall to us
         claims.sweep({path.stem for path in shard_paths(folder)})
     return True
 
@@ -197,7 +198,7 @@ def pack_shard(answers: dict[str, RowAnswer], manifest: Manifest) -> bytes:
 
 def commit_shard(folder: Path, plan: ShardPlan, contents: bytes) -> None:
     """Put a shard that was made elsewhere into its place."""
-    with Claims(folder) as claims, claims.trying(plan.name):
+    with claims_of(folder) as claims, claims.trying(plan.name):
         _commit(_path(folder, plan), contents, claims)
 
 
@@ -216,6 +217,7 @@ def _put(path: Path, contents: bytes, claims: Claims) -> None:
     except FileNotFoundError:
         if not path.exists():
             raise
+    claims.committed(path)
 
 
 def _unwritable(path: Path, error: OSError) -> CannotSave:
