@@ -45,6 +45,7 @@ SHARED = {
     "objectives.kd.weight": 0.7,
     "objectives.ce.weight": 0.3,
 }
+GATES = {"teacher.router.every": 1, "teacher.router.load_balance_weight": 0.1, "teacher.router.entropy_weight": 0.01}
 SPANS = {"objectives.kd.weight": 0.0, "objectives.alm.weight": 0.5}
 
 # Feature as docs/scaling.md names it: the folder of models, and the settings.
@@ -84,7 +85,13 @@ FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
     "train.compile": ("plain", {"train.compile": "student"}),
     "telemetry.gradient_steps": ("plain", {"telemetry.gradient_steps": 1}),
     "all experts of the teacher": ("router", {"teacher.router.mode": "all-experts"}),
-    "trained gates": ("router", {"teacher.router.mode": "sar", "teacher.router.probe_steps": 0}),
+    "experts drawn at random": ("router", {"teacher.router.mode": "knowledge-augmentation"}),
+    "gates trained on the labels": ("router", {**GATES, "teacher.router.mode": "truth"}),
+    "gates trained on the student": ("router", {**GATES, "teacher.router.mode": "sar"}),
+    "gates trained with the student": ("router", {**GATES, "teacher.router.mode": "sar-joint"}),
+    "gates moved for each token": ("router", {"teacher.router.mode": "sar-transient"}),
+    "gates trained by lookahead": ("router", {**GATES, "teacher.router.mode": "sar-meta"}),
+    "gates trained across two tokenizers": ("router pair", {**GATES, **SPANS, "teacher.router.mode": "sar"}),
 }  # fmt: skip
 
 
@@ -103,8 +110,9 @@ def save_worlds(folder: Path) -> None:
     for role, kind in (("teacher", "BPE with bytes"), ("student", "byte-level")):
         words = pair_tokenizers.built(kind)
         size = {"vocab_size": len(words), "with_tokenizer": False, "width": 16, "num_layers": 2}
-        tiny.save_model(folder / "pair" / role, "llama", **size)
-        words.save_pretrained(folder / "pair" / role)
+        for name, family in (("pair", "llama"), ("router pair", "mixtral")):
+            tiny.save_model(folder / name / role, family if role == "teacher" else "llama", **size)
+            words.save_pretrained(folder / name / role)
 
 
 def settings(folder: Path, feature: str, accumulation: int) -> dict[str, Any]:

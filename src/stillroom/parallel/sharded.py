@@ -103,6 +103,7 @@ class Sharded(Processes):
         root.reshard()
         self._root = root
         self._is_gathered = False
+        self._is_kept_gathered = False  # between the micro-batches of a window
 
     def prepare(self, optimizer: AdamW) -> None:
         """Find what is trained and not sharded, and watch which parameters a window uses."""
@@ -138,6 +139,7 @@ class Sharded(Processes):
         self._root.set_requires_gradient_sync(is_last, recurse=False)
         self._root.set_reshard_after_backward(is_last, recurse=False)
         self._uses.next_batch()
+        self._is_kept_gathered = not is_last
         loss: Tensor = self._root(compute)
         return loss
 
@@ -168,7 +170,7 @@ class Sharded(Processes):
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        if self._is_gathered:
+        if self._is_gathered or self._is_kept_gathered:
             yield
             return
         self._root.unshard()

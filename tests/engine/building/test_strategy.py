@@ -22,7 +22,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "residuals": ({"precision.mode": "fp16-split"}, "fp16-split"),
     "stochastic rounding": ({"precision.mode": "fp16-sr"}, "fp16-sr"),
     "moments in BF16": ({"precision.moments": "bfloat16"}, "moments in BF16"),
-    "router training": ({"teacher.router.mode": "sar"}, "gates are changed"),
     "compile": ({"train.compile": "student"}, "train.compile = 'student'"),
     "gradients of terms": ({"telemetry.gradient_steps": 1}, "gradients of single terms"),
 }
@@ -40,9 +39,8 @@ def check(world: Path, over: dict[str, Any], parallel: Parallel) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_sharded_student_refuses_by_name(name: str, world: Path, moe_world: Path) -> None:
+def test_a_sharded_student_refuses_by_name(name: str, world: Path) -> None:
     over, words = REFUSED[name]
-    world = moe_world if name == "router training" else world
     with pytest.raises(ConfigError) as caught:
         check(world, over, OfParts())
     assert words in caught.value.what and caught.value.where

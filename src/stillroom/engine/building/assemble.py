@@ -75,7 +75,7 @@ def build_run(
     hooks = make_hooks(inject, tell=lambda text: log.write("note", text=text))
     schedule = make_schedule(config, loader.num_batches, num_shares)
     student, teacher_body = compiled_student(config, models, precision, schedule.num_steps * num_shares, parallel, log)
-    surroundings = make_surroundings(config, student, optimizer, precision, loader, corpus, log)
+    surroundings = make_surroundings(config, student, optimizer, precision, loader, corpus, log, parallel)
     teacher = build_teacher(config, models, corpus, surroundings, parallel, teacher_body)
     mix = make_mix(config, models.vocab_size, planned, log)
     check_sparse(config, teacher, mix)
@@ -249,6 +249,7 @@ def make_surroundings(
     loader: Loader,
     corpus: Corpus,
     log: EventLog,
+    parallel: Parallel,
 ) -> Surroundings:
     """What a teacher may use of the run."""
     return Surroundings(
@@ -259,6 +260,7 @@ def make_surroundings(
         window=loader.window,
         held_out=lambda: held_out_batches(config, corpus),
         write=log.write,
+        peers=parallel,
     )
 
 

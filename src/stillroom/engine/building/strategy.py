@@ -39,8 +39,6 @@ def _refused(config: Config, models: Models, precision: Precision) -> Iterator[t
         yield "precision.mode", f"{precision.mode}: FP16 weights have masters or residuals that are not sharded", modes
     if config.precision.moments == "bfloat16":
         yield "precision.moments", "moments in BF16: their random rounding is not sharded", "moments in float32"
-    if config.teacher.router.mode != "frozen":
-        yield "teacher.router.mode", "a teacher whose gates are changed", "--set teacher.router.mode=frozen"
     if config.train.compile in ("student", "both"):
         yield "train.compile", f"train.compile = {config.train.compile!r}", "--set train.compile=off"
     if config.telemetry.gradient_steps:
