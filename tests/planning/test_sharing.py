@@ -55,6 +55,6 @@ def test_a_plan_says_whose_bytes_it_counts_and_refuses_what_it_does_not_know(wor
     told = make_plan(config, with_processes(find_target("cpu"), 4, "fsdp"), is_quick=True).to_dict()
     assert (told["processes"], told["strategy"]) == (4, "fsdp")
     assert any("one of 4 processes with fsdp" in note for note in told["notes"])
-    assert "fp16-master" not in told["totals"]
+    assert "fp16-master" in told["totals"] and "fp16-split" not in told["totals"]
     with pytest.raises(ConfigError, match="'zero' is no strategy"):
         with_processes(find_target("cpu"), 2, "zero")

@@ -8,9 +8,10 @@ keeps what it found in a file.
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,15 @@ from stillroom.config import load_config
 from stillroom.engine.building.assemble import build_run
 from stillroom.engine.building.device import find_device
 from stillroom.engine.building.models import load_models
-from stillroom.engine.distill import distill
+from stillroom.engine.distill import distill, resume
+from stillroom.engine.gradients import is_due, term_gradients
 from stillroom.engine.run import Run
 from stillroom.engine.state import RunState
 from stillroom.engine.step import train_step
-from stillroom.errors import StillroomError
+from stillroom.errors import Interrupted, StillroomError
 from stillroom.models.compiled import CompiledBody
 from stillroom.parallel import Parallel, join
-from stillroom.telemetry import EventLog
+from stillroom.telemetry import EventLog, read_events
 
 STEPS = 3
 STRATEGIES = ("ddp", "fsdp")
@@ -82,7 +84,10 @@ FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
     "a curriculum": ("plain", {"objectives.kd.weight": {"start": 0.0, "end": 1.0}}),
     "packed rows": ("plain", {"data.packing": "packed"}),
     "gradient checkpointing": ("plain", {"student.gradient_checkpointing": True}),
-    "train.compile": ("plain", {"train.compile": "student"}),
+    "train.compile": ("plain", {"train.compile": "both"}),
+    "train.compile with gradient checkpointing": (
+        "plain", {"train.compile": "student", "student.gradient_checkpointing": True},
+    ),
     "telemetry.gradient_steps": ("plain", {"telemetry.gradient_steps": 1}),
     "all experts of the teacher": ("router", {"teacher.router.mode": "all-experts"}),
     "experts drawn at random": ("router", {"teacher.router.mode": "knowledge-augmentation"}),
@@ -93,6 +98,10 @@ FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
     "gates trained by lookahead": ("router", {**GATES, "teacher.router.mode": "sar-meta"}),
     "gates trained across two tokenizers": ("router pair", {**GATES, **SPANS, "teacher.router.mode": "sar"}),
 }  # fmt: skip
+
+
+ADAPTED = "DoRA over an FP16 base"  # as a whole run
+STOPPED = {"masters": "fp16-master", "projectors": "hidden states and attention maps"}
 
 
 def save_worlds(folder: Path) -> None:
@@ -121,11 +130,25 @@ def settings(folder: Path, feature: str, accumulation: int) -> dict[str, Any]:
     return {**given, "data.train": str(folder / "train.jsonl"), **SHARED, **over}
 
 
-def whole_runs(folder: Path) -> dict[str, dict[str, Any]]:
-    """Runs from nothing to a written student, by the name of their folders."""
-    ending = {"eval.samples": 0, "eval.max_batches": 1, "train.eval_steps": STEPS, "train.strategy": "fsdp"}
-    features = {"adapter-fsdp": "DoRA over an FP16 base"}
-    return {name: {**settings(folder, feature, 2), **ending} for name, feature in features.items()}
+def whole_run(folder: Path, feature: str, accumulation: int, **over: Any) -> Any:
+    """The configuration of a run from nothing to a written student."""
+    ending = {"eval.samples": 0, "eval.max_batches": 1, **over}
+    return load_config(overrides={**settings(folder, feature, accumulation), **ending})
+
+
+def run_whole(folder: Path) -> None:
+    """An adapter, written by sharded processes; masters and projectors, stopped and taken up by sharded processes."""
+    sharded = {"train.strategy": "fsdp"}
+    distill(whole_run(folder, ADAPTED, 2, **sharded), folder / "adapter-fsdp", device="cpu")
+    for name, feature in STOPPED.items():
+        with suppress(Interrupted):
+            config = whole_run(folder, feature, 2, **sharded, **{"train.max_minutes": 1e-9})
+            distill(config, folder / f"{name}-cut", device="cpu")
+        parallel = join(2)
+        if parallel.is_first:
+            shutil.copytree(folder / f"{name}-cut", folder / f"{name}-fsdp")
+        parallel.wait()
+        resume(folder / f"{name}-fsdp", device="cpu", max_minutes=0.0)
 
 
 def tried(folder: Path, feature: str, accumulation: int, parallel: Parallel) -> dict[str, Any]:
@@ -156,21 +179,37 @@ def _trained(config: Any, log: EventLog, parallel: Parallel) -> dict[str, Any]:
     run.student.train()
     state, losses, norms = RunState(), [], []
     while state.applied < STEPS:
+        if is_due(run, state):
+            term_gradients(run, state, run.loader.window(state.cursor))
         outcome = train_step(run, state, run.loader.window(state.cursor))
         losses.append(outcome.evidence.loss)
         norms.append(outcome.evidence.grad_norm)
-    return {"code": 0, "losses": losses, "norms": norms, "weights": whole_weights(run)}
+    told = [event["text"] for event in read_events(log.path) if event["event"] == "note"] if log.path.exists() else []
+    return {"code": 0, "losses": losses, "norms": norms, "weights": whole_weights(run), "notes": told}
 
 
 def whole_weights(run: Run) -> Tensor:
-    """Everything that was trained, end to end, in FP64. Every process takes part."""
-    trained = [
-        *(one for one in run.student.model.parameters() if one.requires_grad),
-        *run.mix.projectors.parameters(),
-        *run.teacher.trained_weights().values(),
-    ]
-    whole = [one.detach().full_tensor() if hasattr(one, "full_tensor") else one.detach() for one in trained]
-    return torch.cat([one.double().flatten() for one in whole])
+    """Everything that was trained, end to end, in FP64; of FP16 weights their masters. Every process takes part."""
+    cells = [cell for cells in run.optimizer.cells.values() for cell in cells]
+    held = [_whole(cell.parameter) if hasattr(cell.parameter, "full_tensor") else cell.storage.read() for cell in cells]
+    return torch.cat([one.detach().double().flatten() for one in (*held, *run.teacher.trained_weights().values())])
+
+
+def _whole(parameter: Any) -> Tensor:
+    whole: Tensor = parameter.detach().full_tensor()
+    return whole
+
+
+def measured(folder: Path, rows: int, parallel: Parallel) -> dict[str, Any]:
+    """Gradients of single terms, of a micro-batch of so many rows in each process."""
+    over = {**settings(folder, "hidden states and attention maps", 1), "train.batch_size": rows}
+    config, device = load_config(overrides=over), find_device("cpu")
+    with EventLog(folder / f"measured-{parallel.strategy}-{parallel.rank}.jsonl") as log:
+        run = build_run(config, folder, log, device=device, models=load_models(config, device), parallel=parallel)
+        run.student.train()
+        found = term_gradients(run, RunState(), run.loader.window(0))
+        assert not list(run.optimizer.named_gradients()), "nothing is left behind"
+    return found
 
 
 def main(worlds: str, out: str) -> None:
@@ -181,8 +220,8 @@ def main(worlds: str, out: str) -> None:
         for strategy in STRATEGIES
     }
     found |= {("bank", strategy): expert_bank.trained(join(2, strategy)) for strategy in STRATEGIES}
-    for out_name, over in whole_runs(Path(worlds)).items():
-        distill(load_config(overrides=over), Path(worlds) / out_name, device="cpu")
+    found["measured", "fsdp"] = measured(Path(worlds), 2, join(2, "fsdp"))
+    run_whole(Path(worlds))
     if join(2).is_first:
         torch.save(found, out)
 

@@ -20,13 +20,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from stillroom.errors import BrokenAtStart
 from stillroom.parallel.processes import Processes, peer_errors
+from stillroom.precision.storage import local
 
 if TYPE_CHECKING:
     from stillroom.precision import AdamW
@@ -73,17 +74,25 @@ class Sharded(Processes):
     is_sharded = True
     takes_smaller_parts = False
 
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._options: dict[str, Any] = {}  # of fully_shard
+
     @property
     def num_copies(self) -> int:
         return 1
+
+    def gather_in(self, dtype: torch.dtype) -> None:
+        """Gradients are in this dtype too, and are added up in FP32."""
+        self._options["mp_policy"] = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
 
     def place(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
         """Shard the weights, and raise where any of them is still whole."""
         mesh = init_device_mesh(next(model.parameters()).device.type, (self.size,))
         root: Any = Root(model)
         for block in blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(root, mesh=mesh, reshard_after_forward=False)
+            fully_shard(block, mesh=mesh, **self._options)
+        fully_shard(root, mesh=mesh, reshard_after_forward=False, **self._options)
         for module in [root, *blocks]:
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
@@ -108,10 +117,11 @@ class Sharded(Processes):
     def prepare(self, optimizer: AdamW) -> None:
         """Find what is trained and not sharded, and watch which parameters a window uses."""
         cells = [(group, cell) for group, cells in optimizer.cells.items() for cell in cells]
-        self._whole_groups = {group for group, cell in cells if not _is_sharded(cell.parameter)}
-        for _group, cell in cells:
-            if not _is_sharded(cell.parameter):
-                self._uses.watch(cell.name, cell.parameter)
+        whole = [(group, cell) for group, cell in cells if not _is_sharded(cell.parameter)]
+        self._whole_groups = {group for group, _cell in whole}
+        self._whole = [cell.parameter for _group, cell in whole]
+        for _group, cell in whole:
+            self._uses.watch(cell.name, cell.parameter)
         self._watch_gathered()
         _send_zeros_for_unused(self._root)
 
@@ -145,6 +155,21 @@ class Sharded(Processes):
 
     def trial(self, compute: Callable[[], Tensor]) -> Tensor:
         return self.forward(compute, is_last=True)
+
+    def trial_counts(self, counts: Mapping[str, int]) -> dict[str, int]:
+        return self.counts(counts)
+
+    def gradients_of(self, loss: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
+        """Summed over the processes, each of which has its own micro-batch."""
+        loss.backward()  # type: ignore[no-untyped-call]
+        found = [None if one.grad is None else local(one.grad) for one in parameters]
+        for one in (*parameters, *self._whole):
+            one.grad = None
+        return found
+
+    def sum_parts(self, tensor: Tensor) -> None:
+        self.sum_(tensor)
+        tensor.div_(self.num_copies)
 
     def sum_gradients(self, optimizer: AdamW) -> None:
         """Each process has the sums of its parts. Sum what is whole; drop the zeros of what no process used."""

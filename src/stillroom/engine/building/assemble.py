@@ -110,8 +110,11 @@ def build_run(
 def compiled_student(
     config: Config, models: Models, precision: Precision, num_windows: int, parallel: Parallel, log: EventLog
 ) -> tuple[Student, Any]:
-    """The student, and the teacher's compiled body. What is sharded is not compiled."""
-    student_body, teacher_body = compile_bodies(config, models, precision, num_windows * (not parallel.is_sharded), log)
+    """The student, and the teacher's compiled body. A sharded student is compiled where that is asked for by name."""
+    is_sharded = parallel.is_sharded
+    student_body, teacher_body = compile_bodies(
+        config, models, precision, 0 if is_sharded else num_windows, log, is_sharded=is_sharded
+    )
     return models.loaded_student.as_student(models.vocab_size, student_body), teacher_body
 
 
@@ -210,6 +213,8 @@ def place_student(
             log.write("note", text=text)
         if parallel.is_sharded and parallel.is_first:  # which writes the merged student
             adapter = replace(adapter, outline=outline_of(adapter.network))
+    if precision.keeps_half_weights and adapter is None:
+        parallel.gather_in(torch.float16)
     models.student.to(precision.device)
     parallel.place(models.student, layers_if_any(models.student))
     return adapter
