@@ -114,12 +114,12 @@ dist: $(STAMP)
 	$(BIN)/twine check --strict dist/*
 	$(BIN)/python scripts/check_wheel.py dist/*
 
-# The wheel by itself, outside of the repository: the self-test, and a dry run of the demo.
+# The wheel by itself, outside of the repository: the self-test, and the demo.
 test-wheel: dist
 	$(eval PLACE := $(shell mktemp -d))
 	$(PYTHON) -m venv $(PLACE)
 	$(PLACE)/bin/pip install --quiet -c constraints.txt dist/*.whl
-	cd $(PLACE) && bin/stillroom selftest && bin/stillroom distill --dry-run --out run
+	cd $(PLACE) && bin/stillroom selftest && bin/stillroom distill --out run
 	rm -rf $(PLACE)
 
 # The lowest versions that pyproject.toml declares: the self-test, and a dry run of the demo.

@@ -112,7 +112,7 @@ def main() -> int:
     # The theme advertises its successor otherwise; what is wrong with the pages is still printed.
     code = subprocess.run(command, check=False, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}).returncode
     if code == 0:
-        print(ROOT / "build" / "docs" / "index.html")
+        print("build/docs/index.html; browsers run the search from a server alone: python -m http.server -d build/docs")
     return code
 
 

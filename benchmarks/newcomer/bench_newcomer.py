@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import re
 import resource
 import subprocess
@@ -23,6 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks" / "head"))
 RESULT = Path(__file__).parent / "results" / "newcomer.json"
 NOTES = (
     "import json, pathlib\n"
@@ -61,7 +61,8 @@ def timed(name: str, command: str, folder: Path, path: str) -> dict[str, object]
     if done.returncode:
         raise SystemExit(f"{command} ended with {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    line = {"step": name, "command": command, "wall": round(wall, 1), "cpu": round(cpu, 1), "load": os.getloadavg()[0]}
+    shown = command.replace(sys.executable, "python").replace(str(ROOT), "REPOSITORY")
+    line = {"step": name, "command": shown, "wall": round(wall, 1), "cpu": round(cpu, 1), "load": os.getloadavg()[0]}
     print(json.dumps(line), flush=True)
     return line
 
@@ -79,17 +80,18 @@ def walk(place: Path) -> list[dict[str, object]]:
 
 
 def main() -> None:
+    from measure import machine
+
     parser = argparse.ArgumentParser()
     parser.add_argument("--pause", type=float, default=0.0, help="seconds of reading between two steps, to be added up")
     pause = parser.parse_args().pause
-    load = os.getloadavg()
+    where = machine()
     with tempfile.TemporaryDirectory() as place:
         steps = walk(Path(place))
     wall = sum(float(str(step["wall"])) for step in steps)
     result = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": {"processor": platform.processor(), "cores": os.cpu_count(), "python": platform.python_version()},
-        "load_at_start": load,
+        "machine": where,
         "steps": steps,
         "wall_seconds": round(wall, 1),
         "minutes_with_reading": round((wall + pause * len(steps)) / 60, 1),

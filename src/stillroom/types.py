@@ -105,10 +105,10 @@ def _content_keys(batch: Batch) -> tuple[str, ...]:
     ids, targets = batch.input_ids.cpu().long().numpy(), batch.targets.cpu().long().numpy()
     is_used = (batch.attention_mask.cpu().numpy() != 0) | (targets != IGNORED)
     arrays = [ids, targets, *([] if batch.segments is None else [batch.segments.cpu().long().numpy()])]
-    return tuple(
-        hashlib.blake2b(b"".join(array[row][used].tobytes() for array in arrays), digest_size=16).hexdigest()
-        for row, used in enumerate(is_used)
-    )
+    # Answers to packed rows that were stored without this mark were computed across the pieces of a row.
+    mark = b"" if batch.segments is None else b"pieces apart"
+    rows = (b"".join(array[row][used].tobytes() for array in arrays) for row, used in enumerate(is_used))
+    return tuple(hashlib.blake2b(row, digest_size=16, person=mark).hexdigest() for row in rows)
 
 
 # -- what models answer ----------------------------------------------------------------------------------

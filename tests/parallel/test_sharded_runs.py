@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from stillroom.config import load_config
 from stillroom.engine.distill import distill, resume
-from stillroom.errors import BrokenAtStart
+from stillroom.errors import BrokenAtStart, ConfigError, Diverged
 from stillroom.parallel import sharded
 from stillroom.telemetry import read_events
 
@@ -79,7 +79,9 @@ def deep_world(world: Path, tmp_path: Path) -> Path:
 
 
 def test_one_two_and_four_processes_train_one_student_and_take_over_from_each_other(deep_world: Path) -> None:
-    world, at = deep_world, {name: deep_world / name for name in ("one", "half", "cut", "ddp-cut", "from-cut")}
+    world = deep_world
+    at = {name: deep_world / name for name in ("one", "half", "cut", "ddp-cut", "from-cut", "hsdp-cut", "from-hsdp")}
+    copies = {"train.strategy": "fsdp", "train.shard_size": 2}
     two = [
         {"out": str(world / "ddp-2"), "set": settings(world, 2, **{"train.strategy": "ddp"})},
         {"out": str(world / "fsdp-2"), "set": settings(world, 2, **{"train.strategy": "fsdp"})},
@@ -101,14 +103,28 @@ def test_one_two_and_four_processes_train_one_student_and_take_over_from_each_ot
         {"out": str(world / "fsdp-4"), "set": settings(world, 1, **{"train.strategy": "fsdp"})},
         {"out": str(world / "cut-fsdp-4"), "resumes": str(at["cut"]), "strategy": "fsdp"},
         {"out": str(world / "ddp-cut-fsdp-4"), "resumes": str(at["ddp-cut"]), "strategy": "fsdp"},
+        # Two micro-batches of half the rows: copies are summed once for both.
+        {"out": str(world / "hsdp-4"), "set": settings(world, 2, **copies, **{"train.batch_size": 1})},
+        {"out": str(world / "cut-hsdp-4"), "resumes": str(at["cut"]), "strategy": "fsdp", "shard_size": 2},
+        {"out": str(at["hsdp-cut"]), "set": settings(world, 1, **copies, **{"train.max_minutes": 1e-9})},
+        {"out": str(world / "hsdp-cut-ddp-4"), "resumes": str(at["hsdp-cut"]), "strategy": "ddp"},
+        {"out": str(world / "odd"), "set": settings(world, 1, **copies | {"train.shard_size": 3})},
+        {"copies": {"size": 4, "shard_size": 2, "changed": -1}},
+        {"copies": {"size": 4, "shard_size": 2, "changed": 3}},
     ]
     ends = in_processes(4, four, world)
-    assert [codes(case) for case in ends] == [{0}] * 4, ends
+    expected = [{0}] * 6 + [{75}, {0}, {ConfigError.exit_code}, {0}, {Diverged.exit_code}]
+    assert [codes(case) for case in ends] == expected, ends
+    assert "4 processes cannot be divided into groups of 3" in ends[8][0][1]
+    assert all("the 2 copies of the student are not the same" in said for _code, said in ends[10])
     distill(load_config(overrides=settings(world, 4)), at["one"], device="cpu")
     shutil.copytree(at["cut"], at["from-cut"])
     resume(at["from-cut"], device="cpu", max_minutes=0.0)
+    shutil.copytree(at["hsdp-cut"], at["from-hsdp"])
+    resume(at["from-hsdp"], device="cpu", max_minutes=0.0)
     names = ["ddp-2", "fsdp-2", "ddp-4", "fsdp-4", "from-cut", "cut-ddp-2", "ddp-cut-fsdp-2", "cut-fsdp-4"]
-    for name in [*names, "ddp-cut-fsdp-4"]:
+    names += ["ddp-cut-fsdp-4", "hsdp-4", "cut-hsdp-4", "hsdp-cut-ddp-4"]
+    for name in [*names, "from-hsdp"]:
         compare(at["one"], world / name)
     _check_what_is_said(world)
     _check_half_precision(world, at["half"])
@@ -130,6 +146,8 @@ def _check_what_is_said(world: Path) -> None:
     """Who trains, with what; what a takeover changes; and the same verdict of all processes."""
     start = next(event for event in read_events(world / "fsdp-4" / "events.jsonl") if event["event"] == "run_start")
     assert start["schedule"]["processes"] == 4 and start["schedule"]["strategy"] == "fsdp"
+    start = next(event for event in read_events(world / "hsdp-4" / "events.jsonl") if event["event"] == "run_start")
+    assert (start["schedule"]["strategy"], start["schedule"]["copies"]) == ("fsdp", 2)
     notes = [event["text"] for event in read_events(world / "cut-fsdp-4" / "events.jsonl") if event["event"] == "note"]
     assert any("begun with 2 processes, goes on with 4" in text for text in notes)
     spoilt = [event for event in read_events(world / "spoilt" / "events.jsonl") if event["event"] == "guard"]

@@ -8,6 +8,7 @@ keeps what it found in a file.
 
 from __future__ import annotations
 
+import copy
 import shutil
 import sys
 from collections.abc import Iterator
@@ -35,12 +36,12 @@ from stillroom.models.compiled import CompiledBody
 from stillroom.parallel import Parallel, join
 from stillroom.telemetry import EventLog, read_events
 
-STEPS = 3
+STEPS = 2
 STRATEGIES = ("ddp", "fsdp")
 # Rows of all lengths; the last window of an epoch leaves a process with fewer micro-batches than the other.
 SHARED = {
     "data.packing": "rows",
-    "data.train_share": 0.08,
+    "data.train_share": 0.04,
     "train.batch_size": 2,
     "train.max_steps": STEPS,
     "train.compile": "off",
@@ -59,7 +60,6 @@ FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
     "fp16-split": ("plain", {"precision.mode": "fp16-split"}),
     "fp16-sr": ("plain", {"precision.mode": "fp16-sr"}),
     "moments in BF16": ("plain", {"precision.moments": "bfloat16"}),
-    "LoRA": ("plain", {"student.adapter.rank": 2}),
     "DoRA over an FP16 base": (
         "plain", {"student.adapter.rank": 3, "student.adapter.kind": "dora", "student.adapter.base_dtype": "float16"},
     ),
@@ -79,19 +79,21 @@ FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "a few tokens of the teacher": ("plain", {"teacher.signal.kind": "top_k", "teacher.signal.k": 8}),
+    "stored answers of the teacher": ("plain", {"teacher.cache": "auto"}),
+    "labels alone beside distilled text": ("plain", {"objectives.feature.weight": 0.1}),
     "a student of stacked experts": ("stacked", {}),
     "a student of experts in one matrix": ("matrix", {}),
-    "a curriculum": ("plain", {"objectives.kd.weight": {"start": 0.0, "end": 1.0}}),
-    "packed rows": ("plain", {"data.packing": "packed"}),
-    "gradient checkpointing": ("plain", {"student.gradient_checkpointing": True}),
-    "train.compile": ("plain", {"train.compile": "both"}),
-    "train.compile with gradient checkpointing": (
-        "plain", {"train.compile": "student", "student.gradient_checkpointing": True},
+    "a curriculum, packed rows, gradient checkpointing": (
+        "plain",
+        {
+            "objectives.kd.weight": {"start": 0.0, "end": 1.0}, "data.packing": "packed",
+            "student.gradient_checkpointing": True,
+        },
     ),
+    "train.compile": ("plain", {"train.compile": "both"}),
     "telemetry.gradient_steps": ("plain", {"telemetry.gradient_steps": 1}),
     "all experts of the teacher": ("router", {"teacher.router.mode": "all-experts"}),
     "experts drawn at random": ("router", {"teacher.router.mode": "knowledge-augmentation"}),
-    "gates trained on the labels": ("router", {**GATES, "teacher.router.mode": "truth"}),
     "gates trained on the student": ("router", {**GATES, "teacher.router.mode": "sar"}),
     "gates trained with the student": ("router", {**GATES, "teacher.router.mode": "sar-joint"}),
     "gates moved for each token": ("router", {"teacher.router.mode": "sar-transient"}),
@@ -101,12 +103,15 @@ FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 ADAPTED = "DoRA over an FP16 base"  # as a whole run
-STOPPED = {"masters": "fp16-master", "projectors": "hidden states and attention maps"}
+# A whole run that is stopped and taken up: FP16 weights and a projector. Not layerwise: FSDP2 sums the gradients of a
+# tapped state that its layer gives before it adds the tap's, one process after, and FP16 rounds every sum.
+STOPPED = {"precision.mode": "fp16-master", "objectives.feature.weight": 0.1, "objectives.attention.weight": 0.1}
 
 
 def save_worlds(folder: Path) -> None:
     """The models of all features."""
     tiny.save_text(folder / "train.jsonl")
+    tiny.save_text(folder / "labels.jsonl", 100, seed=5)
     student = {"width": 32, "num_layers": 2, "seed": 2}
     for name, teacher, kind in (
         ("plain", "llama", "llama"),
@@ -127,7 +132,10 @@ def save_worlds(folder: Path) -> None:
 def settings(folder: Path, feature: str, accumulation: int) -> dict[str, Any]:
     world, over = FEATURES[feature]
     given = tiny.settings(folder / world, train__gradient_accumulation_steps=accumulation)
-    return {**given, "data.train": str(folder / "train.jsonl"), **SHARED, **over}
+    sources: Any = str(folder / "train.jsonl")
+    if feature.startswith("labels"):  # windows of one kind of row, of the other and of both
+        sources = [{"path": sources}, {"path": str(folder / "labels.jsonl"), "objectives": "labels"}]
+    return {**given, "data.train": sources, **SHARED, **over}
 
 
 def whole_run(folder: Path, feature: str, accumulation: int, **over: Any) -> Any:
@@ -137,26 +145,35 @@ def whole_run(folder: Path, feature: str, accumulation: int, **over: Any) -> Any
 
 
 def run_whole(folder: Path) -> None:
-    """An adapter, written by sharded processes; masters and projectors, stopped and taken up by sharded processes."""
+    """An adapter, written by sharded processes; masters and projectors, stopped and taken up by them."""
     sharded = {"train.strategy": "fsdp"}
     distill(whole_run(folder, ADAPTED, 2, **sharded), folder / "adapter-fsdp", device="cpu")
-    for name, feature in STOPPED.items():
-        with suppress(Interrupted):
-            config = whole_run(folder, feature, 2, **sharded, **{"train.max_minutes": 1e-9})
-            distill(config, folder / f"{name}-cut", device="cpu")
-        parallel = join(2)
-        if parallel.is_first:
-            shutil.copytree(folder / f"{name}-cut", folder / f"{name}-fsdp")
-        parallel.wait()
-        resume(folder / f"{name}-fsdp", device="cpu", max_minutes=0.0)
+    with suppress(Interrupted):
+        distill(stopped_run(folder, 2, **sharded, **{"train.max_minutes": 1e-9}), folder / "cut", device="cpu")
+    parallel = join(2)
+    if parallel.is_first:
+        shutil.copytree(folder / "cut", folder / "cut-fsdp")
+    parallel.wait()
+    resume(folder / "cut-fsdp", device="cpu", max_minutes=0.0)
 
 
-def tried(folder: Path, feature: str, accumulation: int, parallel: Parallel) -> dict[str, Any]:
-    """What a run of a feature came to, or the code and the words of its refusal."""
+def stopped_run(folder: Path, accumulation: int, **over: Any) -> Any:
+    return whole_run(folder, "kd and ce", accumulation, **STOPPED, **over)
+
+
+def tried(
+    folder: Path, feature: str, accumulation: int, parallel: Parallel, loaded: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """What a run of a feature came to, or the code and the words of its refusal. `loaded`: models to take copies of."""
     log_path = folder / f"{feature.replace(' ', '-')}-{parallel.strategy}-{parallel.rank}.jsonl"
     try:
         with EventLog(log_path) as log, _without_code_generation():
-            return _trained(load_config(overrides=settings(folder, feature, accumulation)), log, parallel)
+            config = load_config(overrides=settings(folder, feature, accumulation))
+            loaded = {} if loaded is None else loaded
+            if feature not in loaded:
+                where = {"folder": log.path.with_suffix(""), "parallel": parallel}
+                loaded[feature] = load_models(config, find_device("cpu"), **where)
+            return _trained(config, log, parallel, copy.deepcopy(loaded[feature]))
     except StillroomError as error:
         return {"code": error.exit_code, "what": str(error.what), "where": error.where}
 
@@ -173,9 +190,9 @@ def _without_code_generation() -> Iterator[None]:
         defaults.update(kept)
 
 
-def _trained(config: Any, log: EventLog, parallel: Parallel) -> dict[str, Any]:
+def _trained(config: Any, log: EventLog, parallel: Parallel, models: Any) -> dict[str, Any]:
     device = find_device("cpu")
-    run = build_run(config, log.path.parent, log, device=device, models=load_models(config, device), parallel=parallel)
+    run = build_run(config, log.path.with_suffix(""), log, device=device, models=models, parallel=parallel)
     run.student.train()
     state, losses, norms = RunState(), [], []
     while state.applied < STEPS:
@@ -214,8 +231,9 @@ def measured(folder: Path, rows: int, parallel: Parallel) -> dict[str, Any]:
 
 def main(worlds: str, out: str) -> None:
     torch.set_num_threads(1)
+    loaded: dict[str, Any] = {}
     found = {
-        (feature, strategy): tried(Path(worlds), feature, 2, join(2, strategy))
+        (feature, strategy): tried(Path(worlds), feature, 2, join(2, strategy), loaded)
         for feature in FEATURES
         for strategy in STRATEGIES
     }

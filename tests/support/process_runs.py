@@ -19,18 +19,35 @@ from stillroom.config import load_config
 from stillroom.engine.distill import distill, resume
 from stillroom.errors import StillroomError
 from stillroom.parallel import join
+from stillroom.parallel.sharded import Sharded
 
 
 def run_case(case: dict[str, Any], rank: int) -> tuple[int, str]:
     try:
         if "resumes" in case:
-            resume(case["out"], device="cpu", max_minutes=0.0, strategy=case["strategy"])
+            how = {key: case[key] for key in ("strategy", "shard_size") if key in case}
+            resume(case["out"], device="cpu", max_minutes=0.0, **how)
+        elif "copies" in case:
+            compare_copies(rank, **case["copies"])
         else:
             inject = case.get("inject", {}).get(str(rank), "")
             distill(load_config(overrides=case["set"]), case["out"], device="cpu", inject=inject)
     except StillroomError as error:
         return error.exit_code, str(error.what)
     return 0, ""
+
+
+def compare_copies(rank: int, size: int, shard_size: int, changed: int) -> None:
+    """Shard a layer, change one bit of what process `changed` holds, and compare the copies."""
+    parallel, layer = Sharded(rank, size, shard_size), torch.nn.Linear(8, 8)
+    for parameter in layer.parameters():
+        torch.nn.init.constant_(parameter, 1.0)
+    parallel.place(layer, [])
+    held = {name: parameter.to_local().detach() for name, parameter in layer.named_parameters()}
+    assert [tuple(part.shape) for part in held.values()] == [(8 // shard_size, 8), (8 // shard_size,)]
+    if rank == changed:
+        held["weight"].view(torch.int32).bitwise_xor_(1)
+    parallel.check_replicas(held)
 
 
 def main(cases: Path) -> None:

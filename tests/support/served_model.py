@@ -20,6 +20,8 @@ NAME = "tiny-teacher"
 class ServedModel:
     """`lie` is how every answer is wrong; `faults` are used up, one a request, before answers are given."""
 
+    program = "tiny/1"  # the Server header
+
     def __init__(self, folder: Path, lie: str = "honest") -> None:
         self.lie = lie
         self.faults: list[str] = []
@@ -79,6 +81,21 @@ class ServedModel:
             tables.append(self._table(after[seen], own, num, name))
         return tables
 
+    def page(self, path: str) -> tuple[int, Any]:
+        """What GET answers."""
+        listed = {"data": [{"id": NAME, "max_model_len": self.max_model_len}]}
+        found = {"/v1/models": listed, "/version": {"version": "0.0-tiny"}}.get(path)
+        return (200, found) if found else (404, {"detail": "Not Found"})
+
+    def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        """What POST answers."""
+        if path == "/v1/completions":
+            return self.completion(body)
+        if path == "/detokenize" and self.lie != "mute":
+            shift = 7 if self.lie == "other spelling" else 0
+            return 200, {"prompt": self._tokenizer.decode([token + shift for token in body["tokens"]])}
+        return 404, {"detail": "Not Found"}
+
     def completion(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         ids = body["prompt"]
         if not all(isinstance(one, int) for one in ids):
@@ -94,18 +111,16 @@ class ServedModel:
         if wanted is not None and wanted > self.max_logprobs:
             told = f"Requested prompt logprobs of {wanted}, which is greater than max allowed: {self.max_logprobs}"
             return 400, {"error": {"message": told}}
-        if self.lie == "llama.cpp" and body.get("echo"):
-            return 400, {"error": {"message": "Only no echo is supported"}}
-        if self.lie in ("missing", "llama.cpp"):
+        if self.lie == "missing":
             return 200, answer
-        only_echo = self.lie in ("echo", "echo texts")
+        only_echo = self.lie in ("echo", "echo texts", "mute", "other spelling")
         if wanted is not None and not only_echo:
             name = self._text if self.lie == "texts" else str
             choice["prompt_logprobs"] = self._tables(ids, wanted, name)
             if body.get("return_token_ids"):
                 choice["prompt_token_ids"] = ids
         elif only_echo and body.get("echo"):
-            by_id = body.get("return_tokens_as_token_ids") and self.lie == "echo"
+            by_id = body.get("return_tokens_as_token_ids") and self.lie != "echo texts"
             choice["logprobs"] = self._echo(
                 ids, body["logprobs"], (lambda one: f"token_id:{one}") if by_id else self._text
             )
@@ -132,16 +147,15 @@ class ServedModel:
 def _handler(served: ServedModel) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
-        server_version, sys_version = ("llama.cpp" if served.lie == "llama.cpp" else "tiny/1"), ""
+        disable_nagle_algorithm = True  # else each answer waits for the client's delayed ACK
+        server_version, sys_version = served.program, ""
 
         def log_message(self, *_words: Any) -> None:
             """Tests print nothing."""
 
         def do_GET(self) -> None:
             if self._is_known():
-                listed = {"data": [{"id": NAME, "max_model_len": served.max_model_len}]}
-                found = {"/v1/models": listed, "/version": {"version": "0.0-tiny"}}.get(self.path)
-                self._send(200 if found else 404, found or {"detail": "Not Found"})
+                self._send(*served.page(self.path))
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -165,7 +179,7 @@ def _handler(served: ServedModel) -> type[BaseHTTPRequestHandler]:
                         served.num_at_once += 1
                         served.most_at_once = max(served.most_at_once, served.num_at_once)
                     try:
-                        self._send(*served.completion(body))
+                        self._send(*served.answer(self.path, body))
                     finally:
                         with served._lock:
                             served.num_at_once -= 1
@@ -197,9 +211,9 @@ def _handler(served: ServedModel) -> type[BaseHTTPRequestHandler]:
 
 
 @contextmanager
-def serving(folder: Path, lie: str = "honest") -> Iterator[ServedModel]:
+def serving(folder: Path, lie: str = "honest", kind: type[ServedModel] = ServedModel) -> Iterator[Any]:
     """The server while the body runs."""
-    served = ServedModel(folder, lie)
+    served = kind(folder, lie)
     server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(served))
     server.daemon_threads = True
     served.url = f"http://127.0.0.1:{server.server_address[1]}"

@@ -170,7 +170,7 @@ def test_a_streamed_teacher_answers_with_taps_and_without(folder: Path) -> None:
     found = opened(folder)
     plain = LiveTeacher(whole.network, vocab_size=tiny.VOCAB, device=CPU, offload=False, is_described=True)
     ours = LiveTeacher(
-        found.network, vocab_size=tiny.VOCAB, device=CPU, offload=False, is_described=True, stream=found.stream
+        found.network, vocab_size=tiny.VOCAB, device=CPU, offload=False, is_described=True, placement=found.stream
     )
     for needs in (Needs(), Needs(hidden_layers=(1, 3))):
         mine, theirs = ours.observe(a_batch(), needs), plain.observe(a_batch(), needs)

@@ -68,7 +68,8 @@ def plan(
         if not as_json:
             typer.echo(f"looking at {subject} ...", err=True)
 
-    target = with_processes(find_target(device, bound, card), processes, strategy or loaded.config.train.strategy)
+    train = loaded.config.train
+    target = with_processes(find_target(device, bound, card), processes, strategy or train.strategy, train.shard_size)
     made = make_plan(loaded.config, target, is_quick=quick, probes=probe, tell=say)
     if as_json:
         print_json(made.to_dict())

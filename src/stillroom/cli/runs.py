@@ -105,6 +105,9 @@ def resume(
     device: Device = "auto",
     max_minutes: Annotated[float | None, typer.Option(help="save and stop after so long, exit code 75")] = None,
     strategy: Annotated[str | None, typer.Option(help="auto, ddp or fsdp, where there are several processes")] = None,
+    shard_size: Annotated[
+        int | None, typer.Option(min=0, help="with fsdp: processes that hold one copy; 0: all; else train.shard_size")
+    ] = None,
     progress: Annotated[bool, typer.Option(help="live progress on a terminal")] = True,
     as_json: AsJson = False,
 ) -> None:
@@ -116,7 +119,9 @@ def resume(
 
         if is_demo_run(run):
             return resume_demo(run, device=device, max_minutes=max_minutes, listeners=listeners)
-        return resume_run(run, device=device, max_minutes=max_minutes, strategy=strategy, listeners=listeners)
+        return resume_run(
+            run, device=device, max_minutes=max_minutes, strategy=strategy, shard_size=shard_size, listeners=listeners
+        )
 
     _run_and_report(job, run, as_json=as_json, progress=progress)
 

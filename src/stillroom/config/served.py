@@ -12,10 +12,10 @@ from stillroom.config.sections import Section
 
 class RequestsConfig(Section):
     model: str | None = Field(None, description="name of the model on the server; none: the only one it lists")
-    shape: Literal["auto", "prompt_logprobs", "echo"] = Field(
+    shape: Literal["auto", "prompt_logprobs", "echo", "llama.cpp"] = Field(
         "auto",
-        description="prompt_logprobs: the field of vLLM; echo: `echo` with `logprobs`, tokens as token_id:N; auto: the "
-        "first that the server answers",
+        description="prompt_logprobs: the field of vLLM; echo: `echo` with `logprobs`, tokens as token_id:N; "
+        "llama.cpp: `/completion` of llama.cpp's server, asked token by token; auto: the first that the server answers",
     )
     concurrency: Annotated[int, Field(ge=1, le=512)] = Field(8, description="requests under way at once")
     timeout_seconds: Annotated[float, Field(gt=0)] = Field(300.0, description="without a byte, until asked again")

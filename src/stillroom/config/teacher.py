@@ -100,8 +100,8 @@ class TeacherConfig(ModelSection):
     )
     server: str | None = Field(
         None,
-        description="URL of an OpenAI-compatible server that gives log-probabilities of prompts (vLLM): the teacher is "
-        "asked there and not loaded. teacher.model then names its tokenizer: a folder or a hub id, no weights needed",
+        description="URL of a server that gives log-probabilities of prompts (vLLM, llama.cpp's server): the teacher "
+        "is asked there and not loaded. teacher.model then names its tokenizer: a folder or hub id, no weights needed",
     )
     requests: RequestsConfig = Field(default_factory=RequestsConfig)
     signal: SignalConfig = Field(default_factory=SignalConfig)

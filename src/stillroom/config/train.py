@@ -70,6 +70,11 @@ class TrainConfig(Section):
         description="with several processes: ddp, each has the whole student; fsdp, each has a part of its weights and "
         "optimizer state; auto: ddp",
     )
+    shard_size: Annotated[int, Field(ge=0)] = Field(
+        0,
+        description="with fsdp: processes that hold the parts of one copy of the student; the number of processes must "
+        "be a multiple of it, and each further group has a copy of its own. 0: all processes hold one copy",
+    )
     peer_timeout_minutes: Annotated[float, Field(gt=0)] = Field(
         30.0, description="with several processes: how long one waits for another before the run ends with exit code 75"
     )
@@ -78,6 +83,14 @@ class TrainConfig(Section):
     def rows_per_batch(self) -> int:
         """Rows in a batch of the loader; where memory is short it is taken in parts."""
         return self.step_rows if self.batch_size == "auto" else self.batch_size
+
+    @model_validator(mode="after")
+    def _shards_something(self) -> TrainConfig:
+        if self.shard_size and self.strategy != "fsdp":
+            raise ValueError(f"shard_size divides a sharded student: set strategy = 'fsdp', it is {self.strategy!r}")
+        if self.shard_size == 1:
+            raise ValueError("shard_size = 1 gives every process a whole student: set strategy = 'ddp'")
+        return self
 
     @model_validator(mode="after")
     def _auto_decides_accumulation(self) -> TrainConfig:

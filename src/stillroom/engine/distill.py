@@ -73,7 +73,7 @@ def distill(
     stop = Stop(config.train.max_minutes)
     with stop.on_signals():
         with stop.while_loading():
-            parallel = join(config.train.peer_timeout_minutes, config.train.strategy)
+            parallel = join(config.train.peer_timeout_minutes, config.train.strategy, config.train.shard_size)
             device_notes: list[str] = []
             where = find_device(device, device_notes.append)
             notes = (*notes, *device_notes)
@@ -147,15 +147,18 @@ def resume(
     device: str = "auto",
     max_minutes: float | None = None,
     strategy: str | None = None,
+    shard_size: int | None = None,
     listeners: tuple[Callable[[dict[str, Any]], None], ...] = (),
 ) -> Result:
     """Continue the run in a folder, bit for bit. Return the result of a finished run.
 
     With another number of processes or another `strategy` it goes on with the same rows in the same order, and with
-    the same numbers up to the order of sums.
+    the same numbers up to the order of sums. `shard_size` belongs to `fsdp`: another strategy drops the run's own.
     """
     config = run_folder.read_config(Path(folder))
-    given = {"max_minutes": max_minutes, "strategy": strategy}
+    if shard_size is None and strategy not in (None, "fsdp"):
+        shard_size = 0
+    given = {"max_minutes": max_minutes, "strategy": strategy, "shard_size": shard_size}
     changed = {key: value for key, value in given.items() if value is not None}
     if strategy not in (None, *STRATEGIES):
         raise ConfigError(f"{strategy!r} is no strategy", where="--strategy", advice=[" or ".join(STRATEGIES)])
@@ -257,6 +260,7 @@ def _announce(run: Run, models: Models, notes: tuple[str, ...], saved: Saved | N
             "gradient_accumulation": config.train.gradient_accumulation_steps,
             "processes": run.parallel.size,
             "strategy": run.parallel.strategy,
+            "copies": run.parallel.num_copies,
             "optimizer_steps": run.schedule.num_steps,
             "warmup_steps": run.schedule.num_warmup,
             "learning_rate": config.train.learning_rate,

@@ -42,7 +42,8 @@ class CompiledLayers(CompiledBody):
         finally:
             for layer in self._layers:
                 layer.is_on = False
-        if began := self._begun.pop(tuple(input_ids.shape), None):
+        began = self._begun.pop(tuple(input_ids.shape), None)
+        if began is not None and self._layers[0].is_usable:
             rows, length = input_ids.shape
             seconds = time.monotonic() - began
             self._tell(f"compile: {self._role}, layer by layer, {rows} rows of {length}, in {seconds:.0f} s")

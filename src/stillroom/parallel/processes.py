@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -29,9 +30,13 @@ T = TypeVar("T")
 class Processes(Parallel):
     """Processes that communicate by torch.distributed. If one ends, the others raise instead of waiting forever."""
 
-    def __init__(self, rank: int, size: int) -> None:
+    asks_together = False  # whether the teacher is in parts, so that every process must ask it as often
+
+    def __init__(self, rank: int, size: int, shard_size: int = 0, timeout: timedelta | None = None) -> None:
         self.rank = rank
         self.size = size
+        self.shard_size = shard_size or size  # processes that hold the parts of one copy of what is sharded
+        self.timeout = timeout  # of groups of some of the processes
         self._uses = Uses()
         # Send small numbers through main memory where gloo is available.
         self._device = torch.device("cpu" if "gloo" in dist.get_backend_config() else "cuda")
@@ -42,9 +47,22 @@ class Processes(Parallel):
 
     def scored(self, window: Sequence[Batch]) -> list[Batch]:
         """A process without a target scores one batch all the same: every process must sum the same names."""
+        if self.asks_together:
+            return self.equally_many(window)
         own = super().scored(window)
         self._uses.begin(len(own))
         return own or list(window[:1])
+
+    def equally_many(self, window: Sequence[Batch]) -> list[Batch]:
+        """As many micro-batches as any process has: what is in parts is gathered by all processes or by none."""
+        own = [batch for batch in window if batch.num_scored]
+        self._uses.begin(len(own))
+        num_batches = max(1, int(self.worst(len(own))))
+        return own + [window[0].without_targets()] * (num_batches - len(own))
+
+    def ask_together(self) -> None:
+        """From now on the teacher is in parts: every process asks it as often, and no window is taken again."""
+        self.asks_together, self.takes_smaller_parts = True, False
 
     def whole_window(self, loader: Loader, cursor: int, window: Sequence[Batch]) -> Sequence[Batch]:
         return loader.whole_window(cursor)
@@ -100,25 +118,31 @@ class Processes(Parallel):
         return float(sent.tolist()[0])
 
     def same_everywhere(self, fingerprint: int) -> bool:
-        extremes = torch.tensor([fingerprint, -fingerprint], dtype=torch.int64, device=self._device)
-        with peer_errors():
-            dist.all_reduce(extremes, dist.ReduceOp.MAX)
-        highest, lowest = extremes.tolist()
-        return bool(highest == -lowest)
+        return same_in(None, fingerprint, self._device)
 
     def check_replicas(self, tensors: Mapping[str, Tensor]) -> None:
         if not self.same_everywhere(fingerprint(tensors)):
-            raise Diverged(
-                f"the students of the {self.size} processes are not the same",
-                where="comparison of the weights of all processes",
-                advice=[
-                    "use the same device and the same libraries for every process",
-                    "resume from the last checkpoint",
-                ],
-            )
+            raise replicas_differ(f"the students of the {self.size} processes")
 
     def wait(self) -> None:
         self.worst(0.0)
+
+
+def same_in(group: dist.ProcessGroup | None, fingerprint: int, device: torch.device) -> bool:
+    """Whether every process of a group has this number; None: the group of all."""
+    extremes = torch.tensor([fingerprint, -fingerprint], dtype=torch.int64, device=device)
+    with peer_errors():
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+    highest, lowest = extremes.tolist()
+    return bool(highest == -lowest)
+
+
+def replicas_differ(what: str) -> Diverged:
+    return Diverged(
+        f"{what} are not the same",
+        where="comparison of the weights of all processes",
+        advice=["use the same device and the same libraries for every process", "resume from the last checkpoint"],
+    )
 
 
 @contextmanager
@@ -128,6 +152,11 @@ def peer_errors() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise peer_is_gone(error) from error
+
+
+def is_of_peer(error: BaseException) -> bool:
+    """Whether torch raised it because a process is missing or silent: gloo says so in words, NCCL by a class."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
 def peer_is_gone(error: BaseException) -> Interrupted:

@@ -80,7 +80,7 @@ class Replicated(Processes):
         except (MemoryError, RuntimeError) as error:
             if self._loss_of_peer is not None:
                 raise peer_is_gone(self._loss_of_peer) from error
-            if is_out_of_memory(error):
+            if is_out_of_memory(error) and self.takes_smaller_parts:
                 self._send_nothing()
             raise
 

@@ -6,6 +6,9 @@ weight. The root is gathered once a step and its gradient is reduced once; layer
 and their gradients reduced after it, so that no process ever holds all of them. Gradients are summed and not averaged,
 because counts of all processes divided them before. The optimizer works on the parts that this process holds.
 
+With `shard_size` below the number of processes, groups of so many hold a copy of the student each. Gradients are
+reduced inside a group after each micro-batch, and summed between the groups once a step.
+
 What is trained beside the student, the projectors of objectives, is whole in every process and its gradients are
 summed once a step.
 """
@@ -19,14 +22,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from stillroom.errors import BrokenAtStart
-from stillroom.parallel.processes import Processes, peer_errors
+from stillroom.parallel.base import fingerprint
+from stillroom.parallel.mesh import COPIES, make_mesh
+from stillroom.parallel.processes import Processes, is_of_peer, peer_errors, peer_is_gone, replicas_differ, same_in
 from stillroom.precision.storage import local
 
 if TYPE_CHECKING:
@@ -45,7 +49,7 @@ class Root(nn.Module):
         return compute()
 
 
-class _Gather(DefaultAllGather):
+class Gather(DefaultAllGather):
     def __call__(self, *arguments: Any, **named: Any) -> dist.Work | None:
         with peer_errors():
             return super().__call__(*arguments, **named)
@@ -80,7 +84,7 @@ class Sharded(Processes):
 
     @property
     def num_copies(self) -> int:
-        return 1
+        return self.size // self.shard_size
 
     def gather_in(self, dtype: torch.dtype) -> None:
         """Gradients are in this dtype too, and are added up in FP32."""
@@ -88,7 +92,7 @@ class Sharded(Processes):
 
     def place(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
         """Shard the weights, and raise where any of them is still whole."""
-        mesh = init_device_mesh(next(model.parameters()).device.type, (self.size,))
+        mesh = make_mesh(next(model.parameters()).device.type, self.size, self.shard_size, self.timeout)
         root: Any = Root(model)
         for block in blocks:
             fully_shard(block, mesh=mesh, **self._options)
@@ -97,10 +101,10 @@ class Sharded(Processes):
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-                module.set_custom_all_gather(_Gather())
+                module.set_custom_all_gather(Gather())
                 module.set_custom_reduce_scatter(_Reduce())
         self._parameters: dict[str, Any] = dict(model.named_parameters())
-        whole = [name for name, parameter in self._parameters.items() if not _is_sharded(parameter)]
+        whole = [name for name, parameter in self._parameters.items() if not is_sharded(parameter)]
         if whole:
             raise BrokenAtStart(
                 f"fsdp was asked for and {len(whole)} parameters are not sharded, {whole[0]} among them",
@@ -111,13 +115,15 @@ class Sharded(Processes):
             root(lambda: None)  # FSDP2 takes the first module that runs as its root
         root.reshard()
         self._root = root
+        self._blocks: list[Any] = [block for block in blocks if isinstance(block, FSDPModule)]
+        self._mesh = mesh
         self._is_gathered = False
         self._is_kept_gathered = False  # between the micro-batches of a window
 
     def prepare(self, optimizer: AdamW) -> None:
         """Find what is trained and not sharded, and watch which parameters a window uses."""
         cells = [(group, cell) for group, cells in optimizer.cells.items() for cell in cells]
-        whole = [(group, cell) for group, cell in cells if not _is_sharded(cell.parameter)]
+        whole = [(group, cell) for group, cell in cells if not is_sharded(cell.parameter)]
         self._whole_groups = {group for group, _cell in whole}
         self._whole = [cell.parameter for _group, cell in whole]
         for _group, cell in whole:
@@ -132,7 +138,7 @@ class Sharded(Processes):
                 continue
             module.unshard()
             for name, parameter in self._root.student.named_parameters():
-                if parameter.requires_grad and not _is_sharded(parameter):
+                if parameter.requires_grad and not is_sharded(parameter):
                     self._uses.watch(name, parameter)
             module.reshard()
 
@@ -140,12 +146,22 @@ class Sharded(Processes):
 
     def scored(self, window: Sequence[Batch]) -> list[Batch]:
         """As many micro-batches as any process has: a layer is gathered by all processes or by none."""
-        own = [batch for batch in window if batch.num_scored]
-        self._uses.begin(len(own))
-        num_batches = max(1, int(self.worst(len(own))))
-        return own + [window[0].without_targets()] * (num_batches - len(own))
+        return self.equally_many(window)
+
+    @contextmanager
+    def window(self) -> Iterator[None]:
+        """Torch itself sums gradients between copies: its error for a missing process is recognised here."""
+        try:
+            yield
+        except RuntimeError as error:
+            if is_of_peer(error):
+                raise peer_is_gone(error) from error
+            raise
 
     def forward(self, compute: Callable[[], Tensor], *, is_last: bool) -> Tensor:
+        if self.num_copies > 1:
+            for block in self._blocks:
+                block.set_requires_all_reduce(is_last, recurse=False)
         self._root.set_requires_gradient_sync(is_last, recurse=False)
         self._root.set_reshard_after_backward(is_last, recurse=False)
         self._uses.next_batch()
@@ -176,8 +192,8 @@ class Sharded(Processes):
         cells = [cell for cells in optimizer.cells.values() for cell in cells]
         is_used = self.used_anywhere(optimizer)
         used = [cell.parameter for cell, has_use in zip(cells, is_used.tolist(), strict=True) if has_use]
-        sums = {one: one.grad for one in used if _is_sharded(one) and one.grad is not None}
-        optimizer.take_sums(sums | self._summed([one for one in used if not _is_sharded(one)]), is_used)
+        sums = {one: one.grad for one in used if is_sharded(one) and one.grad is not None}
+        optimizer.take_sums(sums | self._summed([one for one in used if not is_sharded(one)]), is_used)
 
     def _summed(self, parameters: list[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
         """The gradients of parameters that every process holds whole, summed in one tensor."""
@@ -190,8 +206,9 @@ class Sharded(Processes):
         return {one: part.view(one.shape) for one, part in zip(parameters, parts, strict=True)}
 
     def mean_of_norms(self, squares: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Squares of parts add up to the whole; of what every process has, each adds its share."""
-        return {name: square / self.size if name in self._whole_groups else square for name, square in squares.items()}
+        """A part is held once in each copy of the student, what is whole once in each process: each adds its share."""
+        shares = {name: self.size if name in self._whole_groups else self.num_copies for name in squares}
+        return {name: square / shares[name] for name, square in squares.items()}
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -207,8 +224,13 @@ class Sharded(Processes):
             self._root.reshard()
 
     def check_replicas(self, tensors: Mapping[str, Tensor]) -> None:
-        """Compare what every process holds whole: no two hold the same part of the student."""
+        """Compare what every process holds whole, and the parts of processes that hold the same one, if there are."""
         super().check_replicas({name: tensor for name, tensor in tensors.items() if name not in self._parameters})
+        if self.num_copies == 1:
+            return
+        parts = {name: tensor for name, tensor in tensors.items() if name in self._parameters}
+        if not self.all_of(same_in(self._mesh.get_group(COPIES), fingerprint(parts), self._device)):
+            raise replicas_differ(f"the {self.num_copies} copies of the student")
 
     # -- state -------------------------------------------------------------------------------------------
 
@@ -240,7 +262,7 @@ def _send_zeros_for_unused(root: Any) -> None:
         root.set_reduce_scatter_unused_params(True)
 
 
-def _is_sharded(parameter: nn.Parameter) -> bool:
+def is_sharded(parameter: nn.Parameter) -> bool:
     return isinstance(parameter, DTensor) and any(placement.is_shard() for placement in parameter.placements)
 
 

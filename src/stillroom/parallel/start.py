@@ -12,14 +12,15 @@ from torch.distributed.rendezvous import rendezvous
 
 from stillroom.errors import BrokenAtStart
 from stillroom.parallel.base import Parallel
+from stillroom.parallel.mesh import check_shard_size
 from stillroom.parallel.processes import peer_errors
 from stillroom.parallel.replicated import Replicated
 
 
-def join(timeout_minutes: float, strategy: str = "auto") -> Parallel:
+def join(timeout_minutes: float, strategy: str = "auto", shard_size: int = 0) -> Parallel:
     """The policy of `train.strategy` for the processes of this run; `Parallel()` for a single process.
 
-    A process waits for another at most `timeout_minutes`.
+    A process waits for another at most `timeout_minutes`. With `shard_size` groups of so many processes hold a copy.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
@@ -31,9 +32,10 @@ def join(timeout_minutes: float, strategy: str = "auto") -> Parallel:
             where="environment",
             advice=["start the run with torchrun --nproc-per-node N -m stillroom distill ...", "or unset WORLD_SIZE"],
         )
+    check_shard_size(shard_size, size, strategy)
+    timeout = timedelta(minutes=timeout_minutes)
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        timeout = timedelta(minutes=timeout_minutes)
         with peer_errors():
             store, rank, size = next(rendezvous("env://", timeout=timeout))
             # torchrun keeps its store when it starts the processes again: addresses of the dead ones are still in it.
@@ -44,5 +46,5 @@ def join(timeout_minutes: float, strategy: str = "auto") -> Parallel:
     if strategy == "fsdp":
         from stillroom.parallel.sharded import Sharded  # it takes half a second to import
 
-        return Sharded(dist.get_rank(), dist.get_world_size())
-    return Replicated(dist.get_rank(), dist.get_world_size())
+        return Sharded(dist.get_rank(), dist.get_world_size(), shard_size, timeout)
+    return Replicated(dist.get_rank(), dist.get_world_size(), timeout=timeout)

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 _STATE = ("student weights", "masters", "residuals", "moments", "gradients")
 _WEIGHT = 4  # bytes: what is sharded is FP32
+_HALF = 2  # bytes of a weight that is gathered in FP16
 LEARNS = "student learns"
 
 
@@ -20,6 +21,11 @@ class Sharing:
 
     num_processes: int = 1
     is_sharded: bool = False
+    shard_size: int = 0  # processes that hold one copy of a sharded student; 0: all
+
+    @property
+    def num_parts(self) -> int:
+        return self.shard_size or self.num_processes
 
     @property
     def strategy(self) -> str:
@@ -31,7 +37,8 @@ class Sharing:
             return ()
         text = f"bytes are those of one of {self.num_processes} processes with {self.strategy}; disk is that of all"
         first = "; the first one also reads the whole student back at the end, to write samples"
-        return (text + first * self.is_sharded,)
+        copies = f"; groups of {self.num_parts} hold a copy each"
+        return (text + copies * (self.num_parts < self.num_processes) + first * self.is_sharded,)
 
     def moment(self, name: str, parts: Mapping[str, int], sizes: Sizes, *, accumulates: bool) -> dict[str, int]:
         """The parts of a moment of a step in one process.
@@ -45,16 +52,33 @@ class Sharing:
         if not self.is_sharded:
             own = {part: held for part, held in parts.items() if part != "gradients" or accumulates}
             return {**own, "gradient buckets": _WEIGHT * sizes.num_trained}
-        shared = {part: -(-held // self.num_processes) if part in _STATE else held for part, held in parts.items()}
+        shared = {part: -(-held // self.num_parts) if part in _STATE else held for part, held in parts.items()}
+        if "masters" in parts:  # the parts are the masters, and FP16 weights are there while they are gathered
+            part_of_each = -(-_WEIGHT * sizes.num_trained // self.num_parts)
+            shared |= {"student weights": 0, "masters": part_of_each}
+            shared |= {"gradients": part_of_each} if "gradients" in parts else {}
         if name != LEARNS:
             return shared
-        layers = [held * _WEIGHT // sizes.itemsize for held in sizes.layer_bytes]
-        root = _WEIGHT * sizes.num_trained - sum(layers)
-        largest = max(layers, default=0)
-        return {**shared, "gathered weights": root + 2 * largest, "gathered gradients": root + largest}
+        return {**shared, **(_gathered_under_adapter(sizes) if sizes.frozen_bytes else _gathered(parts, sizes))}
 
     def kept(self, parts: Mapping[str, int]) -> dict[str, int]:
         """What is kept beside steps, snapshots and the best student, in one process."""
         if not self.is_sharded:
             return dict(parts)
-        return {part: held if part == "teacher" else -(-held // self.num_processes) for part, held in parts.items()}
+        return {part: held if part == "teacher" else -(-held // self.num_parts) for part, held in parts.items()}
+
+
+def _gathered(parts: Mapping[str, int], sizes: Sizes) -> dict[str, int]:
+    """The root and two layers; gradients of the root and one layer."""
+    each = _HALF if "masters" in parts else _WEIGHT
+    layers = [held * each // sizes.itemsize for held in sizes.layer_bytes]
+    root, largest = each * sizes.num_trained - sum(layers), max(layers, default=0)
+    return {"gathered weights": root + 2 * largest, "gathered gradients": root + largest}
+
+
+def _gathered_under_adapter(sizes: Sizes) -> dict[str, int]:
+    """The same with a frozen base, in the bytes it is stored in; it has no gradients."""
+    largest = max(sizes.layer_bytes, default=0)
+    root = sizes.frozen_bytes + _WEIGHT * sizes.num_trained - sum(sizes.layer_bytes)
+    gradients = -(-_WEIGHT * sizes.num_trained // max(len(sizes.layer_bytes), 1))
+    return {"gathered weights": root + 2 * largest, "gathered gradients": gradients}

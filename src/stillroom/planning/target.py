@@ -10,6 +10,7 @@ import torch
 from stillroom.config.train import STRATEGIES
 from stillroom.engine.building.device import find_device
 from stillroom.errors import ConfigError
+from stillroom.parallel.mesh import check_shard_size
 from stillroom.planning.cards import CARDS, Card
 from stillroom.planning.sharing import Sharing
 from stillroom.precision.device import DeviceFacts, facts_of
@@ -47,11 +48,14 @@ def find_target(device: str = "auto", device_memory: int | None = None, card: st
     return Target(here, facts_of(here), device_memory or free, main)
 
 
-def with_processes(target: Target, num_processes: int, strategy: str = "auto") -> Target:
-    """The same device for one of several processes, each with a device of its own."""
+def with_processes(target: Target, num_processes: int, strategy: str = "auto", shard_size: int = 0) -> Target:
+    """The same device for one of several processes, each with a device of its own. `shard_size` belongs to fsdp."""
     if strategy not in STRATEGIES:
         raise ConfigError(f"{strategy!r} is no strategy", where="--strategy", advice=[" or ".join(STRATEGIES)])
-    return replace(target, sharing=Sharing(num_processes, strategy == "fsdp" and num_processes > 1))
+    if strategy != "fsdp" or num_processes == 1:
+        return replace(target, sharing=Sharing(num_processes))
+    check_shard_size(shard_size, num_processes, strategy)
+    return replace(target, sharing=Sharing(num_processes, True, shard_size))
 
 
 def _card(name: str) -> Card:

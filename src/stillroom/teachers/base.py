@@ -52,6 +52,7 @@ class Teacher:
     notes: tuple[str, ...] = ()  # logged when the run begins
     num_exact: int = 0  # its likeliest tokens that lead each position of a sparse signal, in order; 0: not known
 
+    answers_together: bool = False  # whether all processes have to ask it at the same time
     writes_text: bool = True  # whether `as_model` is fast enough to write a text token by token
 
     @property

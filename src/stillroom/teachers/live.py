@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from stillroom.models.taps import tapped
 from stillroom.teachers.base import SignalKind, Teacher
 from stillroom.teachers.offload import Offloaded
 from stillroom.teachers.placement import Placement
-from stillroom.types import Batch, DenseSignal, Needs
+from stillroom.types import Batch, DenseSignal, Evidence, Needs, Verdict
 
 
 class LiveTeacher(Teacher):
@@ -35,9 +34,9 @@ class LiveTeacher(Teacher):
         is_described: bool,
         compiled: CompiledBody | None = None,
         facts: Mapping[str, Any] | None = None,
-        stream: Placement | None = None,
+        placement: Placement | None = None,
     ) -> None:
-        """With `stream`, the network's layers come to the device by themselves."""
+        """With a `placement`, the network's layers come to the device by themselves."""
         self.model = model
         self._facts = dict(facts or {})  # entries for the run's summary
         self._compiled = compiled
@@ -45,11 +44,12 @@ class LiveTeacher(Teacher):
         self.device = device
         self.is_described = is_described
         self._blocks = layers_if_any(model)
-        self._placement = stream or (Offloaded(model, device) if offload else Placement())
+        self._placement = placement or (Offloaded(model, device) if offload else Placement())
         self.writes_text = self._placement.writes_text
         if not self.writes_text:
             self.notes = ("the teacher writes no samples: each token would read all its layers",)
-        if stream is None and not offload:
+        self.answers_together = self._placement.is_shared
+        if placement is None and not offload:
             model.to(device)
 
     @torch.no_grad()
@@ -61,12 +61,15 @@ class LiveTeacher(Teacher):
         with self.at_work(), tapped(self._blocks, needs) as taps:
             compiled = None if torch.is_grad_enabled() or needs != Needs() else self._compiled
             hidden, head = last_hidden(self.model, batch, self.vocab_size, self.is_described, compiled)
-            if self._placement.leaves:
-                # The head outlives the visit: the objectives need the copy on the device, not the model's parameter.
-                bias = head.bias.detach() if head.bias is not None else None
-                head = replace(head, weight=head.weight.detach(), bias=bias)
+            head = self._placement.lasting(head)
         chosen = hidden.reshape(-1, hidden.shape[-1]).index_select(0, batch.positions)
         return DenseSignal(chosen, head, taps)
+
+    def begin(self, window: Sequence[Batch], step: int, cursor: int = 0) -> None:
+        self._placement.begin_window()
+
+    def end_window(self, verdict: Verdict, evidence: Evidence, rate_factor: float) -> None:
+        self._placement.end_window()
 
     def as_model(self) -> Student:
         return Student(self.model, vocab_size=self.vocab_size, is_described=self.is_described)

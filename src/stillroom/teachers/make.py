@@ -19,6 +19,7 @@ from stillroom.teachers.base import NO_TEACHER, Teacher
 from stillroom.teachers.coarse import Coarse
 from stillroom.teachers.live import LiveTeacher
 from stillroom.teachers.paired import PairedTeacher
+from stillroom.teachers.placement import Placement
 from stillroom.teachers.router.in_run import RunRouter, Surroundings
 from stillroom.teachers.router.paired import PairedRouter
 from stillroom.teachers.router.teacher import TRAINING_MODES, RouterTeacher
@@ -38,10 +39,12 @@ def make_teacher(
     compiled: CompiledBody | None = None,
     shared: str = "",
     coarse: Callable[[SignalSpec, int], Coarse | None] = lambda _spec, _size: None,
+    placement: Placement | None = None,
 ) -> Teacher:
     """`NO_TEACHER` where none was loaded, a `LiveTeacher` for router mode `frozen`, else a `RunRouter`.
 
-    `shared` and `coarse` are the tokens that both models have, where each has a tokenizer of its own.
+    `shared` and `coarse` are the tokens that both models have, where each has a tokenizer of its own. `placement` is
+    where the weights were put already.
     """
     if loaded is None:
         return NO_TEACHER
@@ -49,7 +52,7 @@ def make_teacher(
         spec = live_spec(config, shared)
         device = surroundings.precision.device
         if spec is None:
-            return live_teacher(config, loaded, vocab_size, device, compiled)
+            return live_teacher(config, loaded, vocab_size, device, compiled, placement)
         live, notes = live_teacher(config, loaded, vocab_size, device), check_use(config, spec)
         return SparseTeacher(live, spec, notes=notes, coarse=coarse(spec, vocab_size))
     if num_processes > 1 and config.teacher.router.mode == "sar-meta":
@@ -77,11 +80,16 @@ def open_live(section: TeacherConfig, dtype: torch.dtype, tokenizer: Any = None)
 
 
 def live_teacher(
-    config: Config, loaded: LoadedModel, vocab_size: int, device: torch.device, compiled: Any = None
+    config: Config,
+    loaded: LoadedModel,
+    vocab_size: int,
+    device: torch.device,
+    compiled: Any = None,
+    placement: Placement | None = None,
 ) -> LiveTeacher:
-    stream = loaded.stream if isinstance(loaded, StreamedModel) else None
-    if stream is not None:
-        stream.settle(device)
+    if isinstance(loaded, StreamedModel) and loaded.stream is not None:
+        loaded.stream.settle(device)
+        placement = loaded.stream
     return LiveTeacher(
         loaded.network,
         vocab_size=vocab_size,
@@ -90,7 +98,7 @@ def live_teacher(
         is_described=loaded.is_described,
         compiled=compiled,
         facts=loaded.facts,
-        stream=stream,
+        placement=placement,
     )
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from stillroom.teachers.placement import Placement
+from stillroom.types import HeadWeights
 
 _HOME = torch.device("cpu")
 
@@ -32,8 +33,6 @@ class Offloaded(Placement):
     earlier, beside that pass, they would need as much memory as a teacher that stays.
     """
 
-    leaves = True
-
     def __init__(self, network: Any, device: torch.device) -> None:
         self._network = network
         self._device = device
@@ -52,6 +51,11 @@ class Offloaded(Placement):
             self._visits -= 1
             if self._visits == 0:
                 self._send_home()
+
+    def lasting(self, head: HeadWeights) -> HeadWeights:
+        """The copy on the device and not the model's parameter, which goes home."""
+        bias = head.bias.detach() if head.bias is not None else None
+        return replace(head, weight=head.weight.detach(), bias=bias)
 
     def _bring(self) -> None:
         known, self._kept = self._kept, {}

@@ -33,6 +33,10 @@ class WrappedTeacher(Teacher):
         return self.inner.writes_text
 
     @property
+    def answers_together(self) -> bool:  # type: ignore[override]
+        return self.inner.answers_together
+
+    @property
     def tokenizer(self) -> Any:
         return self.inner.tokenizer
 

@@ -73,7 +73,7 @@ FAULTS = {
     "repeated_rate_limit": answer(429, b"slow down"),
     "repeated_dropped": answer(200, b'{"fine": tr' + b"u" * 50, 5),
     "repeated_timeout": stall,
-    "repeated_no_json": answer(200, b"<html>"),
+    "repeated_no_json": answer(200, b"not json"),
 }
 
 

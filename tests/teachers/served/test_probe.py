@@ -10,7 +10,13 @@ import pytest
 
 from stillroom.errors import ServerUnusable
 from stillroom.teachers.entries import Given
-from stillroom.teachers.served.probe import check_causal, check_steady, check_temperature, fitted_temperature
+from stillroom.teachers.served.probe import (
+    check_causal,
+    check_steady,
+    check_temperature,
+    fitted_temperature,
+    spread_places,
+)
 
 VOCAB, KEPT = 50, 20
 
@@ -85,3 +91,17 @@ def test_a_far_temperature_is_refused_and_a_near_one_is_told() -> None:
 
 def test_a_few_tokens_prove_no_temperature() -> None:
     check_temperature([drawn(2.0, num_tokens=5)], KEPT)
+
+
+def test_answers_that_are_known_to_be_raw_may_be_sharp_and_not_flat() -> None:
+    """A small model on text that it does not know is surer than it has reason to be."""
+    assert "raw" in check_temperature([drawn(0.5)], KEPT, is_raw=True)
+    with pytest.raises(ServerUnusable, match="flatter"):
+        check_temperature([drawn(2.0)], KEPT, is_raw=True)
+
+
+@pytest.mark.parametrize(("length", "most"), [(64, 4), (64, None), (5, 9), (2, 4), (3, 1)])
+def test_tokens_of_the_probe_that_are_asked_again_lie_within_it(length: int, most: int | None) -> None:
+    places = spread_places(length, most)
+    assert places == sorted(set(places)) and set(places) <= set(range(1, length))
+    assert len(places) == min(length - 1, most or length)

@@ -46,16 +46,23 @@ def test_echo_is_used_where_it_is_what_the_server_has(folder: Path) -> None:
     with serving(folder) as honest, serving(folder, "echo") as echo:
         ours, theirs = opened(honest, folder), opened(echo, folder)
         assert (ours.shape.name, theirs.shape.name) == ("prompt_logprobs", "echo")
+        assert ours.notes == theirs.notes == ()
         ids = [5, 9, 200, 31, 5, 7]
         one, other = ours.score(ids), theirs.score(ids)
     assert one.entries == other.entries
+
+
+def test_a_tokenizer_that_the_server_does_not_show_is_said_to_be_unchecked(folder: Path) -> None:
+    """In the shape `echo` tokens are ids without texts, and `/detokenize` is not there."""
+    with serving(folder, "mute") as served:
+        assert ["its tokenizer is not checked" in note for note in opened(served, folder).notes] == [True]
 
 
 LIES = {
     "shifted": r"not among its own log-probabilities: .* hold the token after, .* shifted by one",
     "shifted back": r"not among its own log-probabilities: .* hold the token before, .* shifted by one",
     "shifted values": r"answers change from that about token \d+ on: each answer is about the token after .* shifted",
-    "missing": r"prompt_logprobs: .* has no `prompt_logprobs`; echo: .* has no `logprobs`",
+    "missing": r"prompt_logprobs: .* has no `prompt_logprobs`; echo: .* has no `logprobs`; llama.cpp: .* status 404",
     "texts": r"a text instead of a token id: several tokens may spell the same text",
     "echo texts": r"echo: .* a text instead of a token id",
     "few": r"log-probabilities, and 16 were asked for: too few",
@@ -63,7 +70,7 @@ LIES = {
     "heavy": r"are no log-probabilities: (the largest is|they hold)",
     "tokenizer": r"the server has another tokenizer: .* spell something else here",
     "mark": r"it counts \d+ tokens in the prompt: the server added or dropped some",
-    "llama.cpp": r"llama.cpp.* gives log-probabilities of tokens that it generates, not of a prompt",
+    "other spelling": r"the server has another tokenizer: the probe's tokens spell",
 }
 
 

@@ -45,11 +45,7 @@ def _refused(config: Config, models: Models, precision: Precision) -> Iterator[t
     if config.train.batch_size == "auto" and precision.device.type != "cpu":
         yield "train.batch_size", "batch_size = auto: a trial that runs out of memory cannot be taken back", "a number"
     if has_gates(models.student) and not _sends_zeros_for_unused():
-        yield (
-            "student.model",
-            "a student that is a mixture of experts: this torch cannot skip its experts",
-            "a newer one",
-        )
+        yield "student.model", "a mixture of experts as the student: this torch cannot skip experts", "a newer torch"
 
 
 def _sends_zeros_for_unused() -> bool:

@@ -114,4 +114,5 @@ def _spread(run: Run) -> float:
     squares = torch.stack([local(matrix.detach()).float().square().sum() for matrix in matrices]).sum()
     if run.parallel.is_sharded:
         run.parallel.sum_(squares)
+        squares = squares / run.parallel.num_copies
     return math.sqrt(float(squares) / sum(matrix.numel() for matrix in matrices))

@@ -27,7 +27,14 @@ CONFIG, EVENTS, SUMMARY = "config.json", "events.jsonl", "summary.json"
 _CUT = "cut.json"  # written by engine/building/shrink_student.py before config.json
 
 # Settings that a resumed run may change.
-_NOT_THE_RUN = ("train.max_minutes", "train.peer_timeout_minutes", "train.strategy", "telemetry", "checkpoint")
+_NOT_THE_RUN = (
+    "train.max_minutes",
+    "train.peer_timeout_minutes",
+    "train.strategy",
+    "train.shard_size",
+    "telemetry",
+    "checkpoint",
+)
 _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", "numpy")
 
 

@@ -2,7 +2,8 @@
 
 Repeated: no connection, no answer in time, an answer cut short or that is no JSON, status 408, 429 and 5xx. Pauses
 double and are drawn at random, so that many clients do not come back at once. `Retry-After` holds for all threads of a
-client. Any other status is final. A redirection is not followed: the key would go to another host.
+client. Any other status is final. A redirection is not followed: the key would go to another host. Proxies of the
+environment are not used, for the same reason. No more of an answer is read, or unpacked, than it may have.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import random
 import ssl
 import threading
 import time
+import zlib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,8 +30,11 @@ from stillroom.files import reason_of
 _LONGEST_PAUSE = 60.0
 _LONGEST_WISH = 900.0  # seconds of Retry-After that are waited for
 _SHOWN = 300  # characters of a server's message
+_MOST_BYTES = 16 << 20  # of an answer whose size the caller does not know
+_GZIP = 16 + zlib.MAX_WBITS
 _AGAIN = (408, 429, 500, 502, 503, 504, 529)
 _ADVICE_KEY = "name the variable that holds the server's key: --set teacher.requests.api_key_variable=NAME"
+_ADVICE_ADDRESS = "check the address of teacher.server: a page for people answers there"
 _RESUME = "give the same command again (`stillroom resume` for a run) when it answers: what is finished is kept"
 
 
@@ -88,14 +93,16 @@ class Client:
         """End all pauses: threads that wait to ask again give up."""
         self._closed.set()
 
-    def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+    def ask(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, *, most_bytes: int = _MOST_BYTES
+    ) -> Any:
         """The JSON that the server answers. Raise `ServerUnusable` where it refuses, `ServerGone` where it is gone."""
         held = None if body is None else json.dumps(body).encode("ascii")
         self._count("requests")
         for number in range(self._settings.retries + 1):
             self._wait(self._not_before - time.monotonic())
             try:
-                found = self._try(method, path, held)
+                found = self._try(method, path, held, most_bytes)
             except _Failed as failed:
                 self._forget_connection()
                 last = failed
@@ -109,35 +116,88 @@ class Client:
 
     # -- one try -----------------------------------------------------------------------------------------
 
-    def _try(self, method: str, path: str, held: bytes | None) -> Any:
+    def _try(self, method: str, path: str, held: bytes | None, most_bytes: int) -> Any:
+        answer, told = self._exchange(method, path, held, most_bytes)
+        self.server_header = answer.headers.get("Server", "")
+        if answer.status in _AGAIN:
+            wish = _seconds(answer.headers.get("Retry-After"))
+            kind = "rate_limit" if answer.status == 429 else "server_error"
+            raise _Failed(kind, f"status {answer.status}{self._said(told)}", wish)
+        if answer.status != 200:
+            raise self._refused(method, path, answer, told)
+        try:
+            return json.loads(told, object_pairs_hook=_once_each)
+        except _Twice as error:
+            raise ServerUnusable(f"{method} {path}: {error}", where=str(self.address)) from error
+        except (ValueError, RecursionError) as error:
+            what = f"an answer of {len(told):,} bytes is no JSON{self._said(told)}"
+            if not self._has_answered and told.lstrip()[:1] == b"<":
+                raise ServerUnusable(what, where=str(self.address), advice=[_ADVICE_ADDRESS]) from error
+            raise _Failed("no_json", what) from error
+
+    def _exchange(
+        self, method: str, path: str, held: bytes | None, most_bytes: int
+    ) -> tuple[http.client.HTTPResponse, bytes]:
         headers = {"Accept": "application/json"}
         if held is not None:
             headers["Content-Type"] = "application/json"
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
         try:
-            connection = self._connection()
-            connection.request(method, f"{self.address.prefix}{path}", held, headers)
-            answer = connection.getresponse()
-            status, told = answer.status, answer.read()
+            answer = self._send(method, path, held, headers)
+            told = answer.read(most_bytes + 1)
+            if len(told) <= most_bytes and answer.length:  # with a limit, `read` does not notice
+                raise http.client.IncompleteRead(told, answer.length)
         except TimeoutError as error:
             raise _Failed("timeout", f"no answer in {self._settings.timeout_seconds:g} seconds") from error
         except ssl.SSLCertVerificationError as error:
             raise ServerUnusable(
-                f"its certificate does not hold: {error.verify_message}", where=str(self.address)
+                f"its certificate does not hold: {error.verify_message}",
+                where=str(self.address),
+                advice=["SSL_CERT_FILE=FILE names the certificates that are trusted"],
             ) from error
         except (http.client.HTTPException, OSError) as error:
             raise _Failed("dropped", f"the connection failed: {reason_of(error)}") from error
-        self.server_header = answer.headers.get("Server", "")
-        if status in _AGAIN:
-            wish = _seconds(answer.headers.get("Retry-After"))
-            raise _Failed("rate_limit" if status == 429 else "server_error", f"status {status}{self._said(told)}", wish)
-        if status != 200:
-            raise self._refused(method, path, status, told)
+        return answer, self._unpacked(answer, told, most_bytes)
+
+    def _send(self, method: str, path: str, held: bytes | None, headers: Mapping[str, str]) -> http.client.HTTPResponse:
+        """The head of the answer. A kept connection that the server closed meanwhile is opened again, without a pause.
+
+        Servers close connections that are idle for some seconds, and llama.cpp's after 100 requests.
+        """
+        was_kept = getattr(self._local, "connection", None) is not None
         try:
-            return json.loads(told)
-        except (ValueError, RecursionError) as error:
-            raise _Failed("no_json", f"an answer of {len(told):,} bytes is no JSON") from error
+            connection = self._connection()
+            connection.request(method, f"{self.address.prefix}{path}", held, headers)
+            return connection.getresponse()
+        except (ConnectionResetError, BrokenPipeError, ConnectionAbortedError):  # RemoteDisconnected is one of them
+            if not was_kept:
+                raise
+        self._forget_connection()
+        self._count("reconnected")
+        connection = self._connection()
+        connection.request(method, f"{self.address.prefix}{path}", held, headers)
+        return connection.getresponse()
+
+    def _unpacked(self, answer: http.client.HTTPResponse, told: bytes, most_bytes: int) -> bytes:
+        """The answer's bytes. Compressed ones were not asked for, and a proxy may send them all the same."""
+        coding = (answer.headers.get("Content-Encoding") or "identity").strip().lower()
+        if coding == "gzip":
+            try:
+                told = zlib.decompressobj(_GZIP).decompress(told, most_bytes + 1)
+            except zlib.error as error:
+                raise _Failed("dropped", f"a compressed answer is broken: {error}") from error
+        elif coding != "identity":
+            raise ServerUnusable(
+                f"it answers in the coding {coding[:40]!r}, which was not asked for", where=str(self.address)
+            )
+        if len(told) > most_bytes:
+            self._forget_connection()
+            raise ServerUnusable(
+                f"an answer has more than {most_bytes:,} bytes, and the request has no such answer",
+                where=str(self.address),
+            )
+        return told
 
     def _connection(self) -> http.client.HTTPConnection:
         if getattr(self._local, "connection", None) is None:
@@ -182,8 +242,11 @@ class Client:
             what, where=str(self.address), advice=["check that it runs and the address of teacher.server"]
         )
 
-    def _refused(self, method: str, path: str, status: int, told: bytes) -> ServerUnusable:
+    def _refused(self, method: str, path: str, answer: http.client.HTTPResponse, told: bytes) -> ServerUnusable:
+        status, place = answer.status, answer.headers.get("Location")
         advice = {401: [_ADVICE_KEY], 403: [_ADVICE_KEY], 404: ["check the address of teacher.server"]}.get(status, [])
+        if 300 <= status < 400 and place:
+            advice = [f"it points to {place[:_SHOWN]}: if that is the server, write its address in teacher.server"]
         return ServerRefused(
             f"{method} {path}: status {status}{self._said(told)}", status, where=str(self.address), advice=advice
         )
@@ -208,6 +271,18 @@ class ServerRefused(ServerUnusable):
     def __init__(self, what: str, status: int = 0, *, where: str = "", advice: Any = ()) -> None:
         super().__init__(what, where=where, advice=advice)
         self.status = status
+
+
+class _Twice(Exception):
+    """An object of an answer that has a name twice."""
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. The parser alone would keep the last of two values of a name, without a word."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise _Twice("an object of the answer has a name twice: one of its values would be lost")
+    return found
 
 
 def _seconds(wish: str | None) -> float | None:

@@ -55,6 +55,13 @@ class Probe:
         return Probe(ids, (*ids[:changed], instead, *ids[changed + 1 :]), changed)
 
 
+def spread_places(length: int, most: int | None) -> list[int]:
+    """Tokens of a probe of this length that are asked about, from the second to the last; None: all of them."""
+    if most is None or most >= length - 1:
+        return list(range(1, length))
+    return [1 + (length - 2) * number // max(1, most - 1) for number in range(most)]
+
+
 def check_causal(one: Given, other: Given, changed: int) -> None:
     """Raise where the change of a token shows in another answer first than in that about the next token."""
     changes = {place: _change(one.entries[place], other.entries[place]) for place in one.entries}
@@ -139,14 +146,20 @@ def _scaled(values: Any) -> Any:
     return found[:-1] - found[-1]
 
 
-def check_temperature(given: Sequence[Given], num_kept: int) -> str:
-    """Raise where answers are certainly those of another temperature. Answers with what was found, for the log."""
+def check_temperature(given: Sequence[Given], num_kept: int, *, is_raw: bool = False) -> str:
+    """Raise where answers are certainly those of another temperature. Answers with what was found, for the log.
+
+    A small model on text that it does not know is as sharp as one that was sharpened. Where the server's answers are
+    known to be raw (`is_raw`), that is said and not refused; answers that are too flat have no such cause.
+    """
     degree, gain, error = fitted_temperature(given, num_kept)
     told = f"the server's answers fit the text best as log-probabilities of temperature {degree:.2g}"
     told += f", by {gain:.3g} nats a token over temperature 1"
     is_far = degree >= _FAR or degree <= 1.0 / _FAR
     if is_far and gain > _LEAST_GAIN and gain > _SIGMAS * error:
         way = "flatter" if degree > 1.0 else "sharper"
+        if is_raw and degree < 1.0:
+            return f"{told}: the teacher is surer of this text than it has reason to be; its log-probabilities are raw"
         raise ServerUnusable(
             f"{told}: they are {way} than the text allows",
             advice=[

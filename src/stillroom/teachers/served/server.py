@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from stillroom.config.schema import TeacherConfig
 from stillroom.errors import ConfigError, ServerUnusable
 from stillroom.teachers.entries import Given, Spelling
 from stillroom.teachers.served.client import Client, ServerRefused
-from stillroom.teachers.served.probe import Probe, check_causal, check_steady, own_log_probs
-from stillroom.teachers.served.shapes import SHAPES, MissingField, Shape, read_checked
+from stillroom.teachers.served.llama_cpp import LlamaCpp
+from stillroom.teachers.served.probe import Probe, check_causal, check_steady, own_log_probs, spread_places
+from stillroom.teachers.served.shapes import ECHO, PROMPT_LOGPROBS, Completions, MissingField, Prompt, Shape
 
-_COMPLETIONS, _MODELS, _VERSION = "/v1/completions", "/v1/models", "/version"
+_MODELS, _VERSION, _DETOKENIZE = "/v1/models", "/version", "/detokenize"
 _OTHER_SHAPE = (400, 404, 405, 422, 501)  # a request that the server does not know, or not so
-_TRIED = "programs that give log-probabilities of prompts as token ids: vLLM; others may in the same shapes"
+_TRIED = (
+    "programs that give log-probabilities of prompts as token ids: vLLM and llama.cpp's server; others may likewise"
+)
+_SHAPES: dict[str, Callable[[Client], Shape]] = {
+    PROMPT_LOGPROBS.name: lambda client: Completions(PROMPT_LOGPROBS, client),
+    ECHO.name: lambda client: Completions(ECHO, client),
+    LlamaCpp.name: LlamaCpp,
+}
 
 
 @dataclass(frozen=True)
@@ -36,21 +44,26 @@ class Server:
     """Asks prompts of ids. Every answer is checked: see `shapes.py`."""
 
     def __init__(self, client: Client, facts: Facts, shape: Shape, *, num_wanted: int, vocab_size: int) -> None:
-        self.client, self.facts, self.shape = client, facts, shape
+        self.client, self.shape = client, shape
+        self.facts = replace(
+            facts, version=shape.version or facts.version, max_tokens=facts.max_tokens or shape.max_tokens
+        )
         self.num_wanted, self._vocab_size = min(num_wanted, vocab_size), vocab_size
+        self.notes: tuple[str, ...] = ()  # what could not be checked
+        self.is_raw = False  # log-probabilities cannot be those of another temperature
         self.probe: Probe | None = None
         self.probed: list[float] = []  # the probe's own tokens, as they were answered first
 
-    def score(self, ids: Sequence[int]) -> Given:
-        """What the server says about each token of a prompt but the first."""
-        body = self.shape.body(self.facts.model, ids, self.num_wanted)
-        answer = self.client.ask("POST", _COMPLETIONS, body)
-        return read_checked(self.shape, answer, tuple(ids), self.num_wanted, self._vocab_size)
+    def score(self, ids: Sequence[int], places: Sequence[int] | None = None) -> Given:
+        """What the server says about tokens of a prompt: about `places`, or all but the first."""
+        return self.shape.score(self.facts.model, Prompt.of(ids, places, self.num_wanted, self._vocab_size))
 
     def check_again(self) -> None:
         """Raise where the probe is answered otherwise than at first."""
         assert self.probe is not None
-        check_steady(self.probed, own_log_probs(self.score(self.probe.ids)), since="at the start")
+        places = spread_places(len(self.probe.ids), self.shape.num_rechecked)
+        now = own_log_probs(self.score(self.probe.ids, places))
+        check_steady([self.probed[place - 1] for place in places], now, since="at the start")
 
 
 def key_of(section: TeacherConfig) -> str:
@@ -74,33 +87,32 @@ def open_server(section: TeacherConfig, tokenizer: Any, *, num_wanted: int, voca
     facts = _facts(client, section.requests.model)
     probe = Probe.of(tokenizer)
     wanted = section.requests.shape
-    shapes = list(SHAPES.values()) if wanted == "auto" else [SHAPES[wanted]]
+    shapes = list(_SHAPES) if wanted == "auto" else [wanted]
     failures: list[str] = []
-    for shape in shapes:
-        server = Server(client, facts, shape, num_wanted=num_wanted, vocab_size=vocab_size)
+    for name in shapes:
         try:
+            server = Server(client, facts, _SHAPES[name](client), num_wanted=num_wanted, vocab_size=vocab_size)
             given = server.score(probe.ids)
         except ServerUnusable as error:
-            failures.append(f"{shape.name}: {error.what}")
+            failures.append(f"{name}: {error.what}")
             may_differ = isinstance(error, MissingField) or getattr(error, "status", 0) in _OTHER_SHAPE
-            if may_differ and shape is not shapes[-1]:
+            if may_differ and name != shapes[-1]:
                 continue
-            raise _no_shape(client, failures, error) from error
+            raise _no_shape(client, failures, error, shapes) from error
         server.probe, server.probed = probe, own_log_probs(given)
-        _check_spelling(given, tokenizer, str(client.address))
+        server.notes = _check_spelling(server, given, tokenizer)
         check_causal(given, server.score(probe.other), probe.changed)
         server.check_again()
+        server.is_raw = server.shape.is_raw(facts.model, Prompt.of(probe.ids, None, num_wanted, vocab_size))
         return server
     raise AssertionError  # the last shape returned or raised
 
 
-def _no_shape(client: Client, failures: Sequence[str], last: ServerUnusable) -> ServerUnusable:
-    """The reason of each shape that was tried, and of the program where it is known to have none."""
+def _no_shape(client: Client, failures: Sequence[str], last: ServerUnusable, shapes: Sequence[str]) -> ServerUnusable:
+    """The reason of each shape that was tried."""
     advice = [*last.advice, _TRIED]
-    program = client.server_header
-    if program.lower().startswith("llama.cpp"):
-        failures = [f"{program} gives log-probabilities of tokens that it generates, not of a prompt", *failures]
-        advice = ["a GGUF file can be the teacher itself: --teacher MODEL.gguf", _TRIED]
+    if client.server_header.lower().startswith(LlamaCpp.name) and LlamaCpp.name not in shapes:
+        advice = [f"--set teacher.requests.shape={LlamaCpp.name}", *advice]
     told = "; ".join(failures)
     return ServerUnusable(
         f"the server gives no usable log-probabilities: {told}", where=str(client.address), advice=advice
@@ -146,13 +158,28 @@ def _version(client: Client) -> str | None:
     return str(found["version"]) if isinstance(found, Mapping) and "version" in found else client.server_header or None
 
 
-def _check_spelling(given: Given, tokenizer: Any, url: str) -> None:
-    if wrong := Spelling(tokenizer).fault([given]):
-        raise ServerUnusable(
-            f"the server has another tokenizer: {wrong[0]}",
-            where=url,
-            advice=[
-                "name the folder or hub id of the served model in teacher.model",
-                "choose a student with its tokens",
-            ],
-        )
+def _check_spelling(server: Server, given: Given, tokenizer: Any) -> tuple[str, ...]:
+    """Raise where tokens spell something else on the server. Answers with what could not be checked, for the log."""
+    spelling, wrong = Spelling(tokenizer), None
+    if found := spelling.fault([given]):
+        wrong = found[0]
+    elif not given.texts:
+        try:
+            asked = {"model": server.facts.model, "tokens": list(given.ids)}
+            told = server.client.ask("POST", _DETOKENIZE, asked)
+        except ServerRefused as error:
+            return (f"the server does not say what its tokens spell ({error.what}): its tokenizer is not checked",)
+        text = next((told[name] for name in ("prompt", "content") if name in told), told)
+        ours = tokenizer.decode(list(given.ids), clean_up_tokenization_spaces=False)
+        if not isinstance(text, str) or text.strip() != ours.strip():
+            wrong = f"the probe's tokens spell {str(text)[:60]!r} there and {ours[:60]!r} in the tokenizer"
+    if wrong is None:
+        return ()
+    raise ServerUnusable(
+        f"the server has another tokenizer: {wrong}",
+        where=server.facts.url,
+        advice=[
+            "name the folder or hub id of the served model in teacher.model",
+            "choose a student with its tokens",
+        ],
+    )

@@ -1,13 +1,20 @@
-"""The two shapes in which servers give log-probabilities of a prompt, and what is checked of every answer.
+"""What a shape of answers is, the two of `/v1/completions`, and what is checked of every answer of any shape.
 
 prompt_logprobs  vLLM. `choices[0].prompt_logprobs` has an entry for each token of the prompt, null for the first: a
-                 table from token id to {"logprob", "rank", "decoded_token"}. The token that came is always in it.
+                 table from token id to {"logprob", "rank", "decoded_token"}. The token that came is always in it,
+                 so that it has up to one entry more than was asked for.
 echo             OpenAI's old completions, as vLLM and others have them. `choices[0].logprobs` has `tokens`,
                  `token_logprobs` and `top_logprobs`, whose tokens are texts, or `token_id:N` where the server can.
                  Texts are refused: several tokens spell the same one, so a table by text loses masses.
 
+The third shape, of llama.cpp's server, is in `llama_cpp.py`.
+
 Prompts are token ids, never texts, and every answer is held against the ids that were sent. The temperature is sent as
 1: a model's generation_config may have another, and some servers give log-probabilities after it.
+
+Of vLLM 0.33.0 (its source was read, it was not run): minus infinity is sent as -9999; more than `--max-logprobs` (20)
+are refused with status 400; the prefix cache is not read for such requests; what is left of a character that several
+tokens spell is the empty text; without a tokenizer (`--skip-tokenizer-init`) `decoded_token` is null.
 """
 
 from __future__ import annotations
@@ -15,21 +22,60 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from stillroom.errors import ServerUnusable
 from stillroom.teachers.entries import TOKEN_ID, Entry, Given
+from stillroom.teachers.served.client import Client
 
+_COMPLETIONS = "/v1/completions"
 _MOST_DIGITS = 12
 _MOST_NUMBER = 1e9
 _MOST_LOG_PROB = 1e-4  # rounding of a log-probability that is 0
 _MOST_MASS = 1.0 + 1e-3  # rounding of half-precision servers; tables of FP32 are within 1e-5
+_NOTHING = -9999.0  # what vLLM sends for minus infinity; llama.cpp sends the lowest FP32
+_BYTES_OF_ANSWER, _BYTES_OF_ENTRY = 1 << 20, 512  # the most that is read; an entry has some 60 bytes
 
 Answer = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Shape:
+class Prompt:
+    """Tokens, and which of them are asked about. The first has nothing before it and is never asked about."""
+
+    ids: tuple[int, ...]
+    places: tuple[int, ...]
+    num_wanted: int  # likeliest tokens at each place
+    vocab_size: int
+
+    @staticmethod
+    def of(ids: Sequence[int], places: Sequence[int] | None, num_wanted: int, vocab_size: int) -> Prompt:
+        """`places`: None asks about all."""
+        asked = range(1, len(ids)) if places is None else places
+        return Prompt(tuple(ids), tuple(asked), min(num_wanted, vocab_size), vocab_size)
+
+
+class Shape(Protocol):
+    """How one kind of server is asked about a prompt."""
+
+    name: str
+    max_tokens: int | None  # of a prompt and the token after it, where the server says so in this shape alone
+    version: str | None  # of the program, likewise
+    num_rechecked: int | None  # tokens of the probe that are asked again while the server is used; None: all
+
+    def score(self, model: str, prompt: Prompt) -> Given:
+        """What the server says about `prompt.places`, at least, or `ServerUnusable` with the reason."""
+        ...
+
+    def is_raw(self, model: str, prompt: Prompt) -> bool:
+        """Whether the answers are known to be those of the model's logits, whatever temperature was asked for."""
+        ...
+
+
+@dataclass(frozen=True)
+class Form:
+    """One of the two shapes of `/v1/completions`."""
+
     name: str
     fields: Mapping[str, Any]  # of a request, beside those that every shape has
     count_field: str  # which of them says how many log-probabilities are wanted
@@ -40,7 +86,28 @@ class Shape:
         return {**common, **self.fields, self.count_field: num_wanted}
 
 
-def read_checked(shape: Shape, answer: Any, ids: tuple[int, ...], num_wanted: int, vocab_size: int) -> Given:
+class Completions:
+    """One request gives the whole prompt."""
+
+    max_tokens: int | None = None
+    version: str | None = None
+    num_rechecked: int | None = None
+
+    def __init__(self, form: Form, client: Client) -> None:
+        self.name, self._form, self._client = form.name, form, client
+
+    def score(self, model: str, prompt: Prompt) -> Given:
+        body = self._form.body(model, prompt.ids, prompt.num_wanted)
+        most_bytes = _BYTES_OF_ANSWER + _BYTES_OF_ENTRY * len(prompt.ids) * (prompt.num_wanted + 2)
+        answer = self._client.ask("POST", _COMPLETIONS, body, most_bytes=most_bytes)
+        return read_checked(self._form, answer, prompt.ids, prompt.num_wanted, prompt.vocab_size)
+
+    def is_raw(self, model: str, prompt: Prompt) -> bool:
+        """Not known: many programs speak these shapes, and a setting of theirs may change the temperature."""
+        return False
+
+
+def read_checked(form: Form, answer: Any, ids: tuple[int, ...], num_wanted: int, vocab_size: int) -> Given:
     """What a server said about a prompt, or `ServerUnusable` with the reason."""
     where = f"the answer to a prompt of {len(ids):,} tokens"
     if not isinstance(answer, Mapping) or not isinstance(answer.get("choices"), list) or not answer["choices"]:
@@ -48,13 +115,13 @@ def read_checked(shape: Shape, answer: Any, ids: tuple[int, ...], num_wanted: in
     if not isinstance(answer["choices"][0], Mapping):
         raise bad("its first choice is no object", where)
     _check_prompt(answer, ids, where)
-    given = shape.read(answer, ids, where)
-    _check_tables(given, min(num_wanted, vocab_size), vocab_size)
+    given = form.read(answer, ids, where)
+    check_tables(given, min(num_wanted, vocab_size), vocab_size)
     return given
 
 
 class MissingField(ServerUnusable):
-    """The answer lacks what this shape is made of: the server may have the other one."""
+    """The answer lacks what this shape is made of: the server may have another one."""
 
 
 def missing(what: str, where: str) -> MissingField:
@@ -83,7 +150,9 @@ def _read_prompt_logprobs(answer: Answer, ids: tuple[int, ...], where: str) -> G
         for key, value in table.items():
             token = _id(str(key), f"prompt_logprobs of token {place}", where)
             held = isinstance(value, Mapping)
-            entry[token] = _number(value.get("logprob") if held else value, f"prompt_logprobs of token {place}", where)
+            if token in entry:
+                raise bad(f"prompt_logprobs of token {place} names token {token} twice", where)
+            entry[token] = number(value.get("logprob") if held else value, f"prompt_logprobs of token {place}", where)
             if held and isinstance(value.get("decoded_token"), str):
                 texts[token] = value["decoded_token"]
         entries[place] = entry
@@ -110,17 +179,18 @@ def _read_echo(answer: Answer, ids: tuple[int, ...], where: str) -> Given:
         if not isinstance(tables[place], Mapping):
             raise bad(f"{column} is {tables[place]!r}", where)
         entry = {
-            _id(str(key), column, where, prefix=TOKEN_ID): _number(value, column, where)
+            _id(str(key), column, where, prefix=TOKEN_ID): number(value, column, where)
             for key, value in tables[place].items()
         }
-        entry.setdefault(ids[place], _number(own[place], f"logprobs.token_logprobs of token {place}", where))
+        if len(entry) != len(tables[place]):
+            raise bad(f"{column} names a token twice", where)
+        entry.setdefault(ids[place], number(own[place], f"logprobs.token_logprobs of token {place}", where))
         entries[place] = entry
     return Given(where, ids, entries, has_own_token=True)
 
 
-PROMPT_LOGPROBS = Shape("prompt_logprobs", {"return_token_ids": True}, "prompt_logprobs", _read_prompt_logprobs)
-ECHO = Shape("echo", {"echo": True, "return_tokens_as_token_ids": True}, "logprobs", _read_echo)
-SHAPES = {shape.name: shape for shape in (PROMPT_LOGPROBS, ECHO)}
+PROMPT_LOGPROBS = Form("prompt_logprobs", {"return_token_ids": True}, "prompt_logprobs", _read_prompt_logprobs)
+ECHO = Form("echo", {"echo": True, "return_tokens_as_token_ids": True}, "logprobs", _read_echo)
 
 
 # -- checks ----------------------------------------------------------------------------------------------
@@ -137,9 +207,10 @@ def _id(text: str, column: str, where: str, prefix: str = "") -> int:
     return int(digits)
 
 
-def _number(value: Any, column: str, where: str) -> float:
+def number(value: Any, column: str, where: str) -> float:
+    """A log-probability. What stands for minus infinity becomes that."""
     if isinstance(value, float) and not math.isnan(value):
-        return value
+        return value if value > _NOTHING else -math.inf
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) < _MOST_NUMBER:
         return float(value)
     raise bad(
@@ -176,7 +247,7 @@ def _check_length(tables: Any, ids: tuple[int, ...], name: str, where: str) -> N
         raise bad(f"`{name}` has {told} for {len(ids):,} tokens", where)
 
 
-def _check_tables(given: Given, num_wanted: int, vocab_size: int) -> None:
+def check_tables(given: Given, num_wanted: int, vocab_size: int) -> None:
     for place, entry in given.entries.items():
         if given.ids[place] not in entry:
             raise bad(_shift_reason(given, place), given.where, ["entry t must answer token t of the prompt"])

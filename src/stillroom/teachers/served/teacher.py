@@ -55,7 +55,8 @@ class ServedTeacher(Teacher):
         self.batch_tokens = _BATCH_TOKENS
         facts = server.facts
         told = f"the teacher is not loaded: {facts.model} on {facts.url} answers with {describe(self.spec)}"
-        self.notes = (f"{told}, {concurrency} requests at once, by {server.shape.name}", _COMPARED, *notes)
+        self.notes = (f"{told}, {concurrency} requests at once, by {server.shape.name}", _COMPARED)
+        self.notes += (*server.notes, *notes)
         self._device, self._window = device, window
         self._least_tail = 0.0 if self.spec.exact >= vocab_size else _LEAST_TAIL
         self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="stillroom-server")
@@ -107,7 +108,8 @@ class ServedTeacher(Teacher):
             scored = [place for place in range(begin, end) if targets[place] != IGNORED]
             if not scored:
                 continue
-            given = self.server.score([*ids[begin : scored[-1] + 1], targets[scored[-1]]])
+            places = [place - begin + 1 for place in scored]
+            given = self.server.score([*ids[begin : scored[-1] + 1], targets[scored[-1]]], places)
             parts += [
                 position_answer(
                     given.entries[place - begin + 1],
@@ -159,7 +161,7 @@ class ServedTeacher(Teacher):
                     given.append(self.server.score([*ids[begin:end], targets[end - 1]]))
             if sum(len(one.entries) for one in given) >= _TRIAL_POSITIONS:
                 break
-        return check_temperature(given, self.spec.exact)
+        return check_temperature(given, self.spec.exact, is_raw=self.server.is_raw)
 
     def summary(self) -> dict[str, Any]:
         observed = self._counters["observed"]
