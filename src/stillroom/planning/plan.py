@@ -107,7 +107,7 @@ def _possible(config: Config, target: Target) -> list[str]:
         for mode, policy in POLICIES.items()
         if (mode != "bf16-mixed" or has_bf16)
         and (is_half_possible or not policy.keeps_half_weights)
-        and not (target.sharing.is_sharded and policy.keeps_half_weights)
+        and not (target.sharing.is_sharded and mode in ("fp16-split", "fp16-sr"))
     ]
 
 
