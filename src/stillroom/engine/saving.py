@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -124,7 +124,7 @@ def _write_student(run: Run, folder: Path) -> str:
         ids = run.canary().input_ids[:_COMPARED_ROWS, :_COMPARED_LENGTH]
         return save_merged(_whole_adapter(run, run.adapter), folder, ids)
     if run.parallel.is_sharded:
-        shutil.copyfile(run.folder / _EXPORT / WHOLE_FILE, folder / "model.safetensors")
+        _link(run.folder / _EXPORT / WHOLE_FILE, folder / "model.safetensors")
         save_configuration(run.student.model, folder, torch.float16 if run.precision.keeps_half_weights else None)
         return ""
     run.student.model.save_pretrained(folder)
@@ -148,7 +148,7 @@ def gather_student(run: Run) -> None:
         run.parallel.together(lambda: _empty(folder) if run.parallel.is_first else None)
         frozen = {} if run.adapter is None else frozen_of(run.student.model)
         weights = run.parallel.as_global("student", {**_as_written(run), **frozen})
-        run.parallel.together(lambda: write_whole(folder, weights))
+        run.parallel.together(lambda: _write_whole(run, folder, weights))
     except OSError as error:
         raise CannotSave(
             f"cannot write the student: {reason_of(error)}",
@@ -166,6 +166,11 @@ def _as_written(run: Run) -> dict[str, Tensor]:
     return weights
 
 
+def _write_whole(run: Run, folder: Path, weights: Mapping[str, Tensor]) -> None:
+    with run.parallel.asking_peers():
+        write_whole(folder, weights, run.parallel)
+
+
 def whole_again(run: Run) -> Run:
     """The run with the student that was just written, where the one in memory is sharded: its peers are gone."""
     if not run.parallel.is_sharded:
@@ -173,6 +178,14 @@ def whole_again(run: Run) -> Run:
     network = open_written(run.student.model, run.folder / "student").to(run.device)
     student = Student(network, vocab_size=run.student.vocab_size, is_described=run.student.is_described)
     return replace(run, student=student, parallel=Parallel(), adapter=None)  # it is merged
+
+
+def _link(source: Path, target: Path) -> None:
+    """The same file under another name, or a copy where the file system has no links."""
+    try:
+        target.hardlink_to(source)
+    except OSError:
+        shutil.copyfile(source, target)
 
 
 def _empty(folder: Path) -> None:
