@@ -156,7 +156,7 @@ class Mirror:
     # -- a commit ----------------------------------------------------------------------------------------
 
     def _take(self) -> Commit:
-        """Checkpoints first, each as a whole: a thread may be saving or pruning. Then the log, which is ahead of them."""
+        """Checkpoints first, each as a whole: a thread may be saving or pruning. Then the log, which is ahead."""
         self._num_taken += 1
         commit = Commit(aside=self._home / "staged" / str(self._num_taken))
         try:
