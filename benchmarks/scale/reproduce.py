@@ -15,7 +15,8 @@ from wire import Mesh, Weights, sent, window
 
 SMALL_SUMS = 4  # of a step: counts, used gradients, evidence, and one to wait for the others
 SMALL = 4096  # bytes
-# Copies of a tensor inside of a process: FSDP2 copies a part in and the whole out, and lays gradients out to be sent.
+# Copies of a whole tensor into new memory, inside of a process: gathered weights are copied out, and gradients are laid
+# out to be sent. Their other buffers, and DDP's, are taken to be memory that the process has already.
 COPIES = {"all_reduce": 0.0, "all_gather": 1.0, "reduce_scatter": 1.0}
 
 

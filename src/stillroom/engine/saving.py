@@ -62,7 +62,8 @@ def _writer(run: Run, state: RunState, *, in_background: bool) -> Callable[[], P
     saved = capture(run, state)
     run.checkpoints.line = saved.line
     if run.parallel.is_sharded:
-        parts = {group: run.parallel.as_global(group, named) for group, named in saved.tensors.items()}
+        held = {**saved.tensors, "student": _as_written(run)}  # masters are among the optimizer's tensors
+        parts = {group: run.parallel.as_global(group, named) for group, named in held.items()}
         saved = replace(saved, tensors=parts)
     if in_background:
         saved = saved.copied(but=("best",))  # another best student is another tensor: none is written over
@@ -124,7 +125,7 @@ def _write_student(run: Run, folder: Path) -> str:
         return save_merged(_whole_adapter(run, run.adapter), folder, ids)
     if run.parallel.is_sharded:
         _link(run.folder / _EXPORT / WHOLE_FILE, folder / "model.safetensors")
-        save_configuration(run.student.model, folder)
+        save_configuration(run.student.model, folder, torch.float16 if run.precision.keeps_half_weights else None)
         return ""
     run.student.model.save_pretrained(folder)
     return ""
@@ -146,7 +147,7 @@ def gather_student(run: Run) -> None:
     try:
         run.parallel.together(lambda: _empty(folder) if run.parallel.is_first else None)
         frozen = {} if run.adapter is None else frozen_of(run.student.model)
-        weights = run.parallel.as_global("student", {**weights_of(run.student.model), **frozen})
+        weights = run.parallel.as_global("student", {**_as_written(run), **frozen})
         run.parallel.together(lambda: _write_whole(run, folder, weights))
     except OSError as error:
         raise CannotSave(
@@ -154,6 +155,15 @@ def gather_student(run: Run) -> None:
             where=str(folder),
             advice=["free some space on that disk", f"then continue: stillroom resume {run.folder}"],
         ) from error
+
+
+def _as_written(run: Run) -> dict[str, Tensor]:
+    """The trained weights in the dtype that one process would write: the parts are FP32 masters in every mode."""
+    weights = weights_of(run.student.model)
+    if run.precision.keeps_half_weights and run.adapter is None:
+        trained = {name for name, _parameter in run.student.model.named_parameters()}
+        return {name: one.to(torch.float16) if name in trained else one for name, one in weights.items()}
+    return weights
 
 
 def _write_whole(run: Run, folder: Path, weights: Mapping[str, Tensor]) -> None:
