@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,10 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from live_bytes import LiveBytes
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from stillroom import shard_files
 from stillroom.checkpoint import CheckpointStore, Saved
 from stillroom.errors import CannotSave, CheckpointUnusable
 from stillroom.parallel import Parallel
@@ -73,6 +77,44 @@ def test_parts_that_a_thread_writes_from_a_copy_are_those_of_the_step_they_were_
     found = store.load_newest()
     assert found is not None and torch.equal(found.tensors["student"]["a.weight"], WHOLE + 3)
     assert torch.equal(found.tensors["best"]["a.weight"], WHOLE)
+
+
+def test_joining_the_student_takes_a_few_buffers_and_never_the_whole(
+    mesh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside what a process holds: a file that is written, and the tensor that is joined."""
+    monkeypatch.setattr(shard_files, "_FILE_BYTES", 1 << 20)
+    whole = {f"{number}.weight": torch.full((512, 256), float(number)) for number in range(16)}  # half a MB each
+    parts = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in whole.items()}
+    shard_files.write_whole(tmp_path, {"0.weight": parts["0.weight"]}, Parallel())  # imports are not counted
+    (tmp_path / shard_files.WHOLE_FILE).unlink()
+    tracemalloc.start()  # bytes that are written and read
+    try:
+        with LiveBytes() as live:  # tensors
+            shard_files.write_whole(tmp_path, parts, Parallel())
+        _now, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert live.peak + peak < 4 << 20 < sum(tensor.nbytes for tensor in whole.values()) / 1.9
+    found = load_file(tmp_path / shard_files.WHOLE_FILE)
+    assert set(found) == set(whole) and all(torch.equal(found[name], whole[name]) for name in whole)
+
+
+@pytest.mark.parametrize("num_files", [1, 3])
+def test_a_checkpoint_in_several_files_a_process_is_one_checkpoint(
+    num_files: int, mesh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shard_files, "_FILE_BYTES", 1 if num_files > 1 else 1 << 28)
+    store = CheckpointStore(tmp_path / "checkpoints")
+    save(store, 3, mesh)
+    files = list((tmp_path / "checkpoints" / "step-000003").glob("shard-*.safetensors"))
+    saved = store.load_newest()
+    assert len(files) == num_files and saved is not None
+    assert torch.equal(saved.tensors["student"]["a.weight"], WHOLE + 3)
+    assert saved.tensors["student"]["flag"].item() == 3
+    sizes = {"a": torch.zeros(8), "b": torch.zeros(1), "c": torch.zeros(1)}
+    numbers = [1, 2, 2] if num_files > 1 else [1, 1, 1]
+    assert list(shard_files._in_files(sizes, most=2).values()) == numbers
 
 
 @pytest.mark.parametrize("harm", ["flipped", "missing", "added"])

@@ -130,7 +130,7 @@ class CheckpointStore:
 
     def _write_parts(self, temporary: Path, tensors: TensorGroups, parallel: Parallel) -> dict[str, dict[str, Any]]:
         with parallel.asking_peers():
-            return write_shards(temporary, tensors, parallel.rank, parallel.group)
+            return write_shards(temporary, tensors, parallel)
 
     @contextlib.contextmanager
     def _saving(self, step: int, owner: str) -> Iterator[Path]:

@@ -1,4 +1,4 @@
-"""Tensors that several processes hold in parts, in one safetensors file for each process.
+"""Tensors that several processes hold in parts, in safetensors files of each process.
 
 torch.distributed.checkpoint plans which process writes what and reads any part of any tensor back, whatever the number
 of processes then is. Its Hugging Face storage is used, because its own format pickles.
@@ -13,45 +13,70 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from stillroom.files import reason_of
 
+if TYPE_CHECKING:
+    from stillroom.parallel import Parallel
+
 _CHUNK_BYTES = 1 << 22
+_FILE_BYTES = 1 << 28  # of all processes together; a smaller state is one file for each process
+_MOST_FILES = 16  # of a process
+_MOST_OPEN = 512  # files of all processes, which are open at once when they are joined
 WHOLE_FILE = "model-00001-of-00001.safetensors"  # as torch names it
 _SEPARATOR = "/"  # between group and name
 
 
 def write_shards(
-    folder: Path, groups: Mapping[str, Mapping[str, Tensor]], rank: int, group: Any = None
+    folder: Path, groups: Mapping[str, Mapping[str, Tensor]], parallel: Parallel
 ) -> dict[str, dict[str, Any]]:
-    """Write what this process holds, together with the others of a group. Return size and sha256 of its files.
+    """Write what this process holds, together with the others. Return size and sha256 of the files it wrote.
 
     DTensors are written by each process that holds a part, plain tensors by one.
     """
+    _save(folder, _flat(groups), parallel)
+    return {path.name: _sum_of(path) for path in sorted(folder.glob(f"shard-{parallel.rank + 1:05d}-*.safetensors"))}
+
+
+def write_whole(folder: Path, tensors: Mapping[str, Tensor], parallel: Parallel) -> None:
+    """Write tensors that are held in parts as `WHOLE_FILE`, by way of files: no process holds the whole.
+
+    The first process joins them, one tensor at a time.
+    """
+    from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
+
+    parts = folder / "parts"
+    _save(parts, dict(tensors), parallel)
+    if parallel.is_first:
+        with quiet_dcp():
+            consolidate_safetensors_files(str(parts), str(folder), dict.fromkeys(tensors, 1))
+
+
+def _save(folder: Path, state: dict[str, Tensor], parallel: Parallel) -> None:
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-
-    with _as_os_error():
-        _save(_flat(groups), HuggingFaceStorageWriter(str(folder), save_distributed=True), group)
-    return {path.name: _sum_of(path) for path in sorted(folder.glob(f"shard-{rank + 1:05d}-*.safetensors"))}
-
-
-def write_whole(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors that are held in parts as `WHOLE_FILE`, by way of files: no process holds the whole."""
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-
-    with _as_os_error(), quiet_dcp():
-        _save(dict(tensors), HuggingFaceStorageWriter(str(folder), save_distributed=True, enable_consolidation=True))
-
-
-def _save(state: dict[str, Tensor], writer: Any, group: Any = None) -> None:
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    with _quiet_log():
-        save(state, storage_writer=writer, process_group=group)
+    files = _in_files(state, min(_MOST_FILES, max(1, _MOST_OPEN // parallel.size)))
+    with _quiet_log(), _as_os_error():
+        writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=files, save_distributed=True)
+        save(state, storage_writer=writer, process_group=parallel.group)
+
+
+def _in_files(state: Mapping[str, Tensor], most: int) -> dict[str, int]:
+    """The number of the file of each tensor, from 1: a file is in memory as a whole when it is written."""
+    sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in state.items()}
+    room, number, filled = max(_FILE_BYTES, -(-sum(sizes.values()) // most)), 1, 0
+    files: dict[str, int] = {}
+    for name, size in sizes.items():
+        if filled and filled + size > room and number < most:
+            number, filled = number + 1, 0
+        files[name] = number
+        filled += size
+    return files
 
 
 @contextmanager

@@ -12,12 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pair_tokenizers
 import pytest
 import tiny
 import torch
 from process_jobs import environment, free_port, losses, weights
-from safetensors.torch import load_file
 
 from stillroom.checkpoint import CheckpointStore
 from stillroom.config import load_config
@@ -105,32 +103,6 @@ def test_two_processes_train_what_one_trains_with_twice_the_accumulation(
     steps = [event["step"] for event in read_events(tmp_path / "two" / "events.jsonl") if event["event"] == "step"]
     assert steps == list(range(1, 10))
     assert both.stdout.count("check passed  held-out perplexity") == 1
-
-
-def test_two_processes_train_what_one_trains_with_two_tokenizers(tmp_path: Path) -> None:
-    for role, name in (("teacher", "BPE with bytes"), ("student", "byte-level")):
-        tokenizer = pair_tokenizers.built(name)
-        size = {"vocab_size": len(tokenizer), "with_tokenizer": False, "width": 16, "num_layers": 1}
-        tiny.save_model(tmp_path / role, "llama", **size)
-        tokenizer.save_pretrained(tmp_path / role)
-    tiny.save_text(tmp_path / "train.jsonl", 41)
-    over = {
-        "data.packing": "rows", "train.max_steps": 5, "train.batch_size": 3, "train.gradient_accumulation_steps": 2,
-        "objectives.exact_match.weight": 0.2, "objectives.span_hidden.weight": 0.1, "eval.samples": 0,
-    }  # fmt: skip
-    given = tiny.settings(tmp_path) | over
-    words = [word for key, value in given.items() for word in ("--set", f"{key}={value}")]
-    command = ["distill", "--preset", "cross-tokenizer", "--out", str(tmp_path / "two"), "--device", "cpu"]
-    both = launched([*command, "--no-progress", *words])
-    assert both.returncode == 0, both.stderr[-3000:]
-    config = load_config(preset="cross-tokenizer", overrides=given | {"train.gradient_accumulation_steps": 4})
-    distill(config, tmp_path / "one", device="cpu")
-    for key in ("train_loss", "grad_norm"):
-        expected, found = losses(tmp_path / "one", key), losses(tmp_path / "two", key)
-        assert len(found) == 5
-        assert max(abs(a / b - 1) for a, b in zip(found, expected, strict=True)) < 1e-5, key
-    a, b = weights(tmp_path / "one"), weights(tmp_path / "two")
-    assert float((a - b).norm() / a.norm()) < 1e-5
 
 
 def test_two_processes_learn_labels_alone_beside_distilled_text_as_one_does(world: Path, tmp_path: Path) -> None:
@@ -259,16 +231,3 @@ def test_a_fault_in_one_process_is_judged_alike_by_both(world: Path, tmp_path: P
     rows = losses(tmp_path / "run", "micro_batch_rows")
     assert rows[0] == 2 * rows[1] == 2 * rows[-1], "memory that runs out in one process makes both take smaller parts"
     assert torch.isfinite(weights(tmp_path / "run")).all()
-
-
-def test_two_processes_train_the_adapter_that_one_trains(world: Path, tmp_path: Path) -> None:
-    over = {"student__adapter__rank": 2, "train__max_steps": 4}
-    both = launched(arguments(world, tmp_path / "two", **over))
-    assert both.returncode == 0, both.stderr[-3000:]
-    config = load_config(overrides=settings(world, **over, train__gradient_accumulation_steps=2))
-    distill(config, tmp_path / "one", device="cpu")
-    expected, found = losses(tmp_path / "one", "grad_norm"), losses(tmp_path / "two", "grad_norm")
-    assert max(abs(a / b - 1) for a, b in zip(found, expected, strict=True)) < 1e-5
-    adapters = [load_file(tmp_path / run / "student/adapter/adapter_model.safetensors") for run in ("one", "two")]
-    for name, tensor in adapters[0].items():
-        assert torch.allclose(tensor, adapters[1][name], atol=1e-5), name

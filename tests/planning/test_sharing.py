@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
@@ -12,6 +13,7 @@ from stillroom.errors import ConfigError
 from stillroom.planning.parts import Layout, lay_out
 from stillroom.planning.plan import make_plan
 from stillroom.planning.shapes import Shapes
+from stillroom.planning.sharing import LEARNS
 from stillroom.planning.target import find_target, with_processes
 
 
@@ -24,10 +26,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def planned(world: Path, num_processes: int, strategy: str = "auto") -> Layout:
+def planned(world: Path, num_processes: int, strategy: str = "auto", mode: str = "fp32", **over: Any) -> Layout:
     target = with_processes(find_target("cpu"), num_processes, strategy)
-    config = load_config(overrides=tiny.settings(world, train__batch_size=1))
-    return lay_out(config, Shapes(target), "fp32")
+    config = load_config(overrides=tiny.settings(world, train__batch_size=1, **over))
+    return lay_out(config, Shapes(target), mode)
 
 
 def test_a_process_of_ddp_holds_what_one_alone_holds_and_buckets(world: Path) -> None:
@@ -50,12 +52,27 @@ def test_a_process_of_fsdp_holds_its_part_and_what_is_gathered(world: Path) -> N
     assert parts[0].total < 0.6 * planned(world, 2, "ddp").total
 
 
+def test_sharded_masters_and_a_sharded_base_are_counted_as_they_are_stored(world: Path) -> None:
+    sharing = with_processes(find_target("cpu"), 2, "fsdp").sharing
+    sizes = planned(world, 1).sizes
+    count = sizes.num_trained
+    plain = sharing.moment(LEARNS, {"student weights": 4 * count}, sizes, accumulates=False)
+    held = {"student weights": 2 * count, "masters": 4 * count, "gradients": 2 * count}
+    masters = sharing.moment(LEARNS, held, sizes, accumulates=False)
+    assert masters["masters"] == masters["gradients"] == plain["student weights"] == 2 * count
+    assert masters["student weights"] == 0 and masters["gathered weights"] * 2 == plain["gathered weights"]
+    adapted = planned(world, 1, student__adapter__rank=2).sizes
+    base = sharing.moment(LEARNS, {"student weights": adapted.frozen_bytes}, adapted, accumulates=False)
+    assert 0 < base["gathered weights"] < 1.1 * plain["gathered weights"]
+    assert 0 < base["gathered gradients"] < 0.1 * plain["gathered gradients"]
+
+
 def test_a_plan_says_whose_bytes_it_counts_and_refuses_what_it_does_not_know(world: Path) -> None:
     config = load_config(overrides=tiny.settings(world))
     told = make_plan(config, with_processes(find_target("cpu"), 4, "fsdp"), is_quick=True).to_dict()
     assert (told["processes"], told["strategy"]) == (4, "fsdp")
     assert any("one of 4 processes with fsdp" in note for note in told["notes"])
-    assert "fp16-master" not in told["totals"]
+    assert "fp16-master" in told["totals"] and "fp16-split" not in told["totals"]
     with pytest.raises(ConfigError, match="'zero' is no strategy"):
         with_processes(find_target("cpu"), 2, "zero")
 

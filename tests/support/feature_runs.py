@@ -8,9 +8,11 @@ keeps what it found in a file.
 
 from __future__ import annotations
 
+import copy
+import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,27 +26,29 @@ from stillroom.config import load_config
 from stillroom.engine.building.assemble import build_run
 from stillroom.engine.building.device import find_device
 from stillroom.engine.building.models import load_models
-from stillroom.engine.distill import distill
+from stillroom.engine.distill import distill, resume
+from stillroom.engine.gradients import is_due, term_gradients
 from stillroom.engine.run import Run
 from stillroom.engine.state import RunState
 from stillroom.engine.step import train_step
-from stillroom.errors import StillroomError
+from stillroom.errors import Interrupted, StillroomError
 from stillroom.models.compiled import CompiledBody
 from stillroom.parallel import Parallel, join
-from stillroom.telemetry import EventLog
+from stillroom.telemetry import EventLog, read_events
 
-STEPS = 3
+STEPS = 2
 STRATEGIES = ("ddp", "fsdp")
 # Rows of all lengths; the last window of an epoch leaves a process with fewer micro-batches than the other.
 SHARED = {
     "data.packing": "rows",
-    "data.train_share": 0.08,
+    "data.train_share": 0.04,
     "train.batch_size": 2,
     "train.max_steps": STEPS,
     "train.compile": "off",
     "objectives.kd.weight": 0.7,
     "objectives.ce.weight": 0.3,
 }
+GATES = {"teacher.router.every": 1, "teacher.router.load_balance_weight": 0.1, "teacher.router.entropy_weight": 0.01}
 SPANS = {"objectives.kd.weight": 0.0, "objectives.alm.weight": 0.5}
 
 # Feature as docs/scaling.md names it: the folder of models, and the settings.
@@ -56,7 +60,6 @@ FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
     "fp16-split": ("plain", {"precision.mode": "fp16-split"}),
     "fp16-sr": ("plain", {"precision.mode": "fp16-sr"}),
     "moments in BF16": ("plain", {"precision.moments": "bfloat16"}),
-    "LoRA": ("plain", {"student.adapter.rank": 2}),
     "DoRA over an FP16 base": (
         "plain", {"student.adapter.rank": 3, "student.adapter.kind": "dora", "student.adapter.base_dtype": "float16"},
     ),
@@ -76,21 +79,39 @@ FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "a few tokens of the teacher": ("plain", {"teacher.signal.kind": "top_k", "teacher.signal.k": 8}),
+    "stored answers of the teacher": ("plain", {"teacher.cache": "auto"}),
+    "labels alone beside distilled text": ("plain", {"objectives.feature.weight": 0.1}),
     "a student of stacked experts": ("stacked", {}),
     "a student of experts in one matrix": ("matrix", {}),
-    "a curriculum": ("plain", {"objectives.kd.weight": {"start": 0.0, "end": 1.0}}),
-    "packed rows": ("plain", {"data.packing": "packed"}),
-    "gradient checkpointing": ("plain", {"student.gradient_checkpointing": True}),
-    "train.compile": ("plain", {"train.compile": "student"}),
+    "a curriculum, packed rows, gradient checkpointing": (
+        "plain",
+        {
+            "objectives.kd.weight": {"start": 0.0, "end": 1.0}, "data.packing": "packed",
+            "student.gradient_checkpointing": True,
+        },
+    ),
+    "train.compile": ("plain", {"train.compile": "both"}),
     "telemetry.gradient_steps": ("plain", {"telemetry.gradient_steps": 1}),
     "all experts of the teacher": ("router", {"teacher.router.mode": "all-experts"}),
-    "trained gates": ("router", {"teacher.router.mode": "sar", "teacher.router.probe_steps": 0}),
+    "experts drawn at random": ("router", {"teacher.router.mode": "knowledge-augmentation"}),
+    "gates trained on the student": ("router", {**GATES, "teacher.router.mode": "sar"}),
+    "gates trained with the student": ("router", {**GATES, "teacher.router.mode": "sar-joint"}),
+    "gates moved for each token": ("router", {"teacher.router.mode": "sar-transient"}),
+    "gates trained by lookahead": ("router", {**GATES, "teacher.router.mode": "sar-meta"}),
+    "gates trained across two tokenizers": ("router pair", {**GATES, **SPANS, "teacher.router.mode": "sar"}),
 }  # fmt: skip
+
+
+ADAPTED = "DoRA over an FP16 base"  # as a whole run
+# A whole run that is stopped and taken up: FP16 weights and a projector. Not layerwise: FSDP2 sums the gradients of a
+# tapped state that its layer gives before it adds the tap's, one process after, and FP16 rounds every sum.
+STOPPED = {"precision.mode": "fp16-master", "objectives.feature.weight": 0.1, "objectives.attention.weight": 0.1}
 
 
 def save_worlds(folder: Path) -> None:
     """The models of all features."""
     tiny.save_text(folder / "train.jsonl")
+    tiny.save_text(folder / "labels.jsonl", 100, seed=5)
     student = {"width": 32, "num_layers": 2, "seed": 2}
     for name, teacher, kind in (
         ("plain", "llama", "llama"),
@@ -103,29 +124,56 @@ def save_worlds(folder: Path) -> None:
     for role, kind in (("teacher", "BPE with bytes"), ("student", "byte-level")):
         words = pair_tokenizers.built(kind)
         size = {"vocab_size": len(words), "with_tokenizer": False, "width": 16, "num_layers": 2}
-        tiny.save_model(folder / "pair" / role, "llama", **size)
-        words.save_pretrained(folder / "pair" / role)
+        for name, family in (("pair", "llama"), ("router pair", "mixtral")):
+            tiny.save_model(folder / name / role, family if role == "teacher" else "llama", **size)
+            words.save_pretrained(folder / name / role)
 
 
 def settings(folder: Path, feature: str, accumulation: int) -> dict[str, Any]:
     world, over = FEATURES[feature]
     given = tiny.settings(folder / world, train__gradient_accumulation_steps=accumulation)
-    return {**given, "data.train": str(folder / "train.jsonl"), **SHARED, **over}
+    sources: Any = str(folder / "train.jsonl")
+    if feature.startswith("labels"):  # windows of one kind of row, of the other and of both
+        sources = [{"path": sources}, {"path": str(folder / "labels.jsonl"), "objectives": "labels"}]
+    return {**given, "data.train": sources, **SHARED, **over}
 
 
-def whole_runs(folder: Path) -> dict[str, dict[str, Any]]:
-    """Runs from nothing to a written student, by the name of their folders."""
-    ending = {"eval.samples": 0, "eval.max_batches": 1, "train.eval_steps": STEPS, "train.strategy": "fsdp"}
-    features = {"adapter-fsdp": "DoRA over an FP16 base"}
-    return {name: {**settings(folder, feature, 2), **ending} for name, feature in features.items()}
+def whole_run(folder: Path, feature: str, accumulation: int, **over: Any) -> Any:
+    """The configuration of a run from nothing to a written student."""
+    ending = {"eval.samples": 0, "eval.max_batches": 1, **over}
+    return load_config(overrides={**settings(folder, feature, accumulation), **ending})
 
 
-def tried(folder: Path, feature: str, accumulation: int, parallel: Parallel) -> dict[str, Any]:
-    """What a run of a feature came to, or the code and the words of its refusal."""
+def run_whole(folder: Path) -> None:
+    """An adapter, written by sharded processes; masters and projectors, stopped and taken up by them."""
+    sharded = {"train.strategy": "fsdp"}
+    distill(whole_run(folder, ADAPTED, 2, **sharded), folder / "adapter-fsdp", device="cpu")
+    with suppress(Interrupted):
+        distill(stopped_run(folder, 2, **sharded, **{"train.max_minutes": 1e-9}), folder / "cut", device="cpu")
+    parallel = join(2)
+    if parallel.is_first:
+        shutil.copytree(folder / "cut", folder / "cut-fsdp")
+    parallel.wait()
+    resume(folder / "cut-fsdp", device="cpu", max_minutes=0.0)
+
+
+def stopped_run(folder: Path, accumulation: int, **over: Any) -> Any:
+    return whole_run(folder, "kd and ce", accumulation, **STOPPED, **over)
+
+
+def tried(
+    folder: Path, feature: str, accumulation: int, parallel: Parallel, loaded: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """What a run of a feature came to, or the code and the words of its refusal. `loaded`: models to take copies of."""
     log_path = folder / f"{feature.replace(' ', '-')}-{parallel.strategy}-{parallel.rank}.jsonl"
     try:
         with EventLog(log_path) as log, _without_code_generation():
-            return _trained(load_config(overrides=settings(folder, feature, accumulation)), log, parallel)
+            config = load_config(overrides=settings(folder, feature, accumulation))
+            loaded = {} if loaded is None else loaded
+            if feature not in loaded:
+                where = {"folder": log.path.with_suffix(""), "parallel": parallel}
+                loaded[feature] = load_models(config, find_device("cpu"), **where)
+            return _trained(config, log, parallel, copy.deepcopy(loaded[feature]))
     except StillroomError as error:
         return {"code": error.exit_code, "what": str(error.what), "where": error.where}
 
@@ -142,39 +190,56 @@ def _without_code_generation() -> Iterator[None]:
         defaults.update(kept)
 
 
-def _trained(config: Any, log: EventLog, parallel: Parallel) -> dict[str, Any]:
+def _trained(config: Any, log: EventLog, parallel: Parallel, models: Any) -> dict[str, Any]:
     device = find_device("cpu")
-    run = build_run(config, log.path.parent, log, device=device, models=load_models(config, device), parallel=parallel)
+    run = build_run(config, log.path.with_suffix(""), log, device=device, models=models, parallel=parallel)
     run.student.train()
     state, losses, norms = RunState(), [], []
     while state.applied < STEPS:
+        if is_due(run, state):
+            term_gradients(run, state, run.loader.window(state.cursor))
         outcome = train_step(run, state, run.loader.window(state.cursor))
         losses.append(outcome.evidence.loss)
         norms.append(outcome.evidence.grad_norm)
-    return {"code": 0, "losses": losses, "norms": norms, "weights": whole_weights(run)}
+    told = [event["text"] for event in read_events(log.path) if event["event"] == "note"] if log.path.exists() else []
+    return {"code": 0, "losses": losses, "norms": norms, "weights": whole_weights(run), "notes": told}
 
 
 def whole_weights(run: Run) -> Tensor:
-    """Everything that was trained, end to end, in FP64. Every process takes part."""
-    trained = [
-        *(one for one in run.student.model.parameters() if one.requires_grad),
-        *run.mix.projectors.parameters(),
-        *run.teacher.trained_weights().values(),
-    ]
-    whole = [one.detach().full_tensor() if hasattr(one, "full_tensor") else one.detach() for one in trained]
-    return torch.cat([one.double().flatten() for one in whole])
+    """Everything that was trained, end to end, in FP64; of FP16 weights their masters. Every process takes part."""
+    cells = [cell for cells in run.optimizer.cells.values() for cell in cells]
+    held = [_whole(cell.parameter) if hasattr(cell.parameter, "full_tensor") else cell.storage.read() for cell in cells]
+    return torch.cat([one.detach().double().flatten() for one in (*held, *run.teacher.trained_weights().values())])
+
+
+def _whole(parameter: Any) -> Tensor:
+    whole: Tensor = parameter.detach().full_tensor()
+    return whole
+
+
+def measured(folder: Path, rows: int, parallel: Parallel) -> dict[str, Any]:
+    """Gradients of single terms, of a micro-batch of so many rows in each process."""
+    over = {**settings(folder, "hidden states and attention maps", 1), "train.batch_size": rows}
+    config, device = load_config(overrides=over), find_device("cpu")
+    with EventLog(folder / f"measured-{parallel.strategy}-{parallel.rank}.jsonl") as log:
+        run = build_run(config, folder, log, device=device, models=load_models(config, device), parallel=parallel)
+        run.student.train()
+        found = term_gradients(run, RunState(), run.loader.window(0))
+        assert not list(run.optimizer.named_gradients()), "nothing is left behind"
+    return found
 
 
 def main(worlds: str, out: str) -> None:
     torch.set_num_threads(1)
+    loaded: dict[str, Any] = {}
     found = {
-        (feature, strategy): tried(Path(worlds), feature, 2, join(2, strategy))
+        (feature, strategy): tried(Path(worlds), feature, 2, join(2, strategy), loaded)
         for feature in FEATURES
         for strategy in STRATEGIES
     }
     found |= {("bank", strategy): expert_bank.trained(join(2, strategy)) for strategy in STRATEGIES}
-    for out_name, over in whole_runs(Path(worlds)).items():
-        distill(load_config(overrides=over), Path(worlds) / out_name, device="cpu")
+    found["measured", "fsdp"] = measured(Path(worlds), 2, join(2, "fsdp"))
+    run_whole(Path(worlds))
     if join(2).is_first:
         torch.save(found, out)
 

@@ -2,7 +2,8 @@
 
 Score each term alone on the first micro-batch of a window, by the same `mix.score`, and differentiate it. Gradients
 are not added to the parameters' and the random state is restored, so measuring does not change the run in any bit. One
-gradient for each term is in memory meanwhile.
+gradient for each term is in memory meanwhile. Of several processes with a replica each the first one's micro-batch is
+measured; a sharded student has the gradient of all processes' micro-batches together.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, combinations_with_replacement
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from stillroom.engine.run import Run
 from stillroom.engine.state import RunState
+from stillroom.precision.storage import local
 from stillroom.types import Batch, Lesson, Signal
 
 
@@ -29,11 +31,11 @@ def is_due(run: Run, state: RunState) -> bool:
 
 def term_gradients(run: Run, state: RunState, window: Sequence[Batch]) -> dict[str, Any]:
     """Norm of each weighted term's gradient, its share of their sum, and the cosine of each pair."""
-    batch = next((batch for batch in window if batch.num_scored), None)
-    if batch is None:
+    batches = run.parallel.scored(window)
+    if not batches:
         return {"terms": {}, "cosines": {}}
     lesson = run.lesson(state)
-    batch = batch.to(run.device)
+    batch = batches[0].to(run.device)
     devices = [run.device] if run.device.type == "cuda" else []
     gradients: dict[str, list[Tensor]] = {}
     with torch.random.fork_rng(devices=devices):
@@ -41,7 +43,7 @@ def term_gradients(run: Run, state: RunState, window: Sequence[Batch]) -> dict[s
         for term, weight in lesson.weights.items():
             if weight:
                 gradients[term] = _gradient(run, batch, signal, _alone(lesson, term))
-    return _compared(gradients)
+    return _compared(run, gradients)
 
 
 def _alone(lesson: Lesson, term: str) -> Lesson:
@@ -53,21 +55,28 @@ def _gradient(run: Run, batch: Batch, signal: Signal | None, lesson: Lesson) -> 
     devices = [run.device] if run.device.type == "cuda" else []
     trained = [parameter for parameter in run.student.model.parameters() if parameter.requires_grad]
     # Every term sees the dropout of the step itself.
-    with torch.random.fork_rng(devices=devices):
+    counts = run.parallel.trial_counts(run.mix.counts([batch]))
+
+    def compute() -> Tensor:
         with run.precision.autocast():
             view = run.student.observe(batch, run.mix.needs(lesson).student)
-        score = run.mix.score(view, signal, batch, lesson, run.mix.counts([batch]))
-        scale = run.precision.loss_scale
+        return run.mix.score(view, signal, batch, lesson, counts).loss
+
+    with torch.random.fork_rng(devices=devices):
+        loss, scale = run.parallel.trial(compute), run.precision.loss_scale
         with run.precision.half_products():
-            gradients = torch.autograd.grad(score.loss * scale, trained, allow_unused=True)
+            gradients = run.parallel.gradients_of(loss * scale, trained)
     return [
-        torch.zeros_like(parameter, dtype=torch.float32) if gradient is None else gradient.float() / scale
+        torch.zeros_like(local(parameter.detach()), dtype=torch.float32)
+        if gradient is None
+        else gradient.float() / scale
         for parameter, gradient in zip(trained, gradients, strict=True)
     ]
 
 
-def _compared(gradients: dict[str, list[Tensor]]) -> dict[str, Any]:
-    norms = {term: math.sqrt(_product(parts, parts)) for term, parts in gradients.items()}
+def _compared(run: Run, gradients: dict[str, list[Tensor]]) -> dict[str, Any]:
+    products = _products(run, gradients)
+    norms = {term: math.sqrt(products[term, term]) for term in gradients}
     total = sum(norms.values())
     terms = {
         term: {"norm": norm, "share": norm / total if total > 0 and math.isfinite(total) else 0.0}
@@ -77,9 +86,19 @@ def _compared(gradients: dict[str, list[Tensor]]) -> dict[str, Any]:
     for one, other in combinations(gradients, 2):
         size = norms[one] * norms[other]
         if size > 0:
-            cosines[f"{one}.{other}"] = _product(gradients[one], gradients[other]) / size
+            cosines[f"{one}.{other}"] = products[one, other] / size
     return {"terms": terms, "cosines": cosines}
 
 
-def _product(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
-    return float(torch.stack([(a.double() * b.double()).sum() for a, b in zip(one, other, strict=True)]).sum())
+def _products(run: Run, gradients: dict[str, list[Tensor]]) -> dict[tuple[str, str], float]:
+    """The inner product of each pair of gradients, over all parts of them."""
+    pairs = list(combinations_with_replacement(gradients, 2))
+    if not pairs:
+        return {}
+    sums = torch.stack([_product(gradients[one], gradients[other]) for one, other in pairs])
+    run.parallel.sum_parts(sums)
+    return dict(zip(pairs, sums.tolist(), strict=True))
+
+
+def _product(one: Sequence[Tensor], other: Sequence[Tensor]) -> Tensor:
+    return torch.stack([(a.double() * b.double()).sum() for a, b in zip(one, other, strict=True)]).sum()

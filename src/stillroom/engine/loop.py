@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import Tensor
+
 from stillroom.curriculum import NO_PHASE
 from stillroom.engine.background_save import no_save_left, tell_finished
 from stillroom.engine.fitting import evaluate_held_out, micro_batch_rows, parts_of, within_memory
@@ -188,7 +190,7 @@ def run_evaluation(run: Run, state: RunState, lesson: Lesson | None = None) -> E
         between=state.between_batches,
     )
     result = replace(result, perplexity=run.parallel.broadcast(result.perplexity))
-    run.parallel.check_replicas({**weights_of(run.student.model), **dict(run.mix.projectors.named_parameters())})
+    run.parallel.check_replicas(replicas_of(run))
     state.evaluated = result
     is_best = is_better(result, state)
     run.log.write(
@@ -203,6 +205,13 @@ def run_evaluation(run: Run, state: RunState, lesson: Lesson | None = None) -> E
         best=is_best,
     )
     return result
+
+
+def replicas_of(run: Run) -> dict[str, Tensor]:
+    """Everything that is trained, by names that no two have."""
+    beside = dict(run.mix.projectors.named_parameters(prefix="projectors"))
+    gates = {f"router.{name}": gate for name, gate in run.teacher.trained_weights().items()}
+    return {**weights_of(run.student.model), **beside, **gates}
 
 
 def is_better(result: Evaluation, state: RunState) -> bool:

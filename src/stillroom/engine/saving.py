@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from stillroom.engine.background_save import Save, settle
 from stillroom.engine.recovery.recover import is_sound
@@ -61,7 +62,8 @@ def _writer(run: Run, state: RunState, *, in_background: bool) -> Callable[[], P
     saved = capture(run, state)
     run.checkpoints.line = saved.line
     if run.parallel.is_sharded:
-        parts = {group: run.parallel.as_global(group, named) for group, named in saved.tensors.items()}
+        held = {**saved.tensors, "student": _as_written(run)}  # masters are among the optimizer's tensors
+        parts = {group: run.parallel.as_global(group, named) for group, named in held.items()}
         saved = replace(saved, tensors=parts)
     if in_background:
         saved = saved.copied(but=("best",))  # another best student is another tensor: none is written over
@@ -122,8 +124,8 @@ def _write_student(run: Run, folder: Path) -> str:
         ids = run.canary().input_ids[:_COMPARED_ROWS, :_COMPARED_LENGTH]
         return save_merged(_whole_adapter(run, run.adapter), folder, ids)
     if run.parallel.is_sharded:
-        shutil.copyfile(run.folder / _EXPORT / WHOLE_FILE, folder / "model.safetensors")
-        save_configuration(run.student.model, folder)
+        _link(run.folder / _EXPORT / WHOLE_FILE, folder / "model.safetensors")
+        save_configuration(run.student.model, folder, torch.float16 if run.precision.keeps_half_weights else None)
         return ""
     run.student.model.save_pretrained(folder)
     return ""
@@ -145,14 +147,28 @@ def gather_student(run: Run) -> None:
     try:
         run.parallel.together(lambda: _empty(folder) if run.parallel.is_first else None)
         frozen = {} if run.adapter is None else frozen_of(run.student.model)
-        weights = run.parallel.as_global("student", {**weights_of(run.student.model), **frozen})
-        run.parallel.together(lambda: write_whole(folder, weights))
+        weights = run.parallel.as_global("student", {**_as_written(run), **frozen})
+        run.parallel.together(lambda: _write_whole(run, folder, weights))
     except OSError as error:
         raise CannotSave(
             f"cannot write the student: {reason_of(error)}",
             where=str(folder),
             advice=["free some space on that disk", f"then continue: stillroom resume {run.folder}"],
         ) from error
+
+
+def _as_written(run: Run) -> dict[str, Tensor]:
+    """The trained weights in the dtype that one process would write: the parts are FP32 masters in every mode."""
+    weights = weights_of(run.student.model)
+    if run.precision.keeps_half_weights and run.adapter is None:
+        trained = {name for name, _parameter in run.student.model.named_parameters()}
+        return {name: one.to(torch.float16) if name in trained else one for name, one in weights.items()}
+    return weights
+
+
+def _write_whole(run: Run, folder: Path, weights: Mapping[str, Tensor]) -> None:
+    with run.parallel.asking_peers():
+        write_whole(folder, weights, run.parallel)
 
 
 def whole_again(run: Run) -> Run:
@@ -162,6 +178,14 @@ def whole_again(run: Run) -> Run:
     network = open_written(run.student.model, run.folder / "student").to(run.device)
     student = Student(network, vocab_size=run.student.vocab_size, is_described=run.student.is_described)
     return replace(run, student=student, parallel=Parallel(), adapter=None)  # it is merged
+
+
+def _link(source: Path, target: Path) -> None:
+    """The same file under another name, or a copy where the file system has no links."""
+    try:
+        target.hardlink_to(source)
+    except OSError:
+        shutil.copyfile(source, target)
 
 
 def _empty(folder: Path) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from stillroom.models.anatomy import backbone
@@ -19,7 +19,7 @@ from stillroom.models.anatomy import backbone
 _LENGTH_STEP = 64
 _WORTH_COMPILING = 1e14  # FLOPs of the student in a run on a CPU: below, compiling takes longer than it saves
 _MAX_SHAPES = 8
-_TOLERANCE = {torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 1e-1}  # of the largest value
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 1e-1}  # of the largest value
 
 
 def what_to_compile(wanted: str, device_type: str, student_flops: float) -> str:
@@ -29,12 +29,17 @@ def what_to_compile(wanted: str, device_type: str, student_flops: float) -> str:
     return "student" if device_type == "cpu" and student_flops >= _WORTH_COMPILING else "off"
 
 
+# Dynamo, inductor and the C++ compiler each raise kinds of their own, most of them RuntimeErrors.
+COMPILER_ERRORS = (RuntimeError, ImportError, AssertionError, TypeError, ValueError, AttributeError)
+
+
 class CompiledBody:
     """Called with token ids [B, L], answers with the last hidden states [B, L, D]."""
 
     def __init__(self, model: Any, role: str, tell: Callable[[str], object], *, backend: str = "inductor") -> None:
         self._body = backbone(model)
-        self._compiled = torch.compile(self._body, dynamic=False, backend=backend)
+        self._backend = backend
+        self._compiled: Callable[..., Any] = torch.compile(self._body, dynamic=False, backend=backend)
         self._role, self._tell = role, tell
         self._shapes: dict[tuple[int, int, bool], bool] = {}  # whether the shape is compiled
         self._is_usable = True
@@ -55,7 +60,7 @@ class CompiledBody:
 
     def _compile(self, ids: Tensor) -> bool:
         """Compile for one shape and compare with the plain body. False: use that one."""
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * _MAX_SHAPES)
+        raise_recompile_limit(1)
         began = time.monotonic()
         try:
             with torch.random.fork_rng(devices=[ids.device] if ids.is_cuda else []):
@@ -66,14 +71,13 @@ class CompiledBody:
                 plain = _last_hidden(self._body, ids)
         except torch.OutOfMemoryError:
             raise
-        except (RuntimeError, ImportError, AssertionError, TypeError, ValueError, AttributeError) as error:
-            # Dynamo, inductor and the C++ compiler each raise kinds of their own, most of them RuntimeErrors.
+        except COMPILER_ERRORS as error:
             self._is_usable = False
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             self._tell(f"compile: the {self._role} cannot be compiled and runs as it is: {reason}")
             return False
         error_size = float(((answer - plain).abs().max() / plain.abs().max().clamp_min(1e-30)).detach())
-        if not self._has_chance() and error_size > _TOLERANCE.get(plain.dtype, 1e-4):
+        if not has_chance(self._body) and error_size > TOLERANCE.get(plain.dtype, 1e-4):
             self._is_usable = False
             self._tell(f"compile: the compiled {self._role} differs by {error_size:.1e} and is not used")
             return False
@@ -81,9 +85,16 @@ class CompiledBody:
         self._tell(f"compile: {self._role}, {ids.shape[0]} rows of {ids.shape[1]}, in {seconds:.0f} s")
         return True
 
-    def _has_chance(self) -> bool:
-        """Dropout draws other random numbers once it is compiled."""
-        return any(isinstance(one, torch.nn.Dropout) and one.training and one.p > 0 for one in self._body.modules())
+
+def has_chance(network: nn.Module) -> bool:
+    """Dropout draws other random numbers once it is compiled."""
+    return any(isinstance(one, nn.Dropout) and one.training and one.p > 0 for one in network.modules())
+
+
+def raise_recompile_limit(num_parts: int) -> None:
+    """Dynamo gives up in silence beyond its limit of shapes for one piece of code."""
+    limit = 2 * _MAX_SHAPES * num_parts
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
 
 
 def _last_hidden(body: Any, ids: Tensor) -> Tensor:

@@ -52,6 +52,9 @@ class Parallel:
     def place(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
         """Called when the student is on its device, before there is an optimizer. `blocks` are its layers."""
 
+    def gather_in(self, dtype: torch.dtype) -> None:
+        """Called before `place`: parts of weights stay as they are, and are cast to this when they are gathered."""
+
     def prepare(self, optimizer: AdamW) -> None:
         """Called when the run is built, and again after a window that was given up for want of memory."""
 
@@ -77,6 +80,17 @@ class Parallel:
     def trial(self, compute: Callable[[], Tensor]) -> Tensor:
         """The same outside of a window: its gradients are dropped."""
         return compute()
+
+    def trial_counts(self, counts: Mapping[str, int]) -> dict[str, int]:
+        """The counts that divide the loss of a trial: those of the processes whose gradients are added up in it."""
+        return dict(counts)
+
+    def gradients_of(self, loss: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
+        """The gradient of a trial's loss, what this process holds of it. Nothing is left in the parameters."""
+        return list(torch.autograd.grad(loss, parameters, allow_unused=True))
+
+    def sum_parts(self, tensor: Tensor) -> None:
+        """Sum what each process computed of its part of the weights, in place."""
 
     def sum_gradients(self, optimizer: AdamW) -> None:
         """Called after the last backward of a window: from here on gradients are those of all processes."""

@@ -7,7 +7,7 @@ or the others wait for it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,11 +22,20 @@ from stillroom.parallel.sharded import Gather, Root, is_sharded
 
 
 def shard_frozen(
-    parallel: Processes, network: nn.Module, blocks: Sequence[nn.Module], *, device: str, where: str
+    parallel: Processes,
+    network: nn.Module,
+    blocks: Sequence[nn.Module],
+    *,
+    device: str,
+    where: str,
+    bring: Callable[[int], None] = lambda _index: None,
 ) -> FrozenParts:
-    """Leave this process a part of a frozen network, in the groups that a sharded student is divided in too."""
+    """Leave this process a part of a frozen network, in the groups that a sharded student is divided in too.
+
+    `bring` is called with the number of a layer before its weights are needed: they come one layer at a time.
+    """
     mesh = make_mesh(device, parallel.size, parallel.shard_size, parallel.timeout)
-    parts = FrozenParts(network, blocks, mesh, where=where)
+    parts = FrozenParts(network, blocks, mesh, where=where, bring=bring)
     parallel.ask_together()
     return parts
 
@@ -34,7 +43,15 @@ def shard_frozen(
 class FrozenParts:
     """The parts of a network that this process holds."""
 
-    def __init__(self, network: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, *, where: str) -> None:
+    def __init__(
+        self,
+        network: nn.Module,
+        blocks: Sequence[nn.Module],
+        mesh: DeviceMesh,
+        *,
+        where: str,
+        bring: Callable[[int], None],
+    ) -> None:
         """Shard the layers and the rest, and raise where a weight is still whole."""
         if not blocks:
             raise BrokenAtStart(
@@ -44,7 +61,8 @@ class FrozenParts:
             )
         network.requires_grad_(False)
         root: Any = Root(network)
-        for block in blocks:
+        for index, block in enumerate(blocks):
+            bring(index)
             fully_shard(block, mesh=mesh)
         fully_shard(root, mesh=mesh, reshard_after_forward=False)
         for module in (root, *blocks):

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -31,6 +31,7 @@ from stillroom.errors import BrokenAtStart
 from stillroom.parallel.base import fingerprint
 from stillroom.parallel.mesh import COPIES, make_mesh
 from stillroom.parallel.processes import Processes, is_of_peer, peer_errors, peer_is_gone, replicas_differ, same_in
+from stillroom.precision.storage import local
 
 if TYPE_CHECKING:
     from stillroom.precision import AdamW
@@ -77,17 +78,25 @@ class Sharded(Processes):
     is_sharded = True
     takes_smaller_parts = False
 
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._options: dict[str, Any] = {}  # of fully_shard
+
     @property
     def num_copies(self) -> int:
         return self.size // self.shard_size
+
+    def gather_in(self, dtype: torch.dtype) -> None:
+        """Gradients are in this dtype too, and are added up in FP32."""
+        self._options["mp_policy"] = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
 
     def place(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
         """Shard the weights, and raise where any of them is still whole."""
         mesh = make_mesh(next(model.parameters()).device.type, self.size, self.shard_size, self.timeout)
         root: Any = Root(model)
         for block in blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(root, mesh=mesh, reshard_after_forward=False)
+            fully_shard(block, mesh=mesh, **self._options)
+        fully_shard(root, mesh=mesh, reshard_after_forward=False, **self._options)
         for module in [root, *blocks]:
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
@@ -109,14 +118,16 @@ class Sharded(Processes):
         self._blocks: list[Any] = [block for block in blocks if isinstance(block, FSDPModule)]
         self._mesh = mesh
         self._is_gathered = False
+        self._is_kept_gathered = False  # between the micro-batches of a window
 
     def prepare(self, optimizer: AdamW) -> None:
         """Find what is trained and not sharded, and watch which parameters a window uses."""
         cells = [(group, cell) for group, cells in optimizer.cells.items() for cell in cells]
-        self._whole_groups = {group for group, cell in cells if not is_sharded(cell.parameter)}
-        for _group, cell in cells:
-            if not is_sharded(cell.parameter):
-                self._uses.watch(cell.name, cell.parameter)
+        whole = [(group, cell) for group, cell in cells if not is_sharded(cell.parameter)]
+        self._whole_groups = {group for group, _cell in whole}
+        self._whole = [cell.parameter for _group, cell in whole]
+        for _group, cell in whole:
+            self._uses.watch(cell.name, cell.parameter)
         self._watch_gathered()
         _send_zeros_for_unused(self._root)
 
@@ -154,11 +165,27 @@ class Sharded(Processes):
         self._root.set_requires_gradient_sync(is_last, recurse=False)
         self._root.set_reshard_after_backward(is_last, recurse=False)
         self._uses.next_batch()
+        self._is_kept_gathered = not is_last
         loss: Tensor = self._root(compute)
         return loss
 
     def trial(self, compute: Callable[[], Tensor]) -> Tensor:
         return self.forward(compute, is_last=True)
+
+    def trial_counts(self, counts: Mapping[str, int]) -> dict[str, int]:
+        return self.counts(counts)
+
+    def gradients_of(self, loss: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
+        """Summed over the processes, each of which has its own micro-batch."""
+        loss.backward()  # type: ignore[no-untyped-call]
+        found = [None if one.grad is None else local(one.grad) for one in parameters]
+        for one in (*parameters, *self._whole):
+            one.grad = None
+        return found
+
+    def sum_parts(self, tensor: Tensor) -> None:
+        self.sum_(tensor)
+        tensor.div_(self.num_copies)
 
     def sum_gradients(self, optimizer: AdamW) -> None:
         """Each process has the sums of its parts. Sum what is whole; drop the zeros of what no process used."""
@@ -185,7 +212,7 @@ class Sharded(Processes):
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        if self._is_gathered:
+        if self._is_gathered or self._is_kept_gathered:
             yield
             return
         self._root.unshard()

@@ -107,7 +107,7 @@ def _possible(config: Config, target: Target) -> list[str]:
         for mode, policy in POLICIES.items()
         if (mode != "bf16-mixed" or has_bf16)
         and (is_half_possible or not policy.keeps_half_weights)
-        and not (target.sharing.is_sharded and policy.keeps_half_weights)
+        and not (target.sharing.is_sharded and mode in ("fp16-split", "fp16-sr"))
     ]
 
 
@@ -136,7 +136,7 @@ def _left_out(config: Config) -> list[str]:
     if inner := config.objectives.inner_weights:
         notes.append(f"not counted: hidden states and maps that {' and '.join(inner)} keep, and their projectors")
     if config.teacher.placement == "shard":
-        notes.append("not counted: every process reads the whole teacher into main memory before it is sharded")
+        notes.append("not counted: a teacher that is no safetensors folder is whole in main memory at first")
     if config.teacher.router.mode != "frozen":
         notes.append(
             f"not counted: the backward pass of the teacher's gates, teacher.router.mode = {config.teacher.router.mode}"

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 _STATE = ("student weights", "masters", "residuals", "moments", "gradients")
 _WEIGHT = 4  # bytes: what is sharded is FP32
+_HALF = 2  # bytes of a weight that is gathered in FP16
 LEARNS = "student learns"
 
 
@@ -61,15 +62,32 @@ class Sharing:
             own = {part: held for part, held in parts.items() if part != "gradients" or accumulates}
             return {**own, "gradient buckets": _WEIGHT * sizes.num_trained}
         shared = {part: -(-held // self.num_parts) if part in _STATE else held for part, held in parts.items()}
+        if "masters" in parts:  # the parts are the masters, and FP16 weights are there while they are gathered
+            part_of_each = -(-_WEIGHT * sizes.num_trained // self.num_parts)
+            shared |= {"student weights": 0, "masters": part_of_each}
+            shared |= {"gradients": part_of_each} if "gradients" in parts else {}
         if name != LEARNS:
             return shared
-        layers = [held * _WEIGHT // sizes.itemsize for held in sizes.layer_bytes]
-        root = _WEIGHT * sizes.num_trained - sum(layers)
-        largest = max(layers, default=0)
-        return {**shared, "gathered weights": root + 2 * largest, "gathered gradients": root + largest}
+        return {**shared, **(_gathered_under_adapter(sizes) if sizes.frozen_bytes else _gathered(parts, sizes))}
 
     def kept(self, parts: Mapping[str, int]) -> dict[str, int]:
         """What is kept beside steps, snapshots and the best student, in one process."""
         if not self.is_sharded:
             return dict(parts)
         return {part: held if part == "teacher" else -(-held // self.num_parts) for part, held in parts.items()}
+
+
+def _gathered(parts: Mapping[str, int], sizes: Sizes) -> dict[str, int]:
+    """The root and two layers; gradients of the root and one layer."""
+    each = _HALF if "masters" in parts else _WEIGHT
+    layers = [held * each // sizes.itemsize for held in sizes.layer_bytes]
+    root, largest = each * sizes.num_trained - sum(layers), max(layers, default=0)
+    return {"gathered weights": root + 2 * largest, "gathered gradients": root + largest}
+
+
+def _gathered_under_adapter(sizes: Sizes) -> dict[str, int]:
+    """The same with a frozen base, in the bytes it is stored in; it has no gradients."""
+    largest = max(sizes.layer_bytes, default=0)
+    root = sizes.frozen_bytes + _WEIGHT * sizes.num_trained - sum(sizes.layer_bytes)
+    gradients = -(-_WEIGHT * sizes.num_trained // max(len(sizes.layer_bytes), 1))
+    return {"gathered weights": root + 2 * largest, "gathered gradients": gradients}

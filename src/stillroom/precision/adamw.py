@@ -67,7 +67,12 @@ class _Cell:
         each = self.storage.scratch_bytes
         each += 2 * self.first.scratch_bytes if self.first.values.dtype != torch.float32 else 0
         each += 4 if self.known_gradient.dtype != torch.float32 else 0
-        return each * self.parameter.numel()
+        return each * self.num_held
+
+    @property
+    def num_held(self) -> int:
+        """Numbers of the parameter that this process holds."""
+        return self.first.values.numel()
 
     def accumulate(self, parameter: Tensor) -> None:
         """Move a fresh gradient into the FP32 sum: an FP16 sum would drop what is small beside it."""
@@ -244,7 +249,7 @@ class AdamW:
         if not streams:
             return {}
         num_bits = rounding.BF16_BITS if self._rounds else rounding.FP16_BITS
-        sizes = [cell.parameter.numel() for cell in bucket for _stream in streams]
+        sizes = [cell.num_held for cell in bucket for _stream in streams]
         drawn = rounding.random_bits(sum(sizes), num_bits, self._generator, bucket[0].parameter.device)
         if len(streams) == 1:
             return {streams[0]: drawn}

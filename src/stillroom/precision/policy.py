@@ -20,7 +20,7 @@ from stillroom.errors import ConfigError
 from stillroom.precision.adamw import AdamW, ParameterGroup
 from stillroom.precision.cpu_half_matmul import HalfProducts
 from stillroom.precision.scaler import LossScale
-from stillroom.precision.storage import Direct, Master, Split, Stochastic, Storage
+from stillroom.precision.storage import Direct, Gathered, Master, Split, Stochastic, Storage
 
 
 class Precision:
@@ -127,6 +127,8 @@ class Precision:
         a gain of 1.0 in FP16 does not notice an update below 0.0005. Projectors are parts of objectives: FP32."""
         if not self.keeps_half_weights or name.startswith("projectors."):
             return Direct(parameter)
+        if hasattr(parameter, "to_local"):  # it is sharded
+            return Gathered(parameter)
         if parameter.ndim < 2 or name.startswith("router."):
             return Master(parameter)
         return type(self).matrix_storage(parameter)

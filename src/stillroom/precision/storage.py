@@ -87,6 +87,16 @@ class Direct:
         return {}
 
 
+class Gathered(Direct):
+    """The parameter is a part of an FP32 master, and is cast to FP16 when the parts are gathered.
+
+    A checkpoint has its master under the name that `Master` gives it, so either reads what the other wrote.
+    """
+
+    def extra(self) -> dict[str, Tensor]:
+        return {"master": self.read()}
+
+
 class Master:
     """FP16 parameter, FP32 master copy."""
 

@@ -58,11 +58,11 @@ def make_teacher(
             return live_teacher(config, loaded, vocab_size, device, compiled, placement)
         live, notes = live_teacher(config, loaded, vocab_size, device), check_use(config, spec)
         return SparseTeacher(live, spec, notes=notes, coarse=coarse(spec, vocab_size))
-    if num_processes > 1:
+    if num_processes > 1 and config.teacher.router.mode == "sar-meta":
         raise ConfigError(
-            f"teacher.router.mode = {config.teacher.router.mode!r} works in one process, and there are {num_processes}",
+            f"teacher.router.mode = 'sar-meta' moves the student by hand in one process, and there are {num_processes}",
             where="teacher.router.mode",
-            advice=["set teacher.router.mode = 'frozen'", "start a single process"],
+            advice=["--set teacher.router.mode=sar", "start a single process"],
         )
     return RunRouter(config, loaded, vocab_size, surroundings)
 
@@ -90,7 +90,7 @@ def live_teacher(
     compiled: Any = None,
     placement: Placement | None = None,
 ) -> LiveTeacher:
-    if isinstance(loaded, StreamedModel) and loaded.stream is not None:
+    if placement is None and isinstance(loaded, StreamedModel) and loaded.stream is not None:
         loaded.stream.settle(device)
         placement = loaded.stream
     return LiveTeacher(

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from stillroom.config.schema import TeacherConfig
 from stillroom.errors import BrokenAtStart, StillroomError
@@ -117,10 +118,11 @@ class Streamed(Placement):
         self._bytes: dict[int, int] = {}  # of the layers that are in memory or being read
         self.names = {weight.name for held in self._weights for weight in held}
         self.reset_counts()
+        self._hooks: list[RemovableHandle] = []
         for index, layer in enumerate(layers):
             self._send_off(index)
-            layer.register_forward_pre_hook(self._entering(index))
-            layer.register_forward_hook(self._leaving(index), always_call=True)
+            self._hooks.append(layer.register_forward_pre_hook(self._entering(index)))
+            self._hooks.append(layer.register_forward_hook(self._leaving(index), always_call=True))
 
     def reset_counts(self) -> None:
         self.peak_layers = self.peak_bytes = self.num_reads = 0
@@ -138,6 +140,21 @@ class Streamed(Placement):
                 if buffer is not None:
                     module._buffers[name] = buffer.to(device)
         self._device = device
+
+    def stop(self) -> None:
+        """From now on layers neither come nor go by themselves; the caller may `bring` each for good."""
+        self._forget_ahead()
+        for hook in self._hooks:
+            hook.remove()
+        if self._reader is not None:
+            self._reader.shutdown()
+
+    def bring(self, index: int) -> None:
+        """Put a layer's weights on the device."""
+        for weight, values in zip(self._weights[index], self._taken(index), strict=True):
+            # On the stream of the layer before, so that they go where its weights were.
+            there = values.to(self._device, non_blocking=True)
+            weight.put(nn.Parameter(there, requires_grad=False))
 
     def note(self) -> str:
         sizes = [sum(_bytes_of(placeholder) for placeholder in held) for held in self._placeholders]
@@ -163,10 +180,7 @@ class Streamed(Placement):
 
     def _entering(self, index: int) -> Callable[..., None]:
         def hook(_layer: nn.Module, _inputs: Any) -> None:
-            for weight, values in zip(self._weights[index], self._taken(index), strict=True):
-                # On the stream of the layer before, so that they go where its weights were.
-                there = values.to(self._device, non_blocking=True)
-                weight.put(nn.Parameter(there, requires_grad=False))
+            self.bring(index)
             if index + 1 < len(self._weights):
                 self._read_ahead(index + 1)
 
@@ -264,8 +278,13 @@ class StreamedModel(LoadedModel):
     stream: Streamed | None = None
 
 
-def open_streamed(section: TeacherConfig, dtype: torch.dtype, tokenizer: Any = None) -> StreamedModel:
-    """Open a teacher whose layers stay where they are, and test it by streaming it."""
+def open_streamed(
+    section: TeacherConfig, dtype: torch.dtype, tokenizer: Any = None, *, is_to_stay: bool = True
+) -> StreamedModel:
+    """Open a teacher whose layers stay where they are, and test it by streaming it.
+
+    Without `is_to_stay` the caller puts the layers elsewhere, one by one.
+    """
     tokenizer = tokenizer or load_tokenizer(section, section.model)
     found = open_on_disk(section, dtype)
     if isinstance(found, OnDisk):
@@ -277,7 +296,7 @@ def open_streamed(section: TeacherConfig, dtype: torch.dtype, tokenizer: Any = N
         network, notes = load_teacher(section, dtype)
         notes.append(f"the teacher's layers are loaded into main memory and not streamed from its files: {found}")
         stream = _streamed(section, network, MemoryShelf(dict(network.named_parameters())))
-    notes.append(stream.note())
+    notes += [stream.note()] if is_to_stay else []
     try:
         tried = try_model(network, tokenizer, name=section.model, role="teacher", notes=notes)
     except StillroomError as error:

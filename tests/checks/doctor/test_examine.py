@@ -239,6 +239,14 @@ def test_other_ways_to_train_are_not_red(over: dict[str, Any], world: Path) -> N
     assert report.of("red") == ()
 
 
+def test_a_teacher_on_a_server_needs_no_weights_here(place: Path) -> None:
+    for file in (place / "teacher").glob("*.safetensors"):
+        file.unlink()
+    config = load_config(overrides=tiny.settings(place, teacher__server="http://127.0.0.1:9"))
+    findings = look(Setup(MACHINE, config, device=CPU), [one for one in CHECKS if one.subject == "models"])
+    assert [one.what for one in findings if one.level == "red"] == []
+
+
 @pytest.mark.parametrize("mode", ["fp16-mixed", "fp16-split", "bf16-mixed"])
 def test_the_real_step_says_how_far_it_is_from_fp32(mode: str, place: Path) -> None:
     (finding,) = found(place, plants.red("step", "real step", settings={"precision__mode": mode}))

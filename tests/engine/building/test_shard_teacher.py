@@ -15,6 +15,8 @@ from stillroom.engine.building.models import load_models
 from stillroom.engine.building.shard_teacher import shard_teacher
 from stillroom.engine.distill import distill
 from stillroom.errors import ConfigError
+from stillroom.models.anatomy import layers_if_any
+from stillroom.parallel import Parallel
 from stillroom.parallel.processes import Processes
 from stillroom.telemetry import read_events
 
@@ -56,3 +58,30 @@ def test_one_process_holds_the_whole_teacher_and_says_so(world: Path, tmp_path: 
     assert losses(tmp_path / "plain") == losses(tmp_path / "shard")
     notes = [event["text"] for event in read_events(tmp_path / "shard" / "events.jsonl") if event["event"] == "note"]
     assert any("teacher.placement = 'shard' has no effect" in text for text in notes)
+
+
+class Two(Parallel):
+    size = 2
+
+
+def test_a_process_reads_one_layer_at_a_time_of_what_it_keeps_a_part_of(world: Path) -> None:
+    def opened(**over: Any) -> Any:
+        config = load_config(overrides={**tiny.settings(world), **SHARD, **over})
+        return load_models(config, torch.device("cpu"), parallel=Two()).loaded_teacher
+
+    found = opened()
+    layers = [one for layer in layers_if_any(found.network) for one in layer.parameters()]
+    assert layers and all(one.is_meta for one in layers) and not found.head.weight.is_meta
+    assert not any("stay in its files" in note for note in found.notes)
+    found.stream.stop()
+    for index in range(len(layers_if_any(found.network))):
+        found.stream.bring(index)
+    plain = load_models(load_config(overrides=tiny.settings(world)), torch.device("cpu")).loaded_teacher
+    assert plain is not None
+    for name, parameter in plain.network.named_parameters():
+        assert torch.equal(dict(found.network.named_parameters())[name], parameter)
+    ids = torch.arange(8).view(1, 8)
+    with torch.no_grad():  # nothing is sent off any more
+        assert torch.equal(found.network(ids).logits, found.network(ids).logits)
+    cut = opened(**{"student.init": "shrink", "student.shrink.layers": (0,)})
+    assert not any(one.is_meta for one in cut.network.parameters()), "the student is cut from the whole"

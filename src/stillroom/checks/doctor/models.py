@@ -32,6 +32,8 @@ def files(setup: Setup) -> Iterator[Finding]:
     for role, source in setup.part("sources").items():
         if role == "student" and not _reads_weights(setup, source):
             continue
+        if role == "teacher" and setup.config.teacher.server:
+            continue  # its folder is there for the tokenizer
         if source.is_adapter:
             check_adapter_files(source)
         if source.is_adapter or source.is_gguf:

@@ -69,15 +69,13 @@ def build_run(
     loader = make_loader(config, corpus, parallel, num_shares)
     precision = make_precision(config, models, device, begun_in)
     adapter = place_student(config, models, precision, parallel, log)
-    both = models.student, models.teacher
-    with parallel.gathered():  # attention maps are tried
-        planned = make_objectives(config, *both, device, kept=models.kept_layers, matched=models.matched)
+    planned = objectives_of(config, models, device, parallel)
     optimizer = make_optimizer(models.student, precision, config, planned)
     parallel.prepare(optimizer)
     hooks = make_hooks(inject, tell=lambda text: log.write("note", text=text))
     schedule = make_schedule(config, loader.num_batches, num_shares)
     student, teacher_body = compiled_student(config, models, precision, schedule.num_steps * num_shares, parallel, log)
-    surroundings = make_surroundings(config, student, optimizer, precision, loader, corpus, log)
+    surroundings = make_surroundings(config, student, optimizer, precision, loader, corpus, log, parallel)
     teacher = build_teacher(config, models, corpus, surroundings, parallel, teacher_body)
     mix = make_mix(config, models.vocab_size, planned, log)
     check_sparse(config, teacher, mix)
@@ -111,11 +109,21 @@ def build_run(
     )
 
 
+def objectives_of(config: Config, models: Models, device: torch.device, parallel: Parallel) -> Planned:
+    """The objectives of the lesson. Attention maps are tried, for which a sharded student is gathered."""
+    both = models.student, models.teacher
+    with parallel.gathered():
+        return make_objectives(config, *both, device, kept=models.kept_layers, matched=models.matched)
+
+
 def compiled_student(
     config: Config, models: Models, precision: Precision, num_windows: int, parallel: Parallel, log: EventLog
 ) -> tuple[Student, Any]:
-    """The student, and the teacher's compiled body. What is sharded is not compiled."""
-    student_body, teacher_body = compile_bodies(config, models, precision, num_windows * (not parallel.is_sharded), log)
+    """The student, and the teacher's compiled body. A sharded student is compiled where that is asked for by name."""
+    is_sharded = parallel.is_sharded
+    student_body, teacher_body = compile_bodies(
+        config, models, precision, 0 if is_sharded else num_windows, log, is_sharded=is_sharded
+    )
     return models.loaded_student.as_student(models.vocab_size, student_body), teacher_body
 
 
@@ -219,6 +227,8 @@ def place_student(
             log.write("note", text=text)
         if parallel.is_sharded and parallel.is_first:  # which writes the merged student
             adapter = replace(adapter, outline=outline_of(adapter.network))
+    if precision.keeps_half_weights and adapter is None:
+        parallel.gather_in(torch.float16)
     models.student.to(precision.device)
     parallel.place(models.student, layers_if_any(models.student))
     return adapter
@@ -258,6 +268,7 @@ def make_surroundings(
     loader: Loader,
     corpus: Corpus,
     log: EventLog,
+    parallel: Parallel,
 ) -> Surroundings:
     """What a teacher may use of the run."""
     return Surroundings(
@@ -268,6 +279,7 @@ def make_surroundings(
         window=loader.window,
         held_out=lambda: held_out_batches(config, corpus),
         write=log.write,
+        peers=parallel,
     )
 
 

@@ -70,7 +70,8 @@ def make_saves(
 ) -> Saves:
     """Saves in the background where that was asked for, or where memory is ample: not where snapshots have no room."""
     asked = config.checkpoint.background
-    copied = copy_bytes(config, mode, optimizer)  # of all processes together: one that writes nothing copies nothing
+    # Of all processes together. With ddp one of them writes, and only that one copies.
+    copied = copy_bytes(config, mode, optimizer) * (parallel.num_copies if parallel.is_sharded else 1)
     needed = copied + snapshot_bytes(config, mode, optimizer) * parallel.num_copies
     free = psutil.virtual_memory().available
     is_ample = isinstance(ring, SnapshotRing) and parallel.all_of(needed <= _SNAPSHOT_SHARE * free)

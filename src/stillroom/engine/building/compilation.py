@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from stillroom.config import Config
 from stillroom.engine.building.models import Models
+from stillroom.models.anatomy import layers_if_any
 from stillroom.models.compiled import CompiledBody, what_to_compile
+from stillroom.models.compiled_layers import CompiledLayers
 from stillroom.precision import Precision
 from stillroom.telemetry import EventLog
 
 
 def compile_bodies(
-    config: Config, models: Models, precision: Precision, num_windows: int, log: EventLog
+    config: Config, models: Models, precision: Precision, num_windows: int, log: EventLog, *, is_sharded: bool = False
 ) -> tuple[CompiledBody | None, CompiledBody | None]:
     """The compiled bodies of student and teacher, None where one runs as it is. Nothing is compiled yet.
 
-    `num_windows` are those of all processes together.
+    `num_windows` are those of all processes together. A sharded student is compiled layer by layer.
     """
 
     def tell(text: str) -> None:
@@ -48,8 +52,14 @@ def compile_bodies(
         if loaded is not None and not loaded.is_described:
             tell(f"compile: the {role} answers with its own logits and is not compiled")
             loaded = None
-        bodies.append(None if loaded is None else CompiledBody(loaded.network, role, tell))
+        bodies.append(None if loaded is None else _body(loaded.network, role, tell, is_sharded and role == "student"))
     return bodies[0], bodies[1]
+
+
+def _body(network: Any, role: str, tell: Callable[[str], object], is_sharded: bool) -> CompiledBody:
+    if is_sharded and (layers := layers_if_any(network)):
+        return CompiledLayers(network, layers, role, tell)
+    return CompiledBody(network, role, tell)
 
 
 def _keep_compiled_code() -> None:

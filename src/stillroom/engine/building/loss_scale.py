@@ -29,6 +29,19 @@ _UNWRITTEN = frozenset(
 )  # their memory holds what was there before
 
 
+_SENT = frozenset({"fsdp", "c10d", "_c10d_functional"})  # what processes send each other: weights, unwritten memory too
+_COPIED_OUT = torch.ops.aten.split_with_sizes_copy  # gathered weights
+
+
+def _is_computed(func: Any) -> bool:
+    """Whether an operation returns numbers of its own: not memory as it was found, not a view, nothing gathered."""
+    packet = func.overloadpacket
+    if packet in _UNWRITTEN or packet is _COPIED_OUT or func.namespace in _SENT:
+        return False
+    aliases = [one.alias_info for one in func._schema.returns if one.alias_info is not None]
+    return not aliases or any(alias.is_write for alias in aliases)
+
+
 class PeakWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
     """While active, record the largest magnitude of every FP16 tensor that an operation returns."""
 
@@ -38,7 +51,7 @@ class PeakWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         answer = func(*args, **(kwargs or {}))
-        if func.overloadpacket in _UNWRITTEN:
+        if not _is_computed(func):
             return answer
         for tensor in answer if isinstance(answer, (tuple, list)) else (answer,):
             if isinstance(tensor, Tensor) and tensor.dtype == torch.float16 and tensor.numel():

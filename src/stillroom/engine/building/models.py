@@ -24,6 +24,7 @@ from stillroom.engine.building.cache_build import (
 )
 from stillroom.engine.building.pairing import matched_tokens, reads_its_own_tokens
 from stillroom.engine.building.served_build import asks_server, served_rows
+from stillroom.engine.building.shard_teacher import reads_layers_one_by_one
 from stillroom.engine.building.shrink_student import cut_student, student_name, unused_name
 from stillroom.engine.building.vocabulary_build import check_weights, take_vocabulary
 from stillroom.models import (
@@ -43,6 +44,7 @@ from stillroom.precision.device import facts_of
 from stillroom.teachers.elsewhere import open_remote
 from stillroom.teachers.make import open_live, unused_teacher_settings
 from stillroom.teachers.quantised import check_quantisation
+from stillroom.teachers.streamed import open_streamed
 
 
 @dataclass(frozen=True)
@@ -185,6 +187,8 @@ def _opened_teacher(config: Config, dtype: torch.dtype, tokenizer: Any, parallel
     """The teacher of this process, or what the process that holds it says of it."""
     if parallel is not None and parallel.link is not None:
         return open_remote(parallel.link, tokenizer)
+    if reads_layers_one_by_one(config, parallel):
+        return open_streamed(config.teacher, dtype, tokenizer, is_to_stay=False)
     return open_live(config.teacher, dtype, tokenizer)
 
 

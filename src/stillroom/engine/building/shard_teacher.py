@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -14,8 +15,15 @@ from stillroom.parallel import Parallel
 from stillroom.parallel.processes import Processes
 from stillroom.teachers.placement import Placement
 from stillroom.teachers.shards import Shards
+from stillroom.teachers.streamed import StreamedModel
 
 _WHERE = "teacher.placement"
+
+
+def reads_layers_one_by_one(config: Config, parallel: Parallel | None) -> bool:
+    """Whether a process needs no more of the teacher than its part: a student that is cut from it needs the whole."""
+    has_peers = parallel is not None and parallel.size > 1
+    return has_peers and config.teacher.placement == "shard" and config.student.init != "shrink"
 
 
 def shard_teacher(
@@ -42,7 +50,12 @@ def shard_teacher(
     from stillroom.parallel.frozen import shard_frozen  # it takes half a second to import
 
     blocks = layers_if_any(loaded.network)
-    parts = shard_frozen(parallel, loaded.network, blocks, device=device.type, where=_WHERE)
+    options: dict[str, Any] = {"device": device.type, "where": _WHERE}
+    if isinstance(loaded, StreamedModel) and loaded.stream is not None:
+        loaded.stream.settle(device)
+        loaded.stream.stop()
+        options["bring"] = loaded.stream.bring
+    parts = shard_frozen(parallel, loaded.network, blocks, **options)
     held, whole = (parts.facts()[name] / 1e6 for name in ("held_bytes", "whole_bytes"))
     tell(f"the teacher is sharded: this process holds {held:,.1f} MB of {whole:,.1f} MB between answers")
     return Shards(parts)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from stillroom.config import Config
 from stillroom.engine.building.models import Models
 from stillroom.errors import ConfigError
+from stillroom.models.anatomy import layers_if_any
 from stillroom.models.routers import has_gates
 from stillroom.parallel import Parallel
 from stillroom.precision import Precision
@@ -34,25 +35,17 @@ def unused_strategy(config: Config, parallel: Parallel) -> list[str]:
 
 def _refused(config: Config, models: Models, precision: Precision) -> Iterator[tuple[str, str, str]]:
     """(setting, what it is, what to set instead) of everything that is in the way."""
-    if precision.keeps_half_weights:
-        modes = "--precision fp32, bf16-mixed or fp16-mixed"
-        yield "precision.mode", f"{precision.mode}: FP16 weights have masters or residuals that are not sharded", modes
-    if config.precision.moments == "bfloat16":
-        yield "precision.moments", "moments in BF16: their random rounding is not sharded", "moments in float32"
-    if config.teacher.router.mode != "frozen":
-        yield "teacher.router.mode", "a teacher whose gates are changed", "--set teacher.router.mode=frozen"
+    if precision.mode in ("fp16-split", "fp16-sr") and config.student.adapter is None:
+        yield "precision.mode", f"{precision.mode}: its parts are FP32 masters", "--precision fp16-master"
     if config.train.compile in ("student", "both"):
-        yield "train.compile", f"train.compile = {config.train.compile!r}", "--set train.compile=off"
-    if config.telemetry.gradient_steps:
-        yield "telemetry.gradient_steps", "gradients of single terms", "--set telemetry.gradient_steps=0"
+        if config.student.gradient_checkpointing:
+            yield "train.compile", "compiled layers that are computed again in the backward", "--set train.compile=off"
+        if not layers_if_any(models.student):
+            yield "train.compile", "a compiled student that is not a list of layers", "--set train.compile=off"
     if config.train.batch_size == "auto" and precision.device.type != "cpu":
         yield "train.batch_size", "batch_size = auto: a trial that runs out of memory cannot be taken back", "a number"
     if has_gates(models.student) and not _sends_zeros_for_unused():
-        yield (
-            "student.model",
-            "a student that is a mixture of experts: this torch cannot skip its experts",
-            "a newer one",
-        )
+        yield "student.model", "a mixture of experts as the student: this torch cannot skip experts", "a newer torch"
 
 
 def _sends_zeros_for_unused() -> bool:

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 
-def save_configuration(model: Any, folder: Path) -> None:
-    """What `save_pretrained` writes beside the weights."""
+def save_configuration(model: Any, folder: Path, dtype: torch.dtype | None = None) -> None:
+    """What `save_pretrained` writes beside the weights; `dtype` where they are written in another than the model's."""
     model.config.architectures = [type(model).__name__]
+    model.config.dtype = dtype or model.dtype
     model.config.save_pretrained(folder)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)

@@ -16,6 +16,7 @@ from stillroom.models import LoadedModel, Student
 from stillroom.precision import AdamW, Precision
 from stillroom.teachers.router.gates import GateOptions
 from stillroom.teachers.router.meta import Direction, both_ways, check_precision, lookahead_direction
+from stillroom.teachers.router.peers import ALONE, Peers
 from stillroom.teachers.router.probe import probe_gates, verdict_of
 from stillroom.teachers.router.teacher import TRAINING_MODES, RouterTeacher
 from stillroom.types import Batch, StudentView
@@ -32,6 +33,7 @@ class Surroundings:
     window: Callable[[int], Sequence[Batch]]  # a window of the data order, by number
     held_out: Callable[[], Sequence[Batch]]
     write: Callable[..., object]  # writes an event: its name, then its fields
+    peers: Peers = ALONE  # the other processes
 
 
 class RunRouter(RouterTeacher):
@@ -56,6 +58,7 @@ class RunRouter(RouterTeacher):
             is_described=loaded.is_described,
             seed=train.seed,
             tell=lambda text: surroundings.write("note", text=text),
+            peers=surroundings.peers,
         )
         self._run = surroundings
         self._direction: Direction = {}  # of this window's lookahead batch, in sar-meta
@@ -72,7 +75,7 @@ class RunRouter(RouterTeacher):
 
     def after_student(self, batch: Batch, view: StudentView, *, num_targets: int) -> None:
         if self.config.mode != "sar-meta":
-            self.learn(batch, view, num_targets=num_targets)
+            super().after_student(batch, view, num_targets=num_targets)
         elif self.is_due and self._direction:  # empty before the student's first update
             forward, backward = both_ways(self._run.student, self._run.precision, batch, self._direction)
             self.learn(batch, forward, num_targets=num_targets, opposite=backward)

@@ -37,8 +37,12 @@ class PairedRouter(PairedTeacher):
         self._num_targets = self._num_spans = 0  # of the window, in the teacher's rows
 
     def begin(self, window: Sequence[Batch], step: int, cursor: int = 0) -> None:
-        self._num_targets = sum(self.own_batch(batch).num_scored for batch in window)
-        self._num_spans = num_spans(window)
+        own = {
+            "targets": sum(self.own_batch(batch).num_scored for batch in window),
+            "spans": num_spans(window),
+        }
+        counts = self._router.peers.counts(own)
+        self._num_targets, self._num_spans = counts["targets"], counts["spans"]
         super().begin(window, step, cursor)
 
     def joint_graph(self, batch: Batch) -> AbstractContextManager[None]:
@@ -53,7 +57,8 @@ class PairedRouter(PairedTeacher):
             return term.total / max(self._num_spans, 1), term
 
         own = self.own_batch(batch)
-        self._router.learn(own, None, num_targets=self._num_targets, student_term=student_term)
+        with self._router.beside_student():
+            self._router.learn(own, None, num_targets=self._num_targets, student_term=student_term)
 
 
 def span_divergence(answer: DenseSignal, view: StudentView, batch: Batch) -> Term:

@@ -47,7 +47,8 @@ def _tune(teacher: RouterTeacher, window: Sequence[Batch], progress: float) -> N
     """One router step on the labels of a window."""
     device = teacher.original.device
     teacher.begin(window, teacher.config.every - 1)  # always due
-    num_targets = sum(batch.num_scored for batch in window)
+    own = sum(batch.num_scored for batch in window)
+    num_targets = teacher.peers.counts({"targets": own})["targets"]
     for batch in window:
         if batch.num_scored:
             teacher.learn(batch.to(device), None, num_targets=num_targets, aims=Aims(truth=1.0))

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from stillroom.teachers.router.peers import ALONE, Peers
 from stillroom.teachers.router.terms import Assessment
 from stillroom.types import Term
 
@@ -23,9 +26,14 @@ class TermSums:
         known = self._terms.get(name)
         self._terms[name] = Term(total, count) if known is None else Term(known.total + total, known.count + count)
 
-    def means(self) -> dict[str, float]:
-        values = {name: (float(term.total), float(term.count)) for name, term in self._terms.items()}
-        return {name: total / max(count, 1.0) for name, (total, count) in values.items()}
+    def means(self, peers: Peers = ALONE, device: torch.device | None = None) -> dict[str, float]:
+        """The means over the micro-batches of all processes."""
+        names = peers.names(self._terms)
+        held = [self._terms.get(name) for name in names]
+        values = [(float(term.total), float(term.count)) if term else (0.0, 0.0) for term in held]
+        sums = torch.tensor(values, dtype=torch.float64, device=device)
+        peers.sum_(sums)
+        return {name: total / max(count, 1.0) for name, (total, count) in zip(names, sums.tolist(), strict=True)}
 
 
 def event_fields(teacher: RouterTeacher, assessment: Assessment, terms: Mapping[str, float]) -> dict[str, Any]:

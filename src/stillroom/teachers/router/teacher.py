@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -41,8 +41,9 @@ from stillroom.models.routers import Routing, describe, find_gates, routed
 from stillroom.teachers.base import Answers, SignalKind, Teacher
 from stillroom.teachers.live import LiveTeacher
 from stillroom.teachers.router.gates import GateOptions, TrainedGates
+from stillroom.teachers.router.peers import ALONE, Peers
 from stillroom.teachers.router.report import TermSums, event_fields
-from stillroom.teachers.router.terms import Aims, Assessment, assess, own_terms
+from stillroom.teachers.router.terms import Aims, Assessment, assess, own_terms, weighted
 from stillroom.teachers.router.transient import downhill_offsets
 from stillroom.teachers.router.trial import try_out
 from stillroom.types import Batch, DenseSignal, Evidence, Needs, StudentView, Term, Verdict
@@ -68,8 +69,9 @@ class RouterTeacher(Teacher):
         is_described: bool,
         seed: int = 0,
         tell: Callable[[str], object] = lambda _text: None,
+        peers: Peers = ALONE,
     ) -> None:
-        self.config, self.seed, self.tell = config, seed, tell
+        self.config, self.seed, self.tell, self.peers = config, seed, tell, peers
         self._original = LiveTeacher(
             model, vocab_size=vocab_size, device=device, offload=offload, is_described=is_described
         )
@@ -129,7 +131,7 @@ class RouterTeacher(Teacher):
             return signals
         if self._live is not None:
             self._answer = self.original.answer(batch, needs)
-            return [_weighted(self._answer, self.config.student_weight)]
+            return [weighted(self._answer, self.config.student_weight)]
         return [self.observe(batch, needs)]
 
     def signals_after_student(self, answers: Answers, batch: Batch, view: StudentView, needs: Needs) -> Answers:
@@ -156,7 +158,8 @@ class RouterTeacher(Teacher):
 
     def begin(self, window: Sequence[Batch], step: int, cursor: int = 0) -> None:
         self.is_due = self.trains and (step + 1) % self.config.every == 0
-        self._num_tokens = sum(int(batch.attention_mask.cpu().sum()) for batch in window)
+        own = sum(int(batch.attention_mask.cpu().sum()) for batch in window)
+        self._num_tokens = self.peers.counts({"tokens": own})["tokens"]
         self._loss = torch.zeros_like(self._loss)
         self.gates.discard()
 
@@ -175,8 +178,8 @@ class RouterTeacher(Teacher):
                 self._live, self._answer, self._anchor_answer = None, None, None
 
     def extra_loss(self, batch: Batch, view: StudentView, *, num_targets: int) -> Tensor | float:
-        """In sar-joint, the router's own terms."""
-        if self._live is None or self._answer is None:
+        """In sar-joint, the router's own terms; none of a batch without a target, as one process takes none."""
+        if self._live is None or self._answer is None or not batch.num_scored:
             return 0.0
         own, terms = own_terms(
             self.aims(has_student=False), self._answer, None, self._anchor_answer, self._live, batch, num_targets,
@@ -186,7 +189,12 @@ class RouterTeacher(Teacher):
         return own
 
     def after_student(self, batch: Batch, view: StudentView, *, num_targets: int) -> None:
-        self.learn(batch, view, num_targets=num_targets)
+        with self.beside_student():
+            self.learn(batch, view, num_targets=num_targets)
+
+    def beside_student(self) -> AbstractContextManager[None]:
+        """Around a comparison with the student's view: where the student is sharded, its head is gathered again."""
+        return self.peers.gathered() if self.is_due and self.config.mode == "sar" else nullcontext()
 
     def learn(
         self, batch: Batch, view: StudentView | None, *, num_targets: int,
@@ -199,7 +207,7 @@ class RouterTeacher(Teacher):
         and one step against it. `student_term` is for a student of another tokenizer, in place of `view`: the
         share of the window's mean divergence, and the term.
         """
-        if not self.is_due or self.config.mode == "sar-joint":
+        if not self.is_due or self.config.mode == "sar-joint" or not batch.num_scored:
             return
         aims = aims or self.aims(has_student=view is not None)
         anchor = self._anchor(batch) if aims.anchor else None
@@ -225,10 +233,12 @@ class RouterTeacher(Teacher):
         """Update the gates from the gradient of a window, or drop it with a refused step."""
         if bad_rows and self.trains:
             self.gates.mend()
-        if not self.gates.has_gradient:
-            return
         if not is_kept:
             self.gates.discard()
+            return
+        if self.is_due and self.peers.size > 1:
+            self._loss = self.gates.sum_gradients(self.peers, self._loss)
+        if not self.gates.has_gradient:
             return
         scale = joint_scale if self.config.mode == "sar-joint" else self.gates.loss_scale
         self.gates.apply(rate_factor, self._loss, scale)
@@ -267,7 +277,9 @@ class RouterTeacher(Teacher):
         return assessment
 
     def assess(self, held_out: Iterable[Batch]) -> Assessment:
-        return assess(self, held_out)
+        """On all of the held-out text, in every process; the first one's loss counts, so that all decide alike."""
+        found = assess(self, held_out)
+        return replace(found, nll=self.peers.broadcast(found.nll))
 
     def watch(self, assessment: Assessment) -> bool:
         """Restore and freeze gates that made the teacher worse. Return whether they did."""
@@ -293,7 +305,7 @@ class RouterTeacher(Teacher):
 
     def report(self, assessment: Assessment) -> dict[str, Any]:
         """The fields of a router event. Start the sums of the terms anew."""
-        record = event_fields(self, assessment, self._sums.means())
+        record = event_fields(self, assessment, self._sums.means(self.peers, self._loss.device))
         self._sums = TermSums()
         return record
 
@@ -326,17 +338,3 @@ class RouterTeacher(Teacher):
         self.is_frozen = bool(state["is_frozen"])
         self.start_nll = state["start_nll"]
         self.probed = state["probed"]
-
-
-def _weighted(answer: DenseSignal, weight: float) -> DenseSignal:
-    """The same answer, with its gradient multiplied by `weight`."""
-
-    def weighted(states: Tensor) -> Tensor:
-        if not states.requires_grad:
-            return states
-        states = states.view_as(states)
-        states.register_hook(lambda gradient: gradient * weight)  # type: ignore[no-untyped-call]
-        return states
-
-    taps = {name: weighted(tap) for name, tap in answer.taps.items()}
-    return replace(answer, hidden=weighted(answer.hidden), taps=taps)

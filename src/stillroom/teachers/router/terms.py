@@ -113,6 +113,20 @@ def _gate_terms(aims: Aims, routing: Routing, batch: Batch, num_tokens: int, ter
     return loss
 
 
+def weighted(answer: DenseSignal, weight: float) -> DenseSignal:
+    """The same answer, with its gradient multiplied by `weight`."""
+
+    def scaled(states: Tensor) -> Tensor:
+        if not states.requires_grad:
+            return states
+        states = states.view_as(states)
+        states.register_hook(lambda gradient: gradient * weight)  # type: ignore[no-untyped-call]
+        return states
+
+    taps = {name: scaled(tap) for name, tap in answer.taps.items()}
+    return replace(answer, hidden=scaled(answer.hidden), taps=taps)
+
+
 # -- measuring -------------------------------------------------------------------------------------------
 
 
