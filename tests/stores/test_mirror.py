@@ -11,6 +11,7 @@ import pytest
 from faulty_store import FaultyStore
 
 from stillroom.errors import CannotSave
+from stillroom.stores import mirror as mirroring
 from stillroom.stores.files import StoreFiles
 from stillroom.stores.lease import Lease
 from stillroom.stores.mirror import Mirror
@@ -196,6 +197,27 @@ def test_a_checkpoint_that_is_pruned_while_it_is_sent_arrives_whole(
     there = world.there()
     assert there["checkpoints/step-000001/student.safetensors"] == "weights of 1"
     assert there["events.jsonl"] == "events until 1", "the log as it was at the commit"
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_put_aside_is_taken_whole(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.checkpoint(1, "of one line")
+    other, link = world.folder.parent / "other", mirroring.os.link
+
+    def replaced(here: Path, there: Path) -> None:
+        link(here, there)
+        if other.exists() and here.name == "manifest.json":  # the first of its files
+            place = world.folder / "checkpoints" / "step-000001"
+            place.rename(world.folder.parent / "gone")
+            other.rename(place)
+
+    world.checkpoint(2, "of another line")
+    (world.folder / "checkpoints" / "step-000002").rename(other)
+    monkeypatch.setattr(mirroring.os, "link", replaced)
+    world.mirror.finish()
+    held = {name: text for name, text in world.there().items() if name.startswith("checkpoints/")}
+    assert {"of another line" in text for text in held.values()} == {True} and len(held) == 2
 
 
 def test_a_run_whose_lease_was_taken_over_writes_nothing_more_and_ends(world: World, faulty: type[FaultyStore]) -> None:

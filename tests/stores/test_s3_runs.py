@@ -27,7 +27,13 @@ from stillroom.teachers.cache.writer import open_store, write_missing
 moto = pytest.importorskip("moto.server")
 pytest.importorskip("s3fs")
 
-SETTINGS = {"train__max_steps": 6, "train__eval_steps": 3, "train__save_steps": 2, "eval__samples": 0}
+SETTINGS = {
+    "train__max_steps": 6,
+    "train__eval_steps": 3,
+    "train__save_steps": 2,
+    "eval__samples": 0,
+    "checkpoint__background": "off",
+}
 
 
 @pytest.fixture(scope="module")

@@ -29,6 +29,7 @@ from stillroom.stores.lease import Lease
 MANIFEST, LAST = "manifest.json", ("summary.json",)
 _NOT_SENT = ("run.lock", "events.jsonl.tmp")
 _LINKED = ("checkpoints/", "student/")  # files there are never written to again, only replaced
+_CHECKPOINTS, _TRIES = "checkpoints", 3
 _COMMITTED_AT = frozenset({"checkpoint", "eval"})
 
 
@@ -36,14 +37,13 @@ _COMMITTED_AT = frozenset({"checkpoint", "eval"})
 class Commit:
     """What the folder held at a moment: every name, and a copy of each file that the store does not have."""
 
-    names: frozenset[str]
+    aside: Path
+    names: set[str] = field(default_factory=set)
     copies: dict[str, Path] = field(default_factory=dict)
     stamps: dict[str, tuple[int, int]] = field(default_factory=dict)
-    aside: Path | None = None
 
     def forget(self) -> None:
-        if self.aside is not None:
-            shutil.rmtree(self.aside, ignore_errors=True)
+        shutil.rmtree(self.aside, ignore_errors=True)
 
 
 class Mirror:
@@ -156,24 +156,52 @@ class Mirror:
     # -- a commit ----------------------------------------------------------------------------------------
 
     def _take(self) -> Commit:
-        names: set[str] = set()
+        """Checkpoints first, each as a whole: a thread may be saving or pruning. Then the log, which is ahead."""
         self._num_taken += 1
-        aside = self._home / "staged" / str(self._num_taken)
-        commit = Commit(frozenset(), aside=aside)
+        commit = Commit(aside=self._home / "staged" / str(self._num_taken))
         try:
-            for name, path in _files_of(self.folder):
-                stamp = _stamp(path)
-                names.add(name)
-                if stamp == self.state.stamp(name):
-                    continue
-                copy = aside / name
-                copy.parent.mkdir(parents=True, exist_ok=True)
-                _copy(path, copy, is_linked=name.startswith(_LINKED))
-                commit.copies[name], commit.stamps[name] = copy, stamp
+            for checkpoint in sorted(self.folder.glob(f"{_CHECKPOINTS}/*/")):
+                for _ in range(_TRIES):
+                    if self._take_whole(checkpoint, commit):
+                        break
+            for path in _others(self.folder):
+                with contextlib.suppress(FileNotFoundError):  # a mark of a rollback that was just removed
+                    self._take_file(path, commit)
         except OSError:
             commit.forget()
             raise
-        return Commit(frozenset(names), commit.copies, commit.stamps, aside)
+        return commit
+
+    def _take_whole(self, checkpoint: Path, commit: Commit) -> bool:
+        """Whether the folder of a checkpoint was neither replaced nor removed meanwhile."""
+        part = Commit(aside=commit.aside)
+        try:
+            before = checkpoint.stat().st_ino
+            for path in sorted(checkpoint.iterdir()):
+                self._take_file(path, part)
+            if checkpoint.stat().st_ino != before:
+                return False
+        except FileNotFoundError:
+            return False
+        commit.names.update(part.names)
+        commit.copies.update(part.copies)
+        commit.stamps.update(part.stamps)
+        return True
+
+    def _take_file(self, path: Path, commit: Commit) -> None:
+        name = path.relative_to(self.folder).as_posix()
+        if not path.is_file() or path.is_symlink() or name in _NOT_SENT or _is_hidden(name):
+            return
+        stamp = _stamp(path)
+        if stamp == self.state.stamp(name):
+            commit.names.add(name)
+            return
+        copy = commit.aside / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.unlink(missing_ok=True)
+        _copy(path, copy, is_linked=name.startswith(_LINKED))
+        commit.names.add(name)
+        commit.copies[name], commit.stamps[name] = copy, stamp
 
     def _send(self, commit: Commit) -> None:
         try:
@@ -216,11 +244,12 @@ def _order(name: str) -> tuple[int, str]:
     return 0, name
 
 
-def _files_of(folder: Path) -> Iterator[tuple[str, Path]]:
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder).as_posix()
-        if path.is_file() and not path.is_symlink() and name not in _NOT_SENT and not _is_hidden(name):
-            yield name, path
+def _others(folder: Path) -> Iterator[Path]:
+    """All files but those within checkpoints."""
+    for root, folders, names in os.walk(folder):
+        place = Path(root)
+        folders[:] = sorted(name for name in folders if not _is_hidden(name) and place != folder / _CHECKPOINTS)
+        yield from (place / name for name in sorted(names))
 
 
 def _is_hidden(name: str) -> bool:

@@ -80,7 +80,8 @@ def test_a_run_killed_here_goes_on_elsewhere_bit_for_bit(
         with opened(url) as place:
             assert place.mirror is not None
             mirror = place.mirror
-            distill(config(world), url, device="cpu", inject="kill_before_rename@6", listeners=(wait_for_store,))
+            settled = config(world, checkpoint__background="off")  # what was sent must not depend on speed
+            distill(settled, url, device="cpu", inject="kill_before_rename@6", listeners=(wait_for_store,))
 
     faulty.fail_every = 3
     assert tiny.in_child(killed) == -9
