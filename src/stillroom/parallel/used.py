@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 
 class Uses:
@@ -21,14 +22,14 @@ class Uses:
     """
 
     def __init__(self) -> None:
-        self._watched: set[str] = set()
+        self._watched = WeakIdKeyDictionary()  # by parameter: another run in this process has others of the same names
         self._names: set[str] = set()
         self._num_left = 0  # micro-batches with a target that are still to come
         self._is_counted = False
 
     def watch(self, name: str, parameter: nn.Parameter) -> None:
-        if name not in self._watched:
-            self._watched.add(name)
+        if parameter not in self._watched:
+            self._watched[parameter] = name
             parameter.register_post_accumulate_grad_hook(partial(self._note, name))  # type: ignore[no-untyped-call]
 
     def _note(self, name: str, _parameter: Any) -> None:
