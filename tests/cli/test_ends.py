@@ -358,7 +358,12 @@ def test_saving_waits_until_it_takes_no_more_than_its_share() -> None:
     assert pace.is_save_worth_it()
     fixed = Pace(is_save_fixed=True)
     fixed.saved(1000.0)
-    assert fixed.is_save_worth_it(), "an interval that was asked for is kept"
+    assert fixed.is_save_worth_it(is_saving=True), "an interval that was asked for is kept"
+    assert not pace.is_save_worth_it(is_saving=True), "it would have to wait for the save in flight"
+    assert pace.seconds_to_stop(is_saving=True) == pace.seconds_to_stop() == 0.0
+    assert fixed.seconds_to_stop(is_saving=True) == 1.5 * fixed.seconds_to_stop(), (
+        "that save, a checkpoint, the student"
+    )
 
 
 def test_libraries_that_are_loaded_on_the_way_print_nothing(tmp_path: Path) -> None:

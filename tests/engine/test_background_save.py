@@ -134,7 +134,6 @@ def test_an_error_in_the_thread_is_the_runs_and_costs_no_checkpoint(begun: Any, 
     else:
         with pytest.raises(MemoryError):
             settle(run, state)
-        state.saved_at = ()
     run.checkpoints.at_point = lambda _point: None
     assert [path.name for path in run.checkpoints.folder.glob("step-*")] == ["step-000002"]
     assert state.saved_at == ()
@@ -172,7 +171,7 @@ def test_a_kill_while_training_goes_on_leaves_the_checkpoint_before_and_resumes_
         """While step 4 is written, as soon as step 5 was taken."""
         log = tmp_path / "run" / "events.jsonl"
         while self._saved_after == 4 and point == "before_rename":
-            if '"event": "step", "schema": 1' in log.read_text() and log.read_text().count('"verdict": "keep"') >= 5:
+            if log.read_text().count('"verdict": "keep"') >= 5:
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(0.01)
 

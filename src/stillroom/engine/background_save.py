@@ -100,11 +100,12 @@ def settle(run: Run, state: RunState) -> None:
     save, run.saves.current = run.saves.current, None
     if save is None:
         return
+    moment, state.saved_at = state.saved_at, ()  # whatever is raised below: this state is not known to be saved
     save.wait()
     is_saved = _report(run, state, save)
     # All processes wait for the first, so a rollback never reads a half-written checkpoint.
-    if not run.parallel.broadcast(float(is_saved)):
-        state.saved_at = ()
+    if run.parallel.broadcast(float(is_saved)):
+        state.saved_at = moment
 
 
 def tell_finished(run: Run, state: RunState) -> None:
