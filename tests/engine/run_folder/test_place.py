@@ -15,11 +15,12 @@ import tiny
 from commands import run as command
 from faulty_store import FaultyStore, faulty_store
 
+import stillroom
 from stillroom import remote
 from stillroom.config import load_config
 from stillroom.engine.distill import distill, resume
 from stillroom.engine.run_folder.place import folder_of, opened
-from stillroom.errors import BrokenAtStart, CannotSave, CheckpointUnusable, ConfigError
+from stillroom.errors import BrokenAtStart, CannotSave, CheckpointUnusable, ConfigError, Interrupted
 from stillroom.telemetry import read_events
 
 SETTINGS = {"train__max_steps": 8, "train__eval_steps": 4, "train__save_steps": 2, "eval__samples": 0}
@@ -193,6 +194,26 @@ def test_processes_on_several_machines_are_refused(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with pytest.raises(BrokenAtStart, match="several machines"), opened("memory://box/run"):
         pass
+
+
+def test_a_run_of_objects_goes_on_elsewhere_with_the_inputs_it_began_with(
+    world: Path, tmp_path: Path, move: Any
+) -> None:
+    memory = fsspec.filesystem("memory")
+    memory.store.clear()
+    settings = {key: value for key, value in tiny.settings(world, **SETTINGS).items() if key != "data.train"}
+    records = [json.loads(line) for line in (world / "train.jsonl").read_text().splitlines()]
+    with pytest.raises(Interrupted) as caught:
+        stillroom.distill(
+            data=records, out="memory://box/run", settings={**settings, "train.max_minutes": 1e-9}, device="cpu"
+        )
+    assert "stillroom resume memory://box/run" in str(caught.value), "the address, and not the folder of this machine"
+    shutil.rmtree(tmp_path / "here")
+    move()
+    result = stillroom.resume("memory://box/run", device="cpu", max_minutes=0)
+    assert result.summary["steps"] == 8 and list((result.folder / "inputs").iterdir())
+    assert memory.exists("/box/run/report.html")
+    memory.store.clear()
 
 
 def test_the_commands_write_and_read_a_run_in_memory(
