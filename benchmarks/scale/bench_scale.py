@@ -95,6 +95,7 @@ def settings(folder: Path, size: str, num_micro: int) -> dict[str, Any]:
         "train.compile": "off",
         "precision.mode": "fp32",
         "guard.snapshot_ring": 1,
+        "checkpoint.background": "off",  # nothing is saved here
     }
 
 

@@ -1,8 +1,7 @@
 """Pairs of models as shapes, and the bytes of one process by the formulas of `stillroom plan`.
 
 Models are configurations of published sizes, built without weights. `hsdp` is fsdp with `train.shard_size` processes
-in a group, those of one node. A teacher that is sharded is a part of its weights, what is outside of its layers, and
-two layers; one that is elsewhere is nothing.
+in a group, those of one node.
 """
 
 from __future__ import annotations
@@ -86,8 +85,9 @@ class Memory:
         self._teacher: Sizes | None = None
         self._mode = ""
 
-    def layout(self, sharing: Sharing, *, rows: int, is_live: bool) -> Layout:
+    def layout(self, sharing: Sharing, *, rows: int, teacher: str) -> Layout:
         """With gradients of an earlier micro-batch: all but the largest runs have several in a step."""
+        place = {"sharded": {"teacher.placement": "shard"}, "cached": {"teacher.cache": "cache"}}
         config = load_config(
             overrides={
                 "teacher.model": str(self.folder / "teacher"),
@@ -96,7 +96,7 @@ class Memory:
                 "data.max_length": self.length,
                 "train.batch_size": rows,
                 "train.gradient_accumulation_steps": 2,
-                **({} if is_live else {"teacher.cache": "cache"}),
+                **place.get(teacher, {}),
             }
         )
         self.shapes.target = replace(self.target, sharing=sharing)
@@ -106,24 +106,15 @@ class Memory:
     @property
     def teacher(self) -> Sizes:
         if self._teacher is None:
-            self._teacher = self.layout(Sharing(), rows=1, is_live=True).teacher
+            self._teacher = self.layout(Sharing(), rows=1, teacher="replicated").teacher
             assert self._teacher is not None
         return self._teacher
 
     def held(self, strategy: str, mesh: Mesh, teacher: str, *, rows: int) -> Held:
-        """`teacher`: replicated, sharded, or anything else, where it is not on this card."""
-        across = mesh.inside if strategy == "hsdp" else mesh.size
+        """`teacher`: replicated, sharded, cached, or own ranks: then this process is one that trains."""
         is_sharded = strategy in ("fsdp", "hsdp") and mesh.size > 1
-        sharing = Sharing(mesh.size, is_sharded, across if strategy == "hsdp" else 0)
-        is_live = teacher in ("replicated", "sharded")
-        layout = self.layout(sharing, rows=rows, is_live=is_live)
+        groups = mesh.inside if strategy == "hsdp" and mesh.size > 1 else 0
+        sharing = Sharing(mesh.size, is_sharded, groups, int(teacher == "own ranks"))
+        layout = self.layout(sharing, rows=rows, teacher=teacher)
         parts = {name: float(value) for name, value in layout.device.items()}
-        total = float(layout.total)
-        if teacher == "sharded" and across > 1:
-            whole = self.teacher.parameters * self.teacher.itemsize
-            layers = self.teacher.layer_bytes
-            root = whole - sum(layers)
-            own = whole / across + root + 2 * max(layers)
-            total += own - whole
-            parts["teacher"] = own
-        return Held(layout.sizes, self.teacher, total, parts, layout.mode)
+        return Held(layout.sizes, self.teacher, float(layout.total), parts, layout.mode)

@@ -8,8 +8,8 @@ with the published rates of cards and links (platforms.py), event by event (time
 process by the formulas of `stillroom plan` (rank_memory.py). The same inputs give the same file, but for the date.
 
 `hsdp` is fsdp with `train.shard_size` = the cards of a node. Teachers: `replicated` on every card; `sharded` over them,
-gathered layer by layer; on `own ranks`, a part of the cards, which send hidden states; `served` by a fleet of as many
-cards as keep up, which sends no more than a cache stores; `cached`, asked before.
+gathered layer by layer; on `own ranks`, a part of the cards, which send hidden states and are waited for; `served` by a
+fleet of as many cards as keep up, which sends no more than a cache stores; `cached`, asked before.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class World:
 def strategies(number: int, node: int) -> tuple[str, ...]:
     if number == 1:
         return ("single",)
-    return ("ddp", "fsdp", "hsdp") if number > node else ("ddp", "fsdp")
+    return ("ddp", "fsdp", "hsdp") if number > node and number % node == 0 else ("ddp", "fsdp")
 
 
 def trained(world: World, strategy: str, number: int, teacher: str) -> dict[str, Any]:
@@ -128,24 +128,32 @@ def served(world: World, row: dict[str, Any]) -> dict[str, Any]:
 
 
 def own_ranks(world: World, number: int) -> dict[str, Any] | None:
-    """The best division of the cards between teacher and student. Hidden states go from the one to the other."""
+    """The best division of the cards between teacher and student, as `teacher.ranks` has it.
+
+    A card holds the whole teacher, and there are no more of them than trainers. A trainer waits for its answer, so a
+    micro-batch takes the answer, the way of the hidden states and the student's work; a teacher answers its trainers
+    one after another, so it takes at least all their answers.
+    """
     best: dict[str, Any] | None = None
-    for asking in sorted({max(world.holders, number * part // 16) for part in range(1, 16)}):
+    if world.holders > 1:
+        return None
+    for asking in sorted({max(1, number * part // 16) for part in range(1, 9)}):
         students = number - asking
-        if students < 1 or asking % world.holders:
-            continue
         rows = [trained(world, one, students, "own ranks") for one in strategies(students, world.platform.node)]
         for row in [one for one in rows if one["fits"]]:
-            answers = TOKENS * world.teacher_seconds / asking
-            carried = TOKENS / students * 2 * world.memory.teacher.width
+            tokens = row["rows"] * LENGTH
+            answer = tokens * world.teacher_seconds
+            carried = tokens * 2 * world.memory.teacher.width
             moved = carried / (world.platform.between * platforms.LINK_SHARE / world.platform.node)
-            seconds = max(row["seconds"], answers, moved)
+            own = row["seconds"] / row["micro_batches"]
+            queue = -(-students // asking) * answer
+            seconds = row["micro_batches"] * max(own + answer + moved, queue)
             if best is None or seconds < best["seconds"]:
-                name = row["bottleneck"] if seconds == row["seconds"] else "teacher"
+                name = "teacher" if max(queue, answer) > own else row["bottleneck"]
                 best = row | {"gpus": number, "teacher_gpus": asking, "seconds": seconds, "bottleneck": name}
                 best["tokens_per_second"] = TOKENS / seconds
                 best["gpu_hours_per_billion"] = number * seconds / TOKENS * 1e9 / 3600
-                best["gb_sent_between"] += carried / 1e9
+                best["gb_sent_between"] += row["micro_batches"] * carried / 1e9
     return best
 
 
@@ -168,7 +176,7 @@ def fleets(rows: list[dict[str, Any]], world: World, bytes_per_position: float) 
     found = []
     for number in NUMBERS:
         fitting = [one for one in rows if one["gpus"] == number and one["fits"]]
-        live = [one for one in fitting if one["teacher"] not in ("cached", "served")]
+        live = [one for one in fitting if one["teacher"] != "cached"]
         cached = [one for one in fitting if one["teacher"] == "cached"]
         if not cached:
             continue

@@ -172,6 +172,17 @@ def test_more_cards_never_make_a_step_of_ddp_longer() -> None:
         assert seconds == sorted(seconds, reverse=True)
 
 
+def test_no_teacher_is_cheaper_than_stored_answers_and_only_what_fits_is_timed() -> None:
+    for pair in SIMULATED["pairs"].values():
+        for card in pair["cards"].values():
+            for number in (1, *NUMBERS):
+                rows = [row for row in card["rows"] if row["gpus"] == number and row["fits"]]
+                stored = [row["gpu_hours_per_billion"] for row in rows if row["teacher"] == "cached"]
+                asked = [row["gpu_hours_per_billion"] for row in rows if row["teacher"] != "cached"]
+                assert not asked or min(stored) < min(asked)
+            assert all(("seconds" in row) == row["fits"] for row in card["rows"])
+
+
 # -- memory ----------------------------------------------------------------------------------------------
 
 
