@@ -153,7 +153,9 @@ def after_applied_step(run: Run, state: RunState, outcome: StepOutcome) -> None:
     if exam is None:
         return
     if is_eval or is_save or is_snapshot:
+        state.is_changing = True  # gates may be put back
         run.teacher.look_after(state.applied, is_eval=is_eval)
+        state.is_changing = False
     if is_snapshot:
         take_snapshot(run, state, exam)
     evaluate_and_save(run, state, outcome.lesson, is_eval=is_eval, is_save=is_save)

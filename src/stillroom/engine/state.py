@@ -37,7 +37,7 @@ class Holdings:
     pace: Pace = field(default_factory=Pace)
     evaluated: Evaluation | None = None  # the last evaluation of the student
     saved_at: tuple[int, ...] = ()  # counters that identify the state of the newest checkpoint
-    is_changing: bool = False  # a verdict is carried out: weights and counters are not those of one step
+    is_changing: bool = False  # a verdict is carried out, or gates are looked after: this is not the state of one step
     begun_at: int | None = None  # position in the log when the present attempt began; None between attempts
     between_batches: Callable[[], None] = never_stop  # called between held-out batches; may raise to stop
 
