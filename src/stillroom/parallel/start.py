@@ -16,6 +16,7 @@ from stillroom.parallel.link import Link, TeacherRank, check_teacher_ranks, make
 from stillroom.parallel.mesh import check_shard_size
 from stillroom.parallel.processes import peer_errors
 from stillroom.parallel.replicated import Replicated
+from stillroom.parallel.torch_version import check_torch
 
 _LINKS: list[Link] = []  # of this process, for as long as it lives; runs one after another use the same
 
@@ -36,6 +37,7 @@ def join(timeout_minutes: float, strategy: str = "auto", shard_size: int = 0, te
             where="environment",
             advice=["start the run with torchrun --nproc-per-node N -m stillroom distill ...", "or unset WORLD_SIZE"],
         )
+    check_torch(is_sharded=strategy == "fsdp")
     check_teacher_ranks(teacher_ranks, size)
     num_trainers = size - teacher_ranks
     check_shard_size(shard_size, num_trainers, strategy)

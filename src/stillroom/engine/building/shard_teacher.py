@@ -13,6 +13,7 @@ from stillroom.models import LoadedModel
 from stillroom.models.anatomy import layers_if_any
 from stillroom.parallel import Parallel
 from stillroom.parallel.processes import Processes
+from stillroom.parallel.torch_version import check_torch
 from stillroom.teachers.placement import Placement
 from stillroom.teachers.shards import Shards
 from stillroom.teachers.streamed import StreamedModel
@@ -47,6 +48,7 @@ def shard_teacher(
             where="train.batch_size",
             advice=["give train.batch_size a number", "--set teacher.placement=device"],
         )
+    check_torch(is_sharded=True)
     from stillroom.parallel.frozen import shard_frozen  # it takes half a second to import
 
     blocks = layers_if_any(loaded.network)
