@@ -16,8 +16,8 @@ from wire import Mesh, Weights, sent, window
 SMALL_SUMS = 4  # of a step: counts, used gradients, evidence, and one to wait for the others
 SMALL = 4096  # bytes
 # Copies of a whole tensor into new memory, inside of a process: gathered weights are copied out, and gradients are laid
-# out to be sent. Their other buffers, and DDP's, are taken to be memory that the process has already. One copy is a fit:
-# on a loaded machine none gave 0.86 of the measured CPU of fsdp, two 1.02.
+# out to be sent. Their other buffers, and DDP's, are taken to be memory that the process has already. One copy is
+# a fit: on a loaded machine none gave 0.86 of the measured CPU of fsdp, two 1.02.
 COPIES = {"all_reduce": 0.0, "all_gather": 1.0, "reduce_scatter": 1.0}
 
 

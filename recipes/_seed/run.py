@@ -7,7 +7,6 @@ import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from _seed.views import View
 from stillroom.cli.ends import run_to_its_end
 from stillroom.config import Loaded, load, parse_assignments, shortened
 from stillroom.errors import Diverged, LossScaleAtFloor, NoBetterStudent, TooManySkips
+from stillroom.files import new_run_folder
 
 SET = "STILLROOM_RECIPE_SET"  # settings for every recipe, as words `key=value`
 
@@ -67,7 +67,7 @@ def prepare(order: Order, options: argparse.Namespace) -> Job:
 
 def carry_out(order: Order, view_of: Callable[[str], View], options: argparse.Namespace) -> int:
     job = prepare(order, options)
-    folder = Path(options.output_dir or Path("runs") / f"{order.name}-{datetime.now():%Y%m%d-%H%M%S}")
+    folder = Path(options.output_dir or new_run_folder(order.name))
     say(
         *job.lines,
         *job.loaded.notes,

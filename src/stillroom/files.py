@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,15 @@ def reason_of(error: BaseException) -> str:
     """The first line of an error's message, without the error number."""
     text = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
     return str(text).splitlines()[0]
+
+
+def new_run_folder(name: str) -> Path:
+    """A folder below `runs` that is not there yet, by a name and the time; two runs may begin in one second."""
+    first = Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    folder, number = first, 2
+    while folder.exists():
+        folder, number = first.with_name(f"{first.name}-{number}"), number + 1
+    return folder
 
 
 def write_durably(path: Path, contents: bytes) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from stillroom.config import Config
 from stillroom.config.load import build, put, read_preset
 from stillroom.curriculum import Curriculum
 from stillroom.errors import ConfigError
+from stillroom.files import new_run_folder
 
 
 def configured(
@@ -83,8 +83,4 @@ def new_folder(out: str | Path | None) -> Path:
             where="out",
             advice=["name the folder with out"],
         )
-    first = Path("runs") / f"run-{datetime.now():%Y%m%d-%H%M%S}"
-    folder, number = first, 2
-    while folder.exists():
-        folder, number = first.with_name(f"{first.name}-{number}"), number + 1
-    return folder
+    return new_run_folder("run")

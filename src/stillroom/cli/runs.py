@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,6 +27,7 @@ from stillroom.config import load, parse_assignments, shortened
 from stillroom.config.faults import FAULTS
 from stillroom.ends import fault_of
 from stillroom.errors import ConfigError, FinishedBadly, StillroomError
+from stillroom.files import new_run_folder
 from stillroom.remote import refuse_url
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def distill(
             "several processes train one run in one folder; the demo is three runs, and without --out there is none",
             advice=["name a configuration or a preset, and the folder with --out"],
         )
-    folder = out or Path("runs") / f"{config.stem if config else preset or 'demo'}-{datetime.now():%Y%m%d-%H%M%S}"
+    folder = out or new_run_folder(config.stem if config else preset or "demo")
 
     def job(place: Path, listeners: Listeners) -> Result:
         if is_demo and not dry_run and not inject:
