@@ -138,6 +138,7 @@ def _run_and_report(job: Callable[[Path, Listeners], Result], folder: Path, *, a
 
     is_first = _num_processes() == 1 or os.environ.get("RANK", "0") == "0"
     failure: FinishedBadly | None = None
+    was_finished = False
     try:
         with (
             opened(folder) as place,
@@ -148,7 +149,7 @@ def _run_and_report(job: Callable[[Path, Listeners], Result], folder: Path, *, a
             live = LiveReport(place.folder, view.handle)
             try:
                 result = job(place.folder, (view.handle, live.handle) if is_first else (view.handle,))
-                where, summary = result.folder, result.summary
+                where, summary, was_finished = result.folder, result.summary, result.already_finished
             except FinishedBadly as error:  # a finished run without success: write its report
                 failure, where, summary = error, Path(str(error.folder)), dict(error.summary)
             except BaseException:
@@ -158,7 +159,8 @@ def _run_and_report(job: Callable[[Path, Listeners], Result], folder: Path, *, a
                 path = write_report(where, live.foot())
                 with contextlib.suppress(BrokenPipeError):  # the run is done, even if nobody reads its output
                     if as_json and failure is None:
-                        print_json({"folder": place.url or str(where), **summary})
+                        told = {"already_finished": was_finished, **summary}
+                        print_json({"folder": place.url or str(where), **told})
                     else:
                         view.finish(summary, path)
     except (StillroomError, BrokenPipeError):

@@ -101,7 +101,9 @@ def distill(
                 notes = (*notes, *kept)
             finished, doubt = run_folder.read_summary(claim.folder) if claim.is_resumed else ({}, "")
             if finished.get("status") in FINISHED:
-                return result_or_error(Result(claim.folder, finished))
+                if first:
+                    _teller(listeners)(_already_finished(claim.folder, finished))
+                return result_or_error(Result(claim.folder, finished, already_finished=True))
             return result_or_error(
                 _run(claim, parallel, where, stop, inject, listeners, (*notes, doubt) if doubt else notes)
             )
@@ -194,6 +196,12 @@ def _teller(listeners: tuple[Callable[[dict[str, Any]], None], ...]) -> Callable
             listener({"event": "note", "text": text})
 
     return tell
+
+
+def _already_finished(folder: Path, summary: dict[str, Any]) -> str:
+    steps = summary.get("steps")
+    after = f" after {steps:,} steps" if isinstance(steps, int) else ""
+    return f"the run in {folder} is already finished{after}: nothing of it is trained again"
 
 
 def _train(run: Run, state: RunState, saved: Saved | None, mark: Mark | None, stop: Stop) -> Result:
