@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +135,10 @@ def _run(
     check = InputCheck(saved, accepts, parallel)
     with stop.while_loading():
         check.models(config)
-        models = load_models(config, where, folder=folder, parallel=parallel, tell=_teller(listeners))
+        dated = config.on_day(config.data.day or _day(claim, parallel))
+        models = load_models(dated, where, folder=folder, parallel=parallel, tell=_teller(listeners))
+    if models.prints_day:
+        claim.config = config = dated
     if parallel.is_first and not claim.is_resumed:
         claim.describe()
     log = open_log(folder, saved, mark) if parallel.is_first else SilentLog()
@@ -209,6 +213,12 @@ def _teller(listeners: tuple[Callable[[dict[str, Any]], None], ...]) -> Callable
             listener({"event": "note", "text": text})
 
     return tell
+
+
+def _day(claim: Claim, parallel: Parallel) -> str:
+    """The day on which the run began, as the first process sees it: midnight may pass between two processes."""
+    day = (run_folder.begun_on(claim.folder) if claim.is_resumed else None) or date.today()
+    return date.fromordinal(int(parallel.broadcast(float(day.toordinal())))).isoformat()
 
 
 def _already_finished(folder: Path, summary: dict[str, Any]) -> str:
