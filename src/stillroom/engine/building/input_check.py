@@ -15,7 +15,7 @@ from stillroom.config import Config
 from stillroom.curriculum import Curriculum
 from stillroom.data import Corpus, Rows
 from stillroom.engine.building.cache_build import AUTO, uses_cache
-from stillroom.errors import BrokenAtStart, InputsChanged
+from stillroom.errors import BrokenAtStart, CheckpointUnusable, InputsChanged
 from stillroom.parallel import Parallel
 from stillroom.teachers.cache.identity import student_identity, teacher_identity
 from stillroom.teachers.cache.in_store import folder_of
@@ -65,8 +65,8 @@ class InputCheck:
 
     def _compare(self, found: dict[str, dict[str, Any]], where: Mapping[str, str]) -> None:
         self.found |= found
-        before = self.saved.scalars.get("inputs", {}) if self.saved is not None else {}
-        changed = {role: text for role, now in found.items() if (text := _change(role, before.get(role) or {}, now))}
+        before = _stored(self.saved)
+        changed = {role: text for role, now in found.items() if (text := _change(role, before.get(role, {}), now))}
         if self.parallel.broadcast(float(bool(changed))) and not self.is_accepted:
             raise InputsChanged(
                 "; ".join(changed.values()) or "the first process found other inputs than those of the checkpoint",
@@ -81,6 +81,20 @@ class InputCheck:
         self.changes += changed.values()
 
 
+def _stored(saved: Saved | None) -> Hashes:
+    """The hashes of a checkpoint; empty where it has none."""
+    stored = saved.scalars.get("inputs", {}) if saved is not None else {}
+    if not isinstance(stored, dict) or not all(_is_table(facts) for facts in stored.values()):
+        raise CheckpointUnusable(
+            "what the checkpoint says of its inputs is not a table of hashes", advice=["restore the folder from a copy"]
+        )
+    return stored
+
+
+def _is_table(facts: Any) -> bool:
+    return isinstance(facts, dict) and all(isinstance(value, str | int | None) for value in facts.values())
+
+
 def _change(role: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """How an input differs; empty where it does not, or where one side is not known."""
     unlike = [key for key in now if None not in (before.get(key), now[key]) and before[key] != now[key]]
@@ -91,7 +105,7 @@ def _change(role: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> str
     counted = [key for key in unlike if key != "digest"]
     if not counted:
         return f"the {_WORDS[role]} has other contents or another order than when the run began, in as many tokens"
-    sizes = ", ".join(f"{before[key]:,} {key} when the run began and {now[key]:,} now" for key in counted)
+    sizes = ", ".join(f"{before[key]} {key} when the run began and {now[key]} now" for key in counted)
     return f"the {_WORDS[role]} is not that the run began with: {sizes}"
 
 
