@@ -142,8 +142,9 @@ def verify_resume(
     """Prove that a run which is killed and resumed ends as one that was not, to the last bit.
 
     Trains N steps of the configuration, then N steps that a SIGKILL ends before step k and `resume` continues, each in
-    a process of its own, and compares the record of every step, the state and every tensor. Works in a temporary
-    folder: runs of yours are not touched. Exit code 0, or 25 with the first tensor that differs.
+    a process of its own, and compares the record of every step, the state and every tensor. Then changes the data, the
+    teacher and the student in turn: resuming must be refused. Works in a temporary folder: runs of yours are not
+    touched. Exit code 0, or 25 with the first tensor that differs or the input that was not looked at.
     """
     chosen = _loaded(config, preset, set_)
     from stillroom.checks.resume.verify import verify_resume
@@ -164,6 +165,10 @@ def verify_resume(
         typer.echo(line)
     if not proof.holds:
         first = proof.first_tensor or proof.differences[0]
+        if first.kind == "input":
+            raise ResumeDiffers(
+                f"a resumed run does not look at its {first.name}", where=first.what, advice=["see what it says"]
+            )
         raise ResumeDiffers(
             f"the resumed run is not the run without a break: the first {first.kind} that differs is {first.name}",
             where=first.what,

@@ -41,6 +41,14 @@ _NOT_THE_DEMO = ("teacher.", "student.", "data.", "objectives.")
 _INJECT_HELP = f"faults on purpose, e.g. nan_weight@40,teacher_nan@60x5 (xN: N attempts). Known: {', '.join(FAULTS)}"
 
 
+AcceptChangedInputs = Annotated[
+    bool,
+    typer.Option(
+        "--accept-changed-inputs", help="resume although the data, the teacher or the starting student is another"
+    ),
+]
+
+
 @app.command()
 def distill(
     config: ConfigFile = None,
@@ -60,6 +68,7 @@ def distill(
     max_minutes: Annotated[float | None, typer.Option(help="save and stop after so long, exit code 75")] = None,
     strict: Annotated[bool, typer.Option(help="halt at the first value that is not finite")] = False,
     inject: Annotated[str, typer.Option(help=_INJECT_HELP)] = "",
+    accept_changed_inputs: AcceptChangedInputs = False,
     set_: Assignments = None,
     progress: Annotated[bool, typer.Option(help="live progress on a terminal")] = True,
     as_json: AsJson = False,
@@ -89,15 +98,18 @@ def distill(
             advice=["name a configuration or a preset, and the folder with --out"],
         )
     folder = out or new_run_folder(config.stem if config else preset or "demo")
+    accepts: dict[str, Any] = {"accept_changed_inputs": accept_changed_inputs}
 
     def job(place: Path, listeners: Listeners) -> Result:
         if is_demo and not dry_run and not inject:
             from stillroom.demo import run_demo
 
-            return run_demo(loaded.config, place, device=device, listeners=listeners)
+            return run_demo(loaded.config, place, device=device, listeners=listeners, **accepts)
         from stillroom.engine.distill import distill as run
 
-        return run(loaded.config, place, device=device, inject=inject, listeners=listeners, notes=loaded.notes)
+        return run(
+            loaded.config, place, device=device, inject=inject, listeners=listeners, notes=loaded.notes, **accepts
+        )
 
     if is_demo:
         refuse_url(folder, "the demo, which is three runs,", "--out")
@@ -113,20 +125,24 @@ def resume(
     shard_size: Annotated[
         int | None, typer.Option(min=0, help="with fsdp: processes that hold one copy; 0: all; else train.shard_size")
     ] = None,
+    accept_changed_inputs: AcceptChangedInputs = False,
     progress: Annotated[bool, typer.Option(help="live progress on a terminal")] = True,
     as_json: AsJson = False,
 ) -> None:
-    """Continue a run, bit for bit."""
+    """Continue a run, bit for bit.
+
+    A run whose data, teacher or starting student is not what it was when the run began ends with exit code 25.
+    """
+    accepts: dict[str, Any] = {"accept_changed_inputs": accept_changed_inputs}
 
     def job(place: Path, listeners: Listeners) -> Result:
         from stillroom.demo import is_demo_run, resume_demo
         from stillroom.engine.distill import resume as resume_run
 
         if is_demo_run(place):
-            return resume_demo(place, device=device, max_minutes=max_minutes, listeners=listeners)
-        return resume_run(
-            place, device=device, max_minutes=max_minutes, strategy=strategy, shard_size=shard_size, listeners=listeners
-        )
+            return resume_demo(place, device=device, max_minutes=max_minutes, listeners=listeners, **accepts)
+        options: dict[str, Any] = {"strategy": strategy, "shard_size": shard_size, **accepts}
+        return resume_run(place, device=device, max_minutes=max_minutes, listeners=listeners, **options)
 
     _run_and_report(job, run, as_json=as_json, progress=progress)
 
@@ -138,6 +154,7 @@ def _run_and_report(job: Callable[[Path, Listeners], Result], folder: Path, *, a
 
     is_first = _num_processes() == 1 or os.environ.get("RANK", "0") == "0"
     failure: FinishedBadly | None = None
+    was_finished = False
     try:
         with (
             opened(folder) as place,
@@ -148,7 +165,7 @@ def _run_and_report(job: Callable[[Path, Listeners], Result], folder: Path, *, a
             live = LiveReport(place.folder, view.handle)
             try:
                 result = job(place.folder, (view.handle, live.handle) if is_first else (view.handle,))
-                where, summary = result.folder, result.summary
+                where, summary, was_finished = result.folder, result.summary, result.already_finished
             except FinishedBadly as error:  # a finished run without success: write its report
                 failure, where, summary = error, Path(str(error.folder)), dict(error.summary)
             except BaseException:
@@ -158,7 +175,8 @@ def _run_and_report(job: Callable[[Path, Listeners], Result], folder: Path, *, a
                 path = write_report(where, live.foot())
                 with contextlib.suppress(BrokenPipeError):  # the run is done, even if nobody reads its output
                     if as_json and failure is None:
-                        print_json({"folder": place.url or str(where), **summary})
+                        told = {"already_finished": was_finished, **summary}
+                        print_json({"folder": place.url or str(where), **told})
                     else:
                         view.finish(summary, path)
     except (StillroomError, BrokenPipeError):

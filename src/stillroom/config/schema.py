@@ -279,5 +279,9 @@ class Config(Section):
                 "all of them: set telemetry.gradient_steps = 0"
             )
 
+    def on_day(self, day: str) -> Config:
+        """The same configuration with the day that chat templates print."""
+        return self.model_copy(update={"data": self.data.model_copy(update={"day": day})})
+
     def to_dict(self) -> dict[str, Any]:
         return self.model_dump(mode="json")

@@ -12,6 +12,7 @@ import torch
 from stillroom.config import Config
 from stillroom.curriculum import Curriculum
 from stillroom.data import Corpus, opening_difference
+from stillroom.data.chat import prints_day
 from stillroom.engine.building.adapt_student import adapted
 from stillroom.engine.building.cache_build import (
     AUTO,
@@ -63,6 +64,11 @@ class Models:
     adapter: Adapter | None = None  # in the student
     teacher_tokenizer: Any = None  # where the teacher reads the text in its own tokens
     matched: Matched | None = None  # the tokens that both vocabularies then have
+
+    @property
+    def prints_day(self) -> bool:
+        """Whether a chat template that prints the data asks for the time."""
+        return any(prints_day(one) for one in (self.tokenizer, self.teacher_tokenizer) if one is not None)
 
     @property
     def teacher(self) -> Any:
