@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from stillroom.config.sections import Section
+from stillroom.config.sections import Count, Section, Size
 from stillroom.config.served import RequestsConfig, check_url
 from stillroom.config.signal import SignalConfig
 
@@ -25,6 +25,9 @@ class ModelSection(Section):
 RouterMode = Literal[
     "frozen", "all-experts", "knowledge-augmentation", "truth", "sar", "sar-joint", "sar-transient", "sar-meta"
 ]
+
+
+TRAINING_MODES = frozenset({"truth", "sar", "sar-joint", "sar-meta"})  # those that train the gates
 
 
 class RouterConfig(Section):
@@ -48,9 +51,9 @@ class RouterConfig(Section):
     )
     load_balance_weight: Annotated[float, Field(ge=0)] = Field(0.0, description="keeps the experts evenly used")
     entropy_weight: Annotated[float, Field(ge=0)] = Field(0.0, description="rewards gates that stay undecided")
-    every: Annotated[int, Field(ge=1)] = Field(2, description="student steps between router steps")
+    every: Size = Field(2, description="student steps between router steps")
     gradient_checkpointing: bool = Field(False, description="recompute the teacher's layers in its backward")
-    augmentation_passes: Annotated[int, Field(ge=1)] = Field(2, description="teacher passes of knowledge-augmentation")
+    augmentation_passes: Size = Field(2, description="teacher passes of knowledge-augmentation")
     augmentation_lambda: Annotated[float, Field(ge=0, le=1)] = Field(
         0.05, description="share of tokens whose experts are drawn instead of chosen in knowledge-augmentation"
     )
@@ -60,7 +63,7 @@ class RouterConfig(Section):
     max_degradation: Annotated[float, Field(gt=0)] = Field(
         0.02, description="nats the teacher's held-out loss may rise before its gates are restored and frozen"
     )
-    probe_steps: Annotated[int, Field(ge=0)] = Field(
+    probe_steps: Count = Field(
         0, description="router steps on the labels alone before the run, to see whether training is worthwhile; 0: none"
     )
     probe_threshold: Annotated[float, Field(ge=0)] = Field(
@@ -75,7 +78,9 @@ class TeacherConfig(ModelSection):
         description="folder, hub id, GGUF file, LoRA adapter folder, builtin:teacher or builtin:moe-teacher",
     )
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
-        "auto", description="storage of the teacher's weights; auto: float32 on CPU, float16 on a GPU"
+        "auto",
+        description="storage of the teacher's weights; auto: float32 on a CPU, bfloat16 on a card with native bf16, "
+        "float16 on any other",
     )
     placement: Literal["device", "offload", "stream", "shard"] = Field(
         "device",
@@ -83,7 +88,7 @@ class TeacherConfig(ModelSection):
         "in the teacher's files and come to the device one at a time, at most two of them at once; shard: each of "
         "several processes holds a part of every weight, and a layer is gathered for its forward",
     )
-    ranks: Annotated[int, Field(ge=0)] = Field(
+    ranks: Count = Field(
         0,
         description="with several processes: the last so many hold the teacher and answer, and the others train and "
         "hold its head alone; 0: every process that trains holds the teacher as `placement` says",
