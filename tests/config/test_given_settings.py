@@ -31,21 +31,85 @@ from stillroom.objectives import divergences
 from stillroom.telemetry import read_events
 
 # Settings that every run reads, or that depend on its records, its device or the number of its processes.
-ALWAYS = """
-teacher.model teacher.trust_remote_code teacher.ranks student.trust_remote_code student.init student.vocabulary
-student.gradient_checkpointing student.adapter.kind student.adapter.rank student.adapter.alpha student.adapter.targets
-student.adapter.dropout student.adapter.base_dtype data.train data.eval data.train_share data.max_records
-data.max_length data.packing data.group_by_length data.order data.cache data.bos data.train_on_prompt
-data.max_bad_share objectives.chunk_tokens objectives.kernel curriculum.phases train.max_steps train.batch_size
-train.gradient_accumulation_steps train.learning_rate train.schedule train.warmup_steps train.max_warmup_share
-train.weight_decay train.beta1 train.beta2 train.epsilon train.max_grad_norm train.eval_steps train.save_steps
-train.compile train.seed train.early_stopping train.max_minutes train.strategy train.shard_size
-train.peer_timeout_minutes precision.mode precision.moments guard.on_nonfinite guard.max_consecutive guard.max_retries
-guard.max_skip_share guard.spike_z guard.skip_grad_norm guard.spike_window guard.spike_warmup guard.max_rollbacks
-guard.on_exhausted guard.snapshot_steps guard.snapshot_ring guard.learning_rate_backoff guard.logit_clamp
-guard.loss_clamp eval.max_batches eval.batch_size eval.max_perplexity eval.min_share eval.samples checkpoint.keep
-checkpoint.background telemetry.first_steps telemetry.log_steps telemetry.gradient_steps telemetry.tracker
-""".split()
+ALWAYS = [
+    "teacher.model",
+    "teacher.trust_remote_code",
+    "teacher.ranks",
+    "student.trust_remote_code",
+    "student.init",
+    "student.vocabulary",
+    "student.gradient_checkpointing",
+    "student.adapter.kind",
+    "student.adapter.rank",
+    "student.adapter.alpha",
+    "student.adapter.targets",
+    "student.adapter.dropout",
+    "student.adapter.base_dtype",
+    "data.train",
+    "data.eval",
+    "data.train_share",
+    "data.max_records",
+    "data.max_length",
+    "data.packing",
+    "data.group_by_length",
+    "data.order",
+    "data.cache",
+    "data.bos",
+    "data.train_on_prompt",
+    "data.max_bad_share",
+    "objectives.chunk_tokens",
+    "objectives.kernel",
+    "curriculum.phases",
+    "train.max_steps",
+    "train.batch_size",
+    "train.gradient_accumulation_steps",
+    "train.learning_rate",
+    "train.schedule",
+    "train.warmup_steps",
+    "train.max_warmup_share",
+    "train.weight_decay",
+    "train.beta1",
+    "train.beta2",
+    "train.epsilon",
+    "train.max_grad_norm",
+    "train.eval_steps",
+    "train.save_steps",
+    "train.compile",
+    "train.seed",
+    "train.early_stopping",
+    "train.max_minutes",
+    "train.strategy",
+    "train.shard_size",
+    "train.peer_timeout_minutes",
+    "precision.mode",
+    "precision.moments",
+    "guard.on_nonfinite",
+    "guard.max_consecutive",
+    "guard.max_retries",
+    "guard.max_skip_share",
+    "guard.spike_z",
+    "guard.skip_grad_norm",
+    "guard.spike_window",
+    "guard.spike_warmup",
+    "guard.max_rollbacks",
+    "guard.on_exhausted",
+    "guard.snapshot_steps",
+    "guard.snapshot_ring",
+    "guard.learning_rate_backoff",
+    "guard.logit_clamp",
+    "guard.loss_clamp",
+    "eval.max_batches",
+    "eval.batch_size",
+    "eval.max_perplexity",
+    "eval.min_share",
+    "eval.samples",
+    "checkpoint.keep",
+    "checkpoint.background",
+    "telemetry.first_steps",
+    "telemetry.log_steps",
+    "telemetry.gradient_steps",
+    "telemetry.tracker",
+]
 
 
 def test_every_setting_is_always_read_or_has_a_rule() -> None:

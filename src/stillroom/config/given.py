@@ -2,7 +2,7 @@
 
 `Config.given` holds the dotted keys that came from a file, an option, `--set` or Python; those of a preset and the
 schema's defaults are not among them. `RULES` says under which condition a key is read. A key without a rule is always
-read; `tests/config/test_given_settings.py` lists those, so a setting that is added must be put in one place or the other.
+read; `tests/config/test_given_settings.py` lists those, so that a setting which is added gets a place.
 """
 
 from __future__ import annotations

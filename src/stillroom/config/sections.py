@@ -27,7 +27,8 @@ class Section(BaseModel):
     @classmethod
     def _is_of_its_type(cls, value: Any, info: ValidationInfo) -> Any:
         """Refuse what pydantic would convert: true for 1, "10" for 10, "false" or 0 for false."""
-        kinds = _kinds(cls.model_fields[info.field_name or ""].annotation)
+        annotation: Any = cls.model_fields[info.field_name or ""].annotation
+        kinds = _kinds(annotation)
         takes_numbers = bool(kinds & {int, float})
         if isinstance(value, bool):
             is_wrong = takes_numbers and bool not in kinds
