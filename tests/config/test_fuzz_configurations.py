@@ -78,9 +78,9 @@ def _likely(rng: random.Random, key: str) -> Any:
 def _settings(rng: random.Random) -> dict[str, Any]:
     keys = list(all_keys())
     drawn = {}
-    for key in rng.sample(keys, rng.randint(1, 5)):
-        drawn[key] = _likely(rng, key) if rng.random() < 0.8 else rng.choice(HOSTILE)
-    if rng.random() < 0.15:  # a key that is not there, or a section in place of a value
+    for key in rng.sample(keys, rng.randint(1, 4)):
+        drawn[key] = _likely(rng, key) if rng.random() < 0.92 else rng.choice(HOSTILE)
+    if rng.random() < 0.06:  # a key that is not there, or a section in place of a value
         key = rng.choice(keys)
         drawn[rng.choice([f"{key}.more", key.rpartition(".")[0], key + "x", "training.lr", "lr"])] = rng.choice(HOSTILE)
     return drawn
@@ -103,7 +103,7 @@ def _nested(settings: dict[str, Any]) -> dict[str, Any]:
 def _legacy(rng: random.Random) -> dict[str, Any]:
     known = [*legacy_json._DIRECT, *legacy_json._TRANSLATED, *legacy_json._IGNORED, "use_curriculum"]
     ours = {key: _likely(rng, legacy_json._DIRECT[key]) for key in rng.sample(list(legacy_json._DIRECT), 3)}
-    others = {key: rng.choice([*HOSTILE, 1, 2, 0.5]) for key in rng.sample(known, rng.randint(1, 3))}
+    others = {key: rng.choice([*HOSTILE, 1, 2, 0.5]) for key in rng.sample(known, rng.randint(0, 2))}
     return {**ours, **others} if rng.random() < 0.7 else {**others, **ours}
 
 
@@ -120,13 +120,13 @@ def _words(rng: random.Random, world: Path, folder: Path) -> list[str]:
     else:
         path = folder / ("run.toml" if route == "toml" else "run.json")
         table = _legacy(rng) if route == "legacy" else _nested(drawn)
-        if rng.random() < 0.2:
-            table["preset"] = rng.choice([*preset_names(), "", 3, "bsae"])
+        if rng.random() < 0.1:
+            table["preset"] = rng.choice([*preset_names(), ""])
         path.write_text("\n".join(toml_lines(table)) if route == "toml" else json.dumps(table), encoding="utf-8")
         words.append(str(path))
         over = {key: value for key, value in base.items() if key in _SHORT or key not in drawn}
-    if rng.random() < 0.2:
-        words += ["--preset", rng.choice([*preset_names(), "nosuch"])]
+    if rng.random() < 0.15:
+        words += ["--preset", rng.choice(preset_names())]
     command = "distill" if rng.random() < 0.3 else "plan"
     if command == "distill":
         over |= _SHORT

@@ -26,8 +26,13 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _is_of_its_type(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse what pydantic would convert: true for 1, "10" for 10, "false" or 0 for false."""
+        """Refuse what pydantic would convert: true for 1, "10" for 10, "false" or 0 for false.
+
+        `--set` reads the word none as no value; where "none" is one of a setting's words, that word is meant.
+        """
         annotation: Any = cls.model_fields[info.field_name or ""].annotation
+        if value is None and get_origin(annotation) is Literal and "none" in get_args(annotation):
+            return "none"
         kinds = _kinds(annotation)
         takes_numbers = bool(kinds & {int, float})
         if isinstance(value, bool):
