@@ -285,7 +285,7 @@ def test_the_table_is_read_without_torch() -> None:
 def _numbers(schema: dict[str, Any], node: dict[str, Any], key: str) -> list[tuple[str, dict[str, Any]]]:
     if "$ref" in node:
         return _numbers(schema, schema["$defs"][node["$ref"].rpartition("/")[2]], key)
-    found = [(key, node)] if node.get("type") == "integer" else []
+    found = [(key, node)] if node.get("type") in ("integer", "number") else []
     for branch in node.get("anyOf", []):
         found += _numbers(schema, branch, key)
     for name, below in node.get("properties", {}).items():
@@ -293,10 +293,14 @@ def _numbers(schema: dict[str, Any], node: dict[str, Any], key: str) -> list[tup
     return found
 
 
-def test_every_whole_number_has_bounds() -> None:
+def test_every_number_has_bounds() -> None:
     schema = Config.model_json_schema()
-    for key, node in _numbers(schema, schema, ""):
-        if key == "objectives.kd.top_k":  # bounded by a validator, because it may be a ramp
+    numbers = _numbers(schema, schema, "")
+    ramps = {key.rpartition(".")[0] for key, _node in numbers if key.endswith(".until")}
+    for key, node in numbers:
+        if key in ramps or key.rpartition(".")[0] in ramps:  # bounded by a validator of both ends
+            with pytest.raises(ConfigError):
+                load_config(overrides={key.removesuffix(".until"): 1e300})
             continue
         assert {"maximum", "exclusiveMaximum"} & set(node), key
         assert {"minimum", "exclusiveMinimum"} & set(node), key
@@ -311,6 +315,9 @@ def test_every_whole_number_has_bounds() -> None:
         ("train.epochs", 1e300),
         ("train.peer_timeout_minutes", 1e300),
         ("objectives.kd.top_k", 2**70),
+        ("objectives.kd.temperature", 1e300),
+        ("objectives.kd.weight", {"start": 0, "end": 1e300}),
+        ("train.learning_rate", 1e300),
         ("objectives.kd.top_k", {"start": 0, "end": 1e30}),
         ("data.max_length", 2**40),
         ("train.batch_size", True),

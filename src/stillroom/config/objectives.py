@@ -12,8 +12,10 @@ from pydantic_core import InitErrorDetails
 from stillroom.config.extensions import DIVERGENCES, OBJECTIVES
 from stillroom.config.sections import (
     MOST,
+    MOST_FLOAT,
     Count,
     ObjectiveSection,
+    Positive,
     Ramp,
     Scalar,
     Section,
@@ -123,7 +125,7 @@ class ContrastiveConfig(ObjectiveSection):
     weight: Weight = Field(0.0, description="weight of telling the batch's rows apart; 0: not computed at all")
     layers: LayerMap = Field("last", description=f"which layers are pooled: {_PAIRS}")
     projector: Literal["auto", "always"] = Field("auto", description="as in objectives.feature")
-    temperature: Annotated[float, Field(gt=0)] = Field(0.1, description="sharpness of the comparison between rows")
+    temperature: Positive = Field(0.1, description="sharpness of the comparison between rows")
 
 
 class AlmConfig(ObjectiveSection):
@@ -131,7 +133,7 @@ class AlmConfig(ObjectiveSection):
     compares_spans = True
 
     weight: Weight = Field(0.0, description="weight of matching the likelihoods of spans, for two tokenizers")
-    temperature: Annotated[Scalar, between(1.0)] = Field(
+    temperature: Annotated[Scalar, between(1.0, MOST_FLOAT)] = Field(
         100.0, description="both likelihoods are raised to 1 / temperature, and the term is multiplied by it"
     )
     divergence: Literal["kl", "total_variation"] = Field(

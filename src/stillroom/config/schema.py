@@ -14,7 +14,7 @@ from pydantic import Field, PrivateAttr, model_validator
 from stillroom.config.adapter import AdapterConfig
 from stillroom.config.data import DataConfig as DataConfig
 from stillroom.config.objectives import ObjectivesConfig
-from stillroom.config.sections import MOST, MOST_ROWS, Count, Section, Size
+from stillroom.config.sections import MOST, MOST_FLOAT, MOST_ROWS, Count, NonNegative, Positive, Section, Size
 from stillroom.config.teacher import ModelSection as ModelSection
 from stillroom.config.teacher import RouterConfig as RouterConfig
 from stillroom.config.teacher import TeacherConfig as TeacherConfig
@@ -120,11 +120,11 @@ class PrecisionConfig(Section):
     moments: Literal["float32", "bfloat16"] = Field(
         "float32", description="storage of AdamW's moments; bfloat16 is rounded stochastically and needs no bf16 unit"
     )
-    initial_loss_scale: Annotated[float, Field(ge=1)] = Field(
+    initial_loss_scale: Annotated[float, Field(ge=1, le=MOST_FLOAT)] = Field(
         65536.0, description="the largest to begin with: one backward pass before the first step finds what fits"
     )
     loss_scale_growth_steps: Size = Field(2000, description="good steps before it doubles")
-    min_loss_scale: Annotated[float, Field(gt=0)] = Field(
+    min_loss_scale: Positive = Field(
         1.0, description="where batch after batch overflows at this scale, the run stops with exit code 23"
     )
 
@@ -140,10 +140,10 @@ class GuardConfig(Section):
     max_skip_share: Annotated[float, Field(gt=0, le=1)] = Field(
         0.10, description="share of the last 200 attempts that may be refused before the run stops, exit code 21"
     )
-    spike_z: Annotated[float, Field(gt=0)] = Field(
+    spike_z: Positive = Field(
         6.0, description="robust standard deviations above the median at which a loss or norm is examined"
     )
-    skip_grad_norm: Annotated[float, Field(ge=0)] = Field(
+    skip_grad_norm: NonNegative = Field(
         0.0,
         description="0: off. Harmful: a step is skipped whose gradient norm before clipping is above this, whatever "
         "the run's norms are; spike_z follows them",
@@ -172,18 +172,16 @@ class GuardConfig(Section):
         20, description="steps in a row with the teacher at fault before a stretch of cross-entropy alone"
     )
     fallback_steps: Size = Field(50, description="length of that stretch")
-    logit_clamp: Annotated[float, Field(ge=0)] = Field(
+    logit_clamp: NonNegative = Field(
         0.0, description="0: off. Harmful: puts a floor under the perplexity, which is printed"
     )
-    loss_clamp: Annotated[float, Field(ge=0)] = Field(
-        0.0, description="0: off. Harmful: the gradient of a clamped loss is zero"
-    )
+    loss_clamp: NonNegative = Field(0.0, description="0: off. Harmful: the gradient of a clamped loss is zero")
 
 
 class EvalConfig(Section):
     max_batches: Count = Field(0, description="batches in an evaluation; 0: all held-out data")
     batch_size: Annotated[int, Field(ge=0, le=MOST_ROWS)] = Field(0, description="rows; 0: as in training")
-    max_perplexity: Annotated[float, Field(ge=0)] = Field(
+    max_perplexity: NonNegative = Field(
         0.0, description="a check of the result: held-out perplexity below this; 0: below the untrained student's"
     )
     min_share: Annotated[float, Field(ge=0, lt=0.5)] = Field(

@@ -13,11 +13,14 @@ LEAST_TEMPERATURE = 0.01  # colder, a softmax is an argmax
 
 MOST = 10**9  # of anything that is counted: rows, steps, tokens. Larger numbers are mistakes and overflow 64 bits
 MOST_ROWS = 2**20  # in a batch, and micro-batches in a step
+MOST_FLOAT = 1e12  # of weights, rates and temperatures: the product of three is finite in FP32
 MOST_MINUTES = 10.0**7  # about 19 years; C libraries refuse much longer waits
 
 Count = Annotated[int, Field(ge=0, le=MOST)]
 Size = Annotated[int, Field(ge=1, le=MOST)]
 Rows = Annotated[int, Field(ge=1, le=MOST_ROWS)]
+Positive = Annotated[float, Field(gt=0, le=MOST_FLOAT)]
+NonNegative = Annotated[float, Field(ge=0, le=MOST_FLOAT)]
 
 
 class Section(BaseModel):
@@ -96,9 +99,9 @@ def between(least: float, most: float = math.inf) -> AfterValidator:
     return AfterValidator(check)
 
 
-Weight = Annotated[Scalar, between(0.0)]
+Weight = Annotated[Scalar, between(0.0, MOST_FLOAT)]
 Share = Annotated[Scalar, between(0.0, 1.0)]
-Temperature = Annotated[Scalar, between(LEAST_TEMPERATURE)]
+Temperature = Annotated[Scalar, between(LEAST_TEMPERATURE, MOST_FLOAT)]
 
 
 class ObjectiveSection(Section):

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import Field, model_validator
 
-from stillroom.config.sections import MOST_MINUTES, Count, Rows, Section
+from stillroom.config.sections import MOST_MINUTES, Count, NonNegative, Positive, Rows, Section
 
 Strategy = Literal["auto", "ddp", "fsdp"]
 STRATEGIES: tuple[str, ...] = get_args(Strategy)
@@ -20,9 +20,9 @@ class TrainConfig(Section):
     )
     step_rows: Rows = Field(32, description="rows in a step where batch_size is auto")
     gradient_accumulation_steps: Rows = Field(1, description="micro-batches in a step")
-    learning_rate: Annotated[float, Field(gt=0)] = Field(1e-3, description="peak learning rate of the student")
-    router_learning_rate: Annotated[float, Field(ge=0)] = Field(0.0, description="0: the student's")
-    projector_learning_rate: Annotated[float, Field(ge=0)] = Field(
+    learning_rate: Positive = Field(1e-3, description="peak learning rate of the student")
+    router_learning_rate: NonNegative = Field(0.0, description="0: the student's")
+    projector_learning_rate: NonNegative = Field(
         0.0, description="peak rate of the matrices that inner objectives train beside the student; 0: the student's"
     )
     schedule: Literal["cosine", "linear", "constant"] = Field(
@@ -34,15 +34,15 @@ class TrainConfig(Section):
     max_warmup_share: Annotated[float, Field(gt=0, le=1)] = Field(
         1.0, description="share of the optimizer steps that the warm-up takes at most, whatever warmup_steps says"
     )
-    weight_decay: Annotated[float, Field(ge=0)] = Field(
+    weight_decay: NonNegative = Field(
         0.01, description="of AdamW, on matrices alone; more where the data is seen often"
     )
     beta1: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="of AdamW: memory of the gradient")
     beta2: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.95, description="of AdamW: memory of its square; shorter than 0.999, so that one spike is soon forgotten"
     )
-    epsilon: Annotated[float, Field(gt=0)] = Field(1e-8, description="of AdamW; always used in FP32")
-    max_grad_norm: Annotated[float, Field(gt=0)] = Field(
+    epsilon: Positive = Field(1e-8, description="of AdamW; always used in FP32")
+    max_grad_norm: Positive = Field(
         1.0,
         description="the student's gradient as a whole is clipped to this norm; projectors and trained gates, which "
         "have rates of their own, are clipped to the same norm by themselves",
