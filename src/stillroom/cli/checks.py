@@ -23,6 +23,7 @@ from stillroom.cli.app import (
     print_json,
 )
 from stillroom.config import Config, Loaded, load, parse_assignments
+from stillroom.config.given import refuse_gaps
 
 if TYPE_CHECKING:
     from stillroom.checks.selftest.trial import Outcome, Trial
@@ -55,7 +56,9 @@ def doctor(
     def read() -> Loaded:
         overrides = given | parse_assignments(set_ or [])
         is_demo = config is None and preset is None and not given
-        return load(config, preset="demo" if is_demo else preset, overrides=overrides)
+        loaded = load(config, preset="demo" if is_demo else preset, overrides=overrides)
+        refuse_gaps(loaded.config)
+        return loaded
 
     def say(subject: str) -> None:
         if not as_json:
@@ -187,7 +190,9 @@ def _loaded(path: Path | None, preset: str | None, assignments: list[str] | None
     overrides = parse_assignments(assignments or [])
     if path is None and preset is None:
         return load(None, preset="demo", overrides={**_SMALL_DEMO, **overrides}).config
-    return load(path, preset=preset, overrides=overrides).config
+    chosen = load(path, preset=preset, overrides=overrides).config
+    refuse_gaps(chosen)
+    return chosen
 
 
 class _Progress:

@@ -25,6 +25,7 @@ from stillroom.cli.app import (
 )
 from stillroom.config import load, parse_assignments, shortened
 from stillroom.config.faults import FAULTS
+from stillroom.config.given import refuse_gaps, refuse_unread
 from stillroom.ends import fault_of
 from stillroom.errors import ConfigError, FinishedBadly, StillroomError
 from stillroom.files import new_run_folder
@@ -66,7 +67,9 @@ def distill(
     seed: Annotated[int | None, typer.Option(help="of weights, order and rounding")] = None,
     dry_run: Annotated[bool, typer.Option(help="five real steps with evaluation, save and report")] = False,
     max_minutes: Annotated[float | None, typer.Option(help="save and stop after so long, exit code 75")] = None,
-    strict: Annotated[bool, typer.Option(help="halt at the first value that is not finite")] = False,
+    strict: Annotated[
+        bool, typer.Option(help="halt at the first value that is not finite; refuse settings that nothing reads")
+    ] = False,
     inject: Annotated[str, typer.Option(help=_INJECT_HELP)] = "",
     accept_changed_inputs: AcceptChangedInputs = False,
     set_: Assignments = None,
@@ -89,7 +92,10 @@ def distill(
         overrides["guard.on_nonfinite"] = "halt"
     overrides.update(parse_assignments(set_ or []))
     is_demo = config is None and preset is None and not any(key.startswith(_NOT_THE_DEMO) for key in overrides)
-    loaded = load(config, preset=preset or ("demo" if is_demo else None), overrides=overrides)
+    loaded = load(config, preset="demo" if is_demo else preset, overrides=overrides)
+    refuse_gaps(loaded.config)
+    if strict:
+        refuse_unread(loaded.config)
     if dry_run:
         loaded = shortened(loaded)
     if _num_processes() > 1 and (is_demo or out is None):

@@ -9,7 +9,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
-from stillroom.config.sections import Section
+from stillroom.config.sections import Count, Section
+
+MOST_TOKENS = 2**24  # in a row
 
 # The fields that records are made of; `columns` names all of one group.
 SHAPES = (
@@ -151,13 +153,11 @@ class DataConfig(Layout):
     train_share: Annotated[float, Field(gt=0, le=1)] = Field(
         1.0, description="share of the training documents that is used, chosen by content hash"
     )
-    max_records: Annotated[int, Field(ge=0)] = Field(
-        0, description="records read from each source, the first ones; 0: all"
-    )
+    max_records: Count = Field(0, description="records read from each source, the first ones; 0: all")
     streaming: bool = Field(
         False, description="read hub datasets over the network without storing them; see max_records"
     )
-    max_length: Annotated[int, Field(ge=8)] = Field(256, description="tokens in a row")
+    max_length: Annotated[int, Field(ge=8, le=MOST_TOKENS)] = Field(256, description="tokens in a row")
     packing: Literal["auto", "blocks", "rows", "packed"] = Field(
         "auto",
         description="of training data. blocks: documents end to end in full rows; rows: each record in rows of its "

@@ -12,6 +12,7 @@ import torch
 from stillroom import threads
 from stillroom.checkpoint import Mark, Saved
 from stillroom.config import Config
+from stillroom.config.given import unread_notes
 from stillroom.config.train import STRATEGIES
 from stillroom.data.lengths import row_lengths
 from stillroom.engine.adviser import Adviser
@@ -83,7 +84,7 @@ def distill(
             parallel = _join(config)
             device_notes: list[str] = []
             where = find_device(device, device_notes.append)
-            notes = (*notes, *device_notes)
+            notes = (*notes, *unread_notes(config), *device_notes)
         if isinstance(parallel, TeacherRank):
             with deterministic(where):
                 return answer_trainers(config, parallel, Path(out), where)
