@@ -82,21 +82,34 @@ def resume(
     *,
     device: str | torch.device = "auto",
     max_minutes: float | None = None,
+    trust_remote_code: bool = False,
+    allow_addresses: Sequence[str] = (),
     listeners: Sequence[Listener] = (),
     progress: bool | None = None,
 ) -> Result:
-    """Continue the run in a folder, bit for bit, and write its report; a finished run is simply returned."""
+    """Continue the run in a folder, bit for bit, and write its report; a finished run is simply returned.
+
+    The folder may be somebody else's: code of models and plug-ins that its configuration names is run only with
+    `trust_remote_code`, and servers and stores that it names are asked only if they lie below one of `allow_addresses`.
+    """
     path, handlers, where = check.path(folder, "folder"), check.listeners(listeners), check.device(device)
     check.flag(progress, "progress")
     if max_minutes is not None:
         check.number(max_minutes, "max_minutes", least=0)
 
+    check.flag(trust_remote_code, "trust_remote_code", may_be_none=False)
+    addresses = tuple(check.text(one, "allow_addresses") for one in allow_addresses)
+
     from stillroom.demo import is_demo_run, resume_demo
     from stillroom.engine.distill import resume as resume_run
+    from stillroom.engine.run_folder.trust import Trust
 
     def job(folder: Path, *views: Listener) -> Result:
-        go = resume_demo if is_demo_run(folder) else resume_run
-        return go(folder, device=where, max_minutes=max_minutes, listeners=(*views, *handlers))
+        seen = (*views, *handlers)
+        if is_demo_run(folder):
+            return resume_demo(folder, device=where, max_minutes=max_minutes, listeners=seen)
+        trust = Trust(trust_remote_code, addresses)
+        return resume_run(folder, device=where, max_minutes=max_minutes, trust=trust, listeners=seen)
 
     return _reported(job, path, progress)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stillroom.cli.app import (
+    AllowAddress,
     AsJson,
     Assignments,
     ConfigFile,
@@ -20,6 +21,7 @@ from stillroom.cli.app import (
     StudentModel,
     TeacherModel,
     TrainData,
+    TrustCode,
     app,
     print_json,
 )
@@ -60,6 +62,9 @@ def distill(
     max_minutes: Annotated[float | None, typer.Option(help="save and stop after so long, exit code 75")] = None,
     strict: Annotated[bool, typer.Option(help="halt at the first value that is not finite")] = False,
     inject: Annotated[str, typer.Option(help=_INJECT_HELP)] = "",
+    allow_base: Annotated[
+        str | None, typer.Option(help="an address (s3://...) that an adapter may name for its base model")
+    ] = None,
     set_: Assignments = None,
     progress: Annotated[bool, typer.Option(help="live progress on a terminal")] = True,
     as_json: AsJson = False,
@@ -74,6 +79,8 @@ def distill(
         "train.seed": seed,
         "train.max_minutes": max_minutes,
         "precision.mode": precision,
+        "teacher.allow_base": allow_base,
+        "student.allow_base": allow_base,
     }
     overrides: dict[str, Any] = {key: value for key, value in named.items() if value is not None}
     if strict:
@@ -113,6 +120,8 @@ def resume(
     shard_size: Annotated[
         int | None, typer.Option(min=0, help="with fsdp: processes that hold one copy; 0: all; else train.shard_size")
     ] = None,
+    trust_remote_code: TrustCode = False,
+    allow_address: AllowAddress = None,
     progress: Annotated[bool, typer.Option(help="live progress on a terminal")] = True,
     as_json: AsJson = False,
 ) -> None:
@@ -121,11 +130,18 @@ def resume(
     def job(place: Path, listeners: Listeners) -> Result:
         from stillroom.demo import is_demo_run, resume_demo
         from stillroom.engine.distill import resume as resume_run
+        from stillroom.engine.run_folder.trust import Trust
 
         if is_demo_run(place):
             return resume_demo(place, device=device, max_minutes=max_minutes, listeners=listeners)
         return resume_run(
-            place, device=device, max_minutes=max_minutes, strategy=strategy, shard_size=shard_size, listeners=listeners
+            place,
+            device=device,
+            max_minutes=max_minutes,
+            strategy=strategy,
+            shard_size=shard_size,
+            trust=Trust(trust_remote_code, tuple(allow_address or ())),
+            listeners=listeners,
         )
 
     _run_and_report(job, run, as_json=as_json, progress=progress)

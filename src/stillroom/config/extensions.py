@@ -71,6 +71,10 @@ class Registry(Generic[T]):
         """What is registered already, without entry points that were not imported; in the order of registration."""
         return dict(self._things)
 
+    def is_plugin(self, name: str) -> bool:
+        """Whether looking up a name would import another package. Imports nothing."""
+        return name not in self._known and name not in self._things and name in self._entries()
+
     def __contains__(self, name: object) -> bool:
         return name in self._known or name in self._things or name in self._entries()
 

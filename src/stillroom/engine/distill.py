@@ -44,6 +44,7 @@ from stillroom.engine.run_folder import folder as run_folder
 from stillroom.engine.run_folder.folder import Claim
 from stillroom.engine.run_folder.inputs import Inputs
 from stillroom.engine.run_folder.place import opened
+from stillroom.engine.run_folder.trust import NONE, Trust
 from stillroom.engine.saving import save_checkpoint
 from stillroom.engine.state import RunState, restore_history
 from stillroom.engine.stop import Stop
@@ -167,6 +168,7 @@ def resume(
     max_minutes: float | None = None,
     strategy: str | None = None,
     shard_size: int | None = None,
+    trust: Trust = NONE,
     listeners: tuple[Callable[[dict[str, Any]], None], ...] = (),
 ) -> Result:
     """Continue the run in a folder, bit for bit. Return the result of a finished run.
@@ -181,7 +183,7 @@ def resume(
     if strategy not in (None, *STRATEGIES):
         raise ConfigError(f"{strategy!r} is no strategy", where="--strategy", advice=[" or ".join(STRATEGIES)])
     with opened(folder) as place:
-        config = place.read_config()
+        config = place.read_config(trust)
         config = config.model_copy(update={"train": config.train.model_copy(update=changed)})
         return distill(config, place.folder, device=device, listeners=listeners)
 
