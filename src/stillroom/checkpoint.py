@@ -32,7 +32,7 @@ from safetensors.torch import save as to_safetensors
 from torch import Tensor
 
 from stillroom.errors import CannotSave, CheckpointUnusable
-from stillroom.files import TEMPORARY, flush_folder, mend, reason_of, remove_folder, swap_in, write_atomically
+from stillroom.files import TEMPORARY, flush_folder, inside, mend, reason_of, remove_folder, swap_in, write_atomically
 from stillroom.files import write_durably as _write
 from stillroom.shard_files import read_shards, write_shards
 
@@ -329,9 +329,7 @@ def _read(path: Path) -> tuple[int, TensorGroups, Mapping[str, Any]]:
         raise ValueError(f"format {manifest['format']} is not one this version reads")
     contents: dict[str, bytes] = {}
     for name, expected in manifest["files"].items():
-        if Path(name).name != name:
-            raise ValueError(f"manifest names a file outside the checkpoint: {name}")
-        contents[name] = (path / name).read_bytes()
+        contents[name] = inside(path, name).read_bytes()
         if hashlib.sha256(contents[name]).hexdigest() != expected["sha256"]:
             raise ValueError(f"{name} does not match its sha256")
     scalars = json.loads(contents.pop("state.json"))

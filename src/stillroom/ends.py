@@ -95,13 +95,15 @@ def _keep_traceback(error: Exception, folder: Path | None) -> str:
     header = (
         f"{datetime.now(UTC).isoformat()}\npython {platform.python_version()}, {platform.platform()}\n{sys.argv!r}\n"
     )
-    name = f"traceback-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}.txt"
+    begin = f"traceback-{datetime.now():%Y%m%d-%H%M%S}-"
     places = [folder] if folder is not None and folder.is_dir() else []
     for place in (*places, Path(tempfile.gettempdir())):
         try:
-            (place / name).write_text(header + text, encoding="utf-8", errors="backslashreplace")
+            handle, name = tempfile.mkstemp(".txt", begin, place)  # a name nobody can guess, for the user alone
+            with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
+                file.write(header + text)
         except OSError:
             continue
-        return str(place / name)
+        return name
     sys.stderr.write(header + text)
     return "above: no folder takes a file"

@@ -42,6 +42,10 @@ class DataError(StillroomError):
     title = "the data cannot be used"
 
 
+class OutsideName(DataError, ValueError):
+    """A name from a file or a store leads out of the folder that it belongs to, or is hidden."""
+
+
 class BrokenAtStart(StillroomError):
     """Student, teacher or device cannot be used before training begins."""
 

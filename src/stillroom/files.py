@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import hashlib
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from stillroom.errors import OutsideName
+
+try:
+    import fcntl
+except ImportError:  # not a Unix
+    fcntl = None  # type: ignore[assignment]
+
 TEMPORARY = ".tmp-"
+_TRIES = 5
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_UNFIT = re.compile(r"[\\\x00-\x1f]|^[A-Za-z]:")  # another system's separators and drives, and control characters
 _FULL_WORDS = re.compile(r"no space left|quota exceeded|os error (?:28|122)\b|file too large", re.IGNORECASE)
 
 
@@ -29,6 +40,27 @@ def reason_of(error: BaseException) -> str:
     """The first line of an error's message, without the error number."""
     text = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
     return str(text).splitlines()[0]
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The path of a name that a file, a manifest or a store gave. Raise for one that is not a plain name below.
+
+    Every such name is joined here: `..`, an absolute path or a drive would lead anywhere, and a hidden name is that of
+    our own files beside those that are named.
+    """
+    parts = name.split("/") if isinstance(name, str) else [""]
+    if any(not part or part.startswith(".") or _UNFIT.search(part) for part in parts):
+        raise OutsideName(
+            f"{name!r} is no name of a file within {folder}",
+            where="the name is from outside of this machine",
+            advice=["do not use what names it: nobody's ordinary program writes such a name"],
+        )
+    return folder.joinpath(*parts)
+
+
+def is_hidden(name: str) -> bool:
+    """Whether a name of a listing is left out: a part of it begins with a dot. `.` and `..` are refused instead."""
+    return any(part.startswith(".") and part.strip(".") for part in name.split("/"))
 
 
 def new_run_folder(name: str) -> Path:
@@ -62,6 +94,23 @@ def write_atomically(path: Path, contents: bytes, *, mark: str = "") -> None:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
+    flush_folder(path.parent)
+
+
+def create_atomically(path: Path, contents: bytes) -> None:
+    """Create a file that is whole from its first moment. Raise FileExistsError where there is one."""
+    temporary = path.with_name(f"{TEMPORARY}{path.name}-{secrets.token_hex(6)}")
+    try:
+        write_durably(temporary, contents)
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            raise
+        except OSError:  # a disk without hard links
+            with path.open("xb") as file:
+                file.write(contents)
+    finally:
+        temporary.unlink(missing_ok=True)
     flush_folder(path.parent)
 
 
@@ -121,24 +170,75 @@ def replaced_folder(final: Path) -> Iterator[Path]:
 
     The parent folder must exist: one that was deleted is not made again.
     """
-    temporary = final.with_name(f"{TEMPORARY}{final.name}-{os.getpid()}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
+    _remove_abandoned(final)
+    temporary, lock = _new_locked_folder(final)
+    with _closing(lock):
+        try:
+            yield temporary
+            for path in temporary.rglob("*"):
+                if path.is_file():
+                    _flush_file(path)
+            flush_folder(temporary)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        swap_in(temporary, final)
+
+
+@contextlib.contextmanager
+def _closing(handle: int) -> Iterator[None]:
     try:
-        yield temporary
-        for path in temporary.rglob("*"):
-            if path.is_file():
-                _flush_file(path)
-        flush_folder(temporary)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    swap_in(temporary, final)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _new_locked_folder(final: Path) -> tuple[Path, int]:
+    """(a new folder beside `final`, the handle of its lock). The lock ends with its process, on whatever machine.
+
+    Another process may take the folder for abandoned before it is locked: then take another.
+    """
+    for _ in range(_TRIES):
+        temporary = final.with_name(f"{TEMPORARY}{final.name}-{os.getpid()}-{secrets.token_hex(4)}")
+        temporary.mkdir()
+        try:
+            handle = os.open(temporary if fcntl is not None else os.devnull, os.O_RDONLY)
+        except FileNotFoundError:
+            continue
+        if _lock(handle) is not False and temporary.exists():
+            return temporary, handle
+        os.close(handle)
+    raise FileExistsError(errno.EEXIST, "other processes remove what is begun here", str(final))
+
+
+def _remove_abandoned(final: Path) -> None:
+    """Remove unfinished folders whose process has ended: nobody holds their lock. Without locks nothing is removed."""
+    for path in final.parent.glob(f"{TEMPORARY}{glob.escape(final.name)}-*"):
+        if path.name.startswith(f"{TEMPORARY}old-") or path.is_symlink() or not path.is_dir():
+            continue
+        try:
+            handle = os.open(path, os.O_RDONLY)
+        except OSError:
+            continue
+        with _closing(handle):
+            if _lock(handle):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _lock(handle: int) -> bool | None:
+    """Whether a file or folder is locked by us now; None where the disk has no locks."""
+    if fcntl is None:
+        return None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
 
 
 def _flush_file(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
-    try:
+    with _closing(handle):
         os.fsync(handle)
-    finally:
-        os.close(handle)

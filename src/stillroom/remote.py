@@ -22,7 +22,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from stillroom.errors import ConfigError, DataError, StillroomError
-from stillroom.files import TEMPORARY, reason_of
+from stillroom.files import TEMPORARY, inside, is_hidden, reason_of
 
 try:
     import fcntl
@@ -47,6 +47,13 @@ def as_url(place: object) -> str:
     scheme, _, rest = str(place).partition(":/")
     is_path = scheme in ("file", "local") or ":///" in str(place)
     return f"{scheme}:///{rest.strip('/')}" if is_path else f"{scheme}://{rest.strip('/')}"
+
+
+def is_below(address: str, allowed: str | None) -> bool:
+    """Whether an address is an allowed one or lies below it. Names that lead up again lie below nothing."""
+    if not allowed or {"..", "."} & {*address.split("/")}:
+        return False
+    return as_url(address) == as_url(allowed) or as_url(address).startswith(f"{as_url(allowed)}/")
 
 
 def is_in_store(place: object) -> bool:
@@ -122,7 +129,7 @@ class Store:
             RemoteFile(path, path[len(root) :].lstrip("/"), int(info.get("size") or 0), mark_of(info))
             for path, info in sorted(found.items())
         ]
-        return [one for one in files if not any(part.startswith(".") for part in one.name.split("/"))]
+        return [one for one in files if not is_hidden(one.name)]
 
     def _find(self) -> dict[str, Any]:
         self.files.invalidate_cache()
@@ -203,7 +210,8 @@ def local_copy(url: str, *, wanted: Callable[[str], bool] = _all, name: str = ""
     `name` is that of a folder within, for files that are shown with the name of their folder.
     """
     store = Store(url)
-    folder = copies_folder() / key_of(url) / name
+    folder = copies_folder() / key_of(url)
+    folder = inside(folder, name) if name else folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with alone(folder):
@@ -222,7 +230,7 @@ def local_copy(url: str, *, wanted: Callable[[str], bool] = _all, name: str = ""
 
 
 def _bring(store: Store, file: RemoteFile, folder: Path) -> None:
-    path, mark = folder / file.name, _mark_path(folder, file.name)
+    path, mark = inside(folder, file.name), _mark_path(folder, file.name)
     for place in (path, mark):
         place.parent.mkdir(parents=True, exist_ok=True)
     mark.unlink(missing_ok=True)
@@ -232,14 +240,14 @@ def _bring(store: Store, file: RemoteFile, folder: Path) -> None:
 
 def _is_same(folder: Path, file: RemoteFile) -> bool:
     try:
-        is_whole = (folder / file.name).stat().st_size == file.size
+        is_whole = inside(folder, file.name).stat().st_size == file.size
         return is_whole and _mark_path(folder, file.name).read_text(encoding="ascii") == file.mark
     except OSError:
         return False
 
 
 def _mark_path(folder: Path, name: str) -> Path:
-    return folder / ".marks" / f"{name}.mark"
+    return inside(folder / ".marks", f"{name}.mark")
 
 
 def _remove_others(folder: Path, names: set[str]) -> None:

@@ -82,6 +82,8 @@ def resume(
     *,
     device: str | torch.device = "auto",
     max_minutes: float | None = None,
+    trust_remote_code: bool = False,
+    allow_addresses: Sequence[str] = (),
     listeners: Sequence[Listener] = (),
     progress: bool | None = None,
     accept_changed_inputs: bool = False,
@@ -90,6 +92,9 @@ def resume(
 
     A run whose data, teacher or starting student is not what it was is refused (`InputsChanged`), unless
     `accept_changed_inputs`.
+
+    The folder may be somebody else's: code of models and plug-ins that its configuration names is run only with
+    `trust_remote_code`, and servers and stores that it names are asked only if they lie below one of `allow_addresses`.
     """
     path, handlers, where = check.path(folder, "folder"), check.listeners(listeners), check.device(device)
     check.flag(progress, "progress")
@@ -97,16 +102,29 @@ def resume(
     if max_minutes is not None:
         check.number(max_minutes, "max_minutes", least=0)
 
+    check.flag(trust_remote_code, "trust_remote_code", may_be_none=False)
+    addresses = tuple(check.text(one, "allow_addresses") for one in allow_addresses)
+
     from stillroom.demo import is_demo_run, resume_demo
     from stillroom.engine.distill import resume as resume_run
+    from stillroom.engine.run_folder.trust import Trust
 
     def job(folder: Path, *views: Listener) -> Result:
-        go = resume_demo if is_demo_run(folder) else resume_run
-        return go(
+        seen = (*views, *handlers)
+        if is_demo_run(folder):
+            return resume_demo(
+                folder,
+                device=where,
+                max_minutes=max_minutes,
+                listeners=seen,
+                accept_changed_inputs=accept_changed_inputs,
+            )
+        return resume_run(
             folder,
             device=where,
             max_minutes=max_minutes,
-            listeners=(*views, *handlers),
+            trust=Trust(trust_remote_code, addresses),
+            listeners=seen,
             accept_changed_inputs=accept_changed_inputs,
         )
 

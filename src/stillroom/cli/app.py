@@ -62,6 +62,18 @@ Assignments = Annotated[list[str] | None, typer.Option("--set", help="any settin
 ConfigFile = Annotated[Path | None, typer.Argument(help="TOML or JSON file; without it the embedded demo")]
 
 
+# Of the commands that read a run's folder, which may be somebody else's.
+TrustCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="run code that the run's folder names: of models and plug-ins")
+]
+AllowAddress = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow-address", "--allow-base", help="an address (server, store) that the run's folder may name; repeatable"
+    ),
+]
+
+
 def wanted_bos(word: str) -> Any:
     if word not in _BOS:
         raise ConfigError(f"--bos {word} is none of auto, true and false", where="--bos", advice=["--bos auto"])

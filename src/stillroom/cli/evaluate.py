@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from stillroom.cli.app import AsJson, Bos, Device, app, print_json, wanted_bos
+from stillroom.cli.app import AllowAddress, AsJson, Bos, Device, TrustCode, app, print_json, wanted_bos
 from stillroom.errors import ConfigError
 
 _MAX_LENGTH = 256
@@ -43,11 +43,14 @@ def eval_(
     tasks: Annotated[str, typer.Option(help="benchmarks of lm-eval, by name or YAML file, with commas between")] = "",
     bos: Bos = "auto",
     device: Device = "auto",
+    trust_remote_code: TrustCode = False,
+    allow_address: AllowAddress = None,
     keep: Annotated[bool, typer.Option(help="of a run's student: write eval.json, for its report and card")] = True,
     as_json: AsJson = False,
 ) -> None:
     """Perplexity and bits per byte of a model, what it costs, and against a teacher KL, agreement and retention."""
-    asked = _asked(run, model, data, teacher, max_length, wanted_bos(bos))
+    said = trust_remote_code, tuple(allow_address or ())
+    asked = _asked(run, model, data, teacher, max_length, wanted_bos(bos), said)
     from stillroom.assess import assess
     from stillroom.models.load.names import run_of
     from stillroom.telemetry.evaluation_record import student_sum
@@ -90,7 +93,13 @@ def eval_(
 
 
 def _asked(
-    run: Path | None, model: str | None, data: str | None, teacher: str | None, max_length: int | None, bos: Any
+    run: Path | None,
+    model: str | None,
+    data: str | None,
+    teacher: str | None,
+    max_length: int | None,
+    bos: Any,
+    trusted: tuple[bool, tuple[str, ...]],
 ) -> _Asked:
     """Refuse what does not say which model and which text; fill in what a run knows."""
     if (run is None) == (model is None):
@@ -102,10 +111,12 @@ def _asked(
                 "the text to measure on is not said", where="--data", advice=["--data FILE, or --data builtin:stdlib"]
             )
         return _Asked(str(model), data, teacher, max_length or _MAX_LENGTH, bos)
-    from stillroom.engine.run_folder.folder import read_config
+    from stillroom.engine.run_folder.folder import stored_config
+    from stillroom.engine.run_folder.trust import Trust
     from stillroom.stores.reading import here
 
-    config = read_config(here(run, needs="record"))
+    trust = Trust(*trusted)
+    config = stored_config(here(run, needs="record"), trust=trust)
     text = data or config.data.eval
     if text is None:
         raise ConfigError(
@@ -113,6 +124,8 @@ def _asked(
             where="--data",
             advice=["name a text it was not trained on: --data FILE"],
         )
+    named = {"teacher.model": "" if teacher else config.teacher.model, "data.eval": "" if data else text}
+    trust.check_addresses(named, str(run))
     own_bos = config.data.bos if bos == "auto" else bos
     return _Asked(str(run), text, teacher or config.teacher.model, max_length or config.data.max_length, own_bos)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stillroom.cli.app import (
+    AllowAddress,
     AsJson,
     Assignments,
     ConfigFile,
@@ -20,6 +21,7 @@ from stillroom.cli.app import (
     StudentModel,
     TeacherModel,
     TrainData,
+    TrustCode,
     app,
     print_json,
 )
@@ -72,6 +74,9 @@ def distill(
     ] = False,
     inject: Annotated[str, typer.Option(help=_INJECT_HELP)] = "",
     accept_changed_inputs: AcceptChangedInputs = False,
+    allow_base: Annotated[
+        str | None, typer.Option(help="an address (s3://...) that an adapter may name for its base model")
+    ] = None,
     set_: Assignments = None,
     progress: Annotated[bool, typer.Option(help="live progress on a terminal")] = True,
     as_json: AsJson = False,
@@ -86,6 +91,8 @@ def distill(
         "train.seed": seed,
         "train.max_minutes": max_minutes,
         "precision.mode": precision,
+        "teacher.allow_base": allow_base,
+        "student.allow_base": allow_base,
     }
     overrides: dict[str, Any] = {key: value for key, value in named.items() if value is not None}
     if strict:
@@ -132,6 +139,8 @@ def resume(
         int | None, typer.Option(min=0, help="with fsdp: processes that hold one copy; 0: all; else train.shard_size")
     ] = None,
     accept_changed_inputs: AcceptChangedInputs = False,
+    trust_remote_code: TrustCode = False,
+    allow_address: AllowAddress = None,
     progress: Annotated[bool, typer.Option(help="live progress on a terminal")] = True,
     as_json: AsJson = False,
 ) -> None:
@@ -144,11 +153,20 @@ def resume(
     def job(place: Path, listeners: Listeners) -> Result:
         from stillroom.demo import is_demo_run, resume_demo
         from stillroom.engine.distill import resume as resume_run
+        from stillroom.engine.run_folder.trust import Trust
 
         if is_demo_run(place):
             return resume_demo(place, device=device, max_minutes=max_minutes, listeners=listeners, **accepts)
-        options: dict[str, Any] = {"strategy": strategy, "shard_size": shard_size, **accepts}
-        return resume_run(place, device=device, max_minutes=max_minutes, listeners=listeners, **options)
+        return resume_run(
+            place,
+            device=device,
+            max_minutes=max_minutes,
+            strategy=strategy,
+            shard_size=shard_size,
+            trust=Trust(trust_remote_code, tuple(allow_address or ())),
+            listeners=listeners,
+            **accepts,
+        )
 
     _run_and_report(job, run, as_json=as_json, progress=progress)
 

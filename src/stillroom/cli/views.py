@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from stillroom.cli.app import AsJson, Device, app, print_json
+from stillroom.cli.app import AllowAddress, AsJson, Device, TrustCode, app, print_json
 from stillroom.config import load, parse_assignments, preset_names, preset_text
 from stillroom.errors import ConfigError
 
@@ -64,13 +64,17 @@ def replay(
     step: Annotated[int, typer.Argument(help="step of a quarantined batch")],
     attempt: Annotated[int | None, typer.Option(help="which, where the step has several")] = None,
     device: Device = "auto",
+    trust_remote_code: TrustCode = False,
+    allow_address: AllowAddress = None,
     as_json: AsJson = False,
 ) -> None:
     """Run a quarantined batch again and say where it goes wrong."""
     from stillroom.engine.replay import replay as again
+    from stillroom.engine.run_folder.trust import Trust
     from stillroom.stores.reading import here
 
-    result = again(here(run, needs="all"), step, attempt_number=attempt, device=device)
+    trust = Trust(trust_remote_code, tuple(allow_address or ()))
+    result = again(here(run, needs="all"), step, attempt_number=attempt, device=device, trust=trust)
     if as_json:
         print_json(result)
         return

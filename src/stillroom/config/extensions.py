@@ -74,6 +74,10 @@ class Registry(Generic[T]):
     def is_built_in(self, name: str) -> bool:
         return name in self._known
 
+    def is_plugin(self, name: str) -> bool:
+        """Whether looking up a name would import another package. Imports nothing."""
+        return name not in self._known and name not in self._things and name in self._entries()
+
     def __contains__(self, name: object) -> bool:
         return name in self._known or name in self._things or name in self._entries()
 

@@ -15,6 +15,12 @@ class ModelSection(Section):
     revision: str | None = Field(None, description="commit of a hub model; required with trust_remote_code")
     trust_remote_code: bool = Field(False, description="run code that comes with this model; needs a pinned revision")
 
+    allow_base: str | None = Field(
+        None,
+        description="address (s3://...) at or below which the base model of an adapter may lie; one that is a folder, "
+        "or a hub id, needs no such word",
+    )
+
     @model_validator(mode="after")
     def _pinned(self) -> ModelSection:
         if self.trust_remote_code and not (self.revision and len(self.revision) == 40):

@@ -47,6 +47,7 @@ from stillroom.engine.run_folder import folder as run_folder
 from stillroom.engine.run_folder.folder import Claim
 from stillroom.engine.run_folder.inputs import Inputs
 from stillroom.engine.run_folder.place import opened
+from stillroom.engine.run_folder.trust import NONE, Trust
 from stillroom.engine.saving import save_checkpoint
 from stillroom.engine.state import RunState, restore_history
 from stillroom.engine.stop import Stop
@@ -182,6 +183,7 @@ def resume(
     max_minutes: float | None = None,
     strategy: str | None = None,
     shard_size: int | None = None,
+    trust: Trust = NONE,
     listeners: tuple[Callable[[dict[str, Any]], None], ...] = (),
     accept_changed_inputs: bool = False,
 ) -> Result:
@@ -200,7 +202,7 @@ def resume(
     if strategy not in (None, *STRATEGIES):
         raise ConfigError(f"{strategy!r} is no strategy", where="--strategy", advice=[" or ".join(STRATEGIES)])
     with opened(folder) as place:
-        config = place.read_config()
+        config = place.read_config(trust)
         config = config.model_copy(update={"train": config.train.model_copy(update=changed)})
         options: dict[str, Any] = {"device": device, "listeners": listeners}
         return distill(config, place.folder, accept_changed_inputs=accept_changed_inputs, **options)

@@ -18,6 +18,7 @@ from stillroom.engine.recovery.locate_nonfinite import locate
 from stillroom.engine.recovery.quarantine import find_windows
 from stillroom.engine.resume import newest_checkpoint, precision_of
 from stillroom.engine.run_folder import folder as run_folder
+from stillroom.engine.run_folder.trust import NONE, Trust
 from stillroom.engine.state import RunState, restore
 from stillroom.engine.step import attempt
 from stillroom.errors import ConfigError, DataError
@@ -25,9 +26,11 @@ from stillroom.telemetry import EventLog
 from stillroom.types import Batch
 
 
-def replay(folder: Path, step: int, *, attempt_number: int | None = None, device: str = "auto") -> dict[str, Any]:
+def replay(
+    folder: Path, step: int, *, attempt_number: int | None = None, device: str = "auto", trust: Trust = NONE
+) -> dict[str, Any]:
     """Score a quarantined window with the newest checkpoint and compare with the record. Change nothing."""
-    config = run_folder.read_config(folder)
+    config = run_folder.read_config(folder, trust=trust)
     facts, window = read_window(folder, step, attempt_number)
     where = find_device(device)
     models = load_models(config, where, folder=folder)

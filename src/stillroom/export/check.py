@@ -21,6 +21,7 @@ from stillroom.builtin.corpus import own_text, topics
 from stillroom.config.schema import DataConfig
 from stillroom.data import fixed_rows, open_eval, opening_ids
 from stillroom.errors import CannotSave, ConfigError, DataError
+from stillroom.remote import is_url
 
 NUM_ROWS, LENGTH = 4, 64
 _MAX_RECORDS = 32
@@ -61,8 +62,8 @@ def choose_rows(named: str | None, of_run: Sequence[str], tokenizer: Any) -> tup
     if named is not None:
         return rows_of(named, tokenizer), named
     for spec in of_run:
-        if spec.startswith(("builtin:", "hf:")):
-            continue  # the former is read as below; the latter may not be there
+        if spec.startswith(("builtin:", "hf:")) or is_url(spec):
+            continue  # the first is read as below; others are fetched only where the user names them
         try:
             rows = rows_of(spec, tokenizer)
         except (DataError, ConfigError):  # moved or gone since: any text will do

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from stillroom.errors import CannotSave, ConfigError, DataError
+from stillroom.files import create_atomically, write_atomically
 from stillroom.remote import Store, again, is_trouble, mark_of
 
 HIDDEN = ".stillroom"  # what the mirror and the lease keep beside the files of a folder
@@ -149,7 +150,10 @@ class StoreFiles:
 
         def send() -> None:
             self._make_folder(name)
-            self._files.pipe_file(self._path(name), contents)
+            if self.is_disk:
+                write_atomically(Path(self._path(name)), contents, mark=secrets.token_hex(6))
+            else:
+                self._files.pipe_file(self._path(name), contents)
             self._compare(name, sums, lambda: contents)
 
         self._again(send, name)
@@ -174,6 +178,8 @@ class StoreFiles:
             if self.size(name) is not None:
                 raise FileExistsError(name)
             self._files.pipe_file(self._path(name), contents)
+        elif self.is_disk:
+            create_atomically(Path(self._path(name)), contents)
         elif self._is_of_fsspec():
             with self._files.open(self._path(name), "xb") as file:
                 file.write(contents)
@@ -210,6 +216,13 @@ class StoreFiles:
             raise OSError("it reads back as something else")
 
     # -- what the store can ------------------------------------------------------------------------------
+
+    @property
+    def is_disk(self) -> bool:
+        """Whether it is a disk of this machine: files are put aside and renamed there, as everywhere on a disk."""
+        from fsspec.implementations.local import LocalFileSystem
+
+        return type(self._files) is LocalFileSystem
 
     def _is_of_fsspec(self) -> bool:
         """fsspec's own disk and memory, which have folders and open a file that must not be there."""

@@ -78,6 +78,7 @@ class Index:
     number: int
     files: dict[str, dict[str, Any]]
     NAME: ClassVar[str] = f"{HIDDEN}/commit.json"
+    AHEAD: ClassVar[str] = f"{HIDDEN}/commit-ahead.json"  # the same, while it is written
 
     @staticmethod
     def of(state: State, without: Collection[str] = ()) -> Index:
@@ -87,17 +88,37 @@ class Index:
 
     @staticmethod
     def read(files: StoreFiles) -> Index | None:
+        """The last commit; None before the first. One that a kill cut short stands whole under its second name."""
         contents = files.read(Index.NAME)
         if contents is None:
             return None
-        try:
-            told = json.loads(contents)
-            return Index(str(told["run"]), int(told["number"]), dict(told["files"]))
-        except (ValueError, KeyError, TypeError) as error:
+        found = Index._parsed(contents) or Index._parsed(files.read(Index.AHEAD) or b"")
+        if found is None:
             raise DataError(
                 f"{files.url}/{Index.NAME} is damaged",
                 advice=["remove it: the files beside it are then taken as they are"],
-            ) from error
+            )
+        return found
+
+    @staticmethod
+    def _parsed(contents: bytes) -> Index | None:
+        try:
+            told = json.loads(contents)
+            named = {
+                str(name): {"bytes": int(one["bytes"]), "sha256": str(one["sha256"])}
+                for name, one in told["files"].items()
+            }
+            return Index(str(told["run"]), int(told["number"]), named)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return None
+
+    def write(self, files: StoreFiles) -> None:
+        """Write the commit. Until it is whole it stands under a second name: not every store replaces at once."""
+        if not files.is_disk:
+            files.write(Index.AHEAD, self.to_bytes())
+        files.write(Index.NAME, self.to_bytes())
+        if not files.is_disk:
+            files.remove([Index.AHEAD])
 
     def to_bytes(self) -> bytes:
         return json.dumps({"run": self.run, "number": self.number, "files": self.files}).encode("utf-8")

@@ -220,7 +220,7 @@ class Mirror:
         for name in todo:
             sums = self._files.put(name, commit.copies[name])
             known[name] = Sent(*commit.stamps[name], sums.sha256, sums.num_bytes)
-        self._files.write(Index.NAME, Index.of(state, without=gone).to_bytes())
+        Index.of(state, without=gone).write(self._files)
         state.end(self._home)
         self.num_commits += 1
         for name in gone:

@@ -6,6 +6,7 @@ import hashlib
 from pathlib import Path
 
 from stillroom.errors import DataError
+from stillroom.files import inside
 from stillroom.remote import as_url, is_in_store, local_copy
 from stillroom.stores.files import HIDDEN, StoreFiles
 from stillroom.stores.index import Index
@@ -32,7 +33,7 @@ def _check_student(url: str, folder: Path) -> None:
     """Raise where the student is not that of one commit: a store replaces files one at a time."""
     index = Index.read(StoreFiles(url))
     for name, told in (index.files if index else {}).items():
-        if name.startswith(_STUDENT) and _sha256(folder / name) != told["sha256"]:
+        if name.startswith(_STUDENT) and _sha256(inside(folder, name)) != told["sha256"]:
             raise DataError(
                 f"{url}/{name} is not of the run's last commit: the student is being replaced, or that was cut short",
                 advice=["try again in a moment", f"or finish it: stillroom resume {url}"],

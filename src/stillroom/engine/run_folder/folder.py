@@ -20,6 +20,7 @@ from stillroom.config import Config
 from stillroom.config.load import build
 from stillroom.engine.run_folder import inputs, lock, paths
 from stillroom.engine.run_folder.lock import FolderLock
+from stillroom.engine.run_folder.trust import NONE, Trust
 from stillroom.errors import CannotSave, ConfigError, StillroomError
 from stillroom.files import reason_of, write_atomically
 from stillroom.stores.mirror import Mirror
@@ -177,17 +178,28 @@ def _unwritable(folder: Path, error: OSError) -> StillroomError:
     return CannotSave(what, where="--out", advice=advice)
 
 
-def read_config(folder: Path, contents: bytes | None = None) -> Config:
-    """The configuration of a run, with its paths resolved. `contents` are those of a config.json that is not here."""
-    return _read(folder, contents)[0]
+def read_config(folder: Path, contents: bytes | None = None, *, trust: Trust = NONE) -> Config:
+    """The configuration of a run, with its paths resolved. `contents` are those of a config.json that is not here.
+
+    Refuse code and addresses that it names and the user did not allow.
+    """
+    config = stored_config(folder, contents, trust=trust)
+    trust.check(config, str(folder / CONFIG))
+    return config
 
 
-def _read(folder: Path, contents: bytes | None = None) -> tuple[Config, dict[str, Any]]:
+def stored_config(folder: Path, contents: bytes | None = None, *, trust: Trust = NONE) -> Config:
+    """The same without that refusal, for a caller that uses few of its settings and checks those."""
+    return _read(folder, contents, trust)[0]
+
+
+def _read(folder: Path, contents: bytes | None = None, trust: Trust = NONE) -> tuple[Config, dict[str, Any]]:
     path = folder / CONFIG
     try:
         if contents is None and not path.exists():
             raise ConfigError(f"{folder} holds no run: there is no config.json", advice=["give the folder of a run"])
         description = json.loads(path.read_bytes() if contents is None else contents)
+        trust.check_table(description["config"], str(path))
         config, known = build(description["config"], str(path)), description.get("paths", {})
         return paths.resolved(config, known, folder), dict(known)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

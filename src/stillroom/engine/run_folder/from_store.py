@@ -14,8 +14,9 @@ from pathlib import Path
 
 from stillroom.checkpoint import CheckpointStore
 from stillroom.errors import ConfigError
+from stillroom.files import inside, is_hidden
 from stillroom.remote import alone
-from stillroom.stores.files import HIDDEN, StoreFiles, check_empty
+from stillroom.stores.files import StoreFiles, check_empty
 from stillroom.stores.index import Index, Sent, State
 from stillroom.stores.mirror import MANIFEST
 
@@ -33,7 +34,7 @@ def bring(files: StoreFiles, folder: Path) -> tuple[str, ...]:
     with alone(home):
         index = Index.read(files)
         listed = files.names()
-        names = {name for name in (*listed, *(index.files if index else ())) if not name.startswith(f"{HIDDEN}/")}
+        names = {name for name in listed if not is_hidden(name)} | {*(index.files if index else ())}
         state, is_here = State.read(home), (folder / _CONFIG).exists()
         if _CONFIG not in names:
             return _nothing_there(files, names, folder, state, is_here=is_here)
@@ -79,7 +80,7 @@ def _bring_all(files: StoreFiles, folder: Path, names: set[str], listed: set[str
     def get(name: str) -> bool:
         if name not in listed and files.size(name) is None:
             return False  # removed after the commit that names it
-        files.get(name, aside / name)
+        files.get(name, inside(aside, name))
         return True
 
     parts = [name for name in names if name.startswith(_CHECKPOINTS)]
@@ -106,7 +107,7 @@ def _holds(checkpoint: Path) -> bool:
     """Whether all files are those that the manifest names."""
     try:
         manifest = json.loads((checkpoint / MANIFEST).read_bytes())
-        return all(_sha256(checkpoint / name) == told["sha256"] for name, told in manifest["files"].items())
+        return all(_sha256(inside(checkpoint, name)) == told["sha256"] for name, told in manifest["files"].items())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
@@ -120,7 +121,7 @@ def _sent(folder: Path, index: Index | None, names: Iterable[str]) -> dict[str, 
     """What the store has, with the sizes and times of the files here. What is not here is removed there in time."""
     sent = {name: Sent(-1, 0, "", 0) for name in names}
     for name, told in (index.files if index else {}).items():
-        path = folder / name
+        path = inside(folder, name)
         size, time = (path.stat().st_size, path.stat().st_mtime_ns) if path.exists() else (-1, 0)
         is_same = size == int(told["bytes"])
         sent[name] = Sent(size if is_same else -1, time, str(told["sha256"]), int(told["bytes"]))

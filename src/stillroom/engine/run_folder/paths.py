@@ -52,6 +52,8 @@ def resolved(config: Config, known: Mapping[str, Any], folder: Path) -> Config:
     for key, forms in known.items():
         if key in _keys(config) and isinstance(forms, Mapping) and _get(config, key) == forms.get("given"):
             absolute = str(forms["absolute"])
+            if is_url(absolute) or not Path(absolute).is_absolute():
+                raise ValueError(f"paths.{key}.absolute is no path")  # an address is never reached by this way
             moved = os.path.normpath(folder.resolve() / str(forms["relative"]))
             changes[key] = moved if not _exists(absolute) and _exists(moved) else absolute
     return _with(config, changes)

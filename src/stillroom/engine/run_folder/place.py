@@ -15,7 +15,9 @@ from pathlib import Path
 from stillroom.config import Config
 from stillroom.engine.run_folder import folder as run_folder
 from stillroom.engine.run_folder.from_store import bring
+from stillroom.engine.run_folder.trust import Trust
 from stillroom.errors import BrokenAtStart, CannotSave, ConfigError, DataError, StillroomError
+from stillroom.files import inside
 from stillroom.remote import as_url, copies_folder, is_in_store, key_of
 from stillroom.stores.files import StoreFiles
 from stillroom.stores.lease import Lease
@@ -31,11 +33,11 @@ class Place:
     mirror: Mirror | None = None  # of the first process
     notes: tuple[str, ...] = ()
 
-    def read_config(self) -> Config:
+    def read_config(self, trust: Trust) -> Config:
         """The configuration of the run. Another process than the first may be here before the run was brought."""
         is_other = bool(self.url) and self.mirror is None
         contents = StoreFiles(self.url).read(run_folder.CONFIG) if is_other else None
-        return run_folder.read_config(self.folder, contents)
+        return run_folder.read_config(self.folder, contents, trust=trust)
 
 
 _open: dict[Path, Place] = {}  # addresses that this process works in
@@ -46,7 +48,7 @@ def folder_of(out: str | Path) -> Path:
     if not is_in_store(out):
         return Path(out)
     url = as_url(out)
-    return copies_folder("runs") / key_of(url) / (url.rpartition("/")[2] or "run")
+    return inside(copies_folder("runs") / key_of(url), url.rpartition("/")[2] or "run")
 
 
 @contextlib.contextmanager

@@ -14,8 +14,11 @@ from typing import Any
 
 from safetensors import safe_open
 
-from stillroom.errors import BrokenAtStart
-from stillroom.models.load.source import Source
+from stillroom.config.schema import ModelSection, TeacherConfig
+from stillroom.errors import BrokenAtStart, DataError, OutsideName
+from stillroom.files import inside
+from stillroom.models.load.source import Source, fetch, find
+from stillroom.remote import is_below, is_url
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -23,6 +26,7 @@ _ADAPTER = "adapter_model.safetensors"
 COMPLETE = "check that the folder is complete and undamaged (config.json, tokenizer.json, model.safetensors)"
 _NUMBERS = ("F64", "F32", "F16", "BF16")
 _CODES = ("I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F4")
+_FOREIGN_ADAPTERS = ("XLORA", "MULTITASK_PROMPT_TUNING")  # they load files that their configuration names
 _PICKLES = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
@@ -56,6 +60,50 @@ def _readable(source: Source, files: list[str]) -> list[str]:
 def check_adapter_files(source: Source) -> None:
     if not (source.folder / _ADAPTER).is_file():
         raise _without_safetensors(source, _ADAPTER)
+    told = read_json(source, "adapter_config.json")
+    if told.get("megatron_config") or str(told.get("peft_type")).upper() in _FOREIGN_ADAPTERS:
+        raise BrokenAtStart(
+            f"adapter_config.json of {source.name} names modules or files of other programs, which peft would load",
+            advice=["give a model with the adapter merged"],
+        )
+
+
+def fetch_base(section: ModelSection, source: Source, *, weights: bool) -> Source:
+    """The base model of an adapter. Files name hub ids, and of a folder of this machine also folders.
+
+    An address needs the user's word, `allow_base`: it would be fetched with the user's keys.
+    """
+    base = read_json(source, "adapter_config.json").get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise BrokenAtStart(
+            f"adapter_config.json of {source.name} names no base model", advice=["set base_model_name_or_path"]
+        )
+    if is_url(base) and not is_below(base, section.allow_base):
+        raise BrokenAtStart(
+            f"adapter_config.json of {source.name} names an address as its base model: {base}",
+            where="base_model_name_or_path",
+            advice=[
+                f"if you trust it: --allow-base {base}",
+                "or copy the base model to this machine, and name its folder in adapter_config.json",
+            ],
+        )
+    is_foreign = source.is_of_hub or is_url(source.name)
+    if is_foreign and not is_url(base) and not base.startswith("builtin:") and find(base).is_local:
+        raise BrokenAtStart(
+            f"the adapter {source.name} is not of this machine and names a folder here as its base model: {base}",
+            where="base_model_name_or_path",
+            advice=["copy the adapter to a folder of this machine, and check what it names"],
+        )
+    try:
+        found = fetch(TeacherConfig(), base, weights=weights)
+    except DataError as error:  # an address that cannot be read
+        raise BrokenAtStart(
+            f"the base model of {source.name} cannot be fetched: {error.what}", advice=error.advice
+        ) from error
+    if found.is_gguf or found.is_adapter:
+        kind = "a GGUF file" if found.is_gguf else "an adapter itself"
+        raise BrokenAtStart(f"the base model {base} of {source.name} is {kind}", advice=["merge the adapter first"])
+    return found
 
 
 def _without_safetensors(source: Source, wanted: str) -> BrokenAtStart:
@@ -85,19 +133,27 @@ def _check_index(source: Source) -> list[str]:
     if not isinstance(table, dict) or not table or not all(isinstance(name, str) for name in table.values()):
         raise BrokenAtStart(f"{_INDEX} of {source.name} has no table of weights", advice=["get the file again"])
     shards = sorted(set(table.values()))
-    foreign = [name for name in shards if not name.endswith(".safetensors") or {"/", "\\", ":"} & {*name}]
+    foreign = [name for name in shards if not name.endswith(".safetensors") or not _is_within(source, name)]
     if foreign:
         raise BrokenAtStart(
             f"{_INDEX} of {source.name} names {_listed(foreign)}: only *.safetensors of the folder itself are read",
             advice=["get the folder from a place you trust"],
         )
-    missing = [name for name in shards if not (source.folder / name).is_file()]
+    missing = [name for name in shards if not inside(source.folder, name).is_file()]
     if missing:
         raise BrokenAtStart(
             f"{source.name} lacks {len(missing)} of {len(shards)} shards: {_listed(missing)}",
             advice=["copy or download the missing files"],
         )
     return shards
+
+
+def _is_within(source: Source, name: str) -> bool:
+    """Whether a name is that of a file in the folder itself."""
+    try:
+        return inside(source.folder, name).parent == source.folder
+    except OutsideName:
+        return False
 
 
 def coded_weights(source: Source, files: list[str], is_number: Callable[[str], bool]) -> list[str]:

@@ -16,8 +16,11 @@ from stillroom.config.schema import ModelSection
 from stillroom.errors import BrokenAtStart
 from stillroom.models.load.files import read_json
 from stillroom.models.load.gguf_file import gguf_config
-from stillroom.models.load.source import Source
+from stillroom.models.load.source import Source, runs_code
 
+_IMPLEMENTATIONS = (
+    "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", "grouped_mm", "batched_mm",
+)  # fmt: skip
 _SENSES = ("vision_config", "audio_config", "vision_encoder_config", "speech_config")
 
 
@@ -31,13 +34,36 @@ def read_config(section: ModelSection, source: Source) -> Any:
     kind = table.get("model_type")
     if not isinstance(kind, str):
         raise _without_kind(source, table)
-    brings_code = section.trust_remote_code and "AutoModelForCausalLM" in (table.get("auto_map") or {})
+    _check_kernels(source, table)
+    may_run = runs_code(section, source)
+    brings_code = may_run and "AutoModelForCausalLM" in (table.get("auto_map") or {})
     if kind not in CONFIG_MAPPING and not brings_code:
         raise _unknown(source, kind, table)
-    config = AutoConfig.from_pretrained(source.path, trust_remote_code=section.trust_remote_code)
+    config = AutoConfig.from_pretrained(source.path, trust_remote_code=may_run)
     if not brings_code:
         _check_kind(source, config)
+    if not may_run and hasattr(config, "auto_map"):
+        del config.auto_map  # so that no network is made of code, whoever makes it
     return config
+
+
+def _check_kernels(source: Source, table: Any) -> None:
+    """Refuse an implementation that is not one of transformers' own: it takes other names for kernels to download."""
+    if isinstance(table, list):
+        for value in table:
+            _check_kernels(source, value)
+    if not isinstance(table, dict):
+        return
+    for key, value in table.items():
+        if key.removesuffix("_internal").endswith(("attn_implementation", "experts_implementation")):
+            names = value.values() if isinstance(value, dict) else (value,)
+            strange = [name for name in names if name is not None and name not in _IMPLEMENTATIONS]
+            if strange:
+                raise BrokenAtStart(
+                    f"config.json of {source.name} names an implementation that is not known: {key} = {strange[0]!r}",
+                    advice=[f"remove it from config.json, or name one of {', '.join(_IMPLEMENTATIONS)}"],
+                )
+        _check_kernels(source, value)
 
 
 def _without_kind(source: Source, table: dict[str, Any]) -> BrokenAtStart:
@@ -55,7 +81,9 @@ def _without_kind(source: Source, table: dict[str, Any]) -> BrokenAtStart:
 def _unknown(source: Source, kind: str, table: dict[str, Any]) -> BrokenAtStart:
     advice = [f"pip install -U transformers: {transformers.__version__} is installed"]
     if table.get("auto_map"):
-        advice.append("it brings code of its own: read it, then set trust_remote_code = true with a pinned revision")
+        advice.append(
+            "it brings code of its own: read it, then name its hub id with trust_remote_code = true and a revision"
+        )
     return BrokenAtStart(f"{source.name} is a {kind!r}, which this transformers does not know", advice=advice)
 
 

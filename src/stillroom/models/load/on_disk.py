@@ -21,7 +21,7 @@ from stillroom.models.load.empty import empty_network
 from stillroom.models.load.files import check_weight_files
 from stillroom.models.load.kinds import read_config
 from stillroom.models.load.open import CONSTANTS, explained
-from stillroom.models.load.source import Source, fetch
+from stillroom.models.load.source import Source, fetch, runs_code
 
 _NUMBERS = {"F32", "F16", "BF16"}
 
@@ -51,7 +51,7 @@ def open_on_disk(section: TeacherConfig, dtype: torch.dtype) -> OnDisk | str:
                 advice=["--set teacher.placement=device", "use the model as it was before it was quantised"],
             )
         stored = _stored(source)
-        network = empty_network(config, dtype, trust_remote_code=section.trust_remote_code)
+        network = empty_network(config, dtype, trust_remote_code=runs_code(section, source))
         reason = _difference(network, stored, dtype)
     if reason:
         return reason

@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from stillroom.config.schema import ModelSection, StudentConfig, TeacherConfig
 from stillroom.errors import BrokenAtStart, StillroomError
 from stillroom.models.adapter.targets import tied_layers
-from stillroom.models.load.files import COMPLETE, check_adapter_files, check_weight_files, coded_weights, read_json
+from stillroom.models.load.files import COMPLETE, check_adapter_files, check_weight_files, coded_weights, fetch_base
 from stillroom.models.load.gguf_file import gguf_network, gguf_tokenizer
 from stillroom.models.load.kinds import read_config
 from stillroom.models.load.quiet import quiet_transformers
-from stillroom.models.load.source import Source, fetch, one_line
+from stillroom.models.load.source import Source, fetch, one_line, runs_code
 
 # Masks, positions and rotary tables that older versions of transformers saved with the weights; the model computes
 # them. `attn.bias` is a mask: real biases of an attention carry the names of its projections.
@@ -68,7 +68,7 @@ def load_tokenizer(section: ModelSection, name: str) -> Any:
 def _tokenizer(section: ModelSection, source: Source) -> Any:
     if source.is_gguf:
         return gguf_tokenizer(source.folder)
-    return AutoTokenizer.from_pretrained(source.path, trust_remote_code=section.trust_remote_code)
+    return AutoTokenizer.from_pretrained(source.path, trust_remote_code=runs_code(section, source))
 
 
 def _read_config(section: ModelSection, source: Source) -> Any:
@@ -119,7 +119,7 @@ def _draw(section: StudentConfig, source: Source, seed: int) -> Any:
     # The student's weights depend on the run's seed alone, not on earlier draws.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=section.trust_remote_code)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=runs_code(section, source))
     return model.float()
 
 
@@ -139,7 +139,8 @@ def _load(section: ModelSection, source: Source, dtype: torch.dtype) -> tuple[An
         _read_config(section, source)  # report what is wrong with the file or its kind first
         model, report, notes = gguf_network(source.folder, dtype)
         return model, [*notes, *_check_keys(source, report)]
-    model, notes = _load_adapter(source, dtype) if source.is_adapter else _load_weights(section, source, dtype)
+    load = _load_adapter if source.is_adapter else _load_weights
+    model, notes = load(section, source, dtype)
     return model, [*([source.note] if source.note else []), *notes]
 
 
@@ -151,7 +152,7 @@ def _load_weights(section: ModelSection, source: Source, dtype: torch.dtype) -> 
         config=config,
         dtype=dtype,
         use_safetensors=True,
-        trust_remote_code=section.trust_remote_code,
+        trust_remote_code=runs_code(section, source),
         ignore_mismatched_sizes=True,  # not ignored: refused below with both sizes
         output_loading_info=True,
     )
@@ -210,25 +211,17 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:_NAMED]) + rest
 
 
-def _load_adapter(source: Source, dtype: torch.dtype) -> tuple[Any, list[str]]:
+def _load_adapter(section: ModelSection, source: Source, dtype: torch.dtype) -> tuple[Any, list[str]]:
     """Load the base model of a LoRA adapter like any other model, and merge the adapter into it."""
     check_adapter_files(source)
-    base = read_json(source, "adapter_config.json").get("base_model_name_or_path")
-    if not isinstance(base, str) or not base:
-        raise BrokenAtStart(
-            f"adapter_config.json of {source.name} names no base model", advice=["set base_model_name_or_path"]
-        )
+    base = fetch_base(section, source, weights=True)
     try:
         from peft import PeftModel
     except ImportError:
         raise BrokenAtStart(
             f"{source.name} is a LoRA adapter and needs peft", advice=["pip install 'stillroom[peft]'"]
         ) from None
-    section = TeacherConfig(model=base)
-    base_source = fetch(section, base, weights=True)
-    if base_source.is_adapter:
-        raise BrokenAtStart(f"the base model {base} of {source.name} is an adapter itself", advice=["merge it first"])
-    model, notes = _load_weights(section, base_source, dtype)
+    model, notes = _load_weights(TeacherConfig(), base, dtype)
     adapted = PeftModel.from_pretrained(model, source.path)
     tied = tied_layers(model)
     if tied:
@@ -238,4 +231,4 @@ def _load_adapter(source: Source, dtype: torch.dtype) -> tuple[Any, list[str]]:
         )
     merged = adapted.merge_and_unload()
     merged.requires_grad_(True)  # peft froze what is now the whole model
-    return merged, [f"{source.name} is an adapter, merged into {base}", *notes]
+    return merged, [f"{source.name} is an adapter, merged into {base.name}", *notes]

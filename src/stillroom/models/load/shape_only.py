@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from stillroom.config.schema import ModelSection, ShrinkConfig, StudentConfig, TeacherConfig
 from stillroom.errors import BrokenAtStart
 from stillroom.models.attention import attend_causally
-from stillroom.models.load.files import read_json
+from stillroom.models.load.files import fetch_base
 from stillroom.models.load.kinds import read_config
 from stillroom.models.load.open import explained, ready_student
 from stillroom.models.load.source import fetch
@@ -25,14 +25,9 @@ def described_model(section: ModelSection, name: str) -> tuple[Any, list[str]]:
     source = fetch(section, name, weights=False)
     notes = []
     if source.is_adapter:
-        base = read_json(source, "adapter_config.json").get("base_model_name_or_path")
-        if not isinstance(base, str) or not base:
-            raise BrokenAtStart(
-                f"adapter_config.json of {name} names no base model", advice=["set base_model_name_or_path"]
-            )
-        notes.append(f"{name} is an adapter: counted as its base model {base}, into which it is merged")
-        section = TeacherConfig(model=base)
-        source = fetch(section, base, weights=False)
+        source = fetch_base(section, source, weights=False)
+        section = TeacherConfig(model=source.name)
+        notes.append(f"{name} is an adapter: counted as its base model {source.name}, into which it is merged")
     if source.is_gguf:
         notes.append(f"{name}: sizes are from the header of the GGUF file; its weights are unpacked when loaded")
     with explained(name, "configuration"):

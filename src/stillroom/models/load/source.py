@@ -38,6 +38,7 @@ class Source:
     path: str  # a folder, or a hub id that was not fetched yet
     is_local: bool
     note: str = ""  # how it was fetched, for the log
+    is_of_hub: bool = False  # a commit that the hub vouches for, not whatever lies in a folder
 
     @property
     def folder(self) -> Path:
@@ -151,7 +152,42 @@ def fetch(section: ModelSection, name: str, *, weights: bool) -> Source:
     note = ""
     if isinstance(answer, Exception):
         note = f"{name} is taken from the hub's cache as it is, because the hub did not answer: {one_line(answer)}"
-    return replace(source, path=folder, is_local=True, note=note)
+    return replace(source, path=folder, is_local=True, note=note, is_of_hub=True)
+
+
+def runs_code(section: ModelSection, source: Source) -> bool:
+    """Whether code that comes with a model is run: where the user asked for it, and a commit of the hub pins it.
+
+    Refuse code that no commit pins: that of a folder, and that of another repository.
+    """
+    if not section.trust_remote_code:
+        return False
+    places = [place for file in _MAPS for place in _mapped(source.folder / file)]
+    foreign = [place for place in places if "--" in place]  # repository--module.Class
+    if source.is_of_hub and not foreign:
+        return True
+    if not places:
+        return False
+    raise BrokenAtStart(
+        f"{source.name} brings code of its own, which trust_remote_code runs only from a pinned commit of the hub: "
+        + (f"{foreign[0]} is of another repository" if foreign else "a revision pins no folder"),
+        where="trust_remote_code",
+        advice=["name the hub id of the model and its commit", "or use a model that transformers knows"],
+    )
+
+
+_MAPS = ("config.json", "tokenizer_config.json")
+
+
+def _mapped(path: Path) -> list[str]:
+    """The classes that a file names as code of its own. A broken file is refused when it is read."""
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+        named = table.get("auto_map") or {}
+        values = named.values() if isinstance(named, dict) else named  # an old tokenizer has a list
+        return [str(one) for value in values for one in (value if isinstance(value, list) else [value]) if one]
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError):
+        return []
 
 
 @lru_cache(maxsize=64)

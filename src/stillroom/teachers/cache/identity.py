@@ -13,7 +13,7 @@ import torch
 from stillroom.config.schema import StudentConfig, TeacherConfig
 from stillroom.errors import BrokenAtStart
 from stillroom.files import reason_of
-from stillroom.models.load.files import check_weight_files, read_json
+from stillroom.models.load.files import check_weight_files, fetch_base, read_json
 from stillroom.models.load.gguf_file import is_gguf
 from stillroom.models.load.source import fetch
 
@@ -48,7 +48,7 @@ def _of_files(
     adapter, base = None, source
     if source.is_adapter:
         told = read_json(source, "adapter_config.json")
-        base = fetch(TeacherConfig(), str(told.get("base_model_name_or_path")), weights=True)
+        base = fetch_base(section, source, weights=True)
         files = sorted(path.name for path in source.folder.glob("adapter_model*.safetensors"))
         adapter = _short(_json_hash(told), weights_hash(source.folder, files))
     config = read_json(base, "config.json")

@@ -15,16 +15,19 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from stillroom.errors import DataError, Interrupted
-from stillroom.files import TEMPORARY, write_atomically
+from stillroom.files import TEMPORARY, inside, is_hidden, write_atomically
 from stillroom.remote import alone, as_url, copies_folder, is_in_store, key_of
 from stillroom.stores.files import StoreFiles, check_empty
 from stillroom.teachers.cache.format import SUFFIX, head_length
 from stillroom.teachers.cache.manifest import NAME, SHARDS
 
-_ORIGIN, _HEADS, _MARKS = ".origin", ".heads", ".marks"
-OURS = (_ORIGIN, _HEADS, _MARKS, ".lock")  # beside the cache in its folder
+_HEADS, _MARKS = ".heads", ".marks"
+OURS = (".origin", _HEADS, _MARKS, ".lock")  # beside the cache in its folder; earlier versions wrote the first
 _FIRST_BYTES = 1 << 16
 _AT_ONCE = 8
+
+
+_urls: dict[Path, str] = {}  # folders that this process opened by an address
 
 
 class Origin:
@@ -36,11 +39,9 @@ class Origin:
 
     @staticmethod
     def of(folder: Path) -> Origin | None:
-        """None for a cache that lies on this machine alone."""
-        try:
-            return Origin(folder, (folder / _ORIGIN).read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return None
+        """None for a cache that lies on this machine alone: nothing in a folder says where its shards come from."""
+        url = _urls.get(folder.absolute())
+        return Origin(folder, url) if url is not None else None
 
     # -- reading -----------------------------------------------------------------------------------------
 
@@ -54,13 +55,15 @@ class Origin:
             elif not self._is_same(contents):
                 self._forget()
                 write_atomically(self.folder / NAME, contents)
-            shards = {name: told for name, told in names.items() if name.startswith(f"{SHARDS}/")}
+            shards = {
+                name: told for name, told in names.items() if name.startswith(f"{SHARDS}/") and not is_hidden(name)
+            }
             unknown = [name for name, told in shards.items() if not self._is_known(name, *told)]
             with ThreadPoolExecutor(_AT_ONCE) as pool:
                 list(pool.map(lambda name: self._bring_head(name, *shards[name]), unknown))
             for head in self._heads():
                 if f"{SHARDS}/{head.name}" not in shards:  # removed from the store
-                    (self.folder / SHARDS / head.name).unlink(missing_ok=True)
+                    inside(self.folder / SHARDS, head.name).unlink(missing_ok=True)
                     head.unlink(missing_ok=True)
 
     def fetch(self, path: Path) -> None:
@@ -82,7 +85,7 @@ class Origin:
         """Whether the store has a shard. Its head is here then."""
         path = f"{SHARDS}/{name}{SUFFIX}"
         size = self.files.size(path)
-        if size is not None and not (self.folder / path).exists():
+        if size is not None and not inside(self.folder, path).exists():
             self._bring_head(path, size)
         return size is not None
 
@@ -92,7 +95,7 @@ class Origin:
         length = head_length(begin)
         if length > len(begin):
             begin = self.files.begin(name, length)
-        path = self.folder / name
+        path = inside(self.folder, name)
         for place in (self._head(path), self._mark(path), path):
             place.parent.mkdir(parents=True, exist_ok=True)
         self._head(path).touch()
@@ -110,7 +113,7 @@ class Origin:
 
     def _is_known(self, name: str, size: int, mark: str) -> bool:
         """Whether a file here is the store's. One without a mark was written here, or learned of: it gets the mark."""
-        path = self.folder / name
+        path = inside(self.folder, name)
         if not path.exists() or path.stat().st_size != size:
             return False
         try:
@@ -160,12 +163,12 @@ def folder_of(place: str | Path) -> Path:
     if not is_in_store(place):
         return Path(place).expanduser()
     url = as_url(place)
-    return attached(copies_folder("caches") / key_of(url) / url.rpartition("/")[2], url)
+    return attached(inside(copies_folder("caches") / key_of(url), url.rpartition("/")[2]), url)
 
 
 def attached(folder: Path, url: str) -> Path:
     """A folder whose cache is that of an address."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / _ORIGIN).write_text(url, encoding="utf-8")
+    _urls[folder.absolute()] = url
     Origin(folder, url).refresh()
     return folder
