@@ -9,12 +9,13 @@ import shutil
 import socket
 import ssl
 import subprocess
+import threading
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from scripted_server import Scripted, answer, scripting
+from scripted_server import ENDLESS, Scripted, answer, scripting
 
 from stillroom.config import load_config
 from stillroom.config.served import RequestsConfig
@@ -113,6 +114,23 @@ def test_gzip_that_was_not_asked_for_is_read_and_other_codings_are_refused(serve
     with pytest.raises(ServerUnusable, match="coding 'br'"):
         client.ask("POST", "/", {})
     assert client.counters["repeated_dropped"] == 1  # the broken one was asked for again
+
+
+@pytest.mark.parametrize("kind", list(ENDLESS))
+def test_an_answer_without_end_is_a_timeout_of_the_whole_answer(server: Scripted, kind: str) -> None:
+    quick = RequestsConfig(retries=1, pause_seconds=0.01, timeout_seconds=0.5)
+    server.script += [ENDLESS[kind]] * 2
+    client, ended = Client(server.url, quick), threading.Event()
+
+    def ask() -> None:
+        with pytest.raises(ServerUnusable):
+            client.ask("POST", "/", {})
+        ended.set()
+
+    threading.Thread(target=ask, daemon=True).start()
+    assert ended.wait(30)
+    assert client.counters == {"requests": 1, "repeated_timeout": 1}
+    assert client.ask("POST", "/", {}) == {"fine": True}  # the next answer has its own time
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -1,15 +1,17 @@
 """Requests to a server: JSON over kept connections, repeated where that may help, and never against its wishes.
 
-Repeated: no connection, no answer in time, an answer cut short or that is no JSON, status 408, 429 and 5xx. Pauses
+Repeated: no connection, no whole answer in time, an answer cut short or that is no JSON, status 408, 429 and 5xx. Pauses
 double and are drawn at random, so that many clients do not come back at once. `Retry-After` holds for all threads of a
 client. Any other status is final. A redirection is not followed: the key would go to another host. Proxies of the
-environment are not used, for the same reason. No more of an answer is read, or unpacked, than it may have.
+environment are not used, for the same reason. No more of an answer is read, or unpacked, than it may have, and not for
+longer: `timeout_seconds` is a bound on the whole answer, because a server that sends a byte now and then is never idle.
 """
 
 from __future__ import annotations
 
 import email.utils
 import http.client
+import io
 import json
 import math
 import random
@@ -21,7 +23,8 @@ import zlib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 from stillroom.config.served import RequestsConfig
@@ -32,6 +35,7 @@ _LONGEST_PAUSE = 60.0
 _LONGEST_WISH = 900.0  # seconds of Retry-After that are waited for
 _SHOWN = 300  # characters of a server's message
 _MOST_BYTES = 16 << 20  # of an answer whose size the caller does not know
+_LOOKED_UP = 30.0  # seconds at most for a GET: what a server says of itself needs no model
 _GZIP = 16 + zlib.MAX_WBITS
 _AGAIN = (408, 429, 500, 502, 503, 504, 529)
 _ADVICE_KEY = "name the variable that holds the server's key: --set teacher.requests.api_key_variable=NAME"
@@ -68,6 +72,36 @@ class Address:
         host = f"[{self.host}]" if ":" in self.host else self.host
         port = f":{self.port}" if self.port else ""
         return f"http{'s' if self.is_secure else ''}://{host}{port}{self.prefix}"
+
+
+class _TimedReader(io.RawIOBase):
+    """Read a socket until a moment, whatever comes before it: a timeout of the socket begins anew with each byte."""
+
+    def __init__(self, sock: socket.socket, end: float) -> None:
+        self._sock, self._raw, self._end = sock, sock.makefile("rb", buffering=0), end
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self._sock.settimeout(left)
+        return self._raw.readinto(buffer)
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+class _TimedAnswer(http.client.HTTPResponse):
+    """An answer that ends by a moment: its head, the interim answers before it and its body."""
+
+    def __init__(self, sock: socket.socket, *more: Any, end: float, **named: Any) -> None:
+        super().__init__(sock, *more, **named)
+        self.fp.close()
+        self.fp = io.BufferedReader(_TimedReader(sock, end))
 
 
 class Client:
@@ -145,13 +179,15 @@ class Client:
             headers["Content-Type"] = "application/json"
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
+        longest = self._settings.timeout_seconds
+        longest = min(longest, _LOOKED_UP) if method == "GET" else longest
         try:
-            answer = self._send(method, path, held, headers)
+            answer = self._send(method, path, held, headers, time.monotonic() + longest)
             told = answer.read(most_bytes + 1)
             if len(told) <= most_bytes and answer.length:  # with a limit, `read` does not notice
                 raise http.client.IncompleteRead(told, answer.length)
         except TimeoutError as error:
-            raise _Failed("timeout", f"no answer in {self._settings.timeout_seconds:g} seconds") from error
+            raise _Failed("timeout", f"no whole answer in {longest:g} seconds") from error
         except ssl.SSLCertVerificationError as error:
             raise ServerUnusable(
                 f"its certificate does not hold: {error.verify_message}",
@@ -165,22 +201,31 @@ class Client:
             raise _Failed("dropped", what) from error
         return answer, self._unpacked(answer, told, most_bytes)
 
-    def _send(self, method: str, path: str, held: bytes | None, headers: Mapping[str, str]) -> http.client.HTTPResponse:
+    def _send(
+        self, method: str, path: str, held: bytes | None, headers: Mapping[str, str], end: float
+    ) -> http.client.HTTPResponse:
         """The head of the answer. A kept connection that the server closed meanwhile is opened again, without a pause.
 
         Servers close connections that are idle for some seconds, and llama.cpp's after 100 requests.
         """
         was_kept = getattr(self._local, "connection", None) is not None
         try:
-            connection = self._connection()
-            connection.request(method, f"{self.address.prefix}{path}", held, headers)
-            return connection.getresponse()
+            return self._send_once(method, path, held, headers, end)
         except (ConnectionResetError, BrokenPipeError, ConnectionAbortedError):  # RemoteDisconnected is one of them
             if not was_kept:
                 raise
         self._forget_connection()
         self._count("reconnected")
+        return self._send_once(method, path, held, headers, end)
+
+    def _send_once(
+        self, method: str, path: str, held: bytes | None, headers: Mapping[str, str], end: float
+    ) -> http.client.HTTPResponse:
         connection = self._connection()
+        connection.timeout = max(end - time.monotonic(), 0.001)
+        connection.response_class = cast(Any, partial(_TimedAnswer, end=end))
+        if connection.sock is not None:
+            connection.sock.settimeout(connection.timeout)
         connection.request(method, f"{self.address.prefix}{path}", held, headers)
         return connection.getresponse()
 
@@ -207,7 +252,7 @@ class Client:
     def _connection(self) -> http.client.HTTPConnection:
         if getattr(self._local, "connection", None) is None:
             kind = http.client.HTTPSConnection if self.address.is_secure else http.client.HTTPConnection
-            self._local.connection = kind(self.address.host, self.address.port, timeout=self._settings.timeout_seconds)
+            self._local.connection = kind(self.address.host, self.address.port)
         found: http.client.HTTPConnection = self._local.connection
         return found
 
