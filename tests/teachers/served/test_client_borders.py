@@ -13,6 +13,7 @@ import threading
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from scripted_server import ENDLESS, Scripted, answer, scripting
@@ -173,6 +174,38 @@ def test_a_key_at_the_edge_of_what_is_shown_is_hidden_whole(server: Scripted) ->
     with pytest.raises(ServerRefused) as caught:
         Client(server.url, FAST, "sk-secret-1234567890").ask("POST", "/", {})
     assert "sk-s" not in str(caught.value)
+
+
+@pytest.mark.parametrize("field", ["Location", "Content-Encoding", "Server", "body"])
+def test_a_key_that_the_server_repeats_is_hidden_wherever_it_stands(server: Scripted, field: str) -> None:
+    key = "sk-Secret-" + "1234567890" * 8  # longer than what is shown of a coding
+    headers = {field.replace("-", "_"): f"http://a/{key}"} if field != "body" else {}
+    status = 200 if field == "Content-Encoding" else 307
+    server.script.append(answer(status, key.encode() if field == "body" else b"{}", **headers))
+    client = Client(server.url, FAST, key)
+    with pytest.raises(ServerUnusable) as caught:
+        client.ask("POST", "/", {})
+    assert "secret" not in (str(caught.value) + client.server_header).lower()
+
+
+def test_a_chunk_of_negative_length_is_an_answer_cut_short(server: Scripted) -> None:
+    def give(handler: Any) -> None:
+        handler.send_response(200)
+        handler.send_header("Transfer-Encoding", "chunked")
+        handler.end_headers()
+        handler.wfile.write(b"-5\r\n{}\r\n0\r\n\r\n")
+        handler.close_connection = True
+
+    server.script.append(give)
+    client = Client(server.url, FAST)
+    assert client.ask("POST", "/", {}) == {"fine": True}
+    assert client.counters == {"requests": 1, "repeated_dropped": 1}
+
+
+@pytest.mark.parametrize("url", [f"http://{'a' * 70}.example:1", "http://localhost:9/\u00fc"])
+def test_an_address_that_cannot_be_sent_is_refused(url: str) -> None:
+    with pytest.raises(ServerUnusable):
+        Client(url, FAST).ask("GET", "/v1/models")
 
 
 @pytest.mark.parametrize(

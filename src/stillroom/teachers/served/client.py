@@ -1,10 +1,11 @@
 """Requests to a server: JSON over kept connections, repeated where that may help, and never against its wishes.
 
-Repeated: no connection, no whole answer in time, an answer cut short or that is no JSON, status 408, 429 and 5xx. Pauses
-double and are drawn at random, so that many clients do not come back at once. `Retry-After` holds for all threads of a
-client. Any other status is final. A redirection is not followed: the key would go to another host. Proxies of the
-environment are not used, for the same reason. No more of an answer is read, or unpacked, than it may have, and not for
-longer: `timeout_seconds` is a bound on the whole answer, because a server that sends a byte now and then is never idle.
+Repeated: no connection, no whole answer in time, an answer cut short or that is no JSON, status 408, 429 and 5xx.
+Pauses double and are drawn at random, so that many clients do not come back at once. `Retry-After` holds for all
+threads of a client. Any other status is final. A redirection is not followed: the key would go to another host.
+Proxies of the environment are not used, for the same reason. No more of an answer is read, or unpacked, than it may
+have, and not for longer: `timeout_seconds` is a bound on the whole answer, because a server that sends a byte now and
+then is never idle.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from urllib.parse import urlsplit
 from stillroom.config.served import RequestsConfig
 from stillroom.errors import ServerGone, ServerUnusable
 from stillroom.files import reason_of
+from stillroom.secret_keys import hide, masked
 
 _LONGEST_PAUSE = 60.0
 _LONGEST_WISH = 900.0  # seconds of Retry-After that are waited for
@@ -111,6 +113,7 @@ class Client:
         self.address = Address.of(url)
         self.server_header = ""  # of the last answer: names the program, where it says so
         self._settings, self._key = settings, key
+        hide(key)
         self._local = threading.local()
         self._lock = threading.Lock()
         self._counters: Counter[str] = Counter()
@@ -154,7 +157,7 @@ class Client:
 
     def _try(self, method: str, path: str, held: bytes | None, most_bytes: int) -> Any:
         answer, told = self._exchange(method, path, held, most_bytes)
-        self.server_header = answer.headers.get("Server", "")
+        self.server_header = masked(answer.headers.get("Server", ""))
         if answer.status in _AGAIN:
             wish = _seconds(answer.headers.get("Retry-After"))
             kind = "rate_limit" if answer.status == 429 else "server_error"
@@ -194,9 +197,9 @@ class Client:
                 where=str(self.address),
                 advice=["SSL_CERT_FILE=FILE names the certificates that are trusted"],
             ) from error
-        except (http.client.HTTPException, OSError) as error:
+        except (http.client.HTTPException, OSError, ValueError) as error:  # ValueError: a chunk of negative length
             what = f"the connection failed: {reason_of(error)}"
-            if isinstance(error, ssl.SSLError | socket.gaierror) and not self._has_answered:
+            if isinstance(error, ssl.SSLError | socket.gaierror | UnicodeError) and not self._has_answered:
                 raise ServerUnusable(what, where=str(self.address), advice=[_ADVICE_SCHEME]) from error
             raise _Failed("dropped", what) from error
         return answer, self._unpacked(answer, told, most_bytes)
@@ -231,7 +234,7 @@ class Client:
 
     def _unpacked(self, answer: http.client.HTTPResponse, told: bytes, most_bytes: int) -> bytes:
         """The answer's bytes. Compressed ones were not asked for, and a proxy may send them all the same."""
-        coding = (answer.headers.get("Content-Encoding") or "identity").strip().lower()
+        coding = masked(answer.headers.get("Content-Encoding") or "identity").strip().lower()
         if coding == "gzip":
             try:
                 told = zlib.decompressobj(_GZIP).decompress(told, most_bytes + 1)
@@ -293,7 +296,7 @@ class Client:
         )
 
     def _refused(self, method: str, path: str, answer: http.client.HTTPResponse, told: bytes) -> ServerUnusable:
-        status, place = answer.status, answer.headers.get("Location")
+        status, place = answer.status, masked(answer.headers.get("Location", ""))
         advice = {401: [_ADVICE_KEY], 403: [_ADVICE_KEY], 404: ["check the address of teacher.server"]}.get(status, [])
         if 300 <= status < 400 and place:
             advice = [f"it points to {place[:_SHOWN]}: if that is the server, write its address in teacher.server"]
@@ -302,7 +305,7 @@ class Client:
         )
 
     def _said(self, told: bytes) -> str:
-        """The server's own message, as far as it is short, without the key should it repeat it."""
+        """The server's own message, as far as it is short. Masked first: half a key would not be known any more."""
         text = told[:4096].decode("utf-8", errors="replace")
         try:
             found = json.loads(told)
@@ -310,8 +313,7 @@ class Client:
             text = str(error.get("message", error) if isinstance(error, dict) else error)
         except (ValueError, AttributeError, RecursionError):
             pass
-        text = text.replace(self._key, "***") if self._key else text
-        text = " ".join(text.split())[:_SHOWN]
+        text = " ".join(masked(text).split())[:_SHOWN]
         return f": {text}" if text else ""
 
 
