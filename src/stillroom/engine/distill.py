@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +139,7 @@ def _run(
             log.listen(tracking)
         if claim.mirror is not None:
             claim.mirror.attach(log)
-    with log, recorded_end(log, folder):
+    with log, recorded_end(log, folder), ExitStack() as ending:
         with stop.while_loading():
             run = build_run(
                 config,
@@ -152,6 +153,7 @@ def _run(
                 begun_in=precision_of(saved),
                 begun_with=processes_of(saved),
             )
+        ending.callback(run.teacher.close)
         claim.is_begun = True
         state = RunState()
         _announce(run, models, notes, saved)
