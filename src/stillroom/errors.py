@@ -43,6 +43,12 @@ class DataError(StillroomError):
     title = "the data cannot be used"
 
 
+class AddressUnusable(DataError):
+    """What lies behind an address (data, a run, a cache) does not exist, may not be read or cannot be copied."""
+
+    title = "the address cannot be used"
+
+
 class BrokenAtStart(StillroomError):
     """Student, teacher or device cannot be used before training begins."""
 
