@@ -169,7 +169,12 @@ def is_trouble(error: BaseException) -> bool:
 
 
 def again(
-    work: Callable[[], Any], what: str, *, is_read: bool = True, end: type[StillroomError] = AddressUnusable, where: str = ""
+    work: Callable[[], Any],
+    what: str,
+    *,
+    is_read: bool = True,
+    end: type[StillroomError] = AddressUnusable,
+    where: str = "",
 ) -> Any:
     """Do some work with a store that may fail for a moment. What is not there, or not allowed, is not tried again."""
     done = "read" if is_read else "written"
