@@ -106,9 +106,11 @@ def configuration() -> str:
         MADE,
         "Every key with its default. A run is configured by a TOML or JSON file with these sections; `--set KEY=VALUE` "
         "sets one on the command line and wins over the file, the file wins over `preset`, and a preset wins over the "
-        "defaults here. An unknown key is an error. `stillroom presets NAME` prints a preset with its reasons.",
+        "defaults here. An unknown key is an error; one that was given and that the run does not read is a note at the "
+        "start, and an error with `--strict`. `stillroom presets NAME` prints a preset with its reasons.",
         'Beside the sections a file may have `preset = "NAME"`. Objectives that other packages bring have sections '
-        "`objectives.NAME` of their own: [extending](../extending.md).",
+        "`objectives.NAME` of their own: [extending](../extending.md). Paths are relative to the "
+        "current folder, not to the file.",
     ]
     for name, field in Config.model_fields.items():
         top = section_of(field.annotation)

@@ -73,9 +73,9 @@ def test_imports_go_down_only() -> None:
         assert room in LEVEL, f"{room} has no layer: add it to the plan"
         for name in imported(path):
             parts = name.split(".")
-            if parts[0] == "stillroom" and len(parts) > 1 and parts[1] in LEVEL and parts[1] != room:
-                if LEVEL[parts[1]] >= LEVEL[room] and room not in LAYERS[-1]:
-                    wrong.append(f"{path.relative_to(SOURCE)} imports {parts[1]}, which is not below it")
+            is_other = parts[0] == "stillroom" and len(parts) > 1 and parts[1] in LEVEL and parts[1] != room
+            if is_other and LEVEL[parts[1]] >= LEVEL[room] and room not in LAYERS[-1]:
+                wrong.append(f"{path.relative_to(SOURCE)} imports {parts[1]}, which is not below it")
             if parts[0] in ONLY_IN and room not in ONLY_IN[parts[0]]:
                 wrong.append(f"{path.relative_to(SOURCE)} imports {parts[0]}")
     assert not wrong, "\n".join(wrong)

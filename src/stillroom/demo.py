@@ -39,20 +39,35 @@ _BASELINES = {
 _FOLDERS = {"baseline": "equal-tokens", "baseline_equal_compute": "equal-compute"}
 
 
-def run_demo(config: Config, folder: Path, *, device: str = "auto", listeners: Listeners = ()) -> Result:
+def run_demo(
+    config: Config,
+    folder: Path,
+    *,
+    device: str = "auto",
+    listeners: Listeners = (),
+    accept_changed_inputs: bool = False,
+) -> Result:
     """Distil, train both baselines, compare. Each part can be interrupted and resumed."""
     with owned(folder, config) as claim:
         if not claim.is_resumed:
             claim.describe()
         claim.is_begun = True
-        return _three_runs(claim.config, folder, device=device, listeners=listeners)
+        options: dict[str, Any] = {"listeners": listeners, "accept_changed_inputs": accept_changed_inputs}
+        return _three_runs(claim.config, folder, device=device, **options)
 
 
-def _three_runs(config: Config, folder: Path, *, device: str, listeners: Listeners) -> Result:
+def _three_runs(
+    config: Config, folder: Path, *, device: str, listeners: Listeners, accept_changed_inputs: bool
+) -> Result:
+    options: dict[str, Any] = {
+        "device": device,
+        "listeners": listeners,
+        "accept_changed_inputs": accept_changed_inputs,
+    }
     note = _note_writer(listeners)
     began = time.monotonic()
     (folder / "baselines").mkdir(exist_ok=True)  # marks the run as a demo
-    result = distill(config, folder, device=device, listeners=listeners)
+    result = distill(config, folder, **options)
     summary = dict(result.summary)
     if "baseline_equal_compute" in summary:
         return result
@@ -63,7 +78,7 @@ def _three_runs(config: Config, folder: Path, *, device: str, listeners: Listene
         note(f"now the same student on plain cross-entropy, at {kind}: {steps[name]:,} steps")
         plain = baseline_config(config, steps[name], **chosen)
         plain = _with_minutes_left(plain, time.monotonic() - began)
-        done = distill(plain, folder / "baselines" / _FOLDERS[name], device=device, listeners=listeners)
+        done = distill(plain, folder / "baselines" / _FOLDERS[name], **options)
         summary[name] = _compared(done, config, device, chosen)
     summary["compute_ratio"] = ratio
     summary["story"] = story_of(summary)
@@ -190,11 +205,19 @@ def is_demo_run(folder: Path) -> bool:
     return (folder / "baselines").is_dir()
 
 
-def resume_demo(folder: Path, *, device: str, max_minutes: float | None, listeners: Listeners) -> Result:
+def resume_demo(
+    folder: Path,
+    *,
+    device: str,
+    max_minutes: float | None,
+    listeners: Listeners,
+    accept_changed_inputs: bool = False,
+) -> Result:
     config = read_config(folder)
     if max_minutes is not None:
         config = config.model_copy(update={"train": config.train.model_copy(update={"max_minutes": max_minutes})})
-    return run_demo(config, folder, device=device, listeners=listeners)
+    options: dict[str, Any] = {"listeners": listeners, "accept_changed_inputs": accept_changed_inputs}
+    return run_demo(config, folder, device=device, **options)
 
 
 def _note_writer(listeners: Listeners) -> Callable[[str], None]:

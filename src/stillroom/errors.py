@@ -140,6 +140,12 @@ class CheckpointUnusable(StillroomError):
     title = "no usable checkpoint"
 
 
+class InputsChanged(CheckpointUnusable):
+    """The data or a model of a resumed run is not what it was."""
+
+    title = "the inputs of the run have changed"
+
+
 class ResumeDiffers(CheckpointUnusable):
     """A run that was killed and resumed is not the run that was not."""
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
+import tiny
 from border_cases import Case, Place, Words, add_each, case
 
 RUNS: list[Case] = []
@@ -210,4 +212,147 @@ add_each(
         "quarantined_batch_without_tensors": b"\x02\0\0\0\0\0\0\0{}",
     },
     _quarantine,
+)
+
+
+# -- a run whose world has changed -----------------------------------------------------------------------
+
+
+def _pointing(run: Path, **settings: object) -> Words:
+    """Resume a run whose configuration names other inputs than it began with."""
+    path = run / "config.json"
+    told = json.loads(path.read_text())
+    for key, value in settings.items():
+        section, name = key.split("__")
+        told["config"][section][name] = value
+        told["paths"].pop(f"{section}.{name}", None)
+    path.write_text(json.dumps(told))
+    return ["resume", str(run), "--device", "cpu", "--no-progress"]
+
+
+def _changed_text(place: Place, change: Callable[[list[str]], list[str]]) -> Words:
+    path = place.copied("train.jsonl")
+    path.write_text("".join(f"{line}\n" for line in change(path.read_text().splitlines())))
+    return _pointing(place.run(), data__train=str(path))
+
+
+add_each(
+    RUNS,
+    25,
+    {
+        "resume_with_a_record_more": lambda lines: [*lines, '{"text": "one more than there were before"}'],
+        "resume_with_a_record_less": lambda lines: lines[1:],
+        "resume_with_records_in_another_order": lambda lines: lines[::-1],
+        "resume_with_a_record_twice": lambda lines: [*lines, lines[0]],
+        "resume_with_one_word_changed": lambda lines: [lines[0].replace("the", "thy"), *lines[1:]],
+    },
+    _changed_text,
+    says="--accept-changed-inputs",
+)
+
+
+@case(RUNS, 25, "--accept-changed-inputs")
+def resume_with_a_file_more_in_the_folder(place: Place) -> Words:
+    (place.folder / "data").mkdir()
+    place.copied("train.jsonl", "data/0.jsonl")
+    place.copied("train.jsonl", "data/1.jsonl")
+    return _pointing(place.run(), data__train=str(place.folder / "data"))
+
+
+def _changed_model(place: Place, changed: tuple[str, str, bytes | None]) -> Words:
+    role, name, content = changed
+    path = place.copied(role) / name
+    path.write_bytes(path.read_bytes()[:-1] + b"\x01" if content is None else content)
+    return _pointing(place.run(), **{f"{role}__model": str(path.parent)})
+
+
+add_each(
+    RUNS,
+    25,
+    {
+        "resume_with_a_byte_of_the_teacher_changed": ("teacher", "model.safetensors", None),
+        "resume_with_a_byte_of_the_student_changed": ("student", "model.safetensors", None),
+    },
+    _changed_model,
+    says="--accept-changed-inputs",
+)
+add_each(
+    RUNS,
+    (20, 25),
+    {
+        "resume_with_an_empty_teacher": ("teacher", "model.safetensors", b""),
+        "resume_with_a_student_that_has_no_configuration": ("student", "config.json", b"{}"),
+        "resume_with_a_teacher_that_is_no_json": ("teacher", "config.json", b"\xff\xfe"),
+    },
+    _changed_model,
+)
+
+
+@case(RUNS, 25, "--accept-changed-inputs")
+def resume_with_teacher_and_student_exchanged(place: Place) -> Words:
+    return _pointing(
+        place.run(), teacher__model=str(place.world / "student"), student__model=str(place.world / "teacher")
+    )
+
+
+@case(RUNS, 0)
+def resume_with_a_record_more_that_is_accepted(place: Place) -> Words:
+    return [*_changed_text(place, lambda lines: [*lines, '{"text": "one more"}']), "--accept-changed-inputs"]
+
+
+@case(RUNS, 25)
+def resume_with_a_student_of_another_shape_that_is_accepted(place: Place) -> Words:
+    """What is accepted must still fit the checkpoint."""
+    tiny.save_model(place.folder / "student", width=16, num_layers=1)
+    return [*_pointing(place.run(), student__model=str(place.folder / "student")), "--accept-changed-inputs"]
+
+
+@case(RUNS, (2, 20))
+def resume_with_data_that_is_gone(place: Place) -> Words:
+    return _pointing(place.run(), data__train=str(place.folder / "gone.jsonl"))
+
+
+@case(RUNS, 0)
+def resume_of_a_finished_run_whose_data_is_gone(place: Place) -> Words:
+    """Nothing is read again: it is finished."""
+    return _pointing(place.run(is_finished=True), data__train=str(place.folder / "gone.jsonl"))
+
+
+add_each(
+    RUNS,
+    2,
+    {
+        "day_of_no_calendar": "2026-02-30",
+        "day_that_is_a_word": "yesterday",
+        "day_that_is_a_number": 7,
+    },
+    lambda place, day: place.distill(data__day=day),
+    says="data.day",
+)
+
+
+def _stored_inputs(place: Place, inputs: object) -> Words:
+    """A sealed checkpoint whose record of its inputs is of another type."""
+    import hashlib
+
+    run = place.run()
+    for path in (run / "checkpoints").glob("step-*"):
+        state, manifest = (json.loads((path / name).read_text()) for name in ("state.json", "manifest.json"))
+        contents = json.dumps({**state, "inputs": inputs}).encode()
+        (path / "state.json").write_bytes(contents)
+        manifest["files"]["state.json"]["sha256"] = hashlib.sha256(contents).hexdigest()
+        (path / "manifest.json").write_text(json.dumps(manifest))
+    return ["resume", str(run), "--device", "cpu", "--no-progress"]
+
+
+add_each(
+    RUNS,
+    25,
+    {
+        "checkpoints_with_inputs_of_another_type": 7,
+        "checkpoints_with_an_input_of_another_type": {"train": [1]},
+        "checkpoints_with_a_count_of_another_type": {"train": {"documents": "many", "digest": 3}},
+        "checkpoints_with_inputs_nested": {"teacher": {"weights": {"a": 1}}},
+    },
+    _stored_inputs,
 )

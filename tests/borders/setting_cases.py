@@ -35,6 +35,8 @@ add_each(
         "config_with_a_date": ("a.toml", "[train]\nepochs = 2020-01-01\n"),
         "config_preset_unknown": ("a.toml", 'preset = "bsae"\n'),
         "config_preset_is_a_number": ("a.toml", "preset = 3\n"),
+        "config_preset_is_empty": ("a.toml", 'preset = ""\n'),
+        "config_preset_is_a_list": ("a.toml", 'preset = ["base"]\n'),
         "config_phases_out_of_order": (
             "a.toml",
             '[[curriculum.phases]]\nname="a"\nuntil=0.9\n[[curriculum.phases]]\nname="b"\nuntil=0.1\n',
@@ -68,6 +70,14 @@ add_each(
         "assignment_to_a_section": "train=3",
         "assignment_to_nothing_known": "train.nosuch=3",
         "assignment_nested_deeply": "train.epochs=" + "[" * 50_000,
+        "batch_above_63_bits": f"train.batch_size={2**63}",
+        "batch_of_63_bits": f"train.batch_size={2**63 - 1}",
+        "length_of_63_bits": f"data.max_length={2**63 - 1}",
+        "steps_above_63_bits": f"train.max_steps={2**63}",
+        "epochs_beyond_counting": "train.epochs=1e300",
+        "minutes_beyond_waiting": "train.peer_timeout_minutes=1e300",
+        "batch_is_true": "train.batch_size=true",
+        "checkpointing_is_a_word": 'student.gradient_checkpointing="false"',
     },
     lambda place, words: place.distill("--set", words),
 )
@@ -84,6 +94,10 @@ add_each(
         "inject_at_a_step_that_is_no_number": ["--inject", "nan_weight@soon"],
         "inject_never": ["--inject", "nan_weight@3x0"],
         "option_unknown": ["--nosuch"],
+        "option_is_a_setting": ["--learning-rate", "1e-4"],
+        "preset_empty": ["--preset", ""],
+        "strict_with_a_setting_that_nothing_reads": ["--strict", "--set", "train.step_rows=4"],
+        "strict_with_a_revision_of_a_folder": ["--strict", "--set", "teacher.revision=v1.0"],
         "option_without_a_value": ["--max-steps"],
         "steps_not_a_number": ["--max-steps", "many"],
     },
@@ -176,3 +190,63 @@ def config_of_the_seeds_form_is_read(place: Place) -> Words:
     path = place.file("old.json", json.dumps(old))
     words = place.distill()
     return [words[0], str(path), *words[1:]]
+
+
+add_each(
+    SETTINGS,
+    2,
+    {
+        "legacy_curriculum_is_a_word": {"use_curriculum": "false", "seed": 1},
+        "legacy_top_k_is_a_fraction": {"kd_top_k": 2.9, "seed": 1},
+        "legacy_top_k_is_a_word": {"kd_top_k": "abc", "seed": 1},
+        "legacy_weight_enormous": {"use_curriculum": True, "alpha_feature": 10**400, "seed": 1},
+    },
+    lambda place, table: ["distill", str(place.file("old.json", json.dumps(table))), "--out", str(place.folder / "o")],
+)
+
+
+def _near_miss(place: Place, named: tuple[str, str, list[str]]) -> Words:
+    name, content, more = named
+    return ["distill", str(place.file(name, content)), "--out", str(place.folder / "out"), *more]
+
+
+# A near miss, and the word that its explanation must hold.
+for _name, _says, _value in (
+    ("near_miss_training", "did you mean train", ("a.toml", "[training]\nlearning_rate = 1e-4\n", [])),
+    ("near_miss_lr", "train.learning_rate", ("a.toml", "lr = 1e-4\n", [])),
+    ("near_miss_yaml", "TOML", ("a.yaml", "train:\n  epochs: 1\n", [])),
+    ("near_miss_set_is_not_the_file", "command line", ("a.toml", "[train]\n", ["--set", "train.epochs=-1"])),
+    ("two_presets", "--preset", ("a.toml", 'preset = "base"\n', ["--preset", "instruct"])),
+    ("near_miss_hub_data", "hf:openai/gsm8k", ("a.toml", '[data]\ntrain = "openai/gsm8k"\n[teacher]\nmodel = '
+     '"builtin:teacher"\n[student]\nmodel = "builtin:student"\n', [])),
+    ("gap_of_a_student", "--student", ("a.toml", 'preset = "base"\n', ["--teacher", "./mine", "--data", "x.jsonl"])),
+    ("gap_of_data", "--data", ("a.toml", '[teacher]\nmodel = "./t"\n[student]\nmodel = "./s"\n', [])),
+    ("gap_of_both_in_a_file", "student.model", ("a.toml", '[teacher]\nmodel = "./t"\n', [])),
+):  # fmt: skip
+    add_each(SETTINGS, 2, {_name: _value}, _near_miss, _says)
+
+
+@case(SETTINGS, 2, "the current folder")
+def config_used_from_another_folder(place: Place) -> Words:
+    place.file("other/data.jsonl", '{"text": "a"}\n')
+    path = place.file("other/a.toml", '[data]\ntrain = "data.jsonl"\n')
+    return ["distill", str(path), "--out", str(place.folder / "out")]
+
+
+@case(SETTINGS, 2, "data.columns")
+def columns_of_other_names(place: Place) -> Words:
+    path = place.file("data.jsonl", '{"frage": "a", "antwort": "b"}\n' * 20)
+    return place.distill(data__train=str(path))
+
+
+add_each(
+    SETTINGS,
+    2,
+    {
+        "plan_memory_without_a_unit": ["--device-memory", "16"],
+        "plan_batch_above_63_bits": ["--set", f"train.batch_size={2**63}"],
+        "plan_batch_of_63_bits": ["--set", f"train.batch_size={2**63 - 1}"],
+        "plan_gap_of_a_student": ["--teacher", "./mine", "--data", "x.jsonl"],
+    },
+    lambda place, words: ["plan", "--quick", "--device", "cpu", *words],
+)

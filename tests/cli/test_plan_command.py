@@ -66,7 +66,7 @@ def test_the_written_configuration_is_accepted_by_distill(stillroom: commands.Co
     _code, out, _err = stillroom(*words(world, "--device", "cpu", "--quick", "--json"))
     bound = int(0.8 * json.loads(out)["plan"]["total"])
     code, out, err = stillroom(
-        *words(world, "--device", "cpu", "--quick", "--device-memory", str(bound), "--write", "fitted.toml")
+        *words(world, "--device", "cpu", "--quick", "--device-memory", f"{bound}B", "--write", "fitted.toml")
     )
     assert code == 0, err
     assert "with these it fits" in out

@@ -141,6 +141,7 @@ def test_names_are_known_before_anything_is_imported(installed: Path) -> None:
 def test_every_name_that_is_ours_is_registered_and_none_can_be_replaced() -> None:
     for name in DIVERGENCES._known:
         assert DIVERGENCES.find(name)
+    assert set(OBJECTIVES._known) == set(load_config().objectives.sections)
     for name in set(OBJECTIVES._known) - {"kd", "ce"}:  # one object, made by the mix
         assert OBJECTIVES.find(name)
     with pytest.raises(ConfigError, match="already"):

@@ -145,7 +145,7 @@ def test_a_run_is_not_continued_on_another_base(world: Path, tmp_path: Path, mon
     model = AutoModelForCausalLM.from_pretrained(student)
     model.model.norm.weight.data[0] += 1e-6
     model.save_pretrained(student)
-    with pytest.raises(CheckpointUnusable, match="not those the run began with") as caught:
+    with pytest.raises(CheckpointUnusable) as caught:
         resume(tmp_path / "run", device="cpu")
     assert caught.value.exit_code == 25 and caught.value.where == str(student)
 

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,11 @@ from stillroom.engine.distill import distill, resume
 from stillroom.engine.inject import Injector
 from stillroom.engine.recovery.recover import carry_out, take_snapshot
 from stillroom.engine.run import Run
+from stillroom.engine.run_folder.lock import take
 from stillroom.engine.saving import save_checkpoint
 from stillroom.engine.state import RunState, capture, weights_of
 from stillroom.engine.step import train_step
+from stillroom.errors import CannotSave
 from stillroom.telemetry import read_events
 from stillroom.types import Verdict
 
@@ -187,3 +190,26 @@ def test_a_kill_while_training_goes_on_leaves_the_checkpoint_before_and_resumes_
     steps = [event["step"] for event in read_events(tmp_path / "run" / "events.jsonl") if event["event"] == "step"]
     assert steps == list(range(1, 9))
     assert not list((tmp_path / "run" / "checkpoints").glob(".tmp-*"))
+
+
+@pytest.mark.parametrize("point", ["while_writing", "before_rename", "after_rename", "written"])
+def test_a_folder_replaced_during_a_save_ends_the_run_with_24(begun: Any, tmp_path: Path, point: str) -> None:
+    run, state = begun()
+    folder = tmp_path / "run"
+    folder.mkdir()
+    store = CheckpointStore(folder / "checkpoints")
+    run = replace(run, folder=folder, checkpoints=store, lock=take(folder))
+
+    def replace_folder(reached: str) -> None:
+        if reached == point:
+            folder.rename(tmp_path / "away")
+            folder.mkdir()
+
+    store.at_point = replace_folder
+    if point == "written":
+        save = store.save
+        store.save = lambda *given: (save(*given), replace_folder("written"))[0]  # type: ignore[method-assign]
+    save_checkpoint(run, state)
+    with pytest.raises(CannotSave):
+        settle(run, state)
+    assert list(folder.iterdir()) == []

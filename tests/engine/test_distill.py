@@ -136,8 +136,12 @@ def test_bf16_mixed_learns_without_scaling(world: Path, tmp_path: Path) -> None:
 
 def test_a_finished_run_is_returned_not_repeated(world: Path, tmp_path: Path) -> None:
     first = run(world, tmp_path / "run")
+    assert not first.already_finished
     before = (tmp_path / "run" / "events.jsonl").read_bytes()
     assert run(world, tmp_path / "run").summary == first.summary
+    heard: list[dict[str, Any]] = []
+    again = resume(tmp_path / "run", device="cpu", listeners=(heard.append,))
+    assert again.already_finished and ["already finished" in event["text"] for event in heard] == [True]
     assert (tmp_path / "run" / "events.jsonl").read_bytes() == before
 
 

@@ -84,10 +84,16 @@ def resume(
     max_minutes: float | None = None,
     listeners: Sequence[Listener] = (),
     progress: bool | None = None,
+    accept_changed_inputs: bool = False,
 ) -> Result:
-    """Continue the run in a folder, bit for bit, and write its report; a finished run is simply returned."""
+    """Continue the run in a folder, bit for bit, and write its report; a finished run is simply returned.
+
+    A run whose data, teacher or starting student is not what it was is refused (`InputsChanged`), unless
+    `accept_changed_inputs`.
+    """
     path, handlers, where = check.path(folder, "folder"), check.listeners(listeners), check.device(device)
     check.flag(progress, "progress")
+    check.flag(accept_changed_inputs, "accept_changed_inputs", may_be_none=False)
     if max_minutes is not None:
         check.number(max_minutes, "max_minutes", least=0)
 
@@ -96,7 +102,13 @@ def resume(
 
     def job(folder: Path, *views: Listener) -> Result:
         go = resume_demo if is_demo_run(folder) else resume_run
-        return go(folder, device=where, max_minutes=max_minutes, listeners=(*views, *handlers))
+        return go(
+            folder,
+            device=where,
+            max_minutes=max_minutes,
+            listeners=(*views, *handlers),
+            accept_changed_inputs=accept_changed_inputs,
+        )
 
     return _reported(job, path, progress)
 

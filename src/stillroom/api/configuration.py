@@ -8,8 +8,8 @@ from typing import Any
 
 from stillroom.api import arguments as check
 from stillroom.config import Config
-from stillroom.config.load import build, put, read_preset
-from stillroom.curriculum import Curriculum
+from stillroom.config.given import refuse_gaps
+from stillroom.config.load import build, flat_leaves, put, read_preset
 from stillroom.errors import ConfigError
 from stillroom.files import new_run_folder
 
@@ -44,13 +44,14 @@ def configured(
             where="student",
             advice=["leave student out", "or leave student.init out"],
         )
+    refuse_gaps(chosen, also=frozenset(given))
     return chosen
 
 
 def _refuse_gaps(config: Config, settings: Mapping[str, Any], given: Mapping[str, object]) -> None:
     """Raise if a model or data is missing: without a configuration, do not silently use the embedded default."""
     is_cut = config.student.init == "shrink"
-    needed = {"teacher": is_cut or Curriculum.of(config).uses_teacher, "student": not is_cut, "data": True}
+    needed = {"teacher": is_cut or config.objectives.asks_teacher, "student": not is_cut, "data": True}
     missing = [
         role
         for role, is_needed in needed.items()
@@ -65,13 +66,15 @@ def _refuse_gaps(config: Config, settings: Mapping[str, Any], given: Mapping[str
 
 
 def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
-    return _put(config.to_dict(), settings) if settings else config
+    if not settings:
+        return config
+    return _put(config.model_dump(mode="json", exclude_unset=True), settings, config.given)
 
 
-def _put(table: dict[str, Any], settings: Mapping[str, Any]) -> Config:
+def _put(table: dict[str, Any], settings: Mapping[str, Any], given: frozenset[str] = frozenset()) -> Config:
     for key, value in settings.items():
         put(table, key, value)
-    return build(table, "settings")
+    return build(table, "settings").with_given({*given, *flat_leaves(settings)})
 
 
 def new_folder(out: str | Path | None) -> Path:

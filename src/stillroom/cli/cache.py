@@ -10,6 +10,7 @@ import typer
 
 from stillroom.cli.app import AsJson, Device, EvalData, Preset, TeacherModel, TrainData, app, echo, print_json
 from stillroom.config import load, parse_assignments
+from stillroom.config.given import refuse_gaps
 from stillroom.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ def cache(
     overrides |= parse_assignments(set_ or [])
     overrides["teacher.cache"] = None
     loaded = load(Path(what) if what else None, preset=preset, overrides=overrides)
+    refuse_gaps(loaded.config, roles=("teacher", "data"))
     if import_ is not None:
         from stillroom.engine.caching import import_cache
 

@@ -24,6 +24,7 @@ from stillroom.cli.app import (
     print_json,
 )
 from stillroom.config import Config, Loaded, load, parse_assignments
+from stillroom.config.given import refuse_gaps
 
 if TYPE_CHECKING:
     from stillroom.checks.selftest.trial import Outcome, Trial
@@ -56,7 +57,9 @@ def doctor(
     def read() -> Loaded:
         overrides = given | parse_assignments(set_ or [])
         is_demo = config is None and preset is None and not given
-        return load(config, preset="demo" if is_demo else preset, overrides=overrides)
+        loaded = load(config, preset="demo" if is_demo else preset, overrides=overrides)
+        refuse_gaps(loaded.config)
+        return loaded
 
     def say(subject: str) -> None:
         if not as_json:
@@ -143,8 +146,9 @@ def verify_resume(
     """Prove that a run which is killed and resumed ends as one that was not, to the last bit.
 
     Trains N steps of the configuration, then N steps that a SIGKILL ends before step k and `resume` continues, each in
-    a process of its own, and compares the record of every step, the state and every tensor. Works in a temporary
-    folder: runs of yours are not touched. Exit code 0, or 25 with the first tensor that differs.
+    a process of its own, and compares the record of every step, the state and every tensor. Then changes the data, the
+    teacher and the student in turn: resuming must be refused. Works in a temporary folder: runs of yours are not
+    touched. Exit code 0, or 25 with the first tensor that differs or the input that was not looked at.
     """
     chosen = _loaded(config, preset, set_)
     from stillroom.checks.resume.verify import verify_resume
@@ -165,6 +169,10 @@ def verify_resume(
         echo(line)
     if not proof.holds:
         first = proof.first_tensor or proof.differences[0]
+        if first.kind == "input":
+            raise ResumeDiffers(
+                f"a resumed run does not look at its {first.name}", where=first.what, advice=["see what it says"]
+            )
         raise ResumeDiffers(
             f"the resumed run is not the run without a break: the first {first.kind} that differs is {first.name}",
             where=first.what,
@@ -183,7 +191,9 @@ def _loaded(path: Path | None, preset: str | None, assignments: list[str] | None
     overrides = parse_assignments(assignments or [])
     if path is None and preset is None:
         return load(None, preset="demo", overrides={**_SMALL_DEMO, **overrides}).config
-    return load(path, preset=preset, overrides=overrides).config
+    chosen = load(path, preset=preset, overrides=overrides).config
+    refuse_gaps(chosen)
+    return chosen
 
 
 class _Progress:

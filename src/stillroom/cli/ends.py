@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 from stillroom import threads
 from stillroom.cli.app import app, echo, print_json
+from stillroom.config.load import nearest_key
 from stillroom.ends import fault_of, interrupt_on_signals
 from stillroom.errors import ConfigError, StillroomError
 
@@ -94,7 +95,9 @@ def _usage_error(error: Exception) -> ConfigError | None:
     if explain is None:
         return None
     command = getattr(getattr(error, "ctx", None), "command_path", "stillroom")
-    return ConfigError(explain(), where="command line", advice=[f"{command} --help"])
+    setting = nearest_key(str(getattr(error, "option_name", "") or "").lstrip("-").replace("-", "_"))
+    hint = [f"any setting is given with --set: --set {setting}=VALUE"] if setting and "." in setting else []
+    return ConfigError(explain(), where="command line", advice=[*hint, f"{command} --help"])
 
 
 def _abandon_closed_pipes() -> None:

@@ -22,6 +22,7 @@ from stillroom.cli.app import (
     print_json,
 )
 from stillroom.config import load, parse_assignments
+from stillroom.config.given import refuse_gaps, unread_notes
 
 if TYPE_CHECKING:
     from stillroom.planning.plan import Plan
@@ -65,6 +66,8 @@ def plan(
     is_demo = config is None and preset is None and not given
     loaded = load(config, preset="demo" if is_demo else preset, overrides=given | parse_assignments(set_ or []))
 
+    refuse_gaps(loaded.config)
+
     def say(subject: str) -> None:
         if not as_json:
             echo(f"looking at {subject} ...", err=True)
@@ -76,7 +79,7 @@ def plan(
     if as_json:
         print_json(made.to_dict())
     else:
-        _print(made, loaded.notes)
+        _print(made, (*loaded.notes, *unread_notes(loaded.config)))
     if write is not None:
         _write(made, write, is_quiet=as_json)
     if not made.is_possible:

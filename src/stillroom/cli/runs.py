@@ -25,6 +25,7 @@ from stillroom.cli.app import (
 )
 from stillroom.config import load, parse_assignments, shortened
 from stillroom.config.faults import FAULTS
+from stillroom.config.given import refuse_gaps, refuse_unread
 from stillroom.ends import fault_of
 from stillroom.errors import ConfigError, FinishedBadly, StillroomError
 from stillroom.files import new_run_folder
@@ -39,6 +40,14 @@ Listeners = tuple[Callable[[dict[str, Any]], None], ...]
 _NOT_THE_DEMO = ("teacher.", "student.", "data.", "objectives.")
 
 _INJECT_HELP = f"faults on purpose, e.g. nan_weight@40,teacher_nan@60x5 (xN: N attempts). Known: {', '.join(FAULTS)}"
+
+
+AcceptChangedInputs = Annotated[
+    bool,
+    typer.Option(
+        "--accept-changed-inputs", help="resume although the data, the teacher or the starting student is another"
+    ),
+]
 
 
 @app.command()
@@ -58,8 +67,11 @@ def distill(
     seed: Annotated[int | None, typer.Option(help="of weights, order and rounding")] = None,
     dry_run: Annotated[bool, typer.Option(help="five real steps with evaluation, save and report")] = False,
     max_minutes: Annotated[float | None, typer.Option(help="save and stop after so long, exit code 75")] = None,
-    strict: Annotated[bool, typer.Option(help="halt at the first value that is not finite")] = False,
+    strict: Annotated[
+        bool, typer.Option(help="halt at the first value that is not finite; refuse settings that nothing reads")
+    ] = False,
     inject: Annotated[str, typer.Option(help=_INJECT_HELP)] = "",
+    accept_changed_inputs: AcceptChangedInputs = False,
     set_: Assignments = None,
     progress: Annotated[bool, typer.Option(help="live progress on a terminal")] = True,
     as_json: AsJson = False,
@@ -80,7 +92,10 @@ def distill(
         overrides["guard.on_nonfinite"] = "halt"
     overrides.update(parse_assignments(set_ or []))
     is_demo = config is None and preset is None and not any(key.startswith(_NOT_THE_DEMO) for key in overrides)
-    loaded = load(config, preset=preset or ("demo" if is_demo else None), overrides=overrides)
+    loaded = load(config, preset="demo" if is_demo else preset, overrides=overrides)
+    refuse_gaps(loaded.config)
+    if strict:
+        refuse_unread(loaded.config)
     if dry_run:
         loaded = shortened(loaded)
     if _num_processes() > 1 and (is_demo or out is None):
@@ -89,15 +104,18 @@ def distill(
             advice=["name a configuration or a preset, and the folder with --out"],
         )
     folder = out or new_run_folder(config.stem if config else preset or "demo")
+    accepts: dict[str, Any] = {"accept_changed_inputs": accept_changed_inputs}
 
     def job(place: Path, listeners: Listeners) -> Result:
         if is_demo and not dry_run and not inject:
             from stillroom.demo import run_demo
 
-            return run_demo(loaded.config, place, device=device, listeners=listeners)
+            return run_demo(loaded.config, place, device=device, listeners=listeners, **accepts)
         from stillroom.engine.distill import distill as run
 
-        return run(loaded.config, place, device=device, inject=inject, listeners=listeners, notes=loaded.notes)
+        return run(
+            loaded.config, place, device=device, inject=inject, listeners=listeners, notes=loaded.notes, **accepts
+        )
 
     if is_demo:
         refuse_url(folder, "the demo, which is three runs,", "--out")
@@ -113,20 +131,24 @@ def resume(
     shard_size: Annotated[
         int | None, typer.Option(min=0, help="with fsdp: processes that hold one copy; 0: all; else train.shard_size")
     ] = None,
+    accept_changed_inputs: AcceptChangedInputs = False,
     progress: Annotated[bool, typer.Option(help="live progress on a terminal")] = True,
     as_json: AsJson = False,
 ) -> None:
-    """Continue a run, bit for bit."""
+    """Continue a run, bit for bit.
+
+    A run whose data, teacher or starting student is not what it was when the run began ends with exit code 25.
+    """
+    accepts: dict[str, Any] = {"accept_changed_inputs": accept_changed_inputs}
 
     def job(place: Path, listeners: Listeners) -> Result:
         from stillroom.demo import is_demo_run, resume_demo
         from stillroom.engine.distill import resume as resume_run
 
         if is_demo_run(place):
-            return resume_demo(place, device=device, max_minutes=max_minutes, listeners=listeners)
-        return resume_run(
-            place, device=device, max_minutes=max_minutes, strategy=strategy, shard_size=shard_size, listeners=listeners
-        )
+            return resume_demo(place, device=device, max_minutes=max_minutes, listeners=listeners, **accepts)
+        options: dict[str, Any] = {"strategy": strategy, "shard_size": shard_size, **accepts}
+        return resume_run(place, device=device, max_minutes=max_minutes, listeners=listeners, **options)
 
     _run_and_report(job, run, as_json=as_json, progress=progress)
 
@@ -138,6 +160,7 @@ def _run_and_report(job: Callable[[Path, Listeners], Result], folder: Path, *, a
 
     is_first = _num_processes() == 1 or os.environ.get("RANK", "0") == "0"
     failure: FinishedBadly | None = None
+    was_finished = False
     try:
         with (
             opened(folder) as place,
@@ -148,7 +171,7 @@ def _run_and_report(job: Callable[[Path, Listeners], Result], folder: Path, *, a
             live = LiveReport(place.folder, view.handle)
             try:
                 result = job(place.folder, (view.handle, live.handle) if is_first else (view.handle,))
-                where, summary = result.folder, result.summary
+                where, summary, was_finished = result.folder, result.summary, result.already_finished
             except FinishedBadly as error:  # a finished run without success: write its report
                 failure, where, summary = error, Path(str(error.folder)), dict(error.summary)
             except BaseException:
@@ -158,7 +181,8 @@ def _run_and_report(job: Callable[[Path, Listeners], Result], folder: Path, *, a
                 path = write_report(where, live.foot())
                 with contextlib.suppress(BrokenPipeError):  # the run is done, even if nobody reads its output
                     if as_json and failure is None:
-                        print_json({"folder": place.url or str(where), **summary})
+                        told = {"already_finished": was_finished, **summary}
+                        print_json({"folder": place.url or str(where), **told})
                     else:
                         view.finish(summary, path)
     except (StillroomError, BrokenPipeError):

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from stillroom.config.sections import Section
+from stillroom.config.sections import Positive, Section, Size
 
 
 class AdapterConfig(Section):
@@ -15,10 +15,8 @@ class AdapterConfig(Section):
     kind: Literal["lora", "dora"] = Field(
         "lora", description="dora: the length of each row of a weight is trained beside its direction"
     )
-    rank: Annotated[int, Field(ge=1)] = Field(16, description="rank of the change to each layer's weight")
-    alpha: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="the change is multiplied by alpha / rank; none: twice the rank"
-    )
+    rank: Size = Field(16, description="rank of the change to each layer's weight")
+    alpha: Positive | None = Field(None, description="the change is multiplied by alpha / rank; none: twice the rank")
     targets: tuple[str, ...] = Field(
         (),
         description="linear layers by the last parts of their names, or with *: q_proj, mlp.down_proj, *.0.*; empty: "

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import string
+from datetime import date
 from functools import lru_cache
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
-from stillroom.config.sections import Section
+from stillroom.config.sections import Count, Section
+
+MOST_TOKENS = 2**24  # in a row
 
 # The fields that records are made of; `columns` names all of one group.
 SHAPES = (
@@ -150,13 +153,11 @@ class DataConfig(Layout):
     train_share: Annotated[float, Field(gt=0, le=1)] = Field(
         1.0, description="share of the training documents that is used, chosen by content hash"
     )
-    max_records: Annotated[int, Field(ge=0)] = Field(
-        0, description="records read from each source, the first ones; 0: all"
-    )
+    max_records: Count = Field(0, description="records read from each source, the first ones; 0: all")
     streaming: bool = Field(
         False, description="read hub datasets over the network without storing them; see max_records"
     )
-    max_length: Annotated[int, Field(ge=8)] = Field(256, description="tokens in a row")
+    max_length: Annotated[int, Field(ge=8, le=MOST_TOKENS)] = Field(256, description="tokens in a row")
     packing: Literal["auto", "blocks", "rows", "packed"] = Field(
         "auto",
         description="of training data. blocks: documents end to end in full rows; rows: each record in rows of its "
@@ -182,6 +183,11 @@ class DataConfig(Layout):
     bos: Literal["auto"] | bool = Field(
         "auto", description="begin each document with the begin-of-text token; auto: where the tokenizer does by itself"
     )
+    day: str = Field(
+        "",
+        description="the day that a chat template prints, where it prints one, as 2026-01-31; empty: the day on which "
+        "the run begins, which the run keeps",
+    )
     train_on_prompt: bool = Field(False, description="score the prompt's tokens too")
     min_coverage: Annotated[float, Field(ge=0, le=1)] = Field(
         0.5,
@@ -191,6 +197,18 @@ class DataConfig(Layout):
     max_bad_share: Annotated[float, Field(ge=0, le=1)] = Field(
         0.01, description="stop when more than this share of the records cannot be used"
     )
+
+    @field_validator("day", mode="before")
+    @classmethod
+    def _is_a_day(cls, value: Any) -> Any:
+        if isinstance(value, date):  # TOML has dates
+            return value.isoformat()
+        if isinstance(value, str) and value:
+            try:
+                date.fromisoformat(value)
+            except ValueError:
+                raise ValueError(f"{value!r} is no day: write it as 2026-01-31") from None
+        return value
 
     @field_validator("train", mode="before")
     @classmethod

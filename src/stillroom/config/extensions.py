@@ -71,6 +71,9 @@ class Registry(Generic[T]):
         """What is registered already, without entry points that were not imported; in the order of registration."""
         return dict(self._things)
 
+    def is_built_in(self, name: str) -> bool:
+        return name in self._known
+
     def __contains__(self, name: object) -> bool:
         return name in self._known or name in self._things or name in self._entries()
 
@@ -141,7 +144,19 @@ OBJECTIVES: Registry[Recipe] = Registry(
     "stillroom.objectives",
     "objective",
     accepts=_is_recipe,
-    known=("kd", "ce", "feature", "layerwise", "attention", "contrastive", "alm", "exact_match", "uld", "span_hidden"),
+    known=(
+        "kd",
+        "ce",
+        "feature",
+        "layerwise",
+        "attention",
+        "contrastive",
+        "alm",
+        "exact_match",
+        "prefix_match",
+        "uld",
+        "span_hidden",
+    ),
 )
 
 # Only the names, because members import torch; `objectives/divergences/named.py` defines what a member is.

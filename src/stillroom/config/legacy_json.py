@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from stillroom.errors import ConfigError
+
 Table = dict[str, Any]
 
 _DIRECT = {
@@ -49,7 +51,7 @@ _MAX_WARMUP = 0.1  # of the optimizer steps
 _TRANSLATED: dict[str, Callable[[Any], tuple[str, Any, str]]] = {
     "kd_top_k": lambda value: (
         "objectives.kd.top_k",
-        int(value),
+        value,
         "the teacher's k likeliest tokens with the exact mass of the rest; the original renormalised both sides",
     ),
     "warmup_steps": lambda value: (
@@ -86,8 +88,8 @@ def is_legacy(table: Table) -> bool:
     return not any(isinstance(value, dict) for value in table.values()) and len(legacy_keys & set(table)) >= 2
 
 
-def translate(table: Table) -> tuple[Table, list[str]]:
-    """Return our nested table and one note for each legacy key."""
+def translate(table: Table, where: str = "") -> tuple[Table, list[str]]:
+    """Return our nested table and one note for each legacy key. Values are checked with the other settings later."""
     nested: Table = {}
     notes: list[str] = []
     for key, value in table.items():
@@ -107,7 +109,10 @@ def translate(table: Table) -> tuple[Table, list[str]]:
         else:
             nested[key] = value  # validation reports it as unknown
     if "use_curriculum" in table:
-        notes.append(_curriculum(nested, bool(table["use_curriculum"])))
+        is_on = table["use_curriculum"]
+        if not isinstance(is_on, bool):
+            raise ConfigError(f"use_curriculum: expected true or false, got {is_on!r}"[:200], where=where)
+        notes.append(_curriculum(nested, is_on))
     return nested, notes
 
 
@@ -141,7 +146,7 @@ def _curriculum(nested: Table, is_on: bool) -> str:
         if isinstance(end, int | float) and end != 0:  # validation reports what is not a number
             ramp = {"start": 0.0, "end": end, "begin": begin, "until": until}
             _put(nested, f"objectives.{name}.weight", ramp)
-            ramps.append(f"{name} to {end:g} from {begin:.0%}")
+            ramps.append(f"{name} to {end} from {begin:.0%}")
     inner = ", ".join(ramps) or "no inner objective"
     return f"use_curriculum = True -> phases 0-30-60-100 %, kd {objectives['kd']['weight']} from the start, {inner}"
 

@@ -7,9 +7,10 @@ as the user wrote it, and its source.
 from __future__ import annotations
 
 import difflib
+import glob
 import json
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from types import NoneType
@@ -61,25 +62,111 @@ def load(
     if path is not None:
         from_file, where = read_file(Path(path)), str(path)
         if legacy_json.is_legacy(from_file):
-            from_file, legacy_notes = legacy_json.translate(from_file)
+            from_file, legacy_notes = legacy_json.translate(from_file, where)
             notes += legacy_notes
-    preset = preset or from_file.pop("preset", None)
-    table = read_preset(preset) if preset else {}
-    table = merge(table, from_file)
+    preset = _one_preset(preset, from_file, where)
+    table = merge(read_preset(preset) if preset is not None else {}, from_file)
     for key, value in (overrides or {}).items():
         put(table, key, value)
-    return Loaded(build(table, where), tuple(notes))
+    if path is not None:
+        _refuse_other_folder(table, from_file, Path(path))
+    config = build(table, where, overrides or {})
+    return Loaded(config.with_given({*leaves(from_file), *flat_leaves(overrides or {})}), tuple(notes))
 
 
-def build(table: Table, where: str) -> Config:
+def _one_preset(asked: str | None, from_file: Table, where: str) -> str | None:
+    """The preset that the caller or the file names; the file's is taken out of its table."""
+    if "preset" not in from_file:
+        return asked
+    named: str = from_file.pop("preset")
+    if asked is not None and asked != named:
+        raise ConfigError(
+            f"{where} names the preset {_shortened(named)}, and --preset {asked} is given",
+            where="preset",
+            advice=["leave --preset out", f"or take `preset` out of {where}"],
+        )
+    return named
+
+
+def build(table: Table, where: str, overrides: Collection[str] = ()) -> Config:
+    """Validate a table. `overrides` are the keys that did not come from `where` but from the command line."""
     try:
         return Config.model_validate(table)
     except ValidationError as error:
-        raise explain(error, where) from None
+        raise explain(error, where, overrides) from None
+
+
+def leaves(table: Table) -> Iterator[str]:
+    """The dotted keys of the settings in a table; a value that is itself a table, such as a ramp, is one."""
+    known = frozenset(all_keys())
+
+    def walk(value: Any, key: str) -> Iterator[str]:
+        if key in known or not isinstance(value, dict):
+            yield key
+            return
+        for name, below in value.items():
+            yield from walk(below, f"{key}.{name}" if key else str(name))
+
+    yield from walk(table, "")
+
+
+def flat_leaves(overrides: Mapping[str, Any]) -> Iterator[str]:
+    """The same of dotted keys with values."""
+    table: Table = {}
+    for key, value in overrides.items():
+        put(table, key, value)
+    yield from leaves(table)
+
+
+_PATHS = ("data.train", "data.eval", "teacher.model", "student.model", "teacher.cache")
+
+
+def _refuse_other_folder(table: Table, from_file: Table, file: Path) -> None:
+    """Raise where a relative path of a file is there from the file's folder and not from the current one.
+
+    Paths are relative to the current folder. A name such as org/model may be a hub id and is left alone.
+    """
+    beside = file.expanduser().parent
+    for key in _PATHS:
+        section, name = key.split(".")
+        value = _below(from_file, section, name)
+        if value != _below(table, section, name):
+            continue  # replaced by --set or an option
+        for path in _paths_of(value):
+            may_be_hub = section != "data" and name == "model" and not path.startswith(".") and path.count("/") <= 1
+            if not may_be_hub and _is_there(beside / path) and not _is_there(Path(path)):
+                raise ConfigError(
+                    f"{key} = {path!r} is not in the current folder {Path.cwd()}; paths are relative to it, and not to "
+                    f"the configuration, beside which {beside / path} is",
+                    where=str(file),
+                    advice=[f"cd {beside}", f"write the whole path: {(beside / path).resolve()}"],
+                )
+
+
+def _below(table: Table, section: str, name: str) -> Any:
+    below = table.get(section)
+    return below.get(name) if isinstance(below, dict) else None
+
+
+def _paths_of(value: Any) -> Iterator[str]:
+    """Relative paths in a setting that names data or a model: no builtin or hub name, and no address."""
+    for one in value if isinstance(value, list | tuple) else [value]:
+        path = one.get("path") if isinstance(one, dict) else one
+        if isinstance(path, str) and path and ":" not in path and not path.startswith(("/", "~")):
+            yield path
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        if glob.has_magic(str(path)):
+            return bool(glob.glob(str(path), recursive=True))  # noqa: PTH207 - Path.glob refuses absolute patterns
+        return path.exists()
+    except (OSError, ValueError):
+        return False
 
 
 def read_file(path: Path) -> Table:
-    kind = "JSON" if path.suffix == ".json" else "TOML"
+    kind = "JSON" if path.suffix.lower() == ".json" else "TOML"
     try:
         text = _read_text(path)
         is_json = kind == "JSON"
@@ -87,10 +174,13 @@ def read_file(path: Path) -> Table:
     except RecursionError:
         raise ConfigError(f"{path} is nested too deeply to be a configuration") from None
     except ValueError as error:  # raised by both parsers, and for numbers with thousands of digits
-        raise ConfigError(
-            f"{path} is not valid {kind}: {error}",
-            advice=["`stillroom presets base` prints a complete file to start from"],
-        ) from None
+        start = "`stillroom presets base` prints a complete file to start from"
+        if path.suffix.lower() in (".yaml", ".yml"):
+            raise ConfigError(
+                f"{path} is YAML, and configurations are TOML, or JSON where the name ends in .json",
+                advice=["write it as TOML: [train] above learning_rate = 1e-4", start],
+            ) from None
+        raise ConfigError(f"{path} is not valid {kind}: {error}", advice=[start]) from None
     if not isinstance(table, dict):
         raise ConfigError(f"{path} holds a {type(table).__name__}, not a table of settings")
     return table
@@ -204,16 +294,19 @@ def _value(text: str) -> Any:
 # -- messages --------------------------------------------------------------------------------------------
 
 
-def explain(error: ValidationError, where: str) -> ConfigError:
-    """Rewrite a validation error with the keys of the configuration file."""
+def explain(error: ValidationError, where: str, overrides: Collection[str] = ()) -> ConfigError:
+    """Rewrite a validation error with the keys of the configuration, and where they were written."""
     lines: list[str] = []
     advice: list[str] = []
+    places: list[str] = []
     for problem in error.errors():
         if _is_unintended_branch(problem):
             continue
         # pydantic puts the union branch into the location; leave it out.
         path = [str(part) for part in problem["loc"] if not _is_type(str(part))]
         key = ".".join(path) or "configuration"
+        is_override = any(f"{key}.".startswith(f"{one}.") or f"{one}.".startswith(f"{key}.") for one in overrides)
+        places.append("command line" if is_override and path else where)
         if problem["type"] == "extra_forbidden":
             lines.append(f"unknown key {key}")
             near = nearest_key(key)
@@ -226,7 +319,8 @@ def explain(error: ValidationError, where: str) -> ConfigError:
             shown = "" if isinstance(value, dict | BaseModel) else f", got {_shortened(value)}"
             lines.append(f"{key}: {message}{shown}" if path else message)
     unique = list(dict.fromkeys(lines))
-    return ConfigError("; ".join(unique), where=where, advice=list(dict.fromkeys(advice)))
+    found_in = " and ".join(dict.fromkeys(places)) or where
+    return ConfigError("; ".join(unique), where=found_in, advice=list(dict.fromkeys(advice)))
 
 
 def _shortened(value: Any) -> str:
@@ -270,13 +364,63 @@ def _section_of(annotation: Any) -> Any:
     return kinds[0] if len(kinds) == 2 and kinds[1] is NoneType else annotation
 
 
+# What other programs call our sections and settings.
+_OTHER_SECTIONS = {
+    "dataset": "data",
+    "datasets": "data",
+    "optim": "train",
+    "optimizer": "train",
+    "trainer": "train",
+    "loss": "objectives",
+    "losses": "objectives",
+    "evaluation": "eval",
+    "logging": "telemetry",
+    "lora": "student.adapter",
+    "peft": "student.adapter",
+}
+_OTHER_NAMES = {
+    "lr": "train.learning_rate",
+    "bs": "train.batch_size",
+    "per_device_train_batch_size": "train.batch_size",
+    "micro_batch_size": "train.batch_size",
+    "num_train_epochs": "train.epochs",
+    "num_epochs": "train.epochs",
+    "steps": "train.max_steps",
+    "num_steps": "train.max_steps",
+    "lr_scheduler_type": "train.schedule",
+    "grad_clip": "train.max_grad_norm",
+    "gradient_accumulation": "train.gradient_accumulation_steps",
+    "grad_accum": "train.gradient_accumulation_steps",
+    "fp16": "precision.mode",
+    "bf16": "precision.mode",
+    "max_seq_length": "data.max_length",
+    "max_seq_len": "data.max_length",
+    "seq_len": "data.max_length",
+    "dataset": "data.train",
+    "alpha_kd": "objectives.kd.weight",
+    "alpha_ce": "objectives.ce.weight",
+}
+
+
 def nearest_key(key: str) -> str | None:
-    """The existing key nearest to a mistyped one, by its whole path or by its last part."""
+    """The existing key or section nearest to a mistyped one: by another program's word, whole path, section, or end."""
+    key = key.lower()
     keys = list(all_keys())
+    first, _, rest = key.partition(".")
+    last = key.rsplit(".", 1)[-1]
+    if first not in Config.model_fields:  # a mistyped section, or a setting outside of its section
+        if not rest and key in _OTHER_NAMES and key not in _OTHER_SECTIONS:
+            return _OTHER_NAMES[key]
+        section = _OTHER_SECTIONS.get(first) or next(
+            iter(difflib.get_close_matches(first, list(Config.model_fields), n=1, cutoff=0.7)), None
+        )
+        if section is not None:
+            return section if not rest or f"{section}.{rest}" not in keys else f"{section}.{rest}"
+    elif last in _OTHER_NAMES:
+        return _OTHER_NAMES[last]
     whole = difflib.get_close_matches(key, keys, n=1, cutoff=0.75)
     if whole:
         return whole[0]
-    last = key.rsplit(".", 1)[-1]
     by_last = {candidate.rsplit(".", 1)[-1]: candidate for candidate in reversed(keys)}
     near = difflib.get_close_matches(last, list(by_last), n=1, cutoff=0.7)
     return by_last[near[0]] if near else None

@@ -10,7 +10,20 @@ from pydantic import AfterValidator, ConfigDict, Field, ModelWrapValidatorHandle
 from pydantic_core import InitErrorDetails
 
 from stillroom.config.extensions import DIVERGENCES, OBJECTIVES
-from stillroom.config.sections import ObjectiveSection, Ramp, Scalar, Section, Share, Temperature, Weight, between
+from stillroom.config.sections import (
+    MOST,
+    MOST_FLOAT,
+    Count,
+    ObjectiveSection,
+    Positive,
+    Ramp,
+    Scalar,
+    Section,
+    Share,
+    Temperature,
+    Weight,
+    between,
+)
 
 
 def _known_divergence(name: str) -> str:
@@ -35,7 +48,7 @@ class KdConfig(ObjectiveSection):
     interpolation: Share = Field(
         Ramp(start=0.4, end=1.0), description="taid: how far the target is on its way from student (0) to teacher (1)"
     )
-    top_k: Annotated[int | Ramp, between(0)] = Field(
+    top_k: Annotated[int | Ramp, between(0, MOST)] = Field(
         0, description="use the teacher's k likeliest tokens and the exact mass of the rest; 0: all tokens"
     )
     token_weight: Literal["uniform", "entropy"] = Field(
@@ -99,7 +112,7 @@ class LayerwiseConfig(FeatureConfig):
 class AttentionConfig(ObjectiveSection):
     weight: Weight = Field(0.0, description="weight of matching attention maps; 0: not computed at all")
     layers: LayerMap = Field("proportional", description=f"which layers are matched: {_PAIRS}")
-    attention_layers: Annotated[int, Field(ge=0)] = Field(
+    attention_layers: Count = Field(
         2, description="at most so many pairs, the last ones; each keeps [rows, heads, length, length]; 0: none"
     )
 
@@ -112,7 +125,7 @@ class ContrastiveConfig(ObjectiveSection):
     weight: Weight = Field(0.0, description="weight of telling the batch's rows apart; 0: not computed at all")
     layers: LayerMap = Field("last", description=f"which layers are pooled: {_PAIRS}")
     projector: Literal["auto", "always"] = Field("auto", description="as in objectives.feature")
-    temperature: Annotated[float, Field(gt=0)] = Field(0.1, description="sharpness of the comparison between rows")
+    temperature: Positive = Field(0.1, description="sharpness of the comparison between rows")
 
 
 class AlmConfig(ObjectiveSection):
@@ -120,7 +133,7 @@ class AlmConfig(ObjectiveSection):
     compares_spans = True
 
     weight: Weight = Field(0.0, description="weight of matching the likelihoods of spans, for two tokenizers")
-    temperature: Annotated[Scalar, between(1.0)] = Field(
+    temperature: Annotated[Scalar, between(1.0, MOST_FLOAT)] = Field(
         100.0, description="both likelihoods are raised to 1 / temperature, and the term is multiplied by it"
     )
     divergence: Literal["kl", "total_variation"] = Field(
@@ -180,7 +193,7 @@ class ObjectivesConfig(Section):
     prefix_match: PrefixMatchConfig = Field(default_factory=PrefixMatchConfig)
     uld: UldConfig = Field(default_factory=UldConfig)
     span_hidden: SpanHiddenConfig = Field(default_factory=SpanHiddenConfig)
-    chunk_tokens: Annotated[int, Field(ge=0)] = Field(
+    chunk_tokens: Count = Field(
         0,
         description="positions the head handles at once; 0: chosen from the vocabulary, on a card from its free memory",
     )
@@ -226,6 +239,11 @@ class ObjectivesConfig(Section):
         """Weights of `kd` and `ce`, and of other objectives whose weight is not constantly 0."""
         weights = {name: section.used_weight for name, section in self.sections.items()}
         return {name: weight for name, weight in weights.items() if name in ("kd", "ce") or weight != 0.0}
+
+    @property
+    def asks_teacher(self) -> bool:
+        """Whether an objective needs the teacher's answers at any time of the run."""
+        return any(weight != 0.0 and self.sections[name].needs_teacher for name, weight in self.weights.items())
 
     @property
     def inner_weights(self) -> dict[str, Scalar]:

@@ -6,14 +6,15 @@ constant, or a ramp over the run's progress.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from stillroom.config.adapter import AdapterConfig
 from stillroom.config.data import DataConfig as DataConfig
 from stillroom.config.objectives import ObjectivesConfig
-from stillroom.config.sections import Section
+from stillroom.config.sections import MOST, MOST_FLOAT, MOST_ROWS, Count, NonNegative, Positive, Section, Size
 from stillroom.config.teacher import ModelSection as ModelSection
 from stillroom.config.teacher import RouterConfig as RouterConfig
 from stillroom.config.teacher import TeacherConfig as TeacherConfig
@@ -23,7 +24,7 @@ PrecisionMode = Literal["auto", "fp32", "bf16-mixed", "fp16-mixed", "fp16-master
 
 
 class ShrinkConfig(Section):
-    layers: Annotated[int, Field(ge=0)] | tuple[int, ...] = Field(
+    layers: Count | tuple[int, ...] = Field(
         0, description="how many of the teacher's layers are kept, or which, counted from 0; 0: all"
     )
     method: Literal["auto", "loss", "influence", "even"] = Field(
@@ -32,13 +33,13 @@ class ShrinkConfig(Section):
         "loss least; influence: keep those that change the hidden states most; even: at equal steps, without looking "
         "at text; auto: loss where it takes at most 1e14 operations on a CPU, 1e16 on a GPU, else influence",
     )
-    choice_tokens: Annotated[int, Field(ge=16)] = Field(
+    choice_tokens: Annotated[int, Field(ge=16, le=MOST)] = Field(
         768, description="tokens of training data that layers are chosen by"
     )
-    width: Annotated[int, Field(ge=0)] = Field(0, description="channels kept, by importance; 0: all")
-    mlp_width: Annotated[int, Field(ge=0)] = Field(0, description="neurons kept in each layer, by importance; 0: all")
-    heads: Annotated[int, Field(ge=0)] = Field(0, description="attention heads kept whole in each layer; 0: all")
-    calibration_batches: Annotated[int, Field(ge=1)] = Field(
+    width: Count = Field(0, description="channels kept, by importance; 0: all")
+    mlp_width: Count = Field(0, description="neurons kept in each layer, by importance; 0: all")
+    heads: Count = Field(0, description="attention heads kept whole in each layer; 0: all")
+    calibration_batches: Size = Field(
         8, description="batches of training data that the importance of widths is measured on"
     )
 
@@ -119,11 +120,11 @@ class PrecisionConfig(Section):
     moments: Literal["float32", "bfloat16"] = Field(
         "float32", description="storage of AdamW's moments; bfloat16 is rounded stochastically and needs no bf16 unit"
     )
-    initial_loss_scale: Annotated[float, Field(ge=1)] = Field(
+    initial_loss_scale: Annotated[float, Field(ge=1, le=MOST_FLOAT)] = Field(
         65536.0, description="the largest to begin with: one backward pass before the first step finds what fits"
     )
-    loss_scale_growth_steps: Annotated[int, Field(ge=1)] = Field(2000, description="good steps before it doubles")
-    min_loss_scale: Annotated[float, Field(gt=0)] = Field(
+    loss_scale_growth_steps: Size = Field(2000, description="good steps before it doubles")
+    min_loss_scale: Positive = Field(
         1.0, description="where batch after batch overflows at this scale, the run stops with exit code 23"
     )
 
@@ -132,66 +133,66 @@ class GuardConfig(Section):
     on_nonfinite: Literal["recover", "halt"] = Field(
         "recover", description="halt: stop at the first value that is not finite"
     )
-    max_consecutive: Annotated[int, Field(ge=1)] = Field(20, description="refused steps in a row before the run stops")
-    max_retries: Annotated[int, Field(ge=0)] = Field(
+    max_consecutive: Size = Field(20, description="refused steps in a row before the run stops")
+    max_retries: Count = Field(
         3, description="smaller loss scales tried on one batch; at the smallest, batches in a row that may overflow"
     )
     max_skip_share: Annotated[float, Field(gt=0, le=1)] = Field(
         0.10, description="share of the last 200 attempts that may be refused before the run stops, exit code 21"
     )
-    spike_z: Annotated[float, Field(gt=0)] = Field(
+    spike_z: Positive = Field(
         6.0, description="robust standard deviations above the median at which a loss or norm is examined"
     )
-    skip_grad_norm: Annotated[float, Field(ge=0)] = Field(
+    skip_grad_norm: NonNegative = Field(
         0.0,
         description="0: off. Harmful: a step is skipped whose gradient norm before clipping is above this, whatever "
         "the run's norms are; spike_z follows them",
     )
-    spike_window: Annotated[int, Field(ge=4)] = Field(50, description="accepted steps the median is taken over")
-    spike_warmup: Annotated[int, Field(ge=1)] = Field(
+    spike_window: Annotated[int, Field(ge=4, le=MOST)] = Field(
+        50, description="accepted steps the median is taken over"
+    )
+    spike_warmup: Size = Field(
         10,
         description="accepted steps before there are statistics; until then a loss is examined at three times the "
         "largest so far",
     )
-    max_rollbacks: Annotated[int, Field(ge=0)] = Field(5, description="returns to a good state before the run stops")
+    max_rollbacks: Count = Field(5, description="returns to a good state before the run stops")
     on_exhausted: Literal["halt", "reset"] = Field(
         "halt", description="reset: begin again from the initial weights once when the rollbacks are spent"
     )
-    snapshot_steps: Annotated[int, Field(ge=1)] = Field(
+    snapshot_steps: Size = Field(
         50,
         description="applied steps between snapshots; before the first, the state is examined after 1, 2, 4, 8 ...",
     )
-    snapshot_ring: Annotated[int, Field(ge=1)] = Field(2, description="snapshots kept in memory")
+    snapshot_ring: Size = Field(2, description="snapshots kept in memory")
     learning_rate_backoff: Annotated[float, Field(gt=0, le=1)] = Field(
         0.5, description="factor on the learning rate when a stretch diverges twice, recovering over 50 steps"
     )
-    fallback_after: Annotated[int, Field(ge=1)] = Field(
+    fallback_after: Size = Field(
         20, description="steps in a row with the teacher at fault before a stretch of cross-entropy alone"
     )
-    fallback_steps: Annotated[int, Field(ge=1)] = Field(50, description="length of that stretch")
-    logit_clamp: Annotated[float, Field(ge=0)] = Field(
+    fallback_steps: Size = Field(50, description="length of that stretch")
+    logit_clamp: NonNegative = Field(
         0.0, description="0: off. Harmful: puts a floor under the perplexity, which is printed"
     )
-    loss_clamp: Annotated[float, Field(ge=0)] = Field(
-        0.0, description="0: off. Harmful: the gradient of a clamped loss is zero"
-    )
+    loss_clamp: NonNegative = Field(0.0, description="0: off. Harmful: the gradient of a clamped loss is zero")
 
 
 class EvalConfig(Section):
-    max_batches: Annotated[int, Field(ge=0)] = Field(0, description="batches in an evaluation; 0: all held-out data")
-    batch_size: Annotated[int, Field(ge=0)] = Field(0, description="rows; 0: as in training")
-    max_perplexity: Annotated[float, Field(ge=0)] = Field(
+    max_batches: Count = Field(0, description="batches in an evaluation; 0: all held-out data")
+    batch_size: Annotated[int, Field(ge=0, le=MOST_ROWS)] = Field(0, description="rows; 0: as in training")
+    max_perplexity: NonNegative = Field(
         0.0, description="a check of the result: held-out perplexity below this; 0: below the untrained student's"
     )
     min_share: Annotated[float, Field(ge=0, lt=0.5)] = Field(
         0.01, description="a check of the result: the least share of the objective for a term that has a weight"
     )
-    samples: Annotated[int, Field(ge=0)] = Field(3, description="texts continued by teacher and student in the report")
-    sample_tokens: Annotated[int, Field(ge=1)] = Field(48, description="tokens of each continuation")
+    samples: Count = Field(3, description="texts continued by teacher and student in the report")
+    sample_tokens: Size = Field(48, description="tokens of each continuation")
 
 
 class CheckpointConfig(Section):
-    keep: Annotated[int, Field(ge=1)] = Field(2, description="checkpoints kept on disk")
+    keep: Size = Field(2, description="checkpoints kept on disk")
     background: Literal["auto", "on", "off"] = Field(
         "auto",
         description="write checkpoints while training goes on, from a copy of weights and moments in main memory; "
@@ -200,9 +201,9 @@ class CheckpointConfig(Section):
 
 
 class TelemetryConfig(Section):
-    first_steps: Annotated[int, Field(ge=0)] = Field(5, description="steps whose components are printed in full")
-    log_steps: Annotated[int, Field(ge=1)] = Field(10, description="steps between plain log lines")
-    gradient_steps: Annotated[int, Field(ge=0)] = Field(
+    first_steps: Count = Field(5, description="steps whose components are printed in full")
+    log_steps: Size = Field(10, description="steps between plain log lines")
+    gradient_steps: Count = Field(
         0, description="steps between measurements of each term's gradient; 0: never. Costs a backward pass a term"
     )
     tracker: Literal["none", "tensorboard", "trackio", "wandb"] = Field(
@@ -224,6 +225,23 @@ class Config(Section):
     eval: EvalConfig = Field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig)
+
+    _given: frozenset[str] = PrivateAttr(frozenset())
+
+    @property
+    def given(self) -> frozenset[str]:
+        """Dotted keys that a person set, not a preset or a default. Empty for a configuration read from a run."""
+        return self._given
+
+    def with_given(self, keys: Iterable[str]) -> Config:
+        """A copy that knows which of its settings were given."""
+        copy = self.model_copy()
+        copy._given = frozenset(keys)
+        return copy
+
+    def __eq__(self, other: object) -> bool:
+        """Compare the settings alone: who gave them makes no difference to a run."""
+        return isinstance(other, Config) and self.to_dict() == other.to_dict()
 
     @model_validator(mode="after")
     def _possible(self) -> Config:
@@ -278,6 +296,10 @@ class Config(Section):
                 "telemetry.gradient_steps asks the teacher in some processes, and teacher.placement = 'shard' needs "
                 "all of them: set telemetry.gradient_steps = 0"
             )
+
+    def on_day(self, day: str) -> Config:
+        """The same configuration with the day that chat templates print."""
+        return self.model_copy(update={"data": self.data.model_copy(update={"day": day})})
 
     def to_dict(self) -> dict[str, Any]:
         return self.model_dump(mode="json")

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field
 
-from stillroom.config.sections import Section
+from stillroom.config.sections import MOST_MINUTES, Section
 
 
 class RequestsConfig(Section):
@@ -18,13 +18,13 @@ class RequestsConfig(Section):
         "llama.cpp: `/completion` of llama.cpp's server, asked token by token; auto: the first that the server answers",
     )
     concurrency: Annotated[int, Field(ge=1, le=512)] = Field(8, description="requests under way at once")
-    timeout_seconds: Annotated[float, Field(gt=0)] = Field(
+    timeout_seconds: Annotated[float, Field(gt=0, le=60 * MOST_MINUTES)] = Field(
         300.0, description="for a whole answer, until asked again; what a server says of itself has 30 at most"
     )
     retries: Annotated[int, Field(ge=0, le=100)] = Field(
         8, description="of a request that got no answer, an answer cut short, or status 408, 429 or 5xx"
     )
-    pause_seconds: Annotated[float, Field(gt=0)] = Field(
+    pause_seconds: Annotated[float, Field(gt=0, le=60 * MOST_MINUTES)] = Field(
         0.5, description="before the first retry; doubled with each, up to 60; Retry-After is heeded"
     )
     api_key_variable: str | None = Field(

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from stillroom.config.sections import Section
+from stillroom.config.sections import Section, Size
 
 SparseKind = Literal["top_k", "sampled", "hybrid", "renormalised", "target"]
 
@@ -26,8 +26,8 @@ class SignalConfig(Section):
         "objectives.kd.top_k is set or the divergence is not forward_kl, else hybrid; with two tokenizers hybrid for "
         "objectives.prefix_match or exact_match, else target",
     )
-    k: Annotated[int, Field(ge=1)] | None = Field(None, description="of top_k (64, or objectives.kd.top_k)")
-    m: Annotated[int, Field(ge=1)] | None = Field(None, description="of hybrid (8)")
+    k: Size | None = Field(None, description="of top_k (64, or objectives.kd.top_k)")
+    m: Size | None = Field(None, description="of hybrid (8)")
     draws: Annotated[int, Field(ge=1, le=255)] | None = Field(None, description="of hybrid (12) and sampled (50)")
     draw_seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
         0, description="of the draws, beside the content of each row"

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from stillroom.config.sections import Section
+from stillroom.config.sections import MOST_FLOAT, Count, NonNegative, Positive, Section, Size
 from stillroom.config.served import RequestsConfig, check_url
 from stillroom.config.signal import SignalConfig
 
@@ -27,6 +27,9 @@ RouterMode = Literal[
 ]
 
 
+TRAINING_MODES = frozenset({"truth", "sar", "sar-joint", "sar-meta"})  # those that train the gates
+
+
 class RouterConfig(Section):
     """The gates of a mixture-of-experts teacher."""
 
@@ -37,33 +40,31 @@ class RouterConfig(Section):
         "sar-transient and sar-meta are experimental",
     )
     patterns: tuple[str, ...] = Field((), description="names of the gate modules, with *; empty: found by structure")
-    truth_weight: Annotated[float, Field(ge=0)] = Field(
+    truth_weight: NonNegative = Field(
         1.0, description="cross-entropy of the teacher on the labels: what keeps it a teacher"
     )
-    student_weight: float = Field(
+    student_weight: Annotated[float, Field(ge=-MOST_FLOAT, le=MOST_FLOAT)] = Field(
         0.1, description="KL(teacher || student): pulls the teacher to the student; below 0 pushes it away"
     )
-    anchor_weight: Annotated[float, Field(ge=0)] = Field(
+    anchor_weight: NonNegative = Field(
         1.0, description="KL(original teacher || teacher); costs one more teacher forward when above 0"
     )
-    load_balance_weight: Annotated[float, Field(ge=0)] = Field(0.0, description="keeps the experts evenly used")
-    entropy_weight: Annotated[float, Field(ge=0)] = Field(0.0, description="rewards gates that stay undecided")
-    every: Annotated[int, Field(ge=1)] = Field(2, description="student steps between router steps")
+    load_balance_weight: NonNegative = Field(0.0, description="keeps the experts evenly used")
+    entropy_weight: NonNegative = Field(0.0, description="rewards gates that stay undecided")
+    every: Size = Field(2, description="student steps between router steps")
     gradient_checkpointing: bool = Field(False, description="recompute the teacher's layers in its backward")
-    augmentation_passes: Annotated[int, Field(ge=1)] = Field(2, description="teacher passes of knowledge-augmentation")
+    augmentation_passes: Size = Field(2, description="teacher passes of knowledge-augmentation")
     augmentation_lambda: Annotated[float, Field(ge=0, le=1)] = Field(
         0.05, description="share of tokens whose experts are drawn instead of chosen in knowledge-augmentation"
     )
-    offset_bound: Annotated[float, Field(gt=0)] = Field(
-        0.5, description="length of a token's gate offset in sar-transient, in gate logits"
-    )
-    max_degradation: Annotated[float, Field(gt=0)] = Field(
+    offset_bound: Positive = Field(0.5, description="length of a token's gate offset in sar-transient, in gate logits")
+    max_degradation: Positive = Field(
         0.02, description="nats the teacher's held-out loss may rise before its gates are restored and frozen"
     )
-    probe_steps: Annotated[int, Field(ge=0)] = Field(
+    probe_steps: Count = Field(
         0, description="router steps on the labels alone before the run, to see whether training is worthwhile; 0: none"
     )
-    probe_threshold: Annotated[float, Field(ge=0)] = Field(
+    probe_threshold: NonNegative = Field(
         0.01, description="nats the teacher's held-out loss must fall in the probe for the router to be trained"
     )
     force: bool = Field(False, description="train the router whatever the probe found")
@@ -75,7 +76,9 @@ class TeacherConfig(ModelSection):
         description="folder, hub id, GGUF file, LoRA adapter folder, builtin:teacher or builtin:moe-teacher",
     )
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
-        "auto", description="storage of the teacher's weights; auto: float32 on CPU, float16 on a GPU"
+        "auto",
+        description="storage of the teacher's weights; auto: float32 on a CPU, bfloat16 on a card with native bf16, "
+        "float16 on any other",
     )
     placement: Literal["device", "offload", "stream", "shard"] = Field(
         "device",
@@ -83,7 +86,7 @@ class TeacherConfig(ModelSection):
         "in the teacher's files and come to the device one at a time, at most two of them at once; shard: each of "
         "several processes holds a part of every weight, and a layer is gathered for its forward",
     )
-    ranks: Annotated[int, Field(ge=0)] = Field(
+    ranks: Count = Field(
         0,
         description="with several processes: the last so many hold the teacher and answer, and the others train and "
         "hold its head alone; 0: every process that trains holds the teacher as `placement` says",
@@ -93,7 +96,7 @@ class TeacherConfig(ModelSection):
         description="bits of the teacher's linear layers; the head stays as it is. int8: by torchao, on any device; "
         "bnb-8bit, bnb-4bit: by bitsandbytes, on a CUDA card",
     )
-    max_quantisation_kl: Annotated[float, Field(gt=0)] = Field(
+    max_quantisation_kl: Positive = Field(
         0.05,
         description="nats a token that quantisation may change the teacher's answers by, KL(full || quantised) on rows "
         "of the data; above it the run is refused, because the student would learn that error as if the teacher had "

@@ -16,7 +16,8 @@ answer's turn. Not scored: what the template adds (headers, an empty thought, th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import date, datetime
 
 from jinja2 import TemplateError
 
@@ -36,6 +37,7 @@ class TemplateChat:
 
     tokenizer: Tokenizer
     tally: Tally
+    day: str = ""  # that the template prints; empty: today
     _usual_marks: dict[bool, str] = field(default_factory=dict)  # end mark of a plain answer, by `in_parts`
     _is_compared: bool = False
     _runaways: int = 0
@@ -43,9 +45,10 @@ class TemplateChat:
     _wants_parts: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        self._printer = _printer(self.tokenizer)
-        if "strftime_now" in self._printer.source:
-            self.tally.note("the chat template may print the day: a run continued on another day would read other text")
+        day = day_or_today(self.day)
+        self._printer = replace(_printer(self.tokenizer), now=datetime.fromisoformat(day))
+        if prints_day(self.tokenizer):
+            self.tally.note(f"the chat template prints the day: it is {day} in all records (data.day)")
         self._wants_parts = _wants_parts(self._printer)
 
     def __call__(self, turns: tuple[Turn, ...]) -> tuple[Segments, bool]:
@@ -234,6 +237,15 @@ class TemplateChat:
         if opening and after_opened.endswith(opening):
             return after_opened.removesuffix(opening).rstrip()
         return common_start(after_opened, after_closed).rstrip()
+
+
+def prints_day(tokenizer: Tokenizer) -> bool:
+    """Whether the tokenizer's chat template asks for the time."""
+    return "strftime_now" in str(tokenizer.chat_template)
+
+
+def day_or_today(day: str) -> str:
+    return day or date.today().isoformat()
 
 
 def question_text(tokenizer: Tokenizer, question: str) -> str:

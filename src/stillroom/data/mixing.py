@@ -11,6 +11,7 @@ sources.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -107,6 +108,9 @@ class MixedRows(Rows):
     @property
     def num_targets(self) -> int:
         return sum(part.rows.num_targets for part in self.parts)
+
+    def digest(self) -> str:
+        return hashlib.sha256(" ".join(part.rows.digest() for part in self.parts).encode()).hexdigest()[:32]
 
     def row(self, index: int) -> npt.NDArray[np.int32]:
         part, place = self._place(index)

@@ -14,6 +14,7 @@ keeps only its first row, and what does not fit is left out and counted. "packed
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -31,6 +32,7 @@ from stillroom.errors import ConfigError, DataError
 from stillroom.types import IGNORED, Batch
 
 Packing = Literal["blocks", "rows", "packed"]
+_CHUNK = 1 << 22  # tokens hashed at a time
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,18 @@ class Rows:
         if self._known_counts is not None:
             return self._known_counts
         return _counted(self._encoded, self._starts, self._ends, _num_targets(self._encoded, self._starts, self._ends))
+
+    def digest(self) -> str:
+        """A hash of the tokens, of which of them are scored, and of the rows they are cut into: their order counts."""
+        found = hashlib.sha256()
+        paired = self._encoded.paired
+        for encoded in (self._encoded, *([paired.encoded] if paired is not None else [])):
+            for tokens, kind in ((encoded.ids, "<i4"), (encoded.is_scored, "?")):
+                for start in range(0, len(tokens), _CHUNK):
+                    found.update(np.ascontiguousarray(tokens[start : start + _CHUNK], kind).data)
+        for places in (self._starts, self._ends, *([self._firsts] if self._firsts is not None else [])):
+            found.update(np.ascontiguousarray(places, "<i8").data)
+        return found.hexdigest()[:32]
 
     def row(self, index: int) -> npt.NDArray[np.int32]:
         """The ids of one row, including the first token of each piece, which is not a target."""

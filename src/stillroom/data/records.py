@@ -43,6 +43,7 @@ FIELDS = (
 
 _NUM_BAD_KEPT = 20  # a file of the wrong kind has millions of bad records
 _NUM_BAD_NAMED = 3
+_NO_FIELDS = "has no known fields"
 
 
 class Unusable(ValueError):
@@ -119,6 +120,12 @@ class Tally:
             return
         share = min(1.0, -(-100 * num_bad // num_read) / 100)
         advice = [f"mend or remove these records; the shapes read are {', '.join(SHAPES)}"]
+        if any(bad.why.startswith(_NO_FIELDS) for bad in self.bad):
+            advice.insert(
+                0,
+                "say which of its columns are the fields: "
+                "--set \"data.columns={prompt = 'COLUMN', completion = 'COLUMN'}\", or data.template",
+            )
         if self.counters["records"]:
             advice.append(f"set data.max_bad_share={share:g} to go on without them")
         raise DataError(f"{unusable}, more than data.max_bad_share={max_bad_share:g} allows: {named}", advice=advice)
@@ -197,7 +204,7 @@ class Shaper:
             value = renamed(value, self.layout.columns)
         shape = next((shape for shape in _NEEDED if all(name in value for name in _NEEDED[shape])), None)
         if shape is None:
-            raise Unusable(f"has no known fields, only {_listed(value)}")
+            raise Unusable(f"{_NO_FIELDS}, only {_listed(value)}")
         record = self._shaped(where, value, shape)
         self.tally.shapes[shape] += 1
         return record

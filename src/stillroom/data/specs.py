@@ -102,7 +102,7 @@ class SpecReader:
     def _in_memory(
         self, source: SourceConfig, tally: Tally, *, is_evaluation: bool, splits_text: bool
     ) -> ReadDocuments:
-        write_chat = chat_writer(self.tokenizer, tally) if self.pair is None else self.pair.chats
+        write_chat = chat_writer(self.tokenizer, tally, self.config.day) if self.pair is None else self.pair.chats
         records = list(read_records(source, self.config, write_chat, tally, is_evaluation=is_evaluation))
         if splits_text and len(records) == 1 and data_suffix(records[0].id.rpartition(":")[0]) == ".txt":
             records = _cut_up(records[0], tally)

@@ -120,8 +120,9 @@ def _report(run: Run, state: RunState, save: Save) -> bool:
     if save.is_told:
         return save.path is not None
     save.is_told = True
+    if save.error is not None:
+        run.check_folder()  # a folder that is gone explains any error
     if isinstance(save.error, CannotSave):
-        run.check_folder()
         run.log.write("note", text=f"{save.error.what}; the run goes on, the last good checkpoint stays")
         return False
     if save.error is not None:

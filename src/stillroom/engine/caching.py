@@ -12,11 +12,12 @@ import torch
 from stillroom.config import Config
 from stillroom.config.sections import Ramp
 from stillroom.data import open_data
+from stillroom.data.chat import day_or_today, prints_day
 from stillroom.engine.building.cache_build import Reading, fill, required_rows
 from stillroom.engine.building.device import find_device
 from stillroom.engine.building.models import teacher_dtype
 from stillroom.engine.building.pairing import matched_tokens, reads_its_own_tokens
-from stillroom.engine.building.served_build import served_rows
+from stillroom.engine.building.served_build import day_of_rows, served_rows
 from stillroom.engine.stop import Stop
 from stillroom.errors import ConfigError, DataError, Interrupted
 from stillroom.models import (
@@ -70,6 +71,7 @@ def make_cache(
             is_paired = reads_its_own_tokens(config)
             tokenizer = _tokenizer(config)
             reading = _reading(config, tokenizer, is_paired=is_paired)
+            config = _dated(config, first, tokenizer, reading.tokenizer)
             corpus = open_data(config.data, tokenizer, teacher_tokenizer=reading.tokenizer if is_paired else None)
             needed = required_rows(config, corpus)
             dtype = teacher_dtype(config, where)
@@ -95,6 +97,14 @@ def make_cache(
         )
     result = {**cache_info(first), "rows_of_the_data": len(needed)}
     return {**result, "beside": [cache_info(place) for place in places if place != first]}
+
+
+def _dated(config: Config, place: Path, *tokenizers: Any) -> Config:
+    """The configuration with the day that its chat templates print: that of a cache which is continued, or today."""
+    if config.data.day or not any(prints_day(tokenizer) for tokenizer in tokenizers):
+        return config
+    begun = read_manifest(place).about.get("day") if is_there(place) else None
+    return config.on_day(day_or_today(str(begun or "")))
 
 
 def _here(places: dict[Path, float]) -> dict[Path, float]:
@@ -186,6 +196,7 @@ def import_cache(config: Config, out: Path, file: Path, kind: str) -> dict[str, 
             where="teacher.signal.kind, objectives.kd.temperature",
             advice=["leave both out, or set teacher.signal.kind = 'renormalised' where the file is so"],
         )
+    config = _dated(config, out, tokenizer)
     needed = required_rows(config, open_data(config.data, tokenizer))
     found = match_rows(given, needed, spec)
     if not found.answers:
@@ -198,7 +209,8 @@ def import_cache(config: Config, out: Path, file: Path, kind: str) -> dict[str, 
             ],
         )
     size = max(tokenizer.get_vocab().values()) + 1
-    about = {"imported": kind, "teacher": file.name, "labels": found.counters["labels"] == found.counters["positions"]}
+    about = {"imported": kind, "teacher": file.name, "labels": found.counters["labels"] == found.counters["positions"],
+             **day_of_rows(config)}  # fmt: skip
     manifest = open_store(out, Manifest(spec, size, vocabulary_hash(tokenizer), {"imported": kind}, about))
     missing = missing_rows(Cache(out), found.rows)
     for plan in plan_shards(missing, manifest.shard_tokens):

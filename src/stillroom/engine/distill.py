@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ import torch
 from stillroom import threads
 from stillroom.checkpoint import Mark, Saved
 from stillroom.config import Config
+from stillroom.config.given import unread_notes
 from stillroom.config.train import STRATEGIES
 from stillroom.data.lengths import row_lengths
 from stillroom.engine.adviser import Adviser
 from stillroom.engine.building.assemble import build_run
 from stillroom.engine.building.device import deterministic, find_device
+from stillroom.engine.building.input_check import InputCheck
 from stillroom.engine.building.loss_scale import find_loss_scale
 from stillroom.engine.building.micro_batch import find_micro_batch
 from stillroom.engine.building.models import Models, load_models, teacher_dtype
@@ -69,11 +72,13 @@ def distill(
     listeners: tuple[Callable[[dict[str, Any]], None], ...] = (),
     notes: tuple[str, ...] = (),
     inputs: Inputs | None = None,
+    accept_changed_inputs: bool = False,
 ) -> Result:
     """Distil as configured into a folder or an address of a store. Resume an unfinished run of the same configuration.
 
     `inputs` are models and data given as objects: the first process writes them to the paths of `inputs.settings(out)`,
-    which the configuration names.
+    which the configuration names. A resumed run whose data or models are not those it began with is refused, unless
+    `accept_changed_inputs`.
     """
     stop = Stop(config.train.max_minutes)
     with stop.on_signals():
@@ -81,7 +86,7 @@ def distill(
             parallel = _join(config)
             device_notes: list[str] = []
             where = find_device(device, device_notes.append)
-            notes = (*notes, *device_notes)
+            notes = (*notes, *unread_notes(config), *device_notes)
         if isinstance(parallel, TeacherRank):
             with deterministic(where):
                 return answer_trainers(config, parallel, Path(out), where)
@@ -103,10 +108,12 @@ def distill(
                 notes = (*notes, *kept)
             finished, doubt = run_folder.read_summary(claim.folder) if claim.is_resumed else ({}, "")
             if finished.get("status") in FINISHED:
-                return result_or_error(Result(claim.folder, finished))
-            return result_or_error(
-                _run(claim, parallel, where, stop, inject, listeners, (*notes, doubt) if doubt else notes)
-            )
+                if first:
+                    _teller(listeners)(_already_finished(claim.folder, finished))
+                return result_or_error(Result(claim.folder, finished, already_finished=True))
+            notes = (*notes, doubt) if doubt else notes
+            options: dict[str, Any] = {"accepts": accept_changed_inputs}
+            return result_or_error(_run(claim, parallel, where, stop, inject, listeners, notes, **options))
 
 
 def _join(config: Config) -> Parallel:
@@ -122,12 +129,19 @@ def _run(
     inject: str,
     listeners: tuple[Callable[[dict[str, Any]], None], ...],
     notes: tuple[str, ...],
+    *,
+    accepts: bool,
 ) -> Result:
-    """Load, build, train and finish a run in a claimed folder."""
+    """Load, build, train and finish a run in a claimed folder. `accepts`: with other inputs than before."""
     folder, config = claim.folder, claim.config
     saved, mark = newest_state(folder, config, parallel) if claim.is_resumed else (None, None)
+    check = InputCheck(saved, accepts, parallel)
     with stop.while_loading():
-        models = load_models(config, where, folder=folder, parallel=parallel, tell=_teller(listeners))
+        check.models(config)
+        dated = config.on_day(config.data.day or _day(claim, parallel))
+        models = load_models(dated, where, folder=folder, parallel=parallel, tell=_teller(listeners))
+    if models.prints_day:
+        claim.config = config = dated
     if parallel.is_first and not claim.is_resumed:
         claim.describe()
     log = open_log(folder, saved, mark) if parallel.is_first else SilentLog()
@@ -153,14 +167,15 @@ def _run(
                 lock=claim.lock,
                 begun_in=precision_of(saved),
                 begun_with=processes_of(saved),
+                inputs=check,
             )
         ending.callback(run.teacher.close)
         claim.is_begun = True
         state = RunState()
-        _announce(run, models, notes, saved)
+        _announce(run, models, notes, saved, check)
         if saved is not None:
-            restore_checkpoint(run, state, saved)
-        return _train(run, state, saved, mark, stop)
+            restore_checkpoint(run, state, saved, takes_other_base=accepts)
+        return _train(run, state, saved, mark, stop, check.changed)
 
 
 def resume(
@@ -171,8 +186,12 @@ def resume(
     strategy: str | None = None,
     shard_size: int | None = None,
     listeners: tuple[Callable[[dict[str, Any]], None], ...] = (),
+    accept_changed_inputs: bool = False,
 ) -> Result:
     """Continue the run in a folder, bit for bit. Return the result of a finished run.
+
+    Raise `InputsChanged` where the data, the teacher or the student's folder are not those it began with, unless
+    `accept_changed_inputs`.
 
     With another number of processes or another `strategy` it goes on with the same rows in the same order, and with
     the same numbers up to the order of sums. `shard_size` belongs to `fsdp`: another strategy drops the run's own.
@@ -186,7 +205,8 @@ def resume(
     with opened(folder) as place:
         config = place.read_config()
         config = config.model_copy(update={"train": config.train.model_copy(update=changed)})
-        return distill(config, place.folder, device=device, listeners=listeners)
+        options: dict[str, Any] = {"device": device, "listeners": listeners}
+        return distill(config, place.folder, accept_changed_inputs=accept_changed_inputs, **options)
 
 
 def _teller(listeners: tuple[Callable[[dict[str, Any]], None], ...]) -> Callable[[str], None]:
@@ -199,10 +219,26 @@ def _teller(listeners: tuple[Callable[[dict[str, Any]], None], ...]) -> Callable
     return tell
 
 
-def _train(run: Run, state: RunState, saved: Saved | None, mark: Mark | None, stop: Stop) -> Result:
-    """Train from the present state to the end, then write the results."""
+def _day(claim: Claim, parallel: Parallel) -> str:
+    """The day on which the run began, as the first process sees it: midnight may pass between two processes."""
+    day = (run_folder.begun_on(claim.folder) if claim.is_resumed else None) or date.today()
+    return date.fromordinal(int(parallel.broadcast(float(day.toordinal())))).isoformat()
+
+
+def _already_finished(folder: Path, summary: dict[str, Any]) -> str:
+    steps = summary.get("steps")
+    after = f" after {steps:,} steps" if isinstance(steps, int) else ""
+    return f"the run in {folder} is already finished{after}: nothing of it is trained again"
+
+
+def _train(
+    run: Run, state: RunState, saved: Saved | None, mark: Mark | None, stop: Stop, changed: Collection[str] = ()
+) -> Result:
+    """Train from the present state to the end, then write the results. `changed` are inputs that are others now."""
     state.between_batches = stop.check_loading
     state.before = _before(run, state) if saved is None else dict(saved.scalars["before"])
+    if not {"teacher", "eval"}.isdisjoint(changed):  # the summary describes the teacher that is here
+        state.before |= _teacher_before(run, state)
     if saved is None:
         run.teacher.begin_run()  # before the initial state is kept: the probe's result is part of it
         first_forward(run, state)
@@ -224,21 +260,7 @@ def _train(run: Run, state: RunState, saved: Saved | None, mark: Mark | None, st
 
 def _before(run: Run, state: RunState) -> dict[str, Any]:
     """Evaluate the teacher and the untrained student on the held-out text."""
-    before: dict[str, Any] = {}
-    teacher = run.teacher.as_model()
-    if teacher is not None:
-        row = summary_row(_evaluate_teacher(run, state, teacher), teacher.num_parameters)
-        before["teacher"] = run.teacher.comparable(row)
-        if not _is_number(before["teacher"]["bits_per_byte"]):
-            raise BrokenAtStart(
-                "the teacher's held-out loss is not finite",
-                where=run.config.teacher.model,
-                advice=not_finite_advice(teacher_dtype(run.config, run.device)),
-            )
-    elif (stored := run.teacher.own_yardsticks(run.eval_batches())) is not None:
-        before["teacher"] = stored
-    if "teacher" in before:
-        run.log.write("teacher_eval", **before["teacher"])
+    before = _teacher_before(run, state)
     student = run_evaluation(run, state)
     if not _is_number(student.perplexity) or student.unscored_tokens:
         raise BrokenAtStart(
@@ -258,6 +280,26 @@ def _before(run: Run, state: RunState) -> dict[str, Any]:
     return before
 
 
+def _teacher_before(run: Run, state: RunState) -> dict[str, Any]:
+    """Evaluate the teacher on the held-out text; empty without one."""
+    before: dict[str, Any] = {}
+    teacher = run.teacher.as_model()
+    if teacher is not None:
+        row = summary_row(_evaluate_teacher(run, state, teacher), teacher.num_parameters)
+        before["teacher"] = run.teacher.comparable(row)
+        if not _is_number(before["teacher"]["bits_per_byte"]):
+            raise BrokenAtStart(
+                "the teacher's held-out loss is not finite",
+                where=run.config.teacher.model,
+                advice=not_finite_advice(teacher_dtype(run.config, run.device)),
+            )
+    elif (stored := run.teacher.own_yardsticks(run.eval_batches())) is not None:
+        before["teacher"] = stored
+    if "teacher" in before:
+        run.log.write("teacher_eval", **before["teacher"])
+    return before
+
+
 def _evaluate_teacher(run: Run, state: RunState, model: Student) -> Evaluation:
     beside = run.teacher if run.teacher.tokenizer is None else None
     options: dict[str, Any] = {"precision": run.precision.plain(), "teacher": beside, "between": state.between_batches}
@@ -269,7 +311,7 @@ def _is_number(value: float) -> bool:
     return value == value and value not in (float("inf"), float("-inf"))
 
 
-def _announce(run: Run, models: Models, notes: tuple[str, ...], saved: Saved | None) -> None:
+def _announce(run: Run, models: Models, notes: tuple[str, ...], saved: Saved | None, check: InputCheck) -> None:
     config, teacher = run.config, models.loaded_teacher
     run.log.write(
         "run_start",
@@ -306,6 +348,8 @@ def _announce(run: Run, models: Models, notes: tuple[str, ...], saved: Saved | N
         for reason in saved.rejected:
             run.log.write("note", text=f"a checkpoint was not used: {reason}")
         run.log.write("resume", step=saved.step)
-        for text in (moved_device(saved, run), moved_processes(saved, run)):
+        for text in (check.note, moved_device(saved, run), moved_processes(saved, run)):
             if text:
                 run.log.write("note", text=text)
+        if check.changes:
+            run.log.write("changed_inputs", step=saved.step, changes=check.changes)

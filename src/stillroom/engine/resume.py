@@ -94,9 +94,10 @@ def moved_device(saved: Saved, run: Run) -> str:
     )
 
 
-def restore_checkpoint(run: Run, state: RunState, saved: Saved) -> None:
+def restore_checkpoint(run: Run, state: RunState, saved: Saved, *, takes_other_base: bool = False) -> None:
     """Restore a checkpoint into a run built from the same configuration."""
-    _check_base(saved, run)
+    if not takes_other_base:
+        _check_base(saved, run)
     try:
         restore(run, state, saved)
     except (ValueError, KeyError, TypeError, RuntimeError) as error:

@@ -66,6 +66,7 @@ class Run:
     vocabularies: dict[str, str] = field(default_factory=dict)  # hash of each model's table of tokens
     lock: FolderLock | None = None  # of the process that writes
     adapter: Adapter | None = None  # in the student, where that is what is trained
+    inputs: dict[str, dict[str, Any]] = field(default_factory=dict)  # hashes of data and models, for the checkpoints
 
     @property
     def num_trained(self) -> int:

@@ -159,6 +159,7 @@ def capture(run: Run, state: RunState) -> Saved:
         "events": run.log.position if state.begun_at is None else state.begun_at,
         "processes": run.num_shares,
         "base": run.adapter.base_identity if run.adapter else None,  # the frozen weights are not in the checkpoint
+        **({"inputs": run.inputs} if run.inputs else {}),
         "canary": state.canary_reference if math.isfinite(state.canary_reference) else None,
         "canary_best": state.canary_best if math.isfinite(state.canary_best) else None,
         _TEACHER: run.teacher.state_dict() or None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from stillroom.report.record import BASELINES, RunRecord, mapping
+from stillroom.telemetry.lines import changed_inputs_lines
 from stillroom.telemetry.reading import reading
 from stillroom.telemetry.wording import (
     as_number,
@@ -22,9 +23,10 @@ def headline(run: RunRecord) -> list[str]:
 
 
 def story(run: RunRecord) -> list[str]:
-    """Sentences in the summary, such as the demo's explanation of its comparison."""
+    """Inputs that changed under the run, and sentences in the summary, such as the demo's on its comparison."""
+    changed = [line for event in run.history.of_kind("changed_inputs") for line in changed_inputs_lines(event)]
     sentences = run.summary.get("story")
-    return [clean(sentence) for sentence in sentences] if isinstance(sentences, list) else []
+    return [*changed, *map(clean, sentences if isinstance(sentences, list) else [])]
 
 
 def _how_it_ended(run: RunRecord) -> list[str]:

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from stillroom.config import Config
-from stillroom.config.schema import TeacherConfig
-from stillroom.curriculum import Curriculum
+from stillroom.config.teacher import TRAINING_MODES, TeacherConfig
 from stillroom.data.spans.common import Coverage
 from stillroom.errors import ConfigError
 from stillroom.models import LoadedModel, open_teacher
@@ -23,7 +22,7 @@ from stillroom.teachers.paired import PairedTeacher
 from stillroom.teachers.placement import Placement
 from stillroom.teachers.router.in_run import RunRouter, Surroundings
 from stillroom.teachers.router.paired import PairedRouter
-from stillroom.teachers.router.teacher import TRAINING_MODES, RouterTeacher
+from stillroom.teachers.router.teacher import RouterTeacher
 from stillroom.teachers.signals import SignalSpec
 from stillroom.teachers.sparse import SparseTeacher
 from stillroom.teachers.spec import check_use, live_spec, served_spec
@@ -105,23 +104,16 @@ def live_teacher(
     )
 
 
-def unused_teacher_settings(config: Config) -> list[str]:
-    """Notes on settings without effect. Raise for settings that cannot work."""
-    router, train = config.teacher.router, config.train
+def check_teacher_settings(config: Config) -> None:
+    """Raise for settings that cannot work together."""
     if config.teacher.server and not config.teacher.cache:
         served_spec(config)
-    if router.mode == "sar-joint" and config.objectives.kd.top_k:
+    if config.teacher.router.mode == "sar-joint" and config.objectives.kd.top_k:
         raise ConfigError(
             "sar-joint sends the student's gradient into the teacher, which needs its whole distribution",
             where="objectives.kd.top_k",
             advice=["--set objectives.kd.top_k=0", "--set teacher.router.mode=sar"],
         )
-    notes = []
-    if router.mode != "frozen" and not Curriculum.of(config).uses_teacher:
-        notes.append(f"teacher.router.mode {router.mode} has no effect: no objective asks the teacher")
-    if train.router_learning_rate and router.mode not in TRAINING_MODES:
-        notes.append(f"train.router_learning_rate has no effect: teacher.router.mode is {router.mode}")
-    return notes
 
 
 def num_trained_by_teacher(config: Config, model: Any) -> int:

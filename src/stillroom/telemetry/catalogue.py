@@ -61,6 +61,10 @@ EVENTS: dict[str, EventKind] = {
         },
     ),
     "resume": EventKind("A run goes on from a checkpoint.", {"step": "step of the checkpoint"}),
+    "changed_inputs": EventKind(
+        "A resumed run goes on with other data or another model than it began with, as the user allowed.",
+        {"step": "step of the checkpoint", "changes": "a sentence for each input that changed"},
+    ),
     "note": EventKind(
         "Anything a reader of the log should know, in words: choices, warnings, what was left out.",
         {"text": "the sentence"},

@@ -51,6 +51,8 @@ def resume_lines(proof: Mapping[str, Any]) -> list[str]:
         f"step {proof['resumed_from']}; {proof['precision']}, {proof['seconds']:.0f} s",
     )
     lines.append(f"beside  {proof['tensors']:,} tensors, {proof['bytes'] / 1e6:,.1f} MB, and the record of each step")
+    if proof.get("refused"):
+        lines.append(f"refused a run with other {', other '.join(proof['refused'])}")
     if proof["same"]:
         return [*lines, "same    every bit"]
     for found in proof["differences"][:most]:

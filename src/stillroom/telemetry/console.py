@@ -269,6 +269,8 @@ class ConsoleView:
                 return say.sample_lines(event)
             case "resume":
                 return [say.resume_line(event)]
+            case "changed_inputs":
+                return say.changed_inputs_lines(event)
             case "run_end":
                 self._screen.close()
                 return [say.end_line(event)]

@@ -54,7 +54,9 @@ EVAL_KEYS = (
 TERM_KEYS = ("raw", "weight", "scaled", "share")
 
 # Events that a run writes again if it repeats steps after a resume.
-_WRITTEN_AGAIN = frozenset({"step", "eval", "checkpoint", "guard", "phase", "gradients", "router", "advice"})
+_WRITTEN_AGAIN = frozenset(
+    {"step", "eval", "checkpoint", "guard", "phase", "gradients", "router", "advice", "changed_inputs"}
+)
 _WRITTEN_ONCE = frozenset(
     {"sample", "first_forward", "router_probe", "teacher_eval"}
 )  # at the beginning or the end, without a step

@@ -269,6 +269,13 @@ def resume_line(event: Fields) -> str:
     return f"resuming at step {event.get('step')}"
 
 
+def changed_inputs_lines(event: Fields) -> list[str]:
+    return [
+        f"from step {clean(event.get('step'))} on with changed inputs: {clean(text)}"
+        for text in items(event, "changes")
+    ]
+
+
 def end_line(event: Fields) -> str:
     parts = [clean(event.get("status") or "ended")]
     if as_number(event.get("steps")) is not None:

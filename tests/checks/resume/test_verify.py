@@ -13,6 +13,7 @@ import tiny
 import torch
 from safetensors.torch import load_file, save_file
 
+from stillroom.checks.resume.refusals import refusals
 from stillroom.checks.resume.states import Difference, gap
 from stillroom.checks.resume.verify import Proof, shortened, verify_resume
 from stillroom.config import Config, load_config
@@ -43,6 +44,7 @@ def test_a_configuration_that_resumes_is_proven_and_leaves_nothing(
     code, out, err = commands.run(capsys, "verify-resume", str(path), "--steps", "5", "--device", "cpu")
     assert code == 0, err
     assert "same    every bit" in out and "killed before step 4 and resumed from step 2" in " ".join(out.split())
+    assert "refused a run with other data, other teacher, other student" in out
     assert "fp16-split" in out and max(map(len, out.splitlines())) <= 80
     assert {entry.name for entry in tmp_path.iterdir()} == {"run.json", "tmp"} and not any((tmp_path / "tmp").iterdir())
 
@@ -86,6 +88,18 @@ def test_a_difference_ends_the_command_with_its_code_and_the_tensor(
     assert "tensor that differs is student/model.layers.0.weight" in " ".join(err.split())
     code, out, _err = commands.run(capsys, "verify-resume", "--steps", "4", "--json")
     assert code == 25 and json.loads(out)["first_tensor"]["name"] == "student/model.layers.0.weight"
+
+
+def test_an_input_that_is_not_looked_at_is_named(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is compared, and the run goes on with anything."""
+    from stillroom.engine import distill as engine
+
+    monkeypatch.setattr(engine.InputCheck, "_compare", lambda *_given: None)
+    short = config(world, train__max_steps=2, eval__samples=0)
+    engine.distill(short, tmp_path / "run", device="cpu")
+    tried = dict(refusals(tmp_path / "run", short, tmp_path, "cpu"))
+    assert list(tried) == ["data", "teacher", "student"]
+    assert all(wrong is not None and wrong.kind == "input" for wrong in tried.values())
 
 
 def test_a_run_that_fails_says_why_with_its_own_code(world: Path) -> None:

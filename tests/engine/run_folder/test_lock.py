@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import gguf_files
 import pytest
 import tiny
 
@@ -188,6 +189,19 @@ def test_a_model_that_was_local_is_never_asked_of_a_hub(
     shutil.rmtree(tmp_path / "org")
     with pytest.raises(BrokenAtStart, match="no model folder"):
         resume(tmp_path / "run", device="cpu")
+
+
+def test_a_model_that_is_a_relative_file_is_found_from_another_directory(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gguf_files.write(world / "teacher", tmp_path / "teacher.gguf")
+    monkeypatch.chdir(tmp_path)
+    config = load_config(overrides=tiny.settings(world, teacher__model="teacher.gguf"))
+    stopped(config, tmp_path / "run", monkeypatch)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert read_config(tmp_path / "run").teacher.model == str(tmp_path / "teacher.gguf")
+    stopped(config, tmp_path / "run", monkeypatch)
 
 
 def test_whether_a_folder_is_held_is_known_without_taking_it(tmp_path: Path, other: int) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from stillroom.checks.doctor.finding import Finding, check
 from stillroom.checks.doctor.setup import Setup
+from stillroom.config.given import unread_notes
 from stillroom.config.sections import Ramp, Scalar, ends
 from stillroom.engine.recovery.reach import longest_step
 from stillroom.precision.resolve import choose
@@ -31,6 +32,8 @@ def _amber(what: str, to_try: str) -> Finding:
 def translated(setup: Setup) -> Iterator[Finding]:
     for note in setup.notes:
         yield Finding("green", SUBJECT, note)
+    for note in unread_notes(setup.config):
+        yield _amber(note, "leave it out")
 
 
 @check(SUBJECT)

@@ -25,7 +25,7 @@ _RECORDED = ("train_loss", "grad_norm", "lr", "loss_scale", "verdict")
 class Difference:
     """The first thing that is not the same in both runs."""
 
-    kind: str  # "step", "state" or "tensor"
+    kind: str  # "step", "state", "tensor" or "input"
     name: str
     what: str
 

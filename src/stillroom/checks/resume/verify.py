@@ -1,7 +1,8 @@
 """Train N steps, and k + (N - k) with a SIGKILL between, each in a process of its own, and compare.
 
 The kill strikes before step k, where k is 4 or more one applied step after a checkpoint: the resumed run loads that
-checkpoint and takes the lost step again. Everything takes place in a temporary folder.
+checkpoint and takes the lost step again. At the end data, teacher and student are changed in turn, and resuming must be
+refused. Everything takes place in a temporary folder.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stillroom.checks.resume.refusals import refusals
 from stillroom.checks.resume.states import Difference, differences, last_state, size_of
 from stillroom.config import Config
 from stillroom.engine.ending.outcome import FINISHED
@@ -41,6 +43,7 @@ class Proof:
     bytes: int
     seconds: float
     differences: tuple[Difference, ...]
+    refused: tuple[str, ...] = ()  # inputs that were changed, and with which the run was not continued
 
     @property
     def holds(self) -> bool:
@@ -56,6 +59,7 @@ class Proof:
         return {
             "same": self.holds,
             **named,
+            "refused": list(self.refused),
             "first_tensor": first.to_dict() if first else None,
             "differences": [one.to_dict() for one in self.differences],
         }
@@ -120,8 +124,13 @@ def verify_resume(
         _finished(run_apart(["resume", str(cut)], device), cut)
         tensors, size = size_of(last_state(folder / "uncut"))
         found = tuple(differences(folder / "uncut", cut))
+        tell("its data, its teacher and its student changed in turn")
+        tried = dict(refusals(cut, config, folder, device))
+        found += tuple(wrong for wrong in tried.values() if wrong is not None)
+        refused = tuple(name for name, wrong in tried.items() if wrong is None)
         mode = next(event["precision"]["mode"] for event in read_events(cut / "events.jsonl") if "precision" in event)
-    return Proof(num_steps, kill_at, resumed_from, mode, tensors, size, time.monotonic() - began, found)
+    seconds = time.monotonic() - began
+    return Proof(num_steps, kill_at, resumed_from, mode, tensors, size, seconds, found, refused)
 
 
 def run_apart(words: list[str], device: str) -> subprocess.CompletedProcess[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import glob
+import re
 from collections import Counter
 from functools import lru_cache
 from pathlib import Path
@@ -12,6 +13,8 @@ from stillroom.config.extensions import READERS
 from stillroom.data.sources.compressed import COMPRESSED, data_suffix
 from stillroom.errors import DataError
 from stillroom.remote import is_url, local_copy
+
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-]+")  # org/name, without the suffix of a file
 
 
 def locate(spec: str) -> list[Path]:
@@ -33,7 +36,8 @@ def locate(spec: str) -> list[Path]:
         if not paths:
             raise DataError(f"no file matches {spec}", advice=[f"list what is there: ls {path.parent}"])
     else:
-        raise DataError(f"{spec} does not exist", advice=_similar_names(path))
+        hub = [f"for the dataset of a hub write hf:{spec}"] if _HUB_NAME.fullmatch(spec) else []
+        raise DataError(f"{spec} does not exist", advice=[*hub, *_similar_names(path)])
     return _with_readers(paths, spec)
 
 

@@ -83,7 +83,7 @@ def two_readings(student: Tokenizer, teacher: Tokenizer | None, config: DataConf
 
 def readings_of(two: TwoTokenizers, config: DataConfig, tally: Tally) -> TwoReadings:
     _ = two.tables  # raise for a tokenizer that cannot be used, before anything is read
-    printers = chat_writer(two.student, tally), chat_writer(two.teacher, Tally())
+    printers = chat_writer(two.student, tally, config.day), chat_writer(two.teacher, Tally(), config.day)
     chats = PairedChats(*printers, tally, train_on_prompt=config.train_on_prompt)
     covered: list[Coverage] = []
     return TwoReadings(chats, PairEncoder.of(two, chats, tally, config.bos, covered.append), tally, covered)

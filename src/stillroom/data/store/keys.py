@@ -34,6 +34,7 @@ _AFTER_TOKENIZING = frozenset(
         "short_first_share",
         "max_bad_share",
         "cache",
+        "day",  # in the variant of the entry, where a template prints it
     }
 )
 _ORIGIN = ("is_local", "local_files_only", "name_or_path", "revision", "trust_remote_code", "token", "cache_dir")

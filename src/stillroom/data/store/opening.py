@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from stillroom.config.data import DataConfig, SourceConfig
+from stillroom.data.chat import day_or_today, prints_day
 from stillroom.data.encode import Tokenizer
 from stillroom.data.records import Tally
 from stillroom.data.sources import Item, is_files, named_files, note_unread, pieces_of, read_file, read_files
@@ -56,11 +57,13 @@ def stored_parts(
     store = TokenStore(folder, config.alone(source), tokenizer, digest, hear, cores, teacher)
     _check_layout(source)
     note_unread(spec, [path for path, _ in files], tally)
+    prints = any(prints_day(one) for one in (tokenizer, teacher) if one is not None)
+    variant = " ".join([*(["cut"] if cuts else []), *([day_or_today(config.day)] if prints else [])])
     parts: list[Part] = []
     for path, name in files:
         read = partial(read_file, path, name, spec=spec, is_alone=is_alone, columns=source.needed_columns)
         items = partial(_cut_items, path, name, read) if cuts else read
-        parts += store.parts(Source(path, name, items, "cut" if cuts else ""))
+        parts += store.parts(Source(path, name, items, variant))
     for part in parts:
         tally.absorb(part.tally)
     del tally.bad[_NUM_BAD_KEPT:]

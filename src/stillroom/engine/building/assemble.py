@@ -19,6 +19,7 @@ from stillroom.engine.building.budgets import make_saves, make_snapshots
 from stillroom.engine.building.cache_build import Reading, cached_teacher, rows_asked
 from stillroom.engine.building.compilation import compile_bodies
 from stillroom.engine.building.inner_build import make_objectives
+from stillroom.engine.building.input_check import InputCheck
 from stillroom.engine.building.models import Models, teacher_dtype
 from stillroom.engine.building.row_checks import check_rows
 from stillroom.engine.building.served_build import asks_server, served_teacher
@@ -57,15 +58,19 @@ def build_run(
     lock: FolderLock | None = None,
     begun_in: str = "",
     begun_with: int = 0,
+    inputs: InputCheck | None = None,
 ) -> Run:
     """Assemble a run. Train nothing, and write nothing but the log.
 
     `begun_in` is the precision of the checkpoint that the run continues from, `begun_with` its number of processes.
+    `inputs` refuses other data than that of the checkpoint.
     """
     parallel = parallel or Parallel()
     num_shares = begun_with or parallel.size
     torch.manual_seed(config.train.seed)
     corpus = open_corpus(config, models, num_shares, log)
+    if inputs is not None:
+        inputs.data(config, corpus)
     loader = make_loader(config, corpus, parallel, num_shares)
     precision = make_precision(config, models, device, begun_in)
     adapter = place_student(config, models, precision, parallel, log)
@@ -106,6 +111,7 @@ def build_run(
         lock=lock,
         vocabularies=models.vocabularies,
         adapter=adapter,
+        inputs=inputs.found if inputs is not None else {},
     )
 
 

@@ -17,7 +17,7 @@ from stillroom.config import Config
 from stillroom.curriculum import Curriculum
 from stillroom.data import Corpus, Rows, fixed_rows
 from stillroom.data.teacher_rows import TeacherRows
-from stillroom.engine.building.served_build import fill_served, whose_answers
+from stillroom.engine.building.served_build import day_of_rows, fill_served, whose_answers
 from stillroom.engine.building.teacher_build import plainly_quantised, quantise_teacher
 from stillroom.errors import BrokenAtStart, ConfigError, DataError
 from stillroom.models import LoadedModel, load_tokenizer, vocabulary_hash
@@ -178,7 +178,7 @@ def cached_teacher(
     identity, notes = _identity_here(config)
     here = Manifest(asked, cache.manifest.vocab_size, vocabulary_hash(reading.tokenizer), identity)
     check_same(cache.manifest, here, place)
-    _check_coverage(cache, needed, place)
+    _check_coverage(cache, needed, place, config.data.day)
     for text in (*notes, *whose_answers(cache.manifest), *check_use(config, asked)):
         tell(text)
 
@@ -204,10 +204,21 @@ def _identity_here(config: Config) -> tuple[dict[str, Any], list[str]]:
         ]
 
 
-def _check_coverage(cache: Cache, needed: Sequence[NeededRow], place: Path) -> None:
+def _check_coverage(cache: Cache, needed: Sequence[NeededRow], place: Path, day: str) -> None:
     missing = missing_rows(cache, needed)
     if not missing:
         return
+    written = cache.manifest.about.get("day")
+    if written and day and written != day:
+        raise DataError(
+            f"{place} was written on another day, and the chat template prints the day into the text: {written} there, "
+            f"{day} here; {len(missing):,} of {len(needed):,} rows are not in it",
+            where="teacher.cache, data.day",
+            advice=[
+                f"begin a run of that day: --set data.day={written}",
+                f"or add the rows of this one: stillroom cache CONFIG --out {place} --set data.day={day}",
+            ],
+        )
     names = ", ".join(row.name for row in missing[:_NAMED]) + (", ..." if len(missing) > _NAMED else "")
     told = f"{len(missing):,} of {len(needed):,} rows of the data are not in {place}: {names}"
     if len(missing) == len(needed):
@@ -236,6 +247,7 @@ def new_manifest(
 ) -> Manifest:
     """What a cache of this configuration is, at its temperature or at another."""
     about: dict[str, Any] = {"teacher": config.teacher.model, "stillroom": __version__, "torch": torch.__version__}
+    about |= day_of_rows(config)
     shard_tokens = SHARD_TOKENS
     if loaded is not None:
         about |= {"parameters": loaded.anatomy.num_parameters, **loaded.facts}

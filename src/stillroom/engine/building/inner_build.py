@@ -31,8 +31,6 @@ def make_objectives(
     if objectives.attention.weight != 0.0 and not objectives.attention.attention_layers:
         notes.append("objectives.attention.attention_layers = 0: the attention term is off")
     if set(objectives.weights) == {"kd", "ce"}:
-        if config.train.projector_learning_rate:
-            notes.append("train.projector_learning_rate has no effect: no inner objective is used")
         return Planned((), tuple(notes))
     inside = _inside(student), None if teacher is None else _inside(teacher)
     planned = plan_objectives(objectives, *inside, seed=config.train.seed, kept=kept, matched=matched)

@@ -12,6 +12,7 @@ import torch
 from stillroom.config import Config
 from stillroom.curriculum import Curriculum
 from stillroom.data import Corpus, opening_difference
+from stillroom.data.chat import prints_day
 from stillroom.engine.building.adapt_student import adapted
 from stillroom.engine.building.cache_build import (
     AUTO,
@@ -25,7 +26,7 @@ from stillroom.engine.building.cache_build import (
 from stillroom.engine.building.pairing import matched_tokens, reads_its_own_tokens
 from stillroom.engine.building.served_build import asks_server, served_rows
 from stillroom.engine.building.shard_teacher import reads_layers_one_by_one
-from stillroom.engine.building.shrink_student import cut_student, student_name, unused_name
+from stillroom.engine.building.shrink_student import cut_student, student_name
 from stillroom.engine.building.vocabulary_build import check_weights, take_vocabulary
 from stillroom.models import (
     LoadedModel,
@@ -42,7 +43,7 @@ from stillroom.objectives.objective import Matched
 from stillroom.parallel import Parallel
 from stillroom.precision.device import facts_of
 from stillroom.teachers.elsewhere import open_remote
-from stillroom.teachers.make import open_live, unused_teacher_settings
+from stillroom.teachers.make import check_teacher_settings, open_live
 from stillroom.teachers.quantised import check_quantisation
 from stillroom.teachers.streamed import open_streamed
 
@@ -63,6 +64,11 @@ class Models:
     adapter: Adapter | None = None  # in the student
     teacher_tokenizer: Any = None  # where the teacher reads the text in its own tokens
     matched: Matched | None = None  # the tokens that both vocabularies then have
+
+    @property
+    def prints_day(self) -> bool:
+        """Whether a chat template that prints the data asks for the time."""
+        return any(prints_day(one) for one in (self.tokenizer, self.teacher_tokenizer) if one is not None)
 
     @property
     def teacher(self) -> Any:
@@ -89,7 +95,8 @@ def load_models(
     uses_teacher, is_cut = Curriculum.of(config).uses_teacher, config.student.init == "shrink"
     if uses_teacher and not uses_cache(config):
         check_quantisation(config.teacher, device)
-    notes = unused_teacher_settings(config)
+    check_teacher_settings(config)
+    notes: list[str] = []
     source = _answers_from(config, device, folder, notes)
     tokenizer, teacher_tokenizer, is_paired = source.tokenizer, source.teacher_tokenizer, source.is_paired
     kept = teacher = corpus = None
@@ -100,7 +107,7 @@ def load_models(
         assert teacher is not None
         cut, corpus = _cut(config, teacher.network, tokenizer, device, folder=folder, parallel=parallel, tell=tell)
         kept = cut.kept_layers
-        notes += [*unused_name(config.student), *cut.notes]
+        notes += cut.notes
         student = try_model(cut.model, tokenizer, name=student_name(config), role="student")
         teacher = teacher if uses_teacher and not source.is_stored else None
     else:

@@ -90,6 +90,11 @@ def _check_length(server: Server, rows: Rows) -> None:
 # -- its cache -------------------------------------------------------------------------------------------
 
 
+def day_of_rows(config: Config) -> dict[str, Any]:
+    """What a manifest says of the day that a chat template printed into the rows; nothing where none does."""
+    return {"day": config.data.day} if config.data.day else {}
+
+
 def fill_served(
     config: Config,
     place: Path,
@@ -115,7 +120,7 @@ def fill_served(
     teacher = served_teacher(config, tokenizer, vocab_size, needed[0].rows, device)
     facts = teacher.server.facts
     about = {**facts.to_dict(), "teacher": f"{facts.model} on {facts.url}", "stillroom": __version__,
-             PROBE: [round(value, 4) for value in teacher.server.probed]}  # fmt: skip
+             PROBE: [round(value, 4) for value in teacher.server.probed], **day_of_rows(config)}  # fmt: skip
     identity = {"served_model": facts.model}
     here = Manifest(teacher.spec, vocab_size, vocabulary_hash(tokenizer), identity, about, SHARD_TOKENS)
     there = open_store(place, here)

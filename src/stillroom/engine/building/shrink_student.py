@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from stillroom.config import Config
-from stillroom.config.schema import ShrinkConfig, StudentConfig
+from stillroom.config.schema import ShrinkConfig
 from stillroom.data import Corpus, fixed_batches, open_data
 from stillroom.errors import ConfigError
 from stillroom.files import write_atomically
@@ -161,8 +161,3 @@ def start_note(
 def student_name(config: Config) -> str:
     """The student's name in log and report; a cut student is named for its teacher."""
     return f"{config.teacher.model} (cut)" if config.student.init == "shrink" else config.student.model
-
-
-def unused_name(student: StudentConfig) -> list[str]:
-    default = StudentConfig.model_fields["model"].default
-    return [] if student.model == default else [f"student.model = {student.model} is not read: the student is cut"]

@@ -100,6 +100,8 @@ def _summary(run: Run, state: RunState, end: dict[str, Any], final: Evaluation) 
     if run.config.data.is_mixed:
         summary["sources"] = source_rows(run, state.cursor)
     events = scan_events(run.log.path).records
+    if changed := [{"step": e["step"], "changes": e["changes"]} for e in events if e["event"] == "changed_inputs"]:
+        summary["changed_inputs"] = changed
     summary["checks"] = _checks(run, summary, events)
     summary["advice"] = advice_of(events, summary, end["advice"])
     return summary

@@ -22,6 +22,7 @@ class Result:
 
     folder: Path
     summary: dict[str, Any] = field(default_factory=dict)
+    already_finished: bool = False  # before this call, which trained nothing
 
     @property
     def student_path(self) -> Path:

@@ -8,6 +8,7 @@ import json
 import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import date, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,8 @@ def find_run(folder: Path, config: Config) -> tuple[bool, Config]:
         )
     stored, known = _read(folder)
     given = paths.absolute(config, known, stored)
+    if not given.data.day:
+        given = given.on_day(stored.data.day)  # the day on which the run began
     differences = differing_keys(stored, given)
     if differences:
         shown = "; ".join(differences[:5]) + (f"; and {len(differences) - 5} more" if len(differences) > 5 else "")
@@ -205,6 +208,15 @@ def read_summary(folder: Path) -> tuple[dict[str, Any], str]:
     if not isinstance(summary, dict):
         return {}, f"{SUMMARY} does not hold an object and is written again"
     return summary, ""
+
+
+def begun_on(folder: Path) -> date | None:
+    """The day of the first record in a run's log, for runs whose configuration does not say; None if it is unknown."""
+    try:
+        with (folder / EVENTS).open(encoding="utf-8") as log:
+            return datetime.fromisoformat(json.loads(log.readline())["time"]).astimezone().date()
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def differing_keys(old: Config, new: Config) -> list[str]:

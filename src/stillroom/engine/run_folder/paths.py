@@ -31,8 +31,8 @@ def local_paths(config: Config) -> dict[str, str]:
         if not given or given.startswith(_NOT_FILES) or is_url(given) or (key in _FOLDERS and given == "auto"):
             continue
         path = Path(given).expanduser().absolute()
-        # A model's name may be a hub id; data and caches without a prefix are files.
-        if key not in _MODELS or path.is_dir():
+        # A model's name may be a hub id, or a file (GGUF); data and caches without a prefix are files.
+        if key not in _MODELS or path.exists():
             absolute_paths[key] = os.path.normpath(path)
     return absolute_paths
 

@@ -1,4 +1,4 @@
-"""Which teacher answered: a hash of its weights as they lie in its files, however these are cut into shards."""
+"""Which model it is: a hash of its weights as they lie in its files, however these are cut into shards."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from stillroom.config.schema import TeacherConfig
+from stillroom.config.schema import StudentConfig, TeacherConfig
 from stillroom.errors import BrokenAtStart
 from stillroom.files import reason_of
 from stillroom.models.load.files import check_weight_files, read_json
@@ -25,16 +25,26 @@ def teacher_identity(section: TeacherConfig, dtype: torch.dtype | str | None) ->
     """What must be the same for the answers to be the same. `dtype` None: not said."""
     if section.server:
         return {"served_model": section.requests.model}
-    source = fetch(section, section.model, weights=True)
+    files, config = _of_files(section)
+    quantisation = section.quantisation if config is None else _quantisation(section, config)
     named = None if dtype is None else str(dtype).removeprefix("torch.")
-    if source.is_gguf:  # one file is everything
-        return {
-            "weights": weights_hash(source.folder.parent, [source.folder.name]),
-            "config": "gguf",
-            "adapter": "none",
-            "quantisation": section.quantisation,
-            "dtype": named,
-        }
+    return {**files, "quantisation": quantisation, "dtype": named}
+
+
+def student_identity(section: StudentConfig) -> dict[str, Any]:
+    """What must be the same for a student to begin the same: of one drawn at random, its configuration alone."""
+    source = fetch(section, section.model, weights=section.init != "random")
+    return _of_files(section, has_weights=section.init != "random" and source.has_weights)[0]
+
+
+def _of_files(
+    section: StudentConfig | TeacherConfig, *, has_weights: bool = True
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Hashes of a model's files, and its config.json; None for a GGUF file, which is everything."""
+    source = fetch(section, section.model, weights=has_weights)
+    if source.is_gguf:
+        weights = weights_hash(source.folder.parent, [source.folder.name])
+        return {"weights": weights, "config": "gguf", "adapter": "none"}, None
     adapter, base = None, source
     if source.is_adapter:
         told = read_json(source, "adapter_config.json")
@@ -42,13 +52,14 @@ def teacher_identity(section: TeacherConfig, dtype: torch.dtype | str | None) ->
         files = sorted(path.name for path in source.folder.glob("adapter_model*.safetensors"))
         adapter = _short(_json_hash(told), weights_hash(source.folder, files))
     config = read_json(base, "config.json")
-    return {
-        "weights": weights_hash(base.folder, check_weight_files(base)),
+    found = {
+        "weights": weights_hash(base.folder, check_weight_files(base)) if has_weights else "none",
         "config": _json_hash({key: value for key, value in config.items() if key not in _NOT_THE_MODEL}),
         "adapter": adapter or "none",
-        "quantisation": _quantisation(section, config),
-        "dtype": named,
     }
+    if section.trust_remote_code:
+        found["code"] = _short(*(path.read_text("utf-8", "replace") for path in sorted(base.folder.glob("*.py"))))
+    return found, config
 
 
 def _quantisation(section: TeacherConfig, config: dict[str, Any]) -> str:

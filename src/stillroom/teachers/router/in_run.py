@@ -10,6 +10,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from stillroom.config import Config
+from stillroom.config.teacher import TRAINING_MODES
 from stillroom.errors import CannotSave
 from stillroom.files import reason_of, replaced_folder
 from stillroom.models import LoadedModel, Student
@@ -18,7 +19,7 @@ from stillroom.teachers.router.gates import GateOptions
 from stillroom.teachers.router.meta import Direction, both_ways, check_precision, lookahead_direction
 from stillroom.teachers.router.peers import ALONE, Peers
 from stillroom.teachers.router.probe import probe_gates, verdict_of
-from stillroom.teachers.router.teacher import TRAINING_MODES, RouterTeacher
+from stillroom.teachers.router.teacher import RouterTeacher
 from stillroom.types import Batch, StudentView
 
 

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stillroom.config.schema import RouterConfig
+from stillroom.config.teacher import TRAINING_MODES, RouterConfig
 from stillroom.models import Student
 from stillroom.models.anatomy import layers_if_any
 from stillroom.models.recompute import recomputed
@@ -48,7 +48,6 @@ from stillroom.teachers.router.transient import downhill_offsets
 from stillroom.teachers.router.trial import try_out
 from stillroom.types import Batch, DenseSignal, Evidence, Needs, StudentView, Term, Verdict
 
-TRAINING_MODES = frozenset({"truth", "sar", "sar-joint", "sar-meta"})
 EXPERIMENTAL_MODES = frozenset({"sar-transient", "sar-meta"})
 
 

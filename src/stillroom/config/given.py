@@ -1,0 +1,315 @@
+"""Settings that a person gave: which of them this run never reads, and which are missing beside them.
+
+`Config.given` holds the dotted keys that came from a file, an option, `--set` or Python; those of a preset and the
+schema's defaults are not among them. `RULES` says under which condition a key is read. A key without a rule is always
+read; `tests/config/test_given_settings.py` lists those, so that a setting which is added gets a place.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stillroom.config.data import Layout
+from stillroom.config.extensions import DIVERGENCES
+from stillroom.config.teacher import TRAINING_MODES
+from stillroom.errors import ConfigError
+
+if TYPE_CHECKING:
+    from stillroom.config.schema import Config
+
+# -- what is never read -------------------------------------------------------------------------------------
+
+# The settings of objectives.kd that each built-in divergence takes. Members import torch, so this is said twice.
+DIVERGENCE_SETTINGS: Mapping[str, tuple[str, ...]] = {
+    "jsd": ("beta",),
+    "skew_forward_kl": ("alpha",),
+    "skew_reverse_kl": ("alpha",),
+    "alpha_beta": ("alpha", "beta"),
+    "taid": ("interpolation",),
+}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`why_not` returns why keys that match a pattern are not read, or an empty text where they are."""
+
+    patterns: tuple[str, ...]
+    why_not: Callable[[Config], str]
+
+    def covers(self, key: str) -> bool:
+        return any(fnmatchcase(key, pattern) for pattern in self.patterns)
+
+
+def _unless(is_read: Callable[[Config], Any], reason: str) -> Callable[[Config], str]:
+    return lambda config: "" if is_read(config) else reason.format(c=config)
+
+
+def _only_in(*modes: str) -> Callable[[Config], str]:
+    return _unless(lambda c: c.teacher.router.mode in modes, "teacher.router.mode is {c.teacher.router.mode}")
+
+
+def _of_divergence(setting: str) -> Callable[[Config], str]:
+    def why_not(config: Config) -> str:
+        name = config.objectives.kd.divergence
+        if DIVERGENCES.is_built_in(name):
+            settings = DIVERGENCE_SETTINGS.get(name, ())
+        else:  # of another package: known once it is imported
+            settings = getattr(DIVERGENCES.loaded().get(name), "settings", (setting,))
+        return "" if setting in settings else f"objectives.kd.divergence is {name}, which has no {setting}"
+
+    return why_not
+
+
+def _not_a_hub_id(role: str) -> Callable[[Config], str]:
+    def why_not(config: Config) -> str:
+        name = getattr(config, role).model
+        if name.startswith("builtin:"):
+            return f"{name} comes with the package"
+        return "" if is_hub_id(name) else f"{name} is on this disk and has no commits"
+
+    return why_not
+
+
+def _is_loaded(config: Config) -> bool:
+    """Whether the teacher's weights are loaded on this machine at any time."""
+    if config.teacher.server:
+        return False
+    is_stored = config.teacher.cache not in (None, "auto") and config.teacher.signal.compare == "stored"
+    return config.student.init == "shrink" or (config.objectives.asks_teacher and not is_stored)
+
+
+def _draws(config: Config) -> bool:
+    """Whether a kind of signal may be drawn at random; a cache without a kind may hold draws."""
+    kind = config.teacher.signal.kind
+    return kind in ("sampled", "hybrid") or (
+        kind == "auto" and bool(config.teacher.cache) and not config.teacher.server
+    )
+
+
+def _needs_layout(config: Config) -> bool:
+    """Whether any source has no layout of its own, held-out data included."""
+    data = config.data
+    return bool(data.eval) or isinstance(data.train, str) or any(not source.has_layout for source in data.train)
+
+
+def _reads_hub_data(config: Config) -> bool:
+    specs = [source.path for source in config.data.sources] + [config.data.eval or ""]
+    return any(spec.startswith("hf:") for spec in specs)
+
+
+_ASKS = _unless(lambda c: c.objectives.asks_teacher, "no objective asks the teacher")
+_SCALES = _unless(lambda c: c.precision.mode not in ("fp32", "bf16-mixed"), "precision.mode is {c.precision.mode}")
+
+RULES: tuple[Rule, ...] = (
+    Rule(("student.model", "student.revision"), _unless(lambda c: c.student.init != "shrink", "the student is cut")),
+    Rule(("teacher.revision",), _not_a_hub_id("teacher")),
+    Rule(("student.revision",), _not_a_hub_id("student")),
+    Rule(("teacher.cache", "teacher.server", "teacher.signal.*", "teacher.router.*", "teacher.requests.*"), _ASKS),
+    Rule(("guard.fallback_after", "guard.fallback_steps"), _ASKS),
+    Rule(("teacher.requests.*",), _unless(lambda c: c.teacher.server, "teacher.server is not set")),
+    Rule(
+        ("teacher.placement", "teacher.quantisation", "teacher.max_quantisation_kl"),
+        _unless(_is_loaded, "the teacher is not loaded"),
+    ),
+    Rule(
+        # A named cache is compared with the dtype that is asked for, so it is read there.
+        ("teacher.dtype",),
+        _unless(
+            lambda c: _is_loaded(c) or (c.teacher.cache and not c.teacher.server),
+            "the teacher is not loaded",
+        ),
+    ),
+    Rule(
+        ("teacher.max_quantisation_kl",),
+        _unless(lambda c: c.teacher.quantisation != "none", "teacher.quantisation is none"),
+    ),
+    Rule(("teacher.signal.draw_seed",), _unless(_draws, "a signal of this kind draws nothing")),
+    Rule(("teacher.signal.compare",), _unless(lambda c: c.teacher.cache, "teacher.cache is not set")),
+    Rule(
+        ("teacher.router.patterns",),
+        _unless(lambda c: c.teacher.router.mode != "frozen", "teacher.router.mode is frozen"),
+    ),
+    Rule(
+        ("teacher.router.truth_weight", "teacher.router.gradient_checkpointing"),
+        _only_in(*TRAINING_MODES, "sar-transient"),
+    ),
+    Rule(("teacher.router.student_weight",), _only_in("sar", "sar-joint", "sar-meta", "sar-transient")),
+    Rule(
+        (
+            "teacher.router.anchor_weight",
+            "teacher.router.load_balance_weight",
+            "teacher.router.entropy_weight",
+            "teacher.router.every",
+            "teacher.router.max_degradation",
+            "teacher.router.probe_*",
+            "teacher.router.force",
+            "train.router_learning_rate",
+        ),
+        _only_in(*TRAINING_MODES),
+    ),
+    Rule(
+        ("teacher.router.probe_threshold", "teacher.router.force"),
+        _unless(lambda c: c.teacher.router.probe_steps, "teacher.router.probe_steps is 0"),
+    ),
+    Rule(("teacher.router.augmentation_*",), _only_in("knowledge-augmentation")),
+    Rule(("teacher.router.offset_bound",), _only_in("sar-transient")),
+    Rule(("student.shrink.*",), _unless(lambda c: c.student.init == "shrink", "student.init is {c.student.init}")),
+    Rule(
+        ("student.shrink.method", "student.shrink.choice_tokens"),
+        _unless(lambda c: c.student.shrink.layers and isinstance(c.student.shrink.layers, int), "no layers are chosen"),
+    ),
+    Rule(
+        ("student.shrink.choice_tokens",),
+        _unless(lambda c: c.student.shrink.method != "even", "student.shrink.method is even"),
+    ),
+    Rule(("student.shrink.calibration_batches",), _unless(lambda c: c.student.shrink.cuts_width, "no width is cut")),
+    Rule(
+        tuple(f"data.{name}" for name in Layout.model_fields),
+        _unless(_needs_layout, "every source has a layout of its own"),
+    ),
+    Rule(("data.eval_share",), _unless(lambda c: c.data.eval is None, "data.eval is the held-out data")),
+    Rule(("data.streaming",), _unless(_reads_hub_data, "no data comes from a hub (hf:NAME)")),
+    Rule(
+        ("data.short_first_share",),
+        _unless(lambda c: c.data.order == "short_first", "data.order is {c.data.order}"),
+    ),
+    Rule(("data.min_coverage",), _unless(lambda c: c.objectives.span_weights, "no objective compares two tokenizers")),
+    *(Rule((f"objectives.kd.{name}",), _of_divergence(name)) for name in ("alpha", "beta", "interpolation")),
+    Rule(
+        ("objectives.kd.token_criterion",),
+        _unless(lambda c: c.objectives.kd.token_fraction != 1.0, "objectives.kd.token_fraction is 1"),
+    ),
+    Rule(
+        ("objectives.kd.label_margin",),
+        _unless(lambda c: c.objectives.kd.on_wrong_teacher == "mft", "objectives.kd.on_wrong_teacher is not mft"),
+    ),
+    Rule(("train.epochs",), _unless(lambda c: not c.train.max_steps, "train.max_steps is {c.train.max_steps}")),
+    Rule(
+        ("train.step_rows",),
+        _unless(lambda c: c.train.batch_size == "auto", "train.batch_size is {c.train.batch_size}"),
+    ),
+    Rule(
+        ("train.projector_learning_rate",), _unless(lambda c: c.objectives.inner_weights, "no inner objective is used")
+    ),
+    Rule(
+        ("train.min_learning_rate_ratio",),
+        _unless(lambda c: c.train.schedule != "constant", "train.schedule is constant"),
+    ),
+    Rule(
+        ("train.warmup_ratio",),
+        _unless(lambda c: not c.train.warmup_steps, "train.warmup_steps is {c.train.warmup_steps}"),
+    ),
+    Rule(("precision.*loss_scale*",), _SCALES),
+    Rule(("eval.sample_tokens",), _unless(lambda c: c.eval.samples, "eval.samples is 0")),
+)
+
+
+def unread(config: Config) -> Iterator[tuple[str, str]]:
+    """(key, why it is not read) of each setting that was given and that this run never reads."""
+    for key in sorted(config.given):
+        why = next((why for rule in RULES if rule.covers(key) and (why := rule.why_not(config))), "")
+        why = why or _why_objective_is_off(key, config)
+        if why:
+            yield key, why
+
+
+def _why_objective_is_off(key: str, config: Config) -> str:
+    """Why a setting of an objective, built in or of another package, is not read: its weight is 0."""
+    section, name, setting = [*key.split("."), "", ""][:3]
+    if section != "objectives" or not setting or setting == "weight" or name not in config.objectives.sections:
+        return ""
+    found = config.objectives.sections[name]
+    if setting == "attention_layers" and found.weight != 0.0:  # it is what switches the objective off
+        return ""
+    return f"objectives.{name}.weight is 0" if found.used_weight == 0.0 else ""
+
+
+def unread_notes(config: Config) -> tuple[str, ...]:
+    return tuple(f"{key} = {_shown(config, key)} is not read: {why}" for key, why in unread(config))
+
+
+def refuse_unread(config: Config) -> None:
+    """Raise for the first settings that were given and are not read, as `--strict` asks."""
+    notes = unread_notes(config)
+    if notes:
+        raise ConfigError("; ".join(notes), where="--strict", advice=["leave them out", "leave --strict out"])
+
+
+def _shown(config: Config, key: str) -> str:
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part, None)
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a model's name may be looked up on a hub: it is no file here, no path, no address, no builtin name."""
+    try:
+        is_here = Path(name).expanduser().exists()
+    except (OSError, ValueError, RuntimeError):
+        is_here = False
+    return not is_here and not name.endswith(".gguf") and bool(_HUB_ID.fullmatch(name)) and not name.startswith(".")
+
+
+# -- what is missing ----------------------------------------------------------------------------------------
+
+# The setting of each part of a run, and the option that gives it.
+ROLES = {
+    "teacher": ("teacher.model", "--teacher"),
+    "student": ("student.model", "--student"),
+    "data": ("data.train", "--data"),
+}
+
+
+def refuse_gaps(config: Config, *, also: frozenset[str] = frozenset(), roles: tuple[str, ...] = tuple(ROLES)) -> None:
+    """Raise if a model or data of the user's is named and another part is left to its embedded default.
+
+    A preset may name the embedded parts, as `demo` does. `also` are roles given as objects. `roles` are those that a
+    command uses.
+    """
+    given = {role for role, (key, _option) in ROLES.items() if role in also or _is_users_own(config, key)}
+    given |= {"teacher.server"} & config.given
+    if not given:
+        return
+    is_cut = config.student.init == "shrink"
+    needed = {"teacher": is_cut or config.objectives.asks_teacher, "student": not is_cut, "data": True}
+    missing = [role for role in roles if needed[role] and role not in also and not _is_named(config, ROLES[role][0])]
+    if missing:
+        raise ConfigError(
+            f"{' and '.join(missing)} not given: {' and '.join(sorted(given))} of your own would be used with the "
+            "embedded toys",
+            where=", ".join(ROLES[role][0] for role in missing),
+            advice=[
+                " ".join(f"{ROLES[role][1]} {role.upper()}" for role in missing)
+                + ", or "
+                + " and ".join(ROLES[role][0] for role in missing)
+                + " in the configuration",
+                "the embedded ones by name: " + ", ".join(f"{ROLES[role][1]} {_TOYS[role]}" for role in missing),
+            ],
+        )
+
+
+_TOYS = {"teacher": "builtin:teacher", "student": "builtin:student", "data": "builtin:stdlib"}
+
+
+def _is_users_own(config: Config, key: str) -> bool:
+    if key not in config.given:
+        return False
+    section, name = key.split(".")
+    value = getattr(getattr(config, section), name)
+    names = [value] if isinstance(value, str) else [source.path for source in value]
+    return any(not one.startswith("builtin:") for one in names)
+
+
+def _is_named(config: Config, key: str) -> bool:
+    section, name = key.split(".")
+    return name in getattr(config, section).model_fields_set
