@@ -14,6 +14,7 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src" / "stillroom"
 
 LAYERS = [
+    {"secret_keys"},
     {"errors", "threads"},
     {"files"},
     {"types", "config", "ends", "remote"},
@@ -73,12 +74,19 @@ def test_imports_go_down_only() -> None:
         assert room in LEVEL, f"{room} has no layer: add it to the plan"
         for name in imported(path):
             parts = name.split(".")
-            if parts[0] == "stillroom" and len(parts) > 1 and parts[1] in LEVEL and parts[1] != room:
-                if LEVEL[parts[1]] >= LEVEL[room] and room not in LAYERS[-1]:
-                    wrong.append(f"{path.relative_to(SOURCE)} imports {parts[1]}, which is not below it")
+            is_other = parts[0] == "stillroom" and len(parts) > 1 and parts[1] in LEVEL and parts[1] != room
+            if is_other and LEVEL[parts[1]] >= LEVEL[room] and room not in LAYERS[-1]:
+                wrong.append(f"{path.relative_to(SOURCE)} imports {parts[1]}, which is not below it")
             if parts[0] in ONLY_IN and room not in ONLY_IN[parts[0]]:
                 wrong.append(f"{path.relative_to(SOURCE)} imports {parts[0]}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_commands_print_through_one_function_that_cleans() -> None:
+    """Colours and screens of rich are in `side_by_side` and `telemetry`, which clean what they draw."""
+    pattern = re.compile(r"typer\.s?echo\(|(?<![\w.])print\(")
+    printing = [path.name for path in files() if room_of(path) == "cli" and pattern.search(path.read_text("utf-8"))]
+    assert printing == ["app.py"]
 
 
 def test_source_is_ascii() -> None:

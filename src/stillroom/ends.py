@@ -17,6 +17,7 @@ from types import FrameType
 
 from stillroom.errors import CannotSave, Fault, Interrupted, OutOfMemory, StillroomError
 from stillroom.files import is_disk_full, reason_of
+from stillroom.secret_keys import masked
 
 _NO_MEMORY = re.compile(r"out of memory|can't allocate memory|cannot allocate memory|alloc_cpu", re.IGNORECASE)
 
@@ -91,8 +92,8 @@ def fault_of(error: Exception, folder: Path | None) -> StillroomError:
 
 def _keep_traceback(error: Exception, folder: Path | None) -> str:
     """Write the traceback into the run's folder, or the folder of temporary files. Return its path."""
-    text = "".join(traceback.format_exception(error))
-    header = (
+    text = masked("".join(traceback.format_exception(error)))
+    header = masked(
         f"{datetime.now(UTC).isoformat()}\npython {platform.python_version()}, {platform.platform()}\n{sys.argv!r}\n"
     )
     begin = f"traceback-{datetime.now():%Y%m%d-%H%M%S}-"

@@ -9,18 +9,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from stillroom.secret_keys import masked
+
 
 class StillroomError(Exception):
-    """Base of our errors. `advice` is what to try, most promising first."""
+    """Base of our errors. `advice` is what to try, most promising first. No text holds a key that we know."""
 
     exit_code = 1
     title = "stillroom stopped"
 
     def __init__(self, what: str, *, where: str = "", advice: tuple[str, ...] | list[str] = ()) -> None:
-        super().__init__(what)
-        self.what = what
-        self.where = where
-        self.advice = tuple(advice)
+        self.what, self.where = masked(what), masked(where)
+        self.advice = tuple(masked(text) for text in advice)
+        super().__init__(self.what)
 
     def __str__(self) -> str:
         lines = [f"{self.what}" + (f" ({self.where})" if self.where else "")]
@@ -44,6 +45,12 @@ class DataError(StillroomError):
 
 class OutsideName(DataError, ValueError):
     """A name from a file or a store leads out of the folder that it belongs to, or is hidden."""
+
+
+class AddressUnusable(DataError):
+    """What lies behind an address (data, a run, a cache) does not exist, may not be read or cannot be copied."""
+
+    title = "the address cannot be used"
 
 
 class BrokenAtStart(StillroomError):

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from stillroom.errors import ConfigError, DataError, StillroomError
+from stillroom.errors import AddressUnusable, ConfigError, StillroomError
 from stillroom.files import TEMPORARY, inside, is_hidden, reason_of
 
 try:
@@ -121,7 +121,7 @@ class Store:
         """The file, or the files that a glob or a folder stands for, by name. Hidden ones are left out."""
         found = again(self._find, self.url)
         if not found:
-            raise DataError(
+            raise AddressUnusable(
                 f"{self.url} does not exist, or is empty", advice=["check the address, and who may read it"]
             )
         root = self._root(list(found))
@@ -176,7 +176,12 @@ def is_trouble(error: BaseException) -> bool:
 
 
 def again(
-    work: Callable[[], Any], what: str, *, is_read: bool = True, end: type[StillroomError] = DataError, where: str = ""
+    work: Callable[[], Any],
+    what: str,
+    *,
+    is_read: bool = True,
+    end: type[StillroomError] = AddressUnusable,
+    where: str = "",
 ) -> Any:
     """Do some work with a store that may fail for a moment. What is not there, or not allowed, is not tried again."""
     done = "read" if is_read else "written"
@@ -221,7 +226,7 @@ def local_copy(url: str, *, wanted: Callable[[str], bool] = _all, name: str = ""
             with ThreadPoolExecutor(_AT_ONCE) as pool:
                 list(pool.map(lambda one: _bring(store, one, folder), missing))
     except OSError as error:
-        raise DataError(
+        raise AddressUnusable(
             f"{url} cannot be copied to this machine: {reason_of(error)}",
             where=str(folder),
             advice=["free some space, or name another disk with XDG_CACHE_HOME"],

@@ -66,7 +66,8 @@ def test_every_hostile_input_ends_with_its_code_and_an_explanation(
     printed = " ".join((captured.out + captured.err).split())  # a long path breaks lines anywhere
     assert "Traceback" not in printed
     assert code in case.codes, f"ended with {code}:\n{printed[-2000:]}"
-    assert not CONTROL.search(captured.err), "a control character was echoed"
+    assert not CONTROL.search(captured.out + captured.err), "a control character was echoed"
+    assert "sk-border" not in captured.out + captured.err, "a key was echoed"
     if code:
         assert captured.err.strip(), "an end without a word"
         assert case.says.lower() in printed.lower(), printed[-2000:]

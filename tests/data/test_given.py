@@ -95,6 +95,19 @@ def test_half_a_surrogate_pair_is_written_as_the_reader_expects_it(tmp_path: Pat
     assert json.loads((tmp_path / "train.jsonl").read_bytes()) == {"text": "a\ud800b"}
 
 
+class Lengthy:
+    """Like a dataset of torch, with any length."""
+
+    def __init__(self, length: Any) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length  # type: ignore[no-any-return]
+
+    def __getitem__(self, place: int) -> str:
+        return "a text"
+
+
 def wrong(folder: Path) -> Iterator[tuple[Any, str]]:
     (folder / "a.jsonl").write_text('{"text": "a"}\n')
     yield 3, "data is a int"
@@ -107,6 +120,9 @@ def wrong(folder: Path) -> Iterator[tuple[Any, str]]:
     yield {"a", "b"}, "is a set"
     yield b"text", "data is bytes"
     yield torch.nn.Linear(2, 2), "data is a Linear"
+    yield Lengthy(-3), "length"
+    yield Lengthy(2**70), "length"
+    yield Lengthy("many"), "length"
     yield [3], "holds a int as record 1"
     yield [*RECORDS, None], "holds a NoneType as record 6"
     yield [["a", "b"]], "holds a list as record 1"

@@ -150,3 +150,66 @@ def test_one_refused_batch_or_one_without_targets_is_a_hint() -> None:
 def test_gradients_are_called_zero_only_by_more_than_the_first_sample(samples: list[float], is_dead: bool) -> None:
     steps = [step(number, zero_gradient_fraction=share) for number, share in enumerate(samples, start=1)]
     assert ("zero_gradients" in named(case(*steps, step(len(samples) + 1)))) is is_dead
+
+
+def guard_event(number: int, action: str = "rollback") -> dict[str, Any]:
+    return {"event": "guard", "step": number, "action": action, "reason": "the loss is nan"}
+
+
+def injected(name: str, number: int) -> dict[str, Any]:
+    return {"event": "note", "text": f"injected {name} at step {number}: on purpose"}
+
+
+def only(found: Case, cause: str) -> Finding:
+    return next(one for one in diagnose(found) if one.cause == cause)
+
+
+@pytest.mark.parametrize(("mode", "key"), [("fp32", "train.learning_rate"), ("fp16-mixed", "precision.mode")])
+def test_fp32_is_advised_to_runs_that_are_not_in_it(mode: str, key: str) -> None:
+    start = {"event": "run_start", "precision": {"mode": mode}}
+    found = case(start, step(1), guard_event(2), config={"precision": {"mode": "auto"}, "train": {"learning_rate": 1}})
+    assert only(found, "divergence").setting.partition("=")[0] == key
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause", "action"),
+    [("nan_weight", "divergence", "rollback"), ("inf_grad", "refused_batches", "skip")],
+)
+def test_what_was_injected_is_not_advised_away(fault: str, cause: str, action: str) -> None:
+    config = {"precision": {"mode": "fp16-mixed"}, "train": {"learning_rate": 1e-3}}
+    events = [step(1), injected(fault, 2), guard_event(2, action), guard_event(4, action)]
+    found = only(case(*events, config=config), cause)
+    assert found.setting == "" and fault in found.advice
+    late = only(case(*events, guard_event(40, action), config=config), cause)
+    assert fault not in late.advice, "step 40 is not explained by a fault of step 2"
+
+
+def test_a_degraded_teacher_is_advised_what_it_is_not_yet() -> None:
+    bad = [step(number, bad_teacher_rows=4) for number in range(1, 5)]
+    settings = {
+        "half": ({"dtype": "float16"}, "teacher.dtype=float32"),
+        "whole": ({"dtype": "float32"}, ""),
+        "auto on a CPU": ({"dtype": "auto"}, ""),
+        "served": ({"dtype": "auto", "server": "http://box"}, ""),
+        "stored": ({"dtype": "float16", "cache": "answers"}, ""),
+    }
+    told = {name: only(case(*bad, config={"teacher": one}), "teacher_degraded") for name, (one, _) in settings.items()}
+    assert {name: one.setting for name, one in told.items()} == {name: want for name, (_, want) in settings.items()}
+    assert len({one.advice for one in told.values()}) == 4  # `whole` and `auto on a CPU` are the same
+
+
+@pytest.mark.parametrize(("held_out", "setting"), [("a.jsonl", "data.eval=none"), (None, "")])
+def test_data_eval_is_left_out_where_it_was_given(held_out: str | None, setting: str) -> None:
+    first = {"event": "first_forward", "alignment": {"model": "teacher", "as_given": 1.0}}
+    events = [first, step(1), {"event": "teacher_eval", "perplexity": 1e4}]
+    found = only(case(*events, config={"data": {"eval": held_out}}), "train_eval_gap")
+    assert found.setting == setting and "leave data.eval out" not in (found.advice if held_out is None else "")
+    start = {"event": "run_start", "data": {"overlapping_records": 5, "eval_documents": 50}}
+    assert only(case(start, step(1), config={"data": {"eval": held_out}}), "leaking_data").setting == setting
+
+
+def test_a_run_that_would_end_the_same_way_is_not_to_be_resumed() -> None:
+    ends = {code: {"event": "run_end", "exit_code": code, "reason": "so"} for code in (22, 75)}
+    start = {"event": "run_start", "schedule": {"optimizer_steps": 9}}
+    told = {code: only(case(start, step(1), end), "stopped_early").advice for code, end in ends.items()}
+    assert "resume" in told[75] and "resume" not in told[22]

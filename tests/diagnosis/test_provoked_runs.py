@@ -39,7 +39,11 @@ def folder_of(name: str, world: Path, runs: dict[str, Path]) -> Path:
 
 
 def findings_of(folder: Path) -> list[Finding]:
-    return diagnose(read_case(folder, is_owned=is_held(folder)))
+    """The findings of a run. None proposes a setting that the run has already."""
+    case = read_case(folder, is_owned=is_held(folder))
+    findings = diagnose(case)
+    assert not [one.setting for one in findings if one.setting and case.has(one.setting)]
+    return findings
 
 
 @pytest.mark.parametrize("name", FAULTS)

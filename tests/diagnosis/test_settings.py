@@ -19,6 +19,7 @@ HARMFUL = [
     ("clipped_to_nothing", {"train.max_grad_norm": 0.01}),
     ("skipped_norms", {"guard.skip_grad_norm": 2.0}),
     ("never_out_of_warmup", {"train.warmup_ratio": 0.9}),
+    ("never_out_of_warmup", {"train.max_steps": 100, "train.warmup_steps": 90}),
     (
         "schedule_in_micro_batches",
         {"train.max_steps": 4676, "train.warmup_steps": 4000, "train.gradient_accumulation_steps": 16},
@@ -40,7 +41,7 @@ HARMFUL = [
 ]
 
 
-@pytest.mark.parametrize(("cause", "over"), HARMFUL, ids=[cause for cause, _ in HARMFUL])
+@pytest.mark.parametrize(("cause", "over"), HARMFUL, ids=[f"{cause} by {', '.join(over)}" for cause, over in HARMFUL])
 def test_a_harmful_setting_is_found_and_its_advice_removes_it(cause: str, over: dict[str, Any]) -> None:
     found = {one.cause: one for one in harmful_settings(load_config(None, overrides=over).to_dict())}
     assert cause in found, list(found)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +16,12 @@ from safetensors.torch import load_file
 from stillroom.config import load_config
 from stillroom.config.faults import FAULTS, parse
 from stillroom.engine.distill import Result, distill, resume
+from stillroom.engine.hooks import Hooks
+from stillroom.engine.inject import Injector
+from stillroom.engine.recovery import recover
 from stillroom.errors import CheckpointUnusable, ConfigError, Diverged, LossScaleAtFloor, TooManySkips
 from stillroom.telemetry import read_events
+from stillroom.types import Evidence
 
 BASE = {
     "train__max_steps": 40,
@@ -249,3 +255,18 @@ def test_faults_are_parsed_and_mistakes_explained() -> None:
     with pytest.raises(ConfigError, match="expected fault@step"):
         parse("nan_weight")
     assert all(FAULTS.values())
+
+
+@pytest.mark.parametrize(("dtype", "is_advised"), [("float16", True), ("auto", False), ("float32", False)])
+def test_float32_is_advised_to_a_teacher_that_is_not_in_it(dtype: str, is_advised: bool) -> None:
+    config = load_config(None, overrides={"teacher.dtype": dtype})
+    stub: Any = SimpleNamespace(config=config, device=torch.device("cpu"), hooks=Hooks())
+    evidence = Evidence(step=5, loss=math.nan, grad_norm=math.nan, num_targets=4, bad_teacher_rows=4)
+    assert any("teacher.dtype" in text for text in recover._advice(stub, 5, evidence)) == is_advised
+
+
+def test_a_halt_after_an_injected_fault_advises_nothing_else() -> None:
+    stub: Any = SimpleNamespace(hooks=Injector("nan_weight@4"))
+    assert stub.hooks.strikes("nan_weight", 4)
+    told = recover._advice(stub, 5)
+    assert len(told) == 1 and "nan_weight" in told[0]

@@ -36,6 +36,40 @@ def stall(handler: Any) -> None:
     handler.close_connection = True
 
 
+def drip(handler: Any) -> None:
+    """An answer that comes by one space every tenth of a second, until the test ends."""
+    handler.send_response(200)
+    handler.send_header("Content-Length", "1000000")
+    handler.end_headers()
+    while not handler.scripted.ended.wait(0.1):
+        handler.wfile.write(b" ")
+
+
+def keep_continuing(handler: Any) -> None:
+    """Interim answers without end."""
+    while not handler.scripted.ended.wait(0.1):
+        handler.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+
+def drip_the_head(handler: Any) -> None:
+    """A header by a letter every tenth of a second."""
+    handler.wfile.write(b"HTTP/1.1 200 OK\r\nX-Long: ")
+    while not handler.scripted.ended.wait(0.1):
+        handler.wfile.write(b"a")
+
+
+def drip_chunks(handler: Any) -> None:
+    """A body in chunks of one byte."""
+    handler.send_response(200)
+    handler.send_header("Transfer-Encoding", "chunked")
+    handler.end_headers()
+    while not handler.scripted.ended.wait(0.1):
+        handler.wfile.write(b"1\r\n \r\n")
+
+
+ENDLESS = {"body": drip, "head": drip_the_head, "chunks": drip_chunks, "100 continue": keep_continuing}
+
+
 def hang_up(handler: Any) -> None:
     handler.close_connection = True
 

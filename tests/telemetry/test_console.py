@@ -222,6 +222,38 @@ def test_hostile_names_reach_no_screen() -> None:
     assert not control_characters(shown(events, io.StringIO()))
 
 
+def with_leaves(value: Any, leaf: Any) -> Any:
+    """The same structure with another value in every place, and with hostile names."""
+    if isinstance(value, dict):
+        return {key: with_leaves(one, leaf) for key, one in value.items()} | {HOSTILE: leaf}
+    return [with_leaves(one, leaf) for one in value] if isinstance(value, list) else leaf
+
+
+@pytest.mark.parametrize("leaf", [HOSTILE, [HOSTILE], {HOSTILE: HOSTILE}], ids=["text", "list", "mapping"])
+def test_no_value_of_a_log_reaches_a_screen_as_it_is(leaf: Any) -> None:
+    events = [with_leaves(event, leaf) | {"event": event["event"]} for event in whole_run()]
+    plain = shown(events, io.StringIO())
+    assert not control_characters(plain) and "redevil" in plain
+    lively = shown(events, Terminal(), width=80)
+    assert "\x1b]0;" not in lively and not {"\u202e", "\u2066", "\x9b", "\x08", "\x07"} & set(lively)
+
+
+def test_a_line_of_a_log_stays_one_line() -> None:
+    assert "\nrun completed" not in shown([step(10, step="1\nrun completed")], io.StringIO())
+
+
+def test_a_key_is_shown_on_no_screen_and_in_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wJalr-example-key")
+    error = ConfigError("the key wJalr-example-key", where="wJalr-example-key", advice=["wJalr-example-key"])
+    stream = io.StringIO()
+    render_error(error, stream)
+    for stream_ in (io.StringIO(), Terminal()):
+        stream.write(
+            shown([step(1, step="wJalr-example-key"), {"event": "note", "text": "wJalr-example-key"}], stream_)
+        )
+    assert "wJalr" not in stream.getvalue() + str(error) + repr(error)
+
+
 # -- screens ---------------------------------------------------------------------------------------------
 
 

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stillroom.errors import CannotSave, DataError
+from stillroom.secret_keys import hide
 from stillroom.telemetry.events import EVAL_KEYS, STEP_KEYS, EventLog, problems, read_events, scan_events
 from stillroom.telemetry.strict import strict
 
@@ -102,6 +103,36 @@ def test_a_record_is_in_the_file_before_listeners_hear_of_it(tmp_path: Path) -> 
         log.listen(lambda record: heard.append(read_events(path)[-1]))
         written = [log.write("note", text="a"), log.write("note", text="b", norm=math.inf)]
     assert heard == written
+
+
+def test_a_listener_that_changes_its_event_changes_no_one_elses(tmp_path: Path) -> None:
+    heard: list[dict[str, Any]] = []
+
+    def spoil(record: dict[str, Any]) -> None:
+        record["terms"]["kd"]["raw"] = "gone"
+        record.clear()
+
+    with EventLog(tmp_path / "events.jsonl") as log:
+        log.listen(spoil)
+        log.listen(heard.append)
+        written = log.write("step", step=1, terms={"kd": {"raw": 1.0}})
+        log.write("step", step=2, terms={"kd": {"raw": math.nan}})
+    assert heard[0] == written and written["terms"] == {"kd": {"raw": 1.0}}
+    assert heard == read_events(tmp_path / "events.jsonl")
+
+
+def test_no_key_that_the_process_knows_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hide("sk-told-by-hand")
+    monkeypatch.setenv("HF_TOKEN", "hf_of_the_environment")
+    said = "sk-told-by-hand and hf_of_the_environment and s3://me:sesame@box/a?X-Amz-Signature=sesame&part=2"
+    heard: list[dict[str, Any]] = []
+    with EventLog(tmp_path / "events.jsonl") as log:
+        log.listen(heard.append)
+        written = log.write("note", text=said, deep=[{said: [said]}], path=Path("sk-told-by-hand"))
+    held = (tmp_path / "events.jsonl").read_text()
+    for secret in ("sk-told", "hf_of", "sesame"):
+        assert secret not in held + repr(heard) + repr(written)
+    assert written["text"] == "*** and *** and s3://***@box/a?X-Amz-Signature=***&part=2"
 
 
 def test_an_event_cannot_overwrite_its_own_header(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from stillroom.cli.app import AsJson, app, print_json
+from stillroom.cli.app import AsJson, app, echo, print_json
 from stillroom.errors import ConfigError
 
 _DIAGNOSE = """Say what went wrong in a run, or what could be better, and which setting to change.
@@ -40,7 +40,7 @@ def diagnose(
         print_json({"config": str(run), "findings": [finding.to_dict() for finding in findings]})
         return
     for line in lines.config_lines(str(run), findings):
-        typer.echo(line)
+        echo(line)
 
 
 def _diagnose_run(run: Path, as_json: bool) -> None:
@@ -58,7 +58,7 @@ def _diagnose_run(run: Path, as_json: bool) -> None:
         print_json(lines.as_dict(case, findings))
         return
     for line in lines.run_lines(case, findings):
-        typer.echo(line)
+        echo(line)
 
 
 _COMPARE = """Say how two runs differ: settings, versions, course, and results with their intervals.
@@ -87,4 +87,4 @@ def compare(
         print_json(found)
         return
     for line in compare_lines(found):
-        typer.echo(line)
+        echo(line)

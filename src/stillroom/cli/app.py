@@ -25,7 +25,7 @@ def _print_version(is_asked: bool) -> None:
     if is_asked:
         from importlib.metadata import version
 
-        typer.echo(f"stillroom {version('stillroom')}")
+        echo(f"stillroom {version('stillroom')}")
         raise typer.Exit
 
 
@@ -80,7 +80,17 @@ def wanted_bos(word: str) -> Any:
     return _BOS[word]
 
 
-def print_json(value: dict[str, Any]) -> None:
+def echo(text: object, *, err: bool = False, nl: bool = True, keep_lines: bool = False, fg: str | None = None) -> None:
+    """Print one line, or several with `keep_lines`. All that commands print passes here.
+
+    It is printed without control characters and known keys: names, logs and models' texts are from anywhere.
+    """
+    from stillroom.telemetry.wording import clean
+
+    typer.secho(clean(text, keep_lines=keep_lines), err=err, nl=nl, fg=fg)
+
+
+def print_json(value: dict[str, Any], indent: int | None = 1) -> None:
     from stillroom.telemetry.strict import strict
 
-    typer.echo(json.dumps(strict(value), indent=1, allow_nan=False))
+    echo(json.dumps(strict(value), indent=indent, allow_nan=False), keep_lines=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stillroom.cli.app import AsJson, Device, EvalData, Preset, TeacherModel, TrainData, app, print_json
+from stillroom.cli.app import AsJson, Device, EvalData, Preset, TeacherModel, TrainData, app, echo, print_json
 from stillroom.config import load, parse_assignments
 from stillroom.config.given import refuse_gaps
 from stillroom.errors import ConfigError
@@ -95,14 +95,14 @@ class _Teller:
 
     def note(self, text: str) -> None:
         if not self._is_quiet:
-            typer.echo(text)
+            echo(text)
 
     def progress(self, progress: Progress) -> None:
         is_end = progress.done_tokens >= progress.all_tokens
         if self._is_quiet or (time.monotonic() - self._last < _EVERY_SECONDS and not is_end):
             return
         self._last = time.monotonic()
-        typer.echo(
+        echo(
             f"{progress.done_tokens:,} of {progress.all_tokens:,} tokens  {progress.tokens_per_second:,.0f} tokens/s  "
             f"{progress.num_bytes / 1e6:,.1f} MB  {progress.eta_seconds / 60:,.1f} minutes left"
         )
@@ -143,4 +143,4 @@ def _print(result: dict[str, Any], *, as_json: bool) -> None:
     if result.get("verified"):
         lines.append("verified  every checksum holds")
     for line in lines:
-        typer.echo(line)
+        echo(line)

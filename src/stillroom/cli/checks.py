@@ -20,6 +20,7 @@ from stillroom.cli.app import (
     TeacherModel,
     TrainData,
     app,
+    echo,
     print_json,
 )
 from stillroom.config import Config, Loaded, load, parse_assignments
@@ -62,7 +63,7 @@ def doctor(
 
     def say(subject: str) -> None:
         if not as_json:
-            typer.echo(f"looking at {subject} ...", err=True)
+            echo(f"looking at {subject} ...", err=True)
 
     report = examine(read, device=device, is_quick=quick, on_subject=say)
     if as_json:
@@ -71,7 +72,7 @@ def doctor(
         from stillroom.telemetry.checks import doctor_lines
 
         for level, line in doctor_lines(report.to_dict()):
-            typer.secho(line, fg=_COLOURS.get(level) if "NO_COLOR" not in os.environ else None)
+            echo(line, fg=_COLOURS.get(level) if "NO_COLOR" not in os.environ else None)
     if report.of("red"):
         raise typer.Exit(2)
 
@@ -108,7 +109,7 @@ def selftest(
             raise typer.Exit(SelftestFailed.exit_code)
         return
     for line in selftest_lines(report.to_dict()):
-        typer.echo(line)
+        echo(line)
     if report.failed:
         names = [f"{one.group}: {one.name}" for one in report.failed]
         raise SelftestFailed(
@@ -156,7 +157,7 @@ def verify_resume(
 
     def tell(text: str) -> None:
         if not as_json:
-            typer.echo(text, err=True)
+            echo(text, err=True)
 
     proof = verify_resume(chosen, num_steps=steps, kill_at=kill_at or None, device=device, tell=tell)
     if as_json:
@@ -165,7 +166,7 @@ def verify_resume(
             raise typer.Exit(ResumeDiffers.exit_code)
         return
     for line in resume_lines(proof.to_dict()):
-        typer.echo(line)
+        echo(line)
     if not proof.holds:
         first = proof.first_tensor or proof.differences[0]
         if first.kind == "input":
@@ -207,11 +208,15 @@ class _Progress:
         if self._is_quiet:
             return
         if self._is_live:
-            typer.echo(f"\r\x1b[2K{number} of {num_trials}  {trial.group}: {trial.name}"[:78], err=True, nl=False)
+            self._rewind()
+            echo(f"{number} of {num_trials}  {trial.group}: {trial.name}"[:78], err=True, nl=False)
         elif trial.group != self._group:
-            typer.echo(f"{number} of {num_trials}  {trial.group}", err=True)
+            echo(f"{number} of {num_trials}  {trial.group}", err=True)
         self._group = trial.group
 
     def end(self) -> None:
         if self._is_live and not self._is_quiet:
-            typer.echo("\r\x1b[2K", err=True, nl=False)
+            self._rewind()
+
+    def _rewind(self) -> None:
+        sys.stderr.write("\r\x1b[2K")  # our own escape: go to the line's begin and clear it

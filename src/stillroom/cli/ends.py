@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
 
-import typer
-
 from stillroom import threads
-from stillroom.cli.app import app
+from stillroom.cli.app import app, echo, print_json
 from stillroom.config.load import nearest_key
 from stillroom.ends import fault_of, interrupt_on_signals
 from stillroom.errors import ConfigError, StillroomError
@@ -82,14 +79,14 @@ def _print_error(error: StillroomError, words: Sequence[str]) -> int:
     with contextlib.suppress(OSError):  # the output is closed; the exit code remains
         if "--json" in words:
             shown = {"error": error.what, "where": error.where, "advice": list(error.advice)}
-            typer.echo(json.dumps({**shown, "exit_code": error.exit_code}))
+            print_json({**shown, "exit_code": error.exit_code}, indent=None)
         render_error(error)
     return error.exit_code
 
 
 def _say(text: str) -> None:
     with contextlib.suppress(OSError):
-        typer.echo(text, err=True)
+        echo(text, err=True)
 
 
 def _usage_error(error: Exception) -> ConfigError | None:

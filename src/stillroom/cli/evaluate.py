@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from stillroom.cli.app import AllowAddress, AsJson, Bos, Device, TrustCode, app, print_json, wanted_bos
+from stillroom.cli.app import AllowAddress, AsJson, Bos, Device, TrustCode, app, echo, print_json, wanted_bos
 from stillroom.errors import ConfigError
 
 _MAX_LENGTH = 256
@@ -87,9 +87,9 @@ def eval_(
     from stillroom.telemetry.wording import clean
 
     for line in assessment_lines(result):
-        typer.echo(line)
+        echo(line)
     if kept:
-        typer.echo(f"kept  {clean(kept)}: `stillroom report` and `stillroom export` show it")
+        echo(f"kept  {clean(kept)}: `stillroom report` and `stillroom export` show it")
 
 
 def _asked(
@@ -142,5 +142,5 @@ def _kept(owner: Path | None, measured: str, result: dict[str, Any]) -> Path | N
     try:
         return write_evaluation(owner, measured, {**result, "machine": machine(), "versions": versions()})
     except OSError as error:
-        typer.echo(f"note  the figures are not kept in {clean(owner)}: {clean(reason_of(error))}", err=True)
+        echo(f"note  the figures are not kept in {clean(owner)}: {clean(reason_of(error))}", err=True)
         return None

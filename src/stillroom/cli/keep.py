@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from stillroom.cli.app import AsJson, app, print_json
+from stillroom.cli.app import AsJson, app, echo, print_json
 from stillroom.errors import ConfigError
 
 _FORMATS = ("hf", "gguf", "onnx")
@@ -39,7 +39,7 @@ def export(
         print_json({**asdict(done), "folder": str(done.folder), "notes": list(done.notes)})
         return
     for line in export_lines(done):
-        typer.echo(line)
+        echo(line)
 
 
 def _form(format: str, dtype: str | None, gguf_type: str | None) -> str | None:

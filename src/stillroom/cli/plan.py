@@ -18,6 +18,7 @@ from stillroom.cli.app import (
     TeacherModel,
     TrainData,
     app,
+    echo,
     print_json,
 )
 from stillroom.config import load, parse_assignments
@@ -69,7 +70,7 @@ def plan(
 
     def say(subject: str) -> None:
         if not as_json:
-            typer.echo(f"looking at {subject} ...", err=True)
+            echo(f"looking at {subject} ...", err=True)
 
     train = loaded.config.train
     ranks, where = loaded.config.teacher.ranks, find_target(device, bound, card)
@@ -91,7 +92,7 @@ def _print(made: Plan, notes: tuple[str, ...]) -> None:
 
     lines = [line for note in notes for line in wrapped("note  ", note)]
     for line in [*lines, *plan_lines(made.to_dict())]:
-        typer.echo(line)
+        echo(line)
 
 
 def _write(made: Plan, path: Path, *, is_quiet: bool) -> None:
@@ -100,7 +101,7 @@ def _write(made: Plan, path: Path, *, is_quiet: bool) -> None:
     from stillroom.planning.toml import toml_lines
 
     if not made.is_possible:
-        typer.echo(f"{path} is not written: nothing makes the run fit", err=True)
+        echo(f"{path} is not written: nothing makes the run fit", err=True)
         return
     try:
         text = "\n".join(toml_lines(made.fitted.config.to_dict())) + "\n"
@@ -108,4 +109,4 @@ def _write(made: Plan, path: Path, *, is_quiet: bool) -> None:
     except OSError as error:
         raise CannotSave(f"cannot write {path}: {reason_of(error)}", where="--write") from error
     if not is_quiet:
-        typer.echo(f"written: {path}")
+        echo(f"written: {path}")

@@ -6,13 +6,13 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 
-import typer
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from stillroom.cli.app import echo
 from stillroom.telemetry.wording import clean
 
 LEAST_WIDTH = 80  # of a terminal for two columns
@@ -31,13 +31,13 @@ def show(voices: Voices, console: Console | None = None) -> dict[str, str]:
 
 def _below(role: str, pieces: Iterable[str]) -> str:
     if role:
-        typer.echo(f"{role}: ", nl=False)
+        echo(f"{role}: ", nl=False)
     text = ""
     for piece in pieces:
         text += piece
-        typer.echo(clean(piece, keep_lines=True), nl=False)
+        echo(piece, nl=False, keep_lines=True)
         sys.stdout.flush()
-    typer.echo("")
+    echo("")
     return text
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from stillroom.cli.app import AllowAddress, AsJson, Device, TrustCode, app, print_json
+from stillroom.cli.app import AllowAddress, AsJson, Device, TrustCode, app, echo, print_json
 from stillroom.config import load, parse_assignments, preset_names, preset_text
 from stillroom.errors import ConfigError
 
@@ -81,19 +81,19 @@ def replay(
     from stillroom.telemetry.results import replay_lines
 
     for line in replay_lines(result):
-        typer.echo(line)
+        echo(line)
 
 
 @app.command()
 def presets(name: Annotated[str | None, typer.Argument(help="print this one with its reasons")] = None) -> None:
     """List the presets, or print one with its reasons."""
     if name is not None:
-        typer.echo(preset_text(name).rstrip())
+        echo(preset_text(name).rstrip(), keep_lines=True)
         return
     width = max(len(preset) for preset in preset_names())
     for preset in preset_names():
         first = preset_text(preset).splitlines()[0].lstrip("# ")
-        typer.echo(f"{preset:<{width}}  {first}")
+        echo(f"{preset:<{width}}  {first}")
 
 
 @app.command(short_help="Write report.html of a run, or of several.")
@@ -115,6 +115,6 @@ def report(
     if len(runs) == 1 and out is None:
         page = write_report(folders[0])
         add(runs[0], page, page.with_suffix(".svg"), page.with_suffix(".png"))
-        typer.echo(f"{as_url(runs[0])}/{page.name}" if is_in_store(runs[0]) else str(page))
+        echo(f"{as_url(runs[0])}/{page.name}" if is_in_store(runs[0]) else str(page))
         return
-    typer.echo(str(write_reports(folders, out or Path("compared.html"))))
+    echo(str(write_reports(folders, out or Path("compared.html"))))

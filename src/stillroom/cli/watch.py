@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stillroom.cli.app import app
+from stillroom.cli.app import app, echo
 from stillroom.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def watch(
             _follow(follower, view, run, waits=wait)
         except KeyboardInterrupt:
             view.close()
-            typer.echo("stopped watching; the run goes on", err=True)
+            echo("stopped watching; the run goes on", err=True)
 
 
 def _follow(follower: Follower, view: ConsoleView, run: Path, *, waits: bool) -> None:
@@ -67,7 +67,7 @@ def _follow(follower: Follower, view: ConsoleView, run: Path, *, waits: bool) ->
         if not waits or not view.is_read:
             return
         if is_first and not follower.path.exists():
-            typer.echo(f"waiting for {run} to begin", err=True)
+            echo(f"waiting for {run} to begin", err=True)
         is_first = False
         time.sleep(_EVERY_SECONDS)
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stillroom.cli.app import AsJson, Bos, Device, app, print_json, wanted_bos
+from stillroom.cli.app import AsJson, Bos, Device, app, echo, print_json, wanted_bos
 from stillroom.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -72,7 +71,7 @@ def _show(number: int, voices: dict[str, Iterable[str]]) -> None:
     from stillroom.cli.side_by_side import show
 
     if number:
-        typer.echo("")
+        echo("")
     show(voices)
 
 
@@ -89,9 +88,7 @@ def _whole(made: Continuation) -> str:
 
 
 def _note(text: str) -> None:
-    from stillroom.telemetry.wording import clean
-
-    typer.echo(f"note  {clean(text)}" if text != _NOTHING else text, err=True)
+    echo(f"note  {text}" if text != _NOTHING else text, err=True)
 
 
 def _streamed(writer: Writer, prompt: str, raw: bool, options: dict[str, Any]) -> Iterator[str]:
@@ -147,7 +144,7 @@ def chat(
             else:
                 _answer(talks, question, options, as_json)
     except KeyboardInterrupt:
-        typer.echo("")  # a conversation is ended by Ctrl-C as by /quit: nothing was to be saved
+        echo("")  # a conversation is ended by Ctrl-C as by /quit: nothing was to be saved
 
 
 def _questions() -> Iterator[str]:
@@ -155,7 +152,7 @@ def _questions() -> Iterator[str]:
     is_person = sys.stdin.isatty()
     while True:
         if is_person:
-            typer.echo("> ", nl=False, err=True)
+            echo("> ", nl=False, err=True)
         try:
             line = sys.stdin.readline()
         except UnicodeDecodeError as error:
@@ -164,7 +161,7 @@ def _questions() -> Iterator[str]:
             ) from error
         if not line or line.strip() == "/quit":
             if is_person and not line:
-                typer.echo("", err=True)
+                echo("", err=True)
             return
         if line.strip() or not is_person:
             yield line.strip()
@@ -182,5 +179,5 @@ def _answer(talks: dict[str, Conversation], question: str, options: dict[str, An
     if as_json:
         ends = {role: talk.ended if question else "" for role, talk in talks.items()}
         answers = {role: {"answer": text.strip(), "ended": ends[role]} for role, text in texts.items()}
-        typer.echo(json.dumps({"question": question, **answers}))
+        print_json({"question": question, **answers}, indent=None)
         sys.stdout.flush()

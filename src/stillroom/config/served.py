@@ -19,7 +19,7 @@ class RequestsConfig(Section):
     )
     concurrency: Annotated[int, Field(ge=1, le=512)] = Field(8, description="requests under way at once")
     timeout_seconds: Annotated[float, Field(gt=0, le=60 * MOST_MINUTES)] = Field(
-        300.0, description="without a byte, until asked again"
+        300.0, description="for a whole answer, until asked again; what a server says of itself has 30 at most"
     )
     retries: Annotated[int, Field(ge=0, le=100)] = Field(
         8, description="of a request that got no answer, an answer cut short, or status 408, 429 or 5xx"

@@ -100,7 +100,11 @@ def _records_of(data: Any, role: str) -> Iterable[Any]:
     if isinstance(data, Iterable):
         return data
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):  # a torch dataset
-        return (data[place] for place in range(len(data)))
+        try:
+            length = len(data)
+        except (TypeError, ValueError, OverflowError) as error:  # negative, no number, or too large
+            raise _wrong(role, f"does not tell its length: {error}") from error
+        return (data[place] for place in range(length))
     raise _wrong(role, f"is a {type(data).__name__}")
 
 

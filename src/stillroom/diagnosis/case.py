@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -16,6 +17,10 @@ from stillroom.telemetry.run_record import LoggedRun, mapping
 from stillroom.telemetry.wording import as_number
 
 NUM_CITED = 5  # steps named in a finding
+_INJECTED = re.compile(r"injected (\w+) at step (\d{1,9})\b")
+
+
+_UNKNOWN = object()
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,34 @@ class Case:
     def number(self, key: str, default: float = 0.0) -> float:
         value = as_number(self.setting(key))
         return default if value is None else value
+
+    # -- what advice must know ---------------------------------------------------------------------------
+
+    @cached_property
+    def injected(self) -> list[tuple[str, int]]:
+        """The faults of --inject that struck, and the steps at which they did."""
+        texts = [str(event.get("text")) for event in self.record.of("note")]
+        return [(found[1], int(found[2])) for text in texts if (found := _INJECTED.match(text))]
+
+    def effective(self, key: str) -> Any:
+        """What a setting came to be: `auto` is replaced by what the run chose, as far as its record says."""
+        if key == "precision.mode":
+            return mapping(self.record.start, "precision").get("mode") or self.setting(key)
+        if key == "teacher.dtype" and self.setting(key) == "auto" and not any(numbers(self.attempts, "gpu_memory_gb")):
+            return "float32"  # on a CPU
+        return self.setting(key)
+
+    def has(self, assignment: str) -> bool:
+        """Whether the run already had what an assignment for --set asks for."""
+        key, _, text = assignment.partition("=")
+        value = self.effective(key) if self.record.config else _UNKNOWN
+        if value is None or isinstance(value, bool):
+            return text.lower() == str(value).lower()
+        number = as_number(value)
+        try:
+            return float(text) == number
+        except ValueError:
+            return text == str(value)
 
     # -- losses held out ---------------------------------------------------------------------------------
 

@@ -127,7 +127,7 @@ def dead_component(case: Case) -> Finding | None:
         asked = mean(weights[name]) / sum(mean(others) for others in weights.values())
         if mean(values) >= _DEAD or not (is_nothing or asked < _SMALL_WEIGHT):
             continue
-        is_contrast = name == "contrastive" and is_nothing
+        is_contrast = name == "contrastive" and is_nothing and case.setting("train.batch_size") in (1, None)
         return Finding(
             "dead_component",
             "warning",

@@ -36,6 +36,7 @@ def leaking_data(case: Case) -> Finding | None:
         "another file",
         steps=(0,),
         setting="data.eval=none",
+        otherwise="take the copies out: `stillroom data SPEC --model MODEL` counts them",
         numbers={"overlapping_records": both, "eval_documents": all_of, "share": share},
     )
 
@@ -56,6 +57,7 @@ def bad_lines(case: Case) -> Finding | None:
         "the next run stops at them",
         steps=(0,),
         setting="data.max_bad_share=0.001",
+        otherwise="see which and why with `stillroom data SPEC --model MODEL`, and repair them",
         numbers={"bad_records": bad, "records": good, "share": share},
     )
 
@@ -88,9 +90,12 @@ def masked_out_data(case: Case) -> Finding | None:
         "; ".join(parts),
         "raise data.max_length so that the answers fit"
         if is_cut
+        else "learn the prompts too"
+        if case.setting("data.packing") in ("packed", "blocks")
         else "pack several records into a row (data.packing=packed), or learn the prompts too",
         steps=cited(empty) or (0,),
         setting=f"data.max_length={2 * length}" if is_cut and length else "data.train_on_prompt=true",
+        otherwise="see what is scored, and why not the rest: `stillroom data SPEC --model MODEL`",
         numbers={"scored_share": share, "truncated_targets": lost, "rows_without_targets": without},
     )
 

@@ -15,7 +15,10 @@ SEVERITIES: tuple[Severity, ...] = ("problem", "warning", "hint")
 
 @dataclass(frozen=True)
 class Finding:
-    """One cause. `setting` is a value for --set; empty where no setting helps."""
+    """One cause. `setting` is a value for --set; empty where no setting helps.
+
+    `otherwise` is the advice for a run that has this setting already.
+    """
 
     cause: str
     severity: Severity
@@ -24,6 +27,7 @@ class Finding:
     steps: tuple[int, ...] = ()
     setting: str = ""
     numbers: Mapping[str, Any] = field(default_factory=dict)
+    otherwise: str = ""
 
     @property
     def is_alarming(self) -> bool:

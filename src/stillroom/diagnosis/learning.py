@@ -36,14 +36,17 @@ def overfitting(case: Case) -> Finding | None:
     then, now = (mean(numbers(_train_at(case, step)[-5:], "train_loss")) for step in (max(best_step, 5), last_step))
     if not now < then:
         return None
+    stops = case.number("train.early_stopping") > 0
     return Finding(
         "overfitting",
         "problem",
         f"the held-out loss was best at step {best_step} with {best:.3g} and is {last:.3g} at step {last_step}, while "
         f"the training loss fell from {then:.3g} to {now:.3g}; {epochs_seen(case):.1f} passes over the data",
-        "stop at the best evaluation, and give more text or fewer passes",
+        "give more text or fewer passes"
+        if stops
+        else "stop at the best evaluation, and give more text or fewer passes",
         steps=(best_step, last_step),
-        setting="train.early_stopping=3",
+        setting="" if stops else "train.early_stopping=3",
         numbers={"best_nll": best, "last_nll": last, "train_then": then, "train_now": now},
     )
 
@@ -74,7 +77,7 @@ def train_eval_gap(case: Case) -> Finding | None:
             f"{_largest(case, event, step)}; {epochs_seen(case):.1f} passes over the training data",
             "give more text, or train for fewer passes",
             steps=(step,),
-            setting="train.early_stopping=3",
+            setting="" if case.number("train.early_stopping") else "train.early_stopping=3",
             numbers={"held_out": held_out, "train": trained},
         )
     return None
@@ -91,6 +94,7 @@ def _two_kinds(case: Case) -> Finding:
         "hold out text of the same kind: leave data.eval out, and a share of the training text is held out",
         steps=(0, case.last_step),
         setting="data.eval=none",
+        otherwise="hold out more of it, with data.eval_share: few documents may be of one kind by chance",
         numbers={"teacher_held_out": held_out, "teacher_train": trained, "student_held_out": last},
     )
 

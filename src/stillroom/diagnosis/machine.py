@@ -38,6 +38,7 @@ def slow_loader(case: Case) -> Finding | None:
         "keep the tokens in the store on a local disk, and shorten what a step reads",
         steps=span(case.steps),
         setting="data.cache=auto",
+        otherwise="put the data and the token store on a fast disk of this machine, and shorten what a step reads",
         numbers={"share": middle(shares), "loader_seconds": waited},
     )
 
@@ -74,6 +75,7 @@ def memory_creep(case: Case) -> Finding | None:
             "extension that keeps tensors",
             steps=span(steps),
             setting="train.save_steps=100",
+            otherwise="look for a listener or an extension that keeps tensors; `stillroom resume RUN` begins afresh",
             numbers={"gb_per_step": per_step, "first_gb": levels[0], "last_gb": levels[-1]},
         )
     return None

@@ -60,6 +60,7 @@ def zero_gradients(case: Case) -> Finding | None:
         advice,
         steps=cited(dead) or span(case.steps),
         setting=setting,
+        otherwise="see which terms have a weight in the steps' records, and whether they depend on the student",
         numbers={"steps": len(dead), "share": share, "zero_gradient_fraction": mean(sampled) if sampled else None},
     )
 

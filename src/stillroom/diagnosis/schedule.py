@@ -66,6 +66,7 @@ def never_out_of_warmup(case: Case) -> Finding | None:
     is_inside = last <= warmup and case.record.is_finished
     if share < _LONG_WARMUP and not is_inside:
         return None
+    asked = case.number("train.warmup_steps")  # overrides the ratio
     peak = as_number(case.schedule.get("learning_rate")) or case.number("train.learning_rate")
     reached, typical = max(numbers(case.steps, "lr"), default=0.0), middle(numbers(case.steps, "lr"))
     return Finding(
@@ -73,9 +74,10 @@ def never_out_of_warmup(case: Case) -> Finding | None:
         "problem" if share >= _LONG_WARMUP else "warning",
         f"warm-up takes {format_count(warmup)} of {format_count(steps)} steps ({format_percent(share)}); the rate was "
         f"{format_lr(typical)} in the median step and {format_lr(reached)} at most, of a peak of {format_lr(peak)}",
-        "a tenth of the run is usual: leave train.warmup_steps out",
+        "a tenth of the run is usual",
         steps=span(case.steps),
-        setting="train.warmup_ratio=0.1",
+        setting=f"train.warmup_steps={max(1, steps // 10)}" if asked else "train.warmup_ratio=0.1",
+        otherwise="train for longer: the run ended inside its warm-up",
         numbers={"warmup_steps": warmup, "steps": steps, "last_step": last, "peak": peak, "median_lr": typical},
     )
 
@@ -146,6 +148,7 @@ def rate_too_low(case: Case) -> Finding | None:
         "raise the learning rate, or train for longer",
         steps=span(case.steps),
         setting=f"train.learning_rate={min(10 * rate, max(3e-3, rate)):.2g}",
+        otherwise="train for longer",
         numbers={"learning_rate": rate, "gain": gain, "room": room, "travel": travel},
     )
 
@@ -161,16 +164,23 @@ def divergence(case: Case) -> Finding | None:
         f"{len(given_up)} times the state was given up; the last: {given_up[-1].get('reason')}" if given_up else ended
     )
     is_lost = is_ended or case.record.end.get("exit_code") in (21, 23)
-    strict = case.setting("guard.on_nonfinite") == "halt"
+    strict, mode = case.setting("guard.on_nonfinite") == "halt", str(case.effective("precision.mode"))
+    rate = case.number("train.learning_rate", 1e-3)
+    if strict:
+        advice, setting = "let the guard skip and roll back", "guard.on_nonfinite=recover"
+    elif mode == "fp32":
+        advice = "lower the learning rate, and look at the batch: `stillroom replay RUN STEP`"
+        setting = f"train.learning_rate={rate / 10:.2g}"
+    else:
+        advice = "train in a precision with more range, and look at the batch: `stillroom replay RUN STEP`"
+        setting = "precision.mode=fp32"
     return Finding(
         "divergence",
         "problem" if is_lost else "warning",
         str(evidence),
-        "train in a precision with more range, and look at the batch: `stillroom replay RUN STEP`"
-        if not strict
-        else "let the guard skip and roll back: guard.on_nonfinite=recover",
+        advice,
         steps=cited(given_up),
-        setting="guard.on_nonfinite=recover" if strict else "precision.mode=fp32",
+        setting=setting,
         numbers={"times": len(given_up), "rollbacks": case.record.summary.get("rollbacks")},
     )
 

@@ -105,7 +105,7 @@ def _schedule(settings: Settings) -> Iterator[Finding]:
         "problem" if share >= 0.5 else "warning",
         f"warm-up takes {format_percent(share)} of the run",
         "a tenth is usual",
-        "train.warmup_ratio=0.1",
+        f"train.warmup_steps={max(1, round(steps / 10))}" if warmup else "train.warmup_ratio=0.1",
         share=share,
     )
 

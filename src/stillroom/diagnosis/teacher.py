@@ -46,11 +46,20 @@ def teacher_degraded(case: Case) -> Finding | None:
         "teacher_degraded",
         "problem" if is_grave else "warning" if share >= _SOME_BAD_ROWS and len(bad) > 1 else "hint",
         f"in {len(bad)} of {len(case.attempts)} steps the teacher gave no usable answer ({rows:.0f} rows){fell}",
-        "load the teacher in float32; if it still answers NaN, its folder is damaged",
+        _better_answers(case),
         steps=cited(bad or fallbacks),
-        setting="teacher.dtype=float32",
+        setting="" if case.setting("teacher.server") or case.setting("teacher.cache") else "teacher.dtype=float32",
+        otherwise="it is in float32 already, so its weights or files are at fault: check its folder",
         numbers={"steps": len(bad), "rows": rows, "share": share, "fallbacks": len(fallbacks)},
     )
+
+
+def _better_answers(case: Case) -> str:
+    if case.setting("teacher.server"):
+        return "look at the server's own log: its answers cannot be used"
+    if case.setting("teacher.cache"):
+        return "write the cache again (`stillroom cache`) with teacher.dtype=float32: its answers cannot be used"
+    return "load the teacher in float32; if it still answers NaN, its folder is damaged"
 
 
 def _third(case: Case) -> str:
@@ -78,6 +87,7 @@ def teacher_off_domain(case: Case) -> Finding | None:
         "take text the teacher knows, or a teacher that knows this text; until then learn from the labels",
         steps=(0,),
         setting="objectives.ce.weight=1",
+        otherwise="take text the teacher knows, or a teacher that knows this text",
         numbers={"teacher_nll": held_out, "teacher_nll_on_training": trained, "guess": guess},
     )
 
@@ -98,6 +108,7 @@ def teacher_worse_than_student(case: Case) -> Finding | None:
         "take a teacher that is better on this text, or learn from the labels alone",
         steps=(0, case.last_step),
         setting="objectives.ce.weight=1",
+        otherwise="take a teacher that is better on this text, or leave it out: objectives.kd.weight=0",
         numbers={"teacher_nll": teacher, "student_nll_before": before, "student_nll": after},
     )
 

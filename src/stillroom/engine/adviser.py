@@ -49,7 +49,7 @@ class Adviser:
             self._steps.append((self._position, event))
         elif event["event"] == "advice":
             self.said.add(str(event.get("cause")))
-        elif event["event"] not in ("checkpoint", "sample", "note"):
+        elif event["event"] not in ("checkpoint", "sample", "note") or str(event.get("text")).startswith("injected "):
             self._others.append((self._position, event))
 
     def findings(self, *, is_live: bool) -> list[Finding]:

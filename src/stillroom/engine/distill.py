@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from contextlib import ExitStack
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from stillroom.engine.building.device import deterministic, find_device
 from stillroom.engine.building.input_check import InputCheck
 from stillroom.engine.building.loss_scale import find_loss_scale
 from stillroom.engine.building.micro_batch import find_micro_batch
-from stillroom.engine.building.models import Models, load_models
+from stillroom.engine.building.models import Models, load_models, teacher_dtype
 from stillroom.engine.building.preflight import first_forward
 from stillroom.engine.building.shrink_student import start_note, student_name
 from stillroom.engine.building.strategy import unused_strategy
@@ -55,6 +56,7 @@ from stillroom.engine.tracking import open_tracking
 from stillroom.errors import BrokenAtStart, ConfigError
 from stillroom.evaluation import Evaluation
 from stillroom.models import Student
+from stillroom.models.load.loaded import not_finite_advice
 from stillroom.parallel import Parallel, join
 from stillroom.parallel.link import TeacherRank, telling_the_end
 from stillroom.telemetry import SilentLog
@@ -153,7 +155,7 @@ def _run(
             log.listen(tracking)
         if claim.mirror is not None:
             claim.mirror.attach(log)
-    with log, recorded_end(log, folder):
+    with log, recorded_end(log, folder), ExitStack() as ending:
         with stop.while_loading():
             run = build_run(
                 config,
@@ -168,6 +170,7 @@ def _run(
                 begun_with=processes_of(saved),
                 inputs=check,
             )
+        ending.callback(run.teacher.close)
         claim.is_begun = True
         state = RunState()
         _announce(run, models, notes, saved, check)
@@ -290,7 +293,7 @@ def _teacher_before(run: Run, state: RunState) -> dict[str, Any]:
             raise BrokenAtStart(
                 "the teacher's held-out loss is not finite",
                 where=run.config.teacher.model,
-                advice=["load it in float32: --set teacher.dtype=float32", "check the model folder"],
+                advice=not_finite_advice(teacher_dtype(run.config, run.device)),
             )
     elif (stored := run.teacher.own_yardsticks(run.eval_batches())) is not None:
         before["teacher"] = stored

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 class Hooks:
     """No-ops, in the order in which a run calls them."""
 
+    last_strike: tuple[str, int] | None = None  # the fault that was injected last, and at which step
+
     def teacher(self, teacher: Teacher) -> Teacher:
         """When the run is built."""
         return teacher

@@ -50,6 +50,7 @@ class Injector(Hooks):
             is_due = (self._first_step or 0) <= fault.step <= step
             if fault.name == name and fault.left > 0 and is_due:
                 fault.left -= 1
+                self.last_strike = (name, step)
                 self.tell(f"injected {name} at step {step}: {FAULTS[name]}")
                 return True
         return False

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stillroom.errors import CannotSave, ConfigError, DataError
+from stillroom.errors import AddressUnusable, CannotSave, ConfigError
 from stillroom.files import create_atomically, write_atomically
 from stillroom.remote import Store, again, is_trouble, mark_of
 
@@ -116,7 +116,7 @@ class StoreFiles:
         """Copy a file here, whole: it has the size that the store says."""
         size = self.size(name)
         if size is None:
-            raise DataError(f"{self.url}/{name} does not exist")
+            raise AddressUnusable(f"{self.url}/{name} does not exist")
         into.parent.mkdir(parents=True, exist_ok=True)
         aside = into.with_name(f".tmp-{into.name}-{secrets.token_hex(6)}")
 

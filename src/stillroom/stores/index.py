@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from stillroom.errors import DataError
+from stillroom.errors import AddressUnusable
 from stillroom.files import write_atomically
 from stillroom.stores.files import HIDDEN, StoreFiles
 
@@ -94,7 +94,7 @@ class Index:
             return None
         found = Index._parsed(contents) or Index._parsed(files.read(Index.AHEAD) or b"")
         if found is None:
-            raise DataError(
+            raise AddressUnusable(
                 f"{files.url}/{Index.NAME} is damaged",
                 advice=["remove it: the files beside it are then taken as they are"],
             )

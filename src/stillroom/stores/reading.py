@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from stillroom.errors import DataError
+from stillroom.errors import AddressUnusable
 from stillroom.files import inside
 from stillroom.remote import as_url, is_in_store, local_copy
 from stillroom.stores.files import HIDDEN, StoreFiles
@@ -34,7 +34,7 @@ def _check_student(url: str, folder: Path) -> None:
     index = Index.read(StoreFiles(url))
     for name, told in (index.files if index else {}).items():
         if name.startswith(_STUDENT) and _sha256(inside(folder, name)) != told["sha256"]:
-            raise DataError(
+            raise AddressUnusable(
                 f"{url}/{name} is not of the run's last commit: the student is being replaced, or that was cut short",
                 advice=["try again in a moment", f"or finish it: stillroom resume {url}"],
             )

@@ -157,6 +157,9 @@ class Teacher:
     def save(self, folder: Path) -> None:
         """Write what it trained into the run's folder, complete or not at all."""
 
+    def close(self) -> None:
+        """Release files, threads and connections when the run has ended. It is not asked again."""
+
 
 NO_TEACHER = Teacher()
 

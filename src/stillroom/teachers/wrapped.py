@@ -113,3 +113,6 @@ class WrappedTeacher(Teacher):
 
     def save(self, folder: Path) -> None:
         self.inner.save(folder)
+
+    def close(self) -> None:
+        self.inner.close()

@@ -95,7 +95,7 @@ class PlainScreen:
         return
 
     def _write(self, lines: list[str]) -> None:
-        self._stream.write("".join(_encodable(line, self._stream) + "\n" for line in lines))
+        self._stream.write("".join(_printable(line, self._stream) + "\n" for line in lines))
         self._stream.flush()
 
 
@@ -116,7 +116,7 @@ class NotebookScreen(PlainScreen):
             return
         self._drawn_at = now
         place = f"\n{as_number(step) or 0:,.0f} of {moment.num_steps:,} steps" if moment.num_steps else ""
-        self._text.show(moment.line + place)
+        self._text.show(clean(moment.line) + place)
 
 
 class EnduringConsole(Console):
@@ -140,7 +140,7 @@ class LiveScreen:
     def lines(self, lines: list[str]) -> None:
         for line in lines:
             for part in _wrapped(line, self._console.width):
-                self._console.print(Text(_encodable(part, self._console.file)))
+                self._console.print(Text(_printable(part, self._console.file)))
 
     def step(self, moment: Moment) -> None:
         if moment.components:
@@ -166,7 +166,7 @@ class LiveScreen:
         bar.add_row(strip, Text(pace))
         counters = _filled(say.step_counters(moment.event, moment.num_skipped), self._console.width)
         return Group(
-            bar, *(Text(_encodable(line, self._console.file), no_wrap=True, overflow="crop") for line in counters)
+            bar, *(Text(_printable(line, self._console.file), no_wrap=True, overflow="crop") for line in counters)
         )
 
 
@@ -302,7 +302,7 @@ def render_error(error: StillroomError, stream: TextIO | None = None) -> None:
     for index, advice in enumerate(error.advice):
         parts += _labelled("try" if index == 0 else "or", advice.removeprefix("or "))
     parts += ["", f"exit code {error.exit_code}"]
-    out.write("\n".join(_encodable(part, out) for part in parts) + "\n")
+    out.write("\n".join(_printable(part, out) for part in parts) + "\n")
     out.flush()
 
 
@@ -332,7 +332,11 @@ def _filled(counters: list[str], width: int) -> list[str]:
     return lines
 
 
-def _encodable(text: str, stream: Any) -> str:
-    """Escape what the stream's encoding lacks, so that no name can stop a run."""
+def _printable(line: str, stream: Any) -> str:
+    """One line as it is printed. Every line of every screen passes here, because a log may be a stranger's.
+
+    It has no control characters and no known keys; what the stream's encoding lacks is escaped, so that no name can
+    stop a run.
+    """
     encoding = getattr(stream, "encoding", None) or "utf-8"
-    return text.encode(encoding, "backslashreplace").decode(encoding)
+    return clean(line).encode(encoding, "backslashreplace").decode(encoding)

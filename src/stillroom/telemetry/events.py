@@ -66,7 +66,7 @@ _WRITTEN_ONCE = frozenset(
 
 
 class EventLog:
-    """Append events to a file, then call listeners with each.
+    """Append events to a file, then call listeners with each. A listener has a copy of its own, which it may change.
 
     Opening a file that exists continues it: drop a last line torn by a crash, and the records that the resumed run will
     write again. `keep_records` is the `position` of the log when the state was saved: records before it stay (also a
@@ -98,18 +98,19 @@ class EventLog:
             raise ValueError(f"an event's own fields cannot be called {', '.join(taken)}")
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         record = {"event": event, "schema": SCHEMA, "time": now, **strict(fields)}
+        line = _line(record)
         with self._writes:
-            self._waiting.append(_line(record))
+            self._waiting.append(line)
             self.position += 1
             self._flush()
-            self._notify(record)
+            self._notify(line)
         return record
 
-    def _notify(self, record: Event) -> None:
+    def _notify(self, line: str) -> None:
         """Call the listeners. Remove one whose pipe or terminal is closed; the run goes on."""
         for listener in tuple(self._listeners):
             try:
-                listener(record)
+                listener(json.loads(line))
             except OSError as error:
                 if error.errno not in (errno.EPIPE, errno.EIO):
                     raise

@@ -1,7 +1,7 @@
 """Format numbers and names for terminal, log and report.
 
-No colours and no layout. Text from data, models or users goes through `clean` before it is shown: a model's name must
-not be able to move the cursor, hide a line or reverse text.
+No colours and no layout. All text goes through `clean` before it is shown, at the latest where it is printed: a model's
+name must not be able to move the cursor, hide a line or reverse text, and no key that we know may be read.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import math
 import re
 import unicodedata
 from typing import Any
+
+from stillroom.secret_keys import masked
 
 # CSI, OSC and the other string sequences, then two-byte escapes; 0x80-0x9f are their one-byte forms.
 _ESCAPE_SEQUENCE = re.compile(
@@ -24,7 +26,7 @@ _UNSEEN = frozenset({"Cc", "Cf"})
 
 
 def clean(text: object, *, keep_lines: bool = False) -> str:
-    """`text` without control characters, escape sequences and direction overrides.
+    """`text` without control characters, escape sequences, direction overrides and known keys.
 
     Without `keep_lines` the result is one line. A lone surrogate becomes "?": a JSON file can hold it, a terminal
     cannot show it.
@@ -32,7 +34,7 @@ def clean(text: object, *, keep_lines: bool = False) -> str:
     plain = _ESCAPE_SEQUENCE.sub("", str(text).replace("\r\n", "\n").replace("\r", "\n"))
     if not plain.isprintable():
         plain = "".join(_visible(character) for character in plain)
-    return plain if keep_lines else plain.replace("\n", " ")
+    return masked(plain if keep_lines else plain.replace("\n", " "))
 
 
 def _visible(character: str) -> str:

@@ -194,6 +194,16 @@ def test_a_cached_run_resumes_bit_for_bit(small: Path, tmp_path: Path, monkeypat
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="counts the open files")
+def test_cached_runs_in_one_process_leave_no_file_open(small: Path, tmp_path: Path) -> None:
+    stored = cache(small, tmp_path / "cache")
+    counts = []
+    for number in range(3):
+        run(small, tmp_path / str(number), teacher__cache=str(stored), train__max_steps=1, train__eval_steps=1)
+        counts.append(len(list(Path("/proc/self/fd").iterdir())))
+    assert counts[2] <= counts[0]
+
+
 @pytest.mark.parametrize("spec", ["teacher_nan@2", "bad_batch@2", "teacher_garbage@3", "all_masked@2"])
 def test_faults_strike_a_cached_run_and_it_goes_on(small: Path, tmp_path: Path, spec: str) -> None:
     place = cache(small, tmp_path / "cache")

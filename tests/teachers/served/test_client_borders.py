@@ -9,12 +9,14 @@ import shutil
 import socket
 import ssl
 import subprocess
+import threading
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from scripted_server import Scripted, answer, scripting
+from scripted_server import ENDLESS, Scripted, answer, scripting
 
 from stillroom.config import load_config
 from stillroom.config.served import RequestsConfig
@@ -115,6 +117,23 @@ def test_gzip_that_was_not_asked_for_is_read_and_other_codings_are_refused(serve
     assert client.counters["repeated_dropped"] == 1  # the broken one was asked for again
 
 
+@pytest.mark.parametrize("kind", list(ENDLESS))
+def test_an_answer_without_end_is_a_timeout_of_the_whole_answer(server: Scripted, kind: str) -> None:
+    quick = RequestsConfig(retries=1, pause_seconds=0.01, timeout_seconds=0.5)
+    server.script += [ENDLESS[kind]] * 2
+    client, ended = Client(server.url, quick), threading.Event()
+
+    def ask() -> None:
+        with pytest.raises(ServerUnusable):
+            client.ask("POST", "/", {})
+        ended.set()
+
+    threading.Thread(target=ask, daemon=True).start()
+    assert ended.wait(30)
+    assert client.counters == {"requests": 1, "repeated_timeout": 1}
+    assert client.ask("POST", "/", {}) == {"fine": True}  # the next answer has its own time
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_no_more_of_an_answer_is_held_than_it_may_have(server: Scripted, packed: bool) -> None:
     large = b'"' + b"a" * 40_000_000 + b'"'
@@ -155,6 +174,38 @@ def test_a_key_at_the_edge_of_what_is_shown_is_hidden_whole(server: Scripted) ->
     with pytest.raises(ServerRefused) as caught:
         Client(server.url, FAST, "sk-secret-1234567890").ask("POST", "/", {})
     assert "sk-s" not in str(caught.value)
+
+
+@pytest.mark.parametrize("field", ["Location", "Content-Encoding", "Server", "body"])
+def test_a_key_that_the_server_repeats_is_hidden_wherever_it_stands(server: Scripted, field: str) -> None:
+    key = "sk-Secret-" + "1234567890" * 8  # longer than what is shown of a coding
+    headers = {field.replace("-", "_"): f"http://a/{key}"} if field != "body" else {}
+    status = 200 if field == "Content-Encoding" else 307
+    server.script.append(answer(status, key.encode() if field == "body" else b"{}", **headers))
+    client = Client(server.url, FAST, key)
+    with pytest.raises(ServerUnusable) as caught:
+        client.ask("POST", "/", {})
+    assert "secret" not in (str(caught.value) + client.server_header).lower()
+
+
+def test_a_chunk_of_negative_length_is_an_answer_cut_short(server: Scripted) -> None:
+    def give(handler: Any) -> None:
+        handler.send_response(200)
+        handler.send_header("Transfer-Encoding", "chunked")
+        handler.end_headers()
+        handler.wfile.write(b"-5\r\n{}\r\n0\r\n\r\n")
+        handler.close_connection = True
+
+    server.script.append(give)
+    client = Client(server.url, FAST)
+    assert client.ask("POST", "/", {}) == {"fine": True}
+    assert client.counters == {"requests": 1, "repeated_dropped": 1}
+
+
+@pytest.mark.parametrize("url", [f"http://{'a' * 70}.example:1", "http://localhost:9/\u00fc"])
+def test_an_address_that_cannot_be_sent_is_refused(url: str) -> None:
+    with pytest.raises(ServerUnusable):
+        Client(url, FAST).ask("GET", "/v1/models")
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,23 @@ def test_a_key_comes_from_the_environment_and_is_asked_for_by_name(
         assert "secret" not in str(server.facts)
 
 
+@pytest.mark.parametrize("limit", [-5, 0, 1, True, "many", 2.5, [512]])
+def test_a_length_that_is_none_is_refused(folder: Path, limit: Any) -> None:
+    with serving(folder) as served:
+        served.max_model_len = limit
+        with pytest.raises(ServerUnusable):
+            opened(served, folder)
+
+
+def test_a_key_in_a_models_name_or_a_version_is_hidden(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINY_KEY", "sk-tiny-secret")
+    pages = {"/v1/models": {"data": [{"id": "tiny-sk-tiny-secret"}]}, "/version": {"version": "1-sk-tiny-secret"}}
+    with serving(folder) as served:
+        served.page = lambda path: (200, pages[path])
+        facts = opened(served, folder, api_key_variable="TINY_KEY").facts
+    assert facts.to_dict() == {"server": served.url, "served_model": "tiny-***", "server_version": "1-***"}
+
+
 def test_a_model_that_the_server_does_not_have_is_named(folder: Path) -> None:
     with serving(folder) as served, pytest.raises(ConfigError, match="no model 'large', but tiny-teacher"):
         opened(served, folder, model="large")

@@ -16,7 +16,7 @@ from stillroom.checks.doctor.setup import Setup
 from stillroom.config import Config
 from stillroom.engine.building.assemble import build_run
 from stillroom.engine.building.loss_scale import find_loss_scale
-from stillroom.engine.building.models import load_models
+from stillroom.engine.building.models import load_models, teacher_dtype
 from stillroom.engine.building.preflight import first_forward
 from stillroom.engine.state import RunState
 from stillroom.engine.step import attempt
@@ -52,14 +52,14 @@ def real_step(setup: Setup) -> Iterator[Finding]:
             "red",
             SUBJECT,
             f"in {own.mode} the loss of the first step is {own.loss:g} and its gradient norm {own.norm:g}",
-            "--set precision.mode=fp32, and --set teacher.dtype=float32",
+            _wider(own.mode, setup),
         )
     if own.bad_teacher_rows:
         yield Finding(
             "red",
             SUBJECT,
             f"the teacher's answer is no distribution at {own.bad_teacher_rows:,} positions of the first batch",
-            "--set teacher.dtype=float32",
+            _wider("fp32", setup),
         )
     if own.norm == 0.0:
         yield Finding(
@@ -80,6 +80,14 @@ def real_step(setup: Setup) -> Iterator[Finding]:
             f"{setup.config.train.max_grad_norm:g}",
             "check that student and data belong together, or lower the weights of the objectives",
         )
+
+
+def _wider(mode: str, setup: Setup) -> str:
+    """Which of both models can be computed in more digits."""
+    tries = [] if mode == "fp32" else ["--set precision.mode=fp32"]
+    is_whole = teacher_dtype(setup.config, setup.device) == torch.float32
+    tries += [] if is_whole or not setup.uses_teacher else ["--set teacher.dtype=float32"]
+    return ", and ".join(tries) or "check the models' folders: both are computed in FP32"
 
 
 def _compared(own: Taken, exact: Taken) -> Finding:

@@ -25,6 +25,7 @@ from stillroom.teachers.served.server import Server, open_server
 from stillroom.teachers.served.teacher import ServedTeacher, Window
 from stillroom.teachers.spec import check_use, served_spec
 
+_LEAST_ROW = 8  # tokens that data.max_length has at least
 _TRIAL_ROWS = 64  # spread over the data; they are asked until there are enough positions
 SHARD_TOKENS = 8_192  # a served teacher is large: what a kill costs is kept small
 PROBE = "probe"  # in the manifest of a cache: how the probe was answered when it was begun
@@ -79,7 +80,10 @@ def _check_length(server: Server, rows: Rows) -> None:
         raise ConfigError(
             f"a row and the tokens after it are {longest:,} tokens, and the server takes {limit:,}",
             where="data.max_length",
-            advice=[f"--set data.max_length={limit - 2}", "start the server with a longer context"],
+            advice=[
+                *([f"--set data.max_length={limit - 2}"] if limit >= _LEAST_ROW + 2 else []),
+                "start the server with a longer context",
+            ],
         )
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from stillroom.checkpoint import Saved
 from stillroom.engine.background_save import settle
+from stillroom.engine.building.models import teacher_dtype
 from stillroom.engine.recovery.locate_nonfinite import locate
 from stillroom.engine.recovery.quarantine import keep_window
 from stillroom.engine.recovery.reach import weight_peaks
@@ -18,10 +19,12 @@ from stillroom.engine.state import RunState, capture, restore
 from stillroom.errors import BrokenAtStart, Diverged, LossScaleAtFloor, StillroomError, TooManySkips
 from stillroom.evaluation import evaluate
 from stillroom.guard import is_astray, is_within_band
+from stillroom.models.load.loaded import not_finite_advice
 from stillroom.snapshots import SnapshotRing
 from stillroom.types import Batch, Evidence, Examination, Verdict
 
 _PATIENCE = 2
+_AFTERMATH = 8  # steps after an injected fault that it may still be the cause of
 _LEAST_TOKEN_SHARE = 0.1  # of all weights, for cross-entropy and distillation together
 
 
@@ -179,7 +182,7 @@ def carry_out(run: Run, state: RunState, window: Sequence[Batch], evidence: Evid
             _reset(run, state)
         case _:
             keep_window(run, state, window, evidence, verdict, located)
-            raise _halted(verdict, evidence, located)
+            raise _halted(run, verdict, evidence, located)
     state.is_changing = False
 
 
@@ -208,7 +211,7 @@ def roll_back(run: Run, state: RunState, verdict: Verdict) -> None:
         raise Diverged(
             f"step {state.applied + 1}: {verdict.reason}, and there is no good state to return to",
             where=f"optimizer step {state.applied + 1}",
-            advice=_advice(),
+            advice=_advice(run, state.applied + 1),
         )
     failed_at = state.applied
     # The first rollback to a snapshot repeats the steps unchanged: the fault may not repeat. At the second, go back
@@ -227,7 +230,9 @@ def roll_back(run: Run, state: RunState, verdict: Verdict) -> None:
 
 def _reset(run: Run, state: RunState) -> None:
     if state.initial is None:
-        raise Diverged("the initial state was not kept, so the run cannot begin again", advice=_advice())
+        raise Diverged(
+            "the initial state was not kept, so the run cannot begin again", advice=_advice(run, state.applied + 1)
+        )
     failed_at = state.applied
     restore(run, state, state.initial, keeps_history=True)
     state.rolled_back_to = -1
@@ -240,18 +245,22 @@ def _reset(run: Run, state: RunState) -> None:
     run.log.write("note", text="began again from the initial weights: all training so far is lost")
 
 
-def _halted(verdict: Verdict, evidence: Evidence, located: str) -> StillroomError:
+def _halted(run: Run, verdict: Verdict, evidence: Evidence, located: str) -> StillroomError:
     kinds: dict[int, type[StillroomError]] = {20: BrokenAtStart, 21: TooManySkips, 22: Diverged, 23: LossScaleAtFloor}
     kind = kinds.get(verdict.exit_code, Diverged)
     what = f"{verdict.reason}: {located}" if located else verdict.reason
-    return kind(what, where=f"optimizer step {evidence.step}", advice=_advice(evidence))
+    return kind(what, where=f"optimizer step {evidence.step}", advice=_advice(run, evidence.step, evidence))
 
 
-def _advice(evidence: Evidence | None = None) -> list[str]:
+def _advice(run: Run, step: int, evidence: Evidence | None = None) -> list[str]:
     """Advice for the cause of the halt, most promising first."""
+    if run.hooks.last_strike is not None and step - run.hooks.last_strike[1] <= _AFTERMATH:
+        name, at = run.hooks.last_strike
+        return [f"nothing to change: --inject struck {name} at step {at}; the same run without it may be sound"]
     advice = []
     if evidence is not None and evidence.bad_teacher_rows:
-        advice.append("the teacher's answers are not finite: load it in float32, --set teacher.dtype=float32")
+        told = not_finite_advice(teacher_dtype(run.config, run.device))
+        advice += [f"the teacher's answers are not finite: {text}" for text in told]
     if evidence is not None and evidence.is_scale_at_floor:
         advice.append("FP16 overflows in the student itself: --precision fp32, or bf16-mixed where the card has it")
     if evidence is not None and not math.isfinite(evidence.terms.get("ce", 0.0)):

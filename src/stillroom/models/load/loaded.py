@@ -140,8 +140,14 @@ def _answers(network: Any, ids: Tensor, name: str) -> Tensor:
     raise BrokenAtStart(
         f"{name} answers with values that are not finite"
         + (f"; not finite: {', '.join(broken[:4])}" if broken else ""),
-        advice=["check the model folder", "load it in float32: --set teacher.dtype=float32"],
+        advice=not_finite_advice(network.get_output_embeddings().weight.dtype),
     )
+
+
+def not_finite_advice(dtype: torch.dtype) -> list[str]:
+    """What to try where a teacher's answers are not finite. FP32 helps one that is not in it."""
+    is_whole = dtype in (torch.float32, torch.float64)
+    return [*([] if is_whole else ["load it in float32: --set teacher.dtype=float32"]), "check the model folder"]
 
 
 def _check_causality(network: Any, ids: Tensor, own: Tensor, tolerance: float, name: str) -> None:

@@ -17,7 +17,7 @@ from huggingface_hub import HfApi, snapshot_download
 
 from stillroom import builtin
 from stillroom.config.schema import ModelSection
-from stillroom.errors import BrokenAtStart, ConfigError
+from stillroom.errors import AddressUnusable, BrokenAtStart, ConfigError
 from stillroom.models.load.gguf_file import is_gguf
 from stillroom.stores.reading import here
 
@@ -81,7 +81,10 @@ def find(name: str) -> Source:
     """Resolve a name by the disk and the name alone. Fetches nothing but what lies behind an address."""
     if name.startswith("builtin:"):
         return _find_builtin(name)
-    path = here(name).expanduser()
+    try:
+        path = here(name).expanduser()
+    except AddressUnusable as error:
+        raise BrokenAtStart(f"there is no model to read: {error.what}", where=name, advice=error.advice) from error
     try:
         if path.is_dir():
             next(path.iterdir(), None)

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from stillroom.config.schema import ShrinkConfig
 from stillroom.errors import BrokenAtStart, ConfigError
+from stillroom.models.load.loaded import not_finite_advice
 from stillroom.models.shrink.bypass import Bypass, blocks_of, cannot_be_cut
 from stillroom.models.shrink.passages import Passage, finite, num_positions, num_scored
 
@@ -158,7 +159,7 @@ def by_loss(teacher: Any, number: int, texts: Sequence[Passage], fits: Fits, tel
         raise BrokenAtStart(
             "the teacher's loss is not finite on the text that its layers are chosen by",
             where="student.shrink",
-            advice=["load it in float32: --set teacher.dtype=float32", "check the model folder"],
+            advice=not_finite_advice(next(teacher.parameters()).dtype),
         )
     order: list[int] = []
     while len(kept) > number:

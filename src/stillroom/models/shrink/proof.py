@@ -16,6 +16,7 @@ from torch import nn
 
 from stillroom.errors import BrokenAtStart, ConfigError
 from stillroom.models.attention import NAME
+from stillroom.models.load.loaded import not_finite_advice
 from stillroom.models.shrink.bypass import Bypass, blocks_of, cannot_be_cut
 from stillroom.models.shrink.layer_config import config_of_layers
 
@@ -111,7 +112,7 @@ def check_logits(teacher: Any, student: Any, layers: Sequence[int]) -> None:
         raise BrokenAtStart(
             "the teacher's logits are not finite",
             where="student.shrink",
-            advice=["load it in float32: --set teacher.dtype=float32", "check the model folder"],
+            advice=not_finite_advice(dtype),
         )
     tolerance = _TOLERANCE if dtype in (torch.float32, torch.float64) else _TOLERANCE_HALF
     for uses_cache in (False, True):

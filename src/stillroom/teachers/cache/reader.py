@@ -37,14 +37,18 @@ class Cache:
         self.manifest: Manifest = read_manifest(folder)
         self.shards = [Shard(path, self.manifest.store) for path in shard_paths(folder)]
         self._keys, self._places = _sorted(self.shards)
-        self._handles: OrderedDict[int, int] = OrderedDict()
         self._lock = threading.Lock()
+        self._handles: OrderedDict[int, int] = OrderedDict()
         self._origin = Origin.of(folder)
 
     def close(self) -> None:
         with self._lock:
             while self._handles:
                 os.close(self._handles.popitem()[1])
+
+    def __del__(self) -> None:
+        if hasattr(self, "_handles"):  # of a cache that was opened and not closed, as after an error
+            self.close()
 
     # -- what it holds -----------------------------------------------------------------------------------
 

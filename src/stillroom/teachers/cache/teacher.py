@@ -61,6 +61,11 @@ class CachedTeacher(Teacher):
             self._whole = self._load_whole()
         return self._whole
 
+    def close(self) -> None:
+        if self._reader is not None:
+            self._reader.shutdown(cancel_futures=True)
+        self.cache.close()
+
     # -- answering ---------------------------------------------------------------------------------------
 
     def observe(self, batch: Batch, needs: Needs) -> Signal:

@@ -1,15 +1,18 @@
 """Requests to a server: JSON over kept connections, repeated where that may help, and never against its wishes.
 
-Repeated: no connection, no answer in time, an answer cut short or that is no JSON, status 408, 429 and 5xx. Pauses
-double and are drawn at random, so that many clients do not come back at once. `Retry-After` holds for all threads of a
-client. Any other status is final. A redirection is not followed: the key would go to another host. Proxies of the
-environment are not used, for the same reason. No more of an answer is read, or unpacked, than it may have.
+Repeated: no connection, no whole answer in time, an answer cut short or that is no JSON, status 408, 429 and 5xx.
+Pauses double and are drawn at random, so that many clients do not come back at once. `Retry-After` holds for all
+threads of a client. Any other status is final. A redirection is not followed: the key would go to another host.
+Proxies of the environment are not used, for the same reason. No more of an answer is read, or unpacked, than it may
+have, and not for longer: `timeout_seconds` is a bound on the whole answer, because a server that sends a byte now and
+then is never idle.
 """
 
 from __future__ import annotations
 
 import email.utils
 import http.client
+import io
 import json
 import math
 import random
@@ -21,17 +24,20 @@ import zlib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 from stillroom.config.served import RequestsConfig
 from stillroom.errors import ServerGone, ServerUnusable
 from stillroom.files import reason_of
+from stillroom.secret_keys import hide, masked
 
 _LONGEST_PAUSE = 60.0
 _LONGEST_WISH = 900.0  # seconds of Retry-After that are waited for
 _SHOWN = 300  # characters of a server's message
 _MOST_BYTES = 16 << 20  # of an answer whose size the caller does not know
+_LOOKED_UP = 30.0  # seconds at most for a GET: what a server says of itself needs no model
 _GZIP = 16 + zlib.MAX_WBITS
 _AGAIN = (408, 429, 500, 502, 503, 504, 529)
 _ADVICE_KEY = "name the variable that holds the server's key: --set teacher.requests.api_key_variable=NAME"
@@ -70,6 +76,36 @@ class Address:
         return f"http{'s' if self.is_secure else ''}://{host}{port}{self.prefix}"
 
 
+class _TimedReader(io.RawIOBase):
+    """Read a socket until a moment, whatever comes before it: a timeout of the socket begins anew with each byte."""
+
+    def __init__(self, sock: socket.socket, end: float) -> None:
+        self._sock, self._raw, self._end = sock, sock.makefile("rb", buffering=0), end
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self._sock.settimeout(left)
+        return self._raw.readinto(buffer)
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+class _TimedAnswer(http.client.HTTPResponse):
+    """An answer that ends by a moment: its head, the interim answers before it and its body."""
+
+    def __init__(self, sock: socket.socket, *more: Any, end: float, **named: Any) -> None:
+        super().__init__(sock, *more, **named)
+        self.fp.close()
+        self.fp = io.BufferedReader(_TimedReader(sock, end))
+
+
 class Client:
     """One server. Threads may ask at the same time; each keeps a connection."""
 
@@ -77,6 +113,7 @@ class Client:
         self.address = Address.of(url)
         self.server_header = ""  # of the last answer: names the program, where it says so
         self._settings, self._key = settings, key
+        hide(key)
         self._local = threading.local()
         self._lock = threading.Lock()
         self._counters: Counter[str] = Counter()
@@ -120,7 +157,7 @@ class Client:
 
     def _try(self, method: str, path: str, held: bytes | None, most_bytes: int) -> Any:
         answer, told = self._exchange(method, path, held, most_bytes)
-        self.server_header = answer.headers.get("Server", "")
+        self.server_header = masked(answer.headers.get("Server", ""))
         if answer.status in _AGAIN:
             wish = _seconds(answer.headers.get("Retry-After"))
             kind = "rate_limit" if answer.status == 429 else "server_error"
@@ -145,48 +182,59 @@ class Client:
             headers["Content-Type"] = "application/json"
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
+        longest = self._settings.timeout_seconds
+        longest = min(longest, _LOOKED_UP) if method == "GET" else longest
         try:
-            answer = self._send(method, path, held, headers)
+            answer = self._send(method, path, held, headers, time.monotonic() + longest)
             told = answer.read(most_bytes + 1)
             if len(told) <= most_bytes and answer.length:  # with a limit, `read` does not notice
                 raise http.client.IncompleteRead(told, answer.length)
         except TimeoutError as error:
-            raise _Failed("timeout", f"no answer in {self._settings.timeout_seconds:g} seconds") from error
+            raise _Failed("timeout", f"no whole answer in {longest:g} seconds") from error
         except ssl.SSLCertVerificationError as error:
             raise ServerUnusable(
                 f"its certificate does not hold: {error.verify_message}",
                 where=str(self.address),
                 advice=["SSL_CERT_FILE=FILE names the certificates that are trusted"],
             ) from error
-        except (http.client.HTTPException, OSError) as error:
+        except (http.client.HTTPException, OSError, ValueError) as error:  # ValueError: a chunk of negative length
             what = f"the connection failed: {reason_of(error)}"
-            if isinstance(error, ssl.SSLError | socket.gaierror) and not self._has_answered:
+            if isinstance(error, ssl.SSLError | socket.gaierror | UnicodeError) and not self._has_answered:
                 raise ServerUnusable(what, where=str(self.address), advice=[_ADVICE_SCHEME]) from error
             raise _Failed("dropped", what) from error
         return answer, self._unpacked(answer, told, most_bytes)
 
-    def _send(self, method: str, path: str, held: bytes | None, headers: Mapping[str, str]) -> http.client.HTTPResponse:
+    def _send(
+        self, method: str, path: str, held: bytes | None, headers: Mapping[str, str], end: float
+    ) -> http.client.HTTPResponse:
         """The head of the answer. A kept connection that the server closed meanwhile is opened again, without a pause.
 
         Servers close connections that are idle for some seconds, and llama.cpp's after 100 requests.
         """
         was_kept = getattr(self._local, "connection", None) is not None
         try:
-            connection = self._connection()
-            connection.request(method, f"{self.address.prefix}{path}", held, headers)
-            return connection.getresponse()
+            return self._send_once(method, path, held, headers, end)
         except (ConnectionResetError, BrokenPipeError, ConnectionAbortedError):  # RemoteDisconnected is one of them
             if not was_kept:
                 raise
         self._forget_connection()
         self._count("reconnected")
+        return self._send_once(method, path, held, headers, end)
+
+    def _send_once(
+        self, method: str, path: str, held: bytes | None, headers: Mapping[str, str], end: float
+    ) -> http.client.HTTPResponse:
         connection = self._connection()
+        connection.timeout = max(end - time.monotonic(), 0.001)
+        connection.response_class = cast(Any, partial(_TimedAnswer, end=end))
+        if connection.sock is not None:
+            connection.sock.settimeout(connection.timeout)
         connection.request(method, f"{self.address.prefix}{path}", held, headers)
         return connection.getresponse()
 
     def _unpacked(self, answer: http.client.HTTPResponse, told: bytes, most_bytes: int) -> bytes:
         """The answer's bytes. Compressed ones were not asked for, and a proxy may send them all the same."""
-        coding = (answer.headers.get("Content-Encoding") or "identity").strip().lower()
+        coding = masked(answer.headers.get("Content-Encoding") or "identity").strip().lower()
         if coding == "gzip":
             try:
                 told = zlib.decompressobj(_GZIP).decompress(told, most_bytes + 1)
@@ -207,7 +255,7 @@ class Client:
     def _connection(self) -> http.client.HTTPConnection:
         if getattr(self._local, "connection", None) is None:
             kind = http.client.HTTPSConnection if self.address.is_secure else http.client.HTTPConnection
-            self._local.connection = kind(self.address.host, self.address.port, timeout=self._settings.timeout_seconds)
+            self._local.connection = kind(self.address.host, self.address.port)
         found: http.client.HTTPConnection = self._local.connection
         return found
 
@@ -248,7 +296,7 @@ class Client:
         )
 
     def _refused(self, method: str, path: str, answer: http.client.HTTPResponse, told: bytes) -> ServerUnusable:
-        status, place = answer.status, answer.headers.get("Location")
+        status, place = answer.status, masked(answer.headers.get("Location", ""))
         advice = {401: [_ADVICE_KEY], 403: [_ADVICE_KEY], 404: ["check the address of teacher.server"]}.get(status, [])
         if 300 <= status < 400 and place:
             advice = [f"it points to {place[:_SHOWN]}: if that is the server, write its address in teacher.server"]
@@ -257,7 +305,7 @@ class Client:
         )
 
     def _said(self, told: bytes) -> str:
-        """The server's own message, as far as it is short, without the key should it repeat it."""
+        """The server's own message, as far as it is short. Masked first: half a key would not be known any more."""
         text = told[:4096].decode("utf-8", errors="replace")
         try:
             found = json.loads(told)
@@ -265,8 +313,7 @@ class Client:
             text = str(error.get("message", error) if isinstance(error, dict) else error)
         except (ValueError, AttributeError, RecursionError):
             pass
-        text = text.replace(self._key, "***") if self._key else text
-        text = " ".join(text.split())[:_SHOWN]
+        text = " ".join(masked(text).split())[:_SHOWN]
         return f": {text}" if text else ""
 
 

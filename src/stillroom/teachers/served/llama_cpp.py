@@ -32,7 +32,7 @@ from typing import Any
 
 from stillroom.teachers.entries import Entry, Given
 from stillroom.teachers.served.client import Client, ServerRefused
-from stillroom.teachers.served.shapes import Prompt, bad, check_tables, missing, number
+from stillroom.teachers.served.shapes import Prompt, bad, check_tables, missing, num_tokens, number, shown
 
 _COMPLETION, _PROPS = "/completion", "/props"
 _HOT = 4.0  # another temperature
@@ -40,6 +40,7 @@ _MOST_CHANGE, _TOLD = 1e-2, -5.0  # of a log-probability, and of which ones: les
 _FORCED = 1e6  # added to the logit of the token that is asked about
 _RECHECKED = 4  # tokens of the probe that are asked again while the server is used: each is a request
 _MANY = 1_024  # log-probabilities that are asked for before all of them are: those of a large vocabulary are megabytes
+_MOST_SLOTS = 4_096  # of a server: each is a queue entry here
 _SLOT_TOKENS = 2_048  # of a batch: a slow server shows its progress, and a kill costs little
 _FIELDS = ["completion_probabilities", "tokens_evaluated", "truncated"]  # the settings and the prompt's text are not
 _BYTES_OF_ANSWER, _BYTES_OF_ENTRY = 65_536, 2_048  # the most that is read; an entry has some 80 bytes
@@ -56,7 +57,7 @@ class LlamaCpp:
         told = _props(client)
         settings, version = told.get("default_generation_settings"), told.get("build_info")
         limit = settings.get("n_ctx") if isinstance(settings, Mapping) else None
-        self.max_tokens = limit if isinstance(limit, int) else None  # of one slot
+        self.max_tokens = None if limit is None else num_tokens(limit, f"{_PROPS}: `n_ctx`")  # of one slot
         self.version = f"llama.cpp {version}" if isinstance(version, str) else None
         self._whole: int | None = None  # a token that was generated and has its log-probabilities
         self._slots: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -153,8 +154,10 @@ def _props(client: Client) -> Mapping[str, Any]:
         raise missing(f"{_PROPS}: status {error.status}", str(client.address)) from error
     found: Mapping[str, Any] = told if isinstance(told, Mapping) else {}
     slots = found.get("total_slots")
-    if not isinstance(slots, int) or slots < 1:
+    if slots is None:
         raise missing(f"{_PROPS} does not tell `total_slots`", str(client.address))
+    if not isinstance(slots, int) or not 1 <= slots <= _MOST_SLOTS:
+        raise bad(f"{_PROPS} has `total_slots` {shown(slots)}", str(client.address))
     return found
 
 
@@ -189,7 +192,7 @@ def _table(own: Mapping[str, Any], place: int, texts: dict[int, str], where: str
     for one in own["top_logprobs"]:
         token = one.get("id") if isinstance(one, Mapping) else None
         if not isinstance(token, int) or isinstance(token, bool) or token < 0:
-            raise bad(f"{column} names {str(token)[:40]!r} instead of a token id", where)
+            raise bad(f"{column} names {shown(token)!r} instead of a token id", where)
         if token in entry:
             raise bad(f"{column} names token {token} twice", where)
         entry[token] = number(one.get("logprob"), column, where)

@@ -9,14 +9,16 @@ from typing import Any
 
 from stillroom.config.schema import TeacherConfig
 from stillroom.errors import ConfigError, ServerGone, ServerUnusable
+from stillroom.secret_keys import masked
 from stillroom.teachers.entries import Given, Spelling
 from stillroom.teachers.served.client import Client, ServerRefused
 from stillroom.teachers.served.llama_cpp import LlamaCpp
 from stillroom.teachers.served.probe import Probe, check_causal, check_steady, own_log_probs, spread_places
-from stillroom.teachers.served.shapes import ECHO, PROMPT_LOGPROBS, Completions, MissingField, Prompt, Shape
+from stillroom.teachers.served.shapes import ECHO, PROMPT_LOGPROBS, Completions, MissingField, Prompt, Shape, num_tokens
 
 _MODELS, _VERSION, _DETOKENIZE = "/v1/models", "/version", "/detokenize"
 _OTHER_SHAPE = (400, 404, 405, 422, 501)  # a request that the server does not know, or not so
+_LONGEST_NAME = 500  # characters of a model's name or of a version
 _TRIED = (
     "programs that give log-probabilities of prompts as token ids: vLLM and llama.cpp's server; others may likewise"
 )
@@ -46,7 +48,9 @@ class Server:
     def __init__(self, client: Client, facts: Facts, shape: Shape, *, num_wanted: int, vocab_size: int) -> None:
         self.client, self.shape = client, shape
         self.facts = replace(
-            facts, version=shape.version or facts.version, max_tokens=facts.max_tokens or shape.max_tokens
+            facts,
+            version=masked(shape.version or facts.version or "")[:_LONGEST_NAME] or None,
+            max_tokens=facts.max_tokens or shape.max_tokens,
         )
         self.num_wanted, self._vocab_size = min(num_wanted, vocab_size), vocab_size
         self.notes: tuple[str, ...] = ()  # what could not be checked
@@ -124,7 +128,9 @@ def _facts(client: Client, wanted: str | None) -> Facts:
     url = str(client.address)
     try:
         listed = client.ask("GET", _MODELS)
-        models = {str(one["id"]): one for one in listed["data"]}
+        models = {masked(str(one["id"])): one for one in listed["data"]}
+        if any(len(name) > _LONGEST_NAME for name in models):
+            raise ServerUnusable(f"{_MODELS} has a name of more than {_LONGEST_NAME:,} characters", where=url)
     except ServerRefused as error:
         if error.status not in (404, 405, 501) or wanted is None:
             raise
@@ -146,7 +152,8 @@ def _facts(client: Client, wanted: str | None) -> Facts:
     name = wanted or next(iter(models))
     about = models.get(name, {})
     limit = about.get("max_model_len") if isinstance(about, Mapping) else None
-    return Facts(url, name, _version(client), limit if isinstance(limit, int) else None)
+    most = None if limit is None else num_tokens(limit, f"{_MODELS}: `max_model_len`")
+    return Facts(url, name, _version(client), most)
 
 
 def _version(client: Client) -> str | None:
@@ -173,7 +180,7 @@ def _check_spelling(server: Server, given: Given, tokenizer: Any) -> tuple[str, 
         text = held.get("prompt", held.get("content"))  # vLLM's name, and llama.cpp's
         ours = tokenizer.decode(list(given.ids), clean_up_tokenization_spaces=False)
         if not isinstance(text, str) or text.strip() != ours.strip():
-            wrong = f"the probe's tokens spell {str(text)[:60]!r} there and {ours[:60]!r} in the tokenizer"
+            wrong = f"the probe's tokens spell {masked(str(text))[:60]!r} there and {ours[:60]!r} in the tokenizer"
     if wrong is None:
         return ()
     raise ServerUnusable(

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from stillroom.errors import ServerUnusable
+from stillroom.secret_keys import masked
 from stillroom.teachers.entries import TOKEN_ID, Entry, Given
 from stillroom.teachers.served.client import Client
 
@@ -128,6 +129,11 @@ class MissingField(ServerUnusable):
     """The answer lacks what this shape is made of: the server may have another one."""
 
 
+def shown(value: Any) -> str:
+    """The beginning of what a server sent. Masked before it is cut: half a key would not be known any more."""
+    return masked(str(value))[:40]
+
+
 def missing(what: str, where: str) -> MissingField:
     return MissingField(f"the server's answer cannot be used: {what}", where=where)
 
@@ -204,7 +210,7 @@ def _id(text: str, column: str, where: str, prefix: str = "") -> int:
     digits = text.removeprefix(prefix)
     if (prefix and digits == text) or not digits.isascii() or not digits.isdigit() or len(digits) > _MOST_DIGITS:
         raise bad(
-            f"{column} names {text[:40]!r}, a text instead of a token id: several tokens may spell the same text",
+            f"{column} names {shown(text)!r}, a text instead of a token id: several tokens may spell the same text",
             where,
             ["use a server that answers with ids: vLLM's prompt_logprobs, or its return_tokens_as_token_ids"],
         )
@@ -218,8 +224,16 @@ def number(value: Any, column: str, where: str) -> float:
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) < _MOST_NUMBER:
         return float(value)
     raise bad(
-        f"a log-probability in {column} is {str(value)[:40] if not isinstance(value, int) else 'an integer'}", where
+        f"a log-probability in {column} is {shown(value) if not isinstance(value, int) else 'an integer'}",
+        where,
     )
+
+
+def num_tokens(value: Any, where: str) -> int:
+    """How many tokens a server says that it takes: a whole number, at least two, or `ServerUnusable`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 2:
+        raise bad(f"{shown(value)} tokens is no length of a prompt", where)
+    return value
 
 
 def _check_prompt(answer: Answer, ids: tuple[int, ...], where: str) -> None:
