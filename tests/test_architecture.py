@@ -14,7 +14,7 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src" / "stillroom"
 
 LAYERS = [
-    {"errors", "files", "threads"},
+    {"errors", "files", "stored", "threads"},
     {"types", "config", "ends", "remote"},
     {"numerics", "curriculum", "schedule", "guard", "builtin", "yardsticks", "stores"},
     {"objectives", "precision", "data", "models"},
