@@ -16,7 +16,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "stillroom"
 LAYERS = [
     {"secret_keys"},
     {"errors", "threads"},
-    {"files"},
+    {"files", "stored"},
     {"types", "config", "ends", "remote"},
     {"numerics", "curriculum", "schedule", "guard", "builtin", "yardsticks", "stores"},
     {"objectives", "precision", "data", "models"},

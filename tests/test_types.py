@@ -143,8 +143,15 @@ def kept_window(folder: Path, change: Callable[[dict[str, Any]], object] = lambd
     place = folder / "quarantine"
     place.mkdir()
     batch = draw(has_other=False)
-    facts = {"batches": [{**facts_of(batch), "text": []}]}
-    change(facts["batches"][0])
+    batches: list[dict[str, Any]] = [{**facts_of(batch), "text": []}]
+    facts = {
+        "step": 3,
+        "verdict": {"action": "skip", "reason": "a NaN"},
+        "located": "",
+        "evidence": {"loss": None, "grad_norm": 1.0},
+        "batches": batches,
+    }
+    change(batches[0])
     path = place / "step-000003-attempt-000004"
     path.with_suffix(".json").write_text(json.dumps(facts))
     path.with_suffix(".safetensors").write_bytes(save({f"0.{name}": t for name, t in tensors_of(batch).items()}))

@@ -35,6 +35,7 @@ from stillroom.errors import CannotSave, CheckpointUnusable
 from stillroom.files import TEMPORARY, flush_folder, inside, mend, reason_of, remove_folder, swap_in, write_atomically
 from stillroom.files import write_durably as _write
 from stillroom.shard_files import read_shards, write_shards
+from stillroom.stored import Count, Stored
 
 if TYPE_CHECKING:
     from stillroom.parallel import Parallel
@@ -46,6 +47,27 @@ _MARK = "rollback.json"
 # What reading a damaged checkpoint can raise: files, JSON of any shape, safetensors.
 _DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError)
 TensorGroups = Mapping[str, Mapping[str, Tensor]]
+
+
+class _Sum(Stored):
+    sha256: str
+
+
+class _Manifest(Stored):
+    """manifest.json of a checkpoint."""
+
+    format: int
+    step: Count
+    files: dict[str, _Sum]
+    line: Count = 0
+
+
+class _Note(Stored):
+    """rollback.json: the mark of a rollback."""
+
+    line: Count
+    to: Count
+    history: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -82,11 +104,6 @@ class Mark:
 
 def _nothing(_point: str) -> None:
     """The default for `at_point`: real runs do nothing there."""
-
-
-def _complete(_saved: Saved) -> str:
-    """The default for `lacks`: whatever verifies is accepted."""
-    return ""
 
 
 class CheckpointStore:
@@ -211,16 +228,19 @@ class CheckpointStore:
     def mark(self) -> Mark | None:
         """The rollback that has no checkpoint of its own yet, if there is one."""
         try:
-            found = json.loads((self.folder / _MARK).read_bytes())
-            return Mark(int(found["line"]), int(found["to"]), dict(found["history"]))
+            note = _Note.of(json.loads((self.folder / _MARK).read_bytes()))
+            return Mark(note.line, note.to, note.history)
         except FileNotFoundError:
             return None
         except _DAMAGE as error:
-            raise CheckpointUnusable(
-                f"the note of a rollback cannot be read: {reason_of(error)}",
-                where=str(self.folder / _MARK),
-                advice=["restore the folder from a backup", "or begin again in another folder"],
-            ) from error
+            raise self.unusable_mark(reason_of(error)) from error
+
+    def unusable_mark(self, reason: str) -> CheckpointUnusable:
+        return CheckpointUnusable(
+            f"the note of a rollback cannot be read: {reason}",
+            where=str(self.folder / _MARK),
+            advice=["restore the folder from a backup", "or begin again in another folder"],
+        )
 
     def _retire(self) -> None:
         """Remove what was abandoned once the new line has a checkpoint, then the mark itself."""
@@ -244,10 +264,12 @@ class CheckpointStore:
         """Steps that have a checkpoint folder, newest first; verified or not."""
         return [_step(path) for path in self._paths()]
 
-    def load_newest(self, without: Collection[int] = (), lacks: Callable[[Saved], str] = _complete) -> Saved | None:
+    def load_newest(
+        self, why_unusable: Callable[[Saved], str] = lambda _saved: "", without: Collection[int] = ()
+    ) -> Saved | None:
         """The newest checkpoint that verifies; None when there is none at all; an error when all are bad.
 
-        `lacks` names what a caller misses in a checkpoint whose sums hold; nothing where it is complete.
+        `why_unusable` says why a caller cannot use a checkpoint whose sums hold; nothing where it can.
         """
         rejected: list[str] = []
         for path in self._paths():
@@ -259,10 +281,10 @@ class CheckpointStore:
                 rejected.append(f"{path.name}: {_said(error)}")
                 continue
             found = Saved(step, tensors, scalars, tuple(rejected), _line(path))
-            missing = lacks(found)
-            if not missing:
+            reason = why_unusable(found)
+            if not reason:
                 return found
-            rejected.append(f"{path.name}: {missing}")
+            rejected.append(f"{path.name}: {reason}")
         if rejected:
             raise CheckpointUnusable(
                 "no checkpoint passes verification: " + "; ".join(rejected),
@@ -311,7 +333,7 @@ def _step(path: Path) -> int:
 def _line(path: Path) -> int:
     """The line a checkpoint was saved in. One whose manifest cannot be read is of none, and is rejected when read."""
     try:
-        return int(json.loads((path / "manifest.json").read_bytes()).get("line", 0))
+        return _Manifest.of(json.loads((path / "manifest.json").read_bytes())).line
     except _DAMAGE:
         return -1
 
@@ -322,19 +344,19 @@ def _said(error: BaseException) -> str:
 
 def _read(path: Path) -> tuple[int, TensorGroups, Mapping[str, Any]]:
     """A verified checkpoint. What is loaded is the very bytes that were summed."""
-    manifest = json.loads((path / "manifest.json").read_bytes())
-    if manifest["format"] == SHARDED_FORMAT:
-        return int(manifest["step"]), *read_shards(path, manifest)
-    if manifest["format"] != FORMAT:
-        raise ValueError(f"format {manifest['format']} is not one this version reads")
+    manifest = _Manifest.of(json.loads((path / "manifest.json").read_bytes()))
+    if manifest.format == SHARDED_FORMAT:
+        return manifest.step, *read_shards(path, {name: one.sha256 for name, one in manifest.files.items()})
+    if manifest.format != FORMAT:
+        raise ValueError(f"format {manifest.format} is not one this version reads")
     contents: dict[str, bytes] = {}
-    for name, expected in manifest["files"].items():
+    for name, expected in manifest.files.items():
         contents[name] = inside(path, name).read_bytes()
-        if hashlib.sha256(contents[name]).hexdigest() != expected["sha256"]:
+        if hashlib.sha256(contents[name]).hexdigest() != expected.sha256:
             raise ValueError(f"{name} does not match its sha256")
     scalars = json.loads(contents.pop("state.json"))
     tensors = {name.removesuffix(".safetensors"): load_safetensors(data) for name, data in contents.items()}
-    return int(manifest["step"]), tensors, scalars
+    return manifest.step, tensors, scalars
 
 
 def _json(values: Mapping[str, Any]) -> bytes:

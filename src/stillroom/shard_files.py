@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import struct
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -111,17 +112,18 @@ def _as_os_error() -> Iterator[None]:
         raise OSError(getattr(first, "errno", None) or 5, reason_of(first)) from error
 
 
-def read_shards(folder: Path, manifest: Mapping[str, Any]) -> tuple[dict[str, ShardGroup], Mapping[str, Any]]:
-    """The groups of tensors and the JSON values of a checkpoint whose sums hold. No tensor is read yet."""
-    for name, expected in manifest["files"].items():
-        if _sum_of(inside(folder, name))["sha256"] != expected["sha256"]:
+def read_shards(folder: Path, sums: Mapping[str, str]) -> tuple[dict[str, ShardGroup], Mapping[str, Any]]:
+    """The groups of tensors and the JSON values of a checkpoint whose sha256 sums hold. No tensor is read yet."""
+    for name, expected in sums.items():
+        if _sum_of(inside(folder, name))["sha256"] != expected:
             raise ValueError(f"{name} does not match its sha256")
-    unknown = {path.name for path in folder.glob("*.safetensors")} - set(manifest["files"])
+    unknown = {path.name for path in folder.glob("*.safetensors")} - set(sums)
     if unknown:
         raise ValueError(f"{sorted(unknown)[0]} is not in the manifest")
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
-    known: Mapping[str, Any] = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    with _as_value_errors():
+        known: Mapping[str, Any] = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     groups: dict[str, dict[str, Tensor]] = {}
     for key, about in known.items():
         group, _, name = key.partition(_SEPARATOR)
@@ -142,7 +144,7 @@ class ShardGroup(Mapping[str, Tensor]):
         from torch.distributed.checkpoint.state_dict_loader import load
 
         state: dict[str, Any] = _flat({self._group: present})
-        with quiet_dcp():
+        with quiet_dcp(), _as_value_errors():
             load(state, storage_reader=HuggingFaceStorageReader(str(self._folder)), no_dist=True)
 
     def __getitem__(self, name: str) -> Tensor:
@@ -155,6 +157,20 @@ class ShardGroup(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._shapes)
+
+
+@contextmanager
+def _as_value_errors() -> Iterator[None]:
+    """Raise ValueError for files that do not fit. torch wraps its reason in an error that is not an `Exception`."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        yield
+    except CheckpointException as error:
+        causes = [cause for cause, _trace in error.failures.values()]
+        raise ValueError(reason_of(causes[0] if causes else error)) from error
+    except (LookupError, struct.error, TypeError) as error:
+        raise ValueError(f"the tensors cannot be read: {reason_of(error)}") from error
 
 
 def _flat(groups: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load
-
 from stillroom.engine.building.assemble import build_run
 from stillroom.engine.building.device import find_device
 from stillroom.engine.building.models import load_models
-from stillroom.engine.recovery.batch_file import batch_of
 from stillroom.engine.recovery.locate_nonfinite import locate
-from stillroom.engine.recovery.quarantine import find_windows
-from stillroom.engine.resume import newest_checkpoint, precision_of
+from stillroom.engine.recovery.quarantine import Facts, find_windows, load_window
+from stillroom.engine.resume import newest_checkpoint, precision_of, restore_checkpoint
+from stillroom.engine.run import Run
 from stillroom.engine.run_folder import folder as run_folder
 from stillroom.engine.run_folder.trust import NONE, Trust
-from stillroom.engine.state import RunState, restore
+from stillroom.engine.state import RunState
 from stillroom.engine.step import attempt
 from stillroom.errors import ConfigError, DataError
 from stillroom.telemetry import EventLog
@@ -40,20 +36,21 @@ def replay(
         run = build_run(config, folder, log, device=where, models=models, begun_in=precision_of(saved))
         state = RunState()
         if saved is not None:
-            restore(run, state, saved)
+            restore_checkpoint(run, state, saved)
+        _check_tokens(run, window)
         run.student.train()
         evidence, lesson = attempt(run, state, window)
         is_finite = math.isfinite(evidence.loss) and math.isfinite(evidence.grad_norm)
         result = {
             "step": step,
-            "attempt": facts.get("attempt"),
+            "attempt": facts.attempt,
             "checkpoint": saved.step if saved else None,
             "then": {
-                "verdict": facts["verdict"]["action"],
-                "reason": facts["verdict"]["reason"],
-                "located": facts["located"],
-                "loss": facts["evidence"]["loss"],
-                "grad_norm": facts["evidence"]["grad_norm"],
+                "verdict": facts.verdict.action,
+                "reason": facts.verdict.reason,
+                "located": facts.located,
+                "loss": facts.evidence.loss,
+                "grad_norm": facts.evidence.grad_norm,
             },
             "now": {
                 "loss": evidence.loss,
@@ -62,13 +59,13 @@ def replay(
                 "located": "" if is_finite else locate(run, window, lesson),
             },
             "samples": [name for batch in window for name in batch.sample_ids],
-            "text": [text for batch in facts["batches"] for text in batch["text"]],
+            "text": [text for batch in facts.batches for text in batch.text],
         }
         log.write("replay", **result)
     return result
 
 
-def read_window(folder: Path, step: int, attempt_number: int | None = None) -> tuple[dict[str, Any], list[Batch]]:
+def read_window(folder: Path, step: int, attempt_number: int | None = None) -> tuple[Facts, list[Batch]]:
     """Facts and batches of a refused attempt. `attempt_number` is needed where a step has several."""
     place = folder / "quarantine"
     kept = find_windows(place)
@@ -93,13 +90,16 @@ def read_window(folder: Path, step: int, attempt_number: int | None = None) -> t
             where=str(place),
             advice=[f"attempts at step {step}: {', '.join(map(str, attempts))}"],
         )
-    path = kept[step, wanted]
-    try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
-        tensors = load(path.with_suffix(".safetensors").read_bytes())
-        window = [batch_of(tensors, batch, prefix=f"{number}.") for number, batch in enumerate(facts["batches"])]
-    except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
+    return load_window(kept[step, wanted])
+
+
+def _check_tokens(run: Run, window: list[Batch]) -> None:
+    """Raise if the batches have tokens that the student does not have."""
+    size = run.student.vocab_size
+    largest = max(int(tokens.max()) for batch in window for tokens in (batch.input_ids, batch.targets))
+    if largest >= size:
         raise DataError(
-            f"{path} cannot be read: {error}", advice=["the files of a quarantined batch belong together"]
-        ) from error
-    return facts, window
+            f"the quarantined batch has the token {largest}, and the vocabulary {size:,}",
+            where=str(run.folder / "quarantine"),
+            advice=["the files of a quarantined batch belong together", "check that the models are those of the run"],
+        )

@@ -10,7 +10,7 @@ from stillroom.checkpoint import CheckpointStore, Mark, Saved
 from stillroom.config import Config
 from stillroom.ends import explained
 from stillroom.engine.run import Run
-from stillroom.engine.state import RunState, lacks, restore
+from stillroom.engine.state import RunState, restore, why_unusable, why_unusable_mark
 from stillroom.errors import CheckpointUnusable, Fault, StillroomError
 from stillroom.files import mend, reason_of
 from stillroom.parallel import Parallel
@@ -19,7 +19,7 @@ from stillroom.telemetry import EventLog
 
 def newest_checkpoint(folder: Path, config: Config) -> Saved | None:
     """The newest checkpoint that verifies. Change nothing: the run may be training."""
-    return CheckpointStore(folder / "checkpoints", config.checkpoint.keep).load_newest(lacks=lacks)
+    return CheckpointStore(folder / "checkpoints", config.checkpoint.keep).load_newest(why_unusable)
 
 
 def newest_state(folder: Path, config: Config, parallel: Parallel) -> tuple[Saved | None, Mark | None]:
@@ -32,9 +32,12 @@ def newest_state(folder: Path, config: Config, parallel: Parallel) -> tuple[Save
         mend(folder)
         store.sweep()
     parallel.wait()
-    saved, mark = store.load_newest(lacks=lacks), store.mark()
-    is_answered = mark is None or (saved is not None and saved.line >= mark.line)
-    return saved, None if is_answered else mark
+    saved, mark = store.load_newest(why_unusable), store.mark()
+    if mark is None or (saved is not None and saved.line >= mark.line):
+        return saved, None
+    if reason := why_unusable_mark(mark):
+        raise store.unusable_mark(reason)
+    return saved, mark
 
 
 def open_log(folder: Path, saved: Saved | None, mark: Mark | None) -> EventLog:
@@ -100,7 +103,7 @@ def restore_checkpoint(run: Run, state: RunState, saved: Saved, *, takes_other_b
         _check_base(saved, run)
     try:
         restore(run, state, saved)
-    except (ValueError, KeyError, TypeError, RuntimeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
         raise CheckpointUnusable(
             f"the checkpoint of step {saved.step} does not fit the run: {reason_of(error)}",
             where=str(run.folder / "checkpoints"),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import pydantic
 import torch
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from stillroom.engine.pace import Pace
 from stillroom.engine.recovery.reach import Reach
 from stillroom.evaluation import Evaluation, never_stop
 from stillroom.precision.storage import local
+from stillroom.stored import LARGEST, Count, Stored
 from stillroom.telemetry.strict import strict
 
 if TYPE_CHECKING:
@@ -167,11 +169,101 @@ def capture(run: Run, state: RunState) -> Saved:
     return Saved(state.applied, tensors, scalars, line=state.rollbacks)
 
 
-def lacks(saved: Saved) -> str:
-    """What a checkpoint lacks to be continued from; empty where it is complete."""
-    groups = {"student", "optimizer", "random"} - set(saved.tensors)
-    keys = {"state", "precision", "guard", "num_updates", "before"} - set(saved.scalars)
-    return f"{', '.join(sorted(groups | keys))} missing" if groups or keys else ""
+# -- the values of a checkpoint --------------------------------------------------------------------------
+
+
+class _Known(Stored):
+    model_config = pydantic.ConfigDict(extra="forbid")  # each key becomes an attribute of the state
+
+
+def _counters(name: str, wanted: Collection[str]) -> type[_Known]:
+    """A schema of counters of RunState by their types. A whole number is never below its first value."""
+    kinds: dict[str, Any] = {"float": float, "float | None": float | None, "list[int]": list[Count]}
+    kinds |= {"str": str, "bool": bool}
+    entries: dict[str, Any] = {}
+    for one in fields(RunState):
+        if one.name in wanted:
+            first: Any = one.default
+            kinds["int"] = Annotated[int, pydantic.Field(ge=first, le=LARGEST)]
+            entries[one.name] = (kinds[str(one.type)], None if one.name in _LATER else ...)
+    return pydantic.create_model(name, __base__=_Known, **entries)
+
+
+# Counters that older checkpoints do not have.
+_LATER = {"undone", "last_perplexity", "snapshots_refused", "micro_batch_parts", "shortages", "owes_evaluation"}
+_AllCounters = _counters("_AllCounters", [known.name for known in fields(RunState) if known.name not in _HELD])
+_HistoryCounters = _counters("_HistoryCounters", _HISTORY)
+
+
+class _GuardWindows(Stored):
+    losses: dict[str, list[float]]
+    norms: list[float]
+    phase: str
+
+
+class _Guard(Stored):
+    windows: _GuardWindows
+    recent: list[bool]
+    consecutive: Count
+    consecutive_teacher: Count
+    num_kept: Count
+    num_rollbacks: Count
+    has_reset: bool
+    consecutive_spikes: Count = 0  # not in older checkpoints, as the next
+    consecutive_floor: Count = 0
+
+
+class _Precision(Stored):
+    mode: str
+    scale: Annotated[float, pydantic.Field(gt=0)]
+    good_steps: Count
+    device: str = ""
+
+
+class _Scalars(Stored):
+    """state.json of a checkpoint: what `capture` gives."""
+
+    state: _AllCounters  # type: ignore[valid-type]
+    precision: _Precision
+    guard: _Guard
+    num_updates: Count
+    before: dict[str, dict[str, Any]]
+    canary: float | None
+    events: Count | None = None
+    processes: Annotated[int, pydantic.Field(ge=1, le=LARGEST)] = 1
+    base: str | None = None
+    canary_best: float | None = None
+    router: dict[str, Any] | None = None
+
+
+class _History(Stored):
+    """What the mark of a rollback keeps: what `history` gives."""
+
+    state: _HistoryCounters  # type: ignore[valid-type]
+    guard: _Guard
+    events: Count
+
+
+def why_unusable(saved: Saved) -> str:
+    """Why a checkpoint whose sums hold cannot be continued from; empty where it can."""
+    missing = {"student", "optimizer", "random"} - set(saved.tensors)
+    if missing:
+        return f"{', '.join(sorted(missing))} missing"
+    try:
+        _Scalars.of(saved.scalars)
+    except ValueError as error:
+        return f"state.json: {error}"
+    applied = saved.scalars["state"]["applied"]
+    return "" if applied == saved.step else f"state.json is of step {applied}"
+
+
+def why_unusable_mark(mark: Mark) -> str:
+    """Why a run cannot be continued after a rollback by its mark; empty where it can."""
+    try:
+        _History.of(mark.history)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def history(run: Run, state: RunState) -> dict[str, Any]:

@@ -130,7 +130,10 @@ class Parallel:
             saved.into(present)
             return
         for name, tensor in present.items():
-            tensor.copy_(saved[name])
+            found = saved[name]
+            if found.shape != tensor.shape or found.dtype != tensor.dtype:  # a copy would broadcast or cast it
+                raise ValueError(f"the saved {group} has {name} as {_kind(found)}, the run as {_kind(tensor)}")
+            tensor.copy_(found)
 
     # -- what all processes agree on --------------------------------------------------------------------
 
@@ -182,3 +185,7 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> int:
         bits = tensor.detach().contiguous().view(_INTEGERS[tensor.element_size()])
         total = (total + place * int(bits.sum(dtype=torch.int64))) % (1 << 62)
     return total
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}"

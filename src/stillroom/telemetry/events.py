@@ -285,7 +285,7 @@ def read_events(path: Path | str) -> list[Event]:
 def _refuse_broken(path: Path, scan: EventScan) -> None:
     if scan.broken_lines:
         raise DataError(
-            f"line {scan.broken_lines[0]} of the event log is not a JSON object",
+            f"line {scan.broken_lines[0]} of the event log is not a JSON object with an event",
             where=f"{path}:{scan.broken_lines[0]}",
             advice=("remove that line if you edited the file by hand", "restore the file from a copy"),
         )
@@ -296,7 +296,7 @@ def _parse(line: bytes) -> Event | None:
         record = json.loads(line, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
         return None
-    return record if isinstance(record, dict) else None
+    return record if isinstance(record, dict) and isinstance(record.get("event"), str) else None
 
 
 def _refuse_constant(name: str) -> float:

@@ -1,4 +1,4 @@
-"""Store the windows of refused steps for inspection and for `stillroom replay`."""
+"""Store the windows of refused steps for inspection and for `stillroom replay`, and read them back."""
 
 from __future__ import annotations
 
@@ -9,18 +9,63 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 
-from stillroom.engine.recovery.batch_file import facts_of, tensors_of
+from stillroom.engine.recovery.batch_file import batch_of, facts_of, tensors_of
 from stillroom.engine.run import Run
 from stillroom.engine.state import RunState
+from stillroom.errors import DataError
 from stillroom.files import reason_of, write_atomically
+from stillroom.stored import Count, Stored
 from stillroom.telemetry.strict import strict
 from stillroom.types import Batch, Evidence, Verdict
 
 MAX_FILES = 50
 _NAME = re.compile(r"^step-(\d+)-attempt-(\d+)\.json$")
 _TEXT_CHARACTERS = 2000
+
+
+class _Verdict(Stored):
+    action: str
+    reason: str = ""
+
+
+class _Evidence(Stored):
+    loss: float | None
+    grad_norm: float | None
+
+
+class _Batch(Stored):
+    text: list[str]
+
+
+class Facts(Stored):
+    """The JSON file of a window, as far as it is read again. The other fields of its batches are read by batch_file."""
+
+    step: Count
+    verdict: _Verdict
+    located: str
+    evidence: _Evidence
+    batches: list[_Batch]
+    attempt: Count | None = None
+
+
+def load_window(path: Path) -> tuple[Facts, list[Batch]]:
+    """Read a stored window. Raise DataError where its two files are damaged or do not belong together."""
+    try:
+        values = json.loads(path.read_bytes())
+        facts = Facts.of(values)
+        tensors = load(path.with_suffix(".safetensors").read_bytes())
+        window = [batch_of(tensors, batch, prefix=f"{number}.") for number, batch in enumerate(values["batches"])]
+        if not window:
+            raise ValueError("it has no batch")
+    except (OSError, KeyError, TypeError, ValueError, RecursionError, SafetensorError) as error:
+        reason = f"{error} is missing" if isinstance(error, KeyError) else reason_of(error)
+        raise DataError(
+            f"{path} cannot be read: {reason}", advice=["the files of a quarantined batch belong together"]
+        ) from error
+    return facts, window
 
 
 def find_windows(folder: Path) -> dict[tuple[int, int], Path]:

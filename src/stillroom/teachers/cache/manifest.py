@@ -83,7 +83,7 @@ def read_manifest(folder: Path) -> Manifest:
             dict(found.get("about", {})),
             int(found["shard_tokens"]),
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise CacheDamaged(
             f"{path} is damaged: {reason_of(error)}",
             advice=["restore it from a copy", "or write the cache again into another folder"],

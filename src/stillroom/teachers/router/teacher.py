@@ -335,5 +335,5 @@ class RouterTeacher(Teacher):
     def load(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any], *, keeps_history: bool = False) -> None:
         self.gates.load(tensors, state["gates"], keeps_history=keeps_history)
         self.is_frozen = bool(state["is_frozen"])
-        self.start_nll = state["start_nll"]
-        self.probed = state["probed"]
+        self.start_nll = None if state["start_nll"] is None else float(state["start_nll"])
+        self.probed = None if state["probed"] is None else dict(state["probed"])
