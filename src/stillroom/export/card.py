@@ -155,13 +155,18 @@ def _evaluated(evaluated: Evaluated) -> str:
         lines.append(f"| {_label(row.label)} | " + " | ".join(cells) + " |")
     beside = f", beside {short_name(record.get('teacher_model'))}" if has_teacher else ""
     told = (
-        f"On {short_name(record.get('data'))}{beside}, in float32, before it was written in the form of these files. "
+        f"On {_measured_on(record)}{beside}, in float32, before it was written in the form of these files. "
         "In brackets 95 % intervals. Retained: of quality the share of the teacher's (perplexities and bits inverted), "
         "of size and speed how many times the teacher's. Seconds, speed and memory are of one sitting on one machine."
     )
     if len(rows) > _MOST_ROWS:
         told += f" {len(rows) - _MOST_ROWS:,} more figures were measured."
     return f"## Measured by stillroom eval\n\n{told}\n\n" + "\n".join(lines)
+
+
+def _measured_on(record: Mapping[str, Any]) -> str:
+    names = ", ".join(short_name(name) for name in str(record.get("data") or "-").split(", "))
+    return f"the held-out share of {names}" if section(record, "settings").get("text") else names
 
 
 def _label(label: str) -> str:
