@@ -25,6 +25,10 @@ from stillroom.objectives.objective import Objective
 from stillroom.types import Batch, Lesson, Score, Signal, StudentView
 
 
+# Counters: the cross-entropy of a batch in which it has no weight, and its number of positions.
+LABEL_LOSS, NUM_LABELS = "label_loss", "num_labels"
+
+
 @dataclass(frozen=True)
 class Emphasis:
     """Weight and temperature of each position in the kd term; None: the same for all."""
@@ -103,7 +107,10 @@ class Answers(Objective):
             chunk_tokens=self._config.chunk_tokens,
             kernel=self._kernel,
         )
-        return Score(scored.loss, scored.terms, scored.counters)
+        counters, labels = dict(scored.counters), scored.unweighted_ce
+        if labels is not None:
+            counters |= {LABEL_LOSS: labels.total, NUM_LABELS: labels.count}
+        return Score(scored.loss, scored.terms, counters)
 
     def _emphasise(self, view: StudentView, signal: Signal, lesson: Lesson, temperature: float, top_k: int) -> Emphasis:
         """Weights and temperatures of the positions, from statistics of both models' distributions."""
