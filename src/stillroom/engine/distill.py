@@ -154,7 +154,7 @@ def _run(
             )
         claim.is_begun = True
         state = RunState()
-        _announce(run, models, notes, saved)
+        _announce(run, models, notes, saved, stop.seconds)
         if saved is not None:
             restore_checkpoint(run, state, saved)
         return _train(run, state, saved, mark, stop)
@@ -245,7 +245,7 @@ def _before(run: Run, state: RunState) -> dict[str, Any]:
         )
     before["student_before"] = summary_row(student, run.num_student_parameters)
     judge_student(run, state, student)  # the student before training is a candidate for the best
-    notes = doubts(run, student.perplexity)
+    notes = doubts(run, student)
     if run.config.student.init == "shrink":
         teacher_perplexity = before["teacher"]["perplexity"] if "teacher" in before else None
         wanted = run.config.student.shrink
@@ -266,11 +266,12 @@ def _is_number(value: float) -> bool:
     return value == value and value not in (float("inf"), float("-inf"))
 
 
-def _announce(run: Run, models: Models, notes: tuple[str, ...], saved: Saved | None) -> None:
+def _announce(run: Run, models: Models, notes: tuple[str, ...], saved: Saved | None, setup_seconds: float) -> None:
     config, teacher = run.config, models.loaded_teacher
     run.log.write(
         "run_start",
         run=run.folder.name,
+        setup_seconds=round(setup_seconds, 3),
         config=config.to_dict(),
         versions=run_folder.versions(),
         machine=run_folder.machine(),

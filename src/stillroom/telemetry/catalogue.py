@@ -58,6 +58,7 @@ EVENTS: dict[str, EventKind] = {
             "teacher": "name, family, parameters, layers, width, vocabulary of the live teacher; null without one",
             "student": "the same of the student, and trained, its trained parameters",
             "data": "records, documents, targets, tokens, what was left out, lengths of rows, notes",
+            "setup_seconds": "from the start of the command until this record",
         },
     ),
     "resume": EventKind("A run goes on from a checkpoint.", {"step": "step of the checkpoint"}),
@@ -260,6 +261,11 @@ EVENTS: dict[str, EventKind] = {
     "run_end": EventKind(
         "The run ended, in whatever way it could still say so.",
         {"status": "done or stopped", "exit_code": "as the command ends"},
-        {"steps": "steps applied", "seconds": "of all sessions", "reason": "why it stopped"},
+        {
+            "steps": "steps applied",
+            "seconds": "of training, in all sessions",
+            "total_seconds": "of the commands, loading and evaluations included, as far as the log knows them",
+            "reason": "why it stopped",
+        },
     ),
 }
