@@ -248,7 +248,7 @@ def _check_documents(data: HeldOut, found: int) -> None:
     """Raise if the data was changed: what is held out of it now is not what the run held out."""
     if data.documents is not None and data.documents != found:
         raise DataError(
-            f"the run held out {data.documents:,} documents, and of the data as it is now {found:,} are: it was changed",
+            f"the run held out {data.documents:,} documents, of the data as it is now {found:,} are: it was changed",
             where=data.name,
             advice=["restore the data", "name a text the run was not trained on: --data FILE"],
         )

@@ -99,6 +99,24 @@ def test_random_tokens_are_skipped_where_labels_have_no_weight(
     assert found == [(40, "skip"), (40, "skip")], "the batches at fault, and no other"
 
 
+@pytest.mark.parametrize("ce_weight", [0.0, 0.5])
+def test_positions_taught_by_their_labels_are_told_once_and_counted(
+    world: Path, tmp_path: Path, ce_weight: float
+) -> None:
+    over = {"objectives__ce__weight": ce_weight, "train__max_steps": 8, "train__eval_steps": 8}
+    result = run(world, tmp_path / "run", "teacher_nan@3x2,teacher_nan@6", **over)
+    events = read_events(tmp_path / "run" / "events.jsonl")
+    bad = [event for event in events if event["event"] == "step" and event["bad_teacher_rows"]]
+    assert [event["step"] for event in bad] == [3, 4, 6]
+    assert result.summary["label_taught_rows"] == sum(event["bad_teacher_rows"] for event in bad) > 0
+    told = [event["text"] for event in events if event["event"] == "note" and "by their labels" in event["text"]]
+    assert len(told) == 1 and ("though" in told[0]) == (ce_weight == 0.0)
+    for event in bad:
+        assert event["fallback_loss"] > 0
+        if not ce_weight:  # all of the step's loss: the teacher said nothing
+            assert event["train_loss"] == pytest.approx(event["fallback_loss"] * 0.5, rel=1e-4)
+
+
 def test_the_tutorial_s_faults_end_as_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[2] / "docs" / "tutorial.md").read_text(encoding="utf-8")
     command = next(line for line in page.splitlines() if "--inject" in line)

@@ -56,7 +56,7 @@ def test_a_folder_gives_the_same_logits_and_is_ready_for_use(chatty: Path, tmp_p
 def _use(folder: Path) -> None:
     """Run what the card says under Use."""
     code = (folder / "README.md").read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
-    exec(code.replace('name = "."', f"name = {str(folder)!r}").replace("max_new_tokens=64", "max_new_tokens=2"), {})  # noqa: S102
+    exec(code.replace('name = "."', f"name = {str(folder)!r}").replace("max_new_tokens=64", "max_new_tokens=2"), {})
 
 
 def test_the_card_s_code_runs_with_and_without_a_chat_template(chatty: Path, world: Path, tmp_path: Path) -> None:

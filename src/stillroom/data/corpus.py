@@ -70,7 +70,7 @@ def open_data(
     if _is_split(config):
         train, evaluation = reader.both_sides()
     else:
-        train, evaluation = reader.training(), reader.evaluation(config.eval)
+        train, evaluation = reader.training(), reader.evaluation(str(config.eval))
         note_overlap(train, evaluation, tally)
     if config.train_share < 1:
         train = train.take(share_of(train.share_hashes(), config.train_share))
@@ -223,7 +223,7 @@ def _note_scoring(rows: Rows, max_length: int, tally: Tally) -> None:
 
 def _note_counts(tally: Tally) -> None:
     sentences = {
-        "invalid_utf8": "{:,} texts held bytes that are not UTF-8; they were replaced",
+        "invalid_utf8": "{:,} texts held half a character (a lone surrogate); it was replaced by U+FFFD",
         "empty_answers": "{:,} answers of chats are empty and not scored",
         "unscored_turns": "{:,} answers are not scored: the chat template does not print them as they stand",
         "turns_not_marked_generated": "{:,} answers are not scored: the chat template does not mark them as generated",

@@ -68,6 +68,7 @@ def train_step(run: Run, state: RunState, window: Sequence[Batch]) -> StepOutcom
     state.attempted += 1
     run.teacher.end_window(verdict, evidence, rate)
     if verdict.action == "keep":
+        _tell_fallback(run, state, evidence, lesson)
         _apply(run, state, evidence, rate)
         run.guard.accept(evidence)
         state.applied += 1
@@ -83,6 +84,20 @@ def train_step(run: Run, state: RunState, window: Sequence[Batch]) -> StepOutcom
     terms = TermRecord.table(dict(evidence.terms), lesson.weights)
     peak = run.config.train.learning_rate
     return StepOutcome(verdict, evidence, lesson, terms, peak * rate, evidence.num_targets)
+
+
+def _tell_fallback(run: Run, state: RunState, evidence: Evidence, lesson: Lesson) -> None:
+    """Log once in a process what positions without a usable teacher are learned from. Step records count them."""
+    if not evidence.bad_teacher_rows or state.has_told_fallback:
+        return
+    state.has_told_fallback = True
+    even = "" if lesson.weight("ce") else ", though objectives.ce.weight is 0 here"
+    run.log.write(
+        "note",
+        text=f"the teacher gave no usable answer at {evidence.bad_teacher_rows:,} of {evidence.num_targets:,} "
+        f"positions of step {evidence.step}: such positions are taught by their labels{even}. Later ones are counted "
+        "as bad_teacher_rows of a step",
+    )
 
 
 def attempt(run: Run, state: RunState, window: Sequence[Batch]) -> tuple[Evidence, Lesson]:

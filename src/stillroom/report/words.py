@@ -101,6 +101,7 @@ def facts(run: RunRecord) -> list[tuple[str, str]]:
         ("steps kept", as_number(summary.get("success_rate")), format_percent),
         ("skipped", as_number(summary.get("skipped")), format_count),
         ("rollbacks", as_number(summary.get("rollbacks")), format_count),
+        ("positions taught by labels alone", as_number(summary.get("label_taught_rows")) or None, format_count),
     )
     labelled = [(label, form(value)) for label, value, form in numbers if value is not None]
     precision = run.start.get("precision")

@@ -141,6 +141,7 @@ EVENTS: dict[str, EventKind] = {
             "memory_percent": "share of the device's memory in use",
         },
         {
+            "fallback_loss": "mean cross-entropy of the bad_teacher_rows, which are taught by their labels",
             "idle_terms": "terms that the curriculum keeps at weight 0 now",
             "sources": "targets and raw terms by source, where there are several",
             "noop_update_fraction": "FP16 modes: share of sampled weights that an update left as they were",

@@ -91,6 +91,7 @@ def _summary(run: Run, state: RunState, end: dict[str, Any], final: Evaluation, 
         "skipped": state.skipped,
         "retried": state.retried,
         "rollbacks": state.rollbacks,
+        "label_taught_rows": label_taught_rows(events),
         "micro_batch_rows": micro_batch_rows(run, state),
         "shortages": state.shortages,
         "best_step": state.best_step,
@@ -108,6 +109,16 @@ def _summary(run: Run, state: RunState, end: dict[str, Any], final: Evaluation, 
     summary["checks"] = _checks(run, summary, events)
     summary["advice"] = advice_of(events, summary, end["advice"])
     return summary
+
+
+def label_taught_rows(events: Sequence[Event]) -> int:
+    """Positions of the applied steps that were taught by their labels, for want of a usable teacher."""
+    kept = {event.get("step"): event for event in events if event.get("event") == "step" and _is_kept(event)}
+    return sum(int(as_number(event.get("bad_teacher_rows")) or 0) for event in kept.values())
+
+
+def _is_kept(event: Event) -> bool:
+    return event.get("verdict") == "keep"
 
 
 def earlier_seconds(events: Sequence[Event]) -> float:
