@@ -237,6 +237,31 @@ def test_a_true_spike_is_examined_whatever_the_batch(num_targets: int, loss: flo
     assert guard.judge(evidence(loss, num_targets=num_targets)).action == "examine"
 
 
+def taught(guard: Guard, rng: random.Random, steps: int = 200) -> None:
+    """Ordinary steps of a run that learns from the teacher alone; a tenth are of a harder kind of text."""
+    for _ in range(steps):
+        seen = evidence(3.8 + rng.gauss(0, 0.1), label_loss=4.0 + rng.gauss(0, 0.1) + 2.0 * (rng.random() < 0.1))
+        assert guard.judge(seen).action == "keep"
+        guard.accept(seen)
+
+
+def test_random_tokens_are_examined_though_the_distance_to_the_teacher_falls_on_them() -> None:
+    guard = Guard(GuardConfig(), vocab_size=2048)
+    taught(guard, random.Random(0))
+    noise = evidence(3.1, label_loss=8.7)
+    assert guard.judge(noise).action == "examine" and guard.diagnose(noise, "x", SOUND).action == "skip"
+    assert guard.judge(evidence(3.1, label_loss=7.5)).action == "keep", "no worse than a guess"
+    assert guard.judge(evidence(3.1, label_loss=math.inf)).action == "keep", "a label that the student holds impossible"
+
+
+def test_a_large_gradient_of_a_sound_student_with_ordinary_losses_is_clipped_not_refused() -> None:
+    guard, lost = settled(), Examination(True, True, 8.0, 2.0)
+    steep, spike = evidence(2.0, 40.0), evidence(9.0, 40.0)
+    assert guard.judge(steep).action == guard.judge(spike).action == "examine"
+    assert [guard.diagnose(seen, "x", SOUND).action for seen in (steep, spike)] == ["keep", "skip"]
+    assert guard.diagnose(steep, "x", lost).action == "rollback"
+
+
 @pytest.mark.parametrize("wobble", [0.0, 1e-6])
 def test_a_very_steady_run_tolerates_a_small_wobble(wobble: float) -> None:
     guard = Guard(GuardConfig())

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from stillroom.config.schema import DataConfig, TeacherConfig
-from stillroom.data import Bos, Corpus, fixed_batches, open_eval
+from stillroom.data import Bos, Corpus, fixed_batches, open_eval, open_held_out
 from stillroom.data.spans.common import Coverage
 from stillroom.engine.building.device import find_device
-from stillroom.errors import ConfigError
+from stillroom.errors import ConfigError, DataError
 from stillroom.evaluation import evaluate
 from stillroom.measures.continuations import TextAgreement, text_agreement
 from stillroom.measures.cost import cost_of
@@ -30,6 +30,18 @@ from stillroom.teachers import NO_TEACHER, LiveTeacher, Teacher
 from stillroom.teachers.paired import PairedTeacher
 from stillroom.telemetry.memory import memory_in_use
 from stillroom.telemetry.retention import retained
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """The text that a run held out: `data.eval`, or its share of the training data, split again by content."""
+
+    settings: DataConfig  # of the run
+    documents: int | None = None  # that the run scored, if it is known and rows are as long as there
+
+    @property
+    def name(self) -> str:
+        return self.settings.eval or ", ".join(source.path for source in self.settings.sources)
 
 
 @dataclass(frozen=True)
@@ -94,7 +106,7 @@ class Assessment:
 
 def assess(
     model: str,
-    data: str,
+    data: str | HeldOut,
     *,
     teacher: str | None = None,
     max_length: int = 256,
@@ -136,7 +148,7 @@ def assess(
         shares = retained(result["student"], result["teacher"])
         is_same = "retention" in result  # otherwise what goes by tokens goes by different ones
         result["retained"] = {name: share for name, share in shares.items() if is_same or name not in _BY_TOKEN}
-    return {"model": names["student"], "data": data, **result}
+    return {"model": names["student"], "data": data if isinstance(data, str) else data.name, **result}
 
 
 def _opened(name: str) -> tuple[LoadedModel, float]:
@@ -151,7 +163,7 @@ def _place(name: str) -> Path:
 def compare(
     student: LoadedModel,
     beside: LoadedModel | None,
-    data: str,
+    data: str | HeldOut,
     *,
     max_length: int,
     batch_size: int,
@@ -166,7 +178,8 @@ def compare(
     """
     has_own = beside is not None and beside.tokenizer.get_vocab() != student.tokenizer.get_vocab()
     theirs = beside.tokenizer if beside is not None and has_own else None
-    config = DataConfig(train=data, max_length=max_length, bos=bos, min_coverage=0.0)
+    settings = DataConfig() if isinstance(data, str) else data.settings
+    config = settings.model_copy(update={"max_length": max_length, "bos": bos, "min_coverage": 0.0})
     corpus = _held_out(data, student.tokenizer, theirs, config, blocks=blocks)
     source, size = _source(student, beside, corpus.coverage, where)
 
@@ -211,7 +224,7 @@ def _add_agreement(row: dict[str, Any], found: TextAgreement) -> None:
         row["notes"].append(f"{found.left_out:,} beginnings of texts were not continued by both models")
 
 
-def _held_out(data: str, tokenizer: Any, theirs: Any, config: DataConfig, *, blocks: bool) -> Corpus:
+def _held_out(data: str | HeldOut, tokenizer: Any, theirs: Any, config: DataConfig, *, blocks: bool) -> Corpus:
     """The text that is scored: record by record, in both tokenizers where there are two, or in blocks."""
     if blocks and theirs is not None:
         raise ConfigError(
@@ -219,12 +232,26 @@ def _held_out(data: str, tokenizer: Any, theirs: Any, config: DataConfig, *, blo
             where="--blocks",
             advice=["leave --blocks out: texts are then scored one by one", "leave --teacher out"],
         )
-    corpus = open_eval(data, tokenizer, config, teacher_tokenizer=theirs)
+    if isinstance(data, str):
+        corpus = open_eval(data, tokenizer, config, teacher_tokenizer=theirs)
+    else:
+        corpus = open_held_out(config, tokenizer, teacher_tokenizer=theirs)
+        _check_documents(data, corpus.counters["eval_documents"])
     if not blocks:
         return corpus
     notes = [note for note in corpus.notes if "by itself" not in note]
     notes.append(f"texts are scored end to end, in blocks of {config.max_length:,} tokens that may span several")
     return replace(corpus, evaluation=corpus.evaluation.in_blocks(config.max_length), notes=tuple(notes))
+
+
+def _check_documents(data: HeldOut, found: int) -> None:
+    """Raise if the data was changed: what is held out of it now is not what the run held out."""
+    if data.documents is not None and data.documents != found:
+        raise DataError(
+            f"the run held out {data.documents:,} documents, of the data as it is now {found:,} are: it was changed",
+            where=data.name,
+            advice=["restore the data", "name a text the run was not trained on: --data FILE"],
+        )
 
 
 def _source(

@@ -29,7 +29,10 @@ _LEAST_LOSS_RISE = 0.25
 # hard tokens. The loss of one token has a spread of about 2 nats with an exponential tail; Bernstein's inequality
 # bounds the mean of n of them.
 _TOKEN_SPREAD = 2.0
-_IN_NATS = frozenset({"loss", "ce", "kd"})
+_IN_NATS = frozenset({"loss", "ce", "kd", "labels"})
+# A step learned from the teacher alone is watched by the labels' loss too: teacher and student may agree on nonsense.
+# It must also reach that of a guess. On random tokens no model is below that on average, and on text a student is.
+_LABELS = "labels"
 # Before there are statistics, a loss is a spike when it is three times the largest so far and 3 nats above it: warm-up
 # and the first steps of a pretrained student at a high learning rate stay far below that.
 _EARLY_FACTOR = 3.0
@@ -78,8 +81,9 @@ class History:
 class Guard:
     """Judge attempted steps. `judge` uses the evidence alone; `diagnose` decides after an examination of the state."""
 
-    def __init__(self, config: GuardConfig) -> None:
+    def __init__(self, config: GuardConfig, *, vocab_size: int = 0) -> None:
         self.config = config
+        self._guess = math.log(vocab_size) if vocab_size else math.inf  # loss of a guess among all tokens
         self._losses: dict[str, History] = {}  # the weighted sum and each term by itself
         self._norms = History(config.spike_window)
         self._phase = ""
@@ -137,6 +141,8 @@ class Guard:
                 self._forget()
                 finding = f"{self.consecutive_spikes} in a row and the student is sound: a new normal"
                 return Verdict("keep", f"{reason}; {finding}")
+            if not self._loss_spike(evidence):  # a steep place on ordinary text; clipping bounds the step
+                return Verdict("keep", f"{reason}; the student is sound and the losses are ordinary: it is clipped")
             self.consecutive_spikes += 1
         return self._refuse(f"{reason}; the student is sound, so the batch is at fault", evidence)
 
@@ -156,16 +162,24 @@ class Guard:
     # -- parts of a verdict ------------------------------------------------------------------------------
 
     def _spike(self, evidence: Evidence) -> str:
-        for name, value in _values(evidence).items():
-            history = self._losses.get(name)
-            bound = self._loss_bound(name, history, evidence.num_targets) if history else math.inf
-            if history and value > bound:
-                return f"{name} {value:.4g} stands above {bound:.4g}, far outside the last {len(history)} steps"
+        if spike := self._loss_spike(evidence):
+            return spike
         if len(self._norms) < self.config.spike_warmup:
             return ""
         bound = self._norms.threshold(self.config.spike_z, _LEAST_NORM_RISE)
         if math.log(max(evidence.grad_norm, 1e-30)) > bound:
             return f"gradient norm {evidence.grad_norm:.4g} stands above {math.exp(bound):.4g}"
+        return ""
+
+    def _loss_spike(self, evidence: Evidence) -> str:
+        for name, value in _values(evidence).items():
+            history = self._losses.get(name)
+            bound = self._loss_bound(name, history, evidence.num_targets) if history else math.inf
+            if name == _LABELS:
+                bound = max(bound, self._guess)
+            if history and value > bound:
+                what = "the labels' loss" if name == _LABELS else name
+                return f"{what} {value:.4g} stands above {bound:.4g}, far outside the last {len(history)} steps"
         return ""
 
     def _loss_bound(self, name: str, history: History, num_targets: int) -> float:
@@ -271,7 +285,9 @@ class Guard:
 
 def _values(evidence: Evidence) -> dict[str, float]:
     """The values checked for spikes. A bad batch may move one term and hardly the weighted sum."""
-    return {"loss": evidence.loss, **evidence.terms}
+    labels = evidence.label_loss
+    watched = {} if labels is None or not math.isfinite(labels) else {_LABELS: labels}
+    return {"loss": evidence.loss, **evidence.terms, **watched}
 
 
 def is_within_band(exam: Examination) -> bool:

@@ -318,6 +318,7 @@ class Evidence:
     is_scaled: bool = False  # whether a smaller loss scale can be tried
     is_scale_at_floor: bool = False
     bad_teacher_rows: int = 0
+    label_loss: float | None = None  # mean cross-entropy of a step in which it has no weight
     phase: str = ""
     attempt: int = 0  # how often this window was tried before
     counters: Mapping[str, float] = field(default_factory=lambda: _EMPTY)  # what was clamped, if clamps are on

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 import os
+from collections.abc import Callable
+from typing import Any
 
 import pyarrow
 from border_cases import Case, Place, Words, add_each, case
@@ -193,6 +195,87 @@ add_each(
     _file,
 )
 add_each(DATA, 0, {"data_gz_is_read": ("a.jsonl.gz", gzip.compress(GOOD.encode()))}, _file)
+
+
+_LATIN1 = "".join(f"caf\u00e9 au lait, and {TEXT} {n}\n" for n in range(40)).encode("latin-1")
+_JSON_LATIN1 = b"".join(b'{"text": "caf\xe9 ' + f'{TEXT} {n}"}}\n'.encode() for n in range(40))
+
+add_each(
+    DATA,
+    2,
+    {
+        "data_latin1_jsonl": ("a.jsonl", _JSON_LATIN1),
+        "data_latin1_among_good_ones": ("a.jsonl", GOOD.encode() + _JSON_LATIN1),
+        "data_latin1_csv": ("a.csv", b"text\n" + _LATIN1),
+        "data_latin1_text": ("a.txt", _LATIN1),
+        "data_latin1_json": ("a.json", b'[{"text": "caf\xe9"}]'),
+        "data_latin1_gz": ("a.jsonl.gz", gzip.compress(_JSON_LATIN1)),
+        "data_cut_inside_a_character": ("a.txt", ("\u00e9" * 400).encode()[:-1]),
+    },
+    _file,
+    says="not UTF-8",
+)
+add_each(
+    DATA,
+    0,
+    {"data_with_one_text_in_latin1_goes_on_without_it": ("a.jsonl", GOOD.encode() * 2 + _JSON_LATIN1.splitlines()[0])},
+    _file,
+)
+
+
+@case(DATA, 0)
+def one_source_in_a_list_is_trained_on(place: Place) -> Words:
+    place.file("a.jsonl", GOOD)
+    return place.distill("--set", "data.train=['a.jsonl']")
+
+
+@case(DATA, 0)
+def student_with_its_teacher_s_weights_is_trained_and_told(place: Place) -> Words:
+    return place.distill(student__model=str(place.world / "teacher"), train__max_steps=1)
+
+
+def _measured(place: Place, change: Callable[[dict[str, Any]], object], *more: str) -> Words:
+    """`eval` of a finished run whose description was changed."""
+    run = place.run(is_finished=True)
+    description = json.loads((run / "config.json").read_text())
+    change(description)
+    (run / "config.json").write_text(json.dumps(description))
+    return ["eval", str(run), "--device", "cpu", "--max-batches", "1", *more]
+
+
+def _on(place: Place, content: str | None) -> Callable[[dict[str, Any]], object]:
+    path = place.folder / "other.jsonl" if content is None else place.file("other.jsonl", content)
+
+    def change(description: dict[str, Any]) -> None:
+        description["config"]["data"]["train"] = str(path)
+        description["paths"].pop("data.train")
+
+    return change
+
+
+@case(DATA, 0)
+def eval_of_a_run_on_what_it_held_out(place: Place) -> Words:
+    return _measured(place, lambda _description: None)
+
+
+@case(DATA, 2, "was changed")
+def eval_of_a_run_whose_data_was_changed(place: Place) -> Words:
+    return _measured(place, _on(place, GOOD))
+
+
+@case(DATA, 2)
+def eval_of_a_run_whose_data_is_gone(place: Place) -> Words:
+    return _measured(place, _on(place, None))
+
+
+@case(DATA, 2)
+def eval_of_a_run_whose_data_is_one_document(place: Place) -> Words:
+    return _measured(place, _on(place, lines({"text": TEXT})))
+
+
+@case(DATA, 2, "config.json")
+def eval_of_a_run_whose_data_section_is_damaged(place: Place) -> Words:
+    return _measured(place, lambda description: description["config"].update(data=7))
 
 
 @case(DATA, 2, "several kinds")

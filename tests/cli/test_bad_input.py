@@ -146,3 +146,10 @@ def test_ctrl_c_saves_and_ends_with_75_and_the_run_goes_on(world: Path, tmp_path
     saved = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
     steps = [json.loads(line) for line in events.read_text().splitlines() if '"event": "step"' in line]
     assert f"step-{steps[-1]['step']:06d}" in saved, "the step that was running is in the checkpoint"
+
+
+def test_the_error_that_stops_a_run_is_printed_once(stillroom: Command, world: Path, tmp_path: Path) -> None:
+    (tmp_path / "bad.jsonl").write_text('{"foo": 1}\n')
+    code, out, err = stillroom(*arguments(world, tmp_path / "run", data__train=str(tmp_path / "bad.jsonl")))
+    printed = " ".join((out + err).split())
+    assert code == 2 and printed.count("has no known fields") == 1

@@ -13,7 +13,10 @@ import tiny
 from commands import output, run
 
 from stillroom.config import load_config
+from stillroom.data import fixed_batches, open_data
 from stillroom.engine.distill import distill
+from stillroom.evaluation import evaluate
+from stillroom.models import load_tokenizer
 
 QUICK = ("--max-batches", "1", "--device", "cpu")
 
@@ -98,11 +101,54 @@ def test_what_cannot_be_measured_is_refused(trained: Path, capsys: Any, words: l
     assert code == 2 and told in " ".join(err.split())
 
 
-def test_a_run_that_held_out_a_share_asks_for_a_text(world: Path, tmp_path: Path, capsys: Any) -> None:
-    settings = tiny.settings(world, train__max_steps=1, eval__samples=0)
+def _sources(place: Path) -> list[dict[str, Any]]:
+    """A source with columns of its own beside a plain one."""
+    rows = [json.dumps({"q": f"{number}?", "a": line}) for number, line in enumerate(tiny.sentences(60, 5))]
+    (place / "asked.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    tiny.save_text(place / "plain.jsonl", count=80, seed=4)
+    asked = {"path": str(place / "asked.jsonl"), "columns": {"prompt": "q", "completion": "a"}}
+    return [asked, {"path": str(place / "plain.jsonl"), "weight": 0.5}]
+
+
+@pytest.mark.parametrize("is_mixed", [False, True], ids=["one source", "two sources"])
+def test_a_run_is_measured_on_exactly_what_it_held_out(
+    world: Path, tmp_path: Path, capsys: Any, monkeypatch: Any, *, is_mixed: bool
+) -> None:
+    settings = tiny.settings(world, train__max_steps=2, eval__samples=0, eval__max_batches=0)
+    settings |= {"data.train": _sources(tmp_path)} if is_mixed else {}
+    config = load_config(overrides=settings)
+    made = distill(config, tmp_path / "run", device="cpu")
+    scored: list[list[str]] = []
+    rows = open_data(config.data, load_tokenizer(config.student, config.student.model)).evaluation
+    expected = [name for batch in fixed_batches(rows, 8) for name in batch.documents]
+
+    def seen(student: Any, batches: Any, **options: Any) -> Any:
+        scored.append([name for batch in batches for name in batch.documents])
+        return evaluate(student, batches, **options)
+
+    monkeypatch.setattr("stillroom.assess.evaluate", seen)
+    found = json.loads(output(capsys, "eval", str(made.folder), "--device", "cpu", "--json"))
+    assert scored == [expected, expected], "student and teacher, each on the run's documents"
+    for role in ("student", "teacher"):
+        row = made.summary[role]
+        for name in ("perplexity", "bits_per_byte", "kl", "agreement", "calibration_error"):
+            assert found[role][name] == pytest.approx(row[name], rel=1e-5, abs=1e-7), (role, name)
+        assert found[role]["documents"] == row["documents"] == len(set(expected))
+    output(capsys, "export", str(made.folder), "--out", str(tmp_path / "out"))
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "On the held-out share of `" in card and str(tmp_path) not in card
+
+
+def test_a_run_whose_data_changed_is_not_measured_on_it(world: Path, tmp_path: Path, capsys: Any) -> None:
+    text = tiny.save_text(tmp_path / "text.jsonl", count=80, seed=4)
+    settings = tiny.settings(world, train__max_steps=1, eval__samples=0, data__train=str(text))
     made = distill(load_config(overrides=settings), tmp_path / "run", device="cpu").folder
-    code, _out, err = run(capsys, "eval", str(made))
-    assert code == 2 and "held out a share" in " ".join(err.split()) and "--data FILE" in err
+    tiny.save_text(text, count=40, seed=6)
+    code, _out, _err = run(capsys, "eval", str(made), *QUICK)
+    assert code == 2
+    text.unlink()
+    code, _out, _err = run(capsys, "eval", str(made), *QUICK)
+    assert code == 2
 
 
 def test_a_model_that_is_not_there_is_refused(world: Path, tmp_path: Path, capsys: Any) -> None:

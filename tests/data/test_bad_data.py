@@ -110,13 +110,35 @@ def test_marks_and_blank_lines_are_tolerated(tmp_path: Path, tokenizer: Any) -> 
     assert (counters["records"], counters["bad_records"]) == (4, 0)
 
 
-def test_invalid_utf8_is_replaced_and_counted(tmp_path: Path, tokenizer: Any) -> None:
-    spec = write(tmp_path / "d.jsonl", b'{"text": "caf\xe9 au lait"}', b'{"text": "lone \\ud800 half"}', GOOD[0])
+def test_lone_surrogates_are_replaced_and_counted(tmp_path: Path, tokenizer: Any) -> None:
+    spec = write(tmp_path / "d.jsonl", b'{"text": "lone \\ud800 half"}', GOOD[0])
     corpus = open_eval(spec, tokenizer, DataConfig(packing="rows"))
-    assert corpus.counters["invalid_utf8"] == 2 and corpus.counters["records"] == 3
-    assert tokenizer.decode(corpus.evaluation.row(0)[:-1].tolist()) == "caf\ufffd au lait"
-    assert tokenizer.decode(corpus.evaluation.row(1)[:-1].tolist()) == "lone \ufffd half"
-    assert any("not UTF-8" in note for note in corpus.notes)
+    assert corpus.counters["invalid_utf8"] == 1 and corpus.counters["records"] == 2
+    assert tokenizer.decode(corpus.evaluation.row(0)[:-1].tolist()) == "lone \ufffd half"
+    assert any("U+FFFD" in note for note in corpus.notes)
+
+
+@pytest.mark.parametrize(
+    ("name", "lines", "records"),
+    [
+        ("d.jsonl", (b'{"text": "caf\xe9 au lait"}', *GOOD[:3]), 3),
+        ("d.csv", (b"text", b"caf\xe9 au lait", b"one", b'"two', b'thr\xc3"', b"four"), 2),
+        ("d.txt", (b"caf\xe9 au lait", b"<|endoftext|>", b"tea", b"<|endoftext|>", b"water"), 2),
+        ("d.parquet", (), 0),
+    ],
+)
+def test_texts_that_are_not_utf8_are_bad_records_and_never_learned(
+    tmp_path: Path, tokenizer: Any, name: str, lines: tuple[bytes, ...], records: int
+) -> None:
+    spec = write(tmp_path / name, *lines)
+    refused = refusal(DataConfig(train=spec, max_bad_share=0.01), tokenizer)
+    assert refused.exit_code == 2
+    if records:
+        corpus = open_eval(spec, tokenizer, DataConfig(packing="rows", max_bad_share=0.8))
+        assert corpus.counters["records"] >= records and corpus.counters["bad_records"] >= 1
+        rows = corpus.evaluation
+        assert not any("\ufffd" in tokenizer.decode(rows.row(index).tolist()) for index in range(len(rows)))
+        assert any("not UTF-8" in note for note in corpus.notes)
 
 
 def test_a_csv_row_with_the_wrong_number_of_cells_is_bad(tmp_path: Path, tokenizer: Any) -> None:

@@ -94,6 +94,29 @@ def opened(*sources: Any, **over: Any) -> Any:
     return open_data(DataConfig(train=list(sources), **over), tiny.tokenizer())  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("order", ["shuffled", "short_first"])
+def test_a_list_of_one_source_is_the_source(tmp_path: Path, order: str) -> None:
+    path = source(tmp_path / "a.jsonl", 40, "a")["path"]
+    forms: list[Any] = [path, [path], {"path": path}, [{"path": path, "weight": 1.0}]]
+    windows = []
+    for form in forms:
+        config = DataConfig(train=form, max_length=16, packing="rows", order=order)
+        corpus = open_data(config, tiny.tokenizer())
+        loader = Loader(corpus.train, batch_size=3, accumulation=2, seed=7)
+        loader = loader.short_first(2) if order == "short_first" else loader
+        windows.append(
+            [[batch.sample_ids for batch in loader.window(index)] for index in range(2 * loader.num_windows)]
+        )
+        assert not config.is_mixed and corpus.evaluation.num_documents > 0
+    assert all(one == windows[0] for one in windows)
+
+
+def test_one_source_with_a_weight_or_labels_alone_is_drawn_as_a_mixture(tmp_path: Path) -> None:
+    for over in ({"weight": 0.5}, {"objectives": "labels"}):
+        assert DataConfig(train=[{"path": "a.jsonl", **over}]).is_mixed
+    assert open_data(DataConfig(train=["builtin:qa"], eval="builtin:qa"), tiny.tokenizer()).evaluation.num_documents
+
+
 def test_a_batch_says_which_source_its_rows_come_from(tmp_path: Path) -> None:
     one, two = source(tmp_path / "a.jsonl", 60, "heat"), source(tmp_path / "b.jsonl", 60, "drip", weight=2)
     corpus = opened(one, two)

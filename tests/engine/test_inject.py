@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from commands import output
 from safetensors.torch import load_file
 
 from stillroom.config import load_config
@@ -90,6 +91,47 @@ def test_after_many_faults_in_fp16_the_student_is_better_and_all_saved_tensors_a
     assert result.summary["steps"] == 40 and result.summary["success_rate"] < 1.0
     assert result.summary["student"]["perplexity"] < result.summary["student_before"]["perplexity"]
     assert_all_saved_tensors_finite(tmp_path / "run")
+
+
+@pytest.mark.parametrize("kernel", ["plain", "auto"])
+@pytest.mark.parametrize("temperature", [1.0, 3.0])  # the compiled kernel has a pass of its own for the latter
+def test_random_tokens_are_skipped_where_labels_have_no_weight(
+    world: Path, tmp_path: Path, kernel: str, temperature: float
+) -> None:
+    over = {"objectives__ce__weight": 0.0, "objectives__kd__weight": 1.0, "objectives__kd__temperature": temperature}
+    over |= {"train__learning_rate": 6e-3, "train__max_steps": 45, "train__eval_steps": 45}
+    run(world, tmp_path / "run", "bad_batch@40x2", objectives__kernel=kernel, **over)
+    found = [(event["step"], event["action"]) for event in guard_events(tmp_path / "run")]
+    assert found == [(40, "skip"), (40, "skip")], "the batches at fault, and no other"
+
+
+@pytest.mark.parametrize("ce_weight", [0.0, 0.5])
+def test_positions_taught_by_their_labels_are_told_once_and_counted(
+    world: Path, tmp_path: Path, ce_weight: float
+) -> None:
+    over = {"objectives__ce__weight": ce_weight, "train__max_steps": 8, "train__eval_steps": 8}
+    result = run(world, tmp_path / "run", "teacher_nan@3x2,teacher_nan@6", **over)
+    events = read_events(tmp_path / "run" / "events.jsonl")
+    bad = [event for event in events if event["event"] == "step" and event["bad_teacher_rows"]]
+    assert [event["step"] for event in bad] == [3, 4, 6]
+    assert result.summary["label_taught_rows"] == sum(event["bad_teacher_rows"] for event in bad) > 0
+    told = [event["text"] for event in events if event["event"] == "note" and "by their labels" in event["text"]]
+    assert len(told) == 1 and ("though" in told[0]) == (ce_weight == 0.0)
+    for event in bad:
+        assert event["fallback_loss"] > 0
+        if not ce_weight:  # all of the step's loss: the teacher said nothing
+            assert event["train_loss"] == pytest.approx(event["fallback_loss"] * 0.5, rel=1e-4)
+
+
+def test_the_tutorial_s_faults_end_as_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "tutorial.md").read_text(encoding="utf-8")
+    command = next(line for line in page.splitlines() if "--inject" in line)
+    words = command.replace("runs/torture", str(tmp_path / "run")).split()[1:]
+    output(capsys, *words, "--device", "cpu", "--set", "eval.max_batches=1", "--set", "eval.samples=0")
+    events = [(event["step"], event["action"]) for event in guard_events(tmp_path / "run")]
+    assert events == [(20, "rollback"), (30, "skip"), (30, "skip")]
+    assert len(list((tmp_path / "run" / "quarantine").glob("*.safetensors"))) == 2
+    assert "At step 20 a weight becomes NaN" in page and "At step 30 two batches are random tokens" in page
 
 
 def test_a_clean_run_has_nothing_to_report(world: Path, tmp_path: Path) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+import yaml
 from synthetic import evaluated
 
-from stillroom.export.card import model_card, short_name
+from stillroom.export.card import Origin, model_card, short_name
 from stillroom.telemetry.evaluation_record import Evaluated
 
 CONFIG: dict[str, Any] = {
@@ -34,6 +36,37 @@ def test_provenance_and_figures_with_intervals_are_told() -> None:
         assert words in text
     assert "| student | 12.3 (12.0 to 12.6) |" in text
     assert "ce x" not in text and "/home/ada" not in text and "## Licence" in text and "## Limits" in text
+
+
+@pytest.mark.parametrize(
+    ("student", "words", "base"),
+    [
+        ({"model": "org/small"}, "`org/small`", "org/small"),
+        ({"model": "/home/ada/models/small"}, "`small`", ""),
+        ({"model": "builtin:student", "init": "shrink"}, "cut from its teacher `big`, 3 of 6 layers", ""),
+        ({"model": "org/small", "init": "random"}, "random weights in the shape of `org/small`", ""),
+        ({"model": "builtin:student"}, "random weights in the shape of `builtin:student`", ""),
+        ({"model": "small", "adapter": {"rank": 8}}, "`small`, trained by an adapter that is merged in", "small"),
+        ({"model": "x: y\n---", "init": "auto"}, "`x: y ---`", ""),
+        ({"model": 3}, "`3`", ""),
+    ],
+)
+def test_the_origin_of_the_weights_is_told_and_a_hub_id_is_the_base_model(
+    student: dict[str, Any], words: str, base: str
+) -> None:
+    config = {**CONFIG, "student": student}
+    text = card(config=config, origin=Origin.of(config, layers=(3, 6)))
+    assert f"- student began as: {words}\n" in text
+    front = yaml.safe_load(text.split("---")[1])
+    assert front.get("base_model", "") == base and front["library_name"] == "transformers"
+
+
+def test_a_folder_that_looks_like_a_hub_id_is_no_base_model() -> None:
+    config = {**CONFIG, "student": {"model": "models/small"}}
+    assert Origin.of(config).base_model == "models/small"
+    assert Origin.of(config, local={"student.model"}).base_model == ""
+    cut = {"teacher": {"model": "org/big"}, "student": {"model": "builtin:student", "init": "shrink"}}
+    assert Origin.of(cut).base_model == "org/big" and Origin.of(cut, local={"teacher.model"}).base_model == ""
 
 
 def test_a_model_without_a_run_says_that_nothing_is_known() -> None:

@@ -53,6 +53,27 @@ def test_a_folder_gives_the_same_logits_and_is_ready_for_use(chatty: Path, tmp_p
     assert (out / "README.md").is_file() and not list(tmp_path.rglob(".tmp-*"))
 
 
+def _use(folder: Path) -> None:
+    """Run what the card says under Use."""
+    code = (folder / "README.md").read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
+    exec(code.replace('name = "."', f"name = {str(folder)!r}").replace("max_new_tokens=64", "max_new_tokens=2"), {})
+
+
+def test_the_card_s_code_runs_with_and_without_a_chat_template(chatty: Path, world: Path, tmp_path: Path) -> None:
+    for name, source in (("chat", chatty), ("plain", world / "student")):
+        _use(export(str(source), tmp_path / name).folder)
+
+
+def test_the_card_of_a_cut_student_says_what_it_was_cut_from(world: Path, tmp_path: Path) -> None:
+    cut = {"student.init": "shrink", "student.shrink.layers": [1]}
+    settings = {**tiny.settings(world, train__max_steps=1, eval__samples=0), **cut}
+    del settings["student.model"]
+    made = distill(load_config(overrides=settings), tmp_path / "run", device="cpu")
+    card = (export(str(made.folder), tmp_path / "out").folder / "README.md").read_text(encoding="utf-8")
+    assert "- student began as: cut from its teacher `teacher`, 1 of 2 layers\n" in card
+    assert "builtin:student" not in card and "base_model" not in card and " of training, " in card
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_precision_is_stored_and_its_cost_told(chatty: Path, tmp_path: Path, capsys: Any, dtype: str) -> None:
     said = json.loads(output(capsys, "export", str(chatty), "--out", str(tmp_path / "out"), "--dtype", dtype, "--json"))

@@ -232,12 +232,13 @@ def _reported(job: Callable[..., Result], out: Path, progress: bool | None) -> R
 
     from stillroom.engine.run_folder.place import opened
     from stillroom.report import LiveReport, write_report
-    from stillroom.telemetry.console import ConsoleView
+    from stillroom.telemetry.console import ConsoleMode, ConsoleView
     from stillroom.telemetry.notebook import is_notebook
 
     is_first = check.is_first_process()
     is_shown = progress if progress is not None else is_notebook() or (sys.stdout is not None and sys.stdout.isatty())
-    with opened(out) as place, ConsoleView("auto" if is_shown and is_first else "quiet") as view:
+    mode: ConsoleMode = "auto" if is_shown and is_first else "quiet"
+    with opened(out) as place, ConsoleView(mode, tells_stops=False) as view:
         live = LiveReport(place.folder, view.handle)
         views = (view.handle, live.handle) if is_first else (view.handle,)
         try:

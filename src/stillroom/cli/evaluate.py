@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from stillroom.cli.app import AllowAddress, AsJson, Bos, Device, TrustCode, app, echo, print_json, wanted_bos
 from stillroom.errors import ConfigError
+
+if TYPE_CHECKING:
+    from stillroom.assess import HeldOut
+    from stillroom.config import Config
 
 _MAX_LENGTH = 256
 
@@ -19,7 +23,7 @@ class _Asked:
     """What is measured. A run that is named by itself brings its text, teacher, length and begin-of-text."""
 
     model: str
-    data: str
+    data: str | HeldOut
     teacher: str | None
     max_length: int
     bos: Any
@@ -33,7 +37,9 @@ def eval_(
     model: Annotated[
         str | None, typer.Option(help="instead of RUN: folder of a model or a run, hub id, or builtin:teacher")
     ] = None,
-    data: Annotated[str | None, typer.Option(help="file, glob, hf:NAME, or builtin:stdlib")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="file, glob, hf:NAME, or builtin:stdlib; of RUN else what it held out")
+    ] = None,
     teacher: Annotated[str | None, typer.Option(help="compare with this model")] = None,
     max_length: Annotated[int | None, typer.Option(min=8, help="tokens in a row; else the run's, or 256")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="rows at once")] = 8,
@@ -71,7 +77,9 @@ def eval_(
         questions=questions,
         tasks=names,
     )
+    is_share = not isinstance(asked.data, str) and asked.data.settings.eval is None
     settings = {
+        "text": "the run's held-out share" if is_share else None,
         "max_length": asked.max_length, "max_batches": max_batches, "blocks": blocks, "bos": asked.bos,
         "questions": questions.name if questions is not None else None, "tasks": ", ".join(names),
     }  # fmt: skip
@@ -115,19 +123,26 @@ def _asked(
     from stillroom.engine.run_folder.trust import Trust
     from stillroom.stores.reading import here
 
-    trust = Trust(*trusted)
-    config = stored_config(here(run, needs="record"), trust=trust)
-    text = data or config.data.eval
-    if text is None:
-        raise ConfigError(
-            f"{run} held out a share of its training data, which is no text of its own to measure on",
-            where="--data",
-            advice=["name a text it was not trained on: --data FILE"],
-        )
-    named = {"teacher.model": "" if teacher else config.teacher.model, "data.eval": "" if data else text}
+    folder, trust = here(run, needs="record"), Trust(*trusted)
+    config = stored_config(folder, trust=trust)
+    own_text = "" if data else config.data.eval or ""
+    named = {"teacher.model": "" if teacher else config.teacher.model, "data.eval": own_text}
     trust.check_addresses(named, str(run))
+    length = max_length or config.data.max_length
     own_bos = config.data.bos if bos == "auto" else bos
-    return _Asked(str(run), text, teacher or config.teacher.model, max_length or config.data.max_length, own_bos)
+    is_as_there = (length, own_bos) == (config.data.max_length, config.data.bos)
+    text = data or _held_out(folder, config, is_as_there=is_as_there)
+    return _Asked(str(run), text, teacher or config.teacher.model, length, own_bos)
+
+
+def _held_out(folder: Path, config: Config, *, is_as_there: bool) -> HeldOut:
+    """What the run held out, with the number of documents that its log says, to notice data that was changed."""
+    from stillroom.assess import HeldOut
+    from stillroom.telemetry.run_record import LoggedRun, mapping
+    from stillroom.telemetry.wording import as_number
+
+    known = as_number(mapping(LoggedRun.load(folder).start, "data").get("eval_documents")) if is_as_there else None
+    return HeldOut(config.data, None if known is None else int(known))
 
 
 def _kept(owner: Path | None, measured: str, result: dict[str, Any]) -> Path | None:

@@ -182,7 +182,9 @@ def _run_and_report(job: Callable[[Path, Listeners], Result], folder: Path, *, a
     try:
         with (
             opened(folder) as place,
-            ConsoleView("quiet" if as_json or not is_first else "auto" if progress else "plain") as view,
+            ConsoleView(
+                "quiet" if as_json or not is_first else "auto" if progress else "plain", tells_stops=False
+            ) as view,
         ):
             from stillroom.report import LiveReport, write_report
 

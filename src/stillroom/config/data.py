@@ -248,8 +248,9 @@ class DataConfig(Layout):
 
     @property
     def is_mixed(self) -> bool:
-        """Whether the sources' rows are drawn by weight and kept apart."""
-        return not isinstance(self.train, str)
+        """Whether the sources' rows are drawn by weight and kept apart. A list of one plain source is that source."""
+        first, *others = self.sources
+        return bool(others) or first.weight != 1.0 or first.objectives != "all"
 
     def _with_layout(self, source: SourceConfig) -> SourceConfig:
         layout = {name: getattr(self, name) for name in Layout.model_fields}

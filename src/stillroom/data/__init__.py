@@ -5,7 +5,7 @@ rows into windows of micro-batches, one for each optimizer step; `fixed_batches`
 """
 
 from stillroom.data.bos import Bos, opening_difference, opening_ids
-from stillroom.data.corpus import Corpus, open_data, open_eval
+from stillroom.data.corpus import Corpus, open_data, open_eval, open_held_out
 from stillroom.data.encode import Encoder, Tokenizer
 from stillroom.data.encoded import Encoded
 from stillroom.data.loader import Loader, fixed_batches, fixed_rows
@@ -28,6 +28,7 @@ __all__ = [
     "fixed_rows",
     "open_data",
     "open_eval",
+    "open_held_out",
     "opening_difference",
     "opening_ids",
     "pack",

@@ -66,12 +66,11 @@ def open_data(
     """
     tally = Tally()
     reader = SpecReader(config, tokenizer, tally, tell, two_readings(tokenizer, teacher_tokenizer, config, tally))
-    is_builtin = isinstance(config.train, str) and config.train.startswith(BUILTIN_PREFIX)
     evaluation: Documents
-    if config.eval is None or (is_builtin and config.eval == config.train):
+    if _is_split(config):
         train, evaluation = reader.both_sides()
     else:
-        train, evaluation = reader.training(), reader.evaluation(config.eval)
+        train, evaluation = reader.training(), reader.evaluation(str(config.eval))
         note_overlap(train, evaluation, tally)
     if config.train_share < 1:
         train = train.take(share_of(train.share_hashes(), config.train_share))
@@ -85,6 +84,21 @@ def open_eval(
     tally = Tally()
     reader = SpecReader(config, tokenizer, tally, None, two_readings(tokenizer, teacher_tokenizer, config, tally))
     return _packed(SourceDocuments([]), reader.evaluation(spec), reader)
+
+
+def open_held_out(config: DataConfig, tokenizer: Tokenizer, *, teacher_tokenizer: Tokenizer | None = None) -> Corpus:
+    """Read what `open_data` holds out: `eval`, or the share of `train` that the split takes. `train` is empty."""
+    if not _is_split(config):
+        return open_eval(str(config.eval), tokenizer, config, teacher_tokenizer=teacher_tokenizer)
+    tally = Tally()
+    reader = SpecReader(config, tokenizer, tally, None, two_readings(tokenizer, teacher_tokenizer, config, tally))
+    return _packed(SourceDocuments([]), reader.both_sides()[1], reader)
+
+
+def _is_split(config: DataConfig) -> bool:
+    """Whether a share of the training data is held out."""
+    is_builtin = len(config.sources) == 1 and config.sources[0].path.startswith(BUILTIN_PREFIX)
+    return config.eval is None or (is_builtin and config.eval == config.sources[0].path)
 
 
 def encode_training(config: DataConfig, tokenizer: Tokenizer) -> tuple[Encoded, Rows, Tally]:
@@ -209,7 +223,7 @@ def _note_scoring(rows: Rows, max_length: int, tally: Tally) -> None:
 
 def _note_counts(tally: Tally) -> None:
     sentences = {
-        "invalid_utf8": "{:,} texts held bytes that are not UTF-8; they were replaced",
+        "invalid_utf8": "{:,} texts held half a character (a lone surrogate); it was replaced by U+FFFD",
         "empty_answers": "{:,} answers of chats are empty and not scored",
         "unscored_turns": "{:,} answers are not scored: the chat template does not print them as they stand",
         "turns_not_marked_generated": "{:,} answers are not scored: the chat template does not mark them as generated",

@@ -173,7 +173,7 @@ def _run(
         ending.callback(run.teacher.close)
         claim.is_begun = True
         state = RunState()
-        _announce(run, models, notes, saved, check)
+        _announce(run, models, notes, saved, check, stop.seconds)
         if saved is not None:
             restore_checkpoint(run, state, saved, takes_other_base=accepts)
         return _train(run, state, saved, mark, stop, check.changed)
@@ -272,7 +272,7 @@ def _before(run: Run, state: RunState) -> dict[str, Any]:
         )
     before["student_before"] = summary_row(student, run.num_student_parameters)
     judge_student(run, state, student)  # the student before training is a candidate for the best
-    notes = doubts(run, student.perplexity)
+    notes = doubts(run, student)
     if run.config.student.init == "shrink":
         teacher_perplexity = before["teacher"]["perplexity"] if "teacher" in before else None
         wanted = run.config.student.shrink
@@ -313,11 +313,19 @@ def _is_number(value: float) -> bool:
     return value == value and value not in (float("inf"), float("-inf"))
 
 
-def _announce(run: Run, models: Models, notes: tuple[str, ...], saved: Saved | None, check: InputCheck) -> None:
+def _announce(
+    run: Run,
+    models: Models,
+    notes: tuple[str, ...],
+    saved: Saved | None,
+    check: InputCheck,
+    setup_seconds: float,
+) -> None:
     config, teacher = run.config, models.loaded_teacher
     run.log.write(
         "run_start",
         run=run.folder.name,
+        setup_seconds=round(setup_seconds, 3),
         config=config.to_dict(),
         versions=run_folder.versions(),
         machine=run_folder.machine(),

@@ -28,6 +28,7 @@ from stillroom.engine.step import StepOutcome, train_step
 from stillroom.engine.stop import Stop
 from stillroom.errors import Interrupted
 from stillroom.evaluation import Evaluation, never_stop
+from stillroom.objectives.answers import FALLBACK_LOSS
 from stillroom.snapshots import CheckpointSnapshots
 from stillroom.telemetry.memory import memory_in_use
 from stillroom.types import Lesson
@@ -298,8 +299,10 @@ def _idle(outcome: StepOutcome) -> dict[str, list[str]]:
 
 
 def _counted(outcome: StepOutcome) -> dict[str, float]:
-    """Counters of the clamps that were asked for, and of rows without negatives in the contrastive term."""
+    """The loss of positions taught by their labels, counters of clamps, and of rows without negatives in a contrast."""
     counters, fields = outcome.evidence.counters, {}
+    if outcome.evidence.bad_teacher_rows and FALLBACK_LOSS in counters:
+        fields[FALLBACK_LOSS] = counters[FALLBACK_LOSS] / outcome.evidence.bad_teacher_rows
     if "clamped_fraction_sum" in counters:
         fields["clamped_fraction"] = counters["clamped_fraction_sum"] / max(outcome.num_targets, 1)
     if "clamped_losses" in counters:

@@ -40,6 +40,7 @@ class Holdings:
     evaluated: Evaluation | None = None  # the last evaluation of the student
     saved_at: tuple[int, ...] = ()  # counters that identify the state of the newest checkpoint
     is_changing: bool = False  # a verdict is carried out, or gates are looked after: this is not the state of one step
+    has_told_fallback: bool = False  # that positions without a usable teacher are taught by their labels
     begun_at: int | None = None  # position in the log when the present attempt began; None between attempts
     between_batches: Callable[[], None] = never_stop  # called between held-out batches; may raise to stop
 

@@ -18,6 +18,7 @@ from stillroom.engine.fitting import parts_of, within_memory
 from stillroom.engine.recovery.recover import carry_out, examine
 from stillroom.engine.run import Run
 from stillroom.engine.state import RunState
+from stillroom.objectives.answers import LABEL_LOSS, NUM_LABELS
 from stillroom.types import Batch, Evidence, Lesson, Score, StudentView, TermRecord, Verdict
 
 
@@ -61,10 +62,13 @@ def train_step(run: Run, state: RunState, window: Sequence[Batch]) -> StepOutcom
     verdict = run.guard.judge(evidence)
     if verdict.action == "examine":
         verdict = run.guard.diagnose(evidence, verdict.reason, examine(run, state))
+        if verdict.action == "keep":
+            run.log.write("note", text=f"step {evidence.step} was examined and is kept: {verdict.reason}")
     state.is_changing = True
     state.attempted += 1
     run.teacher.end_window(verdict, evidence, rate)
     if verdict.action == "keep":
+        _tell_fallback(run, state, evidence, lesson)
         _apply(run, state, evidence, rate)
         run.guard.accept(evidence)
         state.applied += 1
@@ -80,6 +84,20 @@ def train_step(run: Run, state: RunState, window: Sequence[Batch]) -> StepOutcom
     terms = TermRecord.table(dict(evidence.terms), lesson.weights)
     peak = run.config.train.learning_rate
     return StepOutcome(verdict, evidence, lesson, terms, peak * rate, evidence.num_targets)
+
+
+def _tell_fallback(run: Run, state: RunState, evidence: Evidence, lesson: Lesson) -> None:
+    """Log once in a process what positions without a usable teacher are learned from. Step records count them."""
+    if not evidence.bad_teacher_rows or state.has_told_fallback:
+        return
+    state.has_told_fallback = True
+    even = "" if lesson.weight("ce") else ", though objectives.ce.weight is 0 here"
+    run.log.write(
+        "note",
+        text=f"the teacher gave no usable answer at {evidence.bad_teacher_rows:,} of {evidence.num_targets:,} "
+        f"positions of step {evidence.step}: such positions are taught by their labels{even}. Later ones are counted "
+        "as bad_teacher_rows of a step",
+    )
 
 
 def attempt(run: Run, state: RunState, window: Sequence[Batch]) -> tuple[Evidence, Lesson]:
@@ -162,12 +180,19 @@ def _read_evidence(run: Run, state: RunState, tally: Tally, lesson: Lesson, coun
         is_scaled=run.precision.scales_loss,
         is_scale_at_floor=run.precision.scales_loss and run.precision.scaler.is_at_floor,
         bad_teacher_rows=int(counters.pop("bad_teacher_rows")),
+        label_loss=_label_loss(counters),
         counters=counters,
         phase=lesson.phase,
         attempt=state.attempt,
         samples={name: values[f"sample.{name}"] for name in state.sampled},
         sources=source_means(_under("source.", values), counts),
     )
+
+
+def _label_loss(counters: dict[str, float]) -> float | None:
+    """The mean cross-entropy of what is learned from the teacher alone; None where it is a term, or nothing is."""
+    total, count = counters.pop(LABEL_LOSS, None), counters.pop(NUM_LABELS, 0.0)
+    return total / count if total is not None and count else None
 
 
 def _under(prefix: str, values: dict[str, float]) -> dict[str, float]:

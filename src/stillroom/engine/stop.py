@@ -22,7 +22,13 @@ class Stop:
         self.reserve = 0.0  # seconds that saving takes, subtracted from the time limit
         self._is_loading = False
         self._has_deadline = False
+        self._began = time.monotonic()
         self._deadline = time.monotonic() + 60 * max_minutes if max_minutes else None
+
+    @property
+    def seconds(self) -> float:
+        """The time since the command began."""
+        return time.monotonic() - self._began
 
     def is_wanted(self) -> bool:
         if not self.reason and self._has_deadline and self.is_late():

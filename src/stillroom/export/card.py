@@ -8,7 +8,9 @@ a card is published, the folders of the machine that trained are not.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
@@ -16,7 +18,7 @@ from stillroom.telemetry.evaluation_record import Evaluated
 from stillroom.telemetry.figure_rows import ASSESSMENT_ROWS, figure_rows
 from stillroom.telemetry.reading import section, show, show_interval
 from stillroom.telemetry.results import RESULT_COLUMNS, RESULT_ROWS
-from stillroom.telemetry.wording import clean, clip, format_bytes, format_count
+from stillroom.telemetry.wording import clean, clip, format_bytes, format_count, format_duration
 
 _LONGEST = 120
 _MOST_ROWS = 120
@@ -37,16 +39,19 @@ def model_card(
     model: Mapping[str, Any],
     checked: Sequence[str],
     evaluated: Evaluated | None = None,
+    origin: Origin | None = None,
 ) -> str:
     """The card in Markdown. `model` holds family, parameters, dtype, positions, bytes; `checked` what was compared.
 
     `evaluated` are figures of `stillroom eval`; those of another student than the one exported are left out.
     """
+    origin = origin or Origin.of(config)
     parts = [
-        _front(model),
+        _front(model, origin),
         f"# {_text(title)}\n",
         _what(model, bool(config)),
-        _provenance(config, summary),
+        _usage(model),
+        _provenance(config, summary, origin),
         _figures(summary),
         _evaluated(evaluated or Evaluated()),
         "## Limits\n\n" + "\n".join(f"- {line}" for line in _LIMITS),
@@ -58,9 +63,36 @@ def model_card(
     return "\n\n".join(part.strip("\n") for part in parts if part) + "\n"
 
 
-def _front(model: Mapping[str, Any]) -> str:
+@dataclass(frozen=True)
+class Origin:
+    """Where the student's weights come from: in words, and as a hub id if it is one."""
+
+    words: str
+    base_model: str = ""
+
+    @staticmethod
+    def of(config: Mapping[str, Any], *, local: Collection[str] = (), layers: tuple[int, int] | None = None) -> Origin:
+        """From a run's configuration. `local` are the settings that named folders; `layers` those kept, of how many."""
+        student, teacher = section(config, "student"), section(config, "teacher")
+        is_cut = student.get("init") == "shrink"
+        key, name = ("teacher.model", teacher.get("model")) if is_cut else ("student.model", student.get("model"))
+        is_hub_id = isinstance(name, str) and key not in local and bool(_HUB_ID.fullmatch(name))
+        if is_cut:
+            share = f", {layers[0]:,} of {layers[1]:,} layers" if layers else ""
+            return Origin(f"cut from its teacher {short_name(name)}{share}", str(name) if is_hub_id else "")
+        if student.get("init") == "random" or name == "builtin:student":
+            return Origin(f"random weights in the shape of {short_name(name)}")
+        adapted = ", trained by an adapter that is merged in" if student.get("adapter") else ""
+        return Origin(f"{short_name(name)}{adapted}", str(name) if is_hub_id else "")
+
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")  # also what may stand in YAML as it is
+
+
+def _front(model: Mapping[str, Any], origin: Origin) -> str:
     tags = ["distillation", "stillroom"]
     lines = ["library_name: transformers", "pipeline_tag: text-generation", f"tags: {json.dumps(tags)}"]
+    lines += [f"base_model: {json.dumps(origin.base_model)}"] if origin.base_model else []
     return "\n".join(["---", *(lines if model.get("format", "hf") == "hf" else lines[1:]), "---"])
 
 
@@ -77,17 +109,47 @@ def _what(model: Mapping[str, Any], is_of_run: bool) -> str:
     return "\n".join(lines)
 
 
-def _provenance(config: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
+_LOAD = """from transformers import AutoModelForCausalLM, AutoTokenizer
+
+name = "."  # this folder, or its id on the hub
+tokenizer = AutoTokenizer.from_pretrained(name)
+model = AutoModelForCausalLM.from_pretrained(name)
+"""
+_ASK = """inputs = tokenizer("Once upon a time", return_tensors="pt", return_token_type_ids=False)
+"""
+_CHAT = """messages = [{"role": "user", "content": "What is distillation?"}]
+inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+"""
+_WRITE = """written = model.generate(**inputs, max_new_tokens=64)
+print(tokenizer.decode(written[0], skip_special_tokens=True))
+"""
+
+
+def _usage(model: Mapping[str, Any]) -> str:
+    """How to load it and let it write."""
+    match model.get("format", "hf"):
+        case "hf":
+            code, language = _LOAD + (_CHAT if model.get("has_chat") else _ASK) + _WRITE, "python"
+        case "gguf":
+            file = clean(model.get("file") or "model.gguf").replace("`", "'")
+            code, language = f'llama-cli -m {file} -p "Once upon a time" -n 64\n', "bash"
+        case _:
+            return ""
+    return f"## Use\n\n```{language}\n{code}```"
+
+
+def _provenance(config: Mapping[str, Any], summary: Mapping[str, Any], origin: Origin) -> str:
     if not config:
         return "## Where it comes from\n\nNo record of a run was beside these weights, so nothing is said about it."
     train = section(config, "train")
     rows = [
         ("teacher", short_name(section(config, "teacher").get("model"))),
-        ("student began as", short_name(section(config, "student").get("model"))),
+        ("student began as", origin.words),
         ("data", ", ".join(short_name(name) for name in _data(config)) or "-"),
         ("held-out data", short_name(section(config, "data").get("eval") or "a share of the data")),
         ("tokens trained on", show(summary, "tokens", format_count)),
         ("steps", show(summary, "steps", format_count)),
+        ("time", _time(summary)),
         ("objective", _objective(config)),
         ("precision", _text(summary.get("precision") or section(config, "precision").get("mode"))),
         ("learning rate", _text(train.get("learning_rate"))),
@@ -95,6 +157,11 @@ def _provenance(config: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
         ("ended", _text(summary.get("status") or "not finished")),
     ]
     return "## Where it comes from\n\n" + "\n".join(f"- {label}: {value}" for label, value in rows)
+
+
+def _time(summary: Mapping[str, Any]) -> str:
+    training, total = show(summary, "seconds", format_duration), show(summary, "total_seconds", format_duration)
+    return f"{training} of training" + (f", {total} in all" if "total_seconds" in summary else "")
 
 
 def _data(config: Mapping[str, Any]) -> list[str]:
@@ -155,13 +222,18 @@ def _evaluated(evaluated: Evaluated) -> str:
         lines.append(f"| {_label(row.label)} | " + " | ".join(cells) + " |")
     beside = f", beside {short_name(record.get('teacher_model'))}" if has_teacher else ""
     told = (
-        f"On {short_name(record.get('data'))}{beside}, in float32, before it was written in the form of these files. "
+        f"On {_measured_on(record)}{beside}, in float32, before it was written in the form of these files. "
         "In brackets 95 % intervals. Retained: of quality the share of the teacher's (perplexities and bits inverted), "
         "of size and speed how many times the teacher's. Seconds, speed and memory are of one sitting on one machine."
     )
     if len(rows) > _MOST_ROWS:
         told += f" {len(rows) - _MOST_ROWS:,} more figures were measured."
     return f"## Measured by stillroom eval\n\n{told}\n\n" + "\n".join(lines)
+
+
+def _measured_on(record: Mapping[str, Any]) -> str:
+    names = ", ".join(short_name(name) for name in str(record.get("data") or "-").split(", "))
+    return f"the held-out share of {names}" if section(record, "settings").get("text") else names
 
 
 def _label(label: str) -> str:

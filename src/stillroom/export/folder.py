@@ -115,7 +115,7 @@ def export(
             out, format, form, compared_on, len(rows), change.tokens, change.largest, cost.largest, cost.kl, size,
             tuple(job.notes),
         )  # fmt: skip
-        (folder / "README.md").write_text(_card(source, done), encoding="utf-8")
+        (folder / "README.md").write_text(_card(source, done, folder), encoding="utf-8")
     return done
 
 
@@ -164,7 +164,7 @@ def _finish_settings(network: Any, tokenizer: Any) -> None:
             setattr(settings, name, getattr(tokenizer, name, None))
 
 
-def _card(source: Source, done: Exported) -> str:
+def _card(source: Source, done: Exported, folder: Path) -> str:
     network = source.loaded.network
     checked = [
         f"read back and compared on {done.rows} rows ({done.tokens} tokens) of {Path(done.compared_on).name}: the "
@@ -181,8 +181,11 @@ def _card(source: Source, done: Exported) -> str:
         summary=source.summary,
         versions=source.versions,
         evaluated=source.evaluated,
+        origin=source.origin,
         model={
             "format": done.format,
+            "file": next((path.name for path in sorted(folder.glob("*.gguf"))), None),
+            "has_chat": bool(getattr(source.loaded.tokenizer, "chat_template", None)),
             "family": network.config.model_type,
             "parameters": source.loaded.anatomy.num_parameters,
             "dtype": done.form,

@@ -12,9 +12,12 @@ import torch
 
 from stillroom.config.schema import TeacherConfig
 from stillroom.errors import ConfigError
+from stillroom.export.card import Origin
 from stillroom.models import LoadedModel, open_teacher
 from stillroom.models.load.names import model_name, run_of
 from stillroom.telemetry.evaluation_record import Evaluated, read_evaluation
+from stillroom.telemetry.run_record import LoggedRun, mapping
+from stillroom.telemetry.wording import as_number
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,7 @@ class Source:
     versions: Mapping[str, Any] = field(default_factory=dict)
     summary: Mapping[str, Any] = field(default_factory=dict)
     evaluated: Evaluated = field(default_factory=Evaluated)
+    origin: Origin | None = None  # of the student's weights; None where no run is known
     notes: Sequence[str] = ()
 
     @property
@@ -56,7 +60,14 @@ def open_source(name: str) -> Source:
     if evaluated.doubt:
         notes.append("the card is without the figures of `stillroom eval`: the student has changed since then")
     config, versions = _mapping(record, "config"), _mapping(record, "versions")
-    return Source(name, loaded, config, versions, summary, evaluated, (*loaded.notes, *notes))
+    origin = Origin.of(config, local=_mapping(record, "paths").keys(), layers=_layers(folder, loaded))
+    return Source(name, loaded, config, versions, summary, evaluated, origin, (*loaded.notes, *notes))
+
+
+def _layers(folder: Path, student: LoadedModel) -> tuple[int, int] | None:
+    """(layers of the student, layers of its teacher), if the run's log says the latter."""
+    of = as_number(mapping(LoggedRun.load(folder).start, "teacher").get("layers"))
+    return (student.anatomy.num_layers, int(of)) if of else None
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -24,6 +24,10 @@ from stillroom.objectives.head.token_stats import survey
 from stillroom.objectives.objective import Objective
 from stillroom.types import Batch, Lesson, Score, Signal, StudentView
 
+# Counters: the cross-entropy of a batch in which it has no weight, and its number of positions.
+LABEL_LOSS, NUM_LABELS = "label_loss", "num_labels"
+FALLBACK_LOSS = "fallback_loss"  # counter: cross-entropy of positions without a usable teacher, taught by their labels
+
 
 @dataclass(frozen=True)
 class Emphasis:
@@ -103,7 +107,12 @@ class Answers(Objective):
             chunk_tokens=self._config.chunk_tokens,
             kernel=self._kernel,
         )
-        return Score(scored.loss, scored.terms, scored.counters)
+        counters, labels = dict(scored.counters), scored.unweighted_ce
+        if labels is not None:
+            counters |= {LABEL_LOSS: labels.total, NUM_LABELS: labels.count}
+        if scored.fallback is not None:
+            counters[FALLBACK_LOSS] = scored.fallback.total
+        return Score(scored.loss, scored.terms, counters)
 
     def _emphasise(self, view: StudentView, signal: Signal, lesson: Lesson, temperature: float, top_k: int) -> Emphasis:
         """Weights and temperatures of the positions, from statistics of both models' distributions."""

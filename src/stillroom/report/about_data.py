@@ -14,7 +14,7 @@ _SIDES = (("train", "transfer set"), ("eval", "held out"))
 _UNITS = ("documents", "tokens", "targets")
 _WORDS = {
     "bad_records": "records that could not be read",
-    "invalid_utf8": "texts with bytes that are not UTF-8",
+    "invalid_utf8": "texts with half a character, replaced by U+FFFD",
     "truncated_records": "records cut at data.max_length",
     "truncated_tokens": "tokens cut off",
     "truncated_targets": "scored tokens cut off",

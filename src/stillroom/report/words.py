@@ -98,10 +98,12 @@ def facts(run: RunRecord) -> list[tuple[str, str]]:
     numbers = (
         ("steps", steps, format_count),
         ("time", as_number(summary.get("seconds")), format_duration),
+        ("time in all", as_number(summary.get("total_seconds")), format_duration),
         ("tokens seen", as_number(summary.get("tokens")), format_count),
         ("steps kept", as_number(summary.get("success_rate")), format_percent),
         ("skipped", as_number(summary.get("skipped")), format_count),
         ("rollbacks", as_number(summary.get("rollbacks")), format_count),
+        ("positions taught by labels alone", as_number(summary.get("label_taught_rows")) or None, format_count),
     )
     labelled = [(label, form(value)) for label, value, form in numbers if value is not None]
     precision = run.start.get("precision")

@@ -58,6 +58,7 @@ EVENTS: dict[str, EventKind] = {
             "teacher": "name, family, parameters, layers, width, vocabulary of the live teacher; null without one",
             "student": "the same of the student, and trained, its trained parameters",
             "data": "records, documents, targets, tokens, what was left out, lengths of rows, notes",
+            "setup_seconds": "from the start of the command until this record",
         },
     ),
     "resume": EventKind("A run goes on from a checkpoint.", {"step": "step of the checkpoint"}),
@@ -144,6 +145,7 @@ EVENTS: dict[str, EventKind] = {
             "memory_percent": "share of the device's memory in use",
         },
         {
+            "fallback_loss": "mean cross-entropy of the bad_teacher_rows, which are taught by their labels",
             "idle_terms": "terms that the curriculum keeps at weight 0 now",
             "sources": "targets and raw terms by source, where there are several",
             "noop_update_fraction": "FP16 modes: share of sampled weights that an update left as they were",
@@ -264,6 +266,11 @@ EVENTS: dict[str, EventKind] = {
     "run_end": EventKind(
         "The run ended, in whatever way it could still say so.",
         {"status": "done or stopped", "exit_code": "as the command ends"},
-        {"steps": "steps applied", "seconds": "of all sessions", "reason": "why it stopped"},
+        {
+            "steps": "steps applied",
+            "seconds": "of training, in all sessions",
+            "total_seconds": "of the commands, loading and evaluations included, as far as the log knows them",
+            "reason": "why it stopped",
+        },
     ),
 }

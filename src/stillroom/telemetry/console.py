@@ -176,8 +176,17 @@ class ConsoleView:
     When the reader goes away (`| head`, a closed terminal) the view falls silent and the run goes on.
     """
 
-    def __init__(self, mode: ConsoleMode = "auto", stream: TextIO | None = None, *, width: int | None = None) -> None:
+    def __init__(
+        self,
+        mode: ConsoleMode = "auto",
+        stream: TextIO | None = None,
+        *,
+        width: int | None = None,
+        tells_stops: bool = True,
+    ) -> None:
+        """`tells_stops` is off where the error that stopped the run is printed anyway."""
         self._stream = stream or sys.stdout
+        self._tells_stops = tells_stops
         self._screen = _screen_for(mode, self._stream, width)
         self._num_steps = 0
         self._num_skipped = 0
@@ -273,7 +282,7 @@ class ConsoleView:
                 return say.changed_inputs_lines(event)
             case "run_end":
                 self._screen.close()
-                return [say.end_line(event)]
+                return [say.end_line(event)] if self._tells_stops or event.get("status") != "stopped" else []
         return []
 
     def _begin(self, event: Mapping[str, Any]) -> None:

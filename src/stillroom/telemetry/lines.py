@@ -280,7 +280,8 @@ def end_line(event: Fields) -> str:
     parts = [clean(event.get("status") or "ended")]
     if as_number(event.get("steps")) is not None:
         steps, seconds = show(event, "steps", format_count), show(event, "seconds", format_duration)
-        parts.append(f"{steps} steps in {seconds}")
+        in_all = f", {show(event, 'total_seconds', format_duration)} in all" if event.get("total_seconds") else ""
+        parts.append(f"{steps} steps in {seconds}{in_all}")
     if event.get("exit_code"):
         parts.append(f"exit code {clean(event['exit_code'])}")
     if event.get("reason"):

@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 
 from stillroom.config import load_config
 from stillroom.engine.distill import distill
-from stillroom.engine.ending.success_checks import check_gap, check_perplexity, success_checks
+from stillroom.engine.ending.finish import earlier_seconds
+from stillroom.engine.ending.success_checks import (
+    check_closed,
+    check_gap,
+    check_loops,
+    check_perplexity,
+    is_loop,
+    success_checks,
+)
+from stillroom.telemetry import read_events
 from stillroom.types import TermRecord
 
 BOUNDS: dict[str, Any] = {
@@ -81,10 +90,79 @@ def test_the_guides_gap_of_six_fails_and_says_so() -> None:
     assert "6.18x" in check["text"]
 
 
-@given(trained=st.floats(1e-6, 1e6), ratio=st.floats(0.01, 10))
+@given(trained=st.floats(1e-3, 1e6), ratio=st.floats(0.01, 10))
 def test_the_gap_is_the_ratio_where_there_is_one(trained: float, ratio: float) -> None:
     check = check_gap([step(1, train_loss=trained)], [evaluation(1, trained * ratio)])
     assert check["passed"] == (ratio < 2.0) or ratio == pytest.approx(2.0)
+
+
+def test_no_multiple_is_told_of_an_objective_that_is_nothing() -> None:
+    check = check_gap([step(1, train_loss=1e-8)], [evaluation(1, 5.1e-4)])
+    assert check["passed"] and check["value"] is None and "x," not in check["text"]
+    assert not check_gap([step(1, train_loss=1e-8)], [evaluation(1, 0.5)])["passed"]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "teacher", "passed", "closed"),
+    [
+        (4.0, 2.0, 1.0, True, 2 / 3),
+        (4.0, 3.0, 1.0, False, 1 / 3),
+        (4.0, 4.5, 1.0, False, -1 / 6),
+        (4.0, 0.5, 1.0, True, 3.5 / 3),
+        (1.0, 1.0, 1.0, True, None),
+        (1.0, 0.9, 2.0, True, None),
+    ],
+)
+def test_the_closed_gap_is_that_between_the_student_before_and_the_teacher(
+    before: float, after: float, teacher: float, passed: bool, closed: float | None
+) -> None:
+    (check,) = check_closed({"student": after, "student_before": before, "teacher": teacher})
+    assert check["passed"] is passed and check["value"] == (None if closed is None else pytest.approx(closed))
+
+
+def test_without_a_teacher_there_is_no_gap_and_without_samples_no_loop_to_judge() -> None:
+    assert check_closed({"student": 2.0, "student_before": 4.0}) == [] == check_loops([])
+
+
+@pytest.mark.parametrize(
+    ("text", "loops"),
+    [
+        ("The 10000000000", True),
+        (" " * 48, True),
+        ("first some words, then _line_line_line_line_line_line", True),
+        ("the same sentence again. " * 5, True),
+        ("", False),
+        ("yes", False),
+        ("aaaa", False),
+        ("a long answer of many different words that ends with dots ........", False),
+        ("1000", False),
+        ("ha ha ha, said the maid, who keeps the room and knows how long a thing must be heated", False),
+    ],
+)
+def test_a_text_that_ends_in_a_repeated_unit_is_a_loop(text: str, loops: bool) -> None:
+    assert is_loop(text) is loops
+
+
+def test_answers_in_loops_fail_unless_the_teacher_s_are() -> None:
+    loop, text = "0" * 40, "spirits and waters"
+    both = [{"student": loop, "teacher": text, "reference": text}, {"student": text, "teacher": text}]
+    (check,) = check_loops(both)
+    assert not check["passed"] and check["value"] == 0.5
+    assert check_loops([{**sample, "teacher": loop} for sample in both])[0]["passed"]
+    assert check_loops([both[1], both[1], both[0]])[0]["passed"], "one of three"
+    assert not check_loops([{"student": loop, "reference": text}])[0]["passed"]
+
+
+def test_the_time_of_earlier_starts_is_read_from_the_log() -> None:
+    def at(second: int, kind: str, **more: Any) -> dict[str, Any]:
+        return {"event": kind, "time": f"2026-01-01T00:00:{second:02d}.000+00:00", **more}
+
+    first = [at(10, "run_start", setup_seconds=4.0), at(12, "step"), at(20, "run_end")]
+    second = [at(30, "run_start", setup_seconds=1.5), at(32, "step")]
+    assert earlier_seconds(first) == 0.0 == earlier_seconds([])
+    assert earlier_seconds([*first, *second]) == 14.0
+    assert earlier_seconds([*first, *second, at(50, "run_start")]) == 14.0 + 3.5
+    assert earlier_seconds([{"event": "run_start"}, {"event": "step", "time": "x"}, *second]) == 0.0
 
 
 def test_the_gap_is_taken_at_the_weights_of_the_last_evaluation() -> None:
@@ -144,11 +222,24 @@ def test_the_text_holds_what_was_measured() -> None:
     assert "57.1 against 100" in check_perplexity(57.12, 2000.0, 100.0)["text"]
 
 
+def test_a_student_with_its_teacher_s_weights_is_noticed(world: Path, tmp_path: Path) -> None:
+    settings = tiny.settings(world, student__model=str(world / "teacher"), train__max_steps=1, eval__samples=0)
+    made = distill(load_config(overrides=settings), tmp_path / "run", device="cpu")
+    notes = [event["text"] for event in read_events(made.folder / "events.jsonl") if event["event"] == "note"]
+    assert sum("the same weights" in note for note in notes) == 1
+    assert all("x," not in check["text"] for check in made.summary["checks"])
+
+
 def test_a_real_run_writes_its_checks(world: Path, tmp_path: Path) -> None:
     over = {"objectives__kd__weight": 0.5, "objectives__ce__weight": 0.5, "train__max_steps": 12}
     result = distill(load_config(overrides=tiny.settings(world, **over)), tmp_path / "run", device="cpu")
     summary = json.loads((result.folder / "summary.json").read_text())
-    assert [check["passed"] for check in summary["checks"]] == [True] * 4
+    assert [check["passed"] for check in summary["checks"][:4]] == [True] * 4
+    assert [check["name"] for check in summary["checks"][4:]] == [
+        "half of the gap to the teacher closed",
+        "answers do not repeat themselves",
+    ]
+    assert summary["total_seconds"] > summary["seconds"] > 0
     student = summary["student"]
     assert student["intervals"]["perplexity"][0] <= student["perplexity"] <= student["intervals"]["perplexity"][1]
     assert {"top5_agreement", "top5_overlap", "acceptance", "calibration_error", "documents"} <= set(student)

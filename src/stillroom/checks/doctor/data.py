@@ -54,7 +54,7 @@ _LOST = {
     "empty_answers": "answers are empty and not scored",
     "unscored_turns": "answers are not scored: the chat template does not print them as they stand",
     "turns_not_marked_generated": "answers are not scored: the chat template does not mark them as generated",
-    "invalid_utf8": "texts hold bytes that are not UTF-8, which are replaced",
+    "invalid_utf8": "texts hold half a character (a lone surrogate), which is replaced by U+FFFD",
     "rows_without_targets": "rows are left out: no target in them is scored",
 }
 

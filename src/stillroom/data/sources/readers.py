@@ -36,16 +36,19 @@ def refuse_utf16(path: Path) -> None:
                 raise DataError(f"{path} is encoded as UTF-16", advice=["save it as UTF-8"])
 
 
-def _decoded(raw: bytes, tally: Tally) -> str:
-    """Decode UTF-8. Replace invalid bytes by U+FFFD and count the text."""
+_NOT_UTF8 = "holds bytes that are not UTF-8: save it as UTF-8"
+
+
+def _decoded(raw: bytes, where: str, tally: Tally) -> str | None:
+    """Decode UTF-8. Refuse a text with other bytes: put in their place, U+FFFD would be learned."""
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError:
-        tally.counters["invalid_utf8"] += 1
-        return raw.decode("utf-8", errors="replace")
+        tally.refuse(where, _NOT_UTF8)
+        return None
 
 
-def _lines(path: Path, name: str, tally: Tally) -> Iterator[tuple[int, str]]:
+def _lines(path: Path, name: str, tally: Tally) -> Iterator[tuple[int, bytes]]:
     """Numbered lines with their line ends. Refuse a line above MAX_LINE_BYTES without holding it in memory."""
     with open_bytes(path) as file:
         number = 0
@@ -56,12 +59,13 @@ def _lines(path: Path, name: str, tally: Tally) -> Iterator[tuple[int, str]]:
                     raw = file.readline(MAX_LINE_BYTES)
                 tally.refuse(f"{name}:{number}", f"the line is longer than {MAX_LINE_BYTES >> 20} MB")
                 continue
-            yield number, _decoded(raw.removeprefix(_UTF8_MARK) if number == 1 else raw, tally)
+            yield number, raw.removeprefix(_UTF8_MARK) if number == 1 else raw
 
 
 def _read_jsonl(path: Path, name: str, tally: Tally) -> Iterator[Item]:
-    for number, line in _lines(path, name, tally):
-        if is_blank(line) and "\0" not in line:
+    for number, raw in _lines(path, name, tally):
+        line = _decoded(raw, f"{name}:{number}", tally)
+        if line is None or (is_blank(line) and "\0" not in line):
             continue
         try:
             value = json.loads(line)
@@ -73,7 +77,11 @@ def _read_jsonl(path: Path, name: str, tally: Tally) -> Iterator[Item]:
 
 def _read_json(path: Path, name: str, tally: Tally) -> Iterator[Item]:
     with open_bytes(path) as file:
-        text = _decoded(file.read().removeprefix(_UTF8_MARK), tally)
+        raw = file.read().removeprefix(_UTF8_MARK)
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} holds bytes that are not UTF-8", advice=["save it as UTF-8"]) from error
     if is_blank(text):
         return
     try:
@@ -88,18 +96,32 @@ def _read_json(path: Path, name: str, tally: Tally) -> Iterator[Item]:
 
 
 def _read_csv(path: Path, name: str, tally: Tally) -> Iterator[Item]:
-    lines = (line for _, line in _lines(path, name, tally))
+    broken: list[int] = []  # lines since the last row that are not UTF-8; a row may have several lines
+
+    def decoded() -> Iterator[str]:
+        for number, raw in _lines(path, name, tally):
+            try:
+                yield raw.decode("utf-8")
+            except UnicodeDecodeError:
+                broken.append(number)
+                yield raw.decode("utf-8", errors="replace")
+
     limit = csv.field_size_limit(MAX_LINE_BYTES)  # the default, 128 KB, is too small for long documents
     try:
-        reader = csv.DictReader(lines)
+        reader = csv.DictReader(decoded())
         while True:
             try:
                 row = next(reader, None)
             except csv.Error as error:
                 tally.refuse(f"{name}:{reader.line_num}", f"broken CSV: {error}")
+                broken.clear()
                 continue
             if row is None:
                 return
+            if broken:
+                tally.refuse(f"{name}:{broken[0]}", _NOT_UTF8)
+                broken.clear()
+                continue
             if None in row:
                 tally.refuse(f"{name}:{reader.line_num}", "has more cells than the header")
                 continue
@@ -150,8 +172,8 @@ def _read_text(path: Path, name: str, tally: Tally) -> Iterator[Item]:
 
 
 def _document(lines: list[bytes], where: str, tally: Tally) -> Iterator[Item]:
-    text = _decoded(b"".join(lines), tally)
-    if not is_blank(text):
+    text = _decoded(b"".join(lines), where, tally)
+    if text is not None and not is_blank(text):
         yield where, {"text": text}
 
 

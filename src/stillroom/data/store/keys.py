@@ -18,7 +18,7 @@ from stillroom.config.data import DataConfig, Layout
 from stillroom.data.bos import opening_ids
 from stillroom.data.encode import Tokenizer
 
-FORMAT = 1  # of the parts, and of how records are made and tokenized: raise it when either changes
+FORMAT = 2  # of the parts, and of how records are made and tokenized: raise it when either changes
 SPANS = 1  # how spans of two tokenizers are found and kept: raise it when that changes
 _AFTER_TOKENIZING = frozenset(
     {

@@ -100,7 +100,7 @@ def build_run(
         schedule=schedule,
         precision=precision,
         optimizer=optimizer,
-        guard=Guard(config.guard),
+        guard=Guard(config.guard, vocab_size=models.vocab_size),
         log=log,
         checkpoints=checkpoints,
         ring=ring,

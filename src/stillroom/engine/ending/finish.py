@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from stillroom.evaluation import Evaluation
 from stillroom.files import reason_of, write_atomically
 from stillroom.telemetry.events import Event, scan_events
 from stillroom.telemetry.strict import strict
+from stillroom.telemetry.wording import as_number
 
 
 def finish(run: Run, state: RunState, stop: Stop) -> Result:
@@ -62,7 +65,7 @@ def finish(run: Run, state: RunState, stop: Stop) -> Result:
     save_tokens(run, tokens)
     for sample in make_samples(run):
         run.log.write("sample", **sample)
-    summary = {**_summary(run, state, end, final), **found}
+    summary = {**_summary(run, state, end, final, stop), **found}
     write_summary(run.folder, summary)
     if not any(one["severity"] != "hint" for one in summary["advice"]):  # else the advice of the diagnosis says it
         for text in end["advice"]:
@@ -70,21 +73,25 @@ def finish(run: Run, state: RunState, stop: Stop) -> Result:
     is_changed = not found.get(SUMMARY, {}).get("is_equal", True)
     code = NoBetterStudent.exit_code if end["status"] != DONE else StudentDiffers.exit_code if is_changed else 0
     reason = {"reason": end["reason"]} if end["reason"] else {}
-    run.log.write("run_end", status=end["status"], steps=state.applied, seconds=state.seconds, exit_code=code, **reason)
+    times = {"seconds": state.seconds, "total_seconds": summary["total_seconds"]}
+    run.log.write("run_end", status=end["status"], steps=state.applied, **times, exit_code=code, **reason)
     return Result(run.folder, summary)
 
 
-def _summary(run: Run, state: RunState, end: dict[str, Any], final: Evaluation) -> dict[str, Any]:
+def _summary(run: Run, state: RunState, end: dict[str, Any], final: Evaluation, stop: Stop) -> dict[str, Any]:
     """The contents of summary.json."""
+    events = scan_events(run.log.path).records
     summary = {
         **end,
         "steps": state.applied,
         "tokens": state.tokens,
         "seconds": round(state.seconds, 3),
+        "total_seconds": round(earlier_seconds(events) + stop.seconds, 3),
         "success_rate": state.success_rate,
         "skipped": state.skipped,
         "retried": state.retried,
         "rollbacks": state.rollbacks,
+        "label_taught_rows": label_taught_rows(events),
         "micro_batch_rows": micro_batch_rows(run, state),
         "shortages": state.shortages,
         "best_step": state.best_step,
@@ -99,12 +106,43 @@ def _summary(run: Run, state: RunState, end: dict[str, Any], final: Evaluation) 
     }
     if run.config.data.is_mixed:
         summary["sources"] = source_rows(run, state.cursor)
-    events = scan_events(run.log.path).records
     if changed := [{"step": e["step"], "changes": e["changes"]} for e in events if e["event"] == "changed_inputs"]:
         summary["changed_inputs"] = changed
     summary["checks"] = _checks(run, summary, events)
     summary["advice"] = advice_of(events, summary, end["advice"])
     return summary
+
+
+def label_taught_rows(events: Sequence[Event]) -> int:
+    """Positions of the applied steps that were taught by their labels, for want of a usable teacher."""
+    kept = {event.get("step"): event for event in events if event.get("event") == "step" and _is_kept(event)}
+    return sum(int(as_number(event.get("bad_teacher_rows")) or 0) for event in kept.values())
+
+
+def _is_kept(event: Event) -> bool:
+    return event.get("verdict") == "keep"
+
+
+def earlier_seconds(events: Sequence[Event]) -> float:
+    """The time of the starts before this one, from the first moment to the last event; what a kill cut off is lost."""
+    total, began, last = 0.0, None, None
+    for event in events:
+        moment = _moment(event)
+        if event.get("event") == "run_start":
+            if began is not None and last is not None:
+                total += max(0.0, last - began)
+            setup = as_number(event.get("setup_seconds")) or 0.0
+            began, last = (None if moment is None else moment - setup), None
+        elif moment is not None:
+            last = moment
+    return total
+
+
+def _moment(event: Event) -> float | None:
+    try:
+        return datetime.fromisoformat(str(event.get("time"))).timestamp()
+    except (ValueError, OverflowError):
+        return None
 
 
 def result_or_error(result: Result) -> Result:
@@ -139,6 +177,7 @@ def _checks(run: Run, summary: dict[str, Any], events: tuple[Event, ...]) -> lis
         min_share=run.config.eval.min_share,
         epoch_steps=run.loader.num_windows,
         vocab_size=run.student.vocab_size,
+        bits={row: summary.get(row, {}).get("bits_per_byte") for row in ("student", "student_before", "teacher")},
     )
 
 

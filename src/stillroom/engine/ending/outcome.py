@@ -14,6 +14,7 @@ from stillroom.telemetry.wording import format_lr, format_result
 
 if TYPE_CHECKING:
     from stillroom.engine.run import Run
+    from stillroom.evaluation import Evaluation
 
 DONE = "done"
 DIVERGED = "diverged"
@@ -61,9 +62,22 @@ _KNOWS_NOTHING = 0.5  # of the vocabulary's size, which is the perplexity of a g
 _LEAST_TRAVEL = 1.0  # in standard deviations of the weights
 
 
-def doubts(run: Run, perplexity: float) -> list[str]:
+def doubts(run: Run, student: Evaluation) -> list[str]:
     """Reasons why this configuration is unlikely to work, measured on the student before training."""
-    return [*_stands_still(run, perplexity), *_hardly_taught(run)]
+    return [*_stands_still(run, student.perplexity), *_hardly_taught(run), *_is_its_teacher(student)]
+
+
+_SAME_KL = 1e-5  # nats; the same weights in half precision are below it
+
+
+def _is_its_teacher(student: Evaluation) -> list[str]:
+    """Warn if the student answers as its teacher does before it has learned anything."""
+    if student.kl is None or student.agreement is None or student.kl > _SAME_KL or student.agreement < 1.0:
+        return []
+    return [
+        "teacher and student give the same answers before any training: they seem to have the same weights, and there "
+        "is nothing to learn. Name another teacher, a smaller student, or cut one: --set student.init=shrink"
+    ]
 
 
 _HARDLY_TAUGHT = 0.02  # of all weights

@@ -1,12 +1,14 @@
 """Success criteria of a finished run.
 
-Four named checks, judged from the run's events, so a run that was resumed is judged as one:
+Named checks, judged from the run's events, so a run that was resumed is judged as one:
 
 1. The held-out perplexity is below the configured bound, or below that of the student before training, and in either
    case below the size of the vocabulary, which is the perplexity of a guess.
 2. The objective held out is less than twice the objective in training, both at the same weights of the terms.
 3. No attempted step of the last epoch had a loss or gradient that is not finite.
 4. Every term that has a weight has a share in the objective, in every phase, and a term without weight has none.
+5. With a teacher: half of the gap between the student before training and the teacher is closed, in bits per byte.
+6. With samples: the student's answers do not end in loops, or no more of them than the teacher's do.
 """
 
 from __future__ import annotations
@@ -15,12 +17,14 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from stillroom.telemetry.wording import as_number, clean, format_count, format_loss, format_percent, format_result
+from stillroom.telemetry.wording import as_number, clean, clip, format_count, format_loss, format_percent, format_result
 
 Event = Mapping[str, Any]
 Check = dict[str, Any]
 
 MAX_GAP = 2.0
+NO_LOSS = 1e-3  # an objective below this is nothing: a multiple of it says nothing
+LEAST_CLOSED = 0.5
 LAST_STEPS = 20  # training steps whose mean loss is compared with the evaluation
 
 
@@ -33,8 +37,12 @@ def success_checks(
     min_share: float,
     epoch_steps: int,
     vocab_size: int = 0,
+    bits: Mapping[str, float | None] | None = None,
 ) -> list[Check]:
-    """The four checks, each with the measured value, the bound, and a sentence."""
+    """The checks, each with the measured value, the bound, and a sentence.
+
+    `bits` are bits per byte of `student`, `student_before` and `teacher`; without all three there is no fifth check.
+    """
     events = list(events)
     steps = [event for event in events if event.get("event") == "step" and isinstance(event.get("step"), int)]
     # After a rollback the later attempt of a step counts.
@@ -47,6 +55,8 @@ def success_checks(
         check_gap(kept, evals),
         check_finite([*steps, *guards], kept[-1]["step"] if kept else 0, epoch_steps),
         check_balance(kept, min_share),
+        *check_closed(bits or {}),
+        *check_loops(last_samples(events)),
     ]
 
 
@@ -78,8 +88,8 @@ def check_gap(kept: Sequence[Event], evals: Sequence[Event]) -> Check:
     if held_out is None or not losses:
         return _check(name, False, None, MAX_GAP, "the objective was not finite, or nothing was recorded")
     trained = sum(losses) / len(losses)
-    passed = held_out - trained < (MAX_GAP - 1.0) * abs(trained)
-    ratio = held_out / trained if trained > 0 else None
+    passed = held_out - trained < max((MAX_GAP - 1.0) * abs(trained), NO_LOSS)
+    ratio = held_out / trained if trained >= NO_LOSS else None
     factor = f"{ratio:.2f}x, " if ratio is not None else ""
     text = f"{factor}{format_loss(held_out)} held out, {format_loss(trained)} in the last {len(losses)} steps"
     return _check(name, passed, ratio, MAX_GAP, text)
@@ -134,6 +144,57 @@ def check_balance(kept: Sequence[Event], min_share: float) -> Check:
         return _check(name, True, None, min_share, f"one term at a time: {', '.join(map(clean, sorted(seen)))}")
     text = f"the least share of a term in any phase is {format_percent(least)}"
     return _check(name, True, least, min_share, text)
+
+
+def check_closed(bits: Mapping[str, float | None]) -> list[Check]:
+    """Whether the student came at least half of the way to its teacher; nothing to check where one is not known."""
+    name = "half of the gap to the teacher closed"
+    after, before, teacher = (as_number(bits.get(row)) for row in ("student", "student_before", "teacher"))
+    if after is None or before is None or teacher is None:
+        return []
+    told = f"bits per byte {format_result(before)} before, {format_result(after)} now, teacher {format_result(teacher)}"
+    if before - teacher < NO_LOSS:
+        return [_check(name, True, None, LEAST_CLOSED, f"there was no gap: {told}")]
+    closed = (before - after) / (before - teacher)
+    return [_check(name, closed >= LEAST_CLOSED, closed, LEAST_CLOSED, f"{format_percent(closed, 0)}: {told}")]
+
+
+_LONGEST_UNIT = 40  # characters
+_LEAST_TURNS = 4
+_LEAST_LOOP = 8  # characters
+
+
+def is_loop(text: str) -> bool:
+    """Whether at least half of a text is its end repeating a unit of up to 40 characters, four times or more."""
+    size = len(text)
+    for unit in range(1, min(_LONGEST_UNIT, size // _LEAST_TURNS) + 1):
+        length = unit
+        while length < size and text[size - 1 - length] == text[size - 1 - length + unit]:
+            length += 1
+        if length >= max(_LEAST_TURNS * unit, _LEAST_LOOP, size / 2):
+            return True
+    return False
+
+
+def last_samples(events: Sequence[Event]) -> list[Event]:
+    """The samples of the last start: a run whose end was cut short wrote some before."""
+    starts = [place for place, event in enumerate(events) if event.get("event") == "run_start"]
+    return [event for event in events[starts[-1] if starts else 0 :] if event.get("event") == "sample"]
+
+
+def check_loops(samples: Sequence[Event]) -> list[Check]:
+    """Whether the student's answers end in loops, more of them than the teacher's (without one: than the texts)."""
+    if not samples:
+        return []
+    beside = "teacher" if any("teacher" in sample for sample in samples) else "reference"
+    loops = [sample for sample in samples if is_loop(str(sample.get("student") or ""))]
+    others = sum(is_loop(str(sample.get(beside) or "")) for sample in samples)
+    whose = "the teacher's" if beside == "teacher" else "the texts themselves"
+    text = f"{len(loops)} of {len(samples)} answers end in a loop, {others} of {whose}"
+    if loops:
+        text += f"; such as {clip(loops[0].get('student'), 40)!r}"
+    passed = 2 * len(loops) < len(samples) or len(loops) <= others
+    return [_check("answers do not repeat themselves", passed, len(loops) / len(samples), 0.5, text)]
 
 
 def _terms(event: Event) -> Mapping[str, Any]:

@@ -43,6 +43,7 @@ class HeadLoss:
     terms: Mapping[str, Term]
     counters: Mapping[str, Tensor]
     fallback: Term | None = None  # cross-entropy of the rows that had no usable teacher, which carries their kd weight
+    unweighted_ce: Term | None = None  # where cross-entropy is no term: the guard looks at it
 
 
 def fused_head_loss(
@@ -235,7 +236,8 @@ def _result(view: StudentView, task: HeadTask, weighing: _Weighing) -> HeadLoss:
     num_bad = is_bad.sum().to(weighing.ones.dtype)
     taught = Term(masked_sum(kd * weighing.kd, weighing.kd != 0), task.targets.numel() - num_bad)
     fallback = Term(masked_sum(ce * weighing.kd, is_bad & (weighing.kd != 0)), num_bad)
-    return HeadLoss(loss, {"kd": taught, **terms}, counters, fallback)
+    unweighted = None if task.plan.has_ce else Term(ce.sum(), weighing.ones.sum())
+    return HeadLoss(loss, {"kd": taught, **terms}, counters, fallback, unweighted)
 
 
 def _filled_counters(task: HeadTask) -> dict[str, Tensor]:

@@ -80,7 +80,7 @@ class Worker {
         job_.is_bad[row] = is_bad;
         job_.kd[row] = is_taught ? (float)(value * temperature_ * temperature_) : 0.0f;
         const bool has_labels = job_.has_ce || is_bad;
-        if (has_labels) cross_entropy();
+        cross_entropy();  // also where it has no weight: the guard looks at it; at T = 1 and 2 its norm is there already
         if (job_.wants_gradient) leave_gradient(kd_weight * temperature_, has_labels ? ce_weight : 0.0f, is_taught);
         return true;
     }
