@@ -138,12 +138,18 @@ def test_two_processes_learn_labels_alone_beside_distilled_text_as_one_does(worl
 
 
 def test_two_processes_resume_bit_for_bit(world: Path, tmp_path: Path) -> None:
-    """With dropout, whose random numbers differ between the processes."""
+    """With dropout, whose random numbers differ between the processes. With another student both are refused."""
     student = tiny.save_model(tmp_path / "student", "gpt2", num_layers=1)
     over = {"student__model": str(student), "train__max_steps": 4, "eval__samples": 0}
     assert [code for code, _ in pair(arguments(world, tmp_path / "whole", **over))] == [0, 0]
     stopped = pair([*arguments(world, tmp_path / "cut", **over), "--max-minutes", "1e-9"])
     assert [code for code, _ in stopped] == [75, 75], stopped
+    weights_file = student / "model.safetensors"
+    original = weights_file.read_bytes()
+    weights_file.write_bytes(original[:-1] + bytes([original[-1] ^ 1]))
+    refused = pair(["resume", str(tmp_path / "cut"), "--device", "cpu", "--max-minutes", "0"])
+    assert [code for code, _ in refused] == [25, 25], refused
+    weights_file.write_bytes(original)
     resumed = pair(["resume", str(tmp_path / "cut"), "--device", "cpu", "--max-minutes", "0"])
     assert [code for code, _ in resumed] == [0, 0], resumed
     assert torch.equal(weights(tmp_path / "whole"), weights(tmp_path / "cut"))

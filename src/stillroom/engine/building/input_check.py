@@ -6,6 +6,7 @@ its numbers would tell.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,7 @@ from stillroom.config import Config
 from stillroom.curriculum import Curriculum
 from stillroom.data import Corpus, Rows
 from stillroom.engine.building.cache_build import AUTO, uses_cache
-from stillroom.errors import BrokenAtStart, CheckpointUnusable, InputsChanged
+from stillroom.errors import BrokenAtStart, CheckpointUnusable, InputsChanged, StillroomError
 from stillroom.parallel import Parallel
 from stillroom.teachers.cache.identity import student_identity, teacher_identity
 from stillroom.teachers.cache.in_store import folder_of
@@ -113,15 +114,13 @@ def _models(config: Config) -> dict[str, dict[str, Any]]:
     """The hashes of each model that the run reads. One whose files cannot be read is left to its loader to refuse."""
     asks_teacher, is_cut = Curriculum.of(config).uses_teacher, config.student.init == "shrink"
     found: dict[str, dict[str, Any]] = {}
-    if asks_teacher and uses_cache(config) and config.teacher.cache != AUTO:
-        found["teacher"] = {"answers": read_manifest(folder_of(str(config.teacher.cache))).store}
-    try:
+    with contextlib.suppress(StillroomError):
+        if asks_teacher and uses_cache(config) and config.teacher.cache != AUTO:
+            found["teacher"] = {"answers": read_manifest(folder_of(str(config.teacher.cache))).store}
         if is_cut or (asks_teacher and not found):
             found["teacher"] = {**found.get("teacher", {}), **teacher_identity(config.teacher, None)}
         if not is_cut:
             found["student"] = student_identity(config.student)
-    except BrokenAtStart:
-        return found
     return found
 
 
