@@ -15,13 +15,15 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stillroom.config.schema import ModelSection, StudentConfig, TeacherConfig
-from stillroom.errors import BrokenAtStart, StillroomError
+from stillroom.errors import BrokenAtStart, ConfigError, StillroomError, is_panic
+from stillroom.models.adapter.patterns import check_patterns
 from stillroom.models.adapter.targets import tied_layers
 from stillroom.models.load.files import COMPLETE, check_adapter_files, check_weight_files, coded_weights, read_json
 from stillroom.models.load.gguf_file import gguf_network, gguf_tokenizer
 from stillroom.models.load.kinds import read_config
 from stillroom.models.load.quiet import quiet_transformers
 from stillroom.models.load.source import Source, fetch, one_line
+from stillroom.models.load.tokenizer_trial import try_tokenizer
 
 # Masks, positions and rotary tables that older versions of transformers saved with the weights; the model computes
 # them. `attn.bias` is a mask: real biases of an attention carry the names of its projections.
@@ -42,7 +44,9 @@ def explained(name: str, part: str) -> Iterator[None]:
             yield
     except (StillroomError, MemoryError):
         raise
-    except Exception as error:
+    except BaseException as error:
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
         raise BrokenAtStart(
             f"cannot use the {part} of {name}: {one_line(error)}",
             where=type(error).__name__,
@@ -62,6 +66,7 @@ def load_tokenizer(section: ModelSection, name: str) -> Any:
         tokenizer = _tokenizer(section, source)
         if not tokenizer.get_vocab():
             raise BrokenAtStart(f"the tokenizer of {name} has no tokens", advice=["get its files again"])
+        try_tokenizer(tokenizer, name)
         return tokenizer
 
 
@@ -213,7 +218,8 @@ def _listed(names: list[str]) -> str:
 def _load_adapter(source: Source, dtype: torch.dtype) -> tuple[Any, list[str]]:
     """Load the base model of a LoRA adapter like any other model, and merge the adapter into it."""
     check_adapter_files(source)
-    base = read_json(source, "adapter_config.json").get("base_model_name_or_path")
+    described = read_json(source, "adapter_config.json")
+    base = described.get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise BrokenAtStart(
             f"adapter_config.json of {source.name} names no base model", advice=["set base_model_name_or_path"]
@@ -228,7 +234,9 @@ def _load_adapter(source: Source, dtype: torch.dtype) -> tuple[Any, list[str]]:
     base_source = fetch(section, base, weights=True)
     if base_source.is_adapter:
         raise BrokenAtStart(f"the base model {base} of {source.name} is an adapter itself", advice=["merge it first"])
+    refuse_gguf_base(source, base_source)
     model, notes = _load_weights(section, base_source, dtype)
+    check_patterns(described, [part for part, _module in model.named_modules()], source.name)
     adapted = PeftModel.from_pretrained(model, source.path)
     tied = tied_layers(model)
     if tied:
@@ -239,3 +247,14 @@ def _load_adapter(source: Source, dtype: torch.dtype) -> tuple[Any, list[str]]:
     merged = adapted.merge_and_unload()
     merged.requires_grad_(True)  # peft froze what is now the whole model
     return merged, [f"{source.name} is an adapter, merged into {base}", *notes]
+
+
+def refuse_gguf_base(adapter: Source, base: Source) -> None:
+    """Raise where the base of an adapter is a GGUF file: peft merges into networks that were loaded from a folder."""
+    if base.is_gguf:
+        raise ConfigError(
+            f"the base model {base.name} of the adapter {adapter.name} is a GGUF file, and adapters are merged into "
+            "folders of safetensors only",
+            where="base_model_name_or_path in adapter_config.json",
+            advice=["name the folder or hub id that the adapter was trained on", "or give the model already merged"],
+        )

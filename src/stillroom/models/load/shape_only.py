@@ -15,7 +15,7 @@ from stillroom.errors import BrokenAtStart
 from stillroom.models.attention import attend_causally
 from stillroom.models.load.files import read_json
 from stillroom.models.load.kinds import read_config
-from stillroom.models.load.open import explained, ready_student
+from stillroom.models.load.open import explained, ready_student, refuse_gguf_base
 from stillroom.models.load.source import fetch
 from stillroom.models.shrink.layer_config import config_of_layers
 
@@ -32,7 +32,8 @@ def described_model(section: ModelSection, name: str) -> tuple[Any, list[str]]:
             )
         notes.append(f"{name} is an adapter: counted as its base model {base}, into which it is merged")
         section = TeacherConfig(model=base)
-        source = fetch(section, base, weights=False)
+        adapter, source = source, fetch(section, base, weights=False)
+        refuse_gguf_base(adapter, source)
     if source.is_gguf:
         notes.append(f"{name}: sizes are from the header of the GGUF file; its weights are unpacked when loaded")
     with explained(name, "configuration"):
