@@ -75,7 +75,7 @@ def explained(error: BaseException, where: str) -> StillroomError | None:
     return None
 
 
-def fault_of(error: Exception, folder: Path | None) -> StillroomError:
+def fault_of(error: BaseException, folder: Path | None) -> StillroomError:
     """Our error for an unexpected one. For a bug, write the traceback to a file."""
     shortage = explained(error, str(folder or ""))
     if shortage is not None:
@@ -90,7 +90,7 @@ def fault_of(error: Exception, folder: Path | None) -> StillroomError:
     )
 
 
-def _keep_traceback(error: Exception, folder: Path | None) -> str:
+def _keep_traceback(error: BaseException, folder: Path | None) -> str:
     """Write the traceback into the run's folder, or the folder of temporary files. Return its path."""
     text = masked("".join(traceback.format_exception(error)))
     header = masked(

@@ -12,6 +12,11 @@ from typing import Any
 from stillroom.secret_keys import masked
 
 
+def is_panic(error: BaseException) -> bool:
+    """Whether an error is a panic of a library in Rust, which is not an `Exception`."""
+    return type(error).__name__ == "PanicException" and not isinstance(error, Exception)
+
+
 class StillroomError(Exception):
     """Base of our errors. `advice` is what to try, most promising first. No text holds a key that we know."""
 

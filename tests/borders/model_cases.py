@@ -405,3 +405,119 @@ add_each(
     },
     _adapter,
 )
+
+
+def _lora(place: Place, **changes: Any) -> Path:
+    """A sound adapter over a copy of the student, with its configuration changed."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    base = place.copied("student", "base")
+    network = AutoModelForCausalLM.from_pretrained(base)
+    folder = place.folder / "adapter"
+    get_peft_model(network, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(folder)
+    edit_json(folder / "adapter_config.json", base_model_name_or_path=str(base), **changes)
+    for path in base.glob("tokenizer*"):
+        (folder / path.name).write_bytes(path.read_bytes())
+    return folder
+
+
+_ENDLESS = r"(([a-z_.0-9]+)+)+#"  # no name ends in the sign, and every split of every name is tried
+
+add_each(
+    MODELS,
+    20,
+    {
+        "adapter_targets_endless": {"target_modules": _ENDLESS},
+        "adapter_exclusions_endless": {"exclude_modules": _ENDLESS},
+        "adapter_ranks_endless": {"rank_pattern": {_ENDLESS: 4}},
+    },
+    lambda place, changes: as_teacher(place, _lora(place, **changes)),
+    "pattern",
+)
+
+
+@case(MODELS, 2, "gguf")
+def adapter_over_a_gguf_file(place: Place) -> Words:
+    import gguf_files
+
+    folder = _lora(place)
+    path = gguf_files.write(place.folder / "base", place.folder / "base.gguf")
+    edit_json(folder / "adapter_config.json", base_model_name_or_path=str(path))
+    return as_teacher(place, folder)
+
+
+@case(MODELS, 2, "gguf")
+def adapter_over_a_gguf_file_is_planned(place: Place) -> Words:
+    return ["plan", *adapter_over_a_gguf_file(place)[6:]]
+
+
+# -- sizes without end -----------------------------------------------------------------------------------
+
+add_each(
+    MODELS,
+    20,
+    {
+        "model_layers_ten_million": {"num_hidden_layers": 10**7},
+        "model_layers_beyond_any_number": {"num_hidden_layers": 10**400},
+        "model_experts_ten_million": {"model_type": "mixtral", "num_local_experts": 10**7},
+    },
+    _config_change,
+    "num_",
+)
+
+
+def _tokenizer_part(place: Place, changes: dict[str, Any]) -> Words:
+    folder = place.copied("teacher", "model")
+    edit_json(folder / "tokenizer.json", **changes)
+    return place.distill(teacher__model=str(folder), student__model=str(folder))
+
+
+def _replaced(pattern: str, content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": {"String": pattern}, "content": content}
+
+
+add_each(
+    MODELS,
+    20,
+    {
+        "tokenizer_expands_a_letter_a_million_times": {"normalizer": _replaced("e", "e" * 10**6)},
+        "tokenizer_doubles_forty_times": {
+            "normalizer": {"type": "Sequence", "normalizers": [_replaced(" ", "  ")] * 40}
+        },
+        "tokenizer_writes_a_million_letters_for_a_token": {"decoder": _replaced("e", "e" * 10**6)},
+    },
+    _tokenizer_part,
+    "tokenizer",
+)
+
+# -- panics: errors of Rust that are no `Exception` ------------------------------------------------------
+
+add_each(
+    MODELS,
+    20,
+    {
+        "tokenizer_panics_when_loaded": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AA=="}},
+        "tokenizer_panics_on_a_text": {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
+        "tokenizer_panics_on_a_character": {
+            "normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAAAGFiYw=="}
+        },
+        "tokenizer_panics_on_a_word_of_the_data": {
+            "pre_tokenizer": {
+                "type": "Split",
+                "pattern": {"Regex": "spirits(([a-z ,]+)+)+#"},
+                "behavior": "Isolated",
+                "invert": False,
+            }
+        },
+        "tokenizer_panics_when_decoding": {"decoder": {"type": "Strip", "content": "e", "start": 10, "stop": 10}},
+        "tokenizer_panics_on_truncation": {
+            "truncation": {"direction": "Right", "max_length": 1, "strategy": "LongestFirst", "stride": 5}
+        },
+        "tokenizer_knows_no_unknown_token": {
+            "model": {"type": "WordLevel", "unk_token": "[UNK]", "vocab": {"the": 0, "<|end|>": 1, "<|pad|>": 2}},
+        },
+    },
+    _tokenizer_part,
+    "tokenizer",
+)

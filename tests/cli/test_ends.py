@@ -56,6 +56,25 @@ def test_a_fault_without_a_run_keeps_its_traceback_among_temporary_files(
     assert len(list(tmp_path.glob("traceback-*.txt"))) == 1
 
 
+class PanicException(BaseException):
+    """What a library in Rust raises when it panics."""
+
+
+def test_a_panic_ends_as_a_fault_does(
+    stillroom: Command, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def break_(*_args: Any) -> None:
+        raise PanicException("index out of bounds")
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(room, "first_forward", break_)
+    code, _out, err = stillroom(*arguments(world, tmp_path / "run"))
+    assert code == 70 and "PanicException" in err and "Traceback" not in err
+    assert len([*tmp_path.rglob("traceback-*.txt")]) == 1
+    end = read_events(tmp_path / "run" / "events.jsonl")[-1]
+    assert end["event"] == "run_end" and end["exit_code"] == 70
+
+
 @pytest.mark.parametrize(
     "error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("can't allocate memory: 9 GB")]
 )

@@ -64,7 +64,7 @@ def run_to_its_end(command: Callable[[], int | None], words: Sequence[str]) -> i
         code = _NOBODY_READS if end.code else 0
     except KeyboardInterrupt:
         code = _STOPPED_AT_ONCE
-    except Exception as error:  # noqa: BLE001 - the outermost handler: no traceback reaches a user
+    except BaseException as error:  # noqa: BLE001 - the outermost handler, also of panics in Rust: no traceback is shown
         code = _print_error(_usage_error(error) or fault_of(error, None), words)
     if code == _STOPPED_AT_ONCE:
         _say("stopped at once; `stillroom resume RUN` continues a run that had saved a checkpoint")
@@ -89,7 +89,7 @@ def _say(text: str) -> None:
         echo(text, err=True)
 
 
-def _usage_error(error: Exception) -> ConfigError | None:
+def _usage_error(error: BaseException) -> ConfigError | None:
     """The error of a command line that typer does not understand; None for any other error."""
     explain = getattr(error, "format_message", None)
     if explain is None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -24,6 +25,8 @@ import numpy.typing as npt
 from stillroom.data.bos import Bos, is_opened, opening_ids, opening_note
 from stillroom.data.encoded import Encoded, Ints
 from stillroom.data.records import Record, Tally
+from stillroom.errors import BrokenAtStart, StillroomError, is_panic
+from stillroom.files import reason_of
 
 # Put before a continuation, so that a tokenizer that marks the beginning of a text with a space does not mark it.
 _ANCHORS = ("\n", "|", ".", "0", "a", "e", "x", "\u4e00")
@@ -52,9 +55,27 @@ class Tokenizer(Protocol):
     def convert_ids_to_tokens(self, ids: Any) -> Any: ...
 
 
+@contextmanager
+def _tokenizing() -> Iterator[None]:
+    """Turn any error of a tokenizer into ours: its files come from elsewhere, and a text may meet a damaged part."""
+    try:
+        yield
+    except (StillroomError, MemoryError):
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
+        raise BrokenAtStart(
+            f"the tokenizer fails on a text of the data: {reason_of(error)}",
+            where=type(error).__name__,
+            advice=["get the files of the tokenizer again", "see how it reads them: stillroom data SPEC --model MODEL"],
+        ) from error
+
+
 def spell(tokenizer: Tokenizer, ids: list[int]) -> str:
     """Decode tokens, special ones included, without any clean-up."""
-    return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    with _tokenizing():
+        return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def token_ends(text: str, offsets: Sequence[tuple[int, int]]) -> Ints:
@@ -264,15 +285,16 @@ class Encoder:
         )
 
     def _pieces(self, texts: list[str], *, keeps_special: bool = False) -> list[_Piece]:
-        answer = self.tokenizer(
-            texts,
-            add_special_tokens=False,
-            verbose=False,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            split_special_tokens=not keeps_special,
-            **({"return_offsets_mapping": True} if self.tokenizer.is_fast else {}),
-        )
+        with _tokenizing():
+            answer = self.tokenizer(
+                texts,
+                add_special_tokens=False,
+                verbose=False,
+                return_attention_mask=False,
+                return_token_type_ids=False,
+                split_special_tokens=not keeps_special,
+                **({"return_offsets_mapping": True} if self.tokenizer.is_fast else {}),
+            )
         ids_of_texts = [list(ids) for ids in answer["input_ids"]]
         if not self.tokenizer.is_fast:
             shared = [even_ends(text, len(ids)) for text, ids in zip(texts, ids_of_texts, strict=True)]

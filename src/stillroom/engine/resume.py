@@ -11,7 +11,7 @@ from stillroom.config import Config
 from stillroom.ends import explained
 from stillroom.engine.run import Run
 from stillroom.engine.state import RunState, restore, why_unusable, why_unusable_mark
-from stillroom.errors import CheckpointUnusable, Fault, StillroomError
+from stillroom.errors import CheckpointUnusable, Fault, StillroomError, is_panic
 from stillroom.files import mend, reason_of
 from stillroom.parallel import Parallel
 from stillroom.telemetry import EventLog
@@ -122,7 +122,9 @@ def recorded_end(log: EventLog, folder: Path) -> Iterator[None]:
     except StillroomError as error:
         log.write("run_end", status="stopped", exit_code=error.exit_code, reason=str(error.what))
         raise
-    except Exception as error:
+    except BaseException as error:
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
         end = explained(error, str(folder)) or Fault(f"{type(error).__name__}: {reason_of(error)}")
         log.write("run_end", status="stopped", exit_code=end.exit_code, reason=str(end.what))
         if isinstance(end, Fault):

@@ -15,7 +15,7 @@ from typing import Any
 from safetensors import safe_open
 
 from stillroom.config.schema import ModelSection, TeacherConfig
-from stillroom.errors import BrokenAtStart, DataError, OutsideName
+from stillroom.errors import BrokenAtStart, ConfigError, DataError, OutsideName
 from stillroom.files import inside
 from stillroom.models.load.source import Source, fetch, find
 from stillroom.remote import is_below, is_url
@@ -100,9 +100,15 @@ def fetch_base(section: ModelSection, source: Source, *, weights: bool) -> Sourc
         raise BrokenAtStart(
             f"the base model of {source.name} cannot be fetched: {error.what}", advice=error.advice
         ) from error
-    if found.is_gguf or found.is_adapter:
-        kind = "a GGUF file" if found.is_gguf else "an adapter itself"
-        raise BrokenAtStart(f"the base model {base} of {source.name} is {kind}", advice=["merge the adapter first"])
+    if found.is_gguf:  # peft merges into networks that were loaded from a folder
+        raise ConfigError(
+            f"the base model {base} of the adapter {source.name} is a GGUF file, and adapters are merged into folders "
+            "of safetensors only",
+            where="base_model_name_or_path in adapter_config.json",
+            advice=["name the folder or hub id that the adapter was trained on", "or give the model already merged"],
+        )
+    if found.is_adapter:
+        raise BrokenAtStart(f"the base model {base} of {source.name} is an adapter itself", advice=["merge it first"])
     return found
 
 

@@ -16,21 +16,28 @@ from stillroom.config.schema import ModelSection
 from stillroom.errors import BrokenAtStart
 from stillroom.models.load.files import read_json
 from stillroom.models.load.gguf_file import gguf_config
+from stillroom.models.load.gguf_header import read_header
 from stillroom.models.load.source import Source, runs_code
 
 _IMPLEMENTATIONS = (
     "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", "grouped_mm", "batched_mm",
 )  # fmt: skip
+# What a network has so many objects of; the deepest models have some hundreds.
+_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_local_experts", "num_experts",
+           "n_routed_experts", "moe_num_experts", "block_count", "expert_count")  # fmt: skip
+_MOST = 2000
 _SENSES = ("vision_config", "audio_config", "vision_encoder_config", "speech_config")
 
 
 def read_config(section: ModelSection, source: Source) -> Any:
     """Read the configuration of a causal language model. Raise with what the model is instead."""
     if source.is_gguf:
+        _check_size(source, {key.rpartition(".")[2]: value for key, value in read_header(source.folder).fields.items()})
         described = gguf_config(source.folder)
         _check_kind(source, described)
         return described
     table = read_json(source, "config.json")
+    _check_size(source, table)
     kind = table.get("model_type")
     if not isinstance(kind, str):
         raise _without_kind(source, table)
@@ -64,6 +71,19 @@ def _check_kernels(source: Source, table: Any) -> None:
                     advice=[f"remove it from config.json, or name one of {', '.join(_IMPLEMENTATIONS)}"],
                 )
         _check_kernels(source, value)
+
+
+def _check_size(source: Source, table: dict[str, Any]) -> None:
+    """Raise for a number of layers or experts that no model has: building so many objects would take hours."""
+    inner = [part for part in table.values() if isinstance(part, dict)]  # the text part of a larger model
+    for part in (table, *inner):
+        for key in _COUNTS:
+            value = part.get(key)
+            if isinstance(value, int | float) and value > _MOST:
+                raise BrokenAtStart(
+                    f"{source.name} has {key} = {str(value)[:12]}, and at most {_MOST:,} are built",
+                    advice=["get the file again, from a place you trust"],
+                )
 
 
 def _without_kind(source: Source, table: dict[str, Any]) -> BrokenAtStart:

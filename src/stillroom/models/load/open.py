@@ -15,13 +15,22 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stillroom.config.schema import ModelSection, StudentConfig, TeacherConfig
-from stillroom.errors import BrokenAtStart, StillroomError
+from stillroom.errors import BrokenAtStart, StillroomError, is_panic
+from stillroom.models.adapter.patterns import check_patterns
 from stillroom.models.adapter.targets import tied_layers
-from stillroom.models.load.files import COMPLETE, check_adapter_files, check_weight_files, coded_weights, fetch_base
+from stillroom.models.load.files import (
+    COMPLETE,
+    check_adapter_files,
+    check_weight_files,
+    coded_weights,
+    fetch_base,
+    read_json,
+)
 from stillroom.models.load.gguf_file import gguf_network, gguf_tokenizer
 from stillroom.models.load.kinds import read_config
 from stillroom.models.load.quiet import quiet_transformers
 from stillroom.models.load.source import Source, fetch, one_line, runs_code
+from stillroom.models.load.tokenizer_trial import try_tokenizer
 
 # Masks, positions and rotary tables that older versions of transformers saved with the weights; the model computes
 # them. `attn.bias` is a mask: real biases of an attention carry the names of its projections.
@@ -42,7 +51,9 @@ def explained(name: str, part: str) -> Iterator[None]:
             yield
     except (StillroomError, MemoryError):
         raise
-    except Exception as error:
+    except BaseException as error:
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
         raise BrokenAtStart(
             f"cannot use the {part} of {name}: {one_line(error)}",
             where=type(error).__name__,
@@ -62,6 +73,7 @@ def load_tokenizer(section: ModelSection, name: str) -> Any:
         tokenizer = _tokenizer(section, source)
         if not tokenizer.get_vocab():
             raise BrokenAtStart(f"the tokenizer of {name} has no tokens", advice=["get its files again"])
+        try_tokenizer(tokenizer, name)
         return tokenizer
 
 
@@ -214,6 +226,7 @@ def _listed(names: list[str]) -> str:
 def _load_adapter(section: ModelSection, source: Source, dtype: torch.dtype) -> tuple[Any, list[str]]:
     """Load the base model of a LoRA adapter like any other model, and merge the adapter into it."""
     check_adapter_files(source)
+    described = read_json(source, "adapter_config.json")
     base = fetch_base(section, source, weights=True)
     try:
         from peft import PeftModel
@@ -222,6 +235,7 @@ def _load_adapter(section: ModelSection, source: Source, dtype: torch.dtype) -> 
             f"{source.name} is a LoRA adapter and needs peft", advice=["pip install 'stillroom[peft]'"]
         ) from None
     model, notes = _load_weights(TeacherConfig(), base, dtype)
+    check_patterns(described, [part for part, _module in model.named_modules()], source.name)
     adapted = PeftModel.from_pretrained(model, source.path)
     tied = tied_layers(model)
     if tied:
