@@ -24,7 +24,6 @@ from stillroom.objectives.head.token_stats import survey
 from stillroom.objectives.objective import Objective
 from stillroom.types import Batch, Lesson, Score, Signal, StudentView
 
-
 # Counters: the cross-entropy of a batch in which it has no weight, and its number of positions.
 LABEL_LOSS, NUM_LABELS = "label_loss", "num_labels"
 FALLBACK_LOSS = "fallback_loss"  # counter: cross-entropy of positions without a usable teacher, taught by their labels
