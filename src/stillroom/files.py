@@ -59,8 +59,9 @@ def inside(folder: Path, name: str) -> Path:
 
 
 def is_hidden(name: str) -> bool:
-    """Whether a name of a listing is left out: a part of it begins with a dot. `.` and `..` are refused instead."""
-    return any(part.startswith(".") and part.strip(".") for part in name.split("/"))
+    """Whether a name of a listing is left out: a part of it begins with a dot. One with `..` is refused instead."""
+    parts = name.split("/")
+    return any(part.startswith(".") for part in parts) and not {".", ".."} & {*parts}
 
 
 def new_run_folder(name: str) -> Path:
