@@ -64,7 +64,8 @@ def test_the_measured_kl_is_that_of_the_two_networks(folder: Path) -> None:
     ready, found = quantised(loaded, section(folder), batches, vocab_size=tiny.VOCAB, device=CPU)
     now = [log_probs(ready.network, batch) for batch in batches]
     expected = torch.cat([(p.exp() * (p - q)).sum(-1) for p, q in zip(full, now, strict=True)]).mean()
-    assert found.kl == pytest.approx(float(expected), rel=1e-3) and 0.0 < found.kl < 0.05
+    # Log-probabilities in FP32 are good to about 1e-7, which is 2 % of so small a distance.
+    assert found.kl == pytest.approx(float(expected), rel=1e-3, abs=1e-7) and 0.0 < found.kl < 0.05
     assert found.positions == 6 * 15 and found.layers == 2 * 7
     assert found.full_bytes == before and found.bytes == stored_bytes(ready.network)
     as_they_are = 2 * 4 * 32 * tiny.VOCAB  # head and embeddings
