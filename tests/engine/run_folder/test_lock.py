@@ -112,12 +112,12 @@ def test_a_mistyped_name_does_not_claim_the_folder(world: Path, tmp_path: Path, 
     assert list((tmp_path / "run").iterdir()) == [], "an empty folder that was there stays, empty"
 
 
-@pytest.mark.parametrize("made_again", [False, True])
-def test_a_folder_deleted_under_a_run_ends_it_with_24(world: Path, tmp_path: Path, made_again: bool) -> None:
+@pytest.mark.parametrize(("made_again", "at"), [(False, "step"), (True, "step"), (True, "sample")])
+def test_a_folder_deleted_under_a_run_ends_it_with_24(world: Path, tmp_path: Path, made_again: bool, at: str) -> None:
     folder = tmp_path / "run"
 
     def delete(event: dict[str, object]) -> None:
-        if event["event"] == "step" and event["step"] == 2:
+        if event["event"] == at and event.get("step", 2) == 2:
             while folder.exists():  # a checkpoint may just be moved to its place in there
                 shutil.rmtree(folder, ignore_errors=True)
             if made_again:

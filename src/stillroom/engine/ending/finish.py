@@ -65,6 +65,7 @@ def finish(run: Run, state: RunState, stop: Stop) -> Result:
     save_tokens(run, tokens)
     for sample in make_samples(run):
         run.log.write("sample", **sample)
+    run.check_folder()  # its log is read again
     summary = {**_summary(run, state, end, final, stop), **found}
     write_summary(run.folder, summary)
     if not any(one["severity"] != "hint" for one in summary["advice"]):  # else the advice of the diagnosis says it
