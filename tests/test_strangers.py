@@ -462,8 +462,8 @@ with replaced_folder(Path(sys.argv[1])) as folder:
 
 
 def test_an_unfinished_folder_is_removed_once_its_process_is_dead_and_not_before(tmp_path: Path) -> None:
-    final, others = tmp_path / "out", tmp_path / ".tmp-old-out"
-    others.mkdir()  # what was in the place before an interrupted swap: not a leftover
+    final, other = tmp_path / "out", tmp_path / ".tmp-out-parts"
+    other.mkdir()  # somebody else's
     with subprocess.Popen(
         [sys.executable, "-c", _LEAVES, str(final)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -479,4 +479,28 @@ def test_an_unfinished_folder_is_removed_once_its_process_is_dead_and_not_before
     with replaced_folder(final) as folder:
         (folder / "model").write_text("mine")
     assert not left.exists() and (final / "model").read_text() == "mine"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".tmp-out-parts", "out"]
+
+
+def test_a_shard_that_was_half_brought_is_brought_again_and_leaves_nothing(tmp_path: Path) -> None:
+    rows = cases.rows_of([5, 6, 7])
+    cases.write(tmp_path / "store" / "cache", rows)
+    folder = folder_of(f"file://{tmp_path}/store/cache")
+    (path,) = (folder / "shards").glob("*.shard")
+    (path.parent / f".tmp-{path.name}-0123456789ab").write_bytes(b"half")
+    assert Cache(folder).answer(cases.needed(rows)[0].key) is not None
+    assert [one.name for one in path.parent.iterdir()] == [path.name]
+
+
+# -- what we promise -------------------------------------------------------------------------------------
+
+
+def test_every_line_of_the_security_page_names_a_test_that_is_there() -> None:
+    root = SOURCE.parents[1]
+    rows = [line for line in (root / "SECURITY.md").read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
+    promises = [row for row in rows if not row.startswith("| what comes")]
+    assert len(promises) >= 30
+    for row in promises:
+        path, _, name = row.split("|")[-2].strip(" `").partition("::")
+        text = (root / path).read_text(encoding="utf-8")
+        assert f"def {name}(" in text or f'"{name}"' in text, row

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import glob
 import hashlib
 import os
 import re
@@ -214,8 +213,9 @@ def _new_locked_folder(final: Path) -> tuple[Path, int]:
 
 def _remove_abandoned(final: Path) -> None:
     """Remove unfinished folders whose process has ended: nobody holds their lock. Without locks nothing is removed."""
-    for path in final.parent.glob(f"{TEMPORARY}{glob.escape(final.name)}-*"):
-        if path.name.startswith(f"{TEMPORARY}old-") or path.is_symlink() or not path.is_dir():
+    ours = re.compile(re.escape(f"{TEMPORARY}{final.name}-") + r"\d+(-[0-9a-f]{8})?")  # earlier versions had no token
+    for path in final.parent.iterdir():
+        if not ours.fullmatch(path.name) or path.is_symlink() or not path.is_dir():
             continue
         try:
             handle = os.open(path, os.O_RDONLY)

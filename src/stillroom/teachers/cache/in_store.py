@@ -72,14 +72,19 @@ class Origin:
         if not head.exists():
             return
         try:
-            self.files.get(f"{SHARDS}/{path.name}", path)
+            with alone(self.folder):
+                if not head.exists():  # another process brought it meanwhile
+                    return
+                for leftover in path.parent.glob(f"{TEMPORARY}{path.name}-*"):  # of a process that was killed
+                    leftover.unlink(missing_ok=True)
+                self.files.get(f"{SHARDS}/{path.name}", path)
+                head.unlink(missing_ok=True)
         except DataError as error:
             raise Interrupted(
                 f"a shard of the teacher's cache cannot be brought: {error.what}",
                 where=self.files.url,
                 advice=["when the store answers, go on: stillroom resume RUN"],
             ) from error
-        head.unlink(missing_ok=True)
 
     def learn(self, name: str) -> bool:
         """Whether the store has a shard. Its head is here then."""
