@@ -15,11 +15,12 @@ from data_cases import DATA
 from model_cases import MODELS
 from run_cases import RUNS
 from setting_cases import SETTINGS
+from state_cases import STATES
 from teacher_cases import TEACHERS
 
 from stillroom.cli import main
 
-TABLE = [*MODELS, *TEACHERS, *DATA, *SETTINGS, *RUNS]
+TABLE = [*MODELS, *TEACHERS, *DATA, *SETTINGS, *RUNS, *STATES]
 
 
 def _code_of(words: list[str]) -> int:
