@@ -53,13 +53,18 @@ class _Sum(Stored):
     sha256: str
 
 
-class _Manifest(Stored):
+class _Line(Stored):
+    """The one field of a manifest that orders checkpoints: also those that are rejected when read."""
+
+    line: Count = 0
+
+
+class _Manifest(_Line):
     """manifest.json of a checkpoint."""
 
     format: int
     step: Count
     files: dict[str, _Sum]
-    line: Count = 0
 
 
 class _Note(Stored):
@@ -333,7 +338,7 @@ def _step(path: Path) -> int:
 def _line(path: Path) -> int:
     """The line a checkpoint was saved in. One whose manifest cannot be read is of none, and is rejected when read."""
     try:
-        return _Manifest.of(json.loads((path / "manifest.json").read_bytes())).line
+        return _Line.of(json.loads((path / "manifest.json").read_bytes())).line
     except _DAMAGE:
         return -1
 

@@ -15,12 +15,13 @@ from data_cases import DATA
 from model_cases import MODELS
 from run_cases import RUNS
 from setting_cases import SETTINGS
+from state_cases import STATES
 from stranger_cases import STRANGERS
 from teacher_cases import TEACHERS
 
 from stillroom.cli import main
 
-TABLE = [*MODELS, *TEACHERS, *DATA, *SETTINGS, *RUNS, *STRANGERS]
+TABLE = [*MODELS, *TEACHERS, *DATA, *SETTINGS, *RUNS, *STRANGERS, *STATES]
 
 
 def _code_of(words: list[str]) -> int:
