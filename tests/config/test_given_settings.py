@@ -34,6 +34,9 @@ from stillroom.telemetry import read_events
 ALWAYS = [
     "teacher.model",
     "teacher.trust_remote_code",
+    "teacher.allow_base",
+    "student.allow_base",
+    "data.day",
     "teacher.ranks",
     "student.trust_remote_code",
     "student.init",
