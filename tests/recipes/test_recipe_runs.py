@@ -58,7 +58,7 @@ def test_a_nan_stops_the_quantumbench_script_with_what_was_found_and_what_the_se
     assert "NaN loss detected at step 2! Loss value: nan. Training stopped..." in ended.out
     assert "Cause: the kd term is nan" in ended.out
     suggested = ended.out.partition("Suggested fixes:")[2]
-    assert "  1. the student's own logits are not finite" in suggested
+    assert "  1. nothing to change: --inject struck inf_logit at step 2" in suggested
     assert "Lower learning rate (try 1e-5 or lower)" in suggested and "Try --dry-run first to diagnose" in suggested
 
 

@@ -140,7 +140,16 @@ def test_every_command_ends_with_code_20(model_folder: Path, capsys: pytest.Capt
     words = {
         "eval": ["--model", str(model_folder), "--data", data],
         "generate": [str(model_folder), "--prompt", "the"],
-        "distill": ["--teacher", str(model_folder), "--data", data, "--out", str(model_folder.parent / "run")],
+        "distill": [
+            "--teacher",
+            str(model_folder),
+            "--data",
+            data,
+            "--student",
+            "builtin:student",
+            "--out",
+            str(model_folder.parent / "run"),
+        ],
     }
     with pytest.raises(SystemExit) as caught:
         main([command, *words[command], "--device", "cpu"])
