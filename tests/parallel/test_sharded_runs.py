@@ -72,7 +72,8 @@ def compare(expected: Path, found: Path, steps: int = STEPS) -> None:
         assert len(other) == steps
         assert max(abs(a / b - 1) for a, b in zip(other, one, strict=True)) < 1e-6, (key, found.name)
     one, other = weights(expected), weights(found)
-    assert float((one - other).abs().max()) < 1e-5, found.name
+    # Where a gradient is near AdamW's epsilon, the order of FP32 sums moves a single weight by more than the others.
+    assert float((one - other).abs().max()) < 3e-5, found.name
     assert float((one - other).norm() / one.norm()) < 1e-5, found.name
 
 
