@@ -119,7 +119,12 @@ class Store:
 
     def listed(self) -> list[RemoteFile]:
         """The file, or the files that a glob or a folder stands for, by name. Hidden ones are left out."""
-        found = again(self._find, self.url)
+        try:
+            found = again(self._find, self.url)
+        except ValueError as error:  # such as an address without a bucket
+            raise AddressUnusable(
+                f"{self.url} cannot be listed: {reason_of(error)}", advice=["check the address: s3://BUCKET/PATH"]
+            ) from error
         if not found:
             raise AddressUnusable(
                 f"{self.url} does not exist, or is empty", advice=["check the address, and who may read it"]

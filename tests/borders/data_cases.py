@@ -358,3 +358,13 @@ def data_with_lone_surrogates_is_read_and_counted(place: Place) -> Words:
 def data_with_markup_and_escapes_is_only_text(place: Place) -> Words:
     rows = [{"text": f"<script>alert({n})</script> \x1b[31m \u202e {TEXT} </title> ]]>"} for n in range(60)]
     return place.distill(data__train=str(place.file("a.jsonl", lines(*rows))), eval__samples=1)
+
+
+@case(DATA, 2, "s3://")
+def data_in_a_store_without_a_bucket(place: Place) -> Words:
+    return place.distill(data__train="s3://")
+
+
+@case(DATA, 20, "s3://")
+def teacher_in_a_store_without_a_bucket(place: Place) -> Words:
+    return place.distill(teacher__model="s3://")

@@ -71,7 +71,7 @@ class InputCheck:
         if self.parallel.broadcast(float(bool(changed))) and not self.is_accepted:
             raise InputsChanged(
                 "; ".join(changed.values()) or "the first process found other inputs than those of the checkpoint",
-                where=", ".join(where[role] for role in changed),
+                where=", ".join(dict.fromkeys(where[role] for role in changed)),
                 advice=[
                     "put them back as they were, and resume again",
                     f"go on with the present ones: {ACCEPT}; the log and the report then say so",
