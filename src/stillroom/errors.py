@@ -6,7 +6,8 @@ never prints and never exits: it raises one of these.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from stillroom.secret_keys import masked
@@ -15,6 +16,19 @@ from stillroom.secret_keys import masked
 def is_panic(error: BaseException) -> bool:
     """Whether an error is a panic of a library in Rust, which is not an `Exception`."""
     return type(error).__name__ == "PanicException" and not isinstance(error, Exception)
+
+
+@contextmanager
+def foreign_errors(as_ours: Callable[[BaseException], StillroomError]) -> Iterator[None]:
+    """Convert any error of a library, a Rust panic included. Ours, lack of memory and interrupts pass unchanged."""
+    try:
+        yield
+    except (StillroomError, MemoryError):
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
+        raise as_ours(error) from error
 
 
 class StillroomError(Exception):

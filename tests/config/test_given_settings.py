@@ -261,7 +261,8 @@ def test_once_a_part_is_the_users_own_a_missing_one_is_an_error(missing: str, pr
 def test_toys_alone_a_preset_that_names_them_and_a_whole_run_have_no_gap(
     preset: str | None, overrides: dict[str, Any]
 ) -> None:
-    refuse_gaps(load_config(preset=preset, overrides=overrides))
+    config = load_config(preset=preset, overrides=overrides)
+    assert refuse_gaps(config) is None  # raises where there is a gap
 
 
 def test_a_configuration_with_a_gap_is_refused_from_python_too(tmp_path: Path) -> None:

@@ -59,9 +59,14 @@ def _use(folder: Path) -> None:
     exec(code.replace('name = "."', f"name = {str(folder)!r}").replace("max_new_tokens=64", "max_new_tokens=2"), {})
 
 
-def test_the_card_s_code_runs_with_and_without_a_chat_template(chatty: Path, world: Path, tmp_path: Path) -> None:
+def test_the_card_s_code_runs_with_and_without_a_chat_template(
+    chatty: Path, world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name, source in (("chat", chatty), ("plain", world / "student")):
-        _use(export(str(source), tmp_path / name).folder)
+        folder = export(str(source), tmp_path / name).folder
+        capsys.readouterr()
+        _use(folder)
+        assert capsys.readouterr().out.strip()
 
 
 def test_the_card_of_a_cut_student_says_what_it_was_cut_from(world: Path, tmp_path: Path) -> None:

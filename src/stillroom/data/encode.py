@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -25,7 +25,7 @@ import numpy.typing as npt
 from stillroom.data.bos import Bos, is_opened, opening_ids, opening_note
 from stillroom.data.encoded import Encoded, Ints
 from stillroom.data.records import Record, Tally
-from stillroom.errors import BrokenAtStart, StillroomError, is_panic
+from stillroom.errors import BrokenAtStart, foreign_errors
 from stillroom.files import reason_of
 
 # Put before a continuation, so that a tokenizer that marks the beginning of a text with a space does not mark it.
@@ -55,21 +55,15 @@ class Tokenizer(Protocol):
     def convert_ids_to_tokens(self, ids: Any) -> Any: ...
 
 
-@contextmanager
-def _tokenizing() -> Iterator[None]:
+def _tokenizing() -> AbstractContextManager[None]:
     """Turn any error of a tokenizer into ours: its files come from elsewhere, and a text may meet a damaged part."""
-    try:
-        yield
-    except (StillroomError, MemoryError):
-        raise
-    except BaseException as error:
-        if not isinstance(error, Exception) and not is_panic(error):
-            raise
-        raise BrokenAtStart(
+    return foreign_errors(
+        lambda error: BrokenAtStart(
             f"the tokenizer fails on a text of the data: {reason_of(error)}",
             where=type(error).__name__,
             advice=["get the files of the tokenizer again", "see how it reads them: stillroom data SPEC --model MODEL"],
-        ) from error
+        )
+    )
 
 
 def spell(tokenizer: Tokenizer, ids: list[int]) -> str:

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stillroom.config.schema import ModelSection, StudentConfig, TeacherConfig
-from stillroom.errors import BrokenAtStart, StillroomError, is_panic
+from stillroom.errors import BrokenAtStart, foreign_errors
 from stillroom.models.adapter.patterns import check_patterns
 from stillroom.models.adapter.targets import tied_layers
 from stillroom.models.load.files import (
@@ -46,19 +46,16 @@ def explained(name: str, part: str) -> Iterator[None]:
 
     Damaged files raise a dozen classes of several libraries, so catch them all.
     """
-    try:
-        with quiet_transformers():
-            yield
-    except (StillroomError, MemoryError):
-        raise
-    except BaseException as error:
-        if not isinstance(error, Exception) and not is_panic(error):
-            raise
-        raise BrokenAtStart(
+
+    def unusable(error: BaseException) -> BrokenAtStart:
+        return BrokenAtStart(
             f"cannot use the {part} of {name}: {one_line(error)}",
             where=type(error).__name__,
             advice=["install the package it asks for"] if isinstance(error, ImportError) else [COMPLETE],
-        ) from error
+        )
+
+    with foreign_errors(unusable), quiet_transformers():
+        yield
 
 
 def load_tokenizer(section: ModelSection, name: str) -> Any:
