@@ -5,31 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from stillroom.report import png, svg
-from stillroom.report.figures import perplexity
 from stillroom.report.history import History
 from stillroom.report.live import LiveReport
 from stillroom.report.page import render
 from stillroom.report.record import RunRecord
 from stillroom.report.several import render_several
-from stillroom.report.writing import BITMAP, PAGE, PICTURE, save
+from stillroom.report.writing import PAGE, save
 
 __all__ = ["History", "LiveReport", "RunRecord", "render", "render_several", "write_report", "write_reports"]
 
 
 def write_report(run_dir: Path | str, foot: str = "") -> Path:
-    """Write `report.html` into a run's folder, and its main figure as `report.svg` and `report.png`; the page's path.
+    """Write `report.html` into a run's folder; return its path.
 
     The page says what the folder lacks (a crashed run has no summary) and shows the rest.
     """
     folder = Path(run_dir)
-    run = RunRecord.load(folder)
-    path = save(folder / PAGE, render(run, foot))
-    figure = perplexity(run)
-    if figure is not None:
-        save(folder / PICTURE, svg.draw(figure))
-        save(folder / BITMAP, png.draw(figure))
-    return path
+    return save(folder / PAGE, render(RunRecord.load(folder), foot))
 
 
 def write_reports(run_dirs: Sequence[Path], out: Path) -> Path:

@@ -8,7 +8,6 @@ from stillroom.errors import CannotSave
 from stillroom.files import reason_of, write_atomically
 
 PAGE = "report.html"
-PICTURE, BITMAP = "report.svg", "report.png"
 
 
 def save(path: Path, contents: str | bytes) -> Path:
