@@ -18,7 +18,7 @@ import tarfile
 import urllib.request
 from pathlib import Path
 
-VENDOR = Path(__file__).parents[1] / "src" / "stillroom" / "report" / "vendor"
+ASSETS = Path(__file__).parents[1] / "src" / "stillroom" / "report" / "assets"
 PACKAGE = "plotly.js-basic-dist-min"
 SCRIPT = "plotly-basic.min.js"
 REGISTRY = "https://registry.npmjs.org"
@@ -31,7 +31,7 @@ def fetch(address: str) -> bytes:
 
 
 def main() -> None:
-    origin = VENDOR / "origin.json"
+    origin = ASSETS / "origin.json"
     version = sys.argv[1] if len(sys.argv) > 1 else json.loads(origin.read_text())["version"]
     about = json.loads(fetch(f"{REGISTRY}/{PACKAGE}/{version}"))
     archive = fetch(about["dist"]["tarball"])
@@ -43,8 +43,8 @@ def main() -> None:
     with tarfile.open(fileobj=io.BytesIO(archive)) as files:
         members = {Path(member.name).name: files.extractfile(member) for member in files if member.isfile()}
         script, licence = (member.read() for name in (SCRIPT, "LICENSE") if (member := members[name]))
-    (VENDOR / SCRIPT).write_bytes(script)
-    (VENDOR / "LICENSE.plotly").write_bytes(licence)
+    (ASSETS / SCRIPT).write_bytes(script)
+    (ASSETS / "LICENSE.plotly").write_bytes(licence)
     description = {
         "package": PACKAGE,
         "version": version,

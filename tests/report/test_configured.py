@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from stillroom.config import load_config, preset_names
-from stillroom.report.configured import differences_part, nearest_preset, reproduce_part
-from stillroom.report.history import History
-from stillroom.report.record import RunRecord
+from stillroom.report.history import History, RunRecord
+from stillroom.report.page import MAX_CONFIG_CHARACTERS, again, nearest_preset, preset, render
 
 
 @pytest.mark.parametrize("name", preset_names())
@@ -26,8 +25,9 @@ def test_what_differs_from_the_preset_is_listed_with_both_values() -> None:
     found, rows = nearest_preset(config)
     assert found == "demo"
     assert {key: here for key, _, here in rows} == {"train.learning_rate": 0.125, "train.seed": 99}
-    page = str(differences_part(RunRecord("run", config)))
-    assert "The nearest preset is demo; 2 settings differ from it." in page and ">0.125<" in page
+    part = preset(RunRecord("run", config))
+    assert part is not None and part["heads"][1:] == ["preset demo", "this run"]
+    assert {key: here for key, (_, here) in part["rows"]} == {"train.learning_rate": "0.125", "train.seed": "99"}
 
 
 def test_the_configuration_of_a_folder_can_be_run_again(tmp_path: Path) -> None:
@@ -39,12 +39,18 @@ def test_the_configuration_of_a_folder_can_be_run_again(tmp_path: Path) -> None:
 
 
 def test_a_run_without_a_start_does_not_say_how_to_run_it_again() -> None:
-    assert reproduce_part(RunRecord("run", {"train": {}})) is None
+    assert again(RunRecord("run", {"train": {}})) is None
 
 
 def test_each_command_stands_on_a_line_of_its_own() -> None:
     start = {"event": "run_start", "versions": {"stillroom": "0.1.0", "torch": "2.13.0+cpu"}}
-    part = str(reproduce_part(RunRecord("run", {"train": {}}, History.of([start]))))
-    (commands,) = re.findall(r'<pre class="commands">(.*?)</pre>', part, flags=re.DOTALL)
+    page = render(RunRecord("run", {"train": {}}, History.of([start])))
+    (commands,) = re.findall(r'<pre class="commands">(.*?)</pre>', page, flags=re.DOTALL)
     lines = commands.split("\n")
     assert lines[0] == "pip install stillroom==0.1.0 torch==2.13.0" and lines[2].startswith("stillroom distill")
+
+
+def test_a_configuration_that_is_cut_says_so() -> None:
+    start = {"event": "run_start"}
+    part = again(RunRecord("run", {"data": {"train": "x" * MAX_CONFIG_CHARACTERS}}, History.of([start])))
+    assert part is not None and part["config"].endswith("config.json")

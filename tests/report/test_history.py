@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from stillroom.report.history import MAX_GUARD_ROWS, History
-from stillroom.report.steps import MAX_SERIES, Steps
+from stillroom.report.figures import all_figures
+from stillroom.report.history import MAX_GUARD_ROWS, MAX_OTHERS, MAX_SERIES, History, RunRecord, Steps
 
 
 def step(number: int, **fields: object) -> dict[str, object]:
@@ -55,8 +55,17 @@ def test_names_without_end_are_bounded_and_counted() -> None:
 
 @pytest.mark.parametrize("number", [10**30, -(10**30)])
 def test_a_step_that_no_machine_counts_is_left_out(number: int) -> None:
-    history = History.of([step(1, lr=0.1), step(number, lr=0.2)])
-    assert history.steps.curve("lr")[1].tolist() == [0.1] and history.steps.num_left_out == 1
+    kinds = ("eval", "guard", "gradients", "router")
+    others = [{"event": kind, "step": number, "perplexity": 2.0, "terms": {}} for kind in kinds]
+    history = History.of([step(1, lr=0.1), step(number, lr=0.2), *others])
+    assert history.steps.curve("lr")[1].tolist() == [0.1] and history.steps.num_left_out == 1 + len(others)
+    assert all_figures(RunRecord("run", history=history))
+
+
+def test_records_of_one_kind_without_end_are_bounded_and_counted() -> None:
+    history = History.of({"event": "gradients", "step": number} for number in range(MAX_OTHERS + 7))
+    assert len(history.of_kind("gradients")) == MAX_OTHERS and history.num_others_left_out == 7
+    assert History.of({"event": f"kind{number}"} for number in range(100)).of_kind("kind0") == []
 
 
 def test_a_run_that_went_on_after_its_end_has_no_end() -> None:

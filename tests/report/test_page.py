@@ -18,16 +18,15 @@ from synthetic import write_run
 
 from stillroom.errors import CannotSave
 from stillroom.report import RunRecord, write_report
-from stillroom.report.curves import MAX_POINTS, edges_of, means, smooth, thin
-from stillroom.report.drawing import ROLES, dark_partners
+from stillroom.report.drawing import MAX_POINTS, ROLES, dark_partners, edges_of, means, smooth, thin
 from stillroom.report.figures import all_figures
 from stillroom.report.history import History
-from stillroom.report.sections import yardsticks_table
+from stillroom.report.page import closeness
 from stillroom.report.words import headline
 
 HOSTILE = (
     "</title></script></style>--><script>alert(1)</script><img src=x onerror=alert(2)>]]>"
-    "\"' onload='alert(3)' <a href=\"https://evil.example/\">\x1b[31mred\u202ecod\u2066\x00\x9b2J %{x} ${7*7}"
+    "\"' onload='alert(3)' <a href=\"https://evil.example/\">\x1b[31mred\u202ecod\u2066\x00\x9b2J %{x} ${7*7} {{ 7*7 }} {% raw %}"
 )
 FORBIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\u200e\u200f]")
 
@@ -182,15 +181,15 @@ def test_the_page_has_every_part(finished: Path) -> None:
 def test_too_few_documents_for_an_interval_are_told(finished: Path) -> None:
     record = RunRecord.load(finished)
     student = {**record.result("student"), "documents": 2, "intervals": {}}
-    page = str(yardsticks_table(replace(record, summary={**record.summary, "student": student})))
-    assert "There are no intervals: it takes 8 held-out documents (scored: 2)." in page and "redrawn" not in page
+    table = closeness(replace(record, summary={**record.summary, "student": student}))
+    assert table is not None and "(scored: 2)" in table["note"] and "95 %" not in table["note"]
 
 
 def test_documents_that_no_evaluation_scored_are_not_counted_among_the_scored(finished: Path) -> None:
     record = RunRecord.load(finished)
     student = {**record.result("student"), "documents": 54}
-    page = str(yardsticks_table(replace(record, summary={**record.summary, "student": student})))
-    assert "95 % intervals over 54 of 55 held-out documents, those that were scored, redrawn" in page
+    table = closeness(replace(record, summary={**record.summary, "student": student}))
+    assert table is not None and "95 % intervals over 54 of 55 held-out documents" in table["note"]
 
 
 def test_every_colour_of_a_figure_has_a_dark_partner(finished: Path) -> None:
@@ -243,6 +242,19 @@ def test_values_of_the_wrong_type_in_a_summary_are_left_blank_and_the_others_sho
     assert "3.00" in page.text and "low" not in page.text
 
 
+def test_values_of_the_wrong_type_in_a_log_are_left_blank_and_the_others_shown(tmp_path: Path) -> None:
+    wrong: tuple[Any, ...] = (7, None, "x", [1], {"a": [1]}, True, 10**400)
+    with (tmp_path / "events.jsonl").open("w") as file:
+        for kind in ("run_start", "sample", "guard", "router", "router_probe", "note", "gradients", "changed_inputs"):
+            for value in wrong:
+                keys = ("run", "data", "prompt", "teacher", "reason", "evidence", "layers", "terms", "changes", "text")
+                file.write(json.dumps({"event": kind, "step": 1, **dict.fromkeys(keys, value)}) + "\n")
+        file.write(json.dumps({"event": "sample", "prompt": "a prompt", "student": "an answer"}) + "\n")
+    (tmp_path / "summary.json").write_text(json.dumps({"advice": [*wrong, {"steps": [10**400], "advice": "try"}]}))
+    page = page_of(tmp_path)
+    assert "a prompt" in page.text and "an answer" in page.text and "try" in page.text
+
+
 def test_a_refused_disk_is_an_error_with_its_exit_code(tmp_path: Path) -> None:
     with pytest.raises(CannotSave):
         write_report(tmp_path / "not there")
@@ -271,7 +283,7 @@ def test_hostile_text_opens_no_element(finished: Path, hostile: Path) -> None:
     allowed |= {"data-label", "data-at", "dir", "tabindex"}
     for tag, attrs in page.elements:
         assert set(attrs) <= allowed, tag
-    assert "<script>alert(1)</script>" in page.text  # shown as the text it is
+    assert "<script>alert(1)</script>" in page.text and "{{ 7*7 }}" in page.text  # shown as the text it is
 
 
 def test_hostile_text_cannot_leave_its_data_block(hostile: Path) -> None:
@@ -310,7 +322,7 @@ def test_the_page_fetches_nothing(kind: str, request: pytest.FixtureRequest) -> 
     page = page_of(request.getfixturevalue(kind))
     for _, attrs in page.elements:
         assert not {"src", "href", "srcset", "action", "data", "poster", "style"} & set(attrs)
-    style = (Path(__file__).parents[2] / "src/stillroom/report/page.css").read_text()
+    style = (Path(__file__).parents[2] / "src/stillroom/report/assets/page.css").read_text()
     assert "url(" not in style
     assert "@import" not in style
 

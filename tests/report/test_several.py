@@ -8,7 +8,7 @@ from pathlib import Path
 from synthetic import write_run
 
 from stillroom.report import RunRecord, render_several
-from stillroom.report.several import unique_names
+from stillroom.report.page import unique_names
 
 
 def two(folder: Path) -> list[RunRecord]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from stillroom.report.history import History
-from stillroom.report.record import RunRecord
-from stillroom.report.sources import sources_table
+from stillroom.report.history import History, RunRecord
+from stillroom.report.page import render, sources
 
 SOURCES = [
     {"name": "a.jsonl", "objectives": "all", "weight": 1.0, "rows": 70, "epochs": 1.5},
@@ -21,11 +20,15 @@ def test_each_source_is_a_row_with_its_own_terms() -> None:
     steps = [step(n, a={"targets": 9, "kd": 9.0, "ce": 9.0}) for n in range(1, 39)]
     steps += [step(39, a={"targets": 10, "kd": 1.0, "ce": 4.0}), step(40, a={"targets": 30, "kd": 2.0, "ce": 4.0})]
     steps[-1]["sources"]["<b>.jsonl"] = {"targets": 5, "ce": 3.0}  # type: ignore[index]
-    table = str(sources_table(RunRecord("run", {}, History.of(steps), {"sources": SOURCES})))
-    first, second = table.split("<tr>")[2:]
-    assert all(said in first for said in ("a.jsonl", "teacher and labels", ">70<", "1.50", "1.750", "4.000"))
-    assert all(said in second for said in ("&lt;b&gt;.jsonl", ">labels<", "1,400", "0.75", ">-<", "3.000"))
+    run = RunRecord("run", {}, History.of(steps), {"sources": SOURCES})
+    table = sources(run)
+    assert table is not None and table["heads"][5:] == ["kd", "ce"]
+    assert table["rows"] == [
+        ("a.jsonl", ["teacher and labels", "1", "70", "1.50", "1.750", "4.000"]),
+        ("<b>.jsonl", ["labels", "0.5", "1,400", "0.75", "-", "3.000"]),
+    ]
+    assert "&lt;b&gt;.jsonl" in render(run) and "<b>" not in render(run)
 
 
 def test_one_source_has_no_table() -> None:
-    assert sources_table(RunRecord("run")) is None
+    assert sources(RunRecord("run")) is None

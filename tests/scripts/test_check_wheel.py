@@ -62,8 +62,10 @@ def test_what_the_package_reads_at_run_time_is_among_its_files() -> None:
     for name in (
         "py.typed",
         "config/presets/base.toml",
-        "report/vendor/plotly-basic.min.js",
-        "report/vendor/LICENSE.plotly",
+        "report/assets/plotly-basic.min.js",
+        "report/assets/LICENSE.plotly",
+        "report/assets/page.css",
+        "report/templates/run.html",
         "builtin/models/teacher/model.safetensors",
         "builtin/models/moe-teacher/tokenizer.json",
         "builtin/models/student/config.json",

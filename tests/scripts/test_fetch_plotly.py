@@ -8,15 +8,15 @@ from importlib.resources import files
 
 
 def test_the_vendored_library_is_the_one_its_origin_names() -> None:
-    vendor = files("stillroom.report") / "vendor"
-    origin = json.loads((vendor / "origin.json").read_text(encoding="utf-8"))
-    script = (vendor / origin["file"]).read_bytes()
+    assets = files("stillroom.report") / "assets"
+    origin = json.loads((assets / "origin.json").read_text(encoding="utf-8"))
+    script = (assets / origin["file"]).read_bytes()
     assert hashlib.sha256(script).hexdigest() == origin["sha256"]
     assert len(script) == origin["bytes"]
     assert f"v{origin['version']}" in script[:200].decode()
     assert origin["licence"] == "MIT"
-    assert (vendor / "LICENSE.plotly").read_text(encoding="utf-8").startswith("MIT License")
+    assert (assets / "LICENSE.plotly").read_text(encoding="utf-8").startswith("MIT License")
 
 
 def test_the_library_cannot_end_the_element_it_is_in() -> None:
-    assert b"</script" not in (files("stillroom.report") / "vendor" / "plotly-basic.min.js").read_bytes().lower()
+    assert b"</script" not in (files("stillroom.report") / "assets" / "plotly-basic.min.js").read_bytes().lower()

@@ -114,7 +114,7 @@ def report(
             raise ConfigError(f"{run} holds no run: there is no events.jsonl", advice=["give the folder of a run"])
     if len(runs) == 1 and out is None:
         page = write_report(folders[0])
-        add(runs[0], page, page.with_suffix(".svg"), page.with_suffix(".png"))
+        add(runs[0], page)
         echo(f"{as_url(runs[0])}/{page.name}" if is_in_store(runs[0]) else str(page))
         return
     echo(str(write_reports(folders, out or Path("compared.html"))))

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from stillroom.report.history import History
+from stillroom.report.history import History, RunRecord
 from stillroom.report.live import LiveReport
-from stillroom.report.page import render
-from stillroom.report.record import RunRecord
-from stillroom.report.several import render_several
-from stillroom.report.writing import PAGE, save
+from stillroom.report.page import PAGE, render, render_several, save
 
 __all__ = ["History", "LiveReport", "RunRecord", "render", "render_several", "write_report", "write_reports"]
 

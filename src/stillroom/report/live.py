@@ -13,10 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from stillroom.files import reason_of
-from stillroom.report.history import History
-from stillroom.report.page import render
-from stillroom.report.record import RunRecord, read_log
-from stillroom.report.writing import PAGE, save
+from stillroom.report.history import History, RunRecord, read_log
+from stillroom.report.page import PAGE, render, save
 
 MAX_SHARE = 0.01  # of the run's time
 FIRST_GUESS = 0.25  # seconds that a page takes, before one was written

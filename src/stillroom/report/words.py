@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
-from stillroom.report.record import BASELINES, RunRecord, mapping
+from stillroom.report.history import RunRecord
 from stillroom.telemetry.lines import changed_inputs_lines
 from stillroom.telemetry.reading import reading
+from stillroom.telemetry.run_record import BASELINES, mapping
 from stillroom.telemetry.wording import (
     as_number,
     clean,
@@ -122,3 +124,13 @@ def size_sentence(run: RunRecord) -> str | None:
     if not teacher or not student or student >= teacher:
         return None
     return f"The student has {format_percent(student / teacher, 0)} of the teacher's parameters."
+
+
+def headline_of_several(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
+    """Which of several runs has the best student."""
+    scored = [(value, name) for run, name in zip(runs, names, strict=True) if (value := run.perplexity("student"))]
+    finite = [(value, name) for value, name in scored if value < float("inf")]
+    if not finite:
+        return f"{len(runs)} runs, none of which has a result"
+    value, name = min(finite)
+    return f"Of {len(runs)} runs, {name} has the lowest held-out perplexity: {format_result(value)}"
