@@ -78,7 +78,7 @@ def test_a_folder_that_cannot_be_written_costs_a_note_and_not_the_figures(
     def full(*_: Any) -> None:
         raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr("stillroom.telemetry.evaluation_record.write_atomically", full)
+    monkeypatch.setattr("stillroom.telemetry.record.write_atomically", full)
     code, out, err = run(capsys, "eval", str(folder), *QUICK)
     assert code == 0 and "perplexity" in out and "not kept" in err and "No space left" in err
 

@@ -9,7 +9,7 @@ from synthetic import evaluated
 
 from stillroom.report import RunRecord, render
 from stillroom.report.page import evaluated as evaluated_part
-from stillroom.telemetry.evaluation_record import Evaluated
+from stillroom.telemetry.record import Evaluated
 
 HOSTILE = "</table><script>alert(1)</script>\x1b[31m\u202e"
 

@@ -26,7 +26,8 @@ from stillroom.report.words import headline
 
 HOSTILE = (
     "</title></script></style>--><script>alert(1)</script><img src=x onerror=alert(2)>]]>"
-    "\"' onload='alert(3)' <a href=\"https://evil.example/\">\x1b[31mred\u202ecod\u2066\x00\x9b2J %{x} ${7*7} {{ 7*7 }} {% raw %}"
+    "\"' onload='alert(3)' <a href=\"https://evil.example/\">\x1b[31mred\u202ecod\u2066\x00\x9b2J %{x} ${7*7}"
+    " {{ 7*7 }} {% raw %}"
 )
 FORBIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\u200e\u200f]")
 

@@ -8,8 +8,8 @@ import random
 from pathlib import Path
 from typing import Any
 
-from stillroom.telemetry.evaluation_record import student_sum, write_evaluation
 from stillroom.telemetry.events import EventLog
+from stillroom.telemetry.record import student_sum, write_evaluation
 from stillroom.telemetry.retention import retained
 
 HEADER_PERPLEXITY = 2031.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -17,7 +16,7 @@ from stillroom.errors import ConfigError
 if TYPE_CHECKING:
     from stillroom.telemetry.console import ConsoleView
     from stillroom.telemetry.events import Event
-    from stillroom.telemetry.following import Follower
+    from stillroom.telemetry.record import Follower
 
 _EVERY_SECONDS = 0.5
 _LATE_EVENTS = 200  # of what a run wrote before it was watched
@@ -35,7 +34,7 @@ def watch(
     """
     from stillroom.remote import is_in_store
     from stillroom.telemetry.console import ConsoleView
-    from stillroom.telemetry.following import Follower
+    from stillroom.telemetry.record import Follower
 
     if is_in_store(run):
         raise ConfigError(
@@ -95,10 +94,8 @@ def _show_new(follower: Follower, view: ConsoleView, *, only_late: bool) -> str:
 
 def _finish(view: ConsoleView, run: Path) -> None:
     """The result, where the run wrote one."""
-    try:
-        summary = json.loads((run / "summary.json").read_bytes())
-    except (OSError, ValueError):
-        return
-    report = run / "report.html"
-    if isinstance(summary, dict):
+    from stillroom.telemetry.record import read_object
+
+    summary, report = read_object(run / "summary.json", []), run / "report.html"
+    if summary:
         view.finish(summary, report if report.exists() else None)

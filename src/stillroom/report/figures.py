@@ -37,8 +37,7 @@ from stillroom.report.drawing import (
     y_axis_for,
 )
 from stillroom.report.history import Curve, Floats, RunRecord, joined
-from stillroom.telemetry.reading import items
-from stillroom.telemetry.run_record import mapping
+from stillroom.telemetry.record import items, section
 from stillroom.telemetry.wording import (
     as_number,
     clean,
@@ -79,7 +78,7 @@ def last_step(run: RunRecord) -> float:
 
 def perplexity(run: RunRecord) -> Figure | None:
     xs, ys = (part.tolist() for part in curve(run.evals, "perplexity", above=0))
-    before = as_number(mapping(run.summary, "student_before").get("perplexity"))
+    before = as_number(section(run.summary, "student_before").get("perplexity"))
     if xs and xs[0] > 0 and before:
         xs, ys = [0.0, *xs], [before, *ys]
     if not xs:
@@ -110,7 +109,7 @@ def perplexity(run: RunRecord) -> Figure | None:
 
 def _whiskers(run: RunRecord, xs: Sequence[float], ys: Sequence[float]) -> Trace:
     """Error bars of the evaluations that have an interval."""
-    intervals = {float(event["step"]): items(mapping(event, "intervals"), "perplexity") for event in run.evals}
+    intervals = {float(event["step"]): items(section(event, "intervals"), "perplexity") for event in run.evals}
     bounds = [[as_number(bound) for bound in intervals.get(x, ())] for x in xs]
     if not any(len(pair) == 2 and None not in pair for pair in bounds):
         return {}
@@ -168,7 +167,7 @@ def gradients(run: RunRecord) -> Figure | None:
     refused = run.refused
     if not len(norms[0]) and not refused:
         return None
-    clip = as_number(mapping(run.config, "train").get("max_grad_norm"))
+    clip = as_number(section(run.config, "train").get("max_grad_norm"))
     seen = [*norms[1].tolist(), *(norm for _, norm, _ in refused if norm > 0), *([clip] if clip else [])]
     roof = 1.3 * max(seen, default=1.0)
     traces = noisy(norms, "each step", "smoothed") if len(norms[0]) else []
@@ -311,22 +310,22 @@ def pulls(run: RunRecord, until: float) -> Figure | None:
     """Each term's share of the gradient, and the cosines between terms, if they were measured."""
     by_step = {event["step"]: event for event in run.history.of_kind("gradients") if type(event.get("step")) is int}
     records = sorted(by_step.items())
-    names = list(dict.fromkeys(name for _, event in records for name in mapping(event, "terms")))[:MAX_TERMS]
+    names = list(dict.fromkeys(name for _, event in records for name in section(event, "terms")))[:MAX_TERMS]
     if len(names) < 2:
         return None
     traces: list[Trace] = []
     style = {"mode": "lines+markers", "marker": {"size": 5}} if len(records) <= 100 else {}
     for name, stroke in zip(names, strokes(names), strict=True):
-        found = [(step, as_number(mapping(mapping(event, "terms"), name).get("share"))) for step, event in records]
+        found = [(step, as_number(section(section(event, "terms"), name).get("share"))) for step, event in records]
         heights = curve_of([(float(step), None if value is None else 100 * value) for step, value in found])
         traces.append(line(thin(heights, 300), label(name), stroke, **style))
         traces[-1]["hovertemplate"] = "%{y:.1f}%"
-    pairs = list(dict.fromkeys(pair for _, event in records for pair in mapping(event, "cosines")))
+    pairs = list(dict.fromkeys(pair for _, event in records for pair in section(event, "cosines")))
     for pair in pairs[:MAX_TERMS]:
-        cosines = curve_of([(float(step), as_number(mapping(event, "cosines").get(pair))) for step, event in records])
+        cosines = curve_of([(float(step), as_number(section(event, "cosines").get(pair))) for step, event in records])
         dotted = line(thin(cosines, 300), label(pair), colour("ink"), width=1.5, dash="dot", **style)
         traces.append(dotted | {"yaxis": "y2"})
-    last = {name: as_number(mapping(mapping(records[-1][1], "terms"), name).get("share")) or 0.0 for name in names}
+    last = {name: as_number(section(section(records[-1][1], "terms"), name).get("share")) or 0.0 for name in names}
     largest = max(last, key=last.__getitem__)
     title = f"{clean(largest)} makes {format_percent(last[largest], 0)} of the gradient at the end"
     caption = "Above: each term's share of the gradient norms. Below: 1 is the same direction, below 0 they disagree."
@@ -404,7 +403,7 @@ def router_figure(run: RunRecord) -> Figure | None:
     traces: list[Trace] = [
         line(thin(nll), "teacher, held out", colour("teacher"), mode="lines+markers", marker={"size": 6})
     ]
-    bound = as_number(mapping(mapping(run.config, "teacher"), "router").get("max_degradation"))
+    bound = as_number(section(section(run.config, "teacher"), "router").get("max_degradation"))
     is_trained = any((as_number(event.get("updates")) or 0) > 0 for event in events)
     if bound is not None and is_trained:
         traces.append(level(start + bound, last, "alarm", colour("refused"), dash="dot"))

@@ -20,14 +20,23 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from stillroom.errors import DataError
-from stillroom.telemetry.evaluation_record import Evaluated, read_evaluation
-from stillroom.telemetry.events import Event
-from stillroom.telemetry.following import Follower
-from stillroom.telemetry.reading import section
+from stillroom.telemetry.record import (
+    CONFIG,
+    LOG,
+    SUMMARY,
+    Evaluated,
+    Event,
+    RunReading,
+    has_step,
+    log_events,
+    read_evaluation,
+    read_object,
+    run_name,
+    run_settings,
+    section,
+)
 from stillroom.telemetry.router_lines import largest_drift
-from stillroom.telemetry.run_record import RunReading, mapping, read_object
-from stillroom.telemetry.wording import as_number, clean
+from stillroom.telemetry.wording import as_number
 
 Floats = npt.NDArray[np.float64]
 Curve = tuple[Floats, Floats]
@@ -249,9 +258,9 @@ class History:
             self._add_step(event)
         elif kind == "guard":
             self._add_guard(event)
-        elif kind == "eval" and _has_step(event):
+        elif kind == "eval" and has_step(event):
             self._evals[event["step"]] = {key: value for key, value in event.items() if key != "terms"}
-        elif kind == "router" and _has_step(event):
+        elif kind == "router" and has_step(event):
             self._add_router(event)
         elif kind == "note":
             self._add_note(event)
@@ -287,7 +296,7 @@ class History:
             self._first_guards.append(event)
         else:
             self._last_guards.append(event)
-        if _has_step(event):
+        if has_step(event):
             evidence = section(event, "evidence")
             self.guarded.add(event["step"], event.get("action"), evidence.get("grad_norm"), evidence.get("loss_scale"))
 
@@ -340,10 +349,6 @@ class History:
         return list(self._samples.values())
 
 
-def _has_step(event: Event) -> bool:
-    return type(event.get("step")) is int
-
-
 @dataclass(frozen=True)
 class RunRecord(RunReading):
     """One run for a page, its steps as columns. `missing` are sentences about what its folder lacks."""
@@ -361,7 +366,7 @@ class RunRecord(RunReading):
     @staticmethod
     def load(run_dir: Path) -> RunRecord:
         missing: list[str] = []
-        return RunRecord.of_folder(run_dir, read_log(run_dir / "events.jsonl", missing), missing)
+        return RunRecord.of_folder(run_dir, read_log(run_dir / LOG, missing), missing)
 
     @staticmethod
     def of_folder(
@@ -369,13 +374,12 @@ class RunRecord(RunReading):
     ) -> RunRecord:
         """A run whose log is read already. One that goes on has no summary yet, and one of before does not count."""
         notes = missing if missing is not None else []
-        summary = {} if is_running else read_object(run_dir / "summary.json", notes)
-        config = read_object(run_dir / "config.json", notes)
+        summary = {} if is_running else read_object(run_dir / SUMMARY, notes)
+        config = read_object(run_dir / CONFIG, notes)
         tokens = {} if is_running else read_object(run_dir / TOKENS, [])
         evaluated = Evaluated() if is_running else read_evaluation(run_dir, notes)
-        name = history.start.get("run") or run_dir.resolve().name
-        settings = mapping(config, "config") or config or mapping(history.start, "config")
-        return RunRecord(clean(name), settings, history, summary, tuple(notes), tokens, run_dir, is_running, evaluated)
+        name, settings = run_name(run_dir, history.start), run_settings(config, history.start)
+        return RunRecord(name, settings, history, summary, tuple(notes), tokens, run_dir, is_running, evaluated)
 
     @property
     def start(self) -> Mapping[str, Any]:
@@ -406,24 +410,8 @@ class RunRecord(RunReading):
 
 
 def read_log(path: Path, missing: list[str]) -> History:
-    history, follower = History(), Follower(path)
-    if not path.exists():
-        missing.append(f"{path.name} is not there, so there are no curves.")
-        return history
-    try:
-        for event in follower.new_events():
-            history.add(event)
-    except DataError as error:
-        missing.append(f"{path.name} cannot be read: {clean(error.what)}.")
-    last = follower.last_event()
-    if last is not None:
-        history.add(last)
-    if follower.is_torn:
-        missing.append(f"The last line of {path.name} is torn, as a crash in the middle of a write leaves it.")
-    if follower.broken_lines:
-        lines = follower.broken_lines
-        shown = ", ".join(map(str, lines[:5])) + (", ..." if len(lines) > 5 else "")
-        missing.append(f"{path.name} has {len(lines)} broken lines that are left out: {shown}.")
+    """What a report keeps of a log. Sentences about what is lacking are added to `missing`."""
+    history = History.of(log_events(path, missing))
     if history.steps.num_left_out:
         missing.append(f"{history.steps.num_left_out:,} values of {path.name} are left out: too many names, too large.")
     if history.num_others_left_out:

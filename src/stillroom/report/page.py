@@ -29,11 +29,8 @@ from stillroom.report.drawing import APART, ROLES, Figure, dark_partners
 from stillroom.report.figures import all_figures, shared_figures
 from stillroom.report.history import RunRecord
 from stillroom.report.words import facts, headline, headline_of_several, size_sentence, story
-from stillroom.telemetry.evaluation_record import evaluation_notes
-from stillroom.telemetry.events import Event
 from stillroom.telemetry.figure_rows import figure_rows
-from stillroom.telemetry.reading import items, section, show, show_interval
-from stillroom.telemetry.run_record import mapping
+from stillroom.telemetry.record import Event, evaluation_notes, items, section, show, show_interval
 from stillroom.telemetry.wording import (
     as_number,
     clean,
@@ -259,7 +256,7 @@ def closeness(run: RunRecord) -> dict[str, Any] | None:
         "error: how far confidence and accuracy of the likeliest token lie apart."
     )
     scored = as_number(run.result("student").get("documents"))
-    held_out = as_number(mapping(run.start, "data").get("eval_documents"))
+    held_out = as_number(section(run.start, "data").get("eval_documents"))
     if scored is not None and scored < MIN_DOCUMENTS:
         note += (
             f" There are no intervals: it takes {MIN_DOCUMENTS} held-out documents (scored: {format_count(scored)})."
@@ -292,7 +289,7 @@ def evaluated(run: RunRecord) -> dict[str, Any] | None:
     rows = figure_rows(record)
     if not rows:
         return None
-    has_teacher = bool(mapping(record, "teacher"))
+    has_teacher = bool(section(record, "teacher"))
     body = []
     for row in rows[:MAX_EVALUATED_ROWS]:
         ours, theirs = ((side.value, side.interval) for side in (row.student, row.teacher))
@@ -313,11 +310,11 @@ def evaluated(run: RunRecord) -> dict[str, Any] | None:
 def _about_evaluation(record: Mapping[str, Any]) -> str:
     """On which text, when and where it was measured, and with which options."""
     parts = [f"On {clip(record.get('data'), 120)}" if record.get("data") else "", _when(record)]
-    device, machine = record.get("device"), mapping(record, "machine")
+    device, machine = record.get("device"), section(record, "machine")
     if device:
         cores = f", {clean(machine['cores'])} cores" if machine.get("cores") else ""
         parts.append(f"device {clip(device, 40)}{cores}")
-    options = mapping(record, "settings")
+    options = section(record, "settings")
     parts += [f"{clean(key)} {clip(value, 80)}" for key, value in options.items() if value not in (None, "", False)]
     return ", ".join(part for part in parts if part) + "."
 
@@ -408,7 +405,7 @@ def guard(run: RunRecord) -> dict[str, Any]:
 
 
 def _guard_row(event: Event) -> dict[str, str]:
-    recorded = flat(_with_words(mapping(event, "evidence")))
+    recorded = flat(_with_words(section(event, "evidence")))
     return {
         "step": show(event, "step", format_count),
         "action": clean(event.get("action")),
@@ -442,7 +439,7 @@ def notes(run: RunRecord) -> list[str]:
     found = [*run.history.notes]
     if run.history.num_notes_left_out:
         found.append(f"{format_count(run.history.num_notes_left_out)} more notes stand in events.jsonl")
-    precision = mapping(run.start, "precision")
+    precision = section(run.start, "precision")
     if precision.get("reason"):
         found.insert(0, f"precision {clean(precision.get('mode'))}: {clean(precision['reason'])}")
     return list(dict.fromkeys(map(clean, found)))
@@ -558,7 +555,7 @@ _LEFT_OUT = {
 
 def data(run: RunRecord) -> dict[str, Any] | None:
     """How much data, in what shape and length, and what was left out."""
-    found = mapping(run.start, "data")
+    found = section(run.start, "data")
     if not found:
         return None
     counts = [(key, as_number(value)) for key, value in found.items() if key in _LEFT_OUT]
@@ -570,7 +567,7 @@ def data(run: RunRecord) -> dict[str, Any] | None:
     return {
         "heads": ["", *_UNITS, "tokens a document"],
         "rows": _data_sizes(found),
-        "sentences": _data_sentences(found, mapping(run.config, "data")),
+        "sentences": _data_sentences(found, section(run.config, "data")),
         "left_out": left_out,
     }
 
@@ -588,13 +585,13 @@ def _data_sizes(found: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
 def _data_sentences(found: Mapping[str, Any], configured: Mapping[str, Any]) -> list[str]:
     sentences, parts = [], []
     for side, name in _SIDES:
-        lengths = mapping(mapping(found, "lengths"), side)
+        lengths = section(section(found, "lengths"), side)
         named = [(clean(key).replace("_", " "), as_number(value)) for key, value in lengths.items()]
         values = [f"{key} {format_count(value)}" for key, value in named if value is not None]
         parts += [f"{name}: {', '.join(values)}"] if values else []
     if parts:
         sentences.append(f"Tokens in a row, {'; '.join(parts)}.")
-    shapes = {clean(name): as_number(count) for name, count in mapping(found, "shapes").items()}
+    shapes = {clean(name): as_number(count) for name, count in section(found, "shapes").items()}
     if shapes:
         listed = ", ".join(f"{name} {format_count(count)}" for name, count in shapes.items() if count is not None)
         sentences.append(f"Shapes of the records: {listed}.")
@@ -678,9 +675,9 @@ def settings(run: RunRecord) -> list[tuple[str, list[tuple[str | None, list[tupl
     """(title, groups) of configuration, versions, machine and models; a group is (name or None, (key, value) pairs)."""
     parts = [
         ("Configuration", run.config),
-        ("Versions", mapping(run.start, "versions")),
-        ("Machine", mapping(run.start, "machine")),
-        ("Models", {name: run.start[name] for name in ("teacher", "student") if mapping(run.start, name)}),
+        ("Versions", section(run.start, "versions")),
+        ("Machine", section(run.start, "machine")),
+        ("Models", {name: run.start[name] for name in ("teacher", "student") if section(run.start, name)}),
     ]
     return [(title, list(_groups(values))) for title, values in parts if values]
 
@@ -699,7 +696,7 @@ def again(run: RunRecord) -> dict[str, str] | None:
     """Commands that run the same configuration again."""
     if not run.config or not run.start:
         return None
-    versions = mapping(run.start, "versions")
+    versions = section(run.start, "versions")
     wanted = [name for name in ("stillroom", "torch", "transformers") if versions.get(name)]
     named = " ".join(f"{name}=={clean(versions[name]).split('+')[0]}" for name in wanted)
     python = f"Python {clean(versions['python'])}, " if versions.get("python") else ""
@@ -709,7 +706,7 @@ def again(run: RunRecord) -> dict[str, str] | None:
         "stillroom distill again.json --out runs/again",
         "stillroom report . runs/again",
     ]
-    machine = ", ".join(f"{clean(key)} {clip(value, 60)}" for key, value in mapping(run.start, "machine").items())
+    machine = ", ".join(f"{clean(key)} {clip(value, 60)}" for key, value in section(run.start, "machine").items())
     text = f"In the run's folder, with {python}and the models and data in the places that the configuration names."
     if machine:
         text += f" The run was made on: {machine}. Other devices and versions round differently."

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 from stillroom.report.history import RunRecord
 from stillroom.telemetry.lines import changed_inputs_lines
-from stillroom.telemetry.reading import reading
-from stillroom.telemetry.run_record import BASELINES, mapping
+from stillroom.telemetry.record import BASELINES, reading, section
 from stillroom.telemetry.wording import (
     as_number,
     clean,
@@ -111,7 +110,7 @@ def facts(run: RunRecord) -> list[tuple[str, str]]:
     precision = run.start.get("precision")
     if isinstance(precision, dict) and precision.get("mode"):
         labelled.append(("precision", clean(precision["mode"])))
-    quantisation = mapping(summary, "teacher_quantisation") or next(iter(run.history.of_kind("teacher_quantised")), {})
+    quantisation = section(summary, "teacher_quantisation") or next(iter(run.history.of_kind("teacher_quantised")), {})
     kl = as_number(quantisation.get("kl"))
     if kl is not None:
         labelled.append(("teacher in", f"{clean(quantisation.get('kind'))}, KL to full {kl:.2g}"))

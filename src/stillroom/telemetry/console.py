@@ -26,7 +26,7 @@ from rich.text import Text
 from stillroom.errors import StillroomError
 from stillroom.telemetry import lines as say
 from stillroom.telemetry.notebook import UpdatedText, is_notebook
-from stillroom.telemetry.reading import section
+from stillroom.telemetry.record import section
 from stillroom.telemetry.results import summary_lines
 from stillroom.telemetry.router_lines import router_line
 from stillroom.telemetry.wording import as_number, clean, format_count, format_lr

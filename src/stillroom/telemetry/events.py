@@ -7,7 +7,6 @@ sibling key, `"loss": null, "loss_nonfinite": "nan"`, and never as another numbe
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import json
 import os
@@ -18,12 +17,28 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
-from stillroom.errors import CannotSave, DataError
+from stillroom.errors import CannotSave
+from stillroom.telemetry.record import Event, EventScan, read_events, refuse_broken, scan_events
 from stillroom.telemetry.strict import NONFINITE, NONFINITE_WORDS, strict
+
+__all__ = [
+    "EVAL_KEYS",
+    "HEADER_KEYS",
+    "SCHEMA",
+    "STEP_KEYS",
+    "TERM_KEYS",
+    "Event",
+    "EventLog",
+    "EventScan",
+    "Listener",
+    "SilentLog",
+    "problems",
+    "read_events",
+    "scan_events",
+]
 
 SCHEMA = 1
 
-Event = dict[str, Any]
 Listener = Callable[[Event], None]
 
 HEADER_KEYS = ("event", "schema", "time")
@@ -201,7 +216,7 @@ def _line(record: Event) -> str:
 def _mend(path: Path, keep_records: int | None, keep_until_step: int | None) -> tuple[int, int]:
     """Rewrite the file without the records that a resumed run writes again. Return how many were (kept, dropped)."""
     scan = scan_events(path)
-    _refuse_broken(path, scan)
+    refuse_broken(path, scan)
     kept = [
         record
         for number, record in enumerate(scan.records)
@@ -244,63 +259,7 @@ def _cannot_write(path: Path, error: OSError) -> CannotSave:
     )
 
 
-# -- reading ---------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class EventScan:
-    """The readable records of a log, and the numbers of the lines that cannot be read."""
-
-    records: tuple[Event, ...]
-    broken_lines: tuple[int, ...]  # without the torn one
-    is_torn: bool  # the last line is incomplete, after a crash while it was written
-
-
-def scan_events(path: Path | str) -> EventScan:
-    """Read what can be read. `read_events` raises for a broken line."""
-    try:
-        lines = Path(path).read_bytes().split(b"\n")
-    except OSError as error:
-        raise DataError(f"the event log cannot be read: {error.strerror or error}", where=str(path)) from error
-    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
-    records: list[Event] = []
-    broken: list[int] = []
-    for number, line in numbered:
-        record = _parse(line)
-        if record is None:
-            broken.append(number)
-        else:
-            records.append(record)
-    is_torn = bool(broken) and broken[-1] == numbered[-1][0]
-    return EventScan(tuple(records), tuple(broken[:-1] if is_torn else broken), is_torn)
-
-
-def read_events(path: Path | str) -> list[Event]:
-    """Every record of a log. Ignore a torn last line; raise for any other broken line."""
-    scan = scan_events(path)
-    _refuse_broken(Path(path), scan)
-    return list(scan.records)
-
-
-def _refuse_broken(path: Path, scan: EventScan) -> None:
-    if scan.broken_lines:
-        raise DataError(
-            f"line {scan.broken_lines[0]} of the event log is not a JSON object with an event",
-            where=f"{path}:{scan.broken_lines[0]}",
-            advice=("remove that line if you edited the file by hand", "restore the file from a copy"),
-        )
-
-
-def _parse(line: bytes) -> Event | None:
-    try:
-        record = json.loads(line, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError):
-        return None
-    return record if isinstance(record, dict) and isinstance(record.get("event"), str) else None
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is not JSON")
+# -- the format ------------------------------------------------------------------------------------------
 
 
 def problems(record: Mapping[str, Any]) -> list[str]:

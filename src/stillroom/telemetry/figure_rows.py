@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from stillroom.telemetry.reading import Fields, Format, section, show, show_interval
+from stillroom.telemetry.record import Fields, Format, section, show, show_interval
 from stillroom.telemetry.retention import show_retained, task_key
 from stillroom.telemetry.wording import format_count, format_percent, format_result
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from stillroom.telemetry.reading import Fields, items, reading, section, show
+from stillroom.telemetry.record import Fields, items, reading, section, show
 from stillroom.telemetry.wording import (
     as_number,
     clean,

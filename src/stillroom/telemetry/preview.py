@@ -12,7 +12,7 @@ from typing import TextIO
 from rich.console import Console
 from rich.text import Text
 
-from stillroom.telemetry.reading import Fields, items, section, show
+from stillroom.telemetry.record import Fields, items, section, show
 from stillroom.telemetry.wording import clean, format_count, format_percent
 
 _SHOWN_CHARACTERS = 4000  # of one document

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from stillroom.telemetry.figure_rows import figure_rows
-from stillroom.telemetry.reading import Fields, Format, items, reading, section, show, show_interval
+from stillroom.telemetry.record import Fields, Format, items, reading, section, show, show_interval
 from stillroom.telemetry.wording import (
     as_number,
     clean,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from stillroom.telemetry.reading import section
+from stillroom.telemetry.record import section
 from stillroom.telemetry.wording import as_number, format_percent, format_result
 
 # Quality: the share that is retained, 1 for a student as good as its teacher.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from stillroom.telemetry.reading import items, show
+from stillroom.telemetry.record import items, show
 from stillroom.telemetry.wording import as_number, clean, format_count, format_loss
 
 
