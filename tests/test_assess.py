@@ -10,8 +10,7 @@ import pytest
 from commands import output, run
 
 from stillroom.assess import assess
-from stillroom.telemetry.results import assessment_lines
-from stillroom.telemetry.retention import retained
+from stillroom.telemetry.results import assessment_lines, retained
 
 
 @pytest.fixture(scope="module")

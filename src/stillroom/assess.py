@@ -29,7 +29,7 @@ from stillroom.precision import resolve
 from stillroom.teachers import NO_TEACHER, LiveTeacher, Teacher
 from stillroom.teachers.paired import PairedTeacher
 from stillroom.telemetry.memory import memory_in_use
-from stillroom.telemetry.retention import retained
+from stillroom.telemetry.results import retained
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Assessment:
     memory_gb: float
     gpu_memory_gb: float
     notes: Sequence[str]
-    retained: Mapping[str, float] | None = None  # of each figure, see `stillroom.telemetry.retention`
+    retained: Mapping[str, float] | None = None  # of each figure, see `stillroom.telemetry.results`
 
     @property
     def perplexity(self) -> float:

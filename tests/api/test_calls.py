@@ -523,7 +523,7 @@ def test_a_script_is_quiet_unless_asked(
 
 def test_a_notebook_s_kernel_gets_one_text_that_is_updated(monkeypatch: pytest.MonkeyPatch) -> None:
     """IPython and ipykernel are no dependency: these stand for them, as a kernel has them."""
-    from stillroom.telemetry import console, notebook
+    from stillroom.telemetry import console
 
     shown: list[str] = []
 
@@ -539,9 +539,9 @@ def test_a_notebook_s_kernel_gets_one_text_that_is_updated(monkeypatch: pytest.M
     monkeypatch.setattr(sys, "stdout", stream)
     monkeypatch.setitem(sys.modules, "IPython", ipython)
     monkeypatch.setitem(sys.modules, "IPython.display", screen)
-    assert not notebook.is_notebook(), "a terminal's IPython has no kernel"
+    assert not console.is_notebook(), "a terminal's IPython has no kernel"
     monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))
-    assert notebook.is_notebook()
+    assert console.is_notebook()
     with console.ConsoleView() as view:
         view.handle({"event": "run_start", "schedule": {"optimizer_steps": 5000}, "config": {}})
         terms = {"kd": {"raw": 1.0, "weight": 1.0, "scaled": 1.0, "share": 1.0}}

@@ -14,7 +14,7 @@ from trl_templates import template
 
 from stillroom.config.schema import DataConfig
 from stillroom.data import fixed_batches, open_data
-from stillroom.telemetry.preview import show_preview
+from stillroom.telemetry.console import show_preview
 from stillroom.types import IGNORED
 
 END = "<|end|>"

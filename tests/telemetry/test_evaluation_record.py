@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from stillroom.telemetry.figure_rows import figure_rows
 from stillroom.telemetry.record import (
     EVALUATED,
     evaluation_notes,
@@ -17,6 +16,7 @@ from stillroom.telemetry.record import (
     student_sum,
     write_evaluation,
 )
+from stillroom.telemetry.results import figure_rows
 
 SCORES: dict[str, Any] = {
     "perplexity": 57.1, "intervals": {"perplexity": [54.2, 60.3]}, "parameters": 401220, "notes": ["read in blocks"],

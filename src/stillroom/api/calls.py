@@ -232,8 +232,7 @@ def _reported(job: Callable[..., Result], out: Path, progress: bool | None) -> R
 
     from stillroom.engine.run_folder.place import opened
     from stillroom.report import LiveReport, write_report
-    from stillroom.telemetry.console import ConsoleMode, ConsoleView
-    from stillroom.telemetry.notebook import is_notebook
+    from stillroom.telemetry.console import ConsoleMode, ConsoleView, is_notebook
 
     is_first = check.is_first_process()
     is_shown = progress if progress is not None else is_notebook() or (sys.stdout is not None and sys.stdout.isatty())

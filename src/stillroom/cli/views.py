@@ -53,7 +53,7 @@ def data(
     if as_json:
         print_json(result)
         return
-    from stillroom.telemetry.preview import show_preview
+    from stillroom.telemetry.console import show_preview
 
     show_preview(result)
 

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from stillroom.telemetry.lines import largest_drift
 from stillroom.telemetry.record import (
     CONFIG,
     LOG,
@@ -35,7 +36,6 @@ from stillroom.telemetry.record import (
     run_settings,
     section,
 )
-from stillroom.telemetry.router_lines import largest_drift
 from stillroom.telemetry.wording import as_number
 
 Floats = npt.NDArray[np.float64]

@@ -29,8 +29,8 @@ from stillroom.report.drawing import APART, ROLES, Figure, dark_partners
 from stillroom.report.figures import all_figures, shared_figures
 from stillroom.report.history import RunRecord
 from stillroom.report.words import facts, headline, headline_of_several, size_sentence, story
-from stillroom.telemetry.figure_rows import figure_rows
 from stillroom.telemetry.record import Event, evaluation_notes, items, section, show, show_interval
+from stillroom.telemetry.results import figure_rows
 from stillroom.telemetry.wording import (
     as_number,
     clean,

@@ -1,17 +1,18 @@
 """Show a run while it goes on, from its events alone.
 
 Four screens with one protocol: a live line on a terminal, one updated text in a notebook, plain lines in a pipe, and
-silence. Besides the command line only this file and `preview` use rich.
+silence. The preview of data is here too, because it has colours: besides the command line only this file uses rich.
 """
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
 import sys
 import textwrap
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
@@ -25,13 +26,11 @@ from rich.text import Text
 
 from stillroom.errors import StillroomError
 from stillroom.telemetry import lines as say
-from stillroom.telemetry.notebook import UpdatedText, is_notebook
-from stillroom.telemetry.record import section
+from stillroom.telemetry.record import Fields, items, section, show
 from stillroom.telemetry.results import summary_lines
-from stillroom.telemetry.router_lines import router_line
-from stillroom.telemetry.wording import as_number, clean, format_count, format_lr
+from stillroom.telemetry.wording import as_number, clean, format_count, format_lr, format_percent
 
-__all__ = ["ConsoleMode", "ConsoleView", "clean", "format_lr", "render_error"]
+__all__ = ["ConsoleMode", "ConsoleView", "clean", "format_lr", "is_notebook", "render_error", "show_preview"]
 
 ConsoleMode = Literal["auto", "plain", "quiet"]
 
@@ -269,7 +268,7 @@ class ConsoleView:
             case "phase":
                 return [say.phase_line(event)]
             case "router":
-                return [router_line(event)]
+                return [say.router_line(event)]
             case "checkpoint":
                 return [say.checkpoint_line(event)]
             case "guard":
@@ -300,6 +299,39 @@ def _screen_for(mode: ConsoleMode, stream: TextIO, width: int | None) -> Screen:
     # Ask the stream: with FORCE_COLOR set rich treats a pipe as a terminal.
     is_terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
     return LiveScreen(stream, width) if mode == "auto" and is_terminal else PlainScreen(stream)
+
+
+# -- a notebook ------------------------------------------------------------------------------------------
+
+# A notebook's output does not obey escape codes: changing text needs an updatable display. IPython is used only if it
+# is already running; it is not a dependency.
+
+
+def is_notebook() -> bool:
+    """Whether this process is a Jupyter kernel. False for IPython in a terminal."""
+    ipython = sys.modules.get("IPython")
+    if ipython is None or "ipykernel" not in sys.modules:
+        return False
+    shell = ipython.get_ipython()
+    return getattr(shell, "kernel", None) is not None
+
+
+class UpdatedText:
+    """One text in a notebook's output, replaced by each `show`."""
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+
+    def show(self, text: str) -> None:
+        picture = {"text/plain": text}
+        if self._handle is None:
+            display = importlib.import_module("IPython.display").display
+            self._handle = display(picture, raw=True, display_id=True)
+        else:
+            self._handle.update(picture, raw=True)
+
+
+# -- errors and lines of text ----------------------------------------------------------------------------
 
 
 def render_error(error: StillroomError, stream: TextIO | None = None) -> None:
@@ -349,3 +381,86 @@ def _printable(line: str, stream: Any) -> str:
     """
     encoding = getattr(stream, "encoding", None) or "utf-8"
     return clean(line).encode(encoding, "backslashreplace").decode(encoding)
+
+
+# -- a preview of data -----------------------------------------------------------------------------------
+
+_SHOWN_CHARACTERS = 4000  # of one document
+_SCORED, _UNSCORED = "bold green", "dim"
+
+
+def show_preview(result: Fields, stream: TextIO | None = None) -> None:
+    console = Console(file=stream or sys.stdout, highlight=False, markup=False, emoji=False, soft_wrap=True)
+    has_colour = console.is_terminal and not console.no_color
+    for line in _preview_lines(result):
+        console.print(line)
+    documents = items(result, "rows")
+    if documents:
+        console.print(f"\n{len(documents):,} of {show(result, 'documents', format_count)} documents, ", end="")
+        console.print(Text("scored in this colour", style=_SCORED) if has_colour else "scored between [[ and ]]")
+    for document in documents:
+        tokens, scored = document["tokens"], document["scored_tokens"]
+        source = f"  of {clean(document['source'])}" if "source" in document else ""
+        console.print(f"\n-- {clean(document['id'])}{source}  {tokens:,} tokens, {scored:,} scored")
+        pieces = list(_shown(document["pieces"]))
+        if has_colour:
+            styled = [(text, _SCORED if is_scored else _UNSCORED) for text, is_scored in pieces]
+            console.print(Text.assemble(*styled))
+        else:
+            console.print("".join(f"[[{text}]]" if is_scored else text for text, is_scored in pieces))
+
+
+def _preview_lines(result: Fields) -> list[str]:
+    """Name, shapes and lengths of the data, how much is scored, and what is left out and why."""
+    shapes = ", ".join(f"{clean(name)} ({count:,})" for name, count in section(result, "shapes").items())
+    lines = [
+        f"data      {clean(result.get('data'))}",
+        f"model     {clean(result.get('model'))}",
+        f"shape     {shapes or '-'}",
+        f"length    {show(result, 'tokens', format_count)} tokens in {show(result, 'documents', format_count)} "
+        f"documents{_spread(result)}",
+        f"rows      {show(result, 'training_rows', format_count)} for training, of up to "
+        f"{show(result, 'max_length', format_count)} tokens",
+        f"scored    {show(result, 'scored_tokens', format_count)} tokens, "
+        f"{show(result, 'scored_share', format_percent)} of all",
+    ]
+    lines += [line for source in items(result, "sources") for line in _source_lines(source)]
+    duplicates = section(result, "duplicates")
+    lines += (
+        [f"copies    {show(duplicates, 'inside', format_count)} records repeat an earlier one"] if duplicates else []
+    )
+    if duplicates.get("between"):
+        lines.append(f"          {show(duplicates, 'between', format_count)} evaluation records are also trained on")
+    left_out = section(result, "left_out")
+    lines += [f"left out  {count:,} {clean(name.replace('_', ' '))}" for name, count in left_out.items()]
+    lines += [f"          {clean(bad['where'])}: {clean(bad['why'])}" for bad in items(result, "bad_records")]
+    return [*lines, *(f"note      {clean(note)}" for note in items(result, "notes"))]
+
+
+def _spread(result: Fields) -> str:
+    lengths = section(result, "lengths")
+    named = (f"{name.replace('_', ' ')} {show(lengths, name, format_count)}" for name in lengths)
+    return ": " + ", ".join(named) if lengths else ""
+
+
+def _source_lines(source: Fields) -> list[str]:
+    """One of several sources: how often it is seen, what of it is learned, and its size."""
+    learned = "from the text alone" if source.get("objectives") == "labels" else "from text and teacher"
+    return [
+        f"source    {clean(source.get('path'))}, weight {show(source, 'weight', '{:g}'.format)}, learned {learned}",
+        f"          {show(source, 'tokens', format_count)} tokens in {show(source, 'documents', format_count)} "
+        f"documents{_spread(source)}, {show(source, 'scored_share', format_percent)} scored",
+    ]
+
+
+def _shown(pieces: Sequence[tuple[str, bool]]) -> Iterator[tuple[str, bool]]:
+    """The pieces of a document without control characters, cut after _SHOWN_CHARACTERS."""
+    num_left = _SHOWN_CHARACTERS
+    for text, is_scored in pieces:
+        if num_left <= 0:
+            break
+        yield clean(text[:num_left], keep_lines=True), is_scored
+        num_left -= len(text)
+    total = sum(len(text) for text, _ in pieces)
+    if total > _SHOWN_CHARACTERS:
+        yield f"\n... {total - _SHOWN_CHARACTERS:,} more characters", False

@@ -1,10 +1,13 @@
-"""The lines a command prints at its end: the table of a run, the yardsticks of a model, a quarantined batch."""
+"""The lines a command prints at its end: the table of a run, the figures of a model, a quarantined batch.
+
+The figures of `stillroom eval` as rows are here for the page and the model card too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from stillroom.telemetry.figure_rows import figure_rows
 from stillroom.telemetry.record import Fields, Format, items, reading, section, show, show_interval
 from stillroom.telemetry.wording import (
     as_number,
@@ -80,13 +83,150 @@ def no_interval_lines(row: Fields) -> list[str]:
     return [f"no 95 % interval: it takes {MIN_DOCUMENTS} held-out documents (scored: {format_count(documents)})"]
 
 
-# -- a model on its own ----------------------------------------------------------------------------------
+# -- what a student retains of its teacher's figures -----------------------------------------------------
+
+# Quality: the share that is retained, 1 for a student as good as its teacher.
+_LOWER_IS_BETTER = ("perplexity", "bits_per_byte", "answer_perplexity")
+_HIGHER_IS_BETTER = ("choice_accuracy", "choice_accuracy_by_byte", "exact_match")
+QUALITY = (*_LOWER_IS_BETTER, *_HIGHER_IS_BETTER)
+# Cost: how many times the teacher's.
+_COSTS = (
+    "parameters", "weight_megabytes", "disk_megabytes", "load_seconds", "tokens_per_second",
+    "prefill_tokens_per_second", "decode_tokens_per_second", "peak_memory_gb",
+)  # fmt: skip
+
+
+def retained(student: Fields, teacher: Fields) -> dict[str, float]:
+    """For quality the share of the teacher's that is retained, for cost how many times the teacher's it is.
+
+    Figures that one of both lacks are left out.
+    """
+    ours, theirs = ({**row, **(row.get("questions") or {})} for row in (student, teacher))
+    shares = {}
+    for name in (*QUALITY, *_COSTS):
+        top, bottom = as_number(ours.get(name)), as_number(theirs.get(name))
+        if name in _LOWER_IS_BETTER:
+            top, bottom = bottom, top
+        if top is not None and bottom:
+            shares[name] = top / bottom
+    return shares | _of_tasks(section(student, "tasks"), section(teacher, "tasks"))
+
+
+def _of_tasks(ours: Fields, theirs: Fields) -> dict[str, float]:
+    """Of each benchmark's figures of which it is known whether higher is better, as `task/figure`."""
+    shares = {}
+    for task in ours:
+        mine, other = section(ours, task), section(theirs, task)
+        for name, is_higher in section(mine, "higher_is_better").items():
+            top, bottom = as_number(mine.get(name)), as_number(other.get(name))
+            if is_higher is False:
+                top, bottom = bottom, top
+            if is_higher is not None and top is not None and bottom:
+                shares[task_key(task, name)] = top / bottom
+    return shares
+
+
+def task_key(task: str, figure: str) -> str:
+    return f"{task}/{figure}"
+
+
+def show_retained(shares: Fields, name: str) -> str:
+    """`98.5%` of a quality, `0.24x` of a cost; empty if there is none."""
+    value = as_number(shares.get(name))
+    if value is None:
+        return ""
+    return format_percent(value) if name in QUALITY or name not in _COSTS else f"{format_result(value)}x"
+
+
+# -- the figures of a model ------------------------------------------------------------------------------
+
+ASSESSMENT_ROWS: tuple[tuple[str, str, Format], ...] = (
+    ("perplexity", "perplexity", format_result),
+    ("bits_per_byte", "bits/byte", format_result),
+    ("kl", "KL to teacher", format_result),
+    ("kl_per_byte", "KL, bits/byte", format_result),
+    ("text_agreement", "same text, greedy", format_percent),
+    ("continued_prompts", "texts continued", format_count),
+    ("agreement", "agreement", format_percent),
+    ("top5_agreement", "teacher's in top 5", format_percent),
+    ("top5_overlap", "top-5 overlap", format_percent),
+    ("acceptance", "acceptance", format_percent),
+    ("calibration_error", "calibration error", format_percent),
+    ("parameters", "parameters", format_count),
+    ("weight_megabytes", "weights, MB", format_result),
+    ("disk_megabytes", "on disk, MB", format_result),
+    ("load_seconds", "load, s", format_result),
+    ("tokens_per_second", "tokens/s", format_count),
+    ("prefill_tokens_per_second", "reading, tokens/s", format_count),
+    ("decode_tokens_per_second", "writing, tokens/s", format_result),
+    ("peak_memory_gb", "peak memory, GB", format_result),
+    ("questions", "questions", format_count),
+    ("choice_accuracy", "choices right", format_percent),
+    ("choice_accuracy_by_byte", "choices, by byte", format_percent),
+    ("exact_match", "exact match", format_percent),
+    ("answer_perplexity", "answer perplexity", format_result),
+    ("too_long", "questions too long", format_count),
+    ("documents", "documents", format_count),
+    ("tokens", "tokens scored", format_count),
+    ("unscored_tokens", "tokens not scored", format_count),
+)
+_SAMPLES = "samples"  # of a benchmark, a count
+_NO_FIGURES = ("intervals", "higher_is_better")
+
+
+@dataclass(frozen=True)
+class Side:
+    """One model's figure as text, `-` where there is none, and its interval, empty where there is none."""
+
+    value: str
+    interval: str
+
+
+@dataclass(frozen=True)
+class FigureRow:
+    label: str
+    student: Side
+    teacher: Side
+    retained: str  # empty where there is nothing to compare
+
+
+def figure_rows(result: Fields) -> list[FigureRow]:
+    """Every figure that at least one of both models has, those of questions and benchmarks included."""
+    student, teacher = (_flat(section(result, role)) for role in ("student", "teacher"))
+    kept = section(result, "retained")
+    rows = [
+        FigureRow(label, _side(student, key, form), _side(teacher, key, form), show_retained(kept, key))
+        for key, label, form in ASSESSMENT_ROWS
+    ]
+    rows += _task_rows(section(student, "tasks"), section(teacher, "tasks"), kept)
+    return [row for row in rows if (row.student.value, row.teacher.value) != ("-", "-")]
+
+
+def _task_rows(ours: Fields, theirs: Fields, kept: Fields) -> Iterator[FigureRow]:
+    for task in dict.fromkeys([*ours, *theirs]):
+        mine, other = section(ours, task), section(theirs, task)
+        for name in dict.fromkeys([*mine, *other]):
+            if name not in _NO_FIGURES:
+                form = format_count if name == _SAMPLES else format_result
+                share = show_retained(kept, task_key(task, name))
+                yield FigureRow(f"{task} {name}", _side(mine, name, form), _side(other, name, form), share)
+
+
+def _side(row: Fields, key: str, form: Format) -> Side:
+    return Side(show(row, key, form), show_interval(row, key, form))
+
+
+def _flat(row: Fields) -> Fields:
+    """A model's figures with those of its questions."""
+    asked = section(row, "questions")
+    return {**row, **asked, "intervals": {**section(row, "intervals"), **section(asked, "intervals")}}
+
 
 _MAX_LABEL = 40
 
 
 def assessment_lines(result: Fields) -> list[str]:
-    """The figures of a model, one a line, beside those of its teacher."""
+    """The figures of a model, one a line, next to those of its teacher."""
     voices = [(name, section(result, name)) for name in ("student", "teacher") if section(result, name)]
     lines = [f"{key:<6}  {clean(result[key])}" for key in ("model", "data", "device") if result.get(key)]
     lines += _figure_table(result, [name for name, _ in voices])

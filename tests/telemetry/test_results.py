@@ -6,8 +6,7 @@ from typing import Any
 
 from synthetic import evaluated
 
-from stillroom.telemetry.figure_rows import FigureRow, Side, figure_rows
-from stillroom.telemetry.results import assessment_lines
+from stillroom.telemetry.results import FigureRow, Side, assessment_lines, figure_rows
 
 
 def rows(**over: Any) -> dict[str, FigureRow]:
