@@ -81,7 +81,7 @@ def test_records_scalars_and_paths_become_plain() -> None:
 
 
 def test_what_is_no_value_is_refused() -> None:
-    with pytest.raises(TypeError, match="set has no place"):
+    with pytest.raises(TypeError):
         strict({"ids": {1, 2}})
 
 
@@ -167,10 +167,10 @@ def test_a_whole_last_line_without_its_newline_is_kept(tmp_path: Path) -> None:
 def test_a_broken_line_elsewhere_is_an_error_that_names_it(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_text('{"event": "note"}\n{"event": \n{"event": "note"}\n')
-    with pytest.raises(DataError, match="line 2"):
-        read_events(path)
-    with pytest.raises(DataError, match="line 2"):
-        EventLog(path)
+    for reader in (read_events, EventLog):
+        with pytest.raises(DataError) as caught:
+            reader(path)
+        assert caught.value.where == f"{path}:2"
     assert scan_events(path).broken_lines == (2,)
     assert len(scan_events(path).records) == 2
 
@@ -223,4 +223,5 @@ def test_the_validator_knows_the_contract() -> None:
     assert problems(header | step_fields(1, terms={"kd": {"raw": 1.0, "weight": 1.0, "scaled": 1.0}})) == [
         "step: terms.kd.share is missing"
     ]
-    assert problems(header | step_fields(1, lr=0.0, lr_nonfinite="nan")) == ["step: lr_nonfinite says 'nan' beside 0.0"]
+    (fault,) = problems(header | step_fields(1, lr=0.0, lr_nonfinite="nan"))
+    assert "lr_nonfinite" in fault

@@ -67,7 +67,7 @@ def all_figures(run: RunRecord) -> list[Figure]:
     tried = [perplexity(run), objective(run), shares(run, until), raw_terms(run, until), weighted_terms(run, until)]
     tried += [pulls(run, until), gradients(run), rates(run), pace(run), verdicts(run, until), router_figure(run)]
     drawn = [figure for figure in tried if figure is not None]
-    if sum(not figure.is_wide for figure in drawn) % 2:  # else the last one would be beside an empty place
+    if sum(not figure.is_wide for figure in drawn) % 2:  # else the last one would stand next to an empty place
         drawn[-1] = replace(drawn[-1], is_wide=True)
     return drawn
 

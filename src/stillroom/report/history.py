@@ -359,8 +359,7 @@ class RunRecord(RunReading):
     summary: Mapping[str, Any] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
     tokens: Mapping[str, Any] = field(default_factory=dict)  # both models on held-out text, token by token
-    folder: Path | None = None
-    is_running: bool = False  # the page is written by the run itself, which goes on
+    is_running: bool = False  # the page is written by the run itself, which is still running
     evaluated: Evaluated = field(default_factory=Evaluated)  # what `stillroom eval` measured of the student
 
     @staticmethod
@@ -369,17 +368,14 @@ class RunRecord(RunReading):
         return RunRecord.of_folder(run_dir, read_log(run_dir / LOG, missing), missing)
 
     @staticmethod
-    def of_folder(
-        run_dir: Path, history: History, missing: list[str] | None = None, *, is_running: bool = False
-    ) -> RunRecord:
-        """A run whose log is read already. One that goes on has no summary yet, and one of before does not count."""
-        notes = missing if missing is not None else []
+    def of_folder(run_dir: Path, history: History, notes: list[str], *, is_running: bool = False) -> RunRecord:
+        """A run whose log is read already. A running one has no summary: one from before a resume does not count."""
         summary = {} if is_running else read_object(run_dir / SUMMARY, notes)
         config = read_object(run_dir / CONFIG, notes)
         tokens = {} if is_running else read_object(run_dir / TOKENS, [])
         evaluated = Evaluated() if is_running else read_evaluation(run_dir, notes)
         name, settings = run_name(run_dir, history.start), run_settings(config, history.start)
-        return RunRecord(name, settings, history, summary, tuple(notes), tokens, run_dir, is_running, evaluated)
+        return RunRecord(name, settings, history, summary, tuple(notes), tokens, is_running, evaluated)
 
     @property
     def start(self) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""A report that is written while the run goes on, at its evaluations.
+"""Write the report while the run is running, at its evaluations.
 
 `handle` is a listener of the run's event log. Writing takes time from the run, so it is counted, and a page is left out
 where it would take the writing above MAX_SHARE of the run's time. A page that cannot be written never stops a run: the
@@ -79,11 +79,11 @@ class LiveReport:
         """Count a failure and say the first."""
         self.num_failed += 1
         if self.num_failed == 1:
-            text = f"the report during the run could not be written, and the run goes on: {reason_of(error)}"
+            text = f"the report during the run could not be written, and the run continues: {reason_of(error)}"
             self._tell({"event": "note", "text": text})
 
     def close(self) -> None:
-        """After a run that did not finish: replace a page that says it goes on, and loads itself again."""
+        """After a run that did not finish: replace a page that says the run is running, and loads itself again."""
         if not self.num_written or self._history is None:
             return
         try:

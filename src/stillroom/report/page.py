@@ -253,7 +253,7 @@ def closeness(run: RunRecord) -> dict[str, Any] | None:
         return None
     note = (
         "Acceptance rate: how often the teacher would take the student's token in speculative decoding. Calibration "
-        "error: how far confidence and accuracy of the likeliest token lie apart."
+        "error: how far confidence and accuracy of the top token lie apart."
     )
     scored = as_number(run.result("student").get("documents"))
     held_out = as_number(section(run.start, "data").get("eval_documents"))
@@ -454,8 +454,8 @@ _SPACE, _LINE, _NOTHING = "\u00b7", "\u21b5", "\u25ab"  # how white space and a 
 def token_view(run: RunRecord) -> dict[str, Any] | None:
     """Teacher against student on held-out text: each token coloured by how far the two differ before it.
 
-    The tokens of a row are one stop of the tab key, and arrow keys move among them; the script shows both models' five
-    likeliest tokens for the one that is focused or pointed at.
+    The tokens of a row are one stop of the tab key, and arrow keys move among them; the script shows both models' top
+    five tokens for the one that is focused or pointed at.
     """
     rows = list(_token_rows(run))
     if not rows:
@@ -467,7 +467,7 @@ def token_view(run: RunRecord) -> dict[str, Any] | None:
     text = (
         f"On {format_count(len(distances))} held-out tokens, student and teacher place "
         f"{format_percent(sum(distances) / len(distances), 0)} of their probability on different tokens on average. "
-        f"Compared over {clean(run.tokens.get('compared', 'the stored tokens'))}. Underlined: their likeliest tokens "
+        f"Compared over {clean(run.tokens.get('compared', 'the stored tokens'))}. Underlined: their top tokens "
         "differ. Point at a token, or tab to a row and use the arrow keys."
     )
     shown = []

@@ -1,4 +1,4 @@
-"""Show a run while it goes on, from its events alone.
+"""Show a running run, from its events alone.
 
 Four screens with one protocol: a live line on a terminal, one updated text in a notebook, plain lines in a pipe, and
 silence. The preview of data is here too, because it has colours: besides the command line only this file uses rich.
@@ -172,7 +172,7 @@ class LiveScreen:
 class ConsoleView:
     """Show the events of a log: `log.listen(view.handle)`.
 
-    When the reader goes away (`| head`, a closed terminal) the view falls silent and the run goes on.
+    When the reader goes away (`| head`, a closed terminal) the view falls silent and the run continues.
     """
 
     def __init__(

@@ -122,7 +122,7 @@ class EventLog:
         return record
 
     def _notify(self, line: str) -> None:
-        """Call the listeners. Remove one whose pipe or terminal is closed; the run goes on."""
+        """Call the listeners. Remove one whose pipe or terminal is closed; the run continues."""
         for listener in tuple(self._listeners):
             try:
                 listener(json.loads(line))
@@ -130,7 +130,7 @@ class EventLog:
                 if error.errno not in (errno.EPIPE, errno.EIO):
                     raise
                 self._listeners.remove(listener)
-                self.write("note", text="nobody reads the console any more: the run goes on without it")
+                self.write("note", text="nobody reads the console any more: the run continues without it")
 
     def sync(self) -> None:
         """Flush what is written to the disk."""
@@ -281,5 +281,5 @@ def _false_siblings(name: str, scope: Mapping[str, Any]) -> list[str]:
         if key.endswith(NONFINITE) and isinstance(word, str):
             value = scope.get(key.removesuffix(NONFINITE))
             if word not in NONFINITE_WORDS or value is not None:
-                faults.append(f"{name}: {key} says {word!r} beside {value!r}")
+                faults.append(f"{name}: {key} says {word!r}, and the value is {value!r}")
     return faults
