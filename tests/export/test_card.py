@@ -9,7 +9,7 @@ import yaml
 from synthetic import evaluated
 
 from stillroom.export.card import Origin, model_card, short_name
-from stillroom.telemetry.evaluation_record import Evaluated
+from stillroom.telemetry.record import Evaluated
 
 CONFIG: dict[str, Any] = {
     "teacher": {"model": "/home/ada/models/big"},

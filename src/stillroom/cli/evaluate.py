@@ -59,7 +59,7 @@ def eval_(
     asked = _asked(run, model, data, teacher, max_length, wanted_bos(bos), said)
     from stillroom.assess import assess
     from stillroom.models.load.names import run_of
-    from stillroom.telemetry.evaluation_record import student_sum
+    from stillroom.telemetry.record import student_sum
 
     names = [task.strip() for task in tasks.split(",") if task.strip()]
     owner = run_of(asked.model) if keep else None
@@ -138,10 +138,10 @@ def _asked(
 def _held_out(folder: Path, config: Config, *, is_as_there: bool) -> HeldOut:
     """What the run held out, with the number of documents that its log says, to notice data that was changed."""
     from stillroom.assess import HeldOut
-    from stillroom.telemetry.run_record import LoggedRun, mapping
+    from stillroom.telemetry.record import LoggedRun, section
     from stillroom.telemetry.wording import as_number
 
-    known = as_number(mapping(LoggedRun.load(folder).start, "data").get("eval_documents")) if is_as_there else None
+    known = as_number(section(LoggedRun.load(folder).start, "data").get("eval_documents")) if is_as_there else None
     return HeldOut(config.data, None if known is None else int(known))
 
 
@@ -151,7 +151,7 @@ def _kept(owner: Path | None, measured: str, result: dict[str, Any]) -> Path | N
         return None
     from stillroom.engine.run_folder.folder import machine, versions
     from stillroom.files import reason_of
-    from stillroom.telemetry.evaluation_record import write_evaluation
+    from stillroom.telemetry.record import write_evaluation
     from stillroom.telemetry.wording import clean
 
     try:

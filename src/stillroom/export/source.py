@@ -15,8 +15,7 @@ from stillroom.errors import ConfigError
 from stillroom.export.card import Origin
 from stillroom.models import LoadedModel, open_teacher
 from stillroom.models.load.names import model_name, run_of
-from stillroom.telemetry.evaluation_record import Evaluated, read_evaluation
-from stillroom.telemetry.run_record import LoggedRun, mapping
+from stillroom.telemetry.record import Evaluated, LoggedRun, read_evaluation, section
 from stillroom.telemetry.wording import as_number
 
 
@@ -66,7 +65,7 @@ def open_source(name: str) -> Source:
 
 def _layers(folder: Path, student: LoadedModel) -> tuple[int, int] | None:
     """(layers of the student, layers of its teacher), if the run's log says the latter."""
-    of = as_number(mapping(LoggedRun.load(folder).start, "teacher").get("layers"))
+    of = as_number(section(LoggedRun.load(folder).start, "teacher").get("layers"))
     return (student.anatomy.num_layers, int(of)) if of else None
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from stillroom.telemetry.reading import section, show
+from stillroom.telemetry.record import section, show
 from stillroom.telemetry.results import RESULT_COLUMNS, RESULT_ROWS
 from stillroom.telemetry.wording import clean, format_result
 
