@@ -27,6 +27,7 @@ HARMFUL = [
     ("clamped_logits", {"guard.logit_clamp": 30.0}),
     ("clamped_loss", {"guard.loss_clamp": 5.0}),
     ("lax_guard", {"guard.max_skip_share": 0.9}),
+    ("patient_guard", {"guard.max_consecutive": 500}),
     ("rate_too_high", {"train.learning_rate": 1.0}),
     ("rate_too_high", {"train.learning_rate": 1e-2, "student.init": "pretrained"}),
     ("rate_too_low", {"train.learning_rate": 1e-9}),

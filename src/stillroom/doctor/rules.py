@@ -259,12 +259,70 @@ def found(
     return Finding(severity, evidence, advice, setting, steps, otherwise, {**(numbers or {}), **more_numbers}, cause)
 
 
-# -- clamps and the guard --------------------------------------------------------------------------------
+# -- numbers with a bound --------------------------------------------------------------------------------
+
+LOW_RATE = 1e-7  # the spacing of FP32 numbers of size 1
+
+
+def limit(
+    name: str,
+    key: str,
+    what: str,
+    advice: str,
+    better: str,
+    *,
+    above: float = math.inf,
+    below: float = -math.inf,
+    default: float = 0.0,
+    severity: Severity = "warning",
+    when: Callable[[Settings], object] = lambda _settings: True,
+) -> None:
+    """Add the rule of a number, or of both ends of a ramp, that should be neither above nor below its bound."""
+
+    def judge(settings: Settings) -> Finding | None:
+        ends = settings.ramp(key, default)[:2]
+        value = max(ends) if max(ends) > above else min(ends)
+        if below <= value <= above or not when(settings):
+            return None
+        numbers = {key.rpartition(".")[2]: value}
+        return found(severity, f"{key} = {value:g}: {what}", advice, f"{key}={better}", numbers=numbers)
+
+    judge.__name__ = name
+    rule("settings")(judge)
+
+
+# fmt: off
+limit("lax_guard", "guard.max_skip_share", above=0.5,
+      what="most steps may be refused before the run stops: a broken run will look like a slow one",
+      advice="let the guard stop it earlier", better="0.1")
+limit("patient_guard", "guard.max_consecutive", above=200,
+      what="so many steps in a row may be refused before the run stops: a broken run will look like a slow one",
+      advice="let the guard stop it earlier", better="20")
+limit("skipped_norms", "guard.skip_grad_norm", above=0.0,
+      what="it is compared with the norm before clipping, which small batches exceed in most steps",
+      advice="turn it off; guard.spike_z follows the run's norms", better="0")
+limit("rate_too_low", "train.learning_rate", below=LOW_RATE, default=1.0, severity="problem",
+      what="below the spacing of FP32 weights of size 1, so updates are lost",
+      advice="1e-5 to 3e-4 for a pretrained student", better="0.0001")
+# Ordinary gradient norms of language models lie above 0.1; the smallest clip of a preset is 0.25.
+limit("clipped_to_nothing", "train.max_grad_norm", below=0.1, default=1.0,
+      what="every gradient is clipped, so a bad batch weighs as much as a good one",
+      advice="1.0 bounds bad batches and leaves ordinary ones alone", better="1.0")
+# Temperatures with published gains lie between.
+limit("temperature_too_high", "objectives.kd.temperature", above=4.0, default=1.0, when=lambda s: s.teachers_share,
+      what="the teacher's answer becomes nearly uniform", advice="1 to 2", better="1")
+limit("temperature_too_low", "objectives.kd.temperature", below=0.5, default=1.0, when=lambda s: s.teachers_share,
+      what="little is left of the teacher's answer but its top token", advice="1 to 2", better="1")
+limit("bad_lines", "data.max_bad_share", above=0.1, severity="hint",
+      what="so much of the data may be unreadable before a run stops", advice="1 % is the default", better="0.01")
+# fmt: on
+
+
+# -- clamps ----------------------------------------------------------------------------------------------
 
 EXAMPLE_VOCABULARY = 50_257  # to say what a clamp does; the models' own is known where they are loaded
 LEAST_TOP = 0.99  # a clamp should let a probability come at least so near to 1
 LOSS_OF_AN_EARLY_BATCH = 10.0  # nats; a clamp below it cuts off the first steps of any student
-LAX_SKIP_SHARE, LAX_CONSECUTIVE = 0.5, 200
 
 
 @rule("settings")
@@ -298,40 +356,13 @@ def clamped_loss(settings: Settings) -> Finding | None:
     )
 
 
-@rule("settings")
-def lax_guard(settings: Settings) -> Finding | None:
-    share, in_a_row = settings.number("guard.max_skip_share"), settings.number("guard.max_consecutive")
-    if share <= LAX_SKIP_SHARE and in_a_row <= LAX_CONSECUTIVE:
-        return None
-    setting = "guard.max_skip_share=0.1" if share > LAX_SKIP_SHARE else "guard.max_consecutive=20"
-    what = "the guard lets most steps be refused before it stops the run: a broken run will look like a slow one"
-    return found("warning", what, "let it stop earlier", setting, share=share, consecutive=in_a_row)
-
-
-@rule("settings")
-def skipped_norms(settings: Settings) -> Finding | None:
-    bound = settings.number("guard.skip_grad_norm")
-    if bound <= 0:
-        return None
-    return found(
-        "warning",
-        f"guard.skip_grad_norm = {bound:g} is compared with the norm before clipping, which small batches exceed in "
-        "most steps",
-        "turn it off; guard.spike_z follows the run's norms",
-        "guard.skip_grad_norm=0",
-        skip_grad_norm=bound,
-    )
-
-
 # -- the optimizer and its rate --------------------------------------------------------------------------
 
 HIGH_RATE, HIGH_PRETRAINED_RATE = 2e-2, 3e-3  # no student we know of learns above; pretrained ones forget above
-LOW_RATE = 1e-7  # the spacing of FP32 numbers of size 1
 TYPICAL_WEIGHT = 0.02  # root mean square of a transformer's matrices
 FP16_SPACING = 2.0 ** (math.floor(math.log2(TYPICAL_WEIGHT)) - 10)  # of FP16 numbers of that size
 LEAST_MOVED = 0.1  # share of FP16 weights that a stochastically rounded update should move
 HIGH_ROUTER_RATIO = 3.0  # of the router's rate to the student's: sets off the alarm more often and gains nothing
-LOW_CLIP = 0.1  # ordinary gradient norms of language models lie above
 HIGH_EPSILON = 1e-4
 
 
@@ -346,16 +377,6 @@ def rate_too_high(settings: Settings) -> Finding | None:
         what = f"train.learning_rate = {format_lr(rate)} is a rate for random weights: pretrained ones forget at it"
         return found("warning", what, "1e-5 to 3e-4", "train.learning_rate=0.0003", learning_rate=rate)
     return None
-
-
-@rule("settings")
-def rate_too_low(settings: Settings) -> Finding | None:
-    rate = settings.number("train.learning_rate", 1.0)
-    if rate >= LOW_RATE:
-        return None
-    what = f"train.learning_rate = {format_lr(rate)}: below the spacing of FP32 weights of size 1, so updates are lost"
-    usual = "1e-5 to 3e-4 for a pretrained student"
-    return found("problem", what, usual, "train.learning_rate=0.0001", learning_rate=rate)
 
 
 @rule("settings")
@@ -381,20 +402,6 @@ def router_rate_too_high(settings: Settings) -> Finding | None:
         return None
     what = f"train.router_learning_rate = {format_lr(router)} is {router / rate:.0f} times the student's"
     return found("warning", what, "take the student's", "train.router_learning_rate=0", router_learning_rate=router)
-
-
-@rule("settings")
-def clipped_to_nothing(settings: Settings) -> Finding | None:
-    norm = settings.number("train.max_grad_norm", 1.0)
-    if norm >= LOW_CLIP:
-        return None
-    return found(
-        "warning",
-        f"train.max_grad_norm = {norm:g}: every gradient is clipped, so a bad batch weighs as much as a good one",
-        "1.0 bounds bad batches and leaves ordinary ones alone",
-        "train.max_grad_norm=1.0",
-        max_grad_norm=norm,
-    )
 
 
 @rule("settings")
@@ -505,26 +512,7 @@ def never_evaluated(settings: Settings) -> Finding | None:
 # -- the objective ---------------------------------------------------------------------------------------
 
 INNER = frozenset({"feature", "attention", "layerwise", "contrastive"})
-HIGH_TEMPERATURE, LOW_TEMPERATURE = 4.0, 0.5  # temperatures with published gains lie between
 LOW_TEACHERS_SHARE = 0.1  # of all weights
-
-
-@rule("settings")
-def temperature_too_high(settings: Settings) -> Finding | None:
-    temperature = max(settings.ramp("objectives.kd.temperature", 1.0)[:2])
-    if temperature <= HIGH_TEMPERATURE or not settings.teachers_share:
-        return None
-    what = f"objectives.kd.temperature = {temperature:g}: the teacher's answer becomes nearly uniform"
-    return found("warning", what, "1 to 2", "objectives.kd.temperature=1", temperature=temperature)
-
-
-@rule("settings")
-def temperature_too_low(settings: Settings) -> Finding | None:
-    temperature = min(settings.ramp("objectives.kd.temperature", 1.0)[:2])
-    if temperature >= LOW_TEMPERATURE or not settings.teachers_share:
-        return None
-    what = f"objectives.kd.temperature = {temperature:g}: little is left of the teacher's answer but its top token"
-    return found("warning", what, "1 to 2", "objectives.kd.temperature=1", temperature=temperature)
 
 
 @rule("settings")
@@ -597,8 +585,6 @@ def active_when_zero(settings: Settings) -> Iterator[Finding]:
 
 # -- teacher, student and data ---------------------------------------------------------------------------
 
-HIGH_BAD_SHARE = 0.1
-
 
 @rule("settings")
 def same_model(settings: Settings) -> Finding | None:
@@ -628,12 +614,3 @@ def leaking_data(settings: Settings) -> Finding | None:
         return None
     what = f"data.eval is the training data, {clean(held_out)}: every result would be that of memorised text"
     return found("problem", what, "leave data.eval out: a share is held out by content", "data.eval=none")
-
-
-@rule("settings")
-def bad_lines(settings: Settings) -> Finding | None:
-    share = settings.number("data.max_bad_share")
-    if share <= HIGH_BAD_SHARE:
-        return None
-    what = f"data.max_bad_share = {share:g}: so much of the data may be unreadable before a run stops"
-    return found("hint", what, "1 % is the default", "data.max_bad_share=0.01")
