@@ -199,7 +199,15 @@ def test_no_pickle_and_no_foreign_code() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["stillroom.cli", "stillroom.config", "stillroom.guard", "stillroom", "stillroom.api.calls", "stillroom.doctor.diagnose"]
+    "module",
+    [
+        "stillroom.cli",
+        "stillroom.config",
+        "stillroom.guard",
+        "stillroom",
+        "stillroom.api.calls",
+        "stillroom.doctor.diagnose",
+    ],
 )
 def test_help_and_decisions_load_no_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"

@@ -70,8 +70,8 @@ def diagnose(case: Case) -> list[Finding]:
     if case.is_live:
         return findings
     named = {_key(finding) for finding in findings} - {""}
-    judged = {rule.name for rule in rules_for("log") if "settings" in rule.sees}
-    hints = [replace(one, severity="hint") for one in judge_settings(case) if one.cause not in judged]
+    judged = [rule.judge for rule in rules_for("log")]
+    hints = [replace(one, severity="hint") for one in judge_settings(case, without=judged)]
     return findings + [hint for hint in hints if _key(hint) not in named]
 
 

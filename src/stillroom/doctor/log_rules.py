@@ -15,7 +15,18 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from stillroom.doctor.rules import INNER, TRIAL_STEPS, Finding, Settings, Severity, found, ramp_text, rule
+from stillroom.doctor.rules import (
+    INNER,
+    TRIAL_STEPS,
+    Finding,
+    Settings,
+    Severity,
+    found,
+    never_out_of_warmup,
+    ramp_text,
+    rule,
+    schedule_in_micro_batches,
+)
 from stillroom.telemetry.events import Event
 from stillroom.telemetry.reading import items, reading, section
 from stillroom.telemetry.run_record import LoggedRun, mapping
@@ -501,7 +512,10 @@ def student_overtook_teacher(case: Case) -> Finding | None:
     )
 
 
-# -- the learning rate; warm-up is judged in `rules` -----------------------------------------------------
+# -- the schedule and the learning rate ------------------------------------------------------------------
+
+rule("log", explains=("never_out_of_warmup", "data_exhausted", "rate_too_low"))(schedule_in_micro_batches)
+rule("log", explains=("rate_too_low",))(never_out_of_warmup)
 
 LITTLE_GAIN = 0.01  # nats of held-out loss; less is noise
 LITTLE_GAIN_SHARE = 0.002  # of the distance to the teacher

@@ -10,14 +10,14 @@ constants, each written once. Rules are listed by the evidence they look at:
 | start, result | `checks` | the run itself, before its first step and after its last |
 | setup | `setup_rules` | `doctor` |
 
-A rule of two kinds of evidence (warm-up) is one function: `Case`, a run's record, is a `Settings` whose schedule is the
-one that the run had.
+What judges a schedule is one function that stands in the table twice: `Case`, a run's record, is a `Settings` whose
+schedule is the one that the run had.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -92,7 +92,7 @@ class Rule:
     """
 
     judge: Judge
-    sees: tuple[Evidence, ...]
+    sees: Evidence
     explains: tuple[str, ...] = ()
     is_live: bool = True
     is_red: bool = False  # of settings: certain to fail or to mislead. Others may be right, so the doctor says amber
@@ -114,7 +114,7 @@ class Rule:
 TABLE: list[Rule] = []
 
 
-def rule(*sees: Evidence, **options: Any) -> Callable[[Judge], Judge]:
+def rule(sees: Evidence, **options: Any) -> Callable[[Judge], Judge]:
     """Add a function to the table, after those that are there: the order is that of a run, from data to end."""
 
     def add(judge: Judge) -> Judge:
@@ -125,7 +125,7 @@ def rule(*sees: Evidence, **options: Any) -> Callable[[Judge], Judge]:
 
 
 def rules_for(evidence: Evidence) -> list[Rule]:
-    return [one for one in TABLE if evidence in one.sees]
+    return [one for one in TABLE if one.sees == evidence]
 
 
 def roots(findings: Iterable[Finding]) -> list[Finding]:
@@ -237,9 +237,10 @@ class Settings:
         return {}
 
 
-def judge_settings(settings: Settings) -> list[Finding]:
+def judge_settings(settings: Settings, *, without: Collection[Judge] = ()) -> list[Finding]:
     """What in a configuration is likely to harm, the gravest first; not what follows from another finding."""
-    found = roots(one for rule in rules_for("settings") for one in rule.find(settings))
+    rules = [rule for rule in rules_for("settings") if rule.judge not in without]
+    found = roots(one for rule in rules for one in rule.find(settings))
     return sorted(found, key=lambda finding: SEVERITIES.index(finding.severity))
 
 
@@ -440,7 +441,7 @@ SAME_COUNT = 0.01  # of a number of steps
 TRIAL_STEPS = 10  # a shorter run says little about its rate
 
 
-@rule("settings", "log", explains=("never_out_of_warmup", "data_exhausted", "rate_too_low"))
+@rule("settings", explains=("never_out_of_warmup",))
 def schedule_in_micro_batches(settings: Settings) -> Finding | None:
     """Warm-up or length of the run counted in micro-batches: too long by the accumulation."""
     steps, micro, warmup = settings.planned_steps, settings.accumulation, settings.number("train.warmup_steps")
@@ -476,7 +477,7 @@ def schedule_in_micro_batches(settings: Settings) -> Finding | None:
     return None
 
 
-@rule("settings", "log", explains=("rate_too_low",))
+@rule("settings")
 def never_out_of_warmup(settings: Settings) -> Finding | None:
     """The run spends much of its steps in warm-up, or ended inside it: the peak rate is hardly ever used."""
     share = settings.warmup_share
