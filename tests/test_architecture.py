@@ -218,3 +218,9 @@ def test_test_files_have_names_of_their_own() -> None:
     """Pytest imports them by their basename: a second file of the same name is an error of collection."""
     names = [path.name for path in (SOURCE.parents[1] / "tests").rglob("test_*.py")]
     assert sorted(set(names)) == sorted(names)
+
+
+def test_a_module_may_have_another_layer_than_its_package() -> None:
+    """The engine asks the rules, and what examines a set-up is built of the engine's parts."""
+    assert layer_of(("doctor", "rules")) == "doctor" and layer_of(("doctor", "examine", "look")) == "doctor.examine"
+    assert LEVEL["doctor"] < LEVEL["engine"] < LEVEL["doctor.examine"]

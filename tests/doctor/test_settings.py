@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,21 @@ def test_the_presets_that_hardly_distil_are_the_only_ones_with_a_finding() -> No
 def test_the_gravest_is_first() -> None:
     over = {"train.max_steps": 100, "train.eval_steps": 2000, "guard.loss_clamp": 5.0}
     assert [one.severity for one in before_a_run(load_config(None, overrides=over))] == ["problem", "hint"]
+
+
+def test_damaged_settings_of_a_record_end_in_no_error() -> None:
+    """A run's config.json is not trusted: any setting may be missing or of another kind."""
+
+    def damaged(table: dict[str, Any], value: Any) -> Iterator[dict[str, Any]]:
+        for key, own in table.items():
+            yield {**table, key: value}
+            if isinstance(own, dict):
+                yield from ({**table, key: inner} for inner in damaged(own, value))
+
+    whole = load_config(None, preset="student-aware").to_dict()
+    for value in (None, "x", 0, -1, 1e300, [], [1, 2], {}, {"start": "y"}):
+        for table in damaged(whole, value):
+            judge_settings(Settings(table))
 
 
 # -- the table -------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
+from stillroom.telemetry.run_record import mapping
 from stillroom.telemetry.wording import as_number, clean, format_count, format_lr, format_percent
 
 Severity = Literal["problem", "warning", "hint", "fine"]
@@ -172,21 +173,21 @@ class Settings:
     @cached_property
     def weights(self) -> dict[str, tuple[float, float]]:
         """The weight of each objective at the start and at the end of the run, where one is not 0."""
-        sections = self.get("objectives")
-        names = [name for name, one in sections.items() if isinstance(one, Mapping)] if sections else []
+        sections = mapping(self._table, "objectives")
+        found = {name: self.ramp(f"objectives.{name}.weight")[:2] for name in sections}
         if self.get("objectives.attention.attention_layers") == 0:
-            names = [name for name in names if name != "attention"]
-        found = {name: self.ramp(f"objectives.{name}.weight")[:2] for name in names}
+            found.pop("attention", None)
         return {name: weight for name, weight in found.items() if any(weight)}
 
     @property
     def teachers_share(self) -> float:
         """The largest share of terms other than cross-entropy at either end of the run; 0 without a teacher."""
-        ends = [{name: weight[end] for name, weight in self.weights.items()} for end in (0, 1)]
-        shares = [
-            sum(w for name, w in now.items() if name != "ce") / sum(now.values()) for now in ends if any(now.values())
-        ]
-        return max(shares, default=0.0)
+        shares = []
+        for end in (0, 1):
+            now = {name: weight[end] for name, weight in self.weights.items()}
+            taught = sum(weight for name, weight in now.items() if name != "ce")
+            shares.append(taught / sum(now.values()) if sum(now.values()) > 0 else 0.0)
+        return max(shares)
 
     @property
     def rows_per_batch(self) -> float:
@@ -399,7 +400,7 @@ def noop_updates(settings: Settings) -> Finding | None:
 @rule("settings")
 def router_rate_too_high(settings: Settings) -> Finding | None:
     rate, router = settings.number("train.learning_rate", 1e-3), settings.number("train.router_learning_rate")
-    if router <= HIGH_ROUTER_RATIO * rate:
+    if not rate or router <= HIGH_ROUTER_RATIO * rate:
         return None
     what = f"train.router_learning_rate = {format_lr(router)} is {router / rate:.0f} times the student's"
     return found("warning", what, "take the student's", "train.router_learning_rate=0", router_learning_rate=router)
@@ -521,7 +522,7 @@ def hardly_distils(settings: Settings) -> Finding | None:
     share = settings.teachers_share
     if not 0 < share < LOW_TEACHERS_SHARE:
         return None
-    labels = max(settings.weights["ce"])
+    labels = max(settings.weights.get("ce", (0.5,)))
     return found(
         "warning",
         f"the teacher's terms have {format_percent(share)} of the weights: plain training with hardly any "
@@ -591,7 +592,7 @@ def active_when_zero(settings: Settings) -> Iterator[Finding]:
 def same_model(settings: Settings) -> Finding | None:
     model = settings.get("teacher.model")
     is_loaded = settings.get("student.init") in ("auto", "pretrained")
-    if not settings.teachers_share or not is_loaded or model != settings.get("student.model"):
+    if not settings.teachers_share or not is_loaded or model is None or model != settings.get("student.model"):
         return None
     what = f"teacher and student are the same model, {clean(model)}: there is nothing to distil"
     return found("warning", what, "--student with a smaller model, or cut one: --set student.init=shrink with layers")
