@@ -65,14 +65,14 @@ def diagnose_and_fix(arguments: Sequence[str] | None = None) -> int:
 
 
 def _diagnose(options: argparse.Namespace) -> int:
-    from stillroom.checks.doctor.examine import examine
-    from stillroom.diagnosis.lines import config_lines
-    from stillroom.diagnosis.settings import harmful_settings
+    from stillroom.doctor.diagnose import config_lines
+    from stillroom.doctor.examine import examine
+    from stillroom.doctor.rules import Settings, judge_settings
     from stillroom.telemetry.checks import doctor_lines
 
     order, _view = order_of(options)
     job = prepare(order, options)
-    findings = harmful_settings(job.loaded.config.to_dict())
+    findings = judge_settings(Settings(job.loaded.config.to_dict()))
     say(*job.lines, *job.loaded.notes, "", *boxed("SETTINGS", config_lines(str(options.config), findings)))
     report = examine(lambda: job.loaded, device=options.device, is_quick=options.quick)
     say("", *boxed("MACHINE, MODELS AND DATA", (line for _level, line in doctor_lines(report.to_dict()))))

@@ -1,1 +1,1 @@
-"""Checks of an installation, a configuration and its resumption: `selftest`, `doctor`, `verify-resume`."""
+"""Checks of an installation and of resuming: `selftest`, `verify-resume`."""

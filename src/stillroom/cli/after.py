@@ -26,27 +26,26 @@ def diagnose(
     preset: Annotated[str | None, typer.Option(help="of a configuration: the preset it is based on")] = None,
     as_json: AsJson = False,
 ) -> None:
-    from stillroom.diagnosis import lines
+    from stillroom.doctor.diagnose import config_lines
+    from stillroom.doctor.rules import Settings, judge_settings
     from stillroom.remote import is_in_store
 
     if is_in_store(run) or run.is_dir() or run.suffix not in (".toml", ".json"):
         _diagnose_run(run, as_json)
         return
     from stillroom.config import load
-    from stillroom.diagnosis.settings import harmful_settings
 
-    findings = harmful_settings(load(run, preset=preset).config.to_dict())
+    findings = judge_settings(Settings(load(run, preset=preset).config.to_dict()))
     if as_json:
         print_json({"config": str(run), "findings": [finding.to_dict() for finding in findings]})
         return
-    for line in lines.config_lines(str(run), findings):
+    for line in config_lines(str(run), findings):
         echo(line)
 
 
 def _diagnose_run(run: Path, as_json: bool) -> None:
-    from stillroom.diagnosis import diagnose as find_causes
-    from stillroom.diagnosis import lines
-    from stillroom.diagnosis.reading import read_case
+    from stillroom.doctor.diagnose import as_dict, read_case, run_lines
+    from stillroom.doctor.diagnose import diagnose as find_causes
     from stillroom.engine.run_folder.lock import is_held
     from stillroom.remote import is_in_store
     from stillroom.stores.reading import here, may_be_owned
@@ -55,9 +54,9 @@ def _diagnose_run(run: Path, as_json: bool) -> None:
     case = read_case(here(run, needs="record"), is_owned=is_owned)
     findings = find_causes(case)
     if as_json:
-        print_json(lines.as_dict(case, findings))
+        print_json(as_dict(case, findings))
         return
-    for line in lines.run_lines(case, findings):
+    for line in run_lines(case, findings):
         echo(line)
 
 
@@ -74,9 +73,8 @@ def compare(
     second: Annotated[Path, typer.Argument(help="folder or address of another run")],
     as_json: AsJson = False,
 ) -> None:
-    from stillroom.diagnosis.compare import compare as find_differences
-    from stillroom.diagnosis.compare import compare_lines
-    from stillroom.diagnosis.reading import read_case
+    from stillroom.doctor.diagnose import compare as find_differences
+    from stillroom.doctor.diagnose import compare_lines, read_case
     from stillroom.stores.reading import here
 
     if first.resolve() == second.resolve():

@@ -49,7 +49,7 @@ def doctor(
     (works, could be better) or red (will fail, or give a wrong student), and ends in a command or a setting to try.
     Nothing is trained and nothing is left behind. Exit code 0, or 2 where something is red.
     """
-    from stillroom.checks.doctor.examine import examine
+    from stillroom.doctor.examine import examine
 
     named = {"teacher.model": teacher, "student.model": student, "data.train": data, "data.eval": eval_data}
     given = {key: value for key, value in named.items() if value is not None}

@@ -1,4 +1,4 @@
-"""Say what a diagnosis finds while the run goes on: each cause once, as an `advice` event."""
+"""Say what a diagnosis finds while the run continues: each cause once, as an `advice` event."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
-from stillroom.diagnosis import Case, Finding, diagnose, roots
+from stillroom.doctor.diagnose import diagnose
+from stillroom.doctor.log_rules import Case
+from stillroom.doctor.rules import Finding, roots
 from stillroom.telemetry import EventLog
 from stillroom.telemetry.events import Event, scan_events
 from stillroom.telemetry.run_record import LoggedRun, mapping
@@ -70,5 +72,5 @@ def advice_of(events: tuple[Event, ...], summary: dict[str, Any], texts: Iterabl
     """
     findings = diagnose(Case(_record(events, summary)))
     if not any(finding.is_alarming for finding in findings):
-        findings = [*(Finding("little_gained", "hint", text, _LONGER) for text in texts), *findings]
+        findings = [*(Finding("hint", text, _LONGER, cause="little_gained") for text in texts), *findings]
     return [finding.to_dict() for finding in findings]

@@ -8,13 +8,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from stillroom.doctor.checks import success_checks
 from stillroom.engine.adviser import advice_of
 from stillroom.engine.by_source import source_rows
 from stillroom.engine.ending.outcome import DONE, how_it_ended
 from stillroom.engine.ending.read_again import SUMMARY, read_again, refuse_changed
 from stillroom.engine.ending.result import Result
 from stillroom.engine.ending.samples import make_samples
-from stillroom.engine.ending.success_checks import success_checks
 from stillroom.engine.ending.tokens import save_tokens, view_of_all
 from stillroom.engine.fitting import evaluate_held_out, micro_batch_rows
 from stillroom.engine.run import Run

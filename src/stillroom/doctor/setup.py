@@ -2,28 +2,77 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
-from stillroom.checks.doctor.facts import Machine
 from stillroom.config import Config
 from stillroom.curriculum import Curriculum
 from stillroom.data import Corpus, open_data
 from stillroom.data.preview import preview
+from stillroom.doctor.rules import Settings
 from stillroom.engine.building.cache_build import AUTO
 from stillroom.engine.building.models import Models, load_models
 from stillroom.errors import StillroomError
 from stillroom.models import has_tokenizer, load_tokenizer
 from stillroom.models.load.source import Source, fetch
+from stillroom.precision.device import DeviceFacts, facts_of
+from stillroom.precision.resolve import choose
 
+_DRIVER = Path("/proc/driver/nvidia/version")
 _MOST_RECORDS = 5_000  # of each source that are looked at
 
 
+@dataclass(frozen=True)
+class Machine:
+    """Plain facts, which a test can give without the machine."""
+
+    device: DeviceFacts
+    num_cores: int
+    load: float  # processes that want a core, over the last minute
+    num_threads: int
+    asked_threads: str  # OMP_NUM_THREADS
+    free_memory: int
+    total_memory: int
+    free_device_memory: int  # that of the machine where the device is a CPU
+    free_disk: int
+    driver: str  # of an NVIDIA GPU; empty where there is none
+    torch_cuda: str  # the CUDA that torch was built for; empty for a CPU build
+
+
+def read_machine(device: torch.device, folder: Path) -> Machine:
+    memory = psutil.virtual_memory()
+    free = int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else int(memory.available)
+    return Machine(
+        device=facts_of(device),
+        num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        load=os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0,
+        num_threads=torch.get_num_threads(),
+        asked_threads=os.environ.get("OMP_NUM_THREADS", ""),
+        free_memory=int(memory.available),
+        total_memory=int(memory.total),
+        free_device_memory=free,
+        free_disk=shutil.disk_usage(folder).free,
+        driver=_driver(),
+        torch_cuda=torch.version.cuda or "",
+    )
+
+
+def _driver() -> str:
+    try:
+        return _DRIVER.read_text(encoding="utf-8").splitlines()[0]
+    except (OSError, IndexError):
+        return "nvidia-smi is installed" if shutil.which("nvidia-smi") else ""
+
+
 class NotLooked(Exception):
-    """Raised by a part that rests on another one, of which a finding tells already."""
+    """Raised for a part that needs another one, which has a finding already."""
 
 
 class PartFailed(Exception):
@@ -45,10 +94,13 @@ class Setup:
         self.machine = machine
         self.device = device
         self.notes = notes
-        if config is not None and config.teacher.cache == AUTO:
-            self.notes += ("teacher.cache = 'auto' is written by the run: the teacher is looked at as it is",)
-        self._config = _with_live_teacher(config)
+        self._config = config
         self._failed: set[str] = set()
+        if config is not None and config.teacher.cache == AUTO:
+            # A cache that is made by the run is not there yet.
+            self.notes += ("teacher.cache = 'auto' is written by the run: the teacher is looked at as it is",)
+            live = config.teacher.model_copy(update={"cache": None})
+            self._config = config.model_copy(update={"teacher": live})
 
     @property
     def config(self) -> Config:
@@ -59,6 +111,29 @@ class Setup:
     @property
     def has_config(self) -> bool:
         return self._config is not None
+
+    @cached_property
+    def settings(self) -> Settings:
+        """The configuration, with the precision that this device gets."""
+        try:
+            mode, _reason = self.precision
+        except StillroomError:  # the rule of the precision says so
+            mode = ""
+        return Settings(self.config.to_dict(), mode=mode)
+
+    @property
+    def precision(self) -> tuple[str, str]:
+        """The mode, and why. Raises for one that the device cannot do."""
+        asked = self.config.precision
+        return choose(asked.mode, self.machine.device, moments=asked.moments)
+
+    @property
+    def uses_teacher(self) -> bool:
+        return Curriculum.of(self.config).uses_teacher
+
+    @property
+    def disk_folder(self) -> Path:
+        return Path.cwd()
 
     def part(self, name: str) -> Any:
         """One of the properties below."""
@@ -72,10 +147,6 @@ class Setup:
         except (PartFailed, NotLooked):
             self._failed.add(name)
             raise
-
-    @property
-    def uses_teacher(self) -> bool:
-        return Curriculum.of(self.config).uses_teacher
 
     @cached_property
     def _sources(self) -> dict[str, Source]:
@@ -124,14 +195,3 @@ class Setup:
         """Both models, loaded and tried."""
         self.part("tokenizers")
         return load_models(self.config, self.device, folder=None)
-
-    @property
-    def disk_folder(self) -> Path:
-        return Path.cwd()
-
-
-def _with_live_teacher(config: Config | None) -> Config | None:
-    """A cache that is made by the run is not there yet, and has no folder to lie beside."""
-    if config is None or config.teacher.cache != AUTO:
-        return config
-    return config.model_copy(update={"teacher": config.teacher.model_copy(update={"cache": None})})

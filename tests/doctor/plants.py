@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from stillroom.checks.doctor.facts import Machine
+from stillroom.doctor.setup import Machine
 from stillroom.precision.device import DeviceFacts
 
 GB = 1_000_000_000
@@ -35,65 +35,66 @@ class Plant:
     name: str
     subject: str
     level: str
-    words: tuple[str, ...]
+    cause: str  # the code of the rule, or the class of the error
+    words: tuple[str, ...] = ()  # of an error, whose class says little
     settings: dict[str, Any] = field(default_factory=dict)
     machine: dict[str, Any] = field(default_factory=dict)
     prepare: Callable[[Path], dict[str, Any] | None] = lambda _place: None
 
 
-def amber(name: str, subject: str, *words: str, **options: Any) -> Plant:
-    return Plant(name, subject, "amber", words, **options)
+def amber(name: str, subject: str, cause: str = "", *words: str, **options: Any) -> Plant:
+    return Plant(name, subject, "amber", cause, words, **options)
 
 
-def red(name: str, subject: str, *words: str, **options: Any) -> Plant:
-    return Plant(name, subject, "red", words, **options)
+def red(name: str, subject: str, cause: str = "", *words: str, **options: Any) -> Plant:
+    return Plant(name, subject, "red", cause, words, **options)
 
 
 SETTINGS = [
-    amber("logits are clamped", "configuration", "logit_clamp 2.5", settings={"guard__logit_clamp": 2.5}),
-    amber("the loss is clamped", "configuration", "loss_clamp 5", settings={"guard__loss_clamp": 5.0}),
-    amber("the guard lets all pass", "configuration", "refused", settings={"guard__max_skip_share": 0.9}),
-    amber("temperature 10", "configuration", "temperature 10", settings={"objectives__kd__temperature": 10.0}),
-    amber("temperature 0.1", "configuration", "temperature 0.1", settings={"objectives__kd__temperature": 0.1}),
-    amber("hardly any teacher", "configuration", "5% of the weights",
+    amber("logits are clamped", "configuration", "clamped_logits", settings={"guard__logit_clamp": 2.5}),
+    amber("the loss is clamped", "configuration", "clamped_loss", settings={"guard__loss_clamp": 5.0}),
+    amber("the guard lets all pass", "configuration", "lax_guard", settings={"guard__max_skip_share": 0.9}),
+    amber("temperature 10", "configuration", "temperature_too_high", settings={"objectives__kd__temperature": 10.0}),
+    amber("temperature 0.1", "configuration", "temperature_too_low", settings={"objectives__kd__temperature": 0.1}),
+    amber("hardly any teacher", "configuration", "hardly_distils",
           settings={"objectives__kd__weight": 0.05, "objectives__ce__weight": 0.95}),
-    amber("renormalised answers", "configuration", "impossible", settings={"teacher__signal__kind": "renormalised"}),
-    amber("contrast of one row", "configuration", "contrastive",
+    amber("renormalised answers", "configuration", "biased_signal", settings={"teacher__signal__kind": "renormalised"}),
+    amber("contrast of one row", "configuration", "dead_component",
           settings={"objectives__contrastive__weight": 0.1, "train__batch_size": 1}),
-    amber("a rate of 0.5", "configuration", "learning_rate 0.5", settings={"train__learning_rate": 0.5}),
-    amber("a pretrained student at 0.01", "configuration", "pretrained ones forget",
+    amber("a rate of 0.5", "configuration", "rate_too_high", settings={"train__learning_rate": 0.5}),
+    amber("a pretrained student at 0.01", "configuration", "rate_too_high",
           settings={"train__learning_rate": 0.01, "student__init": "pretrained"}),
-    amber("betas that bound nothing", "configuration", "beta2 0.5", settings={"train__beta2": 0.5}),
-    amber("all is clipped", "configuration", "max_grad_norm", settings={"train__max_grad_norm": 1e-4}),
-    amber("a large epsilon", "configuration", "epsilon", settings={"train__epsilon": 1e-3}),
-    amber("warm-up for most of the run", "configuration", "warmup_ratio", settings={"train__warmup_ratio": 0.8}),
-    amber("a rate that FP16 cannot follow", "configuration", "FP16 weights alone move in",
+    amber("betas that bound nothing", "configuration", "unbounded_steps", settings={"train__beta2": 0.5}),
+    amber("all is clipped", "configuration", "clipped_to_nothing", settings={"train__max_grad_norm": 1e-4}),
+    amber("a large epsilon", "configuration", "large_epsilon", settings={"train__epsilon": 1e-3}),
+    amber("warm-up for most of the run", "configuration", "never_out_of_warmup", settings={"train__warmup_ratio": 0.8}),
+    amber("a rate that FP16 cannot follow", "configuration", "noop_updates",
           settings={"train__learning_rate": 1e-7, "precision__mode": "fp16-sr"}),
-    red("a loss scale below its floor", "configuration", "below its floor",
+    red("a loss scale below its floor", "configuration", "loss_scale_below_floor",
         settings={"precision__initial_loss_scale": 4.0, "precision__min_loss_scale": 8.0}),
-    red("draws for reverse KL", "configuration", "cannot be estimated",
+    red("draws for reverse KL", "configuration", "impossible_estimate",
         settings={"objectives__kd__divergence": "reverse_kl", "teacher__signal__kind": "hybrid"}),
-    red("bf16 on a T4", "configuration", "no native bf16", settings={"precision__mode": "bf16-mixed"},
+    red("bf16 on a T4", "configuration", "ConfigError", "no native bf16", settings={"precision__mode": "bf16-mixed"},
         machine={"device": T4}),
-    amber("teacher and student are one model", "configuration", "the same model",
+    amber("teacher and student are one model", "configuration", "same_model",
           prepare=lambda place: {"student__model": str(place / "teacher")}),
-    red("evaluation on the training data", "configuration", "memorised",
+    red("evaluation on the training data", "configuration", "leaking_data",
         prepare=lambda place: {"data__eval": str(place / "train.jsonl")}),
-    amber("gates that follow the student alone", "configuration", "turns the teacher",
+    amber("gates that follow the student alone", "configuration", "gates_follow_the_student",
           settings={"teacher__router__mode": "sar", "teacher__router__truth_weight": 0.0,
                     "teacher__router__anchor_weight": 0.0}),
 ]  # fmt: skip
 
 MACHINES = [
-    red("a card torch was not built for", "machine", "sm_60", machine={"device": PASCAL}),
-    amber("a CPU build beside a card", "machine", "built for CPUs", machine={"driver": "NVRM version: 570"}),
-    red("a full disk", "machine", "free on the disk", machine={"free_disk": GB // 100}),
-    red("no memory", "machine", "of memory are free", machine={"free_memory": GB // 10}),
-    amber("a busy machine", "machine", "9.0 processes want 2 cores", machine={"load": 9.0}),
-    amber("more threads than cores", "machine", "16 threads on 2 cores", machine={"num_threads": 16}),
-    amber("idle cores", "machine", "1 of 8 cores", machine={"num_threads": 1, "num_cores": 8, "asked_threads": "1"}),
-    red("models that do not fit", "models", "moments and gradients take", machine={"free_device_memory": 9000}),
-    red("checkpoints that do not fit", "models", "checkpoints take", machine={"free_disk": 10_000}),
+    red("a card torch was not built for", "machine", "BrokenAtStart", "sm_60", machine={"device": PASCAL}),
+    amber("a CPU build beside a card", "machine", "cpu_build", machine={"driver": "NVRM version: 570"}),
+    red("a full disk", "machine", "disk_full", machine={"free_disk": GB // 100}),
+    red("no memory", "machine", "memory_full", machine={"free_memory": GB // 10}),
+    amber("a busy machine", "machine", "busy_machine", machine={"load": 9.0}),
+    amber("more threads than cores", "machine", "too_many_threads", machine={"num_threads": 16}),
+    amber("idle cores", "machine", "idle_cores", machine={"num_threads": 1, "num_cores": 8, "asked_threads": "1"}),
+    red("models that do not fit", "models", "memory_short", machine={"free_device_memory": 9000}),
+    red("checkpoints that do not fit", "models", "disk_short", machine={"free_disk": 10_000}),
 ]
 
 
@@ -147,18 +148,18 @@ def _swapped(place: Path) -> dict[str, Any]:
 
 
 MODELS = [
-    red("no config.json", "models", "has no config.json", prepare=_without("config.json")),
-    red("a missing shard", "models", "lacks 1 of 1 shards", prepare=_shards),
-    red("pickled weights", "models", "is a pickle", prepare=_pickled),
-    red("a file that was cut short", "models", "is damaged", prepare=_cut_short),
-    red("a NaN weight", "models", "not finite", prepare=_nan),
-    red("tokens without embeddings", "models", "token id", prepare=_more_tokens),
-    red("rows longer than the positions", "models", "128 positions", settings={"data__max_length": 512}),
-    red("gates of a dense teacher", "models", "no gate was found", settings={"teacher__router__mode": "sar"}),
-    amber("a bf16 teacher in float16", "models", "bfloat16", prepare=_bf16),
-    amber("a student larger than its teacher", "models", "learns from the smaller", prepare=_swapped),
-    red("four bits on a CPU", "models", "for a CUDA card", settings={"teacher__quantisation": "bnb-4bit"}),
-    red("no such folder", "models", "there is no model folder", settings={"teacher__model": "./nosuch"}),
+    red("no config.json", "models", "BrokenAtStart", "has no config.json", prepare=_without("config.json")),
+    red("a missing shard", "models", "BrokenAtStart", "lacks 1 of 1 shards", prepare=_shards),
+    red("pickled weights", "models", "BrokenAtStart", "is a pickle", prepare=_pickled),
+    red("a file that was cut short", "models", "BrokenAtStart", "is damaged", prepare=_cut_short),
+    red("a NaN weight", "models", "BrokenAtStart", "not finite", prepare=_nan),
+    red("tokens without embeddings", "models", "ConfigError", "token id", prepare=_more_tokens),
+    red("rows longer than the positions", "models", "rows_too_long", settings={"data__max_length": 512}),
+    red("gates of a dense teacher", "models", "BrokenAtStart", "no gate", settings={"teacher__router__mode": "sar"}),
+    amber("a bf16 teacher in float16", "models", "bf16_read_as_fp16", prepare=_bf16),
+    amber("a student larger than its teacher", "models", "student_is_larger", prepare=_swapped),
+    red("four bits on a CPU", "models", "BrokenAtStart", "CUDA", settings={"teacher__quantisation": "bnb-4bit"}),
+    red("no such folder", "models", "BrokenAtStart", "no model folder", settings={"teacher__model": "./nosuch"}),
 ]
 
 
@@ -219,34 +220,35 @@ def _pairs(prompt: str, answer: str, count: int = 100) -> list[Any]:
 
 
 TEXTS = [
-    red("two vocabularies", "tokenizers", "different vocabularies", prepare=_other_tokenizer),
-    red("a tokenizer that knows no word", "tokenizers", "the unknown one", prepare=_word_tokenizer),
-    amber("no end of text", "tokenizers", "no end-of-text token", prepare=_no_end),
-    amber("garbled text", "tokenizers", "bytes of this text",
+    red("two vocabularies", "tokenizers", "ConfigError", "different vocabularies", prepare=_other_tokenizer),
+    red("a tokenizer that knows no word", "tokenizers", "unknown_tokens", prepare=_word_tokenizer),
+    amber("no end of text", "tokenizers", "no_end_of_text", prepare=_no_end),
+    amber("garbled text", "tokenizers", "short_tokens",
           prepare=_data(lambda: [{"text": "".join(chr(0x3400 + 7 * i + j) for j in range(60))} for i in range(99)])),
-    red("no such file", "data", "nosuch.jsonl", settings={"data__train": "nosuch.jsonl"}),
-    red("mostly bad lines", "data", "cannot be used", prepare=_data(lambda: [*_texts(20), *["{broken"] * 30])),
-    amber("a few bad lines", "data", "2 records cannot be used",
+    red("no such file", "data", "DataError", "nosuch.jsonl", settings={"data__train": "nosuch.jsonl"}),
+    red("mostly bad lines", "data", "DataError", "cannot be used",
+        prepare=_data(lambda: [*_texts(20), *["{broken"] * 30])),
+    amber("a few bad lines", "data", "bad_lines",
           prepare=_data(lambda: [*_texts(400), "{broken", "7"])),
-    amber("chats without a template", "data", "no chat template", prepare=_data(_chats)),
-    amber("little is scored", "data", "of the tokens are scored",
+    amber("chats without a template", "data", "no_chat_template", prepare=_data(_chats)),
+    amber("little is scored", "data", "masked_out_data",
           prepare=_data(lambda: _pairs("and what is left behind when the best has gone over? " * 6, "x"),
                         data__max_length=120)),
-    red("held-out records that are trained on", "data", "20 held-out records", prepare=_held_out),
-    amber("copies of one record", "data", "are copies", prepare=_data(lambda: [*_texts(50), *_texts(1) * 60])),
-    amber("records that are cut", "data", "longer than data.max_length",
+    red("held-out records that are trained on", "data", "leaking_data", prepare=_held_out),
+    amber("copies of one record", "data", "many_copies", prepare=_data(lambda: [*_texts(50), *_texts(1) * 60])),
+    amber("records that are cut", "data", "records_cut",
           prepare=_data(lambda: _pairs("and then", "the room keeps waters and spirits " * 9))),
-    amber("much padding", "data", "would be padding",
+    amber("much padding", "data", "much_padding",
           prepare=_data(lambda: [*_pairs("", "x", 90), *_pairs("so " * 40, "it drips " * 30, 5)],
                         data__max_length=128, data__packing="rows")),
-    red("a warm-up as long as the run", "data", "never arrives",
+    red("a warm-up as long as the run", "data", "never_out_of_warmup",
         settings={"train__max_steps": 0, "train__warmup_steps": 5000}),
-    amber("eight steps", "data", "8 optimizer steps"),
-    amber("a text seen a hundred times", "data", "by heart", settings={"train__max_steps": 20_000}),
-    amber("a step larger than the data", "data", "every step sees all",
+    amber("eight steps", "data", "few_steps"),
+    amber("a text seen a hundred times", "data", "data_exhausted", settings={"train__max_steps": 20_000}),
+    amber("a step larger than the data", "data", "step_of_all_rows",
           settings={"train__gradient_accumulation_steps": 5000}),
-    amber("hardly any held-out text", "data", "mostly chance", prepare=_data(lambda: _texts(12))),
-    amber("empty answers", "data", "empty",
+    amber("hardly any held-out text", "data", "few_held_out", prepare=_data(lambda: _texts(12))),
+    amber("empty answers", "data", "empty_answers",
           prepare=_data(lambda: [*_chats(), {"messages": [{"role": "user", "content": "and?"},
                                                           {"role": "assistant", "content": ""},
                                                           {"role": "user", "content": "well?"},
@@ -275,11 +277,11 @@ def _loud_student(place: Path) -> dict[str, Any]:
 
 
 STEPS = [
-    red("a loss that is always cut", "real step", "gradient of the first step is zero",
+    red("a loss that is always cut", "real step", "zero_gradients",
         settings={"guard__loss_clamp": 0.001}),
-    red("a student that overflows in FP16", "real step", "in fp16-mixed the loss of the first step is",
+    red("a student that overflows in FP16", "real step", "step_not_finite",
         prepare=_loud_student),
-    red("a teacher that overflows in FP16", "models", "not finite", prepare=_loud_teacher),
+    red("a teacher that overflows in FP16", "models", "BrokenAtStart", "not finite", prepare=_loud_teacher),
 ]  # fmt: skip
 
 PLANTS = [*SETTINGS, *MACHINES, *MODELS, *TEXTS, *STEPS]

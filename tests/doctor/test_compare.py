@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from stillroom.diagnosis.compare import compare, compare_lines
+from stillroom.doctor.diagnose import compare, compare_lines
 from stillroom.telemetry.run_record import LoggedRun
 
 

@@ -12,9 +12,9 @@ import pytest
 import tiny
 from provoked import FAULTS, Fault, make_world, run, stopping_listener
 
-from stillroom.diagnosis import Case, Finding, diagnose
-from stillroom.diagnosis.order import CAUSES
-from stillroom.diagnosis.reading import read_case
+from stillroom.doctor.diagnose import diagnose, read_case
+from stillroom.doctor.log_rules import Case
+from stillroom.doctor.rules import Finding, rules_for
 from stillroom.engine.run_folder.lock import is_held
 from stillroom.telemetry.events import read_events
 
@@ -126,4 +126,4 @@ def test_what_follows_from_a_root_is_not_said_beside_it(world: Path, runs: dict[
 
 def test_every_cause_but_two_is_provoked() -> None:
     others = {"student_overtook_teacher", "refused_batches", "stalled_run"}  # a stalled run has a test of its own
-    assert {cause.name for cause in CAUSES} - others == set(FAULTS)
+    assert {rule.name for rule in rules_for("log")} - others == set(FAULTS)

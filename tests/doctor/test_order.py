@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from stillroom.diagnosis import Case, Finding, diagnose, roots
-from stillroom.diagnosis.lines import finding_lines
-from stillroom.diagnosis.order import CAUSES
+from stillroom.doctor.diagnose import diagnose, finding_lines
+from stillroom.doctor.log_rules import Case
+from stillroom.doctor.rules import Finding, roots, rules_for
 from stillroom.telemetry.run_record import LoggedRun
 
 
@@ -90,10 +90,11 @@ def test_harmful_settings_of_a_run_are_hints_after_its_findings() -> None:
 
 
 def test_what_a_cause_explains_is_a_cause() -> None:
-    names = {cause.name for cause in CAUSES}
-    assert len(names) == len(CAUSES)
-    assert {name for cause in CAUSES for name in cause.explains} <= names
-    assert not [cause.name for cause in CAUSES if cause.name in cause.explains]
+    rules = rules_for("log")
+    names = {rule.name for rule in rules}
+    assert len(names) == len(rules)
+    assert {name for rule in rules for name in rule.explains} <= names
+    assert not [rule.name for rule in rules if rule.name in rule.explains]
 
 
 def test_damaged_values_in_a_record_end_in_no_error() -> None:
@@ -122,7 +123,7 @@ def test_a_run_interrupted_in_its_warmup_is_stopped_and_nothing_else() -> None:
 
 def test_a_proposed_setting_stands_on_one_line() -> None:
     """A line break inside the quotes would not be the same setting."""
-    finding = Finding("active_when_zero", "warning", "9 " * 60, "x " * 60, (1,), "a.b=" + "{c = 1, d = 2} " * 9)
+    finding = Finding("warning", "9 " * 60, "x " * 60, "a.b=" + "{c = 1, d = 2} " * 9, (1,), cause="active_when_zero")
     lines = finding_lines(1, finding)
     assert lines[-1].endswith(f"--set '{finding.setting}'") and all(len(line) <= 80 for line in lines[:-1])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stillroom.config import load_config
+from stillroom.doctor.checks import is_loop, success_checks
 from stillroom.engine.distill import distill
 from stillroom.engine.ending.finish import earlier_seconds
-from stillroom.engine.ending.success_checks import (
-    check_closed,
-    check_gap,
-    check_loops,
-    check_perplexity,
-    is_loop,
-    success_checks,
-)
 from stillroom.telemetry import read_events
 from stillroom.types import TermRecord
 
@@ -51,6 +45,11 @@ def judged(events: list[dict[str, Any]], **over: Any) -> dict[str, dict[str, Any
     for check in found:
         assert set(check) == {"name", "passed", "value", "bound", "text"}
     return dict(zip(("perplexity", "gap", "finite", "balance"), found, strict=True))
+
+
+def extra(*, samples: Sequence[dict[str, Any]] = (), bits: dict[str, float] | None = None) -> list[dict[str, Any]]:
+    """The checks beyond the four that every run has."""
+    return success_checks([{"event": "sample", **sample} for sample in samples], **BOUNDS, bits=bits or {})[4:]
 
 
 def good_run() -> list[dict[str, Any]]:
@@ -92,14 +91,14 @@ def test_the_guides_gap_of_six_fails_and_says_so() -> None:
 
 @given(trained=st.floats(1e-3, 1e6), ratio=st.floats(0.01, 10))
 def test_the_gap_is_the_ratio_where_there_is_one(trained: float, ratio: float) -> None:
-    check = check_gap([step(1, train_loss=trained)], [evaluation(1, trained * ratio)])
+    check = judged([step(1, train_loss=trained), evaluation(1, trained * ratio)])["gap"]
     assert check["passed"] == (ratio < 2.0) or ratio == pytest.approx(2.0)
 
 
 def test_no_multiple_is_told_of_an_objective_that_is_nothing() -> None:
-    check = check_gap([step(1, train_loss=1e-8)], [evaluation(1, 5.1e-4)])
+    check = judged([step(1, train_loss=1e-8), evaluation(1, 5.1e-4)])["gap"]
     assert check["passed"] and check["value"] is None and "x," not in check["text"]
-    assert not check_gap([step(1, train_loss=1e-8)], [evaluation(1, 0.5)])["passed"]
+    assert not judged([step(1, train_loss=1e-8), evaluation(1, 0.5)])["gap"]["passed"]
 
 
 @pytest.mark.parametrize(
@@ -116,12 +115,12 @@ def test_no_multiple_is_told_of_an_objective_that_is_nothing() -> None:
 def test_the_closed_gap_is_that_between_the_student_before_and_the_teacher(
     before: float, after: float, teacher: float, passed: bool, closed: float | None
 ) -> None:
-    (check,) = check_closed({"student": after, "student_before": before, "teacher": teacher})
+    (check,) = extra(bits={"student": after, "student_before": before, "teacher": teacher})
     assert check["passed"] is passed and check["value"] == (None if closed is None else pytest.approx(closed))
 
 
 def test_without_a_teacher_there_is_no_gap_and_without_samples_no_loop_to_judge() -> None:
-    assert check_closed({"student": 2.0, "student_before": 4.0}) == [] == check_loops([])
+    assert extra(bits={"student": 2.0, "student_before": 4.0}) == [] == extra(samples=[])
 
 
 @pytest.mark.parametrize(
@@ -146,11 +145,11 @@ def test_a_text_that_ends_in_a_repeated_unit_is_a_loop(text: str, loops: bool) -
 def test_answers_in_loops_fail_unless_the_teacher_s_are() -> None:
     loop, text = "0" * 40, "spirits and waters"
     both = [{"student": loop, "teacher": text, "reference": text}, {"student": text, "teacher": text}]
-    (check,) = check_loops(both)
+    (check,) = extra(samples=both)
     assert not check["passed"] and check["value"] == 0.5
-    assert check_loops([{**sample, "teacher": loop} for sample in both])[0]["passed"]
-    assert check_loops([both[1], both[1], both[0]])[0]["passed"], "one of three"
-    assert not check_loops([{"student": loop, "reference": text}])[0]["passed"]
+    assert extra(samples=[{**sample, "teacher": loop} for sample in both])[0]["passed"]
+    assert extra(samples=[both[1], both[1], both[0]])[0]["passed"], "one of three"
+    assert not extra(samples=[{"student": loop, "reference": text}])[0]["passed"]
 
 
 def test_the_time_of_earlier_starts_is_read_from_the_log() -> None:
@@ -219,7 +218,7 @@ def test_a_single_term_is_balanced_by_itself() -> None:
 
 
 def test_the_text_holds_what_was_measured() -> None:
-    assert "57.1 against 100" in check_perplexity(57.12, 2000.0, 100.0)["text"]
+    assert "57.1 against 100" in judged(good_run(), perplexity=57.12, max_perplexity=100.0)["perplexity"]["text"]
 
 
 def test_a_student_with_its_teacher_s_weights_is_noticed(world: Path, tmp_path: Path) -> None:

@@ -18,14 +18,17 @@ import tiny
 import torch
 from plants import MACHINE, PLANTS, Plant
 
-from stillroom.checks.doctor import models
-from stillroom.checks.doctor.examine import examine, look
-from stillroom.checks.doctor.finding import CHECKS, SUBJECTS, Finding
-from stillroom.checks.doctor.setup import Setup
 from stillroom.config import load, load_config
+from stillroom.doctor.examine import SUBJECTS, examine, look
+from stillroom.doctor.rules import Finding, Rule, rules_for
+from stillroom.doctor.setup import Setup
 from stillroom.teachers.quantised import quantised_bytes
 
 CPU = torch.device("cpu")
+
+
+def rules_of(subject: str) -> list[Rule]:
+    return [rule for rule in rules_for("setup") if rule.subject == subject]
 
 
 @pytest.fixture
@@ -39,7 +42,7 @@ def found(place: Path, plant: Plant) -> list[Finding]:
     over = {**plant.settings, **(plant.prepare(place) or {})}
     config = load_config(overrides=tiny.settings(place, **over))
     setup = Setup(replace(MACHINE, **plant.machine), config, device=CPU)
-    return look(setup, [one for one in CHECKS if one.subject == plant.subject])
+    return look(setup, rules_of(plant.subject))
 
 
 @pytest.fixture(scope="module")
@@ -47,17 +50,18 @@ def healthy(world: Path) -> dict[str, list[Finding]]:
     """What is said of the world with nothing planted, by subject."""
     config = load_config(overrides=tiny.settings(world, train__max_steps=60))
     setup = Setup(MACHINE, config, device=CPU)
-    return {subject: look(setup, [one for one in CHECKS if one.subject == subject]) for subject in SUBJECTS}
+    return {subject: look(setup, rules_of(subject)) for subject in SUBJECTS}
 
 
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.name)
 def test_what_is_planted_is_found(plant: Plant, place: Path, healthy: dict[str, list[Finding]]) -> None:
     findings = found(place, plant)
-    matching = [one for one in findings if one.level == plant.level and all(word in one.what for word in plant.words)]
-    assert matching, "\n".join(f"{one.level} {one.what}" for one in findings)
+    matching = [one for one in findings if (one.level, one.cause) == (plant.level, plant.cause)]
+    matching = [one for one in matching if all(word in one.evidence for word in plant.words)]
+    assert matching, "\n".join(f"{one.level} {one.evidence}" for one in findings)
     assert not any(one in healthy[plant.subject] for one in matching), "it is said of a healthy set-up too"
     for one in findings:
-        assert one.level == "green" or any(mark in one.to_try for mark in _COMMANDS), one
+        assert one.level == "green" or any(mark in one.remedy for mark in _COMMANDS), one
 
 
 # What a command or a setting looks like.
@@ -69,7 +73,7 @@ _COMMANDS = (
 
 
 def test_nothing_is_amber_or_red_where_nothing_is_planted(healthy: dict[str, list[Finding]]) -> None:
-    levels = {one.what: one.level for findings in healthy.values() for one in findings if one.level != "green"}
+    levels = {one.evidence: one.level for findings in healthy.values() for one in findings if one.level != "green"}
     assert levels == {}
 
 
@@ -78,13 +82,13 @@ def test_there_are_enough_plants_of_every_subject() -> None:
     assert subjects == set(SUBJECTS) and len({plant.name for plant in PLANTS}) == len(PLANTS) >= 25
 
 
-def test_a_quantised_teacher_is_counted_at_its_quantised_size(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_quantised_teacher_is_counted_at_its_quantised_size(world: Path) -> None:
     needed: list[int] = []
-    monkeypatch.setattr(models, "_room", lambda taken, _free, _name: iter(needed.append(taken) or ()))
+    (memory,) = (rule for rule in rules_for("setup") if rule.name == "memory")
     for kind in ("none", "int8"):
         config = load_config(overrides=tiny.settings(world, teacher__quantisation=kind))
         setup = Setup(MACHINE, config, device=CPU)
-        assert not list(models.memory(setup))
+        needed += [finding.numbers["needed_bytes"] for finding in memory.find(setup)]
         needed.append(quantised_bytes(setup.part("models").teacher, kind))
     full, full_teacher, small, small_teacher = needed
     assert full - small == full_teacher - small_teacher > 0
@@ -110,15 +114,15 @@ def test_a_configuration_that_cannot_be_used_is_one_red_finding(
     path.write_text(text)
     report = examine(lambda: load(path), device="cpu")
     (finding,) = report.of("red")
-    assert finding.subject == "configuration" and words[0] in finding.what and words[1] in finding.to_try
-    assert finding.to_try
+    assert finding.subject == "configuration" and words[0] in finding.evidence and words[1] in finding.remedy
+    assert finding.remedy
     assert {one.subject for one in report.findings} <= {"configuration", "machine", "installation"}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
 def test_a_card_that_is_not_there_is_red() -> None:
     (finding,) = examine(None, device="cuda").of("red")
-    assert finding.subject == "machine" and "--device cpu" in finding.to_try
+    assert finding.subject == "machine" and "--device cpu" in finding.remedy
 
 
 def installation(monkeypatch: pytest.MonkeyPatch, name: str, version: str | None) -> list[Finding]:
@@ -130,7 +134,7 @@ def installation(monkeypatch: pytest.MonkeyPatch, name: str, version: str | None
         return version if asked == name and version else right(asked)
 
     monkeypatch.setattr(metadata, "version", wrong)
-    return look(Setup(MACHINE, None, device=CPU), [one for one in CHECKS if one.subject == "installation"])
+    return look(Setup(MACHINE, None, device=CPU), rules_of("installation"))
 
 
 @pytest.mark.parametrize(
@@ -145,7 +149,7 @@ def test_an_old_or_missing_package_is_red(
     monkeypatch: pytest.MonkeyPatch, name: str, version: str | None, word: str
 ) -> None:
     findings = [one for one in installation(monkeypatch, name, version) if one.level == "red"]
-    assert len(findings) == 1 and word in findings[0].what and "pip install" in findings[0].to_try
+    assert len(findings) == 1 and word in findings[0].evidence and "pip install" in findings[0].remedy
 
 
 def test_an_adapter_without_peft_is_red(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +157,7 @@ def test_an_adapter_without_peft_is_red(place: Path, monkeypatch: pytest.MonkeyP
     find = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None if name == "peft" else find(name, *rest))
     findings = found(place, plants.red("adapter", "installation"))
-    assert any("stillroom[peft]" in one.to_try for one in findings if one.level == "red")
+    assert any("stillroom[peft]" in one.remedy for one in findings if one.level == "red")
 
 
 def test_no_compiler_is_amber(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,8 +168,8 @@ def test_no_compiler_is_amber(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("STILLROOM_KERNEL", raising=False)
     monkeypatch.setattr(kernel, "build", kernel_build.build.__wrapped__)
     monkeypatch.setattr(kernel, "_compiled", kernel._compiled.__wrapped__)
-    findings = look(Setup(MACHINE, None, device=CPU), [one for one in CHECKS if one.subject == "machine"])
-    assert any(one.level == "amber" and "no C++ compiler" in one.what and "g++" in one.to_try for one in findings)
+    findings = look(Setup(MACHINE, None, device=CPU), rules_of("machine"))
+    assert any(one.level == "amber" and "no C++ compiler" in one.evidence and "g++" in one.remedy for one in findings)
 
 
 def test_a_built_kernel_with_other_numbers_is_red(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,14 +178,14 @@ def test_a_built_kernel_with_other_numbers_is_red(monkeypatch: pytest.MonkeyPatc
 
     reason = "the compiled kernel's numbers differ from the plain one's"
     monkeypatch.setattr(kernel, "_compiled", lambda: kernel.KernelChoice(PlainKernel(), reason))
-    findings = look(Setup(MACHINE, None, device=CPU), [one for one in CHECKS if one.subject == "machine"])
-    assert [one.to_try for one in findings if one.level == "red"] == ["stillroom selftest"]
+    findings = look(Setup(MACHINE, None, device=CPU), rules_of("machine"))
+    assert [one.remedy for one in findings if one.level == "red"] == ["stillroom selftest"]
 
 
 def test_a_head_that_cannot_be_described_is_amber(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stillroom.models.load.loaded.head_error", lambda *_given: 1.0)
     findings = found(place, plants.amber("head", "models"))
-    assert sum("head is none that can be described" in one.what for one in findings if one.level == "amber") == 2
+    assert sum("head is none that can be described" in one.evidence for one in findings if one.level == "amber") == 2
 
 
 # -- healthy set-ups -------------------------------------------------------------------------------------
@@ -243,15 +247,15 @@ def test_a_teacher_on_a_server_needs_no_weights_here(place: Path) -> None:
     for file in (place / "teacher").glob("*.safetensors"):
         file.unlink()
     config = load_config(overrides=tiny.settings(place, teacher__server="http://127.0.0.1:9"))
-    findings = look(Setup(MACHINE, config, device=CPU), [one for one in CHECKS if one.subject == "models"])
-    assert [one.what for one in findings if one.level == "red"] == []
+    findings = look(Setup(MACHINE, config, device=CPU), rules_of("models"))
+    assert [one.evidence for one in findings if one.level == "red"] == []
 
 
 @pytest.mark.parametrize("mode", ["fp16-mixed", "fp16-split", "bf16-mixed"])
 def test_the_real_step_says_how_far_it_is_from_fp32(mode: str, place: Path) -> None:
     (finding,) = found(place, plants.red("step", "real step", settings={"precision__mode": mode}))
-    assert finding.level == "green" and finding.what.startswith(f"{mode} against fp32: loss ")
-    gap = float(finding.what.partition("gradients apart by ")[2].split()[0])
+    assert finding.level == "green" and finding.evidence.startswith(f"{mode} against fp32: loss ")
+    gap = float(finding.evidence.partition("gradients apart by ")[2].split()[0])
     assert 0 < gap < 0.1, "half precision is not FP32, and near it"
 
 
@@ -286,4 +290,4 @@ def test_the_findings_as_json(capsys: pytest.CaptureFixture[str], tmp_path: Path
 
 def test_a_finding_that_is_not_green_has_something_to_try() -> None:
     with pytest.raises(ValueError, match="nothing to try"):
-        Finding("amber", "machine", "the moon is full")
+        Finding("warning", "the moon is full")
