@@ -18,9 +18,8 @@ import rank_memory
 import reproduce
 import timeline
 import wire
-from transformers import AutoModelForCausalLM
-
 from stillroom.planning.shapes import Sizes, sizes_of
+from transformers import AutoModelForCausalLM
 
 FOLDER = Path(wire.__file__).parent
 WEIGHTS = wire.Weights(2_000, (1_000,) * 6)

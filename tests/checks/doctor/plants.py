@@ -92,7 +92,7 @@ MACHINES = [
     amber("a busy machine", "machine", "9.0 processes want 2 cores", machine={"load": 9.0}),
     amber("more threads than cores", "machine", "16 threads on 2 cores", machine={"num_threads": 16}),
     amber("idle cores", "machine", "1 of 8 cores", machine={"num_threads": 1, "num_cores": 8, "asked_threads": "1"}),
-    red("models that do not fit", "models", "moments and gradients take", machine={"free_device_memory": 9000}),
+    red("models that do not fit", "models", "the run takes", machine={"free_device_memory": 9000}),
     red("checkpoints that do not fit", "models", "checkpoints take", machine={"free_disk": 10_000}),
 ]
 

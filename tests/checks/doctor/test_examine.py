@@ -80,7 +80,7 @@ def test_there_are_enough_plants_of_every_subject() -> None:
 
 def test_a_quantised_teacher_is_counted_at_its_quantised_size(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     needed: list[int] = []
-    monkeypatch.setattr(models, "_room", lambda taken, _free, _name: iter(needed.append(taken) or ()))
+    monkeypatch.setattr(models, "_room", lambda layout, _free, _name: iter(needed.append(layout.total) or ()))
     for kind in ("none", "int8"):
         config = load_config(overrides=tiny.settings(world, teacher__quantisation=kind))
         setup = Setup(MACHINE, config, device=CPU)

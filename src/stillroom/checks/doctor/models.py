@@ -11,6 +11,7 @@ from safetensors import safe_open
 from stillroom.checks.doctor.finding import Finding, check
 from stillroom.checks.doctor.setup import Setup
 from stillroom.engine.building.models import Models, teacher_dtype
+from stillroom.engine.memory import AIM, Layout, Shapes, Target, chosen_mode, lay_out
 from stillroom.errors import BrokenAtStart, StillroomError
 from stillroom.models import find
 from stillroom.models.length import num_positions
@@ -18,12 +19,8 @@ from stillroom.models.load.files import check_adapter_files, check_weight_files
 from stillroom.models.load.source import Source
 from stillroom.models.routers import describe, find_gates
 from stillroom.objectives.clamps import Clamps
-from stillroom.precision import bytes_per_parameter
-from stillroom.precision.resolve import choose
-from stillroom.teachers.quantised import quantised_bytes
 
 SUBJECT = "models"
-_TIGHT = 0.8  # of the free memory, before any activation
 
 
 @check(SUBJECT)
@@ -129,19 +126,12 @@ def _sizes(models: Models) -> Iterator[Finding]:
 
 @check(SUBJECT)
 def memory(setup: Setup) -> Iterator[Finding]:
-    models: Models = setup.part("models")
+    """Compare the model of memory, which `plan` prints, with the machine."""
     config, machine = setup.config, setup.machine
-    own = list(models.student.parameters())
-    trained = sum(one.numel() for one in own if one.requires_grad)
-    frozen = sum(one.numel() * one.element_size() for one in own if not one.requires_grad)
-    mode, _reason = choose(config.precision.mode, machine.device, trained)
-    each = bytes_per_parameter(mode, config.precision.moments, accumulates=config.train.gradient_accumulation_steps > 1)
-    teacher = 0
-    if models.teacher is not None and config.teacher.placement in ("device", "shard"):
-        teacher = quantised_bytes(models.teacher, config.teacher.quantisation)
-    on_device = trained * each.on_device + frozen + teacher
-    yield from _room(on_device, machine.free_device_memory, machine.device.name)
-    on_disk = trained * ((each.weights + each.extra + each.moments + each.best) * (config.checkpoint.keep + 1) + 8)
+    shapes = Shapes(Target(setup.device, machine.device, machine.free_device_memory, machine.free_memory))
+    layout = lay_out(config, shapes, chosen_mode(config, shapes)[0])
+    yield from _room(layout, machine.free_device_memory, machine.device.name)
+    on_disk = sum(layout.disk.values())
     if on_disk > machine.free_disk:
         yield Finding(
             "red",
@@ -152,12 +142,11 @@ def memory(setup: Setup) -> Iterator[Finding]:
         )
 
 
-def _room(needed: int, free: int, name: str) -> Iterator[Finding]:
-    what = f"weights, moments and gradients take {needed / 1e9:.2f} GB of {free / 1e9:.2f} GB that are free on {name}"
-    to_try = "--set precision.mode=fp16-split, --set teacher.placement=offload, or stillroom cache and teacher.cache"
-    if needed > free:
-        yield Finding("red", SUBJECT, what, to_try)
-    elif needed > _TIGHT * free:
-        yield Finding("amber", SUBJECT, f"{what}: little is left for activations", to_try)
+def _room(layout: Layout, free: int, name: str) -> Iterator[Finding]:
+    what = f"the run takes {layout.total / 1e9:.2f} GB of {free / 1e9:.2f} GB that are free on {name} ({layout.moment})"
+    if layout.total > free:
+        yield Finding("red", SUBJECT, what, "stillroom plan says what makes it fit")
+    elif layout.total > AIM * free:
+        yield Finding("amber", SUBJECT, f"{what}: predictions are off by a few per cent", "stillroom plan")
     else:
         yield Finding("green", SUBJECT, what)

@@ -1,0 +1,1 @@
+"""Examine a run before, while and after it trains."""
