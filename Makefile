@@ -109,6 +109,7 @@ bench-scale: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
 	$(BIN)/python scripts/reference.py --check
+	$(BIN)/python scripts/figures.py --check
 	$(BIN)/python scripts/build_docs.py
 
 # Wheel and source archive in dist/, with every file of the package and a description that an index accepts.

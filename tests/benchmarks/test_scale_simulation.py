@@ -18,8 +18,9 @@ import rank_memory
 import reproduce
 import timeline
 import wire
-from stillroom.planning.shapes import Sizes, sizes_of
 from transformers import AutoModelForCausalLM
+
+from stillroom.engine.trace import Sizes, sizes_of
 
 FOLDER = Path(wire.__file__).parent
 WEIGHTS = wire.Weights(2_000, (1_000,) * 6)
