@@ -23,8 +23,8 @@ LAYERS = [
     {"teachers", "telemetry", "parallel", "shard_files"},
     {"evaluation", "checkpoint", "snapshots", "doctor", "measures"},
     {"engine"},
-    {"report", "assess", "demo", "checks", "export", "talk", "planning"}
-    | {"doctor.setup", "doctor.setup_rules", "doctor.examine"},
+    {"report", "assess", "demo", "checks", "export", "talk"}
+    | {"doctor.plan", "doctor.setup", "doctor.setup_rules", "doctor.examine"},
     {"api", "cli", "__main__", "__init__"},
 ]
 # A package, or a module of a package that has another level than the rest of it.

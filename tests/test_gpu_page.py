@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
-PAGE = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+sys.path.insert(0, str(ROOT / "scripts"))
+figures: Any = importlib.import_module("figures")
+PAGE = figures.without_marks((ROOT / "docs" / "gpu.md").read_text(encoding="utf-8"))
 RESULTS = ROOT / "benchmarks" / "gpu" / "results"
 
 

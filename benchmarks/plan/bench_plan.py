@@ -3,7 +3,7 @@
     python benchmarks/plan/bench_plan.py [cpu] [held-out] [card]      # writes results/plan.json and .md
 
 On the CPU a run is built from models with real weights, takes two steps, and in the third the bytes of every tensor
-that is alive are followed (planning/live.py), with the blocks that the head's pool keeps. On a card nothing was
+that is alive are followed (engine/trace.py), with the blocks that the head's pool keeps. On a card nothing was
 measured here: the prediction is held against the peaks that benchmarks/gpu/memory_grid.py recorded on fake tensors.
 The bar is 15 %.
 """
@@ -29,15 +29,15 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from stillroom.config import load_config
+from stillroom.doctor.plan.cost import find_gpu
+from stillroom.doctor.plan.plan import find_target
 from stillroom.engine.building.assemble import build_run
 from stillroom.engine.building.models import load_models
+from stillroom.engine.memory import CONTEXT, Shapes, lay_out
 from stillroom.engine.state import RunState
 from stillroom.engine.step import train_step
+from stillroom.engine.trace import LiveTensors
 from stillroom.objectives.head.buffers import POOL
-from stillroom.planning.live import LiveTensors
-from stillroom.planning.parts import CONTEXT, lay_out
-from stillroom.planning.shapes import Shapes
-from stillroom.planning.target import find_target
 from stillroom.telemetry import EventLog
 
 ROOT = Path(__file__).parent.parent.parent
@@ -192,7 +192,7 @@ def recorded(folder: Path) -> list[dict[str, Any]]:
             num_attention_heads=heads, num_key_value_heads=keys, max_position_embeddings=2048, tie_word_embeddings=True,
         )  # fmt: skip
         config.save_pretrained(folder / name)
-    targets = {card: Shapes(find_target(card=card)) for card in ("T4", "A100")}
+    targets = {card: Shapes(find_target(gpu=find_gpu(card))) for card in ("T4", "A100")}
     for found in json.loads(RECORDED.read_text())["rows"]:
         large, small = found["problem"].partition(",")[0].split(" -> ")
         num_rows, length = GRID[found["problem"]]

@@ -222,9 +222,8 @@ def compared(folder: Path, num_processes: int, window: int) -> dict[str, Any]:
 def planned(folder: Path, size: str, strategy: str, num_processes: int) -> int:
     """Bytes of a process as `stillroom plan` has them, without the best student: nothing is evaluated here."""
     from stillroom.config import load_config
-    from stillroom.planning.parts import lay_out
-    from stillroom.planning.shapes import Shapes
-    from stillroom.planning.target import find_target, with_processes
+    from stillroom.doctor.plan.plan import find_target, with_processes
+    from stillroom.engine.memory import Shapes, lay_out
 
     target = with_processes(find_target("cpu"), num_processes, strategy)
     layout = lay_out(load_config(overrides=settings(folder, size, 1)), Shapes(target), "fp32")

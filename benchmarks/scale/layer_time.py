@@ -18,8 +18,8 @@ sys.path.append(str(Path(__file__).parents[1] / "gpu"))
 from cards import CARDS, HOST_SECONDS, Card
 from shapes import PROBLEMS, VOCABULARY
 
-from stillroom.planning.cost import forward_flops
-from stillroom.planning.shapes import Sizes
+from stillroom.doctor.plan.cost import forward_flops
+from stillroom.engine.trace import Sizes
 
 RECORDED = Path(__file__).parents[1] / "gpu" / "results" / "cost_model.json"
 OURS = "stillroom"

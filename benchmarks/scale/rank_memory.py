@@ -17,10 +17,10 @@ from transformers import DeepseekV3Config, LlamaConfig
 from wire import Mesh
 
 from stillroom.config import load_config
-from stillroom.planning.parts import Layout, chosen_mode, lay_out
-from stillroom.planning.shapes import Shapes, Sizes
-from stillroom.planning.sharing import Sharing
-from stillroom.planning.target import find_target
+from stillroom.doctor.plan.cost import find_gpu
+from stillroom.doctor.plan.plan import find_target
+from stillroom.engine.memory import Layout, Shapes, Sharing, chosen_mode, lay_out
+from stillroom.engine.trace import Sizes
 
 LLAMA_3, DEEPSEEK = 128_256, 129_280  # vocabularies
 FITS = 0.95  # of a card's memory: predictions are off by a few per cent
@@ -80,7 +80,7 @@ class Memory:
         for name, config in (("student", pair.student), ("teacher", pair.teacher)):
             config.save_pretrained(self.folder / name)
         self.length = length
-        self.target = replace(find_target(card=card), main_memory=1 << 40)
+        self.target = replace(find_target(gpu=find_gpu(card)), main_memory=1 << 40)
         self.shapes = Shapes(self.target)
         self._teacher: Sizes | None = None
         self._mode = ""
@@ -111,10 +111,10 @@ class Memory:
         return self._teacher
 
     def held(self, strategy: str, mesh: Mesh, teacher: str, *, rows: int) -> Held:
-        """`teacher`: replicated, sharded, cached, or own ranks: then this process is one that trains."""
+        """`teacher`: replicated, sharded or cached."""
         is_sharded = strategy in ("fsdp", "hsdp") and mesh.size > 1
         groups = mesh.inside if strategy == "hsdp" and mesh.size > 1 else 0
-        sharing = Sharing(mesh.size, is_sharded, groups, int(teacher == "own ranks"))
+        sharing = Sharing(mesh.size, is_sharded, groups)
         layout = self.layout(sharing, rows=rows, teacher=teacher)
         parts = {name: float(value) for name, value in layout.device.items()}
         return Held(layout.sizes, self.teacher, float(layout.total), parts, layout.mode)

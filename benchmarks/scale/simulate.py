@@ -8,8 +8,8 @@ with the published rates of cards and links (platforms.py), event by event (time
 process by the formulas of `stillroom plan` (rank_memory.py). The same inputs give the same file, but for the date.
 
 `hsdp` is fsdp with `train.shard_size` = the cards of a node. Teachers: `replicated` on every card; `sharded` over them,
-gathered layer by layer; on `own ranks`, a part of the cards, which send hidden states and are waited for; `served` by a
-fleet of as many cards as keep up, which sends no more than a cache stores; `cached`, asked before.
+gathered layer by layer; `served` by a fleet of as many cards as keep up, which sends no more than a cache stores;
+`cached`, asked before. Results of before `teacher.ranks` was removed also have rows of `own ranks`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from simulation_tables import written
 from timeline import Job, bottleneck, sent, step
 from wire import Mesh
 
-from stillroom.planning.shapes import Sizes
+from stillroom.engine.trace import Sizes
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
@@ -127,36 +127,6 @@ def served(world: World, row: dict[str, Any]) -> dict[str, Any]:
     return row | {"teacher": "served", "fleet": fleet, "gpu_hours_per_billion": hours}
 
 
-def own_ranks(world: World, number: int) -> dict[str, Any] | None:
-    """The best division of the cards between teacher and student, as `teacher.ranks` has it.
-
-    A card holds the whole teacher, and there are no more of them than trainers. A trainer waits for its answer, so a
-    micro-batch takes the answer, the way of the hidden states and the student's work; a teacher answers its trainers
-    one after another, so it takes at least all their answers.
-    """
-    best: dict[str, Any] | None = None
-    if world.holders > 1:
-        return None
-    for asking in sorted({max(1, number * part // 16) for part in range(1, 9)}):
-        students = number - asking
-        rows = [trained(world, one, students, "own ranks") for one in strategies(students, world.platform.node)]
-        for row in [one for one in rows if one["fits"]]:
-            tokens = row["rows"] * LENGTH
-            answer = tokens * world.teacher_seconds
-            carried = tokens * 2 * world.memory.teacher.width
-            moved = carried / (world.platform.between * platforms.LINK_SHARE / world.platform.node)
-            own = row["seconds"] / row["micro_batches"]
-            queue = -(-students // asking) * answer
-            seconds = row["micro_batches"] * max(own + answer + moved, queue)
-            if best is None or seconds < best["seconds"]:
-                name = "teacher" if max(queue, answer) > own else row["bottleneck"]
-                best = row | {"gpus": number, "teacher_gpus": asking, "seconds": seconds, "bottleneck": name}
-                best["tokens_per_second"] = TOKENS / seconds
-                best["gpu_hours_per_billion"] = number * seconds / TOKENS * 1e9 / 3600
-                best["gb_sent_between"] += row["micro_batches"] * carried / 1e9
-    return best
-
-
 def rows_of(world: World) -> Iterator[dict[str, Any]]:
     for number in NUMBERS:
         here = [trained(world, one, number, "replicated") for one in strategies(number, world.platform.node)]
@@ -167,8 +137,6 @@ def rows_of(world: World) -> Iterator[dict[str, Any]]:
         fitting = [one for one in cached if one["fits"]]
         if fitting:
             yield served(world, min(fitting, key=lambda one: float(one["seconds"])))
-        if number > 1 and (found := own_ranks(world, number)):
-            yield found
 
 
 def fleets(rows: list[dict[str, Any]], world: World, bytes_per_position: float) -> list[dict[str, Any]]:

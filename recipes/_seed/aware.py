@@ -85,8 +85,8 @@ def _diagnose(options: argparse.Namespace) -> int:
 
 def _write_fixed(order: Order, job: Job, changes: Sequence[str], path: Path) -> None:
     from stillroom.config import load, parse_assignments
+    from stillroom.config.toml import toml_lines
     from stillroom.files import write_atomically
-    from stillroom.planning.toml import toml_lines
 
     fixed = load(order.config, overrides={**job.settings, **parse_assignments(changes)}).config
     write_atomically(path, ("\n".join(toml_lines(fixed.to_dict())) + "\n").encode("utf-8"))

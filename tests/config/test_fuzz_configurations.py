@@ -15,7 +15,7 @@ from stillroom.cli import main
 from stillroom.config import legacy_json, preset_names
 from stillroom.config.load import all_keys
 from stillroom.config.schema import Config
-from stillroom.planning.toml import toml_lines
+from stillroom.config.toml import toml_lines
 
 NUM_CASES, NUM_BATCHES = 500, 20
 DOCUMENTED = {0, 2, 20, 21, 22, 23, 24, 25, 75}

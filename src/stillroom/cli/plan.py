@@ -25,7 +25,7 @@ from stillroom.config import load, parse_assignments
 from stillroom.config.given import refuse_gaps, unread_notes
 
 if TYPE_CHECKING:
-    from stillroom.planning.plan import Plan
+    from stillroom.doctor.plan.plan import Plan
 
 
 @app.command(short_help="Say what a run takes, and what makes it fit.")
@@ -56,9 +56,8 @@ def plan(
     harm, each with what it saves and costs, and --write stores the configuration that fits. Exit code 0 if the run fits
     or can be made to, else 2.
     """
-    from stillroom.planning.plan import make_plan
-    from stillroom.planning.sizes import parse_bytes
-    from stillroom.planning.target import find_target, with_processes
+    from stillroom.doctor.plan.cost import find_gpu
+    from stillroom.doctor.plan.plan import find_target, make_plan, parse_bytes, with_processes
 
     bound = parse_bytes(device_memory) if device_memory is not None else None
     named = {"teacher.model": teacher, "student.model": student, "data.train": data, "data.eval": eval_data}
@@ -73,9 +72,9 @@ def plan(
             echo(f"looking at {subject} ...", err=True)
 
     train = loaded.config.train
-    ranks, where = loaded.config.teacher.ranks, find_target(device, bound, card)
-    target = with_processes(where, processes, strategy or train.strategy, train.shard_size, ranks)
-    made = make_plan(loaded.config, target, is_quick=quick, probes=probe, tell=say)
+    gpu = find_gpu(card) if card is not None else None
+    target = with_processes(find_target(device, bound, gpu), processes, strategy or train.strategy, train.shard_size)
+    made = make_plan(loaded.config, target, gpu=gpu, is_quick=quick, probes=probe, tell=say)
     if as_json:
         print_json(made.to_dict())
     else:
@@ -87,8 +86,8 @@ def plan(
 
 
 def _print(made: Plan, notes: tuple[str, ...]) -> None:
+    from stillroom.doctor.plan.show import plan_lines
     from stillroom.telemetry.checks import wrapped
-    from stillroom.telemetry.plan import plan_lines
 
     lines = [line for note in notes for line in wrapped("note  ", note)]
     for line in [*lines, *plan_lines(made.to_dict())]:
@@ -96,9 +95,9 @@ def _print(made: Plan, notes: tuple[str, ...]) -> None:
 
 
 def _write(made: Plan, path: Path, *, is_quiet: bool) -> None:
+    from stillroom.config.toml import toml_lines
     from stillroom.errors import CannotSave
     from stillroom.files import reason_of, write_atomically
-    from stillroom.planning.toml import toml_lines
 
     if not made.is_possible:
         echo(f"{path} is not written: nothing makes the run fit", err=True)

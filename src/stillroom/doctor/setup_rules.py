@@ -30,6 +30,7 @@ from stillroom.engine.building.assemble import build_run
 from stillroom.engine.building.loss_scale import find_loss_scale
 from stillroom.engine.building.models import Models, load_models, teacher_dtype
 from stillroom.engine.building.preflight import first_forward
+from stillroom.engine.memory import AIM, Shapes, Target, chosen_mode, lay_out
 from stillroom.engine.state import RunState
 from stillroom.engine.step import attempt
 from stillroom.errors import BrokenAtStart, StillroomError
@@ -40,11 +41,8 @@ from stillroom.models.load.source import Source
 from stillroom.models.routers import describe, find_gates
 from stillroom.objectives.clamps import Clamps
 from stillroom.objectives.head.kernel import choose_kernel
-from stillroom.precision import bytes_per_parameter
 from stillroom.precision.device import check_device
-from stillroom.precision.resolve import choose
 from stillroom.schedule import steps_of_run
-from stillroom.teachers.quantised import quantised_bytes
 from stillroom.telemetry import EventLog
 
 SUBJECTS = ("machine", "installation", "configuration", "models", "tokenizers", "data", "real step")  # of the report
@@ -373,8 +371,6 @@ def steps(setup: Setup) -> Iterator[Finding]:
 
 # -- models ----------------------------------------------------------------------------------------------
 
-TIGHT = 0.8  # of the free memory, before any activation
-
 
 @rule("setup", subject="models")
 def files(setup: Setup) -> Iterator[Finding]:
@@ -460,26 +456,18 @@ def _gates(setup: Setup, models: Models) -> Iterator[Finding]:
 
 @rule("setup", subject="models")
 def memory(setup: Setup) -> Iterator[Finding]:
-    models: Models = setup.part("models")
+    """Compare the model of memory, which `plan` prints, with the machine."""
     config, machine = setup.config, setup.machine
-    own = list(models.student.parameters())
-    trained = sum(one.numel() for one in own if one.requires_grad)
-    frozen = sum(one.numel() * one.element_size() for one in own if not one.requires_grad)
-    mode, _reason = choose(config.precision.mode, machine.device, trained)
-    each = bytes_per_parameter(mode, config.precision.moments, accumulates=config.train.gradient_accumulation_steps > 1)
-    teacher = 0
-    if models.teacher is not None and config.teacher.placement in ("device", "shard"):
-        teacher = quantised_bytes(models.teacher, config.teacher.quantisation)
-    needed, free = trained * each.on_device + frozen + teacher, machine.free_device_memory
-    what = (
-        f"weights, moments and gradients take {needed / 1e9:.2f} GB of {free / 1e9:.2f} GB that are free on "
-        f"{machine.device.name}"
-    )
-    to_try = "--set precision.mode=fp16-split, --set teacher.placement=offload, or stillroom cache and teacher.cache"
-    severity: Severity = "problem" if needed > free else "warning" if needed > TIGHT * free else "fine"
-    what += ": little is left for activations" if severity == "warning" else ""
-    yield found(severity, what, to_try if severity != "fine" else "", cause="memory_short", needed_bytes=needed)
-    on_disk = trained * ((each.weights + each.extra + each.moments + each.best) * (config.checkpoint.keep + 1) + 8)
+    shapes = Shapes(Target(setup.device, machine.device, machine.free_device_memory, machine.free_memory))
+    layout = lay_out(config, shapes, chosen_mode(config, shapes)[0])
+    needed, free = layout.total, machine.free_device_memory
+    room = f"{free / 1e9:.2f} GB that are free on {machine.device.name}"
+    what = f"the run takes {needed / 1e9:.2f} GB of {room} ({layout.moment})"
+    severity: Severity = "problem" if needed > free else "warning" if needed > AIM * free else "fine"
+    what += ": predictions are off by a few per cent" if severity == "warning" else ""
+    to_try = "stillroom plan says what makes it fit" if severity != "fine" else ""
+    yield found(severity, what, to_try, cause="memory_short", needed_bytes=needed)
+    on_disk = sum(layout.disk.values())
     if on_disk > machine.free_disk:
         what = (
             f"checkpoints take {on_disk / 1e9:.1f} GB, and {machine.free_disk / 1e9:.1f} GB are free on the disk of "

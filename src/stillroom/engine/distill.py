@@ -21,7 +21,6 @@ from stillroom.engine.building.assemble import build_run
 from stillroom.engine.building.device import deterministic, find_device
 from stillroom.engine.building.input_check import InputCheck
 from stillroom.engine.building.loss_scale import find_loss_scale
-from stillroom.engine.building.micro_batch import find_micro_batch
 from stillroom.engine.building.models import Models, load_models, teacher_dtype
 from stillroom.engine.building.preflight import first_forward
 from stillroom.engine.building.shrink_student import start_note, student_name
@@ -30,7 +29,7 @@ from stillroom.engine.building.teacher_rank import answer_trainers, unused_ranks
 from stillroom.engine.ending.finish import finish, result_or_error, summary_row
 from stillroom.engine.ending.outcome import FINISHED, doubts
 from stillroom.engine.ending.result import Result
-from stillroom.engine.fitting import evaluate_held_out
+from stillroom.engine.fitting import evaluate_held_out, find_micro_batch
 from stillroom.engine.loop import judge_student, run_evaluation, training
 from stillroom.engine.recovery.recover import state_to_return_to
 from stillroom.engine.resume import (

@@ -56,6 +56,17 @@ def facts_of(device: torch.device) -> DeviceFacts:
     )
 
 
+def teacher_dtype(asked: str, facts: DeviceFacts) -> torch.dtype:
+    """The dtype a teacher is loaded in: as asked, or chosen for the device (`auto`)."""
+    if asked != "auto":
+        dtype: torch.dtype = getattr(torch, asked)
+        return dtype
+    if facts.kind != "cuda":
+        return torch.float32
+    # A teacher that was trained in bf16 may overflow FP16; without native bf16 its products would be emulated.
+    return torch.bfloat16 if facts.has_native_bf16 else torch.float16
+
+
 def check_device(facts: DeviceFacts) -> None:
     """Refuse a card that the installed torch cannot compute on, before anything is loaded."""
     if not facts.is_supported:

@@ -12,7 +12,7 @@ import torch
 from stillroom.checkpoint import CheckpointStore
 from stillroom.config import load_config
 from stillroom.config.schema import PrecisionConfig
-from stillroom.engine.building.budgets import copy_bytes, make_saves, make_snapshots, snapshot_bytes
+from stillroom.engine.building.budgets import make_saves, make_snapshots, state_copies
 from stillroom.parallel import Parallel
 from stillroom.precision import AdamW, ParameterGroup, resolve
 from stillroom.precision.policy import POLICIES
@@ -46,13 +46,13 @@ def test_the_budget_is_what_the_ring_and_the_best_student_take(mode: str, moment
     state = sum(part.numel() * part.element_size() for part in optimizer.tensors().values())
     num_copies = 4 if on_exhausted == "reset" else 3
     held = num_copies * (weights + state + 4 * projector.numel()) + weights
-    assert snapshot_bytes(config, mode, optimizer) == pytest.approx(held, rel=1e-3)
+    assert state_copies(config, mode, optimizer).kept == pytest.approx(held, rel=1e-3)
 
 
 def test_snapshots_go_to_the_disk_where_memory_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(overrides=tiny.settings(Path()))
     _student, optimizer = parts("fp32", "float32")
-    needed = snapshot_bytes(config, "fp32", optimizer)
+    needed = state_copies(config, "fp32", optimizer).kept
     store, log = CheckpointStore(tmp_path), SilentLog()
     for free, kind in ((int(needed / 0.4) + 10, SnapshotRing), (int(needed / 0.4) - 10, CheckpointSnapshots)):
         monkeypatch.setattr(psutil, "virtual_memory", lambda free=free: type("Memory", (), {"available": free}))
@@ -65,10 +65,10 @@ def test_checkpoints_are_written_in_the_background_where_memory_is_ample(
 ) -> None:
     config = load_config(overrides=tiny.settings(Path(), checkpoint__background=asked))
     _student, optimizer = parts("fp32", "float32")
-    copied = copy_bytes(config, "fp32", optimizer)
+    copied = state_copies(config, "fp32", optimizer).to_save
     trained = sum(4 * cell.parameter.numel() for cells in optimizer.cells.values() for cell in cells)
     assert copied == 3 * trained, "weights and both moments"
-    needed = copied + snapshot_bytes(config, "fp32", optimizer)
+    needed = copied + state_copies(config, "fp32", optimizer).kept
     for free, is_ample in ((int(needed / 0.4) + 10, True), (int(needed / 0.4) - 10, False)):
         monkeypatch.setattr(psutil, "virtual_memory", lambda free=free: type("Memory", (), {"available": free}))
         with EventLog(tmp_path / f"{asked}-{is_ample}.jsonl") as log:
@@ -89,4 +89,4 @@ def test_what_is_kept_in_fp32_in_every_mode_is_counted_so(mode: str) -> None:
     state = sum(part.numel() * part.element_size() for part in optimizer.tensors().values())
     held = config.guard.snapshot_ring * (4 * matrix.numel() + state) + 4 * matrix.numel()
     assert matrix.dtype == torch.float32
-    assert snapshot_bytes(config, mode, optimizer) == pytest.approx(held, rel=1e-3)
+    assert state_copies(config, mode, optimizer).kept == pytest.approx(held, rel=1e-3)

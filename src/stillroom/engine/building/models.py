@@ -42,6 +42,7 @@ from stillroom.models.shrink.cut import Cut
 from stillroom.objectives.objective import Matched
 from stillroom.parallel import Parallel
 from stillroom.precision.device import facts_of
+from stillroom.precision.device import teacher_dtype as dtype_on
 from stillroom.teachers.elsewhere import open_remote
 from stillroom.teachers.make import check_teacher_settings, open_live
 from stillroom.teachers.quantised import check_quantisation
@@ -222,10 +223,4 @@ def _cut(
 
 
 def teacher_dtype(config: Config, device: torch.device) -> torch.dtype:
-    if config.teacher.dtype != "auto":
-        dtype: torch.dtype = getattr(torch, config.teacher.dtype)
-        return dtype
-    if device.type != "cuda":
-        return torch.float32
-    # A teacher that was trained in bf16 may overflow FP16; without native bf16 its products would be emulated.
-    return torch.bfloat16 if facts_of(device).has_native_bf16 else torch.float16
+    return dtype_on(config.teacher.dtype, facts_of(device))

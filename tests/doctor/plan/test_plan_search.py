@@ -1,8 +1,9 @@
-"""Changes that make a run fit: in order of harm, no more than needed, and true of a real step."""
+"""Changes that make a run fit: in order of harm, no more than needed, and true of a real step. Its cost."""
 
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,16 @@ import tiny
 import torch
 
 from stillroom.config import Config, load_config
+from stillroom.config.toml import toml_lines
+from stillroom.doctor.plan.cost import Cost, cost_of, find_gpu, forward_flops
+from stillroom.doctor.plan.plan import changed, find_target, fit, parse_bytes
 from stillroom.engine.building.assemble import build_run
 from stillroom.engine.building.models import load_models
+from stillroom.engine.memory import COPY, Shapes, lay_out
 from stillroom.engine.state import RunState
 from stillroom.engine.step import train_step
-from stillroom.planning.fit import changed, fit
-from stillroom.planning.live import LiveTensors
-from stillroom.planning.parts import COPY, lay_out
-from stillroom.planning.shapes import Shapes
-from stillroom.planning.target import find_target
-from stillroom.planning.toml import toml_lines
+from stillroom.engine.trace import LiveTensors
+from stillroom.errors import ConfigError
 from stillroom.telemetry import EventLog
 
 
@@ -138,3 +139,50 @@ def test_every_setting_survives_a_toml_file(world: Path, tmp_path: Path) -> None
         },
     )
     assert _read_back(config, tmp_path) == config
+
+
+# ---- Cost and amounts
+
+
+COST = Cost(100, 1000, 10, 4.0, 6.0, 3.0, None, "", 48.0)
+
+
+def test_a_cache_pays_from_the_second_pass_on() -> None:
+    assert replace(COST, passes=1.0).cached_over_live == pytest.approx(1.0)
+    assert COST.cached_over_live == pytest.approx((6 + 4 * 3) / (4 * 9))
+
+
+def test_a_named_card_gives_a_time_that_is_called_a_model() -> None:
+    config = load_config(overrides={"train.max_steps": 10})
+    gpu = find_gpu("T4")
+    layout = lay_out(config, Shapes(find_target(gpu=gpu)), "fp16-mixed")
+    cost = cost_of(config, layout, teacher=layout.teacher, gpu=gpu)
+    assert cost.seconds_from.startswith("a model")
+    assert cost.seconds_per_step == pytest.approx(
+        cost.tokens_per_step * (cost.teacher_flops_per_token + cost.student_flops_per_token) / 65e12
+    )
+    assert layout.teacher is not None
+    assert cost.student_flops_per_token == 3 * forward_flops(layout.sizes, config.data.max_length)
+    assert cost.ratio == cost.teacher_flops_per_token / cost.student_flops_per_token
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("16GB", 16 * 10**9), ("15.5 GiB", int(15.5 * 2**30)), ("800mb", 8 * 10**8), ("1024 B", 1024), ("2T", 2 * 10**12)],
+)
+def test_amounts_are_read_in_powers_of_ten_and_of_two(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["16", "15.9", " 17179869184 "])
+def test_a_number_without_a_unit_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_bytes(text)
+    assert f"{text.strip()}GB" in caught.value.advice[0]
+
+
+@pytest.mark.parametrize("text", ["16XB", "", "GB", "-4GB", "0GB", "nan", "1e9", "16 GB GB"])
+def test_what_is_no_amount_is_refused_with_examples(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_bytes(text)
+    assert "16GB" in caught.value.advice[0]
