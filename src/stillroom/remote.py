@@ -155,25 +155,17 @@ class Store:
 
     def entries(self, under: str = "") -> dict[str, RemoteFile]:
         """All files by name, hidden ones too; those of a folder where `under` names one. Empty where there is none."""
-
-        def find() -> dict[str, Any]:
-            self._files.invalidate_cache()
-            try:
-                return dict(self._files.find(self._path(under), detail=True))
-            except FileNotFoundError:
-                return {}
-
-        found, start = self._ask(find), len(self._root) + 1
+        found = self._ask(lambda: self._files.find(self._path(under), detail=True), under) or {}
+        start = len(self._root) + 1
         files = [_file(path, path[start:], info) for path, info in sorted(found.items()) if len(path) >= start]
         return {file.name: file for file in files}
 
     def listed(self) -> list[RemoteFile]:
         """The file, or the files that a glob or a folder stands for, by name. Hidden ones are left out."""
-        self._files.invalidate_cache()
         root = self._root
         if any(sign in root for sign in "*?["):
             root = re.split(r"[*?\[]", root)[0].rpartition("/")[0]
-            found = self._ask(lambda: self._files.glob(self._root, detail=True))
+            found = self._ask(lambda: self._files.glob(self._root, detail=True)) or {}
             found = {path: info for path, info in found.items() if info.get("type") != "directory"}
         elif self._ask(lambda: self._files.isfile(self._root)):
             root = root.rpartition("/")[0]
@@ -187,39 +179,30 @@ class Store:
         files = [_file(path, path[len(root) :].lstrip("/"), info) for path, info in sorted(found.items())]
         return [one for one in files if not is_hidden(one.name)]
 
-    def _ask(self, work: Callable[[], Any]) -> Any:
-        try:
-            return again(work, self.url)
-        except ValueError as error:  # such as an address without a bucket
-            raise AddressUnusable(
-                f"{self.url} cannot be listed: {reason_of(error)}", advice=["check the address: s3://BUCKET/PATH"]
-            ) from error
-
     def size(self, name: str) -> int | None:
         """The size of a file; None where there is none. Asks for the file itself, because a listing may be late."""
-
-        def ask() -> int | None:
-            self._files.invalidate_cache()
-            try:
-                return int(self._files.info(self._path(name)).get("size") or 0)
-            except FileNotFoundError:
-                return None
-
-        found: int | None = again(ask, f"{self.url}/{name}")
-        return found
+        info = self._ask(lambda: self._files.info(self._path(name)), name)
+        return None if info is None else int(info.get("size") or 0)
 
     def read(self, name: str) -> bytes | None:
         """The contents of a small file; None where there is none."""
+        contents = self._ask(lambda: self._files.cat_file(self._path(name)), name)
+        return None if contents is None else bytes(contents)
 
-        def cat() -> bytes | None:
+    def _ask(self, work: Callable[[], Any], name: str = "") -> Any:
+        """What the store says now; None where there is no such file."""
+
+        def ask() -> Any:
             self._files.invalidate_cache()
-            try:
-                return bytes(self._files.cat_file(self._path(name)))
-            except FileNotFoundError:
-                return None
+            with contextlib.suppress(FileNotFoundError):
+                return work()
 
-        found: bytes | None = again(cat, f"{self.url}/{name}")
-        return found
+        try:
+            return again(ask, f"{self.url}/{name}" if name else self.url)
+        except ValueError as error:  # such as an address without a bucket
+            raise AddressUnusable(
+                f"{self.url} cannot be read: {reason_of(error)}", advice=["check the address: s3://BUCKET/PATH"]
+            ) from error
 
     def begin(self, name: str, num_bytes: int) -> bytes:
         """The first bytes of a file."""
@@ -319,7 +302,7 @@ class Store:
             )
 
     def _write(self, work: Callable[[], Any], name: str) -> Any:
-        return again(work, f"{self.url}/{name}", is_read=False, end=CannotSave)
+        return again(work, f"{self.url}/{name}", is_read=False)
 
     @property
     def can_create(self) -> bool:
@@ -359,15 +342,9 @@ def is_trouble(error: BaseException) -> bool:
     return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in _CLIENTS
 
 
-def again(
-    work: Callable[[], Any],
-    what: str,
-    *,
-    is_read: bool = True,
-    end: type[StillroomError] = AddressUnusable,
-    where: str = "",
-) -> Any:
+def again(work: Callable[[], Any], what: str, *, is_read: bool = True) -> Any:
     """Do some work with a store that may fail for a moment. What is not there, or not allowed, is not tried again."""
+    end: type[StillroomError] = AddressUnusable if is_read else CannotSave
     done = "read" if is_read else "written"
     for number in range(_TRIES):
         try:
@@ -377,13 +354,13 @@ def again(
                 raise
             if isinstance(error, FileNotFoundError):
                 reason = "does not exist" if is_read else f"cannot be written: {reason_of(error)}"
-                raise end(f"{what} {reason}", where=where, advice=["check the address"]) from error
+                raise end(f"{what} {reason}", advice=["check the address"]) from error
             if isinstance(error, PermissionError) or type(error).__name__ == "NoCredentialsError":
                 reason = f"may not be {done}: {reason_of(error)}"
-                raise end(f"{what} {reason}", where=where, advice=["check the store's keys"]) from error
+                raise end(f"{what} {reason}", advice=["check the store's keys"]) from error
             if number == _TRIES - 1:
                 reason = f"cannot be {done}, in {_TRIES} tries: {reason_of(error)}"
-                raise end(f"{what} {reason}", where=where, advice=["check the connection"]) from error
+                raise end(f"{what} {reason}", advice=["check the connection"]) from error
             time.sleep(_PAUSE * 2**number)
     raise AssertionError
 
@@ -521,19 +498,17 @@ class Owner:
     def _replace(self) -> None:
         """Replace an owner that has ended. Of several that try, the one does that creates a file named after it."""
         before, owner = self._read()
-        if before is None:  # given back in this moment
-            if self._store.create(OWNER, self._contents()):
-                return
-            raise self._taken({})
-        if not self._is_abandoned(before, owner):
+        if before is not None and not self._is_abandoned(before, owner):
             raise self._taken(owner)
-        lock = f"{HIDDEN}/taken-{hashlib.blake2b(before, digest_size=8).hexdigest()}"
+        lock = f"{HIDDEN}/taken-{hashlib.blake2b(before or b'', digest_size=8).hexdigest()}"
         if not self._store.create(lock, self.token.encode("ascii")):
             raise self._taken({})
         try:
-            if self._store.read(OWNER) != before:
+            there = self._store.read(OWNER)
+            if there is not None and there == before:
+                self._store.write(OWNER, self._contents())
+            elif there is not None or not self._store.create(OWNER, self._contents()):
                 raise self._taken({})
-            self._store.write(OWNER, self._contents())
         finally:
             self._store.remove([lock])
 
@@ -545,8 +520,8 @@ class Owner:
             return is_ended
         for _ in range(_RENEWALS):
             self._sleep(self._seconds / _RENEWALS)
-            if self._store.read(OWNER) != before:
-                return False
+            if (now := self._store.read(OWNER)) != before:
+                return now is None  # given back
         return True
 
     def _keep_renewing(self) -> None:
