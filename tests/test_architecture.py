@@ -15,10 +15,10 @@ SOURCE = Path(__file__).parent.parent / "src" / "stillroom"
 
 LAYERS = [
     {"secret_keys"},
-    {"errors", "threads"},
-    {"files", "stored"},
+    {"errors", "threads", "locks"},
+    {"files"},
     {"types", "config", "ends", "remote"},
-    {"numerics", "curriculum", "schedule", "guard", "builtin", "yardsticks", "stores"},
+    {"numerics", "curriculum", "schedule", "guard", "builtin", "yardsticks"},
     {"objectives", "precision", "data", "models"},
     {"teachers", "telemetry", "parallel", "shard_files"},
     {"evaluation", "checkpoint", "snapshots", "doctor", "measures"},

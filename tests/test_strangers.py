@@ -37,9 +37,7 @@ from stillroom.models.load import source as sources
 from stillroom.models.load.files import fetch_base
 from stillroom.models.load.open import load_tokenizer
 from stillroom.models.load.source import Source, runs_code
-from stillroom.stores.files import StoreFiles
-from stillroom.stores.index import Index
-from stillroom.stores.reading import here
+from stillroom.remote import Commit, RemoteFile, Store, here, read_commit
 from stillroom.teachers.cache.in_store import Origin, folder_of
 from stillroom.teachers.cache.reader import Cache
 from stillroom.teachers.cache.writer import open_store, write_missing
@@ -87,15 +85,10 @@ def test_a_listing_leaves_hidden_names_out_and_refuses_names_that_lead_up() -> N
 OUTSIDE = {
     "checkpoint.py": {"f'{TEMPORARY}step-{step:06d}-{owner}'"},  # a number and a word of ours
     "shard_files.py": set(),
-    "remote.py": {"key_of(url)", "name"},  # a word of ours: the kind of copies
-    "stores/files.py": set(),
-    "stores/index.py": {"State.NAME"},
-    "stores/lease.py": {"_RENEWALS", "self._seconds"},  # numbers
-    "stores/mirror.py": {"name", "str(self._num_taken)"},  # names that were listed in the run's own folder
-    "stores/reading.py": set(),
-    "engine/run_folder/from_store.py": {"place"},  # a checkpoint's folder by its number
-    "engine/run_folder/place.py": {"key_of(url)"},
-    "teachers/cache/in_store.py": {"path.name", "name", "key_of(url)"},  # heads and marks of a joined path; constants
+    # A word of ours (the kind of copies), numbers, and names that were listed in the run's own folder.
+    "remote.py": {"key_of(url)", "name", "path.relative_to(self.folder)"},
+    "engine/run_folder/place.py": {"key_of(url)", "place"},  # a checkpoint's folder by its number
+    "teachers/cache/in_store.py": {"path.name", "name", "key_of(url)"},  # notes of a joined path; constants
     "teachers/cache/manifest.py": set(),
     "teachers/cache/reader.py": {"positions"},  # a number
     "models/load/files.py": {"file", "name"},  # shards that `_check_index` passed; names that callers write out
@@ -139,8 +132,8 @@ def test_names_from_outside_are_joined_to_paths_in_one_place(module: str) -> Non
 
 @pytest.mark.parametrize(
     "module",
-    ["checkpoint.py", "shard_files.py", "remote.py", "stores/reading.py", "engine/run_folder/from_store.py",
-     "engine/run_folder/place.py", "teachers/cache/in_store.py", "models/load/files.py"],
+    ["checkpoint.py", "files.py", "remote.py", "engine/run_folder/place.py", "teachers/cache/in_store.py",
+     "models/load/files.py"],
 )  # fmt: skip
 def test_every_reader_of_outside_names_uses_the_one_join(module: str) -> None:
     tree = ast.parse((SOURCE / module).read_text(encoding="utf-8"))
@@ -178,7 +171,7 @@ def _everything(folder: Path) -> set[str]:
 def test_a_store_s_commit_that_names_files_outside_writes_nothing(store: Path, tmp_path: Path, name: str) -> None:
     (store.parent / "planted").write_text("evil")
     (store / ".planted").write_text("evil")
-    commit = store / Index.NAME
+    commit = store / remote.COMMIT
     table = json.loads(commit.read_text())
     table["files"][name] = {"bytes": 4, "sha256": "0"}
     commit.write_text(json.dumps(table))
@@ -192,14 +185,15 @@ def test_a_store_s_commit_that_names_files_outside_writes_nothing(store: Path, t
 
 def _listing(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     """Let a store list names that only an object store can have."""
-    listed = StoreFiles.entries
+    listed = Store.entries
 
-    def entries(self: StoreFiles, under: str = "") -> dict[str, tuple[int, str]]:
-        return {**listed(self, under), **{name: (4, "mark") for name in names if name.startswith(under)}}
+    def entries(self: Store, under: str = "") -> dict[str, RemoteFile]:
+        added = {name: RemoteFile(name, name, 4, "mark") for name in names if name.startswith(under)}
+        return {**listed(self, under), **added}
 
-    monkeypatch.setattr(StoreFiles, "entries", entries)
-    monkeypatch.setattr(StoreFiles, "get", lambda _self, _name, into: into.write_text("evil"))
-    monkeypatch.setattr(StoreFiles, "begin", lambda _self, _name, _num_bytes: b"evil")
+    monkeypatch.setattr(Store, "entries", entries)
+    monkeypatch.setattr(Store, "get", lambda _self, _name, into: into.write_text("evil"))
+    monkeypatch.setattr(Store, "begin", lambda _self, _name, _num_bytes: b"evil")
 
 
 def test_a_run_in_a_store_whose_keys_lead_up_is_refused(
@@ -225,10 +219,8 @@ def test_a_cache_in_a_store_whose_keys_lead_up_is_refused(
 def test_a_listing_of_data_whose_keys_lead_up_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "a.jsonl").write_text("{}\n")
-    monkeypatch.setattr(
-        remote.Store, "_find", lambda self: {f"{self.path}/../../evil.jsonl": {"size": 3, "type": "file"}}
-    )
-    monkeypatch.setattr(remote.Store, "copy", lambda _self, _file, into: into.write_text("evil"))
+    monkeypatch.setattr(Store, "listed", lambda _self: [RemoteFile("x", "../../evil.jsonl", 3, "mark")])
+    monkeypatch.setattr(Store, "copy", lambda _self, _file, into: into.write_text("evil"))
     with pytest.raises(OutsideName):
         remote.local_copy(f"file://{tmp_path}/data")
     assert not list(tmp_path.rglob("evil*"))
@@ -251,33 +243,28 @@ def test_a_folder_does_not_say_where_its_shards_come_from(tmp_path: Path) -> Non
 
 def test_a_commit_on_a_disk_is_the_old_one_or_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kill in the middle of the write leaves the commit before it."""
-    files = StoreFiles(f"file://{tmp_path}/store")
-    Index("run", 1, {}).write(files)
+    place = Store(f"file://{tmp_path}/store")
+    place.write(remote.COMMIT, Commit(id="one", files={}).to_bytes())
 
     def killed(*_arguments: Any, **_options: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Path, "replace", killed)
     with pytest.raises(KeyboardInterrupt):
-        Index("run", 2, {}).write(files)
+        place.write(remote.COMMIT, Commit(id="two", files={}).to_bytes())
     monkeypatch.undo()
-    found = Index.read(files)
-    assert found is not None and found.number == 1
+    found = read_commit(place)
+    assert found is not None and found.id == "one"
 
 
-@pytest.mark.parametrize("left", [b"", b'{"run": "ru', b"[]", b"{}"])
-def test_a_commit_that_was_cut_short_is_read_under_its_second_name(
-    tmp_path: Path, faulty: type[FaultyStore], left: bytes
-) -> None:
-    files = StoreFiles(f"faulty://{tmp_path}/store")
-    Index("run", 1, {}).write(files)
-    files.write(Index.AHEAD, Index("run", 2, {}).to_bytes())
-    files.write(Index.NAME, left)
-    found = Index.read(files)
-    assert found is not None and found.number == 2
-    files.remove([Index.AHEAD])
+@pytest.mark.parametrize(
+    "left", [b"", b'{"files": {"ru', b"[]", b"{}", b'{"files": {"a": {"sha256": 3}}}', b"[" * 99_999]
+)
+def test_a_commit_that_is_damaged_is_an_error(tmp_path: Path, left: bytes) -> None:
+    place = Store(f"file://{tmp_path}/store")
+    place.write(remote.COMMIT, left)
     with pytest.raises(DataError):
-        Index.read(files)
+        read_commit(place)
 
 
 def test_a_run_on_a_disk_by_address_survives_a_kill_in_its_commit(
@@ -291,7 +278,7 @@ def test_a_run_on_a_disk_by_address_survives_a_kill_in_its_commit(
         written = files.write_durably
 
         def write(path: Path, contents: bytes) -> Any:
-            if "commit.json" in path.name and b'"number": 2' in contents:
+            if "commit.json" in path.name and (tmp_path / "store" / "run" / remote.COMMIT).exists():
                 path.write_bytes(contents[: len(contents) // 2])
                 os.kill(os.getpid(), signal.SIGKILL)
             return written(path, contents)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import json
 import os
 import re
@@ -32,14 +31,28 @@ from safetensors.torch import save as to_safetensors
 from torch import Tensor
 
 from stillroom.errors import CannotSave, CheckpointUnusable
-from stillroom.files import TEMPORARY, flush_folder, inside, mend, reason_of, remove_folder, swap_in, write_atomically
-from stillroom.files import write_durably as _write
+from stillroom.files import (
+    TEMPORARY,
+    Count,
+    FileSum,
+    Manifest,
+    Stored,
+    flush_folder,
+    inside,
+    mend,
+    reason_of,
+    remove_folder,
+    sum_of_bytes,
+    swap_in,
+    write_atomically,
+    write_durably,
+)
 from stillroom.shard_files import read_shards, write_shards
-from stillroom.stored import Count, Stored
 
 if TYPE_CHECKING:
     from stillroom.parallel import Parallel
 
+MANIFEST = "manifest.json"
 FORMAT = 1
 SHARDED_FORMAT = 2  # parts of tensors in one file for each process, see shard_files.py
 _NAME = re.compile(r"^step-(\d{6,})$")
@@ -49,22 +62,17 @@ _DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionEr
 TensorGroups = Mapping[str, Mapping[str, Tensor]]
 
 
-class _Sum(Stored):
-    sha256: str
-
-
 class _Line(Stored):
     """The one field of a manifest that orders checkpoints: also those that are rejected when read."""
 
     line: Count = 0
 
 
-class _Manifest(_Line):
+class CheckpointManifest(Manifest, _Line):
     """manifest.json of a checkpoint."""
 
     format: int
     step: Count
-    files: dict[str, _Sum]
 
 
 class _Note(Stored):
@@ -128,10 +136,10 @@ class CheckpointStore:
         """Write a checkpoint and prune old ones. An older checkpoint is never touched before the new one is whole."""
         with self._saving(step, str(os.getpid())) as temporary:
             self._make(temporary)
-            sums: dict[str, dict[str, Any]] = {}
+            sums: dict[str, FileSum] = {}
             for group, named in tensors.items():
                 contents = to_safetensors({name: tensor.detach().cpu().contiguous() for name, tensor in named.items()})
-                sums[f"{group}.safetensors"] = _write(temporary / f"{group}.safetensors", contents)
+                sums[f"{group}.safetensors"] = write_durably(temporary / f"{group}.safetensors", contents)
                 self.at_point("while_writing")
             return self._commit(temporary, step, FORMAT, sums, scalars)
 
@@ -144,7 +152,7 @@ class CheckpointStore:
             parallel.together(lambda: self._make(temporary) if parallel.is_first else None)
             parallel.together(lambda: self.at_point("while_writing"))
             written = parallel.together(lambda: self._write_parts(temporary, tensors, parallel))
-            sums = {name: one for process in parallel.collect(written) for name, one in process.items()}
+            sums = {name: FileSum.of(one) for process in parallel.collect(written) for name, one in process.items()}
             parallel.together(
                 lambda: self._commit(temporary, step, SHARDED_FORMAT, sums, scalars) if parallel.is_first else None
             )
@@ -152,7 +160,7 @@ class CheckpointStore:
 
     def _write_parts(self, temporary: Path, tensors: TensorGroups, parallel: Parallel) -> dict[str, dict[str, Any]]:
         with parallel.asking_peers():
-            return write_shards(temporary, tensors, parallel)
+            return {name: one.model_dump() for name, one in write_shards(temporary, tensors, parallel).items()}
 
     @contextlib.contextmanager
     def _saving(self, step: int, owner: str) -> Iterator[Path]:
@@ -176,13 +184,13 @@ class CheckpointStore:
         temporary.mkdir()
 
     def _commit(
-        self, temporary: Path, step: int, kind: int, sums: dict[str, dict[str, Any]], scalars: Mapping[str, Any]
+        self, temporary: Path, step: int, kind: int, sums: dict[str, FileSum], scalars: Mapping[str, Any]
     ) -> Path:
         """Seal what was written, move it into its place and prune old checkpoints."""
         final = self.folder / f"step-{step:06d}"
-        sums["state.json"] = _write(temporary / "state.json", _json(scalars))
-        manifest = {"format": kind, "step": step, "line": self.line, "files": sums}
-        _write(temporary / "manifest.json", _json(manifest))
+        sums["state.json"] = write_durably(temporary / "state.json", _json(scalars))
+        manifest = CheckpointManifest(format=kind, step=step, line=self.line, files=sums)
+        write_durably(temporary / MANIFEST, manifest.to_bytes())
         flush_folder(temporary)
         self.at_point("before_rename")
         with self._commits:
@@ -202,7 +210,7 @@ class CheckpointStore:
     def prune(self, keep: int | None = None) -> None:
         """Remove all but the newest checkpoints; only folders that carry our name and our manifest."""
         for path in self._paths()[keep if keep is not None else self.keep :]:
-            if (path / "manifest.json").exists():
+            if (path / MANIFEST).exists():
                 # One that cannot be removed is tried again at the next save.
                 with contextlib.suppress(OSError):
                     remove_folder(path)
@@ -256,7 +264,7 @@ class CheckpointStore:
         if not any(line >= mark.line for line in lines.values()):
             return
         for path, line in lines.items():
-            if not mark_keeps(mark, line, _step(path)) and (path / "manifest.json").exists():
+            if not mark_keeps(mark, line, _step(path)) and (path / MANIFEST).exists():
                 remove_folder(path)
                 self.at_point("while_retiring")
         flush_folder(self.folder)
@@ -338,7 +346,7 @@ def _step(path: Path) -> int:
 def _line(path: Path) -> int:
     """The line a checkpoint was saved in. One whose manifest cannot be read is of none, and is rejected when read."""
     try:
-        return _Line.of(json.loads((path / "manifest.json").read_bytes())).line
+        return _Line.of(json.loads((path / MANIFEST).read_bytes())).line
     except _DAMAGE:
         return -1
 
@@ -349,15 +357,15 @@ def _said(error: BaseException) -> str:
 
 def _read(path: Path) -> tuple[int, TensorGroups, Mapping[str, Any]]:
     """A verified checkpoint. What is loaded is the very bytes that were summed."""
-    manifest = _Manifest.of(json.loads((path / "manifest.json").read_bytes()))
+    manifest = CheckpointManifest.parse((path / MANIFEST).read_bytes())
     if manifest.format == SHARDED_FORMAT:
-        return manifest.step, *read_shards(path, {name: one.sha256 for name, one in manifest.files.items()})
+        return manifest.step, *read_shards(path, manifest)
     if manifest.format != FORMAT:
         raise ValueError(f"format {manifest.format} is not one this version reads")
     contents: dict[str, bytes] = {}
     for name, expected in manifest.files.items():
         contents[name] = inside(path, name).read_bytes()
-        if hashlib.sha256(contents[name]).hexdigest() != expected.sha256:
+        if sum_of_bytes(contents[name]).sha256 != expected.sha256:
             raise ValueError(f"{name} does not match its sha256")
     scalars = json.loads(contents.pop("state.json"))
     tensors = {name.removesuffix(".safetensors"): load_safetensors(data) for name, data in contents.items()}

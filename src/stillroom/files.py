@@ -1,10 +1,15 @@
-"""Replace files and folders atomically, and durably once they are in place."""
+"""Files and folders: replaced atomically and durably, vouched for by sha256 sums, named from outside only within.
+
+A manifest is the one form in which files are vouched for: their names with sha256 and size. Checkpoints and runs in a
+store have one, each with facts of its own. The sums guard against damage, not against an attacker.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import hashlib
+import json
 import os
 import re
 import secrets
@@ -12,19 +17,18 @@ import shutil
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from stillroom.errors import OutsideName
-
-try:
-    import fcntl
-except ImportError:  # not a Unix
-    fcntl = None  # type: ignore[assignment]
+from stillroom.locks import Lock, hold
 
 TEMPORARY = ".tmp-"
-_TRIES = 5
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _UNFIT = re.compile(r"[\\\x00-\x1f]|^[A-Za-z]:")  # another system's separators and drives, and control characters
+LARGEST = 2**53  # what every reader of JSON takes for the same whole number
+Count = Annotated[int, Field(ge=0, le=LARGEST)]
 _FULL_WORDS = re.compile(r"no space left|quota exceeded|os error (?:28|122)\b|file too large", re.IGNORECASE)
 
 
@@ -72,13 +76,78 @@ def new_run_folder(name: str) -> Path:
     return folder
 
 
-def write_durably(path: Path, contents: bytes) -> dict[str, Any]:
-    """Write a file and flush it to the disk. Return its size and sha256."""
+# -- what a file that is read back says ------------------------------------------------------------------
+
+
+class Stored(BaseModel):
+    """Values of a file that a run reads back: each format states its types once, and a wrong one is an error.
+
+    A checksum says that a file is what was written, not that its values can be used. No value is converted, none is
+    infinite or NaN; keys that are not named here are ignored.
+    """
+
+    model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
+
+    @classmethod
+    def of(cls, value: object) -> Self:
+        """Read JSON values. Raise ValueError in one line, with the key that is wrong."""
+        try:
+            return cls.model_validate(value)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            key = ".".join(str(part) for part in first["loc"]) or "the value"
+            raise ValueError(f"{key}: {first['msg'][:1].lower()}{first['msg'][1:]}") from None
+
+
+class FileSum(Stored):
+    """What is known of a file's contents."""
+
+    sha256: str
+    bytes: Count = 0
+
+
+def sum_of_bytes(contents: bytes) -> FileSum:
+    return FileSum(sha256=hashlib.sha256(contents).hexdigest(), bytes=len(contents))
+
+
+def sum_of_file(path: Path) -> FileSum:
+    with path.open("rb") as file:
+        return FileSum(sha256=hashlib.file_digest(file, "sha256").hexdigest(), bytes=os.fstat(file.fileno()).st_size)
+
+
+class Manifest(Stored):
+    """Files of a folder with their sums. A format adds its own facts as fields."""
+
+    files: dict[str, FileSum]
+
+    @classmethod
+    def parse(cls, contents: bytes) -> Self:
+        """Read a manifest. Raise ValueError where it is none."""
+        try:
+            return cls.of(json.loads(contents))
+        except RecursionError as error:
+            raise ValueError("its values are nested too deeply") from error
+
+    def to_bytes(self) -> bytes:
+        return json.dumps(self.model_dump(), allow_nan=False, sort_keys=True).encode("utf-8")
+
+    def check(self, folder: Path) -> None:
+        """Raise ValueError for the first file that is not what was written, OSError for one that cannot be read."""
+        for name, expected in self.files.items():
+            if sum_of_file(inside(folder, name)).sha256 != expected.sha256:
+                raise ValueError(f"{name} does not match its sha256")
+
+
+# -- writing ---------------------------------------------------------------------------------------------
+
+
+def write_durably(path: Path, contents: bytes) -> FileSum:
+    """Write a file and flush it to the disk. Return its sum."""
     with path.open("wb") as file:
         file.write(contents)
         file.flush()
         os.fsync(file.fileno())
-    return {"sha256": hashlib.sha256(contents).hexdigest(), "bytes": len(contents)}
+    return sum_of_bytes(contents)
 
 
 def write_atomically(path: Path, contents: bytes, *, mark: str = "") -> None:
@@ -94,23 +163,6 @@ def write_atomically(path: Path, contents: bytes, *, mark: str = "") -> None:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
-    flush_folder(path.parent)
-
-
-def create_atomically(path: Path, contents: bytes) -> None:
-    """Create a file that is whole from its first moment. Raise FileExistsError where there is one."""
-    temporary = path.with_name(f"{TEMPORARY}{path.name}-{secrets.token_hex(6)}")
-    try:
-        write_durably(temporary, contents)
-        try:
-            os.link(temporary, path)
-        except FileExistsError:
-            raise
-        except OSError:  # a disk without hard links
-            with path.open("xb") as file:
-                file.write(contents)
-    finally:
-        temporary.unlink(missing_ok=True)
     flush_folder(path.parent)
 
 
@@ -172,7 +224,7 @@ def replaced_folder(final: Path) -> Iterator[Path]:
     """
     _remove_abandoned(final)
     temporary, lock = _new_locked_folder(final)
-    with _closing(lock):
+    with lock:
         try:
             yield temporary
             for path in temporary.rglob("*"):
@@ -185,61 +237,34 @@ def replaced_folder(final: Path) -> Iterator[Path]:
         swap_in(temporary, final)
 
 
-@contextlib.contextmanager
-def _closing(handle: int) -> Iterator[None]:
+def _new_locked_folder(final: Path) -> tuple[Path, Lock]:
+    """(a new folder beside `final`, its lock). The lock lies beside it and not within: it is moved as it is."""
+    temporary = final.with_name(f"{TEMPORARY}{final.name}-{os.getpid()}-{secrets.token_hex(4)}")
+    lock = hold(_lock_of(temporary))
     try:
-        yield
-    finally:
-        os.close(handle)
-
-
-def _new_locked_folder(final: Path) -> tuple[Path, int]:
-    """(a new folder beside `final`, the handle of its lock). The lock ends with its process, on whatever machine.
-
-    Another process may take the folder for abandoned before it is locked: then take another.
-    """
-    for _ in range(_TRIES):
-        temporary = final.with_name(f"{TEMPORARY}{final.name}-{os.getpid()}-{secrets.token_hex(4)}")
         temporary.mkdir()
-        try:
-            handle = os.open(temporary if fcntl is not None else os.devnull, os.O_RDONLY)
-        except FileNotFoundError:
-            continue
-        if _lock(handle) is not False and temporary.exists():
-            return temporary, handle
-        os.close(handle)
-    raise FileExistsError(errno.EEXIST, "other processes remove what is begun here", str(final))
+    except OSError:
+        lock.release()
+        raise
+    return temporary, lock
+
+
+def _lock_of(temporary: Path) -> Path:
+    return temporary.with_name(f"{temporary.name}.lock")
 
 
 def _remove_abandoned(final: Path) -> None:
-    """Remove unfinished folders whose process has ended: nobody holds their lock. Without locks nothing is removed."""
-    ours = re.compile(re.escape(f"{TEMPORARY}{final.name}-") + r"\d+(-[0-9a-f]{8})?")  # earlier versions had no token
-    for path in final.parent.iterdir():
-        if not ours.fullmatch(path.name) or path.is_symlink() or not path.is_dir():
-            continue
-        try:
-            handle = os.open(path, os.O_RDONLY)
-        except OSError:
-            continue
-        with _closing(handle):
-            if _lock(handle):
-                shutil.rmtree(path, ignore_errors=True)
-
-
-def _lock(handle: int) -> bool | None:
-    """Whether a file or folder is locked by us now; None where the disk has no locks."""
-    if fcntl is None:
-        return None
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return None
-    return True
+    """Remove unfinished folders whose process has ended: nobody holds their lock."""
+    ours = re.compile(re.escape(f"{TEMPORARY}{final.name}-") + r"\d+(-[0-9a-f]{8})?(\.lock)?")
+    for path in [path for path in final.parent.iterdir() if ours.fullmatch(path.name) and not path.is_symlink()]:
+        left = path.with_name(path.name.removesuffix(".lock"))
+        with contextlib.suppress(OSError), hold(_lock_of(left)):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _flush_file(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
-    with _closing(handle):
+    try:
         os.fsync(handle)
+    finally:
+        os.close(handle)

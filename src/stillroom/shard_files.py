@@ -6,7 +6,6 @@ of processes then is. Its Hugging Face storage is used, because its own format p
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import struct
@@ -19,12 +18,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from stillroom.files import inside, reason_of
+from stillroom.files import FileSum, Manifest, reason_of, sum_of_file
 
 if TYPE_CHECKING:
     from stillroom.parallel import Parallel
 
-_CHUNK_BYTES = 1 << 22
 _FILE_BYTES = 1 << 28  # of all processes together; a smaller state is one file for each process
 _MOST_FILES = 16  # of a process
 _MOST_OPEN = 512  # files of all processes, which are open at once when they are joined
@@ -32,15 +30,15 @@ WHOLE_FILE = "model-00001-of-00001.safetensors"  # as torch names it
 _SEPARATOR = "/"  # between group and name
 
 
-def write_shards(
-    folder: Path, groups: Mapping[str, Mapping[str, Tensor]], parallel: Parallel
-) -> dict[str, dict[str, Any]]:
-    """Write what this process holds, together with the others. Return size and sha256 of the files it wrote.
+def write_shards(folder: Path, groups: Mapping[str, Mapping[str, Tensor]], parallel: Parallel) -> dict[str, FileSum]:
+    """Write what this process holds, together with the others. Return the sums of the files it wrote.
 
     DTensors are written by each process that holds a part, plain tensors by one.
     """
     _save(folder, _flat(groups), parallel)
-    return {path.name: _sum_of(path) for path in sorted(folder.glob(f"shard-{parallel.rank + 1:05d}-*.safetensors"))}
+    return {
+        path.name: sum_of_file(path) for path in sorted(folder.glob(f"shard-{parallel.rank + 1:05d}-*.safetensors"))
+    }
 
 
 def write_whole(folder: Path, tensors: Mapping[str, Tensor], parallel: Parallel) -> None:
@@ -112,12 +110,10 @@ def _as_os_error() -> Iterator[None]:
         raise OSError(getattr(first, "errno", None) or 5, reason_of(first)) from error
 
 
-def read_shards(folder: Path, sums: Mapping[str, str]) -> tuple[dict[str, ShardGroup], Mapping[str, Any]]:
+def read_shards(folder: Path, manifest: Manifest) -> tuple[dict[str, ShardGroup], Mapping[str, Any]]:
     """The groups of tensors and the JSON values of a checkpoint whose sha256 sums hold. No tensor is read yet."""
-    for name, expected in sums.items():
-        if _sum_of(inside(folder, name))["sha256"] != expected:
-            raise ValueError(f"{name} does not match its sha256")
-    unknown = {path.name for path in folder.glob("*.safetensors")} - set(sums)
+    manifest.check(folder)
+    unknown = {path.name for path in folder.glob("*.safetensors")} - set(manifest.files)
     if unknown:
         raise ValueError(f"{sorted(unknown)[0]} is not in the manifest")
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
@@ -175,12 +171,3 @@ def _as_value_errors() -> Iterator[None]:
 
 def _flat(groups: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
     return {f"{group}{_SEPARATOR}{name}": tensor for group, named in groups.items() for name, tensor in named.items()}
-
-
-def _sum_of(path: Path) -> dict[str, Any]:
-    digest, size = hashlib.sha256(), 0
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-            size += len(chunk)
-    return {"sha256": digest.hexdigest(), "bytes": size}

@@ -22,7 +22,7 @@ from stillroom.engine.distill import distill, resume
 from stillroom.engine.inject import Injector
 from stillroom.engine.recovery.recover import carry_out, take_snapshot
 from stillroom.engine.run import Run
-from stillroom.engine.run_folder.lock import take
+from stillroom.engine.run_folder.folder import take_lock
 from stillroom.engine.saving import save_checkpoint
 from stillroom.engine.state import RunState, capture, weights_of
 from stillroom.engine.step import train_step
@@ -198,7 +198,7 @@ def test_a_folder_replaced_during_a_save_ends_the_run_with_24(begun: Any, tmp_pa
     folder = tmp_path / "run"
     folder.mkdir()
     store = CheckpointStore(folder / "checkpoints")
-    run = replace(run, folder=folder, checkpoints=store, lock=take(folder))
+    run = replace(run, folder=folder, checkpoints=store, lock=take_lock(folder))
 
     def replace_folder(reached: str) -> None:
         if reached == point:

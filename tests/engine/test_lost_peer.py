@@ -14,10 +14,11 @@ from stillroom.checkpoint import CheckpointStore
 from stillroom.engine.hooks import Hooks
 from stillroom.engine.lost_peer import last_step_saved
 from stillroom.engine.run import Run
-from stillroom.engine.run_folder import lock
+from stillroom.engine.run_folder.folder import LOCK
 from stillroom.engine.state import RunState, weights_of
 from stillroom.engine.step import train_step
 from stillroom.errors import PeerGone
+from stillroom.locks import hold
 from stillroom.parallel import Parallel
 from stillroom.telemetry import SilentLog, read_events
 
@@ -71,20 +72,14 @@ def test_the_process_that_is_left_saves_the_last_step(begun: Any, rank: int) -> 
     if rank == 1:
         events = [event["event"] for event in read_events(run.folder / "events.jsonl")]
         assert events[2:] == ["checkpoint", "note", "run_end"], "it writes the log in place of the first one"
-        assert not (run.folder / lock.NAME).exists()
+        assert not (run.folder / LOCK).exists()
 
 
 def test_only_one_of_those_that_are_left_saves(begun: Any) -> None:
     run, state = begun(1)
-    others = lock.take(run.folder)
-    others_thread = dict(lock._owned)
-    lock._owned[others.path] = (-1, others)  # as another process would hold it
-    try:
+    with hold(run.folder / LOCK):  # as another process would
         lose_a_peer(run, state)
         assert steps_saved(run) == [], "the first process holds the lock: it is there, or frozen"
-    finally:
-        lock._owned.update(others_thread)
-        others.release()
     lose_a_peer(run, state)
     assert steps_saved(run) == [2]
     before = (run.folder / "events.jsonl").read_bytes()

@@ -17,7 +17,10 @@ class FaultyStore(LocalFileSystem):  # type: ignore[misc]
     protocol = "faulty"
     cachable = False
     is_away = False  # nothing is answered
-    fail_every = 0  # of files that are sent, each n-th fails
+    is_refused = False  # nothing may be written
+    changed: list[str] = []  # noqa: RUF012 - ends of names whose bytes change on the way
+    fail_every = 0  # of files that are sent, each n-th fails,
+    recovers_after = 10**9  # until so many were sent
     torn: list[str] = []  # noqa: RUF012 - ends of names whose next sending is cut, and seems to succeed
     ignores_exclusive = False  # as stores do that do not know If-None-Match
     late: set[str] = set()  # noqa: RUF012 - ends of names that a listing does not show yet
@@ -27,11 +30,21 @@ class FaultyStore(LocalFileSystem):  # type: ignore[misc]
         if FaultyStore.is_away:
             raise OSError("the connection was reset")
 
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        self._ask()
+        super().makedirs(path, exist_ok=exist_ok)
+
     def put_file(self, lpath: str, rpath: str, **options: Any) -> None:
         self._ask()
         FaultyStore.sent.append(rpath)
-        if FaultyStore.fail_every and len(FaultyStore.sent) % FaultyStore.fail_every == 0:
+        is_over = len(FaultyStore.sent) > FaultyStore.recovers_after
+        if FaultyStore.fail_every and not is_over and len(FaultyStore.sent) % FaultyStore.fail_every == 0:
             raise OSError("503 slow down")
+        if FaultyStore.is_refused:
+            raise PermissionError(13, "access denied")
+        if rpath.endswith(tuple(FaultyStore.changed)):
+            Path(self._strip_protocol(rpath)).write_bytes(b"x" * Path(lpath).stat().st_size)
+            return
         for end in FaultyStore.torn:
             if rpath.endswith(end):
                 FaultyStore.torn.remove(end)
@@ -69,7 +82,8 @@ def faulty_store() -> Iterator[type[FaultyStore]]:
 
     def reset() -> None:
         FaultyStore.is_away, FaultyStore.fail_every, FaultyStore.ignores_exclusive = False, 0, False
-        FaultyStore.torn, FaultyStore.late, FaultyStore.sent = [], set(), []
+        FaultyStore.torn, FaultyStore.late, FaultyStore.sent, FaultyStore.changed = [], set(), [], []
+        FaultyStore.is_refused, FaultyStore.recovers_after = False, 10**9
 
     fsspec.register_implementation("faulty", FaultyStore, clobber=True)
     reset()

@@ -46,11 +46,11 @@ def diagnose(
 def _diagnose_run(run: Path, as_json: bool) -> None:
     from stillroom.doctor.diagnose import as_dict, read_case, run_lines
     from stillroom.doctor.diagnose import diagnose as find_causes
-    from stillroom.engine.run_folder.lock import is_held
-    from stillroom.remote import is_in_store
-    from stillroom.stores.reading import here, may_be_owned
+    from stillroom.engine.run_folder.folder import LOCK
+    from stillroom.locks import is_held
+    from stillroom.remote import here, is_in_store, may_be_owned
 
-    is_owned = may_be_owned(run) if is_in_store(run) else is_held(run)
+    is_owned = may_be_owned(run) if is_in_store(run) else is_held(run / LOCK)
     case = read_case(here(run, needs="record"), is_owned=is_owned)
     findings = find_causes(case)
     if as_json:
@@ -75,7 +75,7 @@ def compare(
 ) -> None:
     from stillroom.doctor.diagnose import compare as find_differences
     from stillroom.doctor.diagnose import compare_lines, read_case
-    from stillroom.stores.reading import here
+    from stillroom.remote import here
 
     if first.resolve() == second.resolve():
         raise ConfigError(f"{first} is given twice", advice=["give the folders of two runs"])

@@ -85,7 +85,7 @@ def eval_(
     }  # fmt: skip
     kept = _kept(owner, measured, {**result, "teacher_model": asked.teacher, "settings": settings})
     if kept is not None:
-        from stillroom.stores.reading import add
+        from stillroom.remote import add
 
         add(asked.model, kept)
     if as_json:
@@ -121,7 +121,7 @@ def _asked(
         return _Asked(str(model), data, teacher, max_length or _MAX_LENGTH, bos)
     from stillroom.engine.run_folder.folder import stored_config
     from stillroom.engine.run_folder.trust import Trust
-    from stillroom.stores.reading import here
+    from stillroom.remote import here
 
     folder, trust = here(run, needs="record"), Trust(*trusted)
     config = stored_config(folder, trust=trust)

@@ -71,7 +71,7 @@ def replay(
     """Run a quarantined batch again and say where it goes wrong."""
     from stillroom.engine.replay import replay as again
     from stillroom.engine.run_folder.trust import Trust
-    from stillroom.stores.reading import here
+    from stillroom.remote import here
 
     trust = Trust(trust_remote_code, tuple(allow_address or ()))
     result = again(here(run, needs="all"), step, attempt_number=attempt, device=device, trust=trust)
@@ -104,9 +104,8 @@ def report(
     out: Annotated[Path | None, typer.Option(help="the page; else RUN/report.html, or compared.html here")] = None,
 ) -> None:
     """Write (or rewrite) report.html of a run, or one page that compares several."""
-    from stillroom.remote import as_url, is_in_store
+    from stillroom.remote import add, as_url, here, is_in_store
     from stillroom.report import write_report, write_reports
-    from stillroom.stores.reading import add, here
 
     folders = [here(run, needs="record") for run in runs]
     for run, folder in zip(runs, folders, strict=True):

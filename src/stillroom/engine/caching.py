@@ -229,7 +229,7 @@ def cache_info(folder: Path) -> dict[str, Any]:
     manifest, positions = cache.manifest, cache.num_positions
     counters = cache.counters
     return {
-        "cache": origin.files.url if origin is not None else str(folder),
+        "cache": origin.store.url if origin is not None else str(folder),
         "signal": {**manifest.signal.to_dict(), "text": describe(manifest.signal)},
         "teacher": {**dict(manifest.about), **dict(manifest.teacher)},
         "tokenizer": manifest.tokenizer,

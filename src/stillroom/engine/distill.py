@@ -97,7 +97,7 @@ def distill(
             deterministic(where),
             run_folder.owned(place.folder, config, is_first=first) as claim,
         ):
-            claim.mirror, notes = place.mirror, (*notes, *place.notes)
+            claim.sender, notes = place.sender, (*notes, *place.notes)
             if parallel.broadcast(float(claim.is_resumed)) and not parallel.is_first:
                 claim.is_resumed, claim.config = run_folder.find_run(claim.folder, config)
             if inputs is not None:
@@ -152,8 +152,8 @@ def _run(
         tracking = open_tracking(config, folder, lambda text: log.write("note", text=text))
         if tracking is not None:
             log.listen(tracking)
-        if claim.mirror is not None:
-            claim.mirror.attach(log)
+        if claim.sender is not None:
+            claim.sender.attach(log)
     with log, recorded_end(log, folder), ExitStack() as ending:
         with stop.while_loading():
             run = build_run(

@@ -17,11 +17,11 @@ from stillroom.engine.background_save import Saves
 from stillroom.engine.recovery.recover import is_good
 from stillroom.engine.run import Run
 from stillroom.engine.run_folder import folder as run_folder
-from stillroom.engine.run_folder import lock
 from stillroom.engine.saving import save_checkpoint
 from stillroom.engine.state import RunState
-from stillroom.errors import ConfigError, PeerGone, StillroomError
+from stillroom.errors import PeerGone, StillroomError
 from stillroom.files import reason_of
+from stillroom.locks import LockHeld
 from stillroom.parallel import Parallel
 from stillroom.telemetry import EventLog
 
@@ -63,8 +63,8 @@ def _save_for_the_first(run: Run, state: RunState, error: PeerGone) -> None:
     update and its record; then the newest checkpoint stays.
     """
     try:
-        own = lock.take(run.folder)
-    except ConfigError:
+        own = run_folder.take_lock(run.folder)
+    except LockHeld:
         return  # the first process is there, or another one is about to save
     try:
         with EventLog(run.folder / run_folder.EVENTS) as log:

@@ -14,10 +14,10 @@ from stillroom.curriculum import Curriculum
 from stillroom.data import Corpus, Loader, fixed_batches
 from stillroom.engine.background_save import Saves
 from stillroom.engine.hooks import Hooks
-from stillroom.engine.run_folder.lock import FolderLock
 from stillroom.engine.state import RunState
 from stillroom.errors import CannotSave
 from stillroom.guard import Guard
+from stillroom.locks import Lock
 from stillroom.models import Student
 from stillroom.models.adapter.attach import Adapter
 from stillroom.objectives.mix import Mix
@@ -64,7 +64,7 @@ class Run:
     parallel: Parallel = field(default_factory=Parallel)
     num_shares: int = 1  # processes that the run began with: a window has `accumulation` micro-batches for each
     vocabularies: dict[str, str] = field(default_factory=dict)  # hash of each model's table of tokens
-    lock: FolderLock | None = None  # of the process that writes
+    lock: Lock | None = None  # of the process that writes
     adapter: Adapter | None = None  # in the student, where that is what is trained
     inputs: dict[str, dict[str, Any]] = field(default_factory=dict)  # hashes of data and models, for the checkpoints
 

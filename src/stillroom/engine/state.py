@@ -16,8 +16,8 @@ from stillroom.checkpoint import Mark, Saved
 from stillroom.engine.pace import Pace
 from stillroom.engine.recovery.reach import Reach
 from stillroom.evaluation import Evaluation, never_stop
+from stillroom.files import LARGEST, Count, Stored
 from stillroom.precision.storage import local
-from stillroom.stored import LARGEST, Count, Stored
 from stillroom.telemetry.strict import strict
 
 if TYPE_CHECKING:

@@ -28,8 +28,8 @@ from stillroom.engine.building.strategy import check_strategy
 from stillroom.engine.building.teacher_build import quantise_teacher
 from stillroom.engine.inject import make_hooks
 from stillroom.engine.run import Run, held_out_batches
-from stillroom.engine.run_folder.lock import FolderLock
 from stillroom.guard import Guard
+from stillroom.locks import Lock
 from stillroom.models import Student
 from stillroom.models.adapter.attach import Adapter
 from stillroom.models.adapter.outline import outline_of
@@ -55,7 +55,7 @@ def build_run(
     models: Models,
     inject: str = "",
     parallel: Parallel | None = None,
-    lock: FolderLock | None = None,
+    lock: Lock | None = None,
     begun_in: str = "",
     begun_with: int = 0,
     inputs: InputCheck | None = None,

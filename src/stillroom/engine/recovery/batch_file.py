@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from stillroom.stored import LARGEST
+from stillroom.files import LARGEST
 from stillroom.types import IGNORED, Batch
 
 _OTHER = "other"  # the one field that is itself a batch

@@ -16,8 +16,7 @@ from stillroom.engine.recovery.batch_file import batch_of, facts_of, tensors_of
 from stillroom.engine.run import Run
 from stillroom.engine.state import RunState
 from stillroom.errors import DataError
-from stillroom.files import reason_of, write_atomically
-from stillroom.stored import Count, Stored
+from stillroom.files import Count, Stored, reason_of, write_atomically
 from stillroom.telemetry.strict import strict
 from stillroom.types import Batch, Evidence, Verdict
 

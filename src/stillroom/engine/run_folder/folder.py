@@ -18,14 +18,16 @@ import psutil
 from stillroom import __version__
 from stillroom.config import Config
 from stillroom.config.load import build
-from stillroom.engine.run_folder import inputs, lock, paths
-from stillroom.engine.run_folder.lock import FolderLock
+from stillroom.engine.run_folder import inputs, paths
 from stillroom.engine.run_folder.trust import NONE, Trust
 from stillroom.errors import CannotSave, ConfigError, StillroomError
 from stillroom.files import reason_of, write_atomically
-from stillroom.stores.mirror import Mirror
+from stillroom.locks import Lock, LockHeld, describe_owner, hold_again
+from stillroom.remote import Sender
 
 CONFIG, EVENTS, SUMMARY = "config.json", "events.jsonl", "summary.json"
+LOCK = "run.lock"
+LOCK_FILES = (LOCK, f"{LOCK}.soft")
 _CUT = "cut.json"  # written by engine/building/shrink_student.py before config.json
 
 # Settings that a resumed run may change.
@@ -67,9 +69,9 @@ class Claim:
     folder: Path
     config: Config
     is_resumed: bool = False
-    lock: FolderLock | None = None
+    lock: Lock | None = None
     made: tuple[Path, ...] = ()  # folders that were created, the innermost first
-    mirror: Mirror | None = None  # of a run in a store
+    sender: Sender | None = None  # of a run in a store
     is_begun: bool = False
 
     def describe(self) -> None:
@@ -113,7 +115,16 @@ def owned(folder: Path, config: Config, *, is_first: bool = True) -> Iterator[Cl
     try:
         find_run(folder, config)  # before any folder is created
         made = _make(folder)
-        claim = Claim(folder, config, lock=lock.take(folder), made=made)
+        claim = Claim(folder, config, lock=take_lock(folder), made=made)
+    except LockHeld as error:
+        raise ConfigError(
+            f"{describe_owner(error.owner)} is training in {folder}",
+            where="--out",
+            advice=[
+                "wait for it to end, or stop it: it saves, and the run can be resumed",
+                "or choose another folder with --out",
+            ],
+        ) from None
     except OSError as error:
         raise _unwritable(folder, error) from error
     except ValueError as error:  # a name with a NUL character
@@ -129,6 +140,11 @@ def owned(folder: Path, config: Config, *, is_first: bool = True) -> Iterator[Cl
     finally:
         if claim.lock is not None:
             claim.lock.release()
+
+
+def take_lock(folder: Path) -> Lock:
+    """Own a folder. Raise LockHeld with its owner, or OSError where the lock cannot be created."""
+    return hold_again(folder / LOCK)
 
 
 def find_run(folder: Path, config: Config) -> tuple[bool, Config]:
@@ -160,7 +176,7 @@ def find_run(folder: Path, config: Config) -> tuple[bool, Config]:
 
 def _is_before_a_run(path: Path) -> bool:
     """Whether a path may be left by a process that was killed before its run began."""
-    return path.name in (lock.NAME, _CUT) or inputs.is_ours(path)
+    return path.name in (_CUT, *LOCK_FILES) or inputs.is_ours(path)
 
 
 def _make(folder: Path) -> tuple[Path, ...]:

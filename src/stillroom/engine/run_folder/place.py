@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from stillroom.checkpoint import MANIFEST, CheckpointStore
 from stillroom.config import Config
-from stillroom.engine.run_folder import folder as run_folder
-from stillroom.engine.run_folder.from_store import bring
+from stillroom.engine.run_folder.folder import CONFIG, read_config
 from stillroom.engine.run_folder.trust import Trust
 from stillroom.errors import BrokenAtStart, CannotSave, ConfigError, DataError, StillroomError
-from stillroom.files import inside
-from stillroom.remote import as_url, copies_folder, is_in_store, key_of
-from stillroom.stores.files import StoreFiles
-from stillroom.stores.lease import Lease
-from stillroom.stores.mirror import Mirror
+from stillroom.files import FileSum, Manifest, inside, is_hidden
+from stillroom.locks import alone
+from stillroom.remote import Known, Owner, Sender, Store, as_url, copies_folder, is_in_store, key_of, read_commit
+
+_CHECKPOINTS = "checkpoints/"
 
 
 @dataclass(frozen=True)
@@ -30,14 +31,14 @@ class Place:
 
     folder: Path
     url: str = ""
-    mirror: Mirror | None = None  # of the first process
+    sender: Sender | None = None  # of the first process
     notes: tuple[str, ...] = ()
 
     def read_config(self, trust: Trust) -> Config:
         """The configuration of the run. Another process than the first may be here before the run was brought."""
-        is_other = bool(self.url) and self.mirror is None
-        contents = StoreFiles(self.url).read(run_folder.CONFIG) if is_other else None
-        return run_folder.read_config(self.folder, contents, trust=trust)
+        is_other = bool(self.url) and self.sender is None
+        contents = Store(self.url).read(CONFIG) if is_other else None
+        return read_config(self.folder, contents, trust=trust)
 
 
 _open: dict[Path, Place] = {}  # addresses that this process works in
@@ -66,55 +67,44 @@ def opened(out: str | Path) -> Iterator[Place]:
         return
     url = as_url(out)
     _refuse_several_machines(url)
-    if os.environ.get("RANK", "0") != "0":
-        _open[folder] = Place(folder, url)
-        try:
+    with contextlib.ExitStack() as ending:
+        ending.callback(_open.pop, folder, None)
+        if os.environ.get("RANK", "0") != "0":
+            _open[folder] = Place(folder, url)
             yield _open[folder]
-        finally:
-            del _open[folder]
-        return
-    files = _reachable(url)
-    lease = Lease(files).take()
-    try:
-        notes = bring(files, folder)
-        if not files.creates:
-            notes = (*notes, f"{url} cannot create a file only where there is none: nothing keeps two processes apart "
-                             "that begin on it in the same moment")  # fmt: skip
-        _open[folder] = Place(folder, url, Mirror(files, folder, folder.parent, lease), notes)
+            return
+        try:
+            store = Store(url)
+            store.entries()  # a store that cannot be reached is named before anything is begun
+            owner = Owner(store).take()
+        except (DataError, CannotSave) as error:
+            raise ConfigError(error.what, where="--out", advice=error.advice) from error
+        ending.callback(owner.release)
+        notes, known = _bring(store, folder)
+        if not owner.is_exclusive:
+            notes.append(f"{url} cannot create a file only where there is none: nothing keeps two processes apart that "
+                         "begin on it in the same moment")  # fmt: skip
+        _open[folder] = Place(folder, url, Sender(store, folder, owner, known), tuple(notes))
         yield from _sent(_open[folder])
-    finally:
-        _open.pop(folder, None)
-        lease.release()
 
 
 def _sent(place: Place) -> Iterator[Place]:
     """Send at the end. A body that failed keeps its own error, with the address for the folder in its advice."""
-    assert place.mirror is not None
+    assert place.sender is not None
     try:
         yield place
     except Exception as error:
-        trouble = ""
+        trouble = []
         try:
-            place.mirror.finish()
+            place.sender.finish()
         except CannotSave as unsent:
-            trouble = f"{unsent.what}; it is in {place.folder}"
+            trouble = [f"{unsent.what}; it is in {place.folder}"]
         if isinstance(error, StillroomError):
             here, there = str(place.folder), place.url
             error.what = error.what.replace(here, there)
-            error.advice = (*(one.replace(here, there) for one in error.advice), *([trouble] if trouble else []))
+            error.advice = (*(one.replace(here, there) for one in error.advice), *trouble)
         raise
-    place.mirror.finish()
-
-
-def _reachable(url: str) -> StoreFiles:
-    """The files of an address, or the reason why they cannot be reached, before anything is begun."""
-    try:
-        files = StoreFiles(url)
-        files.names()
-        _ = files.creates
-    except (DataError, CannotSave) as error:
-        raise ConfigError(error.what, where="--out", advice=error.advice) from error
-    return files
+    place.sender.finish()
 
 
 def _refuse_several_machines(url: str) -> None:
@@ -125,3 +115,81 @@ def _refuse_several_machines(url: str) -> None:
             where="--out",
             advice=["name a folder that all machines share, and copy it to the store at the end"],
         )
+
+
+# -- a run is brought ------------------------------------------------------------------------------------
+
+
+def _bring(store: Store, folder: Path) -> tuple[list[str], dict[str, FileSum | None]]:
+    """Make the folder that of the store's last commit, or leave it where it is that one or goes on from it.
+
+    Return (what is to be said of that, the files that the store has).
+    """
+    home = folder.parent
+    home.mkdir(parents=True, exist_ok=True)
+    with alone(home):
+        commit, listed = read_commit(store), store.entries()
+        sums = commit.files if commit is not None else {}
+        there = {name: file for name, file in listed.items() if not is_hidden(name)}
+        known = {
+            name: sums[name] if name in sums and sums[name].bytes == file.size else None for name, file in there.items()
+        }
+        names, state = {*there, *sums}, Known.read(home)
+        is_here = (folder / CONFIG).exists()
+        if CONFIG not in names:
+            store.check_empty(names)
+            if is_here and state.sent:
+                raise ConfigError(
+                    f"{store.url} holds no run, and the folder of this machine holds the one that was there",
+                    where="--out",
+                    advice=[f"to begin again, remove {home}", "or choose another address with --out"],
+                )
+            return ([f"the run goes on from {folder}: nothing of it had reached {store.url}"] if is_here else []), known
+        if is_here and (commit.id in (state.sent, state.next) if commit is not None else not state.sent):
+            return [f"the run goes on from {folder}, which is as new as {store.url}"], known
+        notes = [f"brought from {store.url}"]
+        if folder.exists():
+            old = folder.with_name(f".old-{folder.name}")
+            shutil.rmtree(old, ignore_errors=True)
+            folder.rename(old)
+            notes.append(f"the folder of this machine was another or an older one: it is now {old}")
+        _bring_files(store, folder, names, {*there})
+        Known(sent=commit.id if commit is not None else "").write(home)
+        return notes, known
+
+
+def _bring_files(store: Store, folder: Path, names: set[str], listed: set[str]) -> None:
+    """All files but those of checkpoints; then the checkpoints, the newest first, until the sums of one hold.
+
+    One that is broken in the store is brought too, so that resuming names it as it does locally. One without a
+    manifest was never whole and is left out. Written aside and moved into place: a kill leaves no part of a run that
+    would be taken for one.
+    """
+    aside = folder.with_name(f".tmp-{folder.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+
+    def get(name: str) -> None:
+        path = inside(aside, name)
+        if name in listed or store.size(name) is not None:  # else removed after the commit that names it
+            store.get(name, path)
+
+    of_checkpoints = {name for name in names if name.startswith(_CHECKPOINTS) and name.count("/") > 1}
+    for name in sorted(names - of_checkpoints):
+        get(name)
+    for name in of_checkpoints:
+        if name.endswith(f"/{MANIFEST}"):
+            get(name)
+    wanted = True
+    for step in CheckpointStore(aside / "checkpoints").steps():
+        place = f"{_CHECKPOINTS}step-{step:06d}"
+        if not wanted:
+            shutil.rmtree(aside / place)
+            continue
+        for name in of_checkpoints:
+            if name.startswith(f"{place}/") and not name.endswith(f"/{MANIFEST}"):
+                get(name)
+        with contextlib.suppress(OSError, ValueError):
+            Manifest.parse((aside / place / MANIFEST).read_bytes()).check(aside / place)
+            wanted = False
+    aside.rename(folder)

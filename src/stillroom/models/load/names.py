@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from stillroom.errors import BrokenAtStart
-from stillroom.remote import is_in_store
-from stillroom.stores.reading import here
+from stillroom.remote import here, is_in_store
 
 STUDENT = "student"
 

@@ -19,7 +19,7 @@ from stillroom import builtin
 from stillroom.config.schema import ModelSection
 from stillroom.errors import AddressUnusable, BrokenAtStart, ConfigError
 from stillroom.models.load.gguf_file import is_gguf
-from stillroom.stores.reading import here
+from stillroom.remote import here
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")

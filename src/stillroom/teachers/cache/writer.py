@@ -1,29 +1,37 @@
 """Writing a cache: the missing shards, one at a time, whole or not at all, by one process or by several.
 
-What another process claimed (`claims.py`) is left to it, and looked for again at the end.
+Who writes a shard holds its lock; in a store it also has a claim (`in_store.py`). What another process has is left to
+it, and looked for again at the end. Neither is needed for the cache to be right: a shard that two processes wrote has
+the same rows and is put into its place whole. So what a process of another machine holds while nothing is written for
+`PATIENCE_SECONDS` is written all the same: that machine may be gone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from stillroom.errors import CannotSave, ConfigError
 from stillroom.files import TEMPORARY, reason_of, write_atomically
-from stillroom.teachers.cache.claims import CLAIMS, LEASE_SECONDS, LOCK, Claims
+from stillroom.locks import LockHeld, has_ended, hold
 from stillroom.teachers.cache.codec import pack
 from stillroom.teachers.cache.format import SUFFIX, Block, shard_bytes
 from stillroom.teachers.cache.in_store import OURS, Origin
 from stillroom.teachers.cache.manifest import NAME, SHARDS, Manifest, check_same, is_there, read_manifest
 from stillroom.teachers.cache.plan import NeededRow, ShardPlan, plan_shards
 from stillroom.teachers.cache.reader import Cache, shard_paths
-from stillroom.teachers.cache.store_claims import claims_of
 from stillroom.teachers.signals import NOTHING, RowAnswer, SignalSpec
 from stillroom.types import Batch
+
+LOCK = "writers.lock"
+PATIENCE_SECONDS = 180.0  # network file systems show another machine's changes after up to 60
+_PAUSE_SECONDS, _STORE_PAUSE_SECONDS = 0.5, 5.0  # between looks at what others write
 
 
 class AnswersRows(Protocol):
@@ -90,10 +98,9 @@ def open_store(folder: Path, manifest: Manifest) -> Manifest:
                 advice=["choose another folder with --out", "nothing in it was touched"],
             )
         (folder / SHARDS).mkdir(parents=True, exist_ok=True)
-        with claims_of(folder) as claims, claims.waiting():
+        with hold(folder / LOCK, waits=True):
             if not is_there(folder):
-                claims.remove_leftovers(folder, NAME)
-                _put(folder / NAME, manifest.to_bytes(), claims)
+                _commit(folder / NAME, manifest.to_bytes())
             elif (origin := Origin.of(folder)) is not None:
                 origin.send(folder / NAME)
                 origin.send_rest()
@@ -105,7 +112,7 @@ def open_store(folder: Path, manifest: Manifest) -> Manifest:
 
 
 def _is_ours(path: Path) -> bool:
-    return path.name in (SHARDS, LOCK, CLAIMS, NAME, *OURS) or path.name.startswith(f"{TEMPORARY}{NAME}")
+    return path.name in (SHARDS, NAME, *OURS) or path.name.startswith((LOCK, f"{TEMPORARY}{NAME}"))
 
 
 def write_missing(
@@ -116,37 +123,74 @@ def write_missing(
     beside: Sequence[Path] = (),
     tell: Callable[[Progress], None] = lambda _progress: None,
     is_stopped: Callable[[], bool] = lambda: False,
-    lease_seconds: float = LEASE_SECONDS,
+    patience_seconds: float = PATIENCE_SECONDS,
 ) -> bool:
     """Write every needed row that is not there. Answers False where it was stopped before all of them were.
 
-    `beside` are caches of other signals for the same rows: the teacher is asked once for all of them. A claim that its
-    owner on another machine did not renew for `lease_seconds` is taken over.
+    `beside` are caches of other signals for the same rows: the teacher is asked once for all of them.
     """
     folders = (folder, *beside)
     missing = {row.key: row for place in folders for row in missing_rows(Cache(place), needed)}
     plans = plan_shards(list(missing.values()), read_manifest(folder).shard_tokens)
     meter = _Meter(tell, sum(plan.num_tokens for plan in plans))
-    left = plans
-    with claims_of(folder, beside, lease_seconds=lease_seconds) as claims:
-        while left:
-            for plan in left:
-                if is_stopped():
+    left, last_written = plans, time.monotonic()
+    while left:
+        is_patient = time.monotonic() - last_written < patience_seconds
+        for plan in left:
+            if is_stopped():
+                return False
+            with _claimed(folders, plan, is_patient=is_patient) as is_mine:
+                if not is_mine or not _unwritten(folders, [plan]):
+                    continue
+                contents = _contents(plan, folders, teacher, is_stopped, meter)
+                if contents is None:
                     return False
-                with claims.trying(plan.name) as is_mine:
-                    if not is_mine or not _unwritten(folders, [plan]):
-                        continue
-                    contents = _contents(plan, folders, teacher, is_stopped, meter)
-                    if contents is None:
-                        return False
-                    for place, held in contents.items():
-                        _commit(_path(place, plan), held, claims)
-                meter.shard(sum(one.num_tokens for one in _unwritten(folders, plans)), sum(map(len, contents.values())))
-            num_left, left = len(left), _unwritten(folders, left)
-            if len(left) == num_left:
-                time.sleep(claims.wait_seconds)  # another process has them; should it end, its claims fall to us
-        claims.sweep({path.stem for path in shard_paths(folder)})
+                for place, held in contents.items():
+                    _commit(_path(place, plan), held)
+            meter.shard(sum(one.num_tokens for one in _unwritten(folders, plans)), sum(map(len, contents.values())))
+        num_left, left = len(left), _unwritten(folders, left)
+        if len(left) < num_left:
+            last_written = time.monotonic()
+        elif left:
+            time.sleep(_PAUSE_SECONDS if Origin.of(folder) is None else _STORE_PAUSE_SECONDS)
+    _sweep(folders)
     return True
+
+
+@contextlib.contextmanager
+def _claimed(folders: Sequence[Path], plan: ShardPlan, *, is_patient: bool) -> Iterator[bool]:
+    """Whether this process is to write a shard. It may be there already: of a store's, the heads are here then."""
+    origins = [origin for origin in map(Origin.of, folders) if origin is not None]
+    with contextlib.ExitStack() as ending:
+        try:
+            ending.enter_context(hold(_lock(folders[0], plan.name)))
+        except LockHeld as error:
+            if is_patient or has_ended(error.owner) is not None:  # of this machine: its lock ends with it
+                yield False
+                return
+        except OSError:  # a folder that cannot be written: the shard will tell, with advice
+            pass
+        is_there = [origin.learn(plan.name) for origin in origins]  # before `all`: every head is wanted
+        if not all(is_there):
+            if not origins[0].claim(plan.name, secrets.token_hex(8)) and is_patient:
+                yield False
+                return
+            ending.callback(origins[0].give_back, plan.name)
+        yield True
+
+
+def _lock(folder: Path, name: str) -> Path:
+    return folder / SHARDS / f"{TEMPORARY}{name}.lock"
+
+
+def _sweep(folders: Sequence[Path]) -> None:
+    """Remove locks and claims of shards that are written: their owners ended before they could."""
+    written = {path.stem for path in shard_paths(folders[0])}
+    for path in (folders[0] / SHARDS).glob(f"{TEMPORARY}*.lock*"):
+        if path.name.removeprefix(TEMPORARY).partition(".")[0] in written:
+            path.unlink(missing_ok=True)
+    if (origin := Origin.of(folders[0])) is not None:
+        origin.give_back(*(origin.claimed() & written))
 
 
 def _path(folder: Path, plan: ShardPlan) -> Path:
@@ -198,26 +242,28 @@ def pack_shard(answers: dict[str, RowAnswer], manifest: Manifest) -> bytes:
 
 def commit_shard(folder: Path, plan: ShardPlan, contents: bytes) -> None:
     """Put a shard that was made elsewhere into its place."""
-    with claims_of(folder) as claims, claims.trying(plan.name):
-        _commit(_path(folder, plan), contents, claims)
+    _commit(_path(folder, plan), contents)
 
 
-def _commit(path: Path, contents: bytes, claims: Claims) -> None:
+def _commit(path: Path, contents: bytes) -> None:
     try:
-        claims.remove_leftovers(path.parent, path.name)
-        _put(path, contents, claims)
+        for leftover in path.parent.glob(f"{TEMPORARY}{path.name}-*"):  # of a writer that was killed
+            leftover.unlink(missing_ok=True)
+        _put(path, contents)
     except OSError as error:
         raise _unwritable(path, error) from error
 
 
-def _put(path: Path, contents: bytes, claims: Claims) -> None:
-    """Where another writer takes a claim over it removes what lies aside, and puts the same bytes into their place."""
+def _put(path: Path, contents: bytes) -> None:
+    """Where another writer of the same shard removes what lies aside, it puts the same bytes into their place."""
     try:
-        write_atomically(path, contents, mark=claims.owner)
+        write_atomically(path, contents, mark=secrets.token_hex(6))
     except FileNotFoundError:
         if not path.exists():
             raise
-    claims.committed(path)
+    folder = path.parent.parent if path.name.endswith(SUFFIX) else path.parent
+    if (origin := Origin.of(folder)) is not None:
+        origin.send(path)
 
 
 def _unwritable(path: Path, error: OSError) -> CannotSave:

@@ -1,0 +1,208 @@
+"""Locks between processes: one file that one process holds, with its name in it, until it ends.
+
+A lock is the system's own (flock, which works on NFS under Linux too, by way of `filelock`), so it ends with its
+process however that ends. On a file system without such locks, a file that only one process can create takes its
+place; that of a process which has ended is removed, as far as its processes can be seen from here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import socket
+import threading
+import uuid
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import psutil
+from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
+
+_UNSUPPORTED = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
+_SOFT = ".soft"  # ends the name of the file that takes a lock's place
+_SOFT_SECONDS = 600.0  # such a file may be that of a process on a machine that is gone
+_SAME_SECONDS = 5.0  # the system's idea of when a process began moves with its clock
+
+
+class LockHeld(BlockingIOError):
+    """Another process holds a lock. `owner` is what it said of itself; empty where nothing can be read."""
+
+    def __init__(self, path: Path, owner: Mapping[str, Any]) -> None:
+        super().__init__(errno.EWOULDBLOCK, f"{describe_owner(owner)} holds {path.name}", str(path))
+        self.owner = owner
+
+
+class Lock:
+    """A held lock, from `hold` to `release`."""
+
+    def __init__(self, path: Path, lock: BaseFileLock, *, is_outer: bool = True) -> None:
+        self.path, self._lock, self._is_outer = path, lock, is_outer
+        self._file = Path(lock.lock_file)
+        self._identity = _identity(self._file)
+
+    def holds(self) -> bool:
+        """Whether the file is still the one that was locked: not deleted, not created again."""
+        return self._identity is not None and _identity(self._file) == self._identity
+
+    def release(self) -> None:
+        """Release the lock and remove its file. Whoever waits for it finds that it is gone and makes another."""
+        if not self._is_outer or not self._lock.is_locked:
+            return
+        with _guard:
+            _reentrant.pop(self.path, None)
+        # A SoftFileLock removes its own file. The one that could not be locked means nothing there.
+        if self.holds():
+            with contextlib.suppress(OSError):
+                self.path.unlink()
+        self._lock.release()
+
+    def __enter__(self) -> Lock:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.release()
+
+
+# Locks that a thread may take again, by path. The demo owns a folder, and so does each run in it.
+_reentrant: dict[Path, tuple[int, Lock]] = {}
+_guard = threading.RLock()
+
+
+def hold(path: Path, *, waits: bool = False) -> Lock:
+    """Lock a file, which is created. Raise LockHeld where another process or thread has it, unless `waits`."""
+    return Lock(path, _acquired(path, waits=waits))
+
+
+def hold_again(path: Path) -> Lock:
+    """The same without waiting, for a lock that this very thread may hold already: the outer one releases it."""
+    path = path.resolve()
+    with _guard:
+        if path in _reentrant:
+            thread, outer = _reentrant[path]
+            if thread != threading.get_ident():
+                raise LockHeld(path, describe_process())
+            return Lock(path, outer._lock, is_outer=False)
+        lock = hold(path)
+        _reentrant[path] = (threading.get_ident(), lock)
+        return lock
+
+
+def is_held(path: Path) -> bool | None:
+    """Whether the process that a lock names is alive; None where that cannot be seen from here. Takes no lock."""
+    if not path.exists() and not _soft_path(path).exists():
+        return False
+    is_ended = has_ended(owner_of(path))
+    return None if is_ended is None else not is_ended
+
+
+def _acquired(path: Path, *, waits: bool) -> BaseFileLock:
+    path.parent.stat()  # filelock would make a folder that was deleted
+    lock: BaseFileLock = FileLock(path, thread_local=False)
+    try:
+        lock.acquire(timeout=-1 if waits else 0)
+    except Timeout:
+        raise LockHeld(path, owner_of(path)) from None
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
+        lock = SoftFileLock(_soft_path(path), thread_local=False)
+        try:
+            lock.acquire(timeout=_SOFT_SECONDS if waits else 0)
+        except Timeout:
+            raise LockHeld(path, owner_of(path)) from None
+    if not isinstance(lock, SoftFileLock):  # that one has written its owner
+        path.write_text(json.dumps(describe_process()), encoding="ascii")
+    return lock
+
+
+def _soft_path(path: Path) -> Path:
+    return path.with_name(f"{path.name}{_SOFT}")
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+# -- who a process is ------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1)
+def host() -> str:
+    """This machine, until it is started again. Names do not tell machines apart: containers share them."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return f"{socket.gethostname()}-{uuid.getnode():x}"
+
+
+def describe_process() -> dict[str, Any]:
+    """Who this process is, for others on this machine and elsewhere."""
+    began = _began(os.getpid())
+    return {
+        "host": host(),
+        "name": socket.gethostname(),
+        "processes": _namespace(),
+        "pid": os.getpid(),
+        "started": datetime.fromtimestamp(began, UTC).isoformat(timespec="seconds"),
+        "began": began,
+    }
+
+
+def describe_owner(owner: Mapping[str, Any]) -> str:
+    """The same for people."""
+    if not owner:
+        return "another process"
+    started = f", started {owner['started']}," if "started" in owner else ""
+    return f"process {owner.get('pid')} on {owner.get('name')}{started}"
+
+
+def has_ended(owner: Mapping[str, Any]) -> bool | None:
+    """Whether a process that described itself has ended; None where that cannot be seen from here."""
+    if owner.get("host") != host() or owner.get("processes") != _namespace():
+        return None
+    try:
+        return abs(_began(int(owner["pid"])) - float(owner["began"])) > _SAME_SECONDS
+    except (psutil.NoSuchProcess, KeyError, TypeError, ValueError):
+        return True
+    except psutil.Error:
+        return None
+
+
+def owner_of(path: Path) -> dict[str, Any]:
+    """The owner that a lock file names; empty where there is none or it is damaged."""
+    for file in (path, _soft_path(path)):
+        with contextlib.suppress(OSError, ValueError):
+            text = file.read_text(encoding="utf-8")[:4096]
+            if not text.startswith("{"):  # a SoftFileLock's: number and machine, a line each
+                pid, name = text.splitlines()[:2]
+                return {"pid": int(pid), "name": name}
+            return dict(json.loads(text))
+    return {}
+
+
+def _began(pid: int) -> float:
+    return float(psutil.Process(pid).create_time())
+
+
+def _namespace() -> str:
+    """Which processes can be seen from here: a container sees its own alone."""
+    try:
+        return str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return socket.gethostname()
+
+
+@contextlib.contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Work in a folder of ours while other processes of this machine wait."""
+    with hold(folder / ".lock", waits=True):
+        yield

@@ -1,1 +1,0 @@
-"""Folders in object stores: written from this machine, one owner at a time."""
