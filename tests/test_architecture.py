@@ -15,7 +15,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "stillroom"
 
 LAYERS = [
     {"secret_keys"},
-    {"errors", "threads"},
+    {"errors"},
     {"files", "stored"},
     {"types", "config", "ends", "remote"},
     {"numerics", "curriculum", "schedule", "guard", "builtin", "yardsticks", "stores"},
