@@ -23,7 +23,7 @@ LAYERS = [
     {"teachers", "telemetry", "parallel", "shard_files"},
     {"evaluation", "checkpoint", "snapshots", "diagnosis", "measures"},
     {"engine"},
-    {"report", "assess", "demo", "checks", "export", "talk", "planning"},
+    {"report", "assess", "demo", "checks", "doctor", "export", "talk", "planning"},
     {"api", "cli", "__main__", "__init__"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}

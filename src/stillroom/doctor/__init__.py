@@ -1,0 +1,1 @@
+"""Checks of an installation, a configuration and its resumption."""
