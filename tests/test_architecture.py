@@ -15,7 +15,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "stillroom"
 
 LAYERS = [
     {"secret_keys"},
-    {"errors", "threads", "locks"},
+    {"errors", "locks"},
     {"files"},
     {"types", "config", "ends", "remote"},
     {"numerics", "curriculum", "schedule", "guard", "builtin", "yardsticks"},
@@ -24,7 +24,7 @@ LAYERS = [
     {"evaluation", "checkpoint", "snapshots", "doctor", "measures"},
     {"engine"},
     {"report", "assess", "demo", "checks", "export", "talk"}
-    | {"doctor.plan", "doctor.setup", "doctor.setup_rules", "doctor.examine"},
+    | {"doctor.plan", "doctor.selftest", "doctor.resume", "doctor.setup", "doctor.setup_rules", "doctor.examine"},
     {"api", "cli", "__main__", "__init__"},
 ]
 # A package, or a module of a package that has another level than the rest of it.

@@ -9,8 +9,8 @@ process of its own: it opens the data, makes a loader and takes ten windows. Mem
 resident set (with the mapped pages that were touched) and what is anonymous at the end.
 
 `--repeat` is for a busy machine: the lines are tokenized once, and then the entry of a file that repeats them is made
-of copies of their parts, each document with a digest of its own. The starts after that open an entry of the full size;
-only the rate of tokenizing is that of the short file.
+of copies of their arrays, each document with its own digest. The starts after that open an entry of the full size; only
+the rate of tokenizing is that of the short file.
 
 `--folder` keeps the lines, the store and what the first start measured, so that only the later starts are measured
 again. The load of the machine stands beside each start: seconds of the clock mean little on a busy one.
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import json
 import os
 import platform
@@ -28,7 +29,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,9 +109,7 @@ def repeat(path: Path, big: Path, cache: Path, tokenizer: str, times: int) -> No
     from transformers import AutoTokenizer
 
     from stillroom.config.schema import DataConfig
-    from stillroom.data.store import store
-    from stillroom.data.store.keys import entry_key, file_digest, tokenizer_digest
-    from stillroom.data.store.part import open_part, write_part
+    from stillroom.data.store import MANIFEST, entry_key, file_digest, tokenizer_digest
 
     contents = path.read_bytes()
     with big.open("wb") as file:
@@ -120,16 +118,24 @@ def repeat(path: Path, big: Path, cache: Path, tokenizer: str, times: int) -> No
     digest = tokenizer_digest(AutoTokenizer.from_pretrained(tokenizer))
     assert digest is not None
     key = entry_key(file_digest(big), name=big.name, variant="", tokenizer=digest, config=DataConfig())
+    (small,) = (found.parent for found in cache.glob(f"*/*/{MANIFEST}"))
     entry = cache / key[:2] / key
     entry.mkdir(parents=True)
-    parts = [open_part(found) for found in sorted(cache.glob("*/*/part-*"))]
+    manifest = json.loads((small / MANIFEST).read_bytes().partition(b"\n")[0])
     rng = np.random.default_rng(3)
-    for number in range(times * len(parts)):
-        part = parts[number % len(parts)]
-        fresh = np.frombuffer(rng.bytes(16 * len(part)), "S16")
-        hashes = rng.integers(0, 2**64, len(part), dtype=np.uint64)
-        write_part(entry / store._part_name(number), replace(part, digests=fresh, share_hashes=hashes))
-    (entry / store._MANIFEST).write_bytes(store._manifest(times * len(parts), big.name))
+    for name, array in manifest["arrays"].items():
+        values = np.fromfile(small / f"{name}.bin", array["dtype"])
+        with (entry / f"{name}.bin").open("wb") as file:
+            for number in range(times):
+                if name in ("digests", "share_hashes"):
+                    file.write(rng.bytes(values.nbytes))
+                elif name == "name_ends":
+                    file.write((values + number * values[-1]).tobytes())
+                else:
+                    file.write(values.tobytes())
+        array["sha256"] = file_digest(entry / f"{name}.bin")
+    text = json.dumps({**manifest, "key": key, "of": big.name}).encode()
+    (entry / MANIFEST).write_bytes(text + b"\n" + hashlib.sha256(text).hexdigest().encode() + b"\n")
 
 
 def memory() -> dict[str, int]:
@@ -170,13 +176,12 @@ def measure(folder: Path, num_lines: int, num_repeats: int) -> dict[str, Any]:
         if not data.exists():
             repeat(lines, data, folder / "cache", str(tokenizer), num_repeats)
     starts += [started(data, folder, packing) for packing in ("blocks", "rows", "packed")]
-    sizes = [path.stat().st_size for path in (folder / "cache").rglob("*.tok")]
+    sizes = [path.stat().st_size for path in (folder / "cache").rglob("*.bin")]
     return {
         "lines": num_lines,
         "repeat": num_repeats,
         "file_mb": data.stat().st_size >> 20,
         "store_mb": sum(sizes) >> 20,
-        "parts": len(sizes),
         "starts": starts,
         "machine": machine(),
     }

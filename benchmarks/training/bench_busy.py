@@ -4,7 +4,6 @@
     python benchmarks/training/bench_busy.py busy     # the same beside two busy processes
     python benchmarks/training/bench_busy.py first    # the same as idle where others use the machine (needs root)
     python benchmarks/training/bench_busy.py demo     # a short demo as a user starts it, alone and beside two
-    python benchmarks/training/bench_busy.py product  # the same without the slow side, torch as it comes
 
 Threads that spin at the end of each parallel loop are quickest when every thread has a core of its own. Beside other
 processes the thread that is waited for may not be running: the spinning one then burns the slice it could have had.
@@ -43,8 +42,7 @@ WAYS: dict[str, dict[str, str]] = {
 }
 FIRST_ROUNDS, FIRST_STEPS = 8, 4
 IDLE_ROUNDS, IDLE_STEPS, BUSY_ROUNDS, BUSY_STEPS, NUM_BUSY = 10, 6, 3, 2, 2
-# libgomp spins 300,000 times where nobody said anything: as it was before the product chose.
-DEMO_WAYS = {"as torch comes": {"GOMP_SPINCOUNT": "300000"}, "as the product comes": {}}
+DEMO_WAYS = {way: WAYS[way] for way in (AS_IT_COMES, "passive")}
 DEMO_STEPS = 60
 QUIET, ANYTHING = 0.1, float("inf")  # cores
 PATIENCE = 300.0  # seconds; what was not had by then is not had
@@ -288,7 +286,6 @@ JOBS: dict[str, Callable[[], dict[str, Any]]] = {
     "busy": lambda: bench_steps(NUM_BUSY, BUSY_ROUNDS, BUSY_STEPS, ANYTHING),
     "first": bench_first,
     "demo": bench_demo,
-    "product": lambda: bench_demo(["as the product comes"]),
 }
 
 

@@ -47,7 +47,7 @@ def selftest_of(group: str) -> Callable[[], bool]:
     def trial() -> bool:
         import torch
 
-        from stillroom.checks.selftest.suite import selftest
+        from stillroom.doctor.selftest import selftest
         from stillroom.telemetry.checks import selftest_lines
 
         report = selftest(torch.device("cpu"), only=(group,))

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from stillroom.config import load_config
-from stillroom.data.store import store as store_module
+from stillroom.data import store as store_module
 from stillroom.engine.distill import distill, resume
 from stillroom.telemetry import read_events
 
@@ -26,8 +26,8 @@ def save_records(path: Path, count: int, seed: int) -> str:
 
 @pytest.fixture
 def mixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Settings of a run; each file has several parts in the store."""
-    monkeypatch.setattr(store_module, "PART_RECORDS", 17)
+    """Settings of a run; each file is tokenized in several batches."""
+    monkeypatch.setattr(store_module, "BATCH_RECORDS", 17)
     return {
         "data__train": [
             {"path": save_records(tmp_path / "taught.jsonl", 70, 5)},
@@ -52,8 +52,8 @@ def test_a_killed_run_on_a_stored_packed_mixture_resumes_bit_for_bit_and_tokeniz
     over = {**mixture, "train__gradient_accumulation_steps": 2, "train__save_steps": 2, "data__order": "short_first"}
     config = load_config(overrides=tiny.settings(world, **over))
     assert tiny.in_child(lambda: distill(config, tmp_path / "cut", device="cpu", inject="kill@6")) == -9
-    assert len([*(tmp_path / "cache").glob("*/*/part-*")]) == 5 + 3
-    monkeypatch.setattr(store_module.Here, "make", lambda *_: pytest.fail("it tokenizes"))
+    assert len([*(tmp_path / "cache").glob("*/*/manifest.json")]) == 2
+    monkeypatch.setattr(store_module.TokenStore, "_tokenized", lambda *_: pytest.fail("it tokenizes"))
     whole = distill(config, tmp_path / "whole", device="cpu")
     again = resume(tmp_path / "cut", device="cpu")
     assert again.summary["student"]["perplexity"] == whole.summary["student"]["perplexity"]

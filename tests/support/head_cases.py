@@ -9,10 +9,28 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from stillroom.checks.textbook import logits_of as logits_of
 from stillroom.objectives import divergences, score_head
 from stillroom.objectives.divergences.base import Divergence
 from stillroom.types import Batch, DenseSignal, HeadWeights, StudentView
+
+
+def buckets(probs: Tensor, ids: Tensor) -> Tensor:
+    """(K+1)-way probabilities: those of the kept ids, and one minus their sum. [N, K + 1]"""
+    kept = probs.gather(-1, ids)
+    return torch.cat((kept, 1 - kept.sum(-1, keepdim=True)), -1)
+
+
+def logits_of(hidden: Tensor, head: HeadWeights) -> Tensor:
+    """What a head makes of hidden states [N, D], in float64. [N, V]"""
+    logits = hidden.double() @ head.weight[: head.num_real].double().T
+    if head.bias is not None:
+        logits = logits + head.bias[: head.num_real].double()
+    return finished(logits, head.scale, head.softcap)
+
+
+def finished(logits: Tensor, scale: float = 1.0, softcap: float | None = None) -> Tensor:
+    logits = logits * scale
+    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from stillroom.config import Config, Loaded, load, parse_assignments
 from stillroom.config.given import refuse_gaps
 
 if TYPE_CHECKING:
-    from stillroom.checks.selftest.trial import Outcome, Trial
+    from stillroom.doctor.selftest import Outcome, Trial
 
 
 @app.command(short_help="Say what is wrong before a run is begun.")
@@ -80,19 +80,19 @@ def doctor(
 _COLOURS = {"red": typer.colors.RED, "amber": typer.colors.YELLOW, "green": typer.colors.GREEN}
 
 
-@app.command(short_help="Hold what this machine computes against float64.")
+@app.command(short_help="Check numerics on this machine.")
 def selftest(
     device: Device = "auto",
     only: Annotated[list[str] | None, typer.Option(help="a group of trials, repeatable; see the table")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compute everything on this machine and hold it against float64; under a minute on two cores.
+    """Check numerics on this machine; under a minute on two cores.
 
-    Every divergence, row kernel, sparse form, objective and precision policy against formulas in float64 and finite
-    differences; the guard against injected faults; a run that is killed and resumed; a student saved and read again.
-    Exit code 0, or 20 where something is wrong: it is named.
+    Every divergence and the loss of the head against float64 and finite differences; every row kernel against the plain
+    one; every precision policy against float64; the guard against injected faults; a run that is killed and resumed; a
+    student saved and read again. Exit code 0, or 20 where something is wrong: it is named.
     """
-    from stillroom.checks.selftest.suite import GROUPS, selftest
+    from stillroom.doctor.selftest import GROUPS, selftest
     from stillroom.engine.building.device import find_device
     from stillroom.errors import ConfigError, SelftestFailed
     from stillroom.telemetry.checks import selftest_lines
@@ -151,7 +151,7 @@ def verify_resume(
     touched. Exit code 0, or 25 with the first tensor that differs or the input that was not looked at.
     """
     chosen = _loaded(config, preset, set_)
-    from stillroom.checks.resume.verify import verify_resume
+    from stillroom.doctor.resume import verify_resume
     from stillroom.errors import ResumeDiffers
     from stillroom.telemetry.checks import resume_lines
 

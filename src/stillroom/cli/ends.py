@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from stillroom import threads
 from stillroom.cli.app import app, echo, print_json
 from stillroom.config.load import nearest_key
 from stillroom.ends import fault_of, interrupt_on_signals
@@ -45,11 +44,10 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def run_to_its_end(command: Callable[[], int | None], words: Sequence[str]) -> int:
-    """Run a command before torch is loaded. Print an explanation of any error, and return the exit code.
+    """Run a command. Print an explanation of any error, and return the exit code.
 
     `words` is its command line: with --json an error is printed as an object too.
     """
-    threads.choose_waiting()  # no command has loaded torch yet
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its warnings would interleave with our log
     for name in _NOISY_WHEN_IMPORTED:
         logging.getLogger(name).addFilter(_is_error)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -23,7 +23,7 @@ _CHUNK = 1 << 22  # tokens counted at a time: bounds memory for any number of do
 
 
 class Tokens(Protocol):
-    """An array [T] that is read by slices: an ndarray, or a stream over the parts of the token store."""
+    """An array [T] that is read by slices: an ndarray, or a stream over files of the token store."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, where: slice, /) -> npt.NDArray[Any]: ...
@@ -40,7 +40,6 @@ class Encoded:
     names: Sequence[str]  # D
     groups: Sequence[str]  # D, documents of a group are held out together
     has_prompt: Sequence[bool] | npt.NDArray[np.bool_] = ()  # D, a chat or a prompt with an answer; empty: none is
-    count_scored: Callable[[Ints, Ints], Ints] | None = None  # `num_scored_between`, where there is a faster way
     paired: Paired | None = None  # the same documents in the teacher's tokens, where it has a tokenizer of its own
 
     def __post_init__(self) -> None:
@@ -69,8 +68,6 @@ class Encoded:
 
     def num_scored_between(self, begins: Ints, ends: Ints) -> Ints:
         """The number of scored tokens from each begin to its end."""
-        if self.count_scored is not None:
-            return self.count_scored(begins, ends)
         return num_true_between(self.is_scored, begins, ends)
 
 

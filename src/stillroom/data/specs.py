@@ -24,7 +24,7 @@ from stillroom.data.split import (
     held_out,
     num_distinct,
 )
-from stillroom.data.store.opening import stored_parts
+from stillroom.data.store import stored_files
 from stillroom.errors import DataError
 
 Tell = Callable[[str], object]
@@ -85,10 +85,10 @@ class SpecReader:
     def _outside(self, source: SourceConfig, *, is_evaluation: bool = False, splits_text: bool = False) -> Documents:
         tally, spec = Tally(), source.path
         options: dict[str, Any] = {"teacher": None if self.pair is None else self.pair.teacher, "tell": self.tell}
-        parts = stored_parts(source, self.config, self.tokenizer, tally, splits_text=splits_text, **options)
+        files = stored_files(source, self.config, self.tokenizer, tally, splits_text=splits_text, **options)
         documents: Documents
-        if parts is not None:
-            documents = StoredDocuments.of(parts)
+        if files is not None:
+            documents = StoredDocuments.of(files)
         else:
             documents = self._in_memory(source, tally, is_evaluation=is_evaluation, splits_text=splits_text)
             tally.counters["records"] += len(documents)

@@ -1,4 +1,4 @@
-"""Split documents by hashes of their contents, as records in memory or as parts of the token store.
+"""Split documents by hashes of their contents, as records in memory or as files of the token store.
 
 # D documents
 """
@@ -15,9 +15,15 @@ import numpy.typing as npt
 from stillroom.data.encode import Encoder
 from stillroom.data.encoded import Encoded, Numbers
 from stillroom.data.records import Record, Tally
-from stillroom.data.store.part import DIGEST_BYTES, Part, digests_of, hashes_of
-from stillroom.data.store.scored import joined
-from stillroom.data.store.stream import encoded_stream, end_to_end, numbers
+from stillroom.data.store import (
+    StoredFile,
+    digests_of,
+    encoded_documents,
+    end_to_end,
+    hashes_of,
+    numbers,
+    whole_column,
+)
 from stillroom.errors import DataError
 
 _SHARE_FOR_ENOUGH = 5  # to hold out enough documents, take at most one of this many
@@ -74,32 +80,32 @@ class ReadDocuments:
 class StoredDocuments:
     """Documents of the token store, tokenized already. They come from files and belong to no group."""
 
-    parts: Sequence[Part]
-    chosen: Numbers  # documents, numbered over all parts, in rising order
+    files: Sequence[StoredFile]
+    chosen: Numbers  # documents, numbered over all files, in rising order
 
     @staticmethod
-    def of(parts: Sequence[Part]) -> StoredDocuments:
-        return StoredDocuments(parts, numbers(sum(len(part) for part in parts)))
+    def of(files: Sequence[StoredFile]) -> StoredDocuments:
+        return StoredDocuments(files, numbers(sum(len(file) for file in files)))
 
     def __len__(self) -> int:
         return len(self.chosen)
 
     def contents(self) -> Digests:
-        digests = joined(self.parts, "digests", f"S{DIGEST_BYTES}")
+        digests = whole_column(self.files, "digests")
         return digests if len(self.chosen) == len(digests) else digests[self.chosen]
 
     def groups(self) -> Digests:
         return self.contents()
 
     def share_hashes(self) -> npt.NDArray[np.uint64]:
-        return joined(self.parts, "share_hashes", np.uint64)[self.chosen]
+        return whole_column(self.files, "share_hashes")[self.chosen]
 
     def take(self, is_taken: Flags) -> StoredDocuments:
-        return StoredDocuments(self.parts, self.chosen[is_taken])
+        return StoredDocuments(self.files, self.chosen[is_taken])
 
     def encoded(self, encode: Encoder) -> Encoded:
         encode.note_limits()
-        encoded = encoded_stream(self.parts, self.chosen)
+        encoded = encoded_documents(self.files, self.chosen)
         encode.note_lost(len(self) - encoded.num_documents)
         return encode.found(encoded)
 

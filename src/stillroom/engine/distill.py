@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from stillroom import threads
 from stillroom.checkpoint import Mark, Saved
 from stillroom.config import Config
 from stillroom.config.given import unread_notes
@@ -351,7 +350,7 @@ def _announce(
     parallel = run.parallel
     notes = (*notes, *unused_strategy(config, parallel))
     notes = (*notes, *unused_ranks(config, parallel.size, has_link=parallel.link is not None))
-    for text in (*notes, *threads.notes(), *models.notes, *run.teacher.notes, *run.mix.notes(run.device.type)):
+    for text in (*notes, *models.notes, *run.teacher.notes, *run.mix.notes(run.device.type)):
         run.log.write("note", text=text)
     if saved is not None:
         for reason in saved.rejected:

@@ -8,12 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 from divergence_cases import MEMBERS, every_member, every_smooth_member
-from head_cases import Case, grads_of, logits_of, make_case, relative_error
+from head_cases import Case, buckets, grads_of, logits_of, make_case, relative_error
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from stillroom.checks.textbook import buckets
 from stillroom.errors import ConfigError
 from stillroom.numerics import log1mexp, tail_log_mass
 from stillroom.objectives import SampledTeacher, TopKTeacher, divergences, fused_head_loss, score_head

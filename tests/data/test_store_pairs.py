@@ -15,11 +15,7 @@ import torch
 
 from stillroom.config.schema import DataConfig
 from stillroom.data import Corpus, Rows, open_data
-from stillroom.data.records import Tally
-from stillroom.data.store import store as store_module
-from stillroom.data.store.keys import tokenizers_digest
-from stillroom.data.store.making import Here, Job, Workers
-from stillroom.data.store.part import open_part
+from stillroom.data import store as store_module
 from stillroom.types import Batch
 
 STUDENT, TEACHER = "byte-level", "BPE with bytes"
@@ -70,12 +66,12 @@ def assert_same_rows(left: Rows, right: Rows) -> None:
 
 
 @pytest.mark.parametrize("packing", ["rows", "blocks", "packed"])
-@pytest.mark.parametrize("per_part", [7, 50_000])
+@pytest.mark.parametrize("per_batch", [7, 50_000])
 def test_stored_pairs_are_those_of_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packing: str, per_part: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packing: str, per_batch: int
 ) -> None:
     """Both sides' tokens, targets, spans, exactness, coverage and counters, made and found again."""
-    monkeypatch.setattr(store_module, "PART_RECORDS", per_part)
+    monkeypatch.setattr(store_module, "BATCH_RECORDS", per_batch)
     for number in range(2):
         write_records(tmp_path / f"{number}.jsonl", 40, number)
     spec, both = str(tmp_path / "*.jsonl"), tokenizers()
@@ -114,32 +110,15 @@ def test_an_entry_is_shared_with_no_other_pair(tmp_path: Path) -> None:
     assert len(list((tmp_path / "cache").glob("*/*/manifest.json"))) == 4
 
 
-def test_a_damaged_part_is_named_and_made_again(tmp_path: Path) -> None:
+def test_a_damaged_entry_is_named_and_made_again(tmp_path: Path) -> None:
     write_records(tmp_path / "d.jsonl", 30)
     both = tokenizers()
     memory = opened(str(tmp_path / "d.jsonl"), str(tmp_path / "cache"), *both)
-    (part,) = (tmp_path / "cache").glob("*/*/part-*.tok")
-    held = bytearray(part.read_bytes())
-    held[-70] ^= 1
-    part.write_bytes(bytes(held))
-    again = opened(str(tmp_path / "d.jsonl"), str(tmp_path / "cache"), *both)
-    assert any("is damaged" in note and part.name in note for note in again.notes)
-    assert_same_rows(memory.train, again.train)
-
-
-def test_other_processes_make_the_same_pairs(tmp_path: Path) -> None:
-    write_records(tmp_path / "d.jsonl", 12)
-    lines = (tmp_path / "d.jsonl").read_text(encoding="utf-8").splitlines()
-    items = [(f"d.jsonl:{number}", json.loads(line)) for number, line in enumerate(lines, 1)]
-    student, teacher = tokenizers()
-    digest = tokenizers_digest(student, teacher)
-    assert digest is not None
-    here = Here(DataConfig(), student, teacher)
-    here.make(Job(tmp_path / "here.tok", items, Tally()))
-    workers = Workers(here, digest, 1)
-    try:
-        workers.make(Job(tmp_path / "there.tok", items, Tally()))
-    finally:
-        workers.close()
-    assert (tmp_path / "here.tok").read_bytes() == (tmp_path / "there.tok").read_bytes()
-    assert open_part(tmp_path / "here.tok").pair is not None
+    for name in ("teacher_ids", "sizes"):
+        (victim,) = (tmp_path / "cache").glob(f"*/*/{name}.bin")
+        contents = bytearray(victim.read_bytes())
+        contents[-7] ^= 1
+        victim.write_bytes(bytes(contents))
+        again = opened(str(tmp_path / "d.jsonl"), str(tmp_path / "cache"), *both)
+        assert any(str(victim) in note for note in again.notes)
+        assert_same_rows(memory.train, again.train)

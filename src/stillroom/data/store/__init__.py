@@ -1,1 +1,0 @@
-"""The token store: data files tokenized once, in memory-mapped parts that are found again by content."""
