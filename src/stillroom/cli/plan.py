@@ -73,8 +73,8 @@ def plan(
             echo(f"looking at {subject} ...", err=True)
 
     train = loaded.config.train
-    ranks, where = loaded.config.teacher.ranks, find_target(device, bound, card)
-    target = with_processes(where, processes, strategy or train.strategy, train.shard_size, ranks)
+    where = find_target(device, bound, card)
+    target = with_processes(where, processes, strategy or train.strategy, train.shard_size)
     made = make_plan(loaded.config, target, is_quick=quick, probes=probe, tell=say)
     if as_json:
         print_json(made.to_dict())

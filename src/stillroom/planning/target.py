@@ -10,7 +10,6 @@ import torch
 from stillroom.config.train import STRATEGIES
 from stillroom.engine.building.device import find_device
 from stillroom.errors import ConfigError
-from stillroom.parallel.link import check_teacher_ranks
 from stillroom.parallel.mesh import check_shard_size
 from stillroom.planning.cards import CARDS, Card
 from stillroom.planning.sharing import Sharing
@@ -59,7 +58,6 @@ def with_processes(
     if strategy not in STRATEGIES:
         raise ConfigError(f"{strategy!r} is no strategy", where="--strategy", advice=[" or ".join(STRATEGIES)])
     teacher_ranks = teacher_ranks if num_processes > 1 else 0
-    check_teacher_ranks(teacher_ranks, num_processes)
     num_processes -= teacher_ranks
     if strategy != "fsdp" or num_processes == 1:
         return replace(target, sharing=Sharing(num_processes, teacher_ranks=teacher_ranks))

@@ -16,7 +16,6 @@ from stillroom.models.compiled import CompiledBody
 from stillroom.models.routers import find_gates
 from stillroom.teachers.base import NO_TEACHER, Teacher
 from stillroom.teachers.coarse import Coarse
-from stillroom.teachers.elsewhere import RemoteModel, RemoteTeacher
 from stillroom.teachers.live import LiveTeacher
 from stillroom.teachers.paired import PairedTeacher
 from stillroom.teachers.placement import Placement
@@ -48,8 +47,6 @@ def make_teacher(
     """
     if loaded is None:
         return NO_TEACHER
-    if isinstance(loaded, RemoteModel):
-        return RemoteTeacher(loaded, vocab_size=vocab_size, device=surroundings.precision.device)
     if config.teacher.router.mode == "frozen":
         spec = live_spec(config, shared)
         device = surroundings.precision.device

@@ -42,7 +42,6 @@ from stillroom.models.shrink.cut import Cut
 from stillroom.objectives.objective import Matched
 from stillroom.parallel import Parallel
 from stillroom.precision.device import facts_of
-from stillroom.teachers.elsewhere import open_remote
 from stillroom.teachers.make import check_teacher_settings, open_live
 from stillroom.teachers.quantised import check_quantisation
 from stillroom.teachers.streamed import open_streamed
@@ -191,9 +190,6 @@ def _tokenizers(config: Config, notes: list[str], *, asks_teacher: bool) -> tupl
 
 
 def _opened_teacher(config: Config, dtype: torch.dtype, tokenizer: Any, parallel: Parallel | None) -> LoadedModel:
-    """The teacher of this process, or what the process that holds it says of it."""
-    if parallel is not None and parallel.link is not None:
-        return open_remote(parallel.link, tokenizer)
     if reads_layers_one_by_one(config, parallel):
         return open_streamed(config.teacher, dtype, tokenizer, is_to_stay=False)
     return open_live(config.teacher, dtype, tokenizer)
