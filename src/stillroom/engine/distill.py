@@ -235,7 +235,7 @@ def _train(
     if not {"teacher", "eval"}.isdisjoint(changed):  # the summary describes the teacher that is here
         state.before |= _teacher_before(run, state)
     if saved is None:
-        run.teacher.begin_run()  # before the initial state is kept: the probe's result is part of it
+        run.teacher.training.begin_run()  # before the initial state is kept: the probe's result is part of it
         first_forward(run, state)
         find_micro_batch(run, state)
         find_loss_scale(run, state)

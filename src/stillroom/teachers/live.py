@@ -16,7 +16,7 @@ from stillroom.models.taps import tapped
 from stillroom.teachers.base import SignalKind, Teacher
 from stillroom.teachers.offload import Offloaded
 from stillroom.teachers.placement import Placement
-from stillroom.types import Batch, DenseSignal, Evidence, Needs, Verdict
+from stillroom.types import Batch, DenseSignal, Needs
 
 
 class LiveTeacher(Teacher):
@@ -65,10 +65,10 @@ class LiveTeacher(Teacher):
         chosen = hidden.reshape(-1, hidden.shape[-1]).index_select(0, batch.positions)
         return DenseSignal(chosen, head, taps)
 
-    def begin(self, window: Sequence[Batch], step: int, cursor: int = 0) -> None:
+    def begin_window(self, window: Sequence[Batch], cursor: int) -> None:
         self._placement.begin_window()
 
-    def end_window(self, verdict: Verdict, evidence: Evidence, rate_factor: float) -> None:
+    def end_window(self) -> None:
         self._placement.end_window()
 
     def as_model(self) -> Student:

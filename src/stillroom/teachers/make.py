@@ -14,14 +14,14 @@ from stillroom.errors import ConfigError
 from stillroom.models import LoadedModel, open_teacher
 from stillroom.models.compiled import CompiledBody
 from stillroom.models.routers import find_gates
-from stillroom.teachers.base import NO_TEACHER, Teacher
+from stillroom.teachers.base import NO_TEACHER, RunContext, Teacher
 from stillroom.teachers.coarse import Coarse
 from stillroom.teachers.live import LiveTeacher
 from stillroom.teachers.paired import PairedTeacher
 from stillroom.teachers.placement import Placement
-from stillroom.teachers.router.in_run import RunRouter, Surroundings
-from stillroom.teachers.router.paired import PairedRouter
-from stillroom.teachers.router.teacher import RouterTeacher
+from stillroom.teachers.router.gates import GateOptions
+from stillroom.teachers.router.paired import PairedRouterTraining
+from stillroom.teachers.router.teacher import RouterTeacher, RouterTraining
 from stillroom.teachers.signals import SignalSpec
 from stillroom.teachers.sparse import SparseTeacher
 from stillroom.teachers.spec import check_use, live_spec, served_spec
@@ -32,15 +32,15 @@ def make_teacher(
     config: Config,
     loaded: LoadedModel | None,
     vocab_size: int,
-    surroundings: Surroundings,
+    run: RunContext,
     *,
-    num_processes: int = 1,
+    is_paired: bool = False,
     compiled: CompiledBody | None = None,
     shared: str = "",
     coarse: Callable[[SignalSpec, int], Coarse | None] = lambda _spec, _size: None,
     placement: Placement | None = None,
 ) -> Teacher:
-    """`NO_TEACHER` where none was loaded, a `LiveTeacher` for router mode `frozen`, else a `RunRouter`.
+    """`NO_TEACHER` where none was loaded, a `LiveTeacher` for router mode `frozen`, else a `RouterTeacher`.
 
     `shared` and `coarse` are the tokens that both models have, where each has a tokenizer of its own. `placement` is
     where the weights were put already.
@@ -49,26 +49,44 @@ def make_teacher(
         return NO_TEACHER
     if config.teacher.router.mode == "frozen":
         spec = live_spec(config, shared)
-        device = surroundings.precision.device
+        device = run.precision.device
         if spec is None:
             return live_teacher(config, loaded, vocab_size, device, compiled, placement)
         live, notes = live_teacher(config, loaded, vocab_size, device), check_use(config, spec)
         return SparseTeacher(live, spec, notes=notes, coarse=coarse(spec, vocab_size))
+    num_processes = run.parallel.size
     if num_processes > 1 and config.teacher.router.mode == "sar-meta":
         raise ConfigError(
             f"teacher.router.mode = 'sar-meta' moves the student by hand in one process, and there are {num_processes}",
             where="teacher.router.mode",
             advice=["--set teacher.router.mode=sar", "start a single process"],
         )
-    return RunRouter(config, loaded, vocab_size, surroundings)
+    train = config.train
+    router = RouterTeacher(
+        loaded.network,
+        config.teacher.router,
+        vocab_size=vocab_size,
+        device=run.precision.device,
+        options=GateOptions(
+            learning_rate=train.router_learning_rate or train.learning_rate,
+            max_grad_norm=train.max_grad_norm,
+            betas=(train.beta1, train.beta2),
+            epsilon=train.epsilon,
+        ),
+        offload=config.teacher.placement == "offload",
+        is_described=loaded.is_described,
+        seed=train.seed,
+        tell=run.tell,
+        parallel=run.parallel,
+    )
+    router.training = (PairedRouterTraining if is_paired else RouterTraining)(router, run)
+    return router
 
 
 def paired_teacher(inner: Teacher, tokenizer: Any, coverage: Coverage | None) -> PairedTeacher:
     """A teacher that reads its own tokens around one that reads rows."""
-    found = coverage or Coverage()
-    if isinstance(inner, RouterTeacher):
-        return PairedRouter(inner, tokenizer, found)
-    return PairedTeacher(inner, tokenizer, found)
+    training = inner.training if isinstance(inner, RouterTeacher) else None
+    return PairedTeacher(inner, tokenizer, coverage or Coverage(), training)
 
 
 def open_live(section: TeacherConfig, dtype: torch.dtype, tokenizer: Any = None) -> LoadedModel:

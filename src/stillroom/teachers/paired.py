@@ -2,58 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from stillroom.data.spans.common import Coverage
 from stillroom.data.teacher_rows import other_of
 from stillroom.errors import ConfigError
-from stillroom.teachers.base import SignalKind, Teacher
-from stillroom.teachers.wrapped import WrappedTeacher
+from stillroom.models import Student
+from stillroom.teachers.base import SignalKind, Teacher, TeacherTraining
 from stillroom.types import Batch, DenseSignal, Needs, PairedSignal, PairedTokens, Signal
 
 # What a model's results on its own tokens say of the text, and not of how it is cut into tokens.
 _PER_BYTE = ("bits_per_byte", "parameters", "documents", "source")
 
 
-class PairedTeacher(WrappedTeacher):
-    """A teacher of another tokenizer. It answers a batch on the rows that stand beside the student's.
+class PairedTeacher(Teacher):
+    """A teacher of another tokenizer. It answers a batch on the rows that stand next to the student's.
 
-    `inner` reads those rows as any teacher reads rows: live, live with a few tokens, or from a cache.
+    `inner` reads those rows as any teacher reads rows: live, live with a few tokens, or from a cache. `training` is for
+    one that learns.
     """
 
-    def __init__(self, inner: Teacher, tokenizer: Any, coverage: Coverage) -> None:
-        super().__init__(inner)
-        self.kind: SignalKind = "paired"
-        self._tokenizer = tokenizer
-        self._coverage = coverage
+    kind: SignalKind = "paired"
 
-    @property
-    def tokenizer(self) -> Any:
-        return self._tokenizer
+    def __init__(
+        self, inner: Teacher, tokenizer: Any, coverage: Coverage, training: TeacherTraining | None = None
+    ) -> None:
+        self.inner, self.tokenizer = inner, tokenizer
+        self.notes, self.num_exact = inner.notes, inner.num_exact
+        self.answers_together, self.writes_text = inner.answers_together, inner.writes_text
+        self._coverage = coverage
+        if training is not None:
+            self.training = training
 
     @property
     def original(self) -> Teacher:
         inner = self.inner.original
-        return self if inner is self.inner else PairedTeacher(inner, self._tokenizer, self._coverage)
+        return self if inner is self.inner else PairedTeacher(inner, self.tokenizer, self._coverage)
 
     def observe(self, batch: Batch, needs: Needs) -> Signal | None:
-        return as_paired(self.inner.observe(self.own_batch(batch), needs))
-
-    def answers(self, batch: Batch, needs: Needs) -> Sequence[Signal | None]:
-        return [as_paired(answer) for answer in self.inner.answers(self.own_batch(batch), needs)]
+        return as_paired(self.inner.observe(other_of(batch), needs))
 
     def whole_answer(self, batch: Batch, signal: Signal | None) -> Signal | None:
-        return as_paired(self.inner.whole_answer(self.own_batch(batch), signal))
-
-    def begin(self, window: Sequence[Batch], step: int, cursor: int = 0) -> None:
-        self.inner.begin([self.own_batch(batch) for batch in window], step, cursor)
+        return as_paired(self.inner.whole_answer(other_of(batch), signal))
 
     def own_batch(self, batch: Batch) -> Batch:
         return other_of(batch)
 
+    def begin_window(self, window: Sequence[Batch], cursor: int) -> None:
+        self.inner.begin_window([other_of(batch) for batch in window], cursor)
+
+    def end_window(self) -> None:
+        self.inner.end_window()
+
+    def verify(self) -> None:
+        self.inner.verify()
+
+    def as_model(self) -> Student | None:
+        return self.inner.as_model()
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        with self.inner.at_work():
+            yield
+
     def own_yardsticks(self, batches: Sequence[Batch]) -> dict[str, Any] | None:
-        found = self.inner.own_yardsticks([self.own_batch(batch) for batch in batches])
+        found = self.inner.own_yardsticks([other_of(batch) for batch in batches])
         return None if found is None else self.comparable(found)
 
     def comparable(self, yardsticks: dict[str, Any]) -> dict[str, Any]:
@@ -64,6 +79,9 @@ class PairedTeacher(WrappedTeacher):
 
     def summary(self) -> dict[str, Any]:
         return {**self.inner.summary(), "two_tokenizers": self._coverage.to_dict()}
+
+    def close(self) -> None:
+        self.inner.close()
 
 
 def as_paired(signal: Signal | None) -> Signal | None:

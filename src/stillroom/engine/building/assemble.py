@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,7 @@ from stillroom.objectives.objective import Planned
 from stillroom.parallel import Parallel
 from stillroom.precision import AdamW, ParameterGroup, Precision, resolve
 from stillroom.schedule import Schedule, steps_of_run, warmup_of_run
-from stillroom.teachers import Surroundings, Teacher, make_teacher
+from stillroom.teachers import RunContext, Teacher, make_teacher
 from stillroom.teachers.cache.manifest import read_manifest
 from stillroom.teachers.make import num_trained_by_teacher, paired_teacher
 from stillroom.telemetry import EventLog
@@ -80,8 +79,8 @@ def build_run(
     hooks = make_hooks(inject, tell=lambda text: log.write("note", text=text))
     schedule = make_schedule(config, loader.num_batches, num_shares)
     student, teacher_body = compiled_student(config, models, precision, schedule.num_steps * num_shares, parallel, log)
-    surroundings = make_surroundings(config, student, optimizer, precision, loader, corpus, log, parallel)
-    teacher = build_teacher(config, models, corpus, surroundings, parallel, teacher_body)
+    context = make_context(config, student, optimizer, precision, loader, corpus, log, parallel)
+    teacher = build_teacher(config, models, corpus, context, parallel, teacher_body)
     mix = make_mix(config, models.vocab_size, planned, log)
     check_sparse(config, teacher, mix)
     checkpoints = CheckpointStore(folder / "checkpoints", config.checkpoint.keep, hooks.checkpoint_point)
@@ -92,7 +91,7 @@ def build_run(
         device=device,
         tokenizer=models.tokenizer,
         student=student,
-        teacher=hooks.teacher(teacher),
+        teacher=teacher,
         corpus=corpus,
         loader=loader,
         mix=mix,
@@ -152,27 +151,27 @@ def open_corpus(config: Config, models: Models, num_shares: int, log: EventLog) 
 
 
 def build_teacher(
-    config: Config, models: Models, corpus: Corpus, surroundings: Surroundings, parallel: Parallel, compiled: Any
+    config: Config, models: Models, corpus: Corpus, run: RunContext, parallel: Parallel, compiled: Any
 ) -> Teacher:
     """From stored answers where the configuration names some, else from the model that was loaded.
 
     With a tokenizer of its own it is given its own rows wherever the run has rows.
     """
-    size, device = models.vocab_size, surroundings.precision.device
+    size, device = models.vocab_size, run.precision.device
     is_paired = models.teacher_tokenizer is not None
     reading = Reading.of(config, models.teacher_tokenizer if is_paired else models.tokenizer, models.matched)
     if is_paired:
         size = own_vocabulary(models)
-        surroundings = on_own_rows(surroundings)
+        run = on_own_rows(run)
     if models.cache is None and asks_server(config):
-        return served_teacher(config, models.tokenizer, size, corpus.train, device, window=surroundings.window)
+        return served_teacher(config, models.tokenizer, size, corpus.train, device, window=run.window)
     if models.cache is None:
         rows = rows_asked(corpus, corpus.train)
-        loaded = quantise_teacher(config, models.loaded_teacher, rows, size, device, write=surroundings.write)
+        loaded = quantise_teacher(config, models.loaded_teacher, rows, size, device, write=run.write)
         teacher = make_teacher(
-            config, loaded, size, surroundings, num_processes=parallel.size, compiled=compiled,
+            config, loaded, size, run, is_paired=is_paired, compiled=compiled,
             shared=reading.shared, coarse=reading.coarse,
-            placement=shard_teacher(config, loaded, parallel, device, tell=_teller(surroundings)),
+            placement=shard_teacher(config, loaded, parallel, device, tell=run.tell),
         )  # fmt: skip
     else:
         teacher = cached_teacher(
@@ -184,14 +183,10 @@ def build_teacher(
             teacher_dtype(config, device),
             loaded=models.loaded_teacher,
             vocab_size=size,
-            window=surroundings.window,
-            tell=_teller(surroundings),
+            window=run.window,
+            tell=run.tell,
         )
     return paired_teacher(teacher, models.teacher_tokenizer, corpus.coverage) if is_paired else teacher
-
-
-def _teller(surroundings: Surroundings) -> Callable[[str], object]:
-    return lambda text: surroundings.write("note", text=text)
 
 
 def own_vocabulary(models: Models) -> int:
@@ -202,12 +197,12 @@ def own_vocabulary(models: Models) -> int:
     return read_manifest(models.cache).vocab_size
 
 
-def on_own_rows(surroundings: Surroundings) -> Surroundings:
+def on_own_rows(run: RunContext) -> RunContext:
     """The same run as a teacher with a tokenizer of its own reads it."""
     return replace(
-        surroundings,
-        window=lambda number: [other_of(batch) for batch in surroundings.window(number)],
-        held_out=lambda: [other_of(batch) for batch in surroundings.held_out()],
+        run,
+        window=lambda number: [other_of(batch) for batch in run.window(number)],
+        held_out=lambda: [other_of(batch) for batch in run.held_out()],
     )
 
 
@@ -266,7 +261,7 @@ def make_precision(config: Config, models: Models, device: torch.device, begun_i
     return resolve(asked.mode, device, config=asked, num_parameters=num_parameters, begun_in=begun_in)
 
 
-def make_surroundings(
+def make_context(
     config: Config,
     student: Student,
     optimizer: AdamW,
@@ -275,9 +270,9 @@ def make_surroundings(
     corpus: Corpus,
     log: EventLog,
     parallel: Parallel,
-) -> Surroundings:
+) -> RunContext:
     """What a teacher may use of the run."""
-    return Surroundings(
+    return RunContext(
         student=student,
         optimizer=optimizer,
         precision=precision,
@@ -285,7 +280,7 @@ def make_surroundings(
         window=loader.window,
         held_out=lambda: held_out_batches(config, corpus),
         write=log.write,
-        peers=parallel,
+        parallel=parallel,
     )
 
 

@@ -94,7 +94,7 @@ class CachedTeacher(Teacher):
 
     # -- reading ahead -----------------------------------------------------------------------------------
 
-    def begin(self, window: Sequence[Batch], step: int, cursor: int = 0) -> None:
+    def begin_window(self, window: Sequence[Batch], cursor: int) -> None:
         if self._reader is None:
             self._num_unknown = 0  # trials before the first window may ask for rows of no data
             self._reader = ThreadPoolExecutor(1, thread_name_prefix="stillroom-cache")

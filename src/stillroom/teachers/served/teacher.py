@@ -126,7 +126,7 @@ class ServedTeacher(Teacher):
 
     # -- asking ahead ------------------------------------------------------------------------------------
 
-    def begin(self, window: Sequence[Batch], step: int, cursor: int = 0) -> None:
+    def begin_window(self, window: Sequence[Batch], cursor: int) -> None:
         """Send for the rows of this window and the next, and then the probe, whose answer is looked at next time."""
         self._end_probing()
         upcoming = self._window(cursor + 1) if self._window is not None else ()
@@ -140,8 +140,8 @@ class ServedTeacher(Teacher):
                     self._ahead[key] = self._pool.submit(self._answer, *row)
         self._probing = self._pool.submit(self.server.check_again)
 
-    def look_after(self, step: int, *, is_eval: bool) -> None:
-        """Nothing is kept of a window after which the server had another model."""
+    def verify(self) -> None:
+        """Raise if the server had another model after a window, so that nothing of it is saved."""
         self._end_probing()
 
     def _end_probing(self) -> None:
