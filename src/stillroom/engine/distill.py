@@ -22,7 +22,7 @@ from stillroom.engine.building.device import deterministic, find_device
 from stillroom.engine.building.input_check import InputCheck
 from stillroom.engine.building.loss_scale import find_loss_scale
 from stillroom.engine.building.micro_batch import find_micro_batch
-from stillroom.engine.building.models import Models, load_models, teacher_dtype
+from stillroom.engine.building.models import Models, load_models
 from stillroom.engine.building.preflight import first_forward
 from stillroom.engine.building.shrink_student import start_note, student_name
 from stillroom.engine.building.strategy import unused_strategy
@@ -57,6 +57,7 @@ from stillroom.evaluation import Evaluation
 from stillroom.models import Student
 from stillroom.models.load.loaded import not_finite_advice
 from stillroom.parallel import Parallel, join
+from stillroom.teachers.spec import teacher_dtype
 from stillroom.telemetry import SilentLog
 
 __all__ = ["Result", "distill", "resume"]

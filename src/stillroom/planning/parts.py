@@ -13,8 +13,6 @@ from typing import Any
 import torch
 
 from stillroom.config import Config
-from stillroom.engine.building.cache_build import AUTO
-from stillroom.engine.building.models import teacher_dtype
 from stillroom.planning.shapes import Micro, Shapes, Sizes
 from stillroom.planning.sharing import LEARNS
 from stillroom.planning.target import Target
@@ -22,7 +20,7 @@ from stillroom.planning.trace import StudentTrace
 from stillroom.precision import bytes_per_parameter
 from stillroom.precision.resolve import choose
 from stillroom.precision.storage import Split, Stochastic
-from stillroom.teachers.spec import cache_spec
+from stillroom.teachers.spec import AUTO, cache_spec, teacher_dtype
 
 CONTEXT = 500_000_000  # of CUDA and the workspaces of its libraries: an allowance, it was not measured here
 _UPDATE_SCRATCH = 1 << 27  # the optimizer takes tensors in buckets of so much scratch; a larger one is alone in its own

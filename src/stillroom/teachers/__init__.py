@@ -2,7 +2,6 @@
 
 from stillroom.teachers.base import NO_TEACHER, RunContext, SignalKind, Teacher, TeacherTraining
 from stillroom.teachers.live import LiveTeacher
-from stillroom.teachers.make import make_teacher
 from stillroom.teachers.router.gates import GateOptions, merge_gates
 from stillroom.teachers.router.teacher import RouterTeacher, probe_gates
 
@@ -15,7 +14,6 @@ __all__ = [
     "SignalKind",
     "Teacher",
     "TeacherTraining",
-    "make_teacher",
     "merge_gates",
     "probe_gates",
 ]

@@ -2,11 +2,35 @@
 
 from __future__ import annotations
 
+import torch
+
 from stillroom.config import Config
 from stillroom.config.sections import Ramp
 from stillroom.config.signal import DEFAULT_DRAWS, DEFAULT_HYBRID_DRAWS, DEFAULT_K, DEFAULT_M
+from stillroom.curriculum import Curriculum
 from stillroom.errors import ConfigError
+from stillroom.precision.device import facts_of
 from stillroom.teachers.signals import SignalSpec
+
+AUTO = "auto"  # teacher.cache: next to the run's folder, written on first use
+
+
+def uses_cache(config: Config) -> bool:
+    return bool(config.teacher.cache) and Curriculum.of(config).uses_teacher
+
+
+def asks_server(config: Config) -> bool:
+    return bool(config.teacher.server) and Curriculum.of(config).uses_teacher
+
+
+def teacher_dtype(config: Config, device: torch.device) -> torch.dtype:
+    if config.teacher.dtype != "auto":
+        dtype: torch.dtype = getattr(torch, config.teacher.dtype)
+        return dtype
+    if device.type != "cuda":
+        return torch.float32
+    # A teacher that was trained in bf16 may overflow FP16; without native bf16 its products would be emulated.
+    return torch.bfloat16 if facts_of(device).has_native_bf16 else torch.float16
 
 
 def live_spec(config: Config, shared: str = "") -> SignalSpec | None:

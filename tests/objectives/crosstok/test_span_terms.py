@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from stillroom.config.objectives import ObjectivesConfig
-from stillroom.engine.building.pairing import matched_tokens
 from stillroom.errors import ConfigError
 from stillroom.objectives import Inside, Mix, plan_objectives
 from stillroom.objectives.crosstok.prefix_groups import GroupSums
@@ -23,6 +22,7 @@ from stillroom.objectives.divergences import make
 from stillroom.objectives.head import score_head
 from stillroom.objectives.objective import Matched
 from stillroom.teachers.coarse import Coarse, SharedTokens, TokenGroups
+from stillroom.teachers.paired import matched_tokens
 from stillroom.teachers.signals import SignalSpec, reduce_row, signal_of
 from stillroom.types import Batch, DenseSignal, Lesson, Score
 

@@ -18,12 +18,11 @@ from stillroom.config import load_config
 from stillroom.config.objectives import ObjectivesConfig
 from stillroom.config.schema import RouterConfig
 from stillroom.data.spans.common import Coverage
-from stillroom.engine.building.pairing import matched_tokens
 from stillroom.engine.distill import Result, distill
 from stillroom.errors import ConfigError
 from stillroom.objectives import Inside, Mix, plan_objectives
 from stillroom.teachers import GateOptions, RouterTeacher
-from stillroom.teachers.paired import PairedTeacher
+from stillroom.teachers.paired import PairedTeacher, matched_tokens
 from stillroom.teachers.router.paired import PairedRouterTraining, span_divergence
 from stillroom.telemetry import read_events
 from stillroom.types import Batch, DenseSignal, Lesson, Needs, PairedSignal

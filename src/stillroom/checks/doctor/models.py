@@ -10,7 +10,7 @@ from safetensors import safe_open
 
 from stillroom.checks.doctor.finding import Finding, check
 from stillroom.checks.doctor.setup import Setup
-from stillroom.engine.building.models import Models, teacher_dtype
+from stillroom.engine.building.models import Models
 from stillroom.errors import BrokenAtStart, StillroomError
 from stillroom.models import find
 from stillroom.models.length import num_positions
@@ -21,6 +21,7 @@ from stillroom.objectives.clamps import Clamps
 from stillroom.precision import bytes_per_parameter
 from stillroom.precision.resolve import choose
 from stillroom.teachers.quantised import quantised_bytes
+from stillroom.teachers.spec import teacher_dtype
 
 SUBJECT = "models"
 _TIGHT = 0.8  # of the free memory, before any activation

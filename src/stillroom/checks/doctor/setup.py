@@ -13,11 +13,11 @@ from stillroom.config import Config
 from stillroom.curriculum import Curriculum
 from stillroom.data import Corpus, open_data
 from stillroom.data.preview import preview
-from stillroom.engine.building.cache_build import AUTO
 from stillroom.engine.building.models import Models, load_models
 from stillroom.errors import StillroomError
 from stillroom.models import has_tokenizer, load_tokenizer
 from stillroom.models.load.source import Source, fetch
+from stillroom.teachers.spec import AUTO
 
 _MOST_RECORDS = 5_000  # of each source that are looked at
 

@@ -16,10 +16,11 @@ from stillroom.checks.doctor.setup import Setup
 from stillroom.config import Config
 from stillroom.engine.building.assemble import build_run
 from stillroom.engine.building.loss_scale import find_loss_scale
-from stillroom.engine.building.models import load_models, teacher_dtype
+from stillroom.engine.building.models import load_models
 from stillroom.engine.building.preflight import first_forward
 from stillroom.engine.state import RunState
 from stillroom.engine.step import attempt
+from stillroom.teachers.spec import teacher_dtype
 from stillroom.telemetry import EventLog
 
 SUBJECT = "real step"

@@ -11,12 +11,12 @@ from stillroom.checks.resume.states import Difference
 from stillroom.config import Config
 from stillroom.config.schema import StudentConfig, TeacherConfig
 from stillroom.curriculum import Curriculum
-from stillroom.engine.building.cache_build import AUTO, uses_cache
 from stillroom.engine.distill import resume
 from stillroom.errors import InputsChanged, StillroomError
 from stillroom.models.load.source import fetch
 from stillroom.teachers.cache.in_store import folder_of
 from stillroom.teachers.cache.manifest import NAME as CACHE
+from stillroom.teachers.spec import AUTO, uses_cache
 
 
 def refusals(run: Path, config: Config, scratch: Path, device: str) -> Iterator[tuple[str, Difference | None]]:

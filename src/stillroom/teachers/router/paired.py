@@ -24,9 +24,6 @@ from stillroom.teachers.paired import as_paired
 from stillroom.teachers.router.teacher import RouterTraining
 from stillroom.types import Batch, DenseSignal, Needs, PairedSignal, StudentView, Term
 
-# Modes that need the student's distribution over the very tokens of the teacher.
-SAME_TOKENS_ONLY = ("sar-transient", "sar-meta")
-
 
 class PairedRouterTraining(RouterTraining):
     """Trains the gates on the teacher's rows of a run's batches."""
