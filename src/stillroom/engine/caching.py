@@ -1,4 +1,4 @@
-"""`stillroom cache`: ask the teacher once, keep what it says."""
+"""`stillroom cache`: write the teacher's answers to disk."""
 
 from __future__ import annotations
 

@@ -18,8 +18,7 @@ from stillroom.models import Student
 from stillroom.objectives.crosstok.span_terms import needs_live_teacher
 from stillroom.objectives.objective import Matched
 from stillroom.teachers.base import SignalKind, Teacher, TeacherTraining
-from stillroom.teachers.coarse import Coarse, SharedTokens, TokenGroups, ids_hash
-from stillroom.teachers.signals import SignalSpec
+from stillroom.teachers.signals import Coarse, SharedTokens, SignalSpec, TokenGroups, ids_hash
 from stillroom.teachers.spec import cache_spec, live_spec, uses_cache
 from stillroom.types import Batch, DenseSignal, Needs, PairedSignal, PairedTokens, Signal
 

@@ -75,13 +75,13 @@ def stored_spec(config: Config, there: SignalSpec, shared: str = "") -> SignalSp
 
 
 def served_spec(config: Config) -> SignalSpec:
-    """The signal of a teacher on a server: log-probabilities of its likeliest tokens, at temperature 1."""
+    """The signal of a teacher on a server: log-probabilities of its top tokens, at temperature 1."""
     kind = config.teacher.signal.kind
     spec = _spec(config, "renormalised" if kind == "renormalised" else "top_k")
     if spec.temperature != 1.0:
         raise ConfigError(
             f"a server gives log-probabilities of temperature 1, and objectives.kd.temperature is "
-            f"{spec.temperature:g}: what the likeliest tokens leave over there cannot be derived from them",
+            f"{spec.temperature:g}: what the top tokens leave over there cannot be derived from them",
             where="objectives.kd.temperature",
             advice=["--set objectives.kd.temperature=1", "use a teacher on this machine"],
         )

@@ -21,9 +21,8 @@ from stillroom.objectives.crosstok.slots import SpanSlots, num_exact, num_spans
 from stillroom.objectives.divergences import make
 from stillroom.objectives.head import score_head
 from stillroom.objectives.objective import Matched
-from stillroom.teachers.coarse import Coarse, SharedTokens, TokenGroups
 from stillroom.teachers.paired import matched_tokens
-from stillroom.teachers.signals import SignalSpec, reduce_row, signal_of
+from stillroom.teachers.signals import Coarse, SharedTokens, SignalSpec, TokenGroups, reduce_row, signal_of
 from stillroom.types import Batch, DenseSignal, Lesson, Score
 
 NAMES = ("alm", "exact_match", "prefix_match", "uld", "span_hidden")

@@ -20,7 +20,7 @@ from stillroom.engine.distill import distill, resume
 from stillroom.engine.state import weights_of
 from stillroom.errors import NoBetterStudent
 from stillroom.models import load_student
-from stillroom.teachers.cache.codec import id_bytes, pack, unpack
+from stillroom.teachers.cache.format import id_bytes, pack, unpack
 from stillroom.teachers.signals import SignalSpec, reduce_row
 from stillroom.types import HeadWeights
 

@@ -11,9 +11,8 @@ import torch
 
 from stillroom.teachers.base import SignalKind, Teacher
 from stillroom.teachers.cache.reader import Cache
-from stillroom.teachers.label_yardsticks import label_yardsticks
 from stillroom.teachers.quantised import SUMMARY as QUANTISATION
-from stillroom.teachers.signals import RowAnswer, signal_of
+from stillroom.teachers.signals import RowAnswer, label_yardsticks, signal_of
 from stillroom.teachers.sparse import describe, each_tensor, kind_of_spec, to_device
 from stillroom.types import Batch, Needs, Signal
 

@@ -18,10 +18,8 @@ from stillroom.models.load.files import read_json
 from stillroom.models.load.source import fetch
 from stillroom.teachers.base import SignalKind, Teacher
 from stillroom.teachers.entries import Given, position_answer
-from stillroom.teachers.label_yardsticks import label_yardsticks
-from stillroom.teachers.served.probe import check_steady, check_temperature
-from stillroom.teachers.served.server import Server, open_server
-from stillroom.teachers.signals import RowAnswer, SignalSpec, signal_of
+from stillroom.teachers.served.server import Server, check_steady, check_temperature, open_server
+from stillroom.teachers.signals import RowAnswer, SignalSpec, label_yardsticks, signal_of
 from stillroom.teachers.sparse import describe, to_device
 from stillroom.teachers.spec import check_use, served_spec
 from stillroom.types import IGNORED, Batch, Needs, Signal
@@ -212,7 +210,7 @@ def _stretches(pieces: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def served_rows(section: TeacherConfig, student_rows: int) -> int:
-    """Rows of the served model's head, where its configuration lies beside its tokenizer; else the student's."""
+    """Rows of the served model's head, where its configuration lies next to its tokenizer; else the student's."""
     source = fetch(section, section.model, weights=False)
     if source.is_gguf or not (source.folder / "config.json").is_file():
         return student_rows
