@@ -20,7 +20,8 @@ LAYERS = [
     {"types", "config", "ends", "remote"},
     {"numerics", "curriculum", "schedule", "guard", "builtin", "yardsticks"},
     {"objectives", "precision", "data", "models"},
-    {"teachers", "telemetry", "parallel", "shard_files"},
+    {"parallel", "telemetry"},
+    {"teachers", "shard_files"},
     {"evaluation", "checkpoint", "snapshots", "doctor", "measures"},
     {"engine"},
     {"report", "assess", "demo", "checks", "export", "talk"}

@@ -26,12 +26,11 @@ from stillroom.config.data import DataConfig
 from stillroom.data import Encoder, Record, Rows, Tally, fixed_batches, pack
 from stillroom.data.spans.common import Coverage
 from stillroom.data.spans.reading import two_readings
-from stillroom.engine.building.pairing import matched_tokens
 from stillroom.evaluation import evaluate
 from stillroom.models import Student
 from stillroom.precision import resolve
 from stillroom.teachers import Teacher
-from stillroom.teachers.paired import PairedTeacher
+from stillroom.teachers.paired import PairedTeacher, matched_tokens
 from stillroom.types import Batch, DenseSignal, HeadWeights, Needs, PairedSignal
 
 PIECE_BYTES = 160

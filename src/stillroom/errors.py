@@ -186,16 +186,6 @@ class PeerGone(Interrupted):
     """Another process of the run has ended or does not answer."""
 
 
-class RunEnded(StillroomError):
-    """The trainers of a run ended without success: a process that holds their teacher ends with their exit code."""
-
-    title = "the run ended"
-
-    def __init__(self, exit_code: int, *, where: str = "") -> None:
-        super().__init__(f"the processes that train ended with exit code {exit_code}", where=where)
-        self.exit_code = exit_code
-
-
 class ServerGone(Interrupted):
     """A teacher's server answered before and does not any more: what is finished is kept."""
 

@@ -51,7 +51,7 @@ def test_the_command_writes_tells_and_is_done_at_once_the_second_time(
 ) -> None:
     assert ended(words(small, tmp_path / "cache")) == 0
     said = capsys.readouterr().out
-    for word in ("tokens/s", "MB", "minutes left", "8 likeliest tokens exactly and 12 drawn", "bytes a position"):
+    for word in ("tokens/s", "MB", "minutes left", "top 8 tokens exactly and 12 drawn", "bytes a position"):
         assert word in said
     monkeypatch.setattr(caching, "open_live", lambda *_: pytest.fail("the teacher was loaded for nothing"))
     assert ended(words(small, tmp_path / "cache", "--json")) == 0
@@ -65,7 +65,7 @@ def test_info_and_verify_say_what_is_there(small: Path, tmp_path: Path, capsys: 
     capsys.readouterr()
     assert ended(["cache", "info", str(tmp_path / "cache")]) == 0
     said = capsys.readouterr().out
-    assert "its 5 likeliest tokens and the exact mass of the rest" in said and "mass" in said
+    assert "its top 5 tokens and the exact mass of the rest" in said and "mass" in said
     assert ended(["cache", "verify", str(tmp_path / "cache"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["verified"] is True
 

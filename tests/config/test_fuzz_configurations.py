@@ -34,7 +34,6 @@ _SHORT = {
     "eval.max_batches": 2,
     "train.eval_steps": 0,
     "teacher.server": None,
-    "teacher.ranks": 0,
     "telemetry.tracker": "none",
 }
 

@@ -37,7 +37,6 @@ ALWAYS = [
     "teacher.allow_base",
     "student.allow_base",
     "data.day",
-    "teacher.ranks",
     "student.trust_remote_code",
     "student.init",
     "student.vocabulary",

@@ -169,3 +169,12 @@ def test_a_wrong_number_or_ramp_is_told_what_it_lacks_and_nothing_else(value: ob
 def test_a_resolved_configuration_reads_back_the_same() -> None:
     config = load_config(preset="demo", overrides={"objectives.kd.weight": {"start": 1, "end": 0}})
     assert Config.model_validate(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_a_removed_setting_says_what_became_of_it_and_one_that_is_off_is_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(overrides={"teacher.ranks": 1})
+    assert error.value.where == "command line" and "teacher.placement" in error.value.what
+    stored = tmp_path / "config.json"
+    stored.write_text(json.dumps({"teacher": {"ranks": 0}}))
+    assert load_config(stored) == load_config()

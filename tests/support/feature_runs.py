@@ -209,7 +209,8 @@ def whole_weights(run: Run) -> Tensor:
     """Everything that was trained, end to end, in FP64; of FP16 weights their masters. Every process takes part."""
     cells = [cell for cells in run.optimizer.cells.values() for cell in cells]
     held = [_whole(cell.parameter) if hasattr(cell.parameter, "full_tensor") else cell.storage.read() for cell in cells]
-    return torch.cat([one.detach().double().flatten() for one in (*held, *run.teacher.trained_weights().values())])
+    held += run.teacher.training.trained_weights().values()
+    return torch.cat([one.detach().double().flatten() for one in held])
 
 
 def _whole(parameter: Any) -> Tensor:

@@ -1,7 +1,6 @@
 """Runs one after another in the processes of one torchrun job: importing torch costs more than a tiny run.
 
     torchrun --nproc-per-node 2 process_runs.py CASES.json
-    torchrun --nproc-per-node 3 process_runs.py CASES.json 1     # the last process holds the teacher
 
 Each process writes CASES.<rank>.json: for each case the exit code it would have ended with and what it said.
 """
@@ -52,9 +51,9 @@ def compare_copies(rank: int, size: int, shard_size: int, changed: int) -> None:
     parallel.check_replicas(held)
 
 
-def main(cases: Path, teacher_ranks: int = 0) -> None:
+def main(cases: Path) -> None:
     torch.set_num_threads(1)
-    parallel = join(timeout_minutes=2, teacher_ranks=teacher_ranks)
+    parallel = join(timeout_minutes=2)
     rank, ends = int(os.environ["RANK"]), []
     for case in json.loads(cases.read_bytes()):
         if "home" in case:  # another machine: it has nothing of the run
@@ -67,4 +66,4 @@ def main(cases: Path, teacher_ranks: int = 0) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0)
+    main(Path(sys.argv[1]))

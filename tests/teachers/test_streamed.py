@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM
 from stillroom.config.schema import TeacherConfig
 from stillroom.errors import BrokenAtStart
 from stillroom.models import open_teacher
-from stillroom.teachers.live import LiveTeacher
-from stillroom.teachers.make import open_live
+from stillroom.teachers.live import LiveTeacher, open_live
 from stillroom.teachers.streamed import FileShelf, MemoryShelf, StreamedModel, open_streamed
 from stillroom.types import IGNORED, Batch, Needs
 

@@ -180,7 +180,7 @@ def _train(job: RouterJob, model: Any, teacher: RouterTeacher | None) -> float:
     schedule, curriculum, mix = make_schedule(config, loader.num_batches), Curriculum.of(config), Mix(config.objectives)
     watched = list(fixed_batches(texts.domain(job.domain).dev, 64, 2))
     if teacher is not None:
-        teacher.start(watched)
+        teacher.training.start(watched)
     looks = {round(job.steps * (number + 1) / ALARMS) for number in range(ALARMS)}
     spent, begin = 0.0, time.process_time()
     student.train()
@@ -191,21 +191,21 @@ def _train(job: RouterJob, model: Any, teacher: RouterTeacher | None) -> float:
         if teacher is None:
             lab.score_batch(student, None, mix, lesson, counts, batch, precision)
         else:
-            teacher.begin([batch], step)
+            teacher.training.begin([batch], step)
             direction = None
-            if teacher.config.mode == "sar-meta" and teacher.is_due:  # look at the next batch: no other text
+            if teacher.config.mode == "sar-meta" and teacher.training.is_due:  # look at the next batch: no other text
                 ahead = loader.window(step + 1)[0]
                 direction = lookahead_direction(student, optimizer, precision, ahead, job.learning_rate)
             _learn(student, teacher, mix, lesson, counts, batch, precision, direction)
         norm = float(optimizer.squared_norms()["student"].sqrt())
         factor = schedule.factor(step)
         if teacher is not None:
-            teacher.update_gates(is_kept=True, rate_factor=factor)
+            teacher.training.update_gates(is_kept=True, rate_factor=factor)
         precision.step(optimizer, factor, {"student": min(1.0, config.train.max_grad_norm / norm)})
         optimizer.zero_grad()
         if teacher is not None and step + 1 in looks:
             spent += time.process_time() - begin
-            teacher.watch(teacher.assess(watched))
+            teacher.training.watch(teacher.assess(watched))
             begin = time.process_time()
     return spent + time.process_time() - begin
 
@@ -215,18 +215,18 @@ def _learn(
     direction: Any,
 ) -> None:  # fmt: skip
     needs = mix.needs(lesson)
-    with teacher.joint_graph(batch):
-        answers = teacher.answers(batch, needs.teacher)
+    with teacher.training.joint_graph(batch):
+        answers = teacher.training.answers(batch, needs.teacher)
         view = student.observe(batch, needs.student)
-        signals = teacher.signals_after_student(answers, batch, view, needs.teacher)
+        signals = teacher.training.signals_after_student(answers, batch, view, needs.teacher)
         score = Score.average([mix.score(view, signal, batch, lesson, counts) for signal in signals])
-        precision.backward(score.loss + teacher.extra_loss(batch, view, num_targets=counts["ce"]))
+        precision.backward(score.loss + teacher.training.extra_loss(batch, view, num_targets=counts["ce"]))
     opposite = None
     if teacher.config.mode == "sar-meta":
         if not direction:
             return  # before the student's first update there is no step to look along
         view, opposite = both_ways(student, precision, batch, direction)
-    teacher.learn(batch, view, num_targets=counts["ce"], opposite=opposite)
+    teacher.training.learn(batch, view, num_targets=counts["ce"], opposite=opposite)
 
 
 def draw(book: Book) -> None:

@@ -31,6 +31,12 @@ _MAX_BYTES = 1_000_000
 _SHOWN = 120  # characters of a value in a message
 _NUMBERS = ("float", "int", "constrained-int")  # pydantic's names of union branches
 
+# Settings that older versions had, and what became of each.
+REMOVED = {
+    "teacher.ranks": "teacher.ranks was removed: cache the teacher (teacher.cache) or serve it (teacher.server); "
+    "teacher.placement = 'shard' shares its weights",
+}
+
 
 class Loaded:
     """A configuration and the notes made while it was read."""
@@ -91,9 +97,29 @@ def _one_preset(asked: str | None, from_file: Table, where: str) -> str | None:
 def build(table: Table, where: str, overrides: Collection[str] = ()) -> Config:
     """Validate a table. `overrides` are the keys that did not come from `where` but from the command line."""
     try:
-        return Config.model_validate(table)
+        return Config.model_validate(_without_removed(table, where, overrides))
     except ValidationError as error:
         raise explain(error, where, overrides) from None
+
+
+def _without_removed(table: Table, where: str, overrides: Collection[str]) -> Table:
+    """Raise for a removed setting that is in use. Drop one that is off: run folders of older versions name them all."""
+    for key, what in REMOVED.items():
+        *sections, name = key.split(".")
+        below: Any = table
+        for section in sections:
+            below = below.get(section) if isinstance(below, dict) else None
+        if not isinstance(below, dict) or name not in below:
+            continue
+        if below[name]:
+            raise ConfigError(what, where="command line" if key in overrides else where, advice=[f"leave {key} out"])
+        table = merge(table, {})
+        below = table
+        for section in sections:
+            below[section] = dict(below[section])
+            below = below[section]
+        del below[name]
+    return table
 
 
 def leaves(table: Table) -> Iterator[str]:

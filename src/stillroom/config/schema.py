@@ -267,9 +267,6 @@ class Config(Section):
         if self.teacher.server and (inner or self.student.init == "shrink"):
             what = f"{' and '.join(inner)} look inside the teacher" if inner else "student.init = 'shrink' cuts it"
             raise ValueError(f"{what}, and teacher.server gives only its answers: leave teacher.server out")
-        if self.teacher.ranks and (inner or self.student.init == "shrink"):
-            what = f"{' and '.join(inner)} look inside the teacher" if inner else "student.init = 'shrink' cuts it"
-            raise ValueError(f"{what}, and teacher.ranks gives its last hidden states alone: set teacher.ranks = 0")
         if self.student.init == "shrink" and self.teacher.placement == "stream":
             raise ValueError(
                 "student.init = 'shrink' cuts the student from the whole teacher: set teacher.placement = 'device' or "

@@ -92,11 +92,6 @@ class TeacherConfig(ModelSection):
         "in the teacher's files and come to the device one at a time, at most two of them at once; shard: each of "
         "several processes holds a part of every weight, and a layer is gathered for its forward",
     )
-    ranks: Count = Field(
-        0,
-        description="with several processes: the last so many hold the teacher and answer, and the others train and "
-        "hold its head alone; 0: every process that trains holds the teacher as `placement` says",
-    )
     quantisation: Literal["none", "int8", "bnb-8bit", "bnb-4bit"] = Field(
         "none",
         description="bits of the teacher's linear layers; the head stays as it is. int8: by torchao, on any device; "
@@ -146,23 +141,6 @@ class TeacherConfig(ModelSection):
             )
         if self.cache and self.signal.kind == "dense":
             raise ValueError("a cache holds no dense answers: leave teacher.signal.kind out, or teacher.cache")
-        return self
-
-    @model_validator(mode="after")
-    def _own_processes(self) -> TeacherConfig:
-        """What a teacher cannot have whose processes send its last hidden states."""
-        if not self.ranks:
-            return self
-        refused = {
-            "placement": self.placement != "device",
-            "quantisation": self.quantisation != "none",
-            "cache": self.cache is not None,
-            "server": self.server is not None,
-            "router.mode": self.router.mode != "frozen",
-            "signal.kind": self.signal.kind not in ("auto", "dense"),
-        }
-        for name in (name for name, is_set in refused.items() if is_set):
-            raise ValueError(f"teacher.ranks needs a whole teacher that answers live: leave teacher.{name} out")
         return self
 
     @model_validator(mode="after")

@@ -25,7 +25,6 @@ from stillroom.checkpoint import CheckpointStore, Saved
 from stillroom.config import Config
 from stillroom.config.schema import StudentConfig, TeacherConfig
 from stillroom.curriculum import Curriculum
-from stillroom.engine.building.cache_build import AUTO, uses_cache
 from stillroom.engine.distill import resume
 from stillroom.engine.ending.outcome import FINISHED
 from stillroom.errors import (
@@ -39,6 +38,7 @@ from stillroom.errors import (
 from stillroom.models.load.source import fetch
 from stillroom.teachers.cache.in_store import folder_of
 from stillroom.teachers.cache.manifest import NAME as CACHE
+from stillroom.teachers.spec import AUTO, uses_cache
 from stillroom.telemetry import read_events
 
 STEPS = 8

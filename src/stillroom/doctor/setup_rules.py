@@ -28,7 +28,7 @@ from stillroom.doctor.rules import Finding, Severity, found, judge_settings, rul
 from stillroom.doctor.setup import Setup
 from stillroom.engine.building.assemble import build_run
 from stillroom.engine.building.loss_scale import find_loss_scale
-from stillroom.engine.building.models import Models, load_models, teacher_dtype
+from stillroom.engine.building.models import Models, load_models
 from stillroom.engine.building.preflight import first_forward
 from stillroom.engine.memory import AIM, Shapes, Target, chosen_mode, lay_out
 from stillroom.engine.state import RunState
@@ -43,6 +43,7 @@ from stillroom.objectives.clamps import Clamps
 from stillroom.objectives.head.kernel import choose_kernel
 from stillroom.precision.device import check_device
 from stillroom.schedule import steps_of_run
+from stillroom.teachers.spec import teacher_dtype
 from stillroom.telemetry import EventLog
 
 SUBJECTS = ("machine", "installation", "configuration", "models", "tokenizers", "data", "real step")  # of the report

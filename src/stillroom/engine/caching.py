@@ -1,4 +1,4 @@
-"""`stillroom cache`: ask the teacher once, keep what it says."""
+"""`stillroom cache`: write the teacher's answers to disk."""
 
 from __future__ import annotations
 
@@ -13,11 +13,7 @@ from stillroom.config import Config
 from stillroom.config.sections import Ramp
 from stillroom.data import open_data
 from stillroom.data.chat import day_or_today, prints_day
-from stillroom.engine.building.cache_build import Reading, fill, required_rows
 from stillroom.engine.building.device import find_device
-from stillroom.engine.building.models import teacher_dtype
-from stillroom.engine.building.pairing import matched_tokens, reads_its_own_tokens
-from stillroom.engine.building.served_build import day_of_rows, served_rows
 from stillroom.engine.stop import Stop
 from stillroom.errors import ConfigError, DataError, Interrupted
 from stillroom.models import (
@@ -30,17 +26,20 @@ from stillroom.models import (
     num_ids,
     vocabulary_hash,
 )
+from stillroom.teachers.cache.build import day_of_rows, fill, required_rows
 from stillroom.teachers.cache.importing import match_rows, num_kept, read_answers
 from stillroom.teachers.cache.in_store import Origin, folder_of
 from stillroom.teachers.cache.manifest import Manifest, is_there, read_manifest
 from stillroom.teachers.cache.plan import plan_shards
 from stillroom.teachers.cache.reader import Cache, damaged_shards
 from stillroom.teachers.cache.writer import Progress, commit_shard, missing_rows, open_store, pack_shard
-from stillroom.teachers.make import open_live
+from stillroom.teachers.live import open_live
+from stillroom.teachers.paired import TokenSpace, matched_tokens, reads_its_own_tokens
 from stillroom.teachers.quantised import check_quantisation
+from stillroom.teachers.served.teacher import served_rows
 from stillroom.teachers.signals import SignalSpec
 from stillroom.teachers.sparse import describe
-from stillroom.teachers.spec import served_spec
+from stillroom.teachers.spec import served_spec, teacher_dtype
 
 
 def make_cache(
@@ -70,9 +69,9 @@ def make_cache(
             check_quantisation(config.teacher, where)
             is_paired = reads_its_own_tokens(config)
             tokenizer = _tokenizer(config)
-            reading = _reading(config, tokenizer, is_paired=is_paired)
-            config = _dated(config, first, tokenizer, reading.tokenizer)
-            corpus = open_data(config.data, tokenizer, teacher_tokenizer=reading.tokenizer if is_paired else None)
+            space = _token_space(config, tokenizer, is_paired=is_paired)
+            config = _dated(config, first, tokenizer, space.tokenizer)
+            corpus = open_data(config.data, tokenizer, teacher_tokenizer=space.tokenizer if is_paired else None)
             needed = required_rows(config, corpus)
             dtype = teacher_dtype(config, where)
             loaded, vocab_size = None, 0
@@ -84,7 +83,7 @@ def make_cache(
                 loaded, vocab_size = _open(config, dtype, tokenizer, is_paired=is_paired)
         config = _at(config, places[first])
         is_done = fill(
-            config, first, needed, reading, where, dtype, loaded=loaded, vocab_size=vocab_size, tell=tell,
+            config, first, needed, space, where, dtype, loaded=loaded, vocab_size=vocab_size, tell=tell,
             beside={place: degree for place, degree in places.items() if place != first},
             on_progress=on_progress, is_stopped=stop.is_wanted,
         )  # fmt: skip
@@ -143,11 +142,11 @@ def _tokenizer(config: Config) -> Any:
     return load_tokenizer(section, section.model)
 
 
-def _reading(config: Config, tokenizer: Any, *, is_paired: bool) -> Reading:
+def _token_space(config: Config, tokenizer: Any, *, is_paired: bool) -> TokenSpace:
     if not is_paired:
-        return Reading(tokenizer)
+        return TokenSpace(tokenizer)
     own = load_tokenizer(config.teacher, config.teacher.model)
-    return Reading.of(config, own, matched_tokens(tokenizer, own))
+    return TokenSpace.of(config, own, matched_tokens(tokenizer, own))
 
 
 def _open(config: Config, dtype: torch.dtype, tokenizer: Any, *, is_paired: bool) -> tuple[LoadedModel, int]:

@@ -20,11 +20,10 @@ from stillroom.engine.building.assemble import build_run
 from stillroom.engine.building.device import deterministic, find_device
 from stillroom.engine.building.input_check import InputCheck
 from stillroom.engine.building.loss_scale import find_loss_scale
-from stillroom.engine.building.models import Models, load_models, teacher_dtype
+from stillroom.engine.building.models import Models, load_models
 from stillroom.engine.building.preflight import first_forward
 from stillroom.engine.building.shrink_student import start_note, student_name
 from stillroom.engine.building.strategy import unused_strategy
-from stillroom.engine.building.teacher_rank import answer_trainers, unused_ranks
 from stillroom.engine.ending.finish import finish, result_or_error, summary_row
 from stillroom.engine.ending.outcome import FINISHED, doubts
 from stillroom.engine.ending.result import Result
@@ -56,7 +55,7 @@ from stillroom.evaluation import Evaluation
 from stillroom.models import Student
 from stillroom.models.load.loaded import not_finite_advice
 from stillroom.parallel import Parallel, join
-from stillroom.parallel.link import TeacherRank, telling_the_end
+from stillroom.teachers.spec import teacher_dtype
 from stillroom.telemetry import SilentLog
 
 __all__ = ["Result", "distill", "resume"]
@@ -86,12 +85,8 @@ def distill(
             device_notes: list[str] = []
             where = find_device(device, device_notes.append)
             notes = (*notes, *unread_notes(config), *device_notes)
-        if isinstance(parallel, TeacherRank):
-            with deterministic(where):
-                return answer_trainers(config, parallel, Path(out), where)
         first = parallel.is_first
         with (
-            telling_the_end(parallel),
             opened(out) as place,
             deterministic(where),
             run_folder.owned(place.folder, config, is_first=first) as claim,
@@ -116,8 +111,7 @@ def distill(
 
 
 def _join(config: Config) -> Parallel:
-    train = config.train
-    return join(train.peer_timeout_minutes, train.strategy, train.shard_size, config.teacher.ranks)
+    return join(config.train.peer_timeout_minutes, config.train.strategy, config.train.shard_size)
 
 
 def _run(
@@ -240,7 +234,7 @@ def _train(
     if not {"teacher", "eval"}.isdisjoint(changed):  # the summary describes the teacher that is here
         state.before |= _teacher_before(run, state)
     if saved is None:
-        run.teacher.begin_run()  # before the initial state is kept: the probe's result is part of it
+        run.teacher.training.begin_run()  # before the initial state is kept: the probe's result is part of it
         first_forward(run, state)
         find_micro_batch(run, state)
         find_loss_scale(run, state)
@@ -347,9 +341,7 @@ def _announce(
             "notes": list(run.corpus.notes),
         },
     )
-    parallel = run.parallel
-    notes = (*notes, *unused_strategy(config, parallel))
-    notes = (*notes, *unused_ranks(config, parallel.size, has_link=parallel.link is not None))
+    notes = (*notes, *unused_strategy(config, run.parallel))
     for text in (*notes, *models.notes, *run.teacher.notes, *run.mix.notes(run.device.type)):
         run.log.write("note", text=text)
     if saved is not None:

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from stillroom.precision import AdamW
-from stillroom.teachers import Teacher
-from stillroom.types import Batch, StudentView
+from stillroom.types import Batch, Signal, StudentView
 
 if TYPE_CHECKING:
     from stillroom.engine.run import Run
@@ -18,10 +17,6 @@ class Hooks:
 
     last_strike: tuple[str, int] | None = None  # the fault that was injected last, and at which step
 
-    def teacher(self, teacher: Teacher) -> Teacher:
-        """When the run is built."""
-        return teacher
-
     def before_step(self, run: Run, step: int) -> None:
         """`step` is the optimizer step that is attempted."""
 
@@ -30,6 +25,10 @@ class Hooks:
 
     def view(self, view: StudentView) -> StudentView:
         return view
+
+    def signal(self, signal: Signal | None) -> Signal | None:
+        """Each training signal of the teacher; None where there is none."""
+        return signal
 
     def gradients(self, optimizer: AdamW) -> None:
         """After the last backward of a window, before gradients are summed over processes."""

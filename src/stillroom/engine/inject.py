@@ -20,8 +20,19 @@ from stillroom.config.faults import FAULTS, parse
 from stillroom.engine.hooks import Hooks
 from stillroom.precision import AdamW
 from stillroom.precision.storage import local
-from stillroom.teachers import FaultyTeacher, Teacher
-from stillroom.types import IGNORED, Batch, StudentView
+from stillroom.teachers import Teacher
+from stillroom.teachers.sparse import each_tensor
+from stillroom.types import (
+    IGNORED,
+    Batch,
+    DenseSignal,
+    PairedSignal,
+    PairedTokens,
+    SampledSignal,
+    Signal,
+    StudentView,
+    TopKSignal,
+)
 
 if TYPE_CHECKING:
     from stillroom.engine.run import Run
@@ -66,17 +77,12 @@ class Injector(Hooks):
 
     # -- hooks ------------------------------------------------------------------------------------------
 
-    def teacher(self, teacher: Teacher) -> Teacher:
-        for fault in self.faults:
-            if fault.name.startswith("teacher_") and not teacher.gives_signals:
-                self.tell(f"{fault.name}@{fault.step} will not strike: no objective asks a teacher")
-        return FaultyTeacher(teacher, self.strikes, self.tell)
-
     def before_step(self, run: Run, step: int) -> None:
         self.step = step
         if self._first_step is None:
             self._first_step = step
             self._warn_out_of_range(run.schedule.num_steps)
+            self.warn_without_teacher(run.teacher)
         if self.strikes("kill"):
             run.saves.wait()  # which checkpoint is the newest must not depend on the speed of a disk
             _die()
@@ -98,12 +104,23 @@ class Injector(Hooks):
                 local(matrix.data).view(-1)[:8] = 3e4
             if self.strikes("nan_moment"):
                 next(run.optimizer.moments()).view(-1)[0] = float("nan")
+            if self.strikes("router_nan"):
+                gate = next(iter(run.teacher.training.trained_weights().values()), None)
+                if gate is None:
+                    self.tell("router_nan did nothing: no gate is trained in this run")
+                else:
+                    gate.view(-1)[0] = float("nan")
 
     def _warn_out_of_range(self, num_steps: int) -> None:
         for fault in self.faults:
             if fault.left > 0 and not (self._first_step or 0) <= fault.step <= num_steps:
                 steps = f"steps {self._first_step} to {num_steps}"
                 self.tell(f"{fault.name}@{fault.step} will not strike: this start of the run takes {steps}")
+
+    def warn_without_teacher(self, teacher: Teacher) -> None:
+        for fault in self.faults:
+            if fault.name.startswith("teacher_") and not teacher.gives_signals:
+                self.tell(f"{fault.name}@{fault.step} will not strike: no objective asks a teacher")
 
     def window(self, window: Sequence[Batch], vocab_size: int) -> Sequence[Batch]:
         batches = list(window)
@@ -127,6 +144,15 @@ class Injector(Hooks):
         hidden = view.hidden.clone()
         hidden[0, 0] = float("inf")
         return replace(view, hidden=hidden)
+
+    def signal(self, signal: Signal | None) -> Signal | None:
+        if signal is None:
+            return None
+        if self.strikes("teacher_nan"):
+            signal = _with_nan(signal)
+        if self.strikes("teacher_garbage"):
+            signal = _with_noise(signal, self.step)
+        return signal
 
     def gradients(self, optimizer: AdamW) -> None:
         for name, value in (("inf_grad", float("inf")), ("nan_grad", float("nan"))):
@@ -156,6 +182,34 @@ class Injector(Hooks):
             raise OSError(28, os.strerror(28))
         if self.strikes(f"kill_{point}", self._saved_after):
             _die()
+
+
+def _with_nan(signal: Signal) -> Signal:
+    """The signal with NaN in place of its values."""
+    match signal:
+        case DenseSignal() | PairedSignal():
+            return replace(signal, hidden=torch.full_like(signal.hidden, float("nan")))
+        case TopKSignal():
+            return replace(signal, log_probs=torch.full_like(signal.log_probs, float("nan")))
+        case SampledSignal():
+            return replace(signal, weights=torch.full_like(signal.weights, float("nan")))
+        case PairedTokens():
+            return each_tensor(
+                signal, lambda one: torch.full_like(one, float("nan")) if one.is_floating_point() else one
+            )
+
+
+def _with_noise(signal: Signal, seed: int) -> Signal:
+    """Finite noise for hidden states; in sparse signals, each position gets its neighbour's ids or whole answer."""
+    match signal:
+        case DenseSignal() | PairedSignal():
+            generator = torch.Generator(device=signal.hidden.device).manual_seed(seed)
+            noise = torch.randn(signal.hidden.shape, generator=generator, device=signal.hidden.device)
+            return replace(signal, hidden=(noise * 10 * signal.hidden.float().std()).to(signal.hidden.dtype))
+        case TopKSignal() | SampledSignal():
+            return replace(signal, ids=signal.ids.roll(1, dims=0))
+        case PairedTokens():
+            return each_tensor(signal, lambda one: one.roll(1, dims=0))
 
 
 def _die() -> Any:

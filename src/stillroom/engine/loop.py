@@ -155,7 +155,8 @@ def after_applied_step(run: Run, state: RunState, outcome: StepOutcome) -> None:
         return
     if is_eval or is_save or is_snapshot:
         state.is_changing = True  # gates may be put back
-        run.teacher.look_after(state.applied, is_eval=is_eval)
+        run.teacher.verify()
+        run.teacher.training.look_after(state.applied, is_eval=is_eval)
         state.is_changing = False
     if is_snapshot:
         take_snapshot(run, state, exam)
@@ -213,7 +214,7 @@ def run_evaluation(run: Run, state: RunState, lesson: Lesson | None = None) -> E
 def replicas_of(run: Run) -> dict[str, Tensor]:
     """Everything that is trained, by names that no two have."""
     beside = dict(run.mix.projectors.named_parameters(prefix="projectors"))
-    gates = {f"router.{name}": gate for name, gate in run.teacher.trained_weights().items()}
+    gates = {f"router.{name}": gate for name, gate in run.teacher.training.trained_weights().items()}
     return {**weights_of(run.student.model), **beside, **gates}
 
 

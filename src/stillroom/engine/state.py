@@ -149,7 +149,7 @@ def capture(run: Run, state: RunState) -> Saved:
         "optimizer": run.optimizer.tensors(),
         "random": random,
     }
-    if learned := run.teacher.tensors():
+    if learned := run.teacher.training.tensors():
         tensors[_TEACHER] = learned
     if state.best_weights:
         tensors["best"] = state.best_weights
@@ -165,7 +165,7 @@ def capture(run: Run, state: RunState) -> Saved:
         **({"inputs": run.inputs} if run.inputs else {}),
         "canary": state.canary_reference if math.isfinite(state.canary_reference) else None,
         "canary_best": state.canary_best if math.isfinite(state.canary_best) else None,
-        _TEACHER: run.teacher.state_dict() or None,
+        _TEACHER: run.teacher.training.state_dict() or None,
     }
     return Saved(state.applied, tensors, scalars, line=state.rollbacks)
 
@@ -305,7 +305,7 @@ def restore(run: Run, state: RunState, saved: Saved, *, keeps_history: bool = Fa
     state.canary_reference = _or_unknown(saved.scalars["canary"])
     state.canary_best = _or_unknown(saved.scalars.get("canary_best", saved.scalars["canary"]))
     teacher = saved.tensors.get(_TEACHER, {}), saved.scalars.get(_TEACHER) or {}
-    run.teacher.load(*teacher, keeps_history=keeps_history)
+    run.teacher.training.load(*teacher, keeps_history=keeps_history)
     for name, value in saved.scalars["state"].items():
         if not (keeps_history and name in _HISTORY):
             setattr(state, name, list(value) if isinstance(value, list) else value)

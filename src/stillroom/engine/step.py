@@ -19,6 +19,7 @@ from stillroom.engine.recovery.recover import carry_out, examine
 from stillroom.engine.run import Run
 from stillroom.engine.state import RunState
 from stillroom.objectives.answers import LABEL_LOSS, NUM_LABELS
+from stillroom.teachers.base import Signals
 from stillroom.types import Batch, Evidence, Lesson, Score, StudentView, TermRecord, Verdict
 
 
@@ -66,7 +67,8 @@ def train_step(run: Run, state: RunState, window: Sequence[Batch]) -> StepOutcom
             run.log.write("note", text=f"step {evidence.step} was examined and is kept: {verdict.reason}")
     state.is_changing = True
     state.attempted += 1
-    run.teacher.end_window(verdict, evidence, rate)
+    run.teacher.end_window()
+    run.teacher.training.end(verdict, evidence, rate)
     if verdict.action == "keep":
         _tell_fallback(run, state, evidence, lesson)
         _apply(run, state, evidence, rate)
@@ -117,7 +119,8 @@ def _gather(run: Run, state: RunState, window: Sequence[Batch], lesson: Lesson, 
     if run.config.data.label_sources:  # a window may hold labels alone
         tally.totals = {term: torch.zeros((), device=run.device) for term, weight in lesson.weights.items() if weight}
     with run.parallel.window():
-        run.teacher.begin(window, state.applied, state.cursor)
+        run.teacher.begin_window(window, state.cursor)
+        run.teacher.training.begin(window, state.applied, state.cursor)
         run.parallel.seed(run.config.train.seed, state.attempted)
         batches = run.parallel.scored(list(parts_of(window, state)))
         for number, batch in enumerate(batches, start=1):
@@ -127,25 +130,41 @@ def _gather(run: Run, state: RunState, window: Sequence[Batch], lesson: Lesson, 
 
 def _learn(run: Run, batch: Batch, lesson: Lesson, counts: dict[str, int], *, is_last: bool) -> Score:
     """Forward and backward of one micro-batch; gradients of several processes are summed in the last backward."""
-    batch = batch.to(run.device)
-    needs, teacher = run.mix.needs(lesson), run.teacher_of(lesson, batch)
-    made: list[tuple[StudentView, Score]] = []
+    micro = MicroStep(run, batch.to(run.device), lesson, counts)
+    training = micro.teacher.training
+    with training.joint_graph(micro.batch):
+        micro.answers = training.answers(micro.batch, micro.needs.teacher)
+        run.precision.backward(run.parallel.forward(micro.loss, is_last=is_last))
+    training.after_student(micro.batch, micro.view, num_targets=counts["ce"])
+    return micro.score
 
-    def loss() -> Tensor:
+
+class MicroStep:
+    """The forward of one micro-batch: `loss` leaves the student's view and its score behind.
+
+    DDP and FSDP2 follow only what runs inside of the forward that they wrap, and the fused head multiplies with the
+    student's head outside of the student's own forward: so all of `loss` runs inside of `parallel.forward`.
+    """
+
+    view: StudentView
+    score: Score
+
+    def __init__(self, run: Run, batch: Batch, lesson: Lesson, counts: dict[str, int]) -> None:
+        self.run, self.batch, self.lesson, self.counts = run, batch, lesson, counts
+        self.needs, self.teacher = run.mix.needs(lesson), run.teacher_of(lesson, batch)
+        self.answers: Signals = ()
+
+    def loss(self) -> Tensor:
+        run, batch, training = self.run, self.batch, self.teacher.training
         with run.precision.autocast():
-            view = run.student.observe(batch, needs.student)
-        view = run.hooks.view(view)
-        signals = teacher.signals_after_student(answers, batch, view, needs.teacher)
-        score = Score.average([run.mix.score(view, signal, batch, lesson, counts) for signal in signals])
-        made.append((view, score))
-        return score.loss + teacher.extra_loss(batch, view, num_targets=counts["ce"])
-
-    with teacher.joint_graph(batch):
-        answers = teacher.answers(batch, needs.teacher)
-        run.precision.backward(run.parallel.forward(loss, is_last=is_last))
-    view, score = made.pop()
-    teacher.after_student(batch, view, num_targets=counts["ce"])
-    return score
+            view = run.student.observe(batch, self.needs.student)
+        self.view = run.hooks.view(view)
+        signals = training.signals_after_student(self.answers, batch, self.view, self.needs.teacher)
+        scores = [
+            run.mix.score(self.view, run.hooks.signal(signal), batch, self.lesson, self.counts) for signal in signals
+        ]
+        self.score = Score.average(scores)
+        return self.score.loss + training.extra_loss(batch, self.view, num_targets=self.counts["ce"])
 
 
 def _read_evidence(run: Run, state: RunState, tally: Tally, lesson: Lesson, counts: dict[str, int]) -> Evidence:

@@ -37,7 +37,7 @@ class Emphasis:
     temperatures: Tensor | None = None  # [N]
 
 
-class Answers(Objective):
+class KdAndCe(Objective):
     """Distillation and cross-entropy on the scored targets of a batch. Its settings are those of `objectives.kd`."""
 
     def __init__(self, config: ObjectivesConfig, kernel: KernelName | None = None) -> None:

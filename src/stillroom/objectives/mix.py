@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from stillroom.config.objectives import ObjectivesConfig
 from stillroom.errors import ConfigError
-from stillroom.objectives.answers import Answers
+from stillroom.objectives.answers import KdAndCe
 from stillroom.objectives.clamps import Clamps
 from stillroom.objectives.head.kernel import KernelName
 from stillroom.objectives.head.sparse import SignalKind
@@ -33,7 +33,7 @@ class Mix:
         planned: Planned | None = None,
     ) -> None:
         self.planned = planned or Planned()
-        self.objectives: tuple[Objective, ...] = (Answers(config, kernel), *self.planned.objectives)
+        self.objectives: tuple[Objective, ...] = (KdAndCe(config, kernel), *self.planned.objectives)
         self._clamps = clamps or Clamps()
         _check_terms(self.objectives)
 

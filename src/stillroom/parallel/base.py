@@ -26,7 +26,6 @@ class Parallel:
     """One process."""
 
     strategy = "single"
-    link: Any = None  # to the process that holds the teacher, where that is another one
     rank = 0
     size = 1
     is_sharded = False  # whether a process holds a part of each weight

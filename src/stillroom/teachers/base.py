@@ -1,28 +1,24 @@
 """The interface between a run and its teacher. Every method is a no-op: `Teacher()` serves a run without a teacher.
 
-A window goes through a teacher in this order:
-
-    begin                                        before the window's first forward
-    joint_graph                                  around each micro-batch's forward and backward
-        answers                                  before the student's forward
-        signals_after_student                    after it; returns the signals that are scored
-        extra_loss                               added to the student's loss, differentiated with it
-    after_student                                after the backward; the teacher may learn
-    end_window                                   with the verdict and the evidence of the step
-
-`look_after` is called between windows, before anything is kept. `observe` is for everything but training steps.
+A teacher answers batches. A run opens and closes each window of micro-batches with `begin_window` and `end_window`, and
+calls `verify` before it saves anything. What a teacher does beyond answering while a student trains (several answers,
+answers that depend on the student, weights of its own that learn) is in its `training`, which does nothing by default.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor
 
 from stillroom.models import Student
+from stillroom.parallel import Parallel
+from stillroom.precision import AdamW, Precision
 from stillroom.types import (
     Batch,
     DenseSignal,
@@ -38,11 +34,11 @@ from stillroom.types import (
 )
 
 SignalKind = Literal["none", "dense", "top-k", "sampled", "paired"]
-Answers = Sequence[Signal | None]  # several are averaged; None: the student is scored on the labels alone
+Signals = Sequence[Signal | None]  # several are averaged; None: the student is scored on the labels alone
 
 
 class Teacher:
-    """No teacher: answers None, learns nothing, has no state. A subclass overrides what differs.
+    """No teacher: answers None and has nothing to release. A subclass overrides what differs.
 
     A run checks on its first batch that `observe` answers with a signal of the declared `kind`.
     """
@@ -50,8 +46,7 @@ class Teacher:
     kind: SignalKind = "none"
     tokenizer: Any = None  # its own, where it reads the text in other tokens than the student
     notes: tuple[str, ...] = ()  # logged when the run begins
-    num_exact: int = 0  # its likeliest tokens that lead each position of a sparse signal, in order; 0: not known
-
+    num_exact: int = 0  # top tokens that lead each position of a sparse signal, in order; 0: not known
     answers_together: bool = False  # whether all processes have to ask it at the same time
     writes_text: bool = True  # whether `as_model` is fast enough to write a text token by token
 
@@ -60,71 +55,41 @@ class Teacher:
         return self.kind != "none"
 
     @property
-    def needs_student_first(self) -> bool:
-        """Whether its signals depend on the student's view: `answers` is then empty."""
-        return False
-
-    @property
     def original(self) -> Teacher:
         """The teacher as it was given. A finished student is compared with it."""
         return self
 
+    @cached_property
+    def training(self) -> TeacherTraining:
+        """What it does in a training step beyond answering."""
+        return TeacherTraining(self)
+
     # -- answering ---------------------------------------------------------------------------------------
 
     def observe(self, batch: Batch, needs: Needs) -> Signal | None:
-        """The answer to a batch, without gradient and without randomness."""
+        """Answer a batch, without gradient and without randomness."""
         return None
-
-    def answers(self, batch: Batch, needs: Needs) -> Answers:
-        """The answers to a training batch, given before the student's forward."""
-        return [self.observe(batch, needs)]
-
-    def signals_after_student(self, answers: Answers, batch: Batch, view: StudentView, needs: Needs) -> Answers:
-        """The signals to score: the answers, or what replaces them given the student's view."""
-        return answers
 
     def whole_answer(self, batch: Batch, signal: Signal | None) -> Signal | None:
         """What a student is compared with after `observe` gave `signal`: the dense answer where it is at hand."""
         return signal
 
     def own_batch(self, batch: Batch) -> Batch:
-        """The batch as its network reads it: another one where it has a tokenizer of its own."""
+        """The batch as its network reads it: another one where it has its own tokenizer."""
         return batch
 
-    def comparable(self, yardsticks: dict[str, Any]) -> dict[str, Any]:
-        """Its yardsticks without those that cannot be compared with a student's."""
-        return yardsticks
+    # -- windows -----------------------------------------------------------------------------------------
 
-    def own_yardsticks(self, batches: Sequence[Batch]) -> dict[str, Any] | None:
-        """Its own results on held-out batches where it has no network that could be scored; None: not known."""
-        return None
+    def begin_window(self, window: Sequence[Batch], cursor: int) -> None:
+        """Window `cursor` of the data order begins."""
 
-    # -- learning ----------------------------------------------------------------------------------------
+    def end_window(self) -> None:
+        """The backward passes of the window are done: its answers are not needed any more."""
 
-    def begin(self, window: Sequence[Batch], step: int, cursor: int = 0) -> None:
-        """Window `cursor` of the data order begins; `step` student steps have been applied before it."""
+    def verify(self) -> None:
+        """Raise if answers given so far turned out wrong. Called between windows, before anything is saved."""
 
-    def joint_graph(self, batch: Batch) -> AbstractContextManager[None]:
-        """Wraps forward and backward of a micro-batch, for a teacher that the student's gradient flows into."""
-        return nullcontext()
-
-    def extra_loss(self, batch: Batch, view: StudentView, *, num_targets: int) -> Tensor | float:
-        """Added to the student's loss before its backward. `num_targets` are those of the whole window."""
-        return 0.0
-
-    def after_student(self, batch: Batch, view: StudentView, *, num_targets: int) -> None:
-        """Learn from a micro-batch after the student's backward."""
-
-    def end_window(self, verdict: Verdict, evidence: Evidence, rate_factor: float) -> None:
-        """Apply what was learned if the step is kept, else drop it. Called before the student's update."""
-
-    # -- between windows ---------------------------------------------------------------------------------
-
-    def begin_run(self) -> None:
-        """Called once, before the first step of a run that is not resumed."""
-
-    def look_after(self, step: int, *, is_eval: bool) -> None:
-        """Called before a snapshot, a checkpoint or an evaluation: repair what must not be saved."""
+    # -- what is known of it -----------------------------------------------------------------------------
 
     def as_model(self) -> Student | None:
         """Its network, to be evaluated and to generate text; None where there is none on this machine."""
@@ -135,10 +100,77 @@ class Teacher:
         """Keep the network of `as_model` on the run's device in the body."""
         yield
 
+    def own_yardsticks(self, batches: Sequence[Batch]) -> dict[str, Any] | None:
+        """Its own results on held-out batches where it has no network that could be scored; None: not known."""
+        return None
+
+    def comparable(self, yardsticks: dict[str, Any]) -> dict[str, Any]:
+        """Its yardsticks without those that cannot be compared with a student's."""
+        return yardsticks
+
+    def summary(self) -> dict[str, Any]:
+        """Entries for the run's summary."""
+        return {}
+
+    def close(self) -> None:
+        """Release files, threads and connections when the run has ended. It is not asked again."""
+
+
+class TeacherTraining:
+    """A teacher's part in training steps: it answers each micro-batch once and learns nothing.
+
+    A window calls it in this order:
+
+        begin                                    before the window's first forward
+        joint_graph                              around each micro-batch's forward and backward
+            answers                              before the student's forward
+            signals_after_student                after it; returns the signals that are scored
+            extra_loss                           added to the student's loss, differentiated with it
+        after_student                            after the backward; the teacher may learn
+        end                                      with the verdict and the evidence of the step
+
+    The other methods are called between windows.
+    """
+
+    def __init__(self, teacher: Teacher) -> None:
+        self.teacher = teacher
+
+    def begin(self, window: Sequence[Batch], step: int, cursor: int = 0) -> None:
+        """Window `cursor` of the data order begins; `step` student steps have been applied before it."""
+
+    def joint_graph(self, batch: Batch) -> AbstractContextManager[None]:
+        """Wrap forward and backward of a micro-batch, for a teacher that the student's gradient flows into."""
+        return nullcontext()
+
+    def answers(self, batch: Batch, needs: Needs) -> Signals:
+        return [self.teacher.observe(batch, needs)]
+
+    def signals_after_student(self, answers: Signals, batch: Batch, view: StudentView, needs: Needs) -> Signals:
+        """The signals to score: the answers, or what replaces them given the student's view."""
+        return answers
+
+    def extra_loss(self, batch: Batch, view: StudentView, *, num_targets: int) -> Tensor | float:
+        """Added to the student's loss before its backward. `num_targets` are those of the whole window."""
+        return 0.0
+
+    def after_student(self, batch: Batch, view: StudentView, *, num_targets: int) -> None:
+        """Learn from a micro-batch after the student's backward."""
+
+    def end(self, verdict: Verdict, evidence: Evidence, rate_factor: float) -> None:
+        """Apply what was learned if the step is kept, else drop it. Called before the student's update."""
+
+    # -- between windows ---------------------------------------------------------------------------------
+
+    def begin_run(self) -> None:
+        """Called once, before the first step of a run that is not resumed."""
+
+    def look_after(self, step: int, *, is_eval: bool) -> None:
+        """Called before a snapshot, a checkpoint or an evaluation: repair what must not be saved."""
+
     # -- state -------------------------------------------------------------------------------------------
 
     def trained_weights(self) -> Mapping[str, Tensor]:
-        """The weights that it trains, not copies."""
+        """The weights that learn, not copies. Processes compare them."""
         return {}
 
     def tensors(self) -> dict[str, Tensor]:
@@ -150,15 +182,25 @@ class Teacher:
     def load(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any], *, keeps_history: bool = False) -> None:
         """Restore a saved state. With `keeps_history` (a rollback), counters stay."""
 
-    def summary(self) -> dict[str, Any]:
-        """Entries for the run's summary."""
-        return {}
-
     def save(self, folder: Path) -> None:
         """Write what it trained into the run's folder, complete or not at all."""
 
-    def close(self) -> None:
-        """Release files, threads and connections when the run has ended. It is not asked again."""
+
+@dataclass(frozen=True)
+class RunContext:
+    """The parts of a run that a teacher may use."""
+
+    student: Student
+    optimizer: AdamW  # the student's
+    precision: Precision
+    learning_rate: float  # the student's, at its peak
+    window: Callable[[int], Sequence[Batch]]  # a window of the data order, by number
+    held_out: Callable[[], Sequence[Batch]]
+    write: Callable[..., object]  # writes an event: its name, then its fields
+    parallel: Parallel
+
+    def tell(self, text: str) -> None:
+        self.write("note", text=text)
 
 
 NO_TEACHER = Teacher()

@@ -37,7 +37,7 @@ class Given:
 def position_answer(
     entry: Entry | None, target: int, spec: SignalSpec, counters: Counter[str], *, least_tail: float = 0.0
 ) -> RowAnswer:
-    """The k likeliest of an entry, and what they leave over by subtraction.
+    """The top k of an entry, and what they leave over by subtraction.
 
     A difference below `least_tail` is rounding: the tail is then taken to be that, and counted.
     """

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
-from stillroom.models import Student
+from stillroom.config import Config
+from stillroom.config.teacher import TeacherConfig
+from stillroom.models import LoadedModel, Student, open_teacher
 from stillroom.models.anatomy import layers_if_any
 from stillroom.models.compiled import CompiledBody
 from stillroom.models.student import last_hidden
@@ -16,7 +18,8 @@ from stillroom.models.taps import tapped
 from stillroom.teachers.base import SignalKind, Teacher
 from stillroom.teachers.offload import Offloaded
 from stillroom.teachers.placement import Placement
-from stillroom.types import Batch, DenseSignal, Evidence, Needs, Verdict
+from stillroom.teachers.streamed import StreamedModel, open_streamed
+from stillroom.types import Batch, DenseSignal, Needs
 
 
 class LiveTeacher(Teacher):
@@ -65,10 +68,10 @@ class LiveTeacher(Teacher):
         chosen = hidden.reshape(-1, hidden.shape[-1]).index_select(0, batch.positions)
         return DenseSignal(chosen, head, taps)
 
-    def begin(self, window: Sequence[Batch], step: int, cursor: int = 0) -> None:
+    def begin_window(self, window: Sequence[Batch], cursor: int) -> None:
         self._placement.begin_window()
 
-    def end_window(self, verdict: Verdict, evidence: Evidence, rate_factor: float) -> None:
+    def end_window(self) -> None:
         self._placement.end_window()
 
     def as_model(self) -> Student:
@@ -82,3 +85,34 @@ class LiveTeacher(Teacher):
 
     def summary(self) -> dict[str, Any]:
         return {**self._facts, **self._placement.facts()}
+
+
+def open_live(section: TeacherConfig, dtype: torch.dtype, tokenizer: Any = None) -> LoadedModel:
+    """Load a teacher as its placement wants it, and test it."""
+    if section.placement == "stream":
+        return open_streamed(section, dtype, tokenizer)
+    return open_teacher(section, dtype, tokenizer)
+
+
+def live_teacher(
+    config: Config,
+    loaded: LoadedModel,
+    vocab_size: int,
+    device: torch.device,
+    compiled: Any = None,
+    placement: Placement | None = None,
+) -> LiveTeacher:
+    """The teacher of a loaded model. `placement` is where its weights were put already."""
+    if placement is None and isinstance(loaded, StreamedModel) and loaded.stream is not None:
+        loaded.stream.settle(device)
+        placement = loaded.stream
+    return LiveTeacher(
+        loaded.network,
+        vocab_size=vocab_size,
+        device=device,
+        offload=config.teacher.placement == "offload",
+        is_described=loaded.is_described,
+        compiled=compiled,
+        facts=loaded.facts,
+        placement=placement,
+    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stillroom.config import Config
 from stillroom.config.schema import TeacherConfig
+from stillroom.data import Rows, fixed_batches
 from stillroom.ends import is_out_of_memory
 from stillroom.errors import BrokenAtStart
 from stillroom.models import LoadedModel
@@ -28,6 +30,7 @@ from stillroom.types import Batch, DenseSignal, HeadWeights, StudentView
 
 SUMMARY = "teacher_quantisation"  # the entry in a run's summary, and in what a cache says of its teacher
 PROBE_POSITIONS = 1_024  # scored: their mean KL has a standard error of a few per cent
+_PROBE_ROWS = 64  # spread over the data; they are taken until there are enough positions
 _OWN_LOGITS_POSITIONS = 64  # of a teacher whose head cannot be described: its answers are [positions, vocabulary]
 _PACKAGES = {"int8": "torchao", "bnb-8bit": "bitsandbytes", "bnb-4bit": "bitsandbytes"}
 _EXTRAS = {"torchao": "quantised", "bitsandbytes": "bitsandbytes"}
@@ -262,3 +265,33 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logging.disable(level)
+
+
+# -- for a run -------------------------------------------------------------------------------------------
+
+
+def quantise_teacher(
+    config: Config,
+    loaded: LoadedModel,
+    rows: Rows,
+    vocab_size: int,
+    device: torch.device,
+    *,
+    write: Callable[..., object],
+) -> LoadedModel:
+    """The teacher as `teacher.quantisation` says, measured on rows of the training data; an event says by how much."""
+    if config.teacher.quantisation == "none":
+        return loaded
+    check_quantisation(config.teacher, device)
+    probe = list(fixed_batches(rows, 1, _PROBE_ROWS))
+    ready, found = quantised(loaded, config.teacher, probe, vocab_size=vocab_size, device=device)
+    write("teacher_quantised", **found.to_dict())
+    return ready
+
+
+def plainly_quantised(config: Config, loaded: LoadedModel, device: torch.device) -> LoadedModel:
+    """The teacher as `teacher.quantisation` says, not measured."""
+    if config.teacher.quantisation != "none":
+        check_quantisation(config.teacher, device)
+        quantise_layers(loaded.network, config.teacher.quantisation, device, name=config.teacher.model)
+    return loaded

@@ -1,28 +1,35 @@
 """What a teacher's distribution is reduced to: a few tokens, their log-probabilities, and the mass of the rest.
 
-top_k         the k likeliest tokens and the exact mass of all others: serves every divergence.
+top_k         the top k tokens and the exact mass of all others: serves every divergence.
 sampled       tokens drawn from the whole distribution (RS-KD, Anshumann et al. 2025): unbiased for forward KL.
-hybrid        the m likeliest exactly, and draws from what is left, which share its mass: unbiased for forward KL, with
+hybrid        the top m exactly, and draws from what is left, which share its mass: unbiased for forward KL, with
               less variance than draws alone, because what is likely is not left to chance.
-renormalised  the k likeliest as if nothing else could come: biased, for stores that hold no more. Says its mean mass.
+renormalised  the top k as if nothing else could come: biased, for stores that hold no more. Says its mean mass.
 target        the probability of the target alone: for likelihoods of spans.
 
-For a student of another tokenizer the tokens are those that it has too, all others being one (`coarse.py`), and the
-probability of the target is kept in FP32 beside them: the surprisal of a likely token is far below a step.
+For a student of another tokenizer the tokens are those that it has too, all others being one (`Coarse`), and the
+probability of the target is kept in FP32 next to them: the surprisal of a likely token is far below a step.
+
+Classes of a teacher's tokens, for such a student, are either the tokens that both have, all others being one (for
+objectives.exact_match), or groups of tokens that begin a text alike (for objectives.prefix_match). Ids stay the
+teacher's: the first token of a class stands for all of it. So a stored answer can be read without a list of classes,
+and their hash alone is part of what a cache is.
 
 Numbers are rounded where they are made, to whole multiples of a step, and are rounded nowhere else. So an answer that
 was stored and one that is given live are the same bits. A row is answered by itself: what it is told depends on its
 tokens, on its targets and on the seed, and on no neighbour, no padding and no order.
 
-Legend: N scored positions of a row, V vocabulary, M exact tokens, D draws.
+Legend: N scored positions of a row, V vocabulary, M exact tokens, D draws; C positions, U vocabulary of the teacher, K
+classes.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -32,8 +39,85 @@ from torch.nn import functional
 
 from stillroom.models.anatomy import head_logits
 from stillroom.numerics import LOG_ZERO, Softmax
-from stillroom.teachers.coarse import Coarse
-from stillroom.types import HeadWeights, PairedTokens, SampledSignal, TopKSignal
+from stillroom.objectives.crosstok.prefix_groups import GroupSums
+from stillroom.types import Batch, HeadWeights, PairedTokens, SampledSignal, TopKSignal
+
+
+class Coarse(Protocol):
+    """Classes of a teacher's tokens."""
+
+    @property
+    def kept(self) -> Tensor:
+        """[K] The token that stands for each class, ascending."""
+
+    def to(self, device: torch.device) -> Coarse: ...
+    def logits(self, logits: Tensor) -> Tensor:
+        """[C, K] of [C, U]: their softmax is the mass of each class."""
+
+
+def ids_hash(kind: str, ids: Sequence[int]) -> str:
+    """A name for classes."""
+    told = f"{kind}:" + ",".join(map(str, ids))
+    return hashlib.blake2b(told.encode("ascii"), digest_size=8).hexdigest()
+
+
+@dataclass(frozen=True)
+class SharedTokens:
+    """Which columns of the teacher's logits are kept, and which are added up."""
+
+    kept: Tensor  # [K], ascending ids
+    rest: Tensor  # [U - K + 1], ids that the student lacks; the first is among the kept and stands for all
+    place: int  # of that one among the kept; -1 where the student has every token
+
+    @staticmethod
+    def of(teacher_ids: Sequence[int], num_tokens: int) -> SharedTokens:
+        is_shared = torch.zeros(num_tokens, dtype=torch.bool)
+        is_shared[torch.tensor(teacher_ids, dtype=torch.long)] = True
+        rest = (~is_shared).nonzero().squeeze(-1)
+        if not len(rest):
+            return SharedTokens(torch.arange(num_tokens), rest, -1)
+        is_shared[rest[0]] = True
+        kept = is_shared.nonzero().squeeze(-1)
+        return SharedTokens(kept, rest, int(torch.searchsorted(kept, rest[:1])))
+
+    def to(self, device: torch.device) -> SharedTokens:
+        return SharedTokens(self.kept.to(device), self.rest.to(device), self.place)
+
+    def logits(self, logits: Tensor) -> Tensor:
+        """[C, K] of [C, U]. Their softmax has the mass of the others in one place."""
+        if self.place < 0:
+            return logits
+        found = logits.index_select(1, self.kept)
+        found[:, self.place] = torch.logsumexp(logits.index_select(1, self.rest), -1)
+        return found
+
+
+@dataclass(frozen=True)
+class TokenGroups:
+    """Groups of tokens, in the order of their first ones."""
+
+    sums: GroupSums
+
+    @staticmethod
+    def of(groups: Sequence[int], num_groups: int, num_tokens: int) -> TokenGroups:
+        found = GroupSums.of(groups, num_groups, num_tokens, torch.device("cpu"))
+        order = found.first.argsort()
+        return TokenGroups(GroupSums(found.first[order], found.others, order.argsort()[found.of_others]))
+
+    @property
+    def kept(self) -> Tensor:
+        return self.sums.first
+
+    def to(self, device: torch.device) -> TokenGroups:
+        one = self.sums
+        return TokenGroups(GroupSums(one.first.to(device), one.others.to(device), one.of_others.to(device)))
+
+    def logits(self, logits: Tensor) -> Tensor:
+        return self.sums.log_masses(logits)
+
+
+# -- signals of few tokens ---------------------------------------------------------------------------------
+
 
 Kind = Literal["top_k", "sampled", "hybrid", "renormalised", "target"]
 Codes = npt.NDArray[np.uint16]
@@ -56,7 +140,7 @@ class SignalSpec:
     """What is asked of a teacher at each position."""
 
     kind: Kind
-    exact: int  # likeliest tokens that are kept: k, or the m of a hybrid
+    exact: int  # top tokens that are kept: k, or the m of a hybrid
     draws: int  # tokens drawn from the rest
     temperature: float = 1.0
     seed: int = 0
@@ -100,7 +184,7 @@ class SignalSpec:
 class RowAnswer:
     """The answer to one row, in the whole numbers that are stored. Everything that follows is computed from these."""
 
-    ids: Ids  # [N, M], the likeliest first
+    ids: Ids  # [N, M], the most likely first
     log_probs: Codes  # [N, M]
     tail: Codes  # [N], log mass of all tokens that are not among the exact ones
     entropy: Codes  # [N], at the temperature of the signal
@@ -328,3 +412,26 @@ def _sampled(
         entropy=torch.from_numpy(entropy.astype(np.float32)),
         temperature=spec.temperature,
     )
+
+
+# -- what answers say of the teacher itself ----------------------------------------------------------------
+
+
+def label_yardsticks(
+    answers: Sequence[RowAnswer], batches: Sequence[Batch], *, parameters: int | None, source: str
+) -> dict[str, Any] | None:
+    """Perplexity and bits per byte, from the log-probabilities of the targets; None where there are none."""
+    scored = np.concatenate([row.label_log_probs for row in answers] or [np.zeros(0)])
+    scored = scored[np.isfinite(scored)]
+    num_bytes = sum(int(batch.target_bytes.sum()) for batch in batches)
+    if not len(scored):
+        return None
+    nll = -float(scored.sum())
+    return {
+        "perplexity": math.exp(min(nll / len(scored), 700.0)),
+        "bits_per_byte": nll / math.log(2) / num_bytes if num_bytes else None,
+        "kl": 0.0,
+        "agreement": 1.0,
+        "parameters": parameters,
+        "source": source,
+    }

@@ -12,9 +12,8 @@ import torch
 from stillroom.ends import is_out_of_memory
 from stillroom.models import Student
 from stillroom.teachers.base import SignalKind, Teacher
-from stillroom.teachers.coarse import Coarse
 from stillroom.teachers.live import LiveTeacher
-from stillroom.teachers.signals import RowAnswer, SignalSpec, reduce_row, signal_of
+from stillroom.teachers.signals import Coarse, RowAnswer, SignalSpec, reduce_row, signal_of
 from stillroom.types import Batch, DenseSignal, Needs, PairedTokens, SampledSignal, Signal, TopKSignal
 
 Kept = TopKSignal | SampledSignal | PairedTokens
@@ -118,10 +117,10 @@ class SparseTeacher(Teacher):
 def describe(spec: SignalSpec) -> str:
     """A signal in words."""
     told = {
-        "top_k": f"its {spec.exact} likeliest tokens and the exact mass of the rest",
+        "top_k": f"its top {spec.exact} tokens and the exact mass of the rest",
         "sampled": f"{spec.draws} tokens drawn from its distribution",
-        "hybrid": f"its {spec.exact} likeliest tokens exactly and {spec.draws} drawn from the rest",
-        "renormalised": f"its {spec.exact} likeliest tokens as if nothing else could come, which is biased",
+        "hybrid": f"its top {spec.exact} tokens exactly and {spec.draws} drawn from the rest",
+        "renormalised": f"its top {spec.exact} tokens as if nothing else could come, which is biased",
         "target": "the probability of each target alone",
     }
     if spec.is_paired and spec.shared:

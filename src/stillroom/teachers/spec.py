@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
+import torch
+
 from stillroom.config import Config
 from stillroom.config.sections import Ramp
 from stillroom.config.signal import DEFAULT_DRAWS, DEFAULT_HYBRID_DRAWS, DEFAULT_K, DEFAULT_M
+from stillroom.curriculum import Curriculum
 from stillroom.errors import ConfigError
+from stillroom.precision.device import facts_of
+from stillroom.precision.device import teacher_dtype as dtype_on
 from stillroom.teachers.signals import SignalSpec
+
+AUTO = "auto"  # teacher.cache: next to the run's folder, written on first use
+
+
+def uses_cache(config: Config) -> bool:
+    return bool(config.teacher.cache) and Curriculum.of(config).uses_teacher
+
+
+def asks_server(config: Config) -> bool:
+    return bool(config.teacher.server) and Curriculum.of(config).uses_teacher
+
+
+def teacher_dtype(config: Config, device: torch.device) -> torch.dtype:
+    return dtype_on(config.teacher.dtype, facts_of(device))
 
 
 def live_spec(config: Config, shared: str = "") -> SignalSpec | None:
@@ -51,13 +70,13 @@ def stored_spec(config: Config, there: SignalSpec, shared: str = "") -> SignalSp
 
 
 def served_spec(config: Config) -> SignalSpec:
-    """The signal of a teacher on a server: log-probabilities of its likeliest tokens, at temperature 1."""
+    """The signal of a teacher on a server: log-probabilities of its top tokens, at temperature 1."""
     kind = config.teacher.signal.kind
     spec = _spec(config, "renormalised" if kind == "renormalised" else "top_k")
     if spec.temperature != 1.0:
         raise ConfigError(
             f"a server gives log-probabilities of temperature 1, and objectives.kd.temperature is "
-            f"{spec.temperature:g}: what the likeliest tokens leave over there cannot be derived from them",
+            f"{spec.temperature:g}: what the top tokens leave over there cannot be derived from them",
             where="objectives.kd.temperature",
             advice=["--set objectives.kd.temperature=1", "use a teacher on this machine"],
         )

@@ -6,7 +6,7 @@ import pair_tokenizers
 import pytest
 
 from stillroom.data.spans.token_bytes import TokenBytes
-from stillroom.engine.building.pairing import matched_tokens
+from stillroom.teachers.paired import matched_tokens
 
 
 @pytest.mark.parametrize("pair", [("byte-level", "BPE with bytes"), ("characters", "unigram with bytes")])

@@ -15,11 +15,11 @@ from safetensors.torch import load_file
 from served_model import NAME, ServedModel, serving
 
 from stillroom.config import load_config
-from stillroom.engine.building import served_build
 from stillroom.engine.caching import make_cache
 from stillroom.engine.distill import distill
 from stillroom.errors import ConfigError, ServerGone, ServerUnusable
 from stillroom.models.load import loaded as loading
+from stillroom.teachers.cache import build as cache_build
 from stillroom.teachers.cache.reader import Cache
 from stillroom.teachers.signals import LOG_STEP
 from stillroom.telemetry import read_events
@@ -123,7 +123,7 @@ def test_an_automatic_cache_is_written_from_the_server_and_then_read_without_it(
 def test_a_cache_goes_on_after_the_server_went_away(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(served_build, "SHARD_TOKENS", 300)
+    monkeypatch.setattr(cache_build, "SERVED_SHARD_TOKENS", 300)
     with serving(small / "teacher") as served:
         make_cache(served_config(small, served), tmp_path / "sound", device="cpu")
         num_asked = served.num_asked

@@ -12,12 +12,12 @@ from process_jobs import losses
 
 from stillroom.config import load_config
 from stillroom.engine.building.models import load_models
-from stillroom.engine.building.shard_teacher import shard_teacher
 from stillroom.engine.distill import distill
 from stillroom.errors import ConfigError
 from stillroom.models.anatomy import layers_if_any
 from stillroom.parallel import Parallel
 from stillroom.parallel.processes import Processes
+from stillroom.teachers.shards import shard_teacher
 from stillroom.telemetry import read_events
 
 SHARD = {"teacher.placement": "shard"}

@@ -9,8 +9,8 @@ import tiny
 import torch
 
 from stillroom.config import load_config
-from stillroom.engine.building import models
 from stillroom.precision.device import DeviceFacts
+from stillroom.teachers import spec
 
 
 @pytest.mark.parametrize(
@@ -26,6 +26,6 @@ from stillroom.precision.device import DeviceFacts
 def test_a_teacher_is_bf16_where_bf16_is_native(
     device: str, native: bool, wanted: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(models, "facts_of", lambda where: DeviceFacts(where.type, has_native_bf16=native))
+    monkeypatch.setattr(spec, "facts_of", lambda where: DeviceFacts(where.type, has_native_bf16=native))
     config = load_config(overrides={**tiny.settings(Path()), "teacher.dtype": wanted})
-    assert models.teacher_dtype(config, torch.device(device)) == dtype
+    assert spec.teacher_dtype(config, torch.device(device)) == dtype

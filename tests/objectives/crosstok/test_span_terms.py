@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from stillroom.config.objectives import ObjectivesConfig
-from stillroom.engine.building.pairing import matched_tokens
 from stillroom.errors import ConfigError
 from stillroom.objectives import Inside, Mix, plan_objectives
 from stillroom.objectives.crosstok.prefix_groups import GroupSums
@@ -22,8 +21,8 @@ from stillroom.objectives.crosstok.slots import SpanSlots, num_exact, num_spans
 from stillroom.objectives.divergences import make
 from stillroom.objectives.head import score_head
 from stillroom.objectives.objective import Matched
-from stillroom.teachers.coarse import Coarse, SharedTokens, TokenGroups
-from stillroom.teachers.signals import SignalSpec, reduce_row, signal_of
+from stillroom.teachers.paired import matched_tokens
+from stillroom.teachers.signals import Coarse, SharedTokens, SignalSpec, TokenGroups, reduce_row, signal_of
 from stillroom.types import Batch, DenseSignal, Lesson, Score
 
 NAMES = ("alm", "exact_match", "prefix_match", "uld", "span_hidden")

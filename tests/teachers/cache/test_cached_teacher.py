@@ -15,9 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stillroom.data import Loader, Rows
-from stillroom.engine.inject import Injector
 from stillroom.errors import CacheDamaged
-from stillroom.teachers import FaultyTeacher
 from stillroom.teachers.cache.reader import Cache
 from stillroom.teachers.cache.teacher import CachedTeacher
 from stillroom.teachers.signals import RowAnswer, SignalSpec, signal_of
@@ -65,9 +63,9 @@ def test_shuffled_rebatched_over_epochs_and_processes_every_row_meets_its_own_an
         for cursor in range(3 * loader.num_windows):
             window = loader.window(cursor)
             for _ in range(repeats):  # a retry takes the same window again
-                teacher.begin(window, cursor, cursor)
+                teacher.begin_window(window, cursor)
                 for batch in (part for whole in window for part in whole.parts(repeats)):
-                    (signal,) = teacher.answers(batch, Needs())
+                    (signal,) = teacher.training.answers(batch, Needs())
                     assert signal is not None and len(signal.entropy) == batch.num_scored  # type: ignore[union-attr]
                     assert_same(signal, expected(batch))
 
@@ -77,7 +75,7 @@ def test_what_is_kept_ahead_is_two_windows_and_no_more(stored: tuple[Rows, Cache
     loader = Loader(rows, batch_size=2, accumulation=2)
     teacher = CachedTeacher(cache, device=CPU, window=loader.window)
     for cursor in range(2 * loader.num_windows):
-        teacher.begin(loader.window(cursor), cursor, cursor)
+        teacher.begin_window(loader.window(cursor), cursor)
         assert len(teacher._ahead) <= 8
     ahead = {key for batch in loader.window(cursor + 1) for key in batch.keys}
     assert ahead <= set(teacher._ahead)
@@ -92,7 +90,7 @@ def test_reading_happens_in_a_thread_of_its_own(stored: tuple[Rows, Cache], monk
     monkeypatch.setattr(cache, "answer", lambda key: (threads.add(threading.current_thread().name), real(key))[1])
     for cursor in range(3):
         window = loader.window(cursor)
-        teacher.begin(window, cursor, cursor)
+        teacher.begin_window(window, cursor)
         for batch in window:
             teacher.observe(batch, Needs())
     assert threads and all(name.startswith("stillroom-cache") for name in threads)
@@ -110,7 +108,7 @@ def test_one_corrupted_row_is_caught_when_it_is_met_and_named(tmp_path: Path) ->
         if batch.keys[0] != bad:
             assert_same(teacher.observe(batch, Needs()), expected(batch))
             continue
-        teacher.begin([batch], 0)
+        teacher.begin_window([batch], 0)
         with pytest.raises(CacheDamaged) as caught:
             teacher.observe(batch, Needs())
         assert shard.path.name in str(caught.value) and "row 3" in str(caught.value) and bad in str(caught.value)
@@ -136,20 +134,6 @@ def test_a_row_that_is_not_there_is_unusable_and_counted(stored: tuple[Rows, Cac
     signal = teacher.observe(strange, Needs())
     assert isinstance(signal, SampledSignal) and signal.weights.isnan().all() and len(signal.ids) == 8
     assert teacher.summary()["teacher_signal"]["unknown_positions"] == 8
-
-
-def test_a_faulty_teacher_wraps_it(stored: tuple[Rows, Cache]) -> None:
-    rows, cache = stored
-    injector = Injector("teacher_nan@1")
-    teacher = injector.teacher(CachedTeacher(cache, device=CPU))
-    assert isinstance(teacher, FaultyTeacher) and teacher.num_exact == 4 and teacher.kind == "sampled"
-    batch, view = rows.batch([0, 3]), Any
-    injector.step = 1
-    teacher.begin([batch], 0)
-    answers = teacher.answers(batch, Needs())
-    (struck,) = teacher.signals_after_student(answers, batch, view, Needs())  # type: ignore[arg-type]
-    assert struck.weights.isnan().all()  # type: ignore[union-attr]
-    assert_same(teacher.observe(batch, Needs()), expected(batch))
 
 
 def test_its_own_perplexity_is_that_of_the_stored_targets(stored: tuple[Rows, Cache]) -> None:

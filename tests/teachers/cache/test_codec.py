@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stillroom.teachers.cache.codec import id_bytes, pack, unpack
+from stillroom.teachers.cache.format import id_bytes, pack, unpack
 from stillroom.teachers.signals import RowAnswer, SignalSpec
 
 

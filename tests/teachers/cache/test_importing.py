@@ -18,12 +18,12 @@ from pyarrow import parquet
 from stillroom.config import load_config
 from stillroom.config.schema import TeacherConfig
 from stillroom.data import open_data
-from stillroom.engine.building.cache_build import required_rows
 from stillroom.engine.caching import import_cache
 from stillroom.engine.distill import distill
 from stillroom.errors import ConfigError, DataError
 from stillroom.models import open_teacher
-from stillroom.teachers.cache.import_formats import read_distillkit
+from stillroom.teachers.cache.build import required_rows
+from stillroom.teachers.cache.importing import read_distillkit
 from stillroom.teachers.cache.reader import Cache
 from stillroom.teachers.cache.teacher import CachedTeacher
 from stillroom.types import Needs, TopKSignal

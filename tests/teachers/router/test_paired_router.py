@@ -18,12 +18,12 @@ from stillroom.config import load_config
 from stillroom.config.objectives import ObjectivesConfig
 from stillroom.config.schema import RouterConfig
 from stillroom.data.spans.common import Coverage
-from stillroom.engine.building.pairing import matched_tokens
 from stillroom.engine.distill import Result, distill
 from stillroom.errors import ConfigError
 from stillroom.objectives import Inside, Mix, plan_objectives
 from stillroom.teachers import GateOptions, RouterTeacher
-from stillroom.teachers.router.paired import PairedRouter, span_divergence
+from stillroom.teachers.paired import PairedTeacher, matched_tokens
+from stillroom.teachers.router.paired import PairedRouterTraining, span_divergence
 from stillroom.telemetry import read_events
 from stillroom.types import Batch, DenseSignal, Lesson, Needs, PairedSignal
 
@@ -36,7 +36,7 @@ def batch(tmp_path_factory: pytest.TempPathFactory) -> Batch:
     return paired_batches.corpus(tmp_path_factory.mktemp("paired"), packing="rows").train.batch(range(4))
 
 
-def router(mode: str, **over: Any) -> PairedRouter:
+def router(mode: str, **over: Any) -> PairedTeacher:
     tokenizer = pair_tokenizers.built(paired_batches.PAIR[1])
     torch.manual_seed(0)
     network = AutoModelForCausalLM.from_config(tiny.config("mixtral", vocab_size=len(tokenizer), width=WIDTH)).eval()
@@ -51,7 +51,8 @@ def router(mode: str, **over: Any) -> PairedRouter:
         options=GateOptions(learning_rate=1e-2),
         is_described=True,
     )
-    return PairedRouter(inner, tokenizer, Coverage())
+    inner.training = PairedRouterTraining(inner)
+    return PairedTeacher(inner, tokenizer, Coverage(), inner.training)
 
 
 def mix_of(name: str, num_layers: int) -> tuple[Mix, Lesson]:
@@ -62,8 +63,8 @@ def mix_of(name: str, num_layers: int) -> tuple[Mix, Lesson]:
     return Mix(config, planned=planned), lesson
 
 
-def gradients(teacher: PairedRouter) -> dict[str, torch.Tensor]:
-    found = {name: weight.grad for name, weight in teacher.trained_weights().items()}
+def gradients(teacher: PairedTeacher) -> dict[str, torch.Tensor]:
+    found = {name: weight.grad for name, weight in teacher.training.trained_weights().items()}
     return {name: slope.clone() for name, slope in found.items() if slope is not None}
 
 
@@ -75,18 +76,18 @@ def test_the_students_backward_goes_on_into_the_gates(batch: Batch, name: str, w
     teacher = router("sar-joint", student_weight=weight, truth_weight=0.0, anchor_weight=0.0)
     mix, lesson = mix_of(name, 2)
     needs, counts = mix.needs(lesson).teacher, mix.counts([batch])
-    teacher.begin([batch], 0)
-    with teacher.joint_graph(batch):
-        (signal,) = teacher.answers(batch, needs)
+    teacher.training.begin([batch], 0)
+    with teacher.training.joint_graph(batch):
+        (signal,) = teacher.training.answers(batch, needs)
         score = mix.score(both.view, signal, batch, lesson, counts)
-        (score.loss + teacher.extra_loss(batch, both.view, num_targets=counts["ce"])).backward()
+        (score.loss + teacher.training.extra_loss(batch, both.view, num_targets=counts["ce"])).backward()
     joint = gradients(teacher)
     assert joint and all(slope.any() for slope in joint.values())
     assert isinstance(signal, PairedSignal) and both.view.hidden.grad is not None
 
-    teacher.begin([batch], 0)
-    with teacher.joint_graph(batch):
-        (live,) = teacher.answers(batch, needs)
+    teacher.training.begin([batch], 0)
+    with teacher.training.joint_graph(batch):
+        (live,) = teacher.training.answers(batch, needs)
         assert isinstance(live, PairedSignal)
         states = {"hidden": live.hidden, **live.taps}
         leaves = {key: one.detach().requires_grad_() for key, one in states.items()}
@@ -118,13 +119,13 @@ def test_the_students_term_of_sar_is_a_finite_difference_of_span_divergence(batc
 def test_the_gates_learn_alike_from_one_micro_batch_and_from_several(batch: Batch) -> None:
     both = paired_batches.heads(batch)
     whole, parted = router("sar"), router("sar")
-    whole.begin([batch], 0)
-    whole.after_student(batch, both.view, num_targets=batch.num_scored)
+    whole.training.begin([batch], 0)
+    whole.training.after_student(batch, both.view, num_targets=batch.num_scored)
     parts = list(batch.parts(4))
-    parted.begin(parts, 0)
+    parted.training.begin(parts, 0)
     for number, part in enumerate(parts):
         own = both.rows(batch, slice(number, number + 1))
-        parted.after_student(part, own.view, num_targets=batch.num_scored)
+        parted.training.after_student(part, own.view, num_targets=batch.num_scored)
     for key, slope in gradients(whole).items():
         assert torch.allclose(slope, gradients(parted)[key], rtol=1e-3, atol=1e-5 * float(slope.abs().max())), key
 

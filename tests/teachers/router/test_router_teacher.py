@@ -67,8 +67,8 @@ def student_view(batch: Batch, seed: int = 5) -> StudentView:
 
 
 def learn(teacher: Any, batch: Batch, view: StudentView | None = None, **options: Any) -> None:
-    teacher.begin([batch], 0)
-    teacher.learn(batch, view, num_targets=batch.num_scored, **options)
+    teacher.training.begin([batch], 0)
+    teacher.training.learn(batch, view, num_targets=batch.num_scored, **options)
 
 
 def gradients(teacher: Any) -> dict[str, torch.Tensor]:
@@ -134,7 +134,7 @@ def test_an_anchored_teacher_stays_nearer_to_the_original() -> None:
         teacher, batch = teacher_of(model_of("mixtral"), rate=1e-2), batch_of()
         for _ in range(8):
             learn(teacher, batch, aims=Aims(truth=1.0, anchor=anchor))
-            teacher.update_gates(is_kept=True, rate_factor=1.0)
+            teacher.training.update_gates(is_kept=True, rate_factor=1.0)
         found: float = teacher.assess([batch]).kl_to_original
         return found
 
@@ -149,7 +149,7 @@ def test_learning_moves_every_gate_and_nothing_else(family: str, aims: Aims) -> 
     teacher = teacher_of(model)
     for seed in range(2):
         learn(teacher, batch_of(seed=seed), aims=aims)
-        teacher.update_gates(is_kept=True, rate_factor=1.0)
+        teacher.training.update_gates(is_kept=True, rate_factor=1.0)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items()), "bit for bit"
     for gate in teacher.moe_gates:
         assert teacher.gates.drift(gate.weight) > 0
@@ -166,9 +166,9 @@ def test_eight_micro_batches_equal_one() -> None:
               whole.target_bytes[i : i + 1], ("a",), i)
         for i in range(8)
     ]  # fmt: skip
-    many.begin(parts, 0)
+    many.training.begin(parts, 0)
     for part in parts:
-        many.learn(part, student_view(part), num_targets=whole.num_scored, aims=aims)
+        many.training.learn(part, student_view(part), num_targets=whole.num_scored, aims=aims)
     assert close(gradients(many), gradients(one), 1e-4)
 
 
@@ -214,18 +214,18 @@ def test_the_joint_backward_reaches_gates_and_student_alike(weight: float) -> No
         model_of("llama", 5, width=24, num_layers=1).requires_grad_(True), vocab_size=tiny.VOCAB, is_described=True
     )
     count = batch.num_scored
-    joint.begin([batch], 0)
+    joint.training.begin([batch], 0)
     mix, lesson = Mix(ObjectivesConfig()), Lesson("x", {"kd": 1.0, "ce": 0.0})
-    with joint.joint_graph(batch):
-        (signal,) = joint.answers(batch, Needs())
+    with joint.training.joint_graph(batch):
+        (signal,) = joint.training.answers(batch, Needs())
         view = student.observe(batch, Needs())
         score = mix.score(view, signal, batch, lesson, {"kd": count, "ce": count})
-        (score.loss + joint.extra_loss(batch, view, num_targets=count)).backward()
+        (score.loss + joint.training.extra_loss(batch, view, num_targets=count)).backward()
     assert all(p.grad is not None for p in student.model.parameters())
     alternating = teacher_of(model, "sar")
     learn(alternating, batch, student_view(batch), aims=Aims(student=weight))
     assert close(gradients(joint), gradients(alternating))
-    joint.update_gates(is_kept=True, rate_factor=1.0)
+    joint.training.update_gates(is_kept=True, rate_factor=1.0)
     assert joint.gates.optimizer.num_updates == 1
 
 
@@ -237,16 +237,16 @@ def test_all_experts_change_the_answer_and_train_nothing() -> None:
     teacher = teacher_of(model, "all-experts")
     assert not torch.equal(teacher.observe(batch, Needs()).hidden, teacher.original.observe(batch, Needs()).hidden)
     learn(teacher, batch)
-    teacher.update_gates(is_kept=True, rate_factor=1.0)
+    teacher.training.update_gates(is_kept=True, rate_factor=1.0)
     assert teacher.gates.optimizer.num_updates == 0
 
 
 def test_augmented_passes_differ_and_come_again_the_same() -> None:
     batch, other = batch_of(), batch_of(seed=3)
     teacher = teacher_of(model_of("mixtral"), "knowledge-augmentation", augmentation_lambda=0.5, augmentation_passes=3)
-    first = [signal.hidden for signal in teacher.answers(batch, Needs())]
-    teacher.answers(other, Needs())
-    again = [signal.hidden for signal in teacher.answers(batch, Needs())]
+    first = [signal.hidden for signal in teacher.training.answers(batch, Needs())]
+    teacher.training.answers(other, Needs())
+    again = [signal.hidden for signal in teacher.training.answers(batch, Needs())]
     assert len(first) == 3 and not torch.equal(first[0], first[1])
     assert all(torch.equal(one, two) for one, two in zip(first, again, strict=True))
 
@@ -282,7 +282,7 @@ def test_a_transient_step_moves_this_answer_alone(weight: float) -> None:
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     teacher = teacher_of(model, "sar-transient", truth_weight=0.0, student_weight=weight, offset_bound=0.1)
     view = student_view(batch)
-    (moved,) = teacher.signals_after_student([], batch, view, Needs())
+    (moved,) = teacher.training.signals_after_student([], batch, view, Needs())
     plain = teacher.observe(batch, Needs())
     assert not moved.hidden.requires_grad
     assert (kl_to(view, moved) < kl_to(view, plain)) == (weight > 0), "towards the student, or away from it"
@@ -333,7 +333,7 @@ def test_the_meta_gradient_is_that_of_the_lookahead_batch_after_one_step() -> No
 def test_a_refused_student_step_leaves_the_gates_alone() -> None:
     teacher, batch = teacher_of(model_of("mixtral")), batch_of()
     learn(teacher, batch, student_view(batch))
-    teacher.update_gates(is_kept=False, rate_factor=1.0)
+    teacher.training.update_gates(is_kept=False, rate_factor=1.0)
     assert teacher.gates.optimizer.num_updates == 0 and not teacher.gates.has_gradient
     assert all(teacher.gates.drift(gate.weight) == 0 for gate in teacher.moe_gates)
 
@@ -342,11 +342,11 @@ def test_a_router_gradient_that_is_not_finite_costs_one_update() -> None:
     said: list[str] = []
     teacher, batch = teacher_of(model_of("mixtral"), "truth", said=said), batch_of()
     learn(teacher, batch)
-    teacher.update_gates(is_kept=True, rate_factor=1.0)
+    teacher.training.update_gates(is_kept=True, rate_factor=1.0)
     kept = {name: weight.clone() for name, weight in teacher.gates.weights.items()}
     learn(teacher, batch)
     next(iter(teacher.gates.weights.values())).grad[0, 0] = float("inf")
-    teacher.update_gates(is_kept=True, rate_factor=1.0)
+    teacher.training.update_gates(is_kept=True, rate_factor=1.0)
     assert teacher.gates.num_skipped == 1 and teacher.gates.num_mended == 0
     assert all(torch.equal(weight, kept[name]) for name, weight in teacher.gates.weights.items())
     assert any("skipped" in text for text in said)
@@ -358,7 +358,7 @@ def test_gates_that_never_become_finite_are_given_up() -> None:
         if teacher.trains:
             learn(teacher, batch)
             next(iter(teacher.gates.weights.values())).grad[0, 0] = float("nan")
-            teacher.update_gates(is_kept=True, rate_factor=1.0)
+            teacher.training.update_gates(is_kept=True, rate_factor=1.0)
     assert teacher.is_frozen and teacher.gates.num_skipped == 20
 
 
@@ -368,7 +368,7 @@ def test_an_fp16_teacher_is_trained_through_a_loss_scale() -> None:
     assert all(weight.dtype == torch.float32 for weight in teacher.gates.weights.values())
     for _ in range(3):
         learn(teacher, batch)
-        teacher.update_gates(is_kept=True, rate_factor=1.0)
+        teacher.training.update_gates(is_kept=True, rate_factor=1.0)
     assert teacher.gates.optimizer.num_updates + teacher.gates.num_skipped == 3
     assert teacher.gates.optimizer.num_updates >= 1
 
@@ -376,18 +376,18 @@ def test_an_fp16_teacher_is_trained_through_a_loss_scale() -> None:
 def test_only_every_nth_step_is_due() -> None:
     teacher, batch = teacher_of(model_of("mixtral"), "truth", every=3), batch_of()
     for step in range(7):
-        teacher.begin([batch], step)
-        assert teacher.is_due == (step in (2, 5))
+        teacher.training.begin([batch], step)
+        assert teacher.training.is_due == (step in (2, 5))
 
 
 def test_truth_makes_the_teacher_better_on_what_it_sees_and_the_alarm_is_silent() -> None:
     teacher, batch = teacher_of(model_of("mixtral"), "truth", rate=3e-2), batch_of(4)
-    start = teacher.start([batch]).nll
+    start = teacher.training.start([batch]).nll
     for _ in range(15):
         learn(teacher, batch)
-        teacher.update_gates(is_kept=True, rate_factor=1.0)
+        teacher.training.update_gates(is_kept=True, rate_factor=1.0)
     found = teacher.assess([batch])
-    assert found.nll < start and not teacher.watch(found) and teacher.trains
+    assert found.nll < start and not teacher.training.watch(found) and teacher.trains
 
 
 def test_the_probe_sees_a_gain_and_leaves_the_original() -> None:
@@ -404,16 +404,18 @@ def test_the_probe_sees_a_gain_and_leaves_the_original() -> None:
 def test_state_goes_out_and_comes_back() -> None:
     batch = batch_of()
     one, two = (teacher_of(model_of("mixtral"), "truth") for _ in range(2))
-    one.start([batch])
+    one.training.start([batch])
     for _ in range(3):
         learn(one, batch)
-        one.update_gates(is_kept=True, rate_factor=1.0)
-    two.load({name: tensor.clone() for name, tensor in one.tensors().items()}, one.state_dict())
+        one.training.update_gates(is_kept=True, rate_factor=1.0)
+    two.training.load(
+        {name: tensor.clone() for name, tensor in one.training.tensors().items()}, one.training.state_dict()
+    )
     for teacher in (one, two):
         learn(teacher, batch)
-        teacher.update_gates(is_kept=True, rate_factor=1.0)
+        teacher.training.update_gates(is_kept=True, rate_factor=1.0)
     assert all(torch.equal(weight, two.gates.weights[name]) for name, weight in one.gates.weights.items())
-    assert one.state_dict() == two.state_dict()
+    assert one.training.state_dict() == two.training.state_dict()
 
 
 # -- maths -----------------------------------------------------------------------------------------------

@@ -21,8 +21,8 @@ from transformers import AutoTokenizer
 
 from stillroom.config.schema import TeacherConfig
 from stillroom.errors import ServerUnusable
-from stillroom.teachers.served.llama_cpp import _read
 from stillroom.teachers.served.server import Server, open_server
+from stillroom.teachers.served.shapes import _read
 from stillroom.teachers.served.teacher import ServedTeacher
 from stillroom.teachers.signals import SignalSpec
 

@@ -10,7 +10,7 @@ import pytest
 
 from stillroom.errors import ServerUnusable
 from stillroom.teachers.entries import Given
-from stillroom.teachers.served.probe import (
+from stillroom.teachers.served.server import (
     check_causal,
     check_steady,
     check_temperature,

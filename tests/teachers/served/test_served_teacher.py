@@ -85,7 +85,7 @@ def test_the_signal_in_a_run_is_that_of_the_same_model_on_this_machine(
     served: ServedModel, folder: Path, local: SparseTeacher
 ) -> None:
     teacher, batch = asked(served, folder), rows().batch([1, 6, 4])
-    teacher.begin([batch], 0)
+    teacher.begin_window([batch], 0)
     ours, theirs = teacher.observe(batch, Needs()), local.observe(batch, Needs())
     assert isinstance(ours, TopKSignal) and isinstance(theirs, TopKSignal)
     assert torch.allclose(ours.log_probs, theirs.log_probs, atol=1.5 * LOG_STEP)
@@ -114,11 +114,11 @@ def test_rows_of_the_next_window_are_asked_ahead_and_once(served: ServedModel, f
     teacher = asked(served, folder)
     teacher._window = lambda cursor: windows[cursor % 2]
     before = served.num_asked
-    teacher.begin(windows[0], 0, 0)
+    teacher.begin_window(windows[0], 0)
     teacher.observe(windows[0][0], Needs())
-    teacher.begin(windows[1], 1, 1)
+    teacher.begin_window(windows[1], 1)
     teacher.observe(windows[1][0], Needs())
-    teacher.begin(windows[0], 2, 2)
+    teacher.begin_window(windows[0], 2)
     assert served.num_asked - before <= 4 + 3  # four rows, and a probe for each window
 
 
@@ -156,13 +156,13 @@ def test_answers_of_another_model_are_never_handed_over(served: ServedModel, fol
 
 def test_another_model_in_the_middle_of_a_run_ends_it(served: ServedModel, folder: Path) -> None:
     teacher, batch = asked(served, folder), rows().batch([0, 1])
-    teacher.begin([batch], 0)
+    teacher.begin_window([batch], 0)
     teacher.observe(batch, Needs())
     served.other_after = served.num_asked
 
     def go_on() -> None:
         for step in (1, 2, 3):
-            teacher.begin([batch], step)
+            teacher.begin_window([batch], step)
 
     with pytest.raises(ServerUnusable, match="It has another model"):
         go_on()
@@ -171,10 +171,10 @@ def test_another_model_in_the_middle_of_a_run_ends_it(served: ServedModel, folde
 def test_nothing_is_kept_of_a_last_window_of_another_model(served: ServedModel, folder: Path) -> None:
     teacher, batch = asked(served, folder), rows().batch([0, 1])
     served.other_after = served.num_asked
-    teacher.begin([batch], 0)
+    teacher.begin_window([batch], 0)
     teacher.observe(batch, Needs())
     with pytest.raises(ServerUnusable, match="It has another model"):
-        teacher.look_after(1, is_eval=False)
+        teacher.verify()
 
 
 def test_a_tail_that_rounding_swallows_is_counted(folder: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,19 +12,14 @@ from stillroom.checkpoint import CheckpointStore
 from stillroom.config import Config
 from stillroom.curriculum import Curriculum
 from stillroom.data import Corpus, Loader, open_data
-from stillroom.data.teacher_rows import other_of
 from stillroom.engine.building.adapt_student import check_base, store_frozen
 from stillroom.engine.building.budgets import make_saves, make_snapshots
-from stillroom.engine.building.cache_build import Reading, cached_teacher, rows_asked
 from stillroom.engine.building.compilation import compile_bodies
 from stillroom.engine.building.inner_build import make_objectives
 from stillroom.engine.building.input_check import InputCheck
-from stillroom.engine.building.models import Models, teacher_dtype
+from stillroom.engine.building.models import Models
 from stillroom.engine.building.row_checks import check_rows
-from stillroom.engine.building.served_build import asks_server, served_teacher
-from stillroom.engine.building.shard_teacher import shard_teacher
 from stillroom.engine.building.strategy import check_strategy
-from stillroom.engine.building.teacher_build import quantise_teacher
 from stillroom.engine.inject import make_hooks
 from stillroom.engine.run import Run, held_out_batches
 from stillroom.guard import Guard
@@ -40,9 +34,8 @@ from stillroom.objectives.objective import Planned
 from stillroom.parallel import Parallel
 from stillroom.precision import AdamW, ParameterGroup, Precision, resolve
 from stillroom.schedule import Schedule, steps_of_run, warmup_of_run
-from stillroom.teachers import Surroundings, Teacher, make_teacher
-from stillroom.teachers.cache.manifest import read_manifest
-from stillroom.teachers.make import num_trained_by_teacher, paired_teacher
+from stillroom.teachers.base import RunContext, Teacher
+from stillroom.teachers.build import build_teacher, num_trained_by_teacher
 from stillroom.telemetry import EventLog
 
 
@@ -80,8 +73,10 @@ def build_run(
     hooks = make_hooks(inject, tell=lambda text: log.write("note", text=text))
     schedule = make_schedule(config, loader.num_batches, num_shares)
     student, teacher_body = compiled_student(config, models, precision, schedule.num_steps * num_shares, parallel, log)
-    surroundings = make_surroundings(config, student, optimizer, precision, loader, corpus, log, parallel)
-    teacher = build_teacher(config, models, corpus, surroundings, parallel, teacher_body)
+    context = make_context(config, student, optimizer, precision, loader, corpus, log, parallel)
+    teacher = build_teacher(
+        config, models.source, models.loaded_teacher, models.vocab_size, corpus, context, teacher_body
+    )
     mix = make_mix(config, models.vocab_size, planned, log)
     check_sparse(config, teacher, mix)
     checkpoints = CheckpointStore(folder / "checkpoints", config.checkpoint.keep, hooks.checkpoint_point)
@@ -92,7 +87,7 @@ def build_run(
         device=device,
         tokenizer=models.tokenizer,
         student=student,
-        teacher=hooks.teacher(teacher),
+        teacher=teacher,
         corpus=corpus,
         loader=loader,
         mix=mix,
@@ -119,7 +114,7 @@ def objectives_of(config: Config, models: Models, device: torch.device, parallel
     """The objectives of the lesson. Attention maps are tried, for which a sharded student is gathered."""
     both = models.student, models.teacher
     with parallel.gathered():
-        return make_objectives(config, *both, device, kept=models.kept_layers, matched=models.matched)
+        return make_objectives(config, *both, device, kept=models.kept_layers, matched=models.source.space.matched)
 
 
 def compiled_student(
@@ -149,66 +144,6 @@ def open_corpus(config: Config, models: Models, num_shares: int, log: EventLog) 
     for text in notes:
         log.write("note", text=text)
     return corpus
-
-
-def build_teacher(
-    config: Config, models: Models, corpus: Corpus, surroundings: Surroundings, parallel: Parallel, compiled: Any
-) -> Teacher:
-    """From stored answers where the configuration names some, else from the model that was loaded.
-
-    With a tokenizer of its own it is given its own rows wherever the run has rows.
-    """
-    size, device = models.vocab_size, surroundings.precision.device
-    is_paired = models.teacher_tokenizer is not None
-    reading = Reading.of(config, models.teacher_tokenizer if is_paired else models.tokenizer, models.matched)
-    if is_paired:
-        size = own_vocabulary(models)
-        surroundings = on_own_rows(surroundings)
-    if models.cache is None and asks_server(config):
-        return served_teacher(config, models.tokenizer, size, corpus.train, device, window=surroundings.window)
-    if models.cache is None:
-        rows = rows_asked(corpus, corpus.train)
-        loaded = quantise_teacher(config, models.loaded_teacher, rows, size, device, write=surroundings.write)
-        teacher = make_teacher(
-            config, loaded, size, surroundings, num_processes=parallel.size, compiled=compiled,
-            shared=reading.shared, coarse=reading.coarse,
-            placement=shard_teacher(config, loaded, parallel, device, tell=_teller(surroundings)),
-        )  # fmt: skip
-    else:
-        teacher = cached_teacher(
-            config,
-            models.cache,
-            reading,
-            corpus,
-            device,
-            teacher_dtype(config, device),
-            loaded=models.loaded_teacher,
-            vocab_size=size,
-            window=surroundings.window,
-            tell=_teller(surroundings),
-        )
-    return paired_teacher(teacher, models.teacher_tokenizer, corpus.coverage) if is_paired else teacher
-
-
-def _teller(surroundings: Surroundings) -> Callable[[str], object]:
-    return lambda text: surroundings.write("note", text=text)
-
-
-def own_vocabulary(models: Models) -> int:
-    """The teacher's rows of logits, where its tokens are its own."""
-    if models.loaded_teacher is not None:
-        return models.loaded_teacher.anatomy.vocab_rows
-    assert models.cache is not None
-    return read_manifest(models.cache).vocab_size
-
-
-def on_own_rows(surroundings: Surroundings) -> Surroundings:
-    """The same run as a teacher with a tokenizer of its own reads it."""
-    return replace(
-        surroundings,
-        window=lambda number: [other_of(batch) for batch in surroundings.window(number)],
-        held_out=lambda: [other_of(batch) for batch in surroundings.held_out()],
-    )
 
 
 def check_sparse(config: Config, teacher: Teacher, mix: Mix) -> None:
@@ -266,7 +201,7 @@ def make_precision(config: Config, models: Models, device: torch.device, begun_i
     return resolve(asked.mode, device, config=asked, num_parameters=num_parameters, begun_in=begun_in)
 
 
-def make_surroundings(
+def make_context(
     config: Config,
     student: Student,
     optimizer: AdamW,
@@ -275,9 +210,9 @@ def make_surroundings(
     corpus: Corpus,
     log: EventLog,
     parallel: Parallel,
-) -> Surroundings:
+) -> RunContext:
     """What a teacher may use of the run."""
-    return Surroundings(
+    return RunContext(
         student=student,
         optimizer=optimizer,
         precision=precision,
@@ -285,7 +220,7 @@ def make_surroundings(
         window=loader.window,
         held_out=lambda: held_out_batches(config, corpus),
         write=log.write,
-        peers=parallel,
+        parallel=parallel,
     )
 
 

@@ -44,8 +44,8 @@ def compile_bodies(
     teacher = models.loaded_teacher if chosen == "both" else None
     section = config.teacher
     is_plain = section.placement == "device" and section.router.mode == "frozen" and section.quantisation == "none"
-    if teacher is not None and not (is_plain and models.teacher is not None):
-        kinds = "offloaded, streamed, sharded, elsewhere, quantised or whose gates are changed"
+    if teacher is not None and not is_plain:
+        kinds = "offloaded, streamed, sharded, quantised or whose gates are changed"
         tell(f"compile: a teacher that is {kinds} runs as it is")
         teacher = None
     for role, loaded in (("student", models.loaded_student), ("teacher", teacher)):

@@ -15,12 +15,12 @@ from stillroom.checkpoint import Saved
 from stillroom.config import Config
 from stillroom.curriculum import Curriculum
 from stillroom.data import Corpus, Rows
-from stillroom.engine.building.cache_build import AUTO, uses_cache
 from stillroom.errors import BrokenAtStart, CheckpointUnusable, InputsChanged, StillroomError
 from stillroom.parallel import Parallel
 from stillroom.teachers.cache.identity import student_identity, teacher_identity
 from stillroom.teachers.cache.in_store import folder_of
 from stillroom.teachers.cache.manifest import read_manifest
+from stillroom.teachers.spec import AUTO, uses_cache
 
 ACCEPT = "--accept-changed-inputs"
 _WORDS = {"train": "training data", "eval": "held-out data", "teacher": "teacher", "student": "starting student"}

@@ -8,7 +8,6 @@ from stillroom.errors import ConfigError
 from stillroom.models import LoadedModel
 from stillroom.models.length import num_positions
 from stillroom.models.packed import packing_error
-from stillroom.teachers.elsewhere import RemoteModel
 
 _TOLERANCE = 1e-3  # in standard deviations of the hidden states, in FP32
 _HALF_TOLERANCE = 0.05
@@ -30,7 +29,7 @@ def check_rows(models: Models, corpus: Corpus) -> list[str]:
 
 
 def _check_length(role: str, model: LoadedModel, longest: int) -> None:
-    limit = model.num_positions if isinstance(model, RemoteModel) else num_positions(model.network)
+    limit = num_positions(model.network)
     if limit is not None and longest > limit:
         raise ConfigError(
             f"a row has {longest:,} tokens, and the {role} ({_name(model)}) has {limit:,} positions",
@@ -41,7 +40,7 @@ def _check_length(role: str, model: LoadedModel, longest: int) -> None:
 
 def check_packing(role: str, model: LoadedModel) -> None:
     """Raise `ConfigError` if texts of one row change each other's hidden states."""
-    error = model.packing_error if isinstance(model, RemoteModel) else packing_error(model.network)
+    error = packing_error(model.network)
     is_wide = model.head.weight.dtype.itemsize >= 4
     if error > (_TOLERANCE if is_wide else _HALF_TOLERANCE):
         raise ConfigError(
@@ -53,4 +52,4 @@ def check_packing(role: str, model: LoadedModel) -> None:
 
 
 def _name(model: LoadedModel) -> str:
-    return model.anatomy.family if isinstance(model, RemoteModel) else type(model.network).__name__
+    return type(model.network).__name__

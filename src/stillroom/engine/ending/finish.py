@@ -61,7 +61,7 @@ def finish(run: Run, state: RunState, stop: Stop) -> Result:
     save_student(run)
     found = read_again(run)
     run = whole_again(run)
-    run.teacher.save(run.folder)
+    run.teacher.training.save(run.folder)
     save_tokens(run, tokens)
     for sample in make_samples(run):
         run.log.write("sample", **sample)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from stillroom.checkpoint import Saved
 from stillroom.engine.background_save import settle
-from stillroom.engine.building.models import teacher_dtype
 from stillroom.engine.recovery.locate_nonfinite import locate
 from stillroom.engine.recovery.quarantine import keep_window
 from stillroom.engine.recovery.reach import weight_peaks
@@ -21,6 +20,7 @@ from stillroom.evaluation import evaluate
 from stillroom.guard import is_astray, is_within_band
 from stillroom.models.load.loaded import not_finite_advice
 from stillroom.snapshots import SnapshotRing
+from stillroom.teachers.spec import teacher_dtype
 from stillroom.types import Batch, Evidence, Examination, Verdict
 
 _PATIENCE = 2

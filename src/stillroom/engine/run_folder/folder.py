@@ -36,7 +36,6 @@ _NOT_THE_RUN = (
     "train.peer_timeout_minutes",
     "train.strategy",
     "train.shard_size",
-    "teacher.ranks",
     "telemetry",
     "checkpoint",
 )

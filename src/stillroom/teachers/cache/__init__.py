@@ -1,4 +1,4 @@
-"""A teacher's answers on disk: asked once, used as often as wanted."""
+"""A teacher's answers, cached on disk."""
 
 from stillroom.teachers.cache.reader import Cache
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from stillroom.errors import CacheDamaged, ConfigError
 from stillroom.files import reason_of
-from stillroom.teachers.cache.codec import id_bytes
+from stillroom.teachers.cache.format import id_bytes
 from stillroom.teachers.signals import ENTROPY_STEP, LOG_STEP, SignalSpec
 
 NAME, SHARDS = "cache.json", "shards"

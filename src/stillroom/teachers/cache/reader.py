@@ -18,8 +18,7 @@ import numpy.typing as npt
 
 from stillroom.errors import CacheDamaged, StillroomError
 from stillroom.files import TEMPORARY, reason_of
-from stillroom.teachers.cache.codec import unpack
-from stillroom.teachers.cache.format import SUFFIX, Shard, damaged
+from stillroom.teachers.cache.format import SUFFIX, Shard, damaged, unpack
 from stillroom.teachers.cache.in_store import Origin
 from stillroom.teachers.cache.manifest import SHARDS, Manifest, read_manifest
 from stillroom.teachers.signals import RowAnswer
@@ -74,7 +73,7 @@ class Cache:
 
     @property
     def mean_mass(self) -> float | None:
-        """What the stored likeliest tokens hold of the teacher's distribution, on average."""
+        """What the stored top tokens hold of the teacher's distribution, on average."""
         positions = self.num_positions
         return self.counters.get("mass", 0.0) / positions if positions and self.manifest.signal.exact else None
 

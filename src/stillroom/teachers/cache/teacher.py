@@ -11,9 +11,8 @@ import torch
 
 from stillroom.teachers.base import SignalKind, Teacher
 from stillroom.teachers.cache.reader import Cache
-from stillroom.teachers.label_yardsticks import label_yardsticks
 from stillroom.teachers.quantised import SUMMARY as QUANTISATION
-from stillroom.teachers.signals import RowAnswer, signal_of
+from stillroom.teachers.signals import RowAnswer, label_yardsticks, signal_of
 from stillroom.teachers.sparse import describe, each_tensor, kind_of_spec, to_device
 from stillroom.types import Batch, Needs, Signal
 
@@ -94,7 +93,7 @@ class CachedTeacher(Teacher):
 
     # -- reading ahead -----------------------------------------------------------------------------------
 
-    def begin(self, window: Sequence[Batch], step: int, cursor: int = 0) -> None:
+    def begin_window(self, window: Sequence[Batch], cursor: int) -> None:
         if self._reader is None:
             self._num_unknown = 0  # trials before the first window may ask for rows of no data
             self._reader = ThreadPoolExecutor(1, thread_name_prefix="stillroom-cache")

@@ -20,8 +20,7 @@ from typing import Protocol
 from stillroom.errors import CannotSave, ConfigError
 from stillroom.files import TEMPORARY, reason_of, write_atomically
 from stillroom.locks import LockHeld, has_ended, hold
-from stillroom.teachers.cache.codec import pack
-from stillroom.teachers.cache.format import SUFFIX, Block, shard_bytes
+from stillroom.teachers.cache.format import SUFFIX, Block, pack, shard_bytes
 from stillroom.teachers.cache.in_store import OURS, Origin
 from stillroom.teachers.cache.manifest import NAME, SHARDS, Manifest, check_same, is_there, read_manifest
 from stillroom.teachers.cache.plan import NeededRow, ShardPlan, plan_shards

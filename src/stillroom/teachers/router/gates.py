@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from stillroom.errors import BrokenAtStart
 from stillroom.models.routers import Gate, find_gates
+from stillroom.parallel import Parallel
 from stillroom.precision import AdamW, LossScale, ParameterGroup
 from stillroom.precision.adamw import COUNTS
 from stillroom.precision.storage import Direct
-from stillroom.teachers.router.peers import Peers
 
 _FORMAT = 1
 _MAX_CONSECUTIVE = 20
@@ -91,13 +91,13 @@ class TrainedGates:
     def discard(self) -> None:
         self.optimizer.zero_grad()
 
-    def sum_gradients(self, peers: Peers, loss: Tensor) -> Tensor:
+    def sum_gradients(self, parallel: Parallel, loss: Tensor) -> Tensor:
         """Sum the gradients of all processes and return the sum of their losses. A gate that none used has none."""
         weights = list(self.weights.values())
         own = [torch.zeros_like(one) if one.grad is None else one.grad for one in weights]
         is_used = loss.new_tensor([float(one.grad is not None) for one in weights])
         summed = torch.cat([*(gradient.reshape(-1) for gradient in own), is_used, loss.detach().float().reshape(1)])
-        peers.sum_(summed)
+        parallel.sum_(summed)
         *parts, used, total = torch.split(summed, [*(one.numel() for one in weights), len(weights), 1])
         for weight, part, num_used in zip(weights, parts, used.tolist(), strict=True):
             weight.grad = part.view(weight.shape) if num_used else None
@@ -128,7 +128,7 @@ class TrainedGates:
         self.consecutive += 1
         if self.scales_loss:
             self.scaler = self.scaler.after_overflow()
-        self.tell(f"a router update was skipped: loss {loss:.4g}, gradient norm {norm:.4g}; the student goes on")
+        self.tell(f"a router update was skipped: loss {loss:.4g}, gradient norm {norm:.4g}; the student continues")
         self.mend()
 
     @torch.no_grad()

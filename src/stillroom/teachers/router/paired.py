@@ -1,4 +1,4 @@
-"""A teacher with trained gates and a tokenizer of its own.
+"""Training of a teacher's gates where the teacher has its own tokenizer.
 
 The gates learn from the teacher's own rows: labels, anchor, balance and entropy are counted in its own tokens. What the
 student has to do with it is compared on spans. In `sar-joint` the gradient of every objective on spans goes on into
@@ -10,55 +10,49 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from stillroom.data.spans.common import Coverage
+from stillroom.data.teacher_rows import other_of
 from stillroom.objectives.crosstok.head_values import head_values
 from stillroom.objectives.crosstok.laws import binarised_kl, taken_log_probs
 from stillroom.objectives.crosstok.slots import SpanSlots, num_spans
 from stillroom.objectives.crosstok.span_terms import teacher_surprisals
-from stillroom.teachers.paired import PairedTeacher
-from stillroom.teachers.router.teacher import RouterTeacher
-from stillroom.types import Batch, DenseSignal, PairedSignal, StudentView, Term
-
-# Modes that need the student's distribution over the very tokens of the teacher.
-SAME_TOKENS_ONLY = ("sar-transient", "sar-meta")
+from stillroom.teachers.base import Signals
+from stillroom.teachers.paired import as_paired
+from stillroom.teachers.router.teacher import RouterTraining
+from stillroom.types import Batch, DenseSignal, Needs, PairedSignal, StudentView, Term
 
 
-class PairedRouter(PairedTeacher):
-    """Passes a run's rows on to a router teacher as the teacher reads them."""
+class PairedRouterTraining(RouterTraining):
+    """Trains the gates on the teacher's rows of a run's batches."""
 
-    def __init__(self, inner: RouterTeacher, tokenizer: Any, coverage: Coverage) -> None:
-        super().__init__(inner, tokenizer, coverage)
-        self._router = inner
-        self._num_targets = self._num_spans = 0  # of the window, in the teacher's rows
+    _num_targets = _num_spans = 0  # of the window, in the teacher's rows
 
     def begin(self, window: Sequence[Batch], step: int, cursor: int = 0) -> None:
-        own = {
-            "targets": sum(self.own_batch(batch).num_scored for batch in window),
-            "spans": num_spans(window),
-        }
-        counts = self._router.peers.counts(own)
+        rows = [other_of(batch) for batch in window]
+        own = {"targets": sum(batch.num_scored for batch in rows), "spans": num_spans(window)}
+        counts = self.parallel.counts(own)
         self._num_targets, self._num_spans = counts["targets"], counts["spans"]
-        super().begin(window, step, cursor)
+        self.begin_rows(rows, step, cursor)
 
     def joint_graph(self, batch: Batch) -> AbstractContextManager[None]:
-        return self._router.joint_graph(self.own_batch(batch))
+        return super().joint_graph(other_of(batch))
+
+    def answers(self, batch: Batch, needs: Needs) -> Signals:
+        return [as_paired(answer) for answer in super().answers(other_of(batch), needs)]
 
     def extra_loss(self, batch: Batch, view: StudentView, *, num_targets: int) -> Tensor | float:
-        return self._router.extra_loss(self.own_batch(batch), view, num_targets=self._num_targets)
+        return super().extra_loss(other_of(batch), view, num_targets=self._num_targets)
 
     def after_student(self, batch: Batch, view: StudentView, *, num_targets: int) -> None:
         def student_term(answer: DenseSignal) -> tuple[Tensor, Term]:
             term = span_divergence(answer, view, batch)
             return term.total / max(self._num_spans, 1), term
 
-        own = self.own_batch(batch)
-        with self._router.beside_student():
-            self._router.learn(own, None, num_targets=self._num_targets, student_term=student_term)
+        with self.beside_student():
+            self.learn(other_of(batch), None, num_targets=self._num_targets, student_term=student_term)
 
 
 def span_divergence(answer: DenseSignal, view: StudentView, batch: Batch) -> Term:

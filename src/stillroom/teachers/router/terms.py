@@ -1,4 +1,4 @@
-"""The router's loss, and the assessment of a teacher with trained gates.
+"""The router's loss, the steps of sar-transient, and the assessment of a teacher with trained gates.
 
 The terms go through the fused head with the roles exchanged: the teacher learns, and the student (or the original
 teacher) is the signal. No [tokens, vocabulary] tensor is kept.
@@ -17,6 +17,7 @@ from stillroom.models.routers import Routing, routed
 from stillroom.objectives.divergences import make
 from stillroom.objectives.gate_terms import entropy, gate_log_probs, load_balance, shares_of
 from stillroom.objectives.head import score_head
+from stillroom.parallel import Parallel
 from stillroom.types import Batch, DenseSignal, Needs, StudentView, Term
 
 if TYPE_CHECKING:
@@ -127,7 +128,58 @@ def weighted(answer: DenseSignal, weight: float) -> DenseSignal:
     return replace(answer, hidden=scaled(answer.hidden), taps=taps)
 
 
+# -- sar-transient --------------------------------------------------------------------------------------
+
+
+def downhill_offsets(teacher: RouterTeacher, batch: Batch, view: StudentView) -> tuple[dict[str, Tensor], list[Term]]:
+    """For each gate, offsets of its logits against the router's gradient, of bounded norm. [tokens, experts]
+
+    The offset of a token without a usable gradient is 0; the second result counts those tokens, a term for each gate.
+    """
+    num_tokens = int(batch.input_ids.numel())
+    config, original = teacher.config, teacher.original
+    offsets = {
+        gate.name: torch.zeros(num_tokens, gate.num_experts, device=original.device, requires_grad=True)
+        for gate in teacher.moe_gates
+    }
+    aims = Aims(truth=config.truth_weight, student=config.student_weight)
+    with torch.enable_grad(), teacher.opened(Routing(offsets=offsets)) as routing:
+        answer = original.answer(batch, Needs())
+        loss, _terms = own_terms(aims, answer, view, None, routing, batch, batch.num_scored, num_tokens)
+        # Undo the division by the number of targets, which would flush FP16 gradients to 0: only directions are used.
+        slopes = torch.autograd.grad(loss * batch.num_scored, list(offsets.values()))
+    moved, unmoved = {}, []
+    for name, slope in zip(offsets, slopes, strict=True):
+        length = slope.norm(dim=1, keepdim=True)
+        is_usable = torch.isfinite(length) & (length > 0)
+        step = -config.offset_bound * slope / torch.where(is_usable, length, torch.ones_like(length))
+        moved[name] = torch.where(is_usable, step, torch.zeros_like(step))
+        unmoved.append(Term((~is_usable).sum().float(), torch.tensor(float(len(length)))))
+    return moved, unmoved
+
+
 # -- measuring -------------------------------------------------------------------------------------------
+
+
+class TermSums:
+    """Sums of named terms over micro-batches, kept on the device."""
+
+    def __init__(self) -> None:
+        self._terms: dict[str, Term] = {}
+
+    def add(self, name: str, term: Term) -> None:
+        total, count = term.total.detach(), term.count.detach()
+        known = self._terms.get(name)
+        self._terms[name] = Term(total, count) if known is None else Term(known.total + total, known.count + count)
+
+    def means(self, parallel: Parallel, device: torch.device) -> dict[str, float]:
+        """The means over the micro-batches of all processes."""
+        names = parallel.names(self._terms)
+        held = [self._terms.get(name) for name in names]
+        values = [(float(term.total), float(term.count)) if term else (0.0, 0.0) for term in held]
+        sums = torch.tensor(values, dtype=torch.float64, device=device)
+        parallel.sum_(sums)
+        return {name: total / max(count, 1.0) for name, (total, count) in zip(names, sums.tolist(), strict=True)}
 
 
 @dataclass(frozen=True)

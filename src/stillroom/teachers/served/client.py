@@ -6,6 +6,9 @@ threads of a client. Any other status is final. A redirection is not followed: t
 Proxies of the environment are not used, for the same reason. No more of an answer is read, or unpacked, than it may
 have, and not for longer: `timeout_seconds` is a bound on the whole answer, because a server that sends a byte now and
 then is never idle.
+
+By http.client and not by httpx, whose timeouts begin anew with each byte: a dripping head, body, chunk or 100 Continue
+was never ended (httpx2 2.16, the servers of `ENDLESS` in the tests). Its own deadline would take a network backend.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A teacher on a server: its likeliest tokens and what they leave over, for a run or for a cache."""
+"""A teacher on a server: its top tokens and what they leave over, for a run or for a cache."""
 
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ from typing import Any
 
 import torch
 
+from stillroom.config import Config
+from stillroom.config.schema import TeacherConfig
+from stillroom.data import Rows, fixed_batches
 from stillroom.errors import ConfigError
+from stillroom.models.load.files import read_json
+from stillroom.models.load.source import fetch
 from stillroom.teachers.base import SignalKind, Teacher
 from stillroom.teachers.entries import Given, position_answer
-from stillroom.teachers.label_yardsticks import label_yardsticks
-from stillroom.teachers.served.probe import check_steady, check_temperature
-from stillroom.teachers.served.server import Server
-from stillroom.teachers.signals import RowAnswer, SignalSpec, signal_of
+from stillroom.teachers.served.server import Server, check_steady, check_temperature, open_server
+from stillroom.teachers.signals import RowAnswer, SignalSpec, label_yardsticks, signal_of
 from stillroom.teachers.sparse import describe, to_device
+from stillroom.teachers.spec import check_use, served_spec
 from stillroom.types import IGNORED, Batch, Needs, Signal
 
 Window = Callable[[int], Sequence[Batch]]
@@ -27,6 +31,8 @@ _COMPARED = (
     "held-out KL and agreement are taken from these tokens and what they leave over, not from the whole vocabulary: "
     "KL is a lower bound"
 )
+_LEAST_ROW = 8  # tokens that data.max_length has at least
+_TRIAL_ROWS = 64  # spread over the data; they are asked until there are enough positions
 _TRIAL_POSITIONS = 512  # of the data, by which the temperature is told
 
 
@@ -126,7 +132,7 @@ class ServedTeacher(Teacher):
 
     # -- asking ahead ------------------------------------------------------------------------------------
 
-    def begin(self, window: Sequence[Batch], step: int, cursor: int = 0) -> None:
+    def begin_window(self, window: Sequence[Batch], cursor: int) -> None:
         """Send for the rows of this window and the next, and then the probe, whose answer is looked at next time."""
         self._end_probing()
         upcoming = self._window(cursor + 1) if self._window is not None else ()
@@ -140,8 +146,8 @@ class ServedTeacher(Teacher):
                     self._ahead[key] = self._pool.submit(self._answer, *row)
         self._probing = self._pool.submit(self.server.check_again)
 
-    def look_after(self, step: int, *, is_eval: bool) -> None:
-        """Nothing is kept of a window after which the server had another model."""
+    def verify(self) -> None:
+        """Raise if the server had another model after a window, so that nothing of it is saved."""
         self._end_probing()
 
     def _end_probing(self) -> None:
@@ -198,3 +204,58 @@ def _stretches(pieces: Sequence[int]) -> list[tuple[int, int]]:
     """Where each piece of a row begins and ends."""
     begins = [0, *(place for place in range(1, len(pieces)) if pieces[place] != pieces[place - 1])]
     return list(zip(begins, [*begins[1:], len(pieces)], strict=True))
+
+
+# -- for a run or a cache --------------------------------------------------------------------------------
+
+
+def served_rows(section: TeacherConfig, student_rows: int) -> int:
+    """Rows of the served model's head, where its configuration lies next to its tokenizer; else the student's."""
+    source = fetch(section, section.model, weights=False)
+    if source.is_gguf or not (source.folder / "config.json").is_file():
+        return student_rows
+    told = read_json(source, "config.json")
+    found = told.get("vocab_size", told.get("text_config", {}).get("vocab_size"))
+    return found if isinstance(found, int) else student_rows
+
+
+def served_teacher(
+    config: Config,
+    tokenizer: Any,
+    vocab_size: int,
+    rows: Rows,
+    device: torch.device,
+    *,
+    window: Window | None = None,
+) -> ServedTeacher:
+    """The server as a teacher, after its probe and a trial on rows of the data."""
+    spec, section = served_spec(config), config.teacher
+    server = open_server(section, tokenizer, num_wanted=spec.exact, vocab_size=vocab_size)
+    _check_length(server, rows)
+    teacher = ServedTeacher(
+        server,
+        spec,
+        vocab_size=vocab_size,
+        device=device,
+        concurrency=section.requests.concurrency,
+        window=window,
+        notes=check_use(config, spec),
+    )
+    if section.requests.check_temperature:
+        teacher.notes += (teacher.try_rows(list(fixed_batches(rows, 1, _TRIAL_ROWS))),)
+    return teacher
+
+
+def _check_length(server: Server, rows: Rows) -> None:
+    """A row is sent with its last target, and the server generates one token, which nobody reads."""
+    limit = server.facts.max_tokens
+    longest = int(rows.longest.max()) + 2 if len(rows) else 0
+    if limit is not None and longest > limit:
+        raise ConfigError(
+            f"a row and the tokens after it are {longest:,} tokens, and the server takes {limit:,}",
+            where="data.max_length",
+            advice=[
+                *([f"--set data.max_length={limit - 2}"] if limit >= _LEAST_ROW + 2 else []),
+                "start the server with a longer context",
+            ],
+        )

@@ -6,7 +6,7 @@ import gc
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +14,11 @@ import torch
 
 from stillroom import __version__
 from stillroom.config import Config
-from stillroom.curriculum import Curriculum
 from stillroom.data import Corpus, Rows, fixed_rows
 from stillroom.data.teacher_rows import TeacherRows
-from stillroom.engine.building.served_build import day_of_rows, fill_served, whose_answers
-from stillroom.engine.building.teacher_build import plainly_quantised, quantise_teacher
 from stillroom.errors import BrokenAtStart, ConfigError, DataError
 from stillroom.models import LoadedModel, load_tokenizer, vocabulary_hash
-from stillroom.objectives.objective import Matched
-from stillroom.teachers import Teacher
+from stillroom.teachers.base import Teacher
 from stillroom.teachers.cache.identity import teacher_identity
 from stillroom.teachers.cache.in_store import folder_of
 from stillroom.teachers.cache.manifest import SHARD_TOKENS, Manifest, check_same, is_there, read_manifest
@@ -30,70 +26,24 @@ from stillroom.teachers.cache.plan import NeededRow, needed_rows
 from stillroom.teachers.cache.reader import Cache
 from stillroom.teachers.cache.teacher import CachedTeacher, Window
 from stillroom.teachers.cache.writer import Progress, missing_rows, open_store, write_missing
-from stillroom.teachers.coarse import Coarse, SharedTokens, TokenGroups, ids_hash
-from stillroom.teachers.make import live_teacher, open_live
-from stillroom.teachers.signals import SignalSpec
+from stillroom.teachers.live import live_teacher, open_live
+from stillroom.teachers.paired import TokenSpace
+from stillroom.teachers.quantised import plainly_quantised, quantise_teacher
+from stillroom.teachers.served.teacher import served_teacher
 from stillroom.teachers.sparse import SparseTeacher
-from stillroom.teachers.spec import cache_spec, check_use, stored_spec
+from stillroom.teachers.spec import AUTO, cache_spec, check_use, served_spec, stored_spec
 from stillroom.telemetry.lines import quantised_line
 
-AUTO = "auto"
 _NAMED = 3
+SERVED_SHARD_TOKENS = 8_192  # a served teacher is large: what a kill costs is kept small
+PROBE = "probe"  # in the manifest of a cache: how the probe was answered when it was begun
 _LARGE = 300_000_000  # parameters of a teacher that may take minutes for a shard: what a kill costs is kept small
 
 Tell = Callable[[str], object]
 
 
-@dataclass(frozen=True)
-class Reading:
-    """Whose tokens the rows of a cache are, and what they mean to the student where its tokens are others."""
-
-    tokenizer: Any
-    matched: Matched | None = None  # None: both models have one tokenizer
-    by_groups: bool = False  # few tokens are groups that begin a text alike, else tokens that both have
-
-    @staticmethod
-    def of(config: Config, tokenizer: Any, matched: Matched | None) -> Reading:
-        return Reading(tokenizer, matched, "prefix_match" in config.objectives.span_weights)
-
-    @property
-    def shared(self) -> str:
-        """A name for the classes of tokens that answers are about."""
-        if self.matched is None:
-            return ""
-        if self.by_groups:
-            return ids_hash("groups", self.matched.teacher_groups)
-        return ids_hash("shared", sorted(self.matched.teacher_ids))
-
-    def coarse(self, spec: SignalSpec, vocab_size: int) -> Coarse | None:
-        """The classes that a signal of few tokens is taken over; None: the whole vocabulary, or the targets alone."""
-        if self.matched is None or spec.kind == "target":
-            return None
-        if not len(self.matched.teacher_ids):
-            raise ConfigError(
-                f"answers of kind {spec.kind} are over the tokens that both vocabularies have, and there are none: "
-                f"{self.matched.problem or 'no token of one stands for the bytes of a token of the other'}",
-                where="teacher.signal.kind",
-                advice=["set it to 'target', which serves objectives.alm", "set the weights of the others to 0"],
-            )
-        if self.by_groups:
-            return TokenGroups.of(self.matched.teacher_groups, self.matched.num_groups, vocab_size)
-        return SharedTokens.of(self.matched.teacher_ids, vocab_size)
-
-    def within(self, spec: SignalSpec, vocab_size: int) -> SignalSpec:
-        """No more tokens are kept than there are."""
-        if spec.shared != self.shared:  # of other classes, whose number is not known here
-            return spec
-        coarse = self.coarse(spec, vocab_size)
-        return spec.within(vocab_size if coarse is None else len(coarse.kept))
-
-
-def uses_cache(config: Config) -> bool:
-    return bool(config.teacher.cache) and Curriculum.of(config).uses_teacher
-
-
-def cache_folder(config: Config, folder: Path | None, reading: Reading, dtype: torch.dtype) -> Path:
-    """Where the cache of a run is. An automatic one lies beside the run's folder, under a name of its own teacher.
+def cache_folder(config: Config, folder: Path | None, space: TokenSpace, dtype: torch.dtype) -> Path:
+    """Where the cache of a run is. An automatic one lies next to the run's folder, under a name of its own teacher.
 
     So runs that lie side by side share it, and a run with another teacher or another signal makes another one.
     """
@@ -103,10 +53,12 @@ def cache_folder(config: Config, folder: Path | None, reading: Reading, dtype: t
         read_manifest(place)  # before anything is loaded
         return place
     if folder is None:
-        raise ConfigError("teacher.cache = 'auto' lies beside a run's folder, and there is none", where="teacher.cache")
+        raise ConfigError(
+            "teacher.cache = 'auto' lies next to a run's folder, and there is none", where="teacher.cache"
+        )
     identity = teacher_identity(config.teacher, dtype)
-    spec = cache_spec(config, reading.shared)
-    told = json.dumps([identity, spec.to_dict(), vocabulary_hash(reading.tokenizer)], sort_keys=True)
+    spec = cache_spec(config, space.shared)
+    told = json.dumps([identity, spec.to_dict(), vocabulary_hash(space.tokenizer)], sort_keys=True)
     name = hashlib.blake2b(told.encode("utf-8"), digest_size=6).hexdigest()
     return folder.resolve().parent / f"teacher-cache-{name}"
 
@@ -155,7 +107,7 @@ def rows_asked(corpus: Corpus, rows: Rows) -> Rows:
 def cached_teacher(
     config: Config,
     place: Path,
-    reading: Reading,
+    space: TokenSpace,
     corpus: Corpus,
     device: torch.device,
     dtype: torch.dtype,
@@ -171,12 +123,12 @@ def cached_teacher(
     """
     needed = required_rows(config, corpus)
     if config.teacher.cache == AUTO:
-        fill(config, place, needed, reading, device, dtype, loaded=loaded, vocab_size=vocab_size, tell=tell)
+        fill(config, place, needed, space, device, dtype, loaded=loaded, vocab_size=vocab_size, tell=tell)
     cache = Cache(place)
-    asked = stored_spec(config, cache.manifest.signal, reading.shared)
-    asked = reading.within(asked, cache.manifest.vocab_size)
+    asked = stored_spec(config, cache.manifest.signal, space.shared)
+    asked = space.within(asked, cache.manifest.vocab_size)
     identity, notes = _identity_here(config)
-    here = Manifest(asked, cache.manifest.vocab_size, vocabulary_hash(reading.tokenizer), identity)
+    here = Manifest(asked, cache.manifest.vocab_size, vocabulary_hash(space.tokenizer), identity)
     check_same(cache.manifest, here, place)
     _check_coverage(cache, needed, place, config.data.day)
     for text in (*notes, *whose_answers(cache.manifest), *check_use(config, asked)):
@@ -239,7 +191,7 @@ def _check_coverage(cache: Cache, needed: Sequence[NeededRow], place: Path, day:
 
 def new_manifest(
     config: Config,
-    reading: Reading,
+    space: TokenSpace,
     vocab_size: int,
     dtype: torch.dtype,
     loaded: LoadedModel | None,
@@ -253,16 +205,16 @@ def new_manifest(
         about |= {"parameters": loaded.anatomy.num_parameters, **loaded.facts}
         shard_tokens //= 4 if loaded.anatomy.num_parameters > _LARGE else 1
     identity = teacher_identity(config.teacher, dtype)
-    spec = reading.within(cache_spec(config, reading.shared), vocab_size)
+    spec = space.within(cache_spec(config, space.shared), vocab_size)
     spec = spec if temperature is None else replace(spec, temperature=temperature)
-    return Manifest(spec, vocab_size, vocabulary_hash(reading.tokenizer), identity, about, shard_tokens)
+    return Manifest(spec, vocab_size, vocabulary_hash(space.tokenizer), identity, about, shard_tokens)
 
 
 def fill(
     config: Config,
     place: Path,
     needed: Sequence[NeededRow],
-    reading: Reading,
+    space: TokenSpace,
     device: torch.device,
     dtype: torch.dtype,
     *,
@@ -280,27 +232,26 @@ def fill(
     others = dict(beside or {})
     if config.teacher.server:
         return fill_served(
-            config, place, needed, reading.tokenizer, vocab_size, device, tell=tell, num_others=len(others),
+            config, place, needed, space.tokenizer, vocab_size, device, tell=tell, num_others=len(others),
             on_progress=on_progress, is_stopped=is_stopped,
         )  # fmt: skip
 
-    def ready(full: LoadedModel | None) -> LoadedModel | None:
+    def ready(full: LoadedModel) -> LoadedModel:
         rows, write = needed[0].rows, lambda _event, **fields: tell(quantised_line(fields))
         return quantise_teacher(config, full, rows, vocab_size, device, write=write)
 
-    loaded = ready(loaded)
+    loaded = None if loaded is None else ready(loaded)
     for folder, temperature in {place: None, **others}.items():
-        open_store(folder, new_manifest(config, reading, vocab_size, dtype, loaded, temperature))
+        open_store(folder, new_manifest(config, space, vocab_size, dtype, loaded, temperature))
     missing = max((missing_rows(Cache(folder), needed) for folder in (place, *others)), key=len)
     if missing:
         if loaded is None:
             own = load_tokenizer(config.teacher, config.teacher.model)
             loaded = ready(open_live(config.teacher, dtype, own))
-            assert loaded is not None
         tell(f"the teacher is asked {len(missing):,} of {len(needed):,} rows, and its answers are kept in {place}")
         live = live_teacher(config, loaded, vocab_size, device)
         spec = read_manifest(place).signal
-        teacher = SparseTeacher(live, spec, coarse=reading.coarse(spec, vocab_size))
+        teacher = SparseTeacher(live, spec, coarse=space.coarse(spec, vocab_size))
         is_done = write_missing(place, needed, teacher, beside=tuple(others), tell=on_progress, is_stopped=is_stopped)
     else:
         is_done = True
@@ -317,4 +268,59 @@ def _let_go(loaded: LoadedModel) -> None:
         torch.cuda.empty_cache()
 
 
-__all__ = ["AUTO", "cache_folder", "cached_teacher", "fill", "is_there", "required_rows", "stored_vocabulary"]
+# -- from a server ---------------------------------------------------------------------------------------
+
+
+def day_of_rows(config: Config) -> dict[str, Any]:
+    """What a manifest says of the day that a chat template printed into the rows; nothing where none does."""
+    return {"day": config.data.day} if config.data.day else {}
+
+
+def fill_served(
+    config: Config,
+    place: Path,
+    needed: Sequence[NeededRow],
+    tokenizer: Any,
+    vocab_size: int,
+    device: torch.device,
+    *,
+    tell: Callable[[str], object],
+    num_others: int,
+    on_progress: Callable[[Progress], None],
+    is_stopped: Callable[[], bool],
+) -> bool:
+    """Write the missing rows from the answers of a server, if it is the one that the cache was begun with."""
+    if num_others:
+        raise ConfigError(
+            "a server gives log-probabilities of temperature 1 alone", where="--temperature", advice=["leave it out"]
+        )
+    if is_there(place) and not missing_rows(Cache(place), needed):
+        spec, named = served_spec(config).within(vocab_size), {"served_model": config.teacher.requests.model}
+        check_same(read_manifest(place), Manifest(spec, vocab_size, vocabulary_hash(tokenizer), named), place)
+        return True
+    teacher = served_teacher(config, tokenizer, vocab_size, needed[0].rows, device)
+    facts = teacher.server.facts
+    about = {**facts.to_dict(), "teacher": f"{facts.model} on {facts.url}", "stillroom": __version__,
+             PROBE: [round(value, 4) for value in teacher.server.probed], **day_of_rows(config)}  # fmt: skip
+    identity = {"served_model": facts.model}
+    here = Manifest(teacher.spec, vocab_size, vocabulary_hash(tokenizer), identity, about, SERVED_SHARD_TOKENS)
+    there = open_store(place, here)
+    if PROBE in there.about:
+        teacher.check_stored(there.about[PROBE])
+    missing = missing_rows(Cache(place), needed)
+    for text in teacher.notes:
+        tell(text)
+    tell(f"the teacher is asked {len(missing):,} of {len(needed):,} rows, and its answers are kept in {place}")
+    try:
+        is_done = write_missing(place, needed, teacher, tell=on_progress, is_stopped=is_stopped)
+    finally:
+        teacher.close()
+    tell(", ".join(f"{name.replace('_', ' ')} {count:,}" for name, count in teacher.facts().items()))
+    return is_done
+
+
+def whose_answers(manifest: Manifest) -> list[str]:
+    """For the log, where a cache was written from a server's answers: they cannot be held against weights."""
+    if "served_model" not in manifest.teacher:
+        return []
+    return [f"the answers are those of {manifest.about.get('teacher', manifest.teacher['served_model'])}"]

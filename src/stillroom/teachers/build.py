@@ -1,0 +1,216 @@
+"""Choose the teacher of a run, open it and wrap it.
+
+A teacher answers from a cache, from a server, or live; a live one may be offloaded, streamed, sharded or quantised,
+answer with a few tokens, or have other gates; and each may read the text in its own tokens. A new kind of teacher is a
+file with its class and a line in `build_teacher`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stillroom.config import Config
+from stillroom.config.teacher import TRAINING_MODES
+from stillroom.curriculum import Curriculum
+from stillroom.data import Corpus
+from stillroom.data.spans.common import Coverage
+from stillroom.data.teacher_rows import other_of
+from stillroom.errors import ConfigError
+from stillroom.models import LoadedModel, agree_on_vocabulary
+from stillroom.models.compiled import CompiledBody
+from stillroom.models.routers import find_gates
+from stillroom.parallel import Parallel
+from stillroom.teachers.base import NO_TEACHER, RunContext, Teacher, TeacherTraining
+from stillroom.teachers.cache.build import cache_folder, cached_teacher, check_tokenizer, rows_asked, stored_vocabulary
+from stillroom.teachers.cache.manifest import is_there, read_manifest
+from stillroom.teachers.live import live_teacher, open_live
+from stillroom.teachers.paired import PairedTeacher, TokenSpace, matched_tokens, reads_its_own_tokens
+from stillroom.teachers.quantised import check_quantisation, quantise_teacher
+from stillroom.teachers.router.gates import GateOptions
+from stillroom.teachers.router.paired import PairedRouterTraining
+from stillroom.teachers.router.teacher import RouterTeacher, RouterTraining
+from stillroom.teachers.served.teacher import served_rows, served_teacher
+from stillroom.teachers.shards import reads_layers_one_by_one, shard_teacher
+from stillroom.teachers.sparse import SparseTeacher
+from stillroom.teachers.spec import AUTO, asks_server, check_use, live_spec, served_spec, teacher_dtype, uses_cache
+from stillroom.teachers.streamed import open_streamed
+
+
+@dataclass(frozen=True)
+class TeacherSource:
+    """Where the teacher's answers come from, and in whose tokens both models read the text."""
+
+    tokenizer: Any  # the student's
+    own_tokenizer: Any  # the teacher's; None where nothing needs it
+    space: TokenSpace
+    dtype: torch.dtype  # of a teacher that is loaded
+    cache: Path | None
+    is_asked: bool  # an objective uses its answers
+    is_paired: bool  # the teacher reads its own tokens
+    is_stored: bool  # all answers are in the cache already
+    is_served: bool
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the answers need the teacher's weights here."""
+        return self.is_asked and not self.is_stored and not self.is_served
+
+
+def check_teacher(config: Config, device: torch.device) -> None:
+    """Raise for settings that cannot work together or not on this device, before anything is loaded."""
+    if Curriculum.of(config).uses_teacher and not uses_cache(config):
+        check_quantisation(config.teacher, device)
+    if config.teacher.server and not config.teacher.cache:
+        served_spec(config)
+    if config.teacher.router.mode == "sar-joint" and config.objectives.kd.top_k:
+        raise ConfigError(
+            "sar-joint sends the student's gradient into the teacher, which needs its whole distribution",
+            where="objectives.kd.top_k",
+            advice=["--set objectives.kd.top_k=0", "--set teacher.router.mode=sar"],
+        )
+
+
+def num_trained_by_teacher(config: Config, model: Any) -> int:
+    """The number of gate weights that are trained; it counts when a precision is chosen."""
+    router = config.teacher.router
+    if model is None or router.mode not in TRAINING_MODES:
+        return 0
+    own = dict(model.named_parameters())
+    names = [name for gate in find_gates(model, router.patterns) for name in gate.parameter_names()]
+    return sum(int(own[name].numel()) for name in names)
+
+
+def needs_own_tokenizer(config: Config) -> bool:
+    """Whether the teacher's tokenizer is needed: to ask the teacher, or to read its own tokens."""
+    if not Curriculum.of(config).uses_teacher:
+        return False
+    return reads_its_own_tokens(config) or not uses_cache(config)
+
+
+def find_source(
+    config: Config, device: torch.device, folder: Path | None, tokenizer: Any, own_tokenizer: Any
+) -> TeacherSource:
+    """Decide where answers come from. `folder` is the run's: an automatic cache lies next to it."""
+    is_asked = Curriculum.of(config).uses_teacher
+    is_paired = reads_its_own_tokens(config) and is_asked
+    matched = matched_tokens(tokenizer, own_tokenizer) if is_paired else None
+    space = TokenSpace.of(config, own_tokenizer if is_paired else tokenizer, matched)
+    dtype = teacher_dtype(config, device)
+    cache = cache_folder(config, folder, space, dtype) if uses_cache(config) else None
+    is_stored = cache is not None and (config.teacher.cache != AUTO or is_there(cache))
+    is_served = asks_server(config) and not is_stored
+    return TeacherSource(tokenizer, own_tokenizer, space, dtype, cache, is_asked, is_paired, is_stored, is_served)
+
+
+def open_network(config: Config, source: TeacherSource, parallel: Parallel | None) -> LoadedModel:
+    """Load the teacher's weights as its placement wants them, and test it."""
+    if reads_layers_one_by_one(config, parallel):
+        return open_streamed(config.teacher, source.dtype, source.own_tokenizer, is_to_stay=False)
+    return open_live(config.teacher, source.dtype, source.own_tokenizer)
+
+
+def shared_vocabulary(config: Config, source: TeacherSource, loaded: LoadedModel | None, student_rows: int) -> int:
+    """The number of tokens that both models answer over; the student's where each has its own tokens.
+
+    Raise if the teacher's answers are not for this student.
+    """
+    if source.is_paired:
+        if source.is_stored and source.cache is not None:
+            check_tokenizer(source.cache, source.space.tokenizer)
+        return student_rows
+    if source.is_stored and source.cache is not None:
+        return stored_vocabulary(source.cache, source.space.tokenizer, student_rows)
+    if loaded is None and not source.is_served:
+        return student_rows
+    rows = served_rows(config.teacher, student_rows) if loaded is None else loaded.anatomy.vocab_rows
+    return agree_on_vocabulary(source.own_tokenizer, source.tokenizer, rows, student_rows)
+
+
+def build_teacher(
+    config: Config,
+    source: TeacherSource,
+    loaded: LoadedModel | None,
+    vocab_size: int,
+    corpus: Corpus,
+    run: RunContext,
+    compiled: CompiledBody | None = None,
+) -> Teacher:
+    """The teacher of a run. One with its own tokenizer is given its own rows wherever the run has rows."""
+    device, space, training = run.precision.device, source.space, None
+    if source.is_paired:
+        vocab_size, run = _own_vocabulary(source, loaded), _on_own_rows(run)
+    if source.cache is not None:
+        teacher: Teacher = cached_teacher(
+            config, source.cache, space, corpus, device, source.dtype,
+            loaded=loaded, vocab_size=vocab_size, window=run.window, tell=run.tell,
+        )  # fmt: skip
+    elif source.is_served:
+        teacher = served_teacher(config, source.tokenizer, vocab_size, corpus.train, device, window=run.window)
+    elif loaded is None:
+        return NO_TEACHER
+    else:
+        rows = rows_asked(corpus, corpus.train)
+        loaded = quantise_teacher(config, loaded, rows, vocab_size, device, write=run.write)
+        placement = shard_teacher(config, loaded, run.parallel, device, tell=run.tell)
+        if config.teacher.router.mode != "frozen":
+            teacher, training = _router_teacher(config, loaded, vocab_size, run, is_paired=source.is_paired)
+        elif (spec := live_spec(config, space.shared)) is not None:
+            live, notes = live_teacher(config, loaded, vocab_size, device), check_use(config, spec)
+            teacher = SparseTeacher(live, spec, notes=notes, coarse=space.coarse(spec, vocab_size))
+        else:
+            teacher = live_teacher(config, loaded, vocab_size, device, compiled, placement)
+    if source.is_paired:
+        return PairedTeacher(teacher, source.own_tokenizer, corpus.coverage or Coverage(), training)
+    return teacher
+
+
+def _router_teacher(
+    config: Config, loaded: LoadedModel, vocab_size: int, run: RunContext, *, is_paired: bool
+) -> tuple[RouterTeacher, TeacherTraining]:
+    num_processes, train = run.parallel.size, config.train
+    if num_processes > 1 and config.teacher.router.mode == "sar-meta":
+        raise ConfigError(
+            f"teacher.router.mode = 'sar-meta' moves the student by hand in one process, and there are {num_processes}",
+            where="teacher.router.mode",
+            advice=["--set teacher.router.mode=sar", "start a single process"],
+        )
+    teacher = RouterTeacher(
+        loaded.network,
+        config.teacher.router,
+        vocab_size=vocab_size,
+        device=run.precision.device,
+        options=GateOptions(
+            learning_rate=train.router_learning_rate or train.learning_rate,
+            max_grad_norm=train.max_grad_norm,
+            betas=(train.beta1, train.beta2),
+            epsilon=train.epsilon,
+        ),
+        offload=config.teacher.placement == "offload",
+        is_described=loaded.is_described,
+        seed=train.seed,
+        tell=run.tell,
+        parallel=run.parallel,
+    )
+    teacher.training = (PairedRouterTraining if is_paired else RouterTraining)(teacher, run)
+    return teacher, teacher.training
+
+
+def _own_vocabulary(source: TeacherSource, loaded: LoadedModel | None) -> int:
+    """The teacher's rows of logits, where its tokens are its own."""
+    if loaded is not None:
+        return loaded.anatomy.vocab_rows
+    assert source.cache is not None
+    return read_manifest(source.cache).vocab_size
+
+
+def _on_own_rows(run: RunContext) -> RunContext:
+    """The same run as a teacher with its own tokenizer reads it."""
+    return replace(
+        run,
+        window=lambda number: [other_of(batch) for batch in run.window(number)],
+        held_out=lambda: [other_of(batch) for batch in run.held_out()],
+    )
