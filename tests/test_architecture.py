@@ -19,11 +19,12 @@ LAYERS = [
     {"files", "stored"},
     {"types", "config", "ends", "remote"},
     {"numerics", "curriculum", "schedule", "guard", "builtin", "yardsticks", "stores"},
-    {"objectives", "precision", "data", "models"},
+    {"objectives", "precision", "data"},
+    {"models"},
     {"teachers", "telemetry", "parallel", "shard_files"},
     {"evaluation", "checkpoint", "snapshots", "diagnosis", "measures"},
     {"engine"},
-    {"report", "assess", "demo", "checks", "export", "talk", "planning"},
+    {"report", "assess", "demo", "checks", "export", "planning"},
     {"api", "cli", "__main__", "__init__"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
