@@ -19,14 +19,13 @@ from stillroom.teachers.coarse import Coarse
 from stillroom.teachers.elsewhere import RemoteModel, RemoteTeacher
 from stillroom.teachers.live import LiveTeacher
 from stillroom.teachers.paired import PairedTeacher
-from stillroom.teachers.placement import Placement
+from stillroom.teachers.placement import Placement, StreamedModel, open_streamed
 from stillroom.teachers.router.in_run import RunRouter, Surroundings
 from stillroom.teachers.router.paired import PairedRouter
 from stillroom.teachers.router.teacher import RouterTeacher
 from stillroom.teachers.signals import SignalSpec
 from stillroom.teachers.sparse import SparseTeacher
 from stillroom.teachers.spec import check_use, live_spec, served_spec
-from stillroom.teachers.streamed import StreamedModel, open_streamed
 
 
 def make_teacher(

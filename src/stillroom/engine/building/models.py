@@ -44,8 +44,8 @@ from stillroom.parallel import Parallel
 from stillroom.precision.device import facts_of
 from stillroom.teachers.elsewhere import open_remote
 from stillroom.teachers.make import check_teacher_settings, open_live
+from stillroom.teachers.placement import open_streamed
 from stillroom.teachers.quantised import check_quantisation
-from stillroom.teachers.streamed import open_streamed
 
 
 @dataclass(frozen=True)
