@@ -31,7 +31,6 @@ LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 
 # Who may import what: the library on the left only in the rooms on the right.
 ONLY_IN = {
-    "accelerate": {"engine"},
     "transformers": {"models", "data", "teachers", "export"},
     "rich": {"telemetry", "cli"},
     "typer": {"cli"},
