@@ -355,9 +355,10 @@ def _check(path: Path) -> None:
         )
     try:
         library: Any = importlib.import_module("gguf")
+        importlib.import_module("accelerate")  # asked for by the loader of transformers
     except ImportError as error:
         raise BrokenAtStart(
-            f"{path} is a GGUF file and needs gguf", advice=["pip install 'stillroom[gguf]'"]
+            f"{path} is a GGUF file and needs {error.name}", advice=["pip install 'stillroom[gguf]'"]
         ) from error
     _check_whole(header, library)
     scaled_rotation(header)

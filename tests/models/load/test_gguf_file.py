@@ -166,9 +166,10 @@ def test_a_file_without_a_tokenizer_is_refused(folder: Path, tmp_path: Path) -> 
     assert refused(gguf_files.write(folder, tmp_path / "mute.gguf", with_tokenizer=False), "holds no tokenizer")
 
 
-def test_the_missing_package_is_named_with_its_extra(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    assert refused(file, "needs gguf").advice == ("pip install 'stillroom[gguf]'",)
+@pytest.mark.parametrize("package", ["gguf", "accelerate"])
+def test_the_missing_package_is_named_with_its_extra(package: str, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    assert refused(file, package).advice == ("pip install 'stillroom[gguf]'",)
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
