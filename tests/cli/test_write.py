@@ -134,7 +134,7 @@ def test_a_person_gets_a_prompt_and_ends_politely(models: dict[str, str], capsys
     def interrupted(*_: Any, **__: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("stillroom.talk.stream", interrupted)
+    monkeypatch.setattr("stillroom.models.generate.stream", interrupted)
     code, _out, err = talk(monkeypatch, capsys, "the\nroom\n", models["chatty"], typed=True)
     assert code == 0 and "resume" not in err
 

@@ -347,6 +347,7 @@ HARMFUL = {
     "{{ 'a' | center(10000000000) }}": "the filter center is given 10,000,000,000",
     "{{ (10 ** 100000) ** 100000 }}": "it builds",
     "{{ lipsum(n=100000) }}": "'lipsum' is undefined",
+    "{{ dict.mro() }}": "attribute 'mro'",
     "{% set x %}{% for i in range(100000) %}{{ 'a' * 900000 }}{% endfor %}{% endset %}": "more work than is allowed",
     "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}": "more work than is allowed",
 }

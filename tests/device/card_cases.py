@@ -29,7 +29,7 @@ SHORT = {
     "guard.snapshot_steps": 2,
 }
 _ROUTER = {"teacher.router.probe_steps": 1, "teacher.router.force": True, "teacher.router.every": 1}
-_OFFLOAD = ("types.py", "teachers/offload.py")
+_OFFLOAD = ("types.py", "teachers/placement.py")
 EXPERTS = "transformers/integrations/moe.py"  # reads how many tokens each expert has, on cards below sm_80
 _LORA = {"student.adapter.rank": 2}
 _FOUR = {"feature": 0.1, "layerwise": 0.1, "attention": 0.1, "contrastive": 0.1}
@@ -72,7 +72,7 @@ CASES: dict[str, Case] = {
         {"teacher.placement": "offload", "precision.mode": "fp32", "train.gradient_accumulation_steps": 2},
         copies_from=_OFFLOAD,
     ),
-    "stream": Case({"teacher.placement": "stream"}, copies_from=("types.py", "teachers/streamed.py")),
+    "stream": Case({"teacher.placement": "stream"}, copies_from=("types.py", "teachers/placement.py")),
     "int8": Case({"teacher.quantisation": "int8"}),
     "router truth": _router("truth"),
     "router sar": _router("sar"),

@@ -74,13 +74,13 @@ def _evaluate(case: Case, config: Any, world: Path, folder: Path, device: str, w
 
 
 def _generate(case: Case, config: Any, world: Path, folder: Path, device: str, watch: Watch) -> dict[str, Any]:
-    from stillroom.talk import continue_text
+    import torch
 
-    texts = [
-        continue_text(str(world / "teacher"), "the still room", device=name, max_new_tokens=6)
-        for name in (device, "cpu")
-    ]
-    return {"texts": texts}
+    from stillroom.models.generate import open_writer
+
+    writers = [open_writer(str(world / "teacher"), torch.device(name)) for name in (device, "cpu")]
+    made = [writer.continuations(["the still room"], max_new_tokens=6)[0] for writer in writers]
+    return {"texts": [one.text + one.stopped for one in made]}
 
 
 def _beside(case: Case, config: Any, world: Path, folder: Path, device: str, watch: Watch) -> dict[str, Any]:

@@ -96,7 +96,7 @@ def planted(mutant: str) -> Iterator[None]:
     from stillroom.checkpoint import Saved
     from stillroom.objectives.mix import Mix
     from stillroom.precision import AdamW
-    from stillroom.teachers.offload import Offloaded
+    from stillroom.teachers.placement import Offloaded
 
     score, made = Mix.score, AdamW.__init__
 

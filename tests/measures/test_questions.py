@@ -13,6 +13,7 @@ from trl_templates import template
 from stillroom.measures import questions as module
 from stillroom.measures.question_file import Question
 from stillroom.measures.questions import answer_questions, normalised, wilson
+from stillroom.models.generate import Piece
 
 
 def log_prob(model: Any, before: list[int], after: list[int]) -> float:
@@ -40,11 +41,12 @@ def test_what_is_written_is_matched_normalised(monkeypatch: Any) -> None:
     told = [" The Room.\nQuestion: more", " a  still", "nothing"]
     asked: list[list[int]] = []
 
-    def write(_model: Any, _words: Any, prompts: list[list[int]], **_: Any) -> list[Any]:
+    def write(_model: Any, _words: Any, prompts: list[list[int]], give: Any, **_: Any) -> None:
         asked.extend(prompts)
-        return [module_piece(row, told[row]) for row in range(len(prompts))]
+        for row in range(len(prompts)):
+            give(Piece(row, told[row], "end of text"))
 
-    monkeypatch.setattr(module, "stream", write)
+    monkeypatch.setattr(module, "write", write)
     questions = [Question("q", False, ("room",)), Question("p:", True, ("x", "still")), Question("r", False, ("room",))]
     found = answer_questions(model, words, questions)
     assert found.exact_match == pytest.approx(2 / 3) and found.choice_accuracy is None and found.questions == 3
@@ -53,15 +55,9 @@ def test_what_is_written_is_matched_normalised(monkeypatch: Any) -> None:
     assert words.decode(asked[1], skip_special_tokens=True) == "p:"
 
 
-def module_piece(row: int, text: str) -> Any:
-    from stillroom.models.generate import Piece
-
-    return Piece(row, text, "end of text")
-
-
 def test_a_chat_model_is_asked_with_its_template_and_its_whole_answer_counts(monkeypatch: Any) -> None:
     model, words = families.build("llama"), begun.byte_tokenizer(chat_template=template("llama3"))
-    monkeypatch.setattr(module, "stream", lambda *_, **__: [module_piece(0, "the\nroom")])
+    monkeypatch.setattr(module, "write", lambda *given, **_: given[3](Piece(0, "the\nroom", "end of text")))
     found = answer_questions(model, words, [Question("q", False, ("the room",))])
     assert found.exact_match == 1.0
 

@@ -123,10 +123,13 @@ def test_vocabularies_are_compared_by_content() -> None:
 def test_generation_is_greedy_at_zero_and_repeatable_above() -> None:
     model, words = model_of("llama"), tiny.tokenizer()
     before = torch.get_rng_state()
-    assert generate(model, words, "the still", max_new_tokens=5) == generate(
-        model, words, "the still", max_new_tokens=5
+    assert generate(model, words, words("the still")["input_ids"], max_new_tokens=5) == generate(
+        model, words, words("the still")["input_ids"], max_new_tokens=5
     )
-    warm = [generate(model, words, "the still", max_new_tokens=5, temperature=1.0, seed=3) for _ in range(2)]
+    warm = [
+        generate(model, words, words("the still")["input_ids"], max_new_tokens=5, temperature=1.0, seed=3)
+        for _ in range(2)
+    ]
     assert warm[0] == warm[1]
     assert torch.equal(before, torch.get_rng_state()), "looking does not move the run's random state"
 
@@ -135,7 +138,7 @@ def test_generation_from_a_broken_model_says_so() -> None:
     model = model_of("llama")
     with torch.no_grad():
         model.get_output_embeddings().weight.fill_(float("nan"))  # type: ignore[operator]
-    assert "not finite" in generate(model, tiny.tokenizer(), "the", max_new_tokens=3)
+    assert "not finite" in generate(model, tiny.tokenizer(), [5], max_new_tokens=3)
 
 
 @pytest.mark.parametrize("name", ["builtin:teachr", "builtin:"])

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stillroom.teachers import offload
-from stillroom.teachers.offload import Offloaded
+from stillroom.teachers import placement
+from stillroom.teachers.placement import Offloaded
 
 CPU = torch.device("cpu")
 
@@ -21,7 +21,7 @@ def fetched(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
         came.append(home.clone())
         return came[-1]
 
-    monkeypatch.setattr(offload, "_fetched", fetch)
+    monkeypatch.setattr(placement, "_fetched", fetch)
     return came
 
 

@@ -16,7 +16,7 @@ from stillroom.config.schema import TeacherConfig
 from stillroom.errors import BrokenAtStart
 from stillroom.models import open_teacher
 from stillroom.teachers.live import LiveTeacher, open_live
-from stillroom.teachers.streamed import FileShelf, MemoryShelf, StreamedModel, open_streamed
+from stillroom.teachers.placement import FileShelf, MemoryShelf, StreamedModel, open_streamed
 from stillroom.types import IGNORED, Batch, Needs
 
 CPU = torch.device("cpu")
@@ -179,7 +179,7 @@ def test_a_streamed_teacher_answers_with_taps_and_without(folder: Path) -> None:
 
 
 def test_a_model_that_is_no_list_of_layers_is_refused_by_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stillroom.teachers.streamed.layers_if_any", lambda _network: [])
+    monkeypatch.setattr("stillroom.teachers.placement.layers_if_any", lambda _network: [])
     with pytest.raises(BrokenAtStart, match=r"LlamaForCausalLM\) cannot be streamed") as caught:
         open_streamed(section(folder), torch.float32)
     assert caught.value.exit_code == 20 and "teacher.placement=device" in caught.value.advice[0]

@@ -208,13 +208,15 @@ def generate(
     where = check.device(device)
 
     from stillroom.api.objects import without_tokenizer
+    from stillroom.engine.building.device import find_device
+    from stillroom.models.generate import Writer, open_writer
     from stillroom.models.load.given import GivenModel
-    from stillroom.talk import Writer, continue_text
 
     given = GivenModel.of(model, "model")
     options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
     if given is None:
-        return continue_text(str(model), prompt, device=where, is_raw=raw, bos=bos, **options)
+        (made,) = open_writer(str(model), find_device(where), bos=bos).continuations([prompt], is_raw=raw, **options)
+        return made.text + made.stopped
     if where != "auto":
         raise ConfigError("a model object stays on its device", where="device", advice=["leave device out"])
     if given.tokenizer is None:

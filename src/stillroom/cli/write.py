@@ -12,10 +12,10 @@ from stillroom.cli.app import AsJson, Bos, Device, app, echo, print_json, wanted
 from stillroom.errors import ConfigError
 
 if TYPE_CHECKING:
-    from stillroom.talk import Continuation, Conversation, Writer
+    from stillroom.models.generate import Continuation, Conversation, Writer
 
-Temperature = Annotated[float, typer.Option(help="0: the likeliest token each time")]
-TopP = Annotated[float, typer.Option(help="draw from the likeliest tokens that hold this share; 1: from all")]
+Temperature = Annotated[float, typer.Option(help="0: the most probable token each time")]
+TopP = Annotated[float, typer.Option(help="draw from the most probable tokens that hold this share; 1: from all")]
 Seed = Annotated[int, typer.Option(help="of the sampling")]
 Against = Annotated[str | None, typer.Option(help="a second model that is asked the same, such as the teacher")]
 
@@ -43,13 +43,14 @@ def generate(
     """
     if stream and as_json:
         raise ConfigError("--stream prints text and --json one object", advice=["leave one of them out"])
-    from stillroom.models.sampling import Sampling
-    from stillroom.talk import open_writer
+    from stillroom.engine.building.device import find_device
+    from stillroom.models.generate import Sampling, open_writer
 
     options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
     Sampling(temperature, top_p, seed)  # refuse before anything is loaded
     names = {"student": model} if against is None else {"student": model, "teacher": against}
-    writers = {role: open_writer(name, device=device, bos=wanted_bos(bos)) for role, name in names.items()}
+    where = find_device(device)
+    writers = {role: open_writer(name, where, bos=wanted_bos(bos)) for role, name in names.items()}
     if stream:
         for number, text in enumerate(prompt):
             _show(number, {role: _streamed(writer, text, raw, options) for role, writer in writers.items()})
@@ -97,7 +98,7 @@ def _streamed(writer: Writer, prompt: str, raw: bool, options: dict[str, Any]) -
     is_empty = True
     if not is_chat:
         yield prompt
-    for piece in writer.write(ids, ends_turn=is_chat, note=_note, **options):
+    for piece in writer.stream(ids, ends_turn=is_chat, note=_note, **options):
         text = piece.text.lstrip() if is_chat and is_empty else piece.text
         is_empty = is_empty and not text.strip()
         yield text + piece.stopped
@@ -123,16 +124,14 @@ def chat(
     On a terminal of 80 columns or more both answers are written beside each other. In a pipe each line is a question,
     and each answer is printed below the one before.
     """
-    from stillroom.models.sampling import Sampling
-    from stillroom.talk import Conversation, open_writer
+    from stillroom.engine.building.device import find_device
+    from stillroom.models.generate import Conversation, Sampling, open_writer
 
     Sampling(temperature, top_p, seed)  # refuse before anything is loaded
     names = {"student": model} if against is None else {"student": model, "teacher": against}
     options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
-    talks = {
-        role: Conversation(open_writer(name, device=device, bos=wanted_bos(bos)), system)
-        for role, name in names.items()
-    }
+    where = find_device(device)
+    talks = {role: Conversation(open_writer(name, where, bos=wanted_bos(bos)), system) for role, name in names.items()}
     for role, talk in talks.items():
         if not talk.is_templated:
             _note(f'the {role} has no chat template: turns are written as "user: ..." lines')

@@ -1,9 +1,9 @@
-"""Run chat templates in a sandbox that bounds their work and memory.
+"""Run chat templates in the sandbox of transformers, within bounds of work and memory.
 
-A template is a foreign program: it may divide by zero, loop for hours or build a string of 10^10 characters. This
-environment prints what `transformers` prints (same sandbox, tags, filters and globals), and charges each loop step,
-call, operator and filter to a budget that grows with the length of the chat. The budget counts work, not time, so
-the same records are refused on every machine.
+A template is a foreign program: it may divide by zero, loop for hours or build a string of 10^10 characters. The
+environment is that of `transformers` (its sandbox, tags, filters and globals), and charges each loop step, call,
+operator and filter to a budget that grows with the length of the chat. The budget counts work, not time, so the same
+records are refused on every machine.
 
 Not bounded: parsing a template (sources above MAX_SOURCE are refused), and one built-in call over values that are
 themselves within bounds, such as sorting a list.
@@ -12,7 +12,6 @@ themselves within bounds, such as sorting a list.
 from __future__ import annotations
 
 import functools
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,9 +21,10 @@ from typing import Any
 import jinja2
 from jinja2 import nodes
 from jinja2.exceptions import TemplateRuntimeError
-from jinja2.ext import Extension, loopcontrols
+from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
+from transformers.utils import chat_template_utils
 
 from stillroom.data.records import Unusable
 
@@ -111,6 +111,7 @@ class _Generation(Extension):
     """`{% generation %}`, which surrounds generated text: print the environment's marks around it."""
 
     tags = {"generation"}  # noqa: RUF012 - as jinja declares it
+    priority = 200  # after the tag of transformers, which counts characters
 
     def parse(self, parser: Any) -> nodes.Node:
         line = next(parser.stream).lineno
@@ -131,18 +132,18 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.budget = Budget(0)
         self.generation_marks = ("", "")
         self.now = datetime.now()
+        theirs = chat_template_utils._compile_jinja_template("").environment
         super().__init__(
-            trim_blocks=True,
-            lstrip_blocks=True,
+            trim_blocks=theirs.trim_blocks,
+            lstrip_blocks=theirs.lstrip_blocks,
             optimized=False,  # else constants are computed before there is a budget
             finalize=self._finalized,
-            extensions=[_Generation, loopcontrols],
+            extensions=[*map(type, theirs.extensions.values()), _Generation],
         )
-        self.filters["tojson"] = _to_json
-        self.filters = {name: self._charged_filter(name, run) for name, run in self.filters.items()}
+        self.filters = {name: self._charged_filter(name, run) for name, run in theirs.filters.items()}
         self.filters |= {"_charged_loop": self._charged_loop, "_charged_join": self._charged_join}
+        self.globals = {**theirs.globals, "strftime_now": self._strftime_now}
         del self.globals["lipsum"]  # random text of any length
-        self.globals |= {"raise_exception": _raise, "strftime_now": self._strftime_now, "dict": dict}
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree: nodes.Template = _Charged().visit(super()._parse(source, name, filename))
@@ -220,52 +221,40 @@ def _call_size(called: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> in
     text, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
     if not isinstance(text, str):
         return 0
-    values = [*args, *kwargs.values()]
-    match name:
-        case "replace" if len(values) > 1 and isinstance(values[0], str) and isinstance(values[1], str):
-            return len(text) + text.count(values[0]) * len(values[1])
-        case "join" if values and isinstance(values[0], Sequence | Mapping):
-            return printed_size(values[0]) + len(text) * len(values[0])
-        case "format" | "format_map":
-            return _formatted_size(text, values)
-        case "translate" if values and isinstance(values[0], Mapping):
-            return len(text) * max([1, *(printed_size(value) for value in values[0].values())])
-        case "expandtabs":
-            return len(text) + text.count("\t") * max([8, *(value for value in values if isinstance(value, int))])
-    return len(text) + max([0, *(value for value in values if isinstance(value, int))])
+    options = [*args, *kwargs.values()]
+    if name == "join" and options:
+        return _text_size(name, options[0], [text])
+    return _text_size(name, text, options) + max([0, *(option for option in options if isinstance(option, int))])
 
 
 def _filter_size(name: str, values: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Characters that a filter will make of its first value."""
-    if not values:
-        return 0
     options = [*values[1:], *kwargs.values()]
     widest = _MAX_INDENT if name == "tojson" else _MAX_WIDTH
     if name in _WIDTH_FILTERS and any(isinstance(option, int) and option > widest for option in options):
         raise TooMuch(f"the filter {name} is given {max(option for option in options if isinstance(option, int)):,}")
-    text = values[0]
-    if name == "replace" and len(options) > 1:
-        return printed_size(text) + str(text).count(str(options[0])) * printed_size(options[1])
-    if name == "join":
-        separators = sum(printed_size(option) for option in options)
-        return printed_size(text) + separators * (len(text) if isinstance(text, Sequence | Mapping) else 1)
-    if name == "format":
-        return _formatted_size(str(text), options)
-    if name == "indent":
-        width = max([4, *(option if isinstance(option, int) else printed_size(option) for option in options)])
-        return printed_size(text) + (str(text).count("\n") + 1) * width
-    return printed_size(text)
+    return _text_size(name, values[0], options) if values else 0
 
 
-def _raise(message: object) -> None:
-    raise jinja2.TemplateError(str(message))
-
-
-def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-) -> str:
-    """As in `transformers`: jinja's own filter escapes HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+def _text_size(name: str, value: Any, options: Sequence[Any]) -> int:
+    """An upper bound of what a method or filter of this name makes of a value, without widths that are numbers."""
+    match name:
+        case "replace" if len(options) > 1:
+            return printed_size(value) + str(value).count(str(options[0])) * printed_size(options[1])
+        case "join":
+            separators = sum(printed_size(option) for option in options)
+            return printed_size(value) + separators * (len(value) if isinstance(value, Sequence | Mapping) else 1)
+        case "format" | "format_map":
+            return _formatted_size(str(value), options)
+        case "translate" if options and isinstance(options[0], Mapping):
+            return printed_size(value) * max([1, *(printed_size(new) for new in options[0].values())])
+        case "expandtabs":
+            widths = [option for option in options if isinstance(option, int)]
+            return printed_size(value) + str(value).count("\t") * max([8, *widths])
+        case "indent":
+            widths = [option if isinstance(option, int) else printed_size(option) for option in options]
+            return printed_size(value) + (str(value).count("\n") + 1) * max([4, *widths])
+    return printed_size(value)
 
 
 @functools.lru_cache(maxsize=128)

@@ -49,7 +49,6 @@ from stillroom.engine.run_folder.trust import NONE, Trust
 from stillroom.engine.saving import save_checkpoint
 from stillroom.engine.state import RunState, restore_history
 from stillroom.engine.stop import Stop
-from stillroom.engine.tracking import open_tracking
 from stillroom.errors import BrokenAtStart, ConfigError
 from stillroom.evaluation import Evaluation
 from stillroom.models import Student
@@ -57,6 +56,7 @@ from stillroom.models.load.loaded import not_finite_advice
 from stillroom.parallel import Parallel, join
 from stillroom.teachers.spec import teacher_dtype
 from stillroom.telemetry import SilentLog
+from stillroom.telemetry.trackers import open_tracking
 
 __all__ = ["Result", "distill", "resume"]
 

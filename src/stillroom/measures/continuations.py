@@ -17,7 +17,7 @@ import numpy as np
 from stillroom.data import Rows
 from stillroom.data.spans.common_prompt import common_prompt
 from stillroom.models import LoadedModel
-from stillroom.models.generate import END, LENGTH, stream
+from stillroom.models.generate import END, LENGTH, Piece, write
 from stillroom.yardsticks import ratio_interval
 
 NUM_PROMPTS = 16
@@ -60,12 +60,14 @@ def written(
 ) -> list[bytes | None]:
     """What a model writes greedily after each prompt, cut to NUM_BYTES; None where it could not go on."""
     texts, ended = [""] * len(prompts), [""] * len(prompts)
-    for piece in stream(network, tokenizer, prompts, max_new_tokens=NUM_BYTES):
+
+    def add(piece: Piece) -> bool:
         text = texts[piece.row] + piece.text
         texts[piece.row] = text.lstrip() if is_answer[piece.row] else text
         ended[piece.row] = piece.ended
-        if all(end or len(text.encode("utf-8")) >= NUM_BYTES for text, end in zip(texts, ended, strict=True)):
-            break
+        return all(end or len(text.encode("utf-8")) >= NUM_BYTES for text, end in zip(texts, ended, strict=True))
+
+    write(network, tokenizer, prompts, add, max_new_tokens=NUM_BYTES)
     return [_compared(text, end) for text, end in zip(texts, ended, strict=True)]
 
 

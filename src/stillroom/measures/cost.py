@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from stillroom.models.decoding import ability_of
+from stillroom.models.generate import ability_of, time_tokens
 from stillroom.models.length import num_positions
 
 _PROMPT, _WRITTEN = 128, 32
@@ -45,24 +45,21 @@ def cost_of(network: Any, *, place: Path | None = None, load_seconds: float | No
     length = max(1, min(_PROMPT, (num_positions(network) or 4 * _PROMPT) - _WRITTEN - 1))
     prompt = torch.randint(count, (length,), generator=torch.Generator().manual_seed(_SEED)).tolist()
     network.eval()
-    ability = ability_of(network)
-    ability.decoder(network).start([prompt])  # warm
+    ability_of(network)  # the trial, and a warm start
+
+    def is_enough(times: list[float]) -> bool:
+        return len(times) > 1 + _LEAST_STEPS and times[-1] - times[1] >= _MOST_SECONDS
+
+    time_tokens(network, prompt, 1, lambda: _now(device), is_enough)  # warm
     with _peak_growth(device) as growth:
-        decoder = ability.decoder(network)
-        began = _now(device)
-        logits = decoder.start([prompt])
-        read = _now(device)
-        num_steps = 0
-        while num_steps < _WRITTEN and (num_steps < _LEAST_STEPS or _now(device) - read < _MOST_SECONDS):
-            logits = decoder.step([int(logits[0].argmax())])
-            num_steps += 1
-        done = _now(device)
+        # The first new token comes with the prompt.
+        began, read, *written = time_tokens(network, prompt, 1 + _WRITTEN, lambda: _now(device), is_enough)
     weights = sum(tensor.numel() * tensor.element_size() for tensor in network.state_dict().values())
     return Cost(
         disk_megabytes=disk_megabytes(place) if place else None,
         load_seconds=load_seconds,
         prefill_tokens_per_second=length / max(read - began, 1e-9),
-        decode_tokens_per_second=num_steps / max(done - read, 1e-9),
+        decode_tokens_per_second=len(written) / max(written[-1] - read, 1e-9),
         peak_memory_gb=(weights + growth[0]) / 1e9 if growth else None,
     )
 

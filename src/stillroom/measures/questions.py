@@ -18,7 +18,7 @@ from torch import Tensor
 from stillroom.data import Bos, prompt_ids
 from stillroom.data.prompts import turn_end_ids
 from stillroom.measures.question_file import Question
-from stillroom.models.generate import stream
+from stillroom.models.generate import Piece, write
 from stillroom.models.length import num_positions
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -148,8 +148,11 @@ def _written(network: Any, tokenizer: Any, asked: Sequence[tuple[list[int], bool
     for begin in range(0, len(asked), _BATCH):
         part = asked[begin : begin + _BATCH]
         stops = turn_end_ids(tokenizer) if any(is_chat for _ids, is_chat in part) else set()
-        for piece in stream(network, tokenizer, [ids for ids, _ in part], max_new_tokens=max_new_tokens, stops=stops):
+
+        def add(piece: Piece, begin: int = begin) -> None:
             texts[begin + piece.row] += piece.text
+
+        write(network, tokenizer, [ids for ids, _ in part], add, max_new_tokens=max_new_tokens, stops=stops)
     # A model without a template goes on to the next question: its answer is its first line.
     lines = [text.strip().splitlines() for text in texts]
     return [

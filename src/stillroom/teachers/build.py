@@ -29,6 +29,7 @@ from stillroom.teachers.cache.build import cache_folder, cached_teacher, check_t
 from stillroom.teachers.cache.manifest import is_there, read_manifest
 from stillroom.teachers.live import live_teacher, open_live
 from stillroom.teachers.paired import PairedTeacher, TokenSpace, matched_tokens, reads_its_own_tokens
+from stillroom.teachers.placement import open_streamed
 from stillroom.teachers.quantised import check_quantisation, quantise_teacher
 from stillroom.teachers.router.gates import GateOptions
 from stillroom.teachers.router.paired import PairedRouterTraining
@@ -37,7 +38,6 @@ from stillroom.teachers.served.teacher import served_rows, served_teacher
 from stillroom.teachers.shards import reads_layers_one_by_one, shard_teacher
 from stillroom.teachers.sparse import SparseTeacher
 from stillroom.teachers.spec import AUTO, asks_server, check_use, live_spec, served_spec, teacher_dtype, uses_cache
-from stillroom.teachers.streamed import open_streamed
 
 
 @dataclass(frozen=True)

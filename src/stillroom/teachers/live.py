@@ -16,9 +16,7 @@ from stillroom.models.compiled import CompiledBody
 from stillroom.models.student import last_hidden
 from stillroom.models.taps import tapped
 from stillroom.teachers.base import SignalKind, Teacher
-from stillroom.teachers.offload import Offloaded
-from stillroom.teachers.placement import Placement
-from stillroom.teachers.streamed import StreamedModel, open_streamed
+from stillroom.teachers.placement import Offloaded, Placement, StreamedModel, open_streamed
 from stillroom.types import Batch, DenseSignal, Needs
 
 

@@ -16,8 +16,7 @@ from stillroom.models.anatomy import layers_if_any
 from stillroom.parallel import Parallel
 from stillroom.parallel.processes import Processes
 from stillroom.parallel.torch_version import check_torch
-from stillroom.teachers.placement import Placement
-from stillroom.teachers.streamed import StreamedModel
+from stillroom.teachers.placement import Placement, StreamedModel
 from stillroom.types import HeadWeights
 
 _WHERE = "teacher.placement"

@@ -20,7 +20,7 @@ from stillroom.config.schema import StudentConfig, TeacherConfig
 from stillroom.engine.distill import distill
 from stillroom.errors import BrokenAtStart
 from stillroom.models import load_tokenizer, open_student, open_teacher
-from stillroom.talk import continue_text
+from stillroom.models.generate import open_writer
 from stillroom.teachers.cache.identity import teacher_identity
 
 Kind = gguf.GGMLQuantizationType
@@ -112,7 +112,8 @@ def test_a_file_serves_as_teacher_and_student_of_a_run(file: Path, folder: Path,
     assert done.summary["teacher"]["perplexity"] == pytest.approx(done.summary["student_before"]["perplexity"])
     result = assess(str(file), str(tmp_path / "train.jsonl"), teacher=str(folder), max_length=32, batch_size=4)
     assert result["student"]["kl"] == pytest.approx(0.0, abs=1e-6)
-    texts = [continue_text(str(one), "the still", device="cpu", max_new_tokens=4) for one in (file, folder)]
+    writers = [open_writer(str(one), torch.device("cpu")) for one in (file, folder)]
+    texts = [writer.continuations(["the still"], max_new_tokens=4)[0].text for writer in writers]
     assert texts[0] == texts[1] != ""
 
 
@@ -165,9 +166,10 @@ def test_a_file_without_a_tokenizer_is_refused(folder: Path, tmp_path: Path) -> 
     assert refused(gguf_files.write(folder, tmp_path / "mute.gguf", with_tokenizer=False), "holds no tokenizer")
 
 
-def test_the_missing_package_is_named_with_its_extra(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    assert refused(file, "needs gguf").advice == ("pip install 'stillroom[gguf]'",)
+@pytest.mark.parametrize("package", ["gguf", "accelerate"])
+def test_the_missing_package_is_named_with_its_extra(package: str, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    assert refused(file, package).advice == ("pip install 'stillroom[gguf]'",)
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
@@ -183,8 +185,9 @@ def test_a_real_model_answers_as_it_should(tmp_path: Path) -> None:
     [path] = Path(package.submodule_search_locations[0]).glob("*.gguf")
     found = opened(path)
     assert found.anatomy.num_layers == 30 and found.anatomy.is_tied and found.is_described
-    text, is_chat = continue_text(str(path), "What is the capital of France?", device="cpu", max_new_tokens=12)
-    assert is_chat and "Paris" in text
+    writer = open_writer(str(path), torch.device("cpu"))
+    (answer,) = writer.continuations(["What is the capital of France?"], max_new_tokens=12)
+    assert answer.is_chat and "Paris" in answer.text
     found.network.save_pretrained(tmp_path)
     found.tokenizer.save_pretrained(tmp_path)
     again = opened(tmp_path)

@@ -65,7 +65,7 @@ def test_a_scaled_model_answers_as_the_folder_it_was_made_from(rotation: dict[st
 def test_any_other_scaling_is_refused(fields: Any, tensors: Any, named: str, tmp_path: Path) -> None:
     folder = saved(tmp_path / "model", {"rope_type": "default", "rope_theta": 10_000.0})
     path = gguf_files.write(folder, tmp_path / "odd.gguf", fields=fields, tensors=tensors)
-    with pytest.raises(BrokenAtStart, match="scales its rotary frequencies") as caught:
+    with pytest.raises(BrokenAtStart) as caught:
         logits(path)
     assert caught.value.exit_code == 20 and named in caught.value.what and "own folder" in caught.value.advice[0]
 

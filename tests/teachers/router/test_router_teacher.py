@@ -21,7 +21,7 @@ from stillroom.objectives.mix import Mix
 from stillroom.precision import AdamW, ParameterGroup, resolve
 from stillroom.precision.storage import Direct
 from stillroom.teachers import GateOptions, RouterTeacher, probe_gates
-from stillroom.teachers.offload import Offloaded
+from stillroom.teachers.placement import Offloaded
 from stillroom.teachers.router.meta import both_ways, lookahead_direction
 from stillroom.teachers.router.terms import Aims
 from stillroom.types import IGNORED, Batch, DenseSignal, Lesson, Needs, Score, StudentView, Term

@@ -6,14 +6,15 @@ from typing import Any
 
 from stillroom.data import Rows, prompt_ids
 from stillroom.engine.run import Run
-from stillroom.models.generate import continuation, generate, readable
+from stillroom.models.generate import can_generate, continuation, generate, readable
 
 PROMPT_TOKENS = 32
 
 
 def make_samples(run: Run) -> list[dict[str, str]]:
     """Prompts with the answers of both models and the reference from the record."""
-    samples, teacher = [], run.teacher.as_model() if run.teacher.writes_text else None
+    samples: list[dict[str, str]] = []
+    teacher = run.teacher.as_model() if run.teacher.writes_text else None
     rows = run.corpus.evaluation
     wanted = min(run.config.eval.samples, len(rows))
     noted: set[str] = set()
@@ -23,6 +24,12 @@ def make_samples(run: Run) -> list[dict[str, str]]:
             run.log.write("note", text=text)
         noted.add(text)
 
+    if wanted and not can_generate(run.student.model):
+        note(f"no samples: {type(run.student.model).__name__} has no generate method")
+        return samples
+    if wanted and teacher is not None and not can_generate(teacher.model):
+        note(f"no samples of the teacher: {type(teacher.model).__name__} has no generate method")
+        teacher = None
     for number in range(wanted):
         prompt, rest = beginning(rows, number * len(rows) // wanted)
         options: dict[str, Any] = {"max_new_tokens": run.config.eval.sample_tokens, "note": note}

@@ -14,9 +14,8 @@ from transformers import (
 
 from stillroom.config.schema import ModelSection
 from stillroom.errors import BrokenAtStart
+from stillroom.models.gguf import gguf_config, read_header
 from stillroom.models.load.files import read_json
-from stillroom.models.load.gguf_file import gguf_config
-from stillroom.models.load.gguf_header import read_header
 from stillroom.models.load.source import Source, runs_code
 
 _IMPLEMENTATIONS = (

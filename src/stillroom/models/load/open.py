@@ -18,6 +18,7 @@ from stillroom.config.schema import ModelSection, StudentConfig, TeacherConfig
 from stillroom.errors import BrokenAtStart, foreign_errors
 from stillroom.models.adapter.patterns import check_patterns
 from stillroom.models.adapter.targets import tied_layers
+from stillroom.models.gguf import gguf_network, gguf_tokenizer
 from stillroom.models.load.files import (
     COMPLETE,
     check_adapter_files,
@@ -26,7 +27,6 @@ from stillroom.models.load.files import (
     fetch_base,
     read_json,
 )
-from stillroom.models.load.gguf_file import gguf_network, gguf_tokenizer
 from stillroom.models.load.kinds import read_config
 from stillroom.models.load.quiet import quiet_transformers
 from stillroom.models.load.source import Source, fetch, one_line, runs_code

@@ -18,7 +18,7 @@ from huggingface_hub import HfApi, snapshot_download
 from stillroom import builtin
 from stillroom.config.schema import ModelSection
 from stillroom.errors import AddressUnusable, BrokenAtStart, ConfigError
-from stillroom.models.load.gguf_file import is_gguf
+from stillroom.models.gguf import is_gguf
 from stillroom.remote import here
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")

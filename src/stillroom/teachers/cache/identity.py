@@ -13,8 +13,8 @@ import torch
 from stillroom.config.schema import StudentConfig, TeacherConfig
 from stillroom.errors import BrokenAtStart
 from stillroom.files import reason_of
+from stillroom.models.gguf import is_gguf
 from stillroom.models.load.files import check_weight_files, fetch_base, read_json
-from stillroom.models.load.gguf_file import is_gguf
 from stillroom.models.load.source import fetch
 
 _CHUNK = 1 << 22
