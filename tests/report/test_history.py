@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from stillroom.report.figures import all_figures
-from stillroom.report.history import MAX_GUARD_ROWS, MAX_OTHERS, MAX_SERIES, History, RunRecord, Steps
+from stillroom.report.history import MAX_GUARD_ROWS, MAX_OTHERS, MAX_SAMPLES, MAX_SERIES, History, RunRecord, Steps
 
 
 def step(number: int, **fields: object) -> dict[str, object]:
@@ -66,6 +66,13 @@ def test_records_of_one_kind_without_end_are_bounded_and_counted() -> None:
     history = History.of({"event": "gradients", "step": number} for number in range(MAX_OTHERS + 7))
     assert len(history.of_kind("gradients")) == MAX_OTHERS and history.num_others_left_out == 7
     assert History.of({"event": f"kind{number}"} for number in range(100)).of_kind("kind0") == []
+
+
+def test_the_last_samples_are_kept_once_each_and_the_others_counted() -> None:
+    prompts = [f"prompt {number}" for number in range(MAX_SAMPLES + 3)]
+    history = History.of({"event": "sample", "prompt": prompt} for prompt in [*prompts, prompts[-1]])
+    assert [event["prompt"] for event in history.samples] == prompts[3:]
+    assert history.num_samples_left_out == 3
 
 
 def test_a_run_that_went_on_after_its_end_has_no_end() -> None:

@@ -49,7 +49,7 @@ MAX_PHASES = 1000
 MAX_STEP = 2**62  # a larger number counts no steps, and no column holds it
 MAX_GUARD_ROWS = 60
 MAX_NOTES = 400
-MAX_SAMPLES = 24
+MAX_SAMPLES = 12  # the last are kept
 MAX_OTHERS = 5000  # records of each of OTHER_KINDS; the first are kept
 OTHER_KINDS = frozenset({"run_start", "gradients", "router_probe", "teacher_quantised", "changed_inputs"})
 _KEPT = "keep"
@@ -232,6 +232,7 @@ class History:
         self.notes: dict[str, None] = {}
         self.num_notes_left_out = 0
         self.num_others_left_out = 0
+        self.num_samples_left_out = 0
         self.end: Mapping[str, Any] = {}  # how the run ended, unless it went on after that
         self._first_guards: list[Event] = []
         self._last_guards: deque[Event] = deque(maxlen=MAX_GUARD_ROWS // 2)
@@ -269,6 +270,7 @@ class History:
             self._samples[str(event.get("prompt"))] = event
             if len(self._samples) > MAX_SAMPLES:
                 del self._samples[next(iter(self._samples))]
+                self.num_samples_left_out += 1
         elif kind == "run_end":
             self.end = event
         elif kind == "resume":

@@ -49,7 +49,6 @@ REFRESH_SECONDS = 30
 MAX_ADVICE = 20
 MAX_ADVICE_STEPS = 8
 MAX_GATES = 48
-MAX_SAMPLES = 12
 MAX_SAMPLE_CHARACTERS = 1600
 MAX_DATA_NOTES = 40
 MAX_EVALUATED_ROWS = 120
@@ -122,7 +121,8 @@ def render(run: RunRecord, foot: str = "") -> str:
         token_view=token_view(run),
         router=router(run),
         guard=guard(run) if run.history.num_events else None,
-        samples=[_sample(event) for event in run.history.samples[-MAX_SAMPLES:]],
+        samples=[_sample(event) for event in run.history.samples],
+        num_more_samples=run.history.num_samples_left_out,
         data=data(run),
         sources=sources(run),
         notes=notes(run),
@@ -175,7 +175,8 @@ def _document(
     drawn = [{"id": f"figure-{one.key}", "data": one.traces, "layout": one.layout} for one in figures]
     scripts = [_script("plotly-basic.min.js")] if figures else []
     scripts += [_script("page.js")] if figures or tokens else []
-    return _environment().get_template(template).render(
+    page = _environment().get_template(template)
+    return page.render(
         name=name,
         figures=figures,
         drawings={"figures": drawn, "dark": dark_partners()},
@@ -185,7 +186,7 @@ def _document(
         is_running=is_running,
         refresh_seconds=REFRESH_SECONDS,
         **values,
-    )  # fmt: skip
+    )
 
 
 @cache
@@ -358,6 +359,9 @@ def advice(run: RunRecord) -> list[dict[str, str]]:
             continue
         if any(entry.values()):
             found.append(entry)
+    left_out = len(items(run.summary, "advice")) - MAX_ADVICE
+    if left_out > 0:
+        found.append({"cause": "", "advice": "", "steps": "", "evidence": f"{left_out} more stand in summary.json."})
     return found
 
 
@@ -405,12 +409,12 @@ def guard(run: RunRecord) -> dict[str, Any]:
 
 
 def _guard_row(event: Event) -> dict[str, str]:
-    recorded = flat(_with_words(section(event, "evidence")))
+    recorded, named = flat(_with_words(section(event, "evidence"))), items(event, "sample_ids")
     return {
         "step": show(event, "step", format_count),
         "action": clean(event.get("action")),
         "reason": event.get("reason") or "",
-        "samples": ", ".join(clip(name, 32) for name in items(event, "sample_ids")[:4]),
+        "samples": ", ".join([*(clip(name, 32) for name in named[:4]), *(["..."] if len(named) > 4 else [])]),
         "evidence": clip(", ".join(f"{clean(name)} {shown_setting(value)}" for name, value in recorded), 160),
     }
 

@@ -240,7 +240,7 @@ def test_the_preset_runs_from_the_command_line(moe_world: Path, tmp_path: Path, 
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["router"]["updates"] == 4, "every second step"
     page = (tmp_path / "run" / "report.html").read_text()
-    assert "The teacher&#x27;s gates" in page and "model.layers.1.mlp.gate" in page and "The probe found" in page
+    assert 'id="router"' in page and "model.layers.1.mlp.gate" in page and "The probe found" in page
     assert "figure-router" in page
 
 
