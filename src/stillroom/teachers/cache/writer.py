@@ -100,6 +100,8 @@ def open_store(folder: Path, manifest: Manifest) -> Manifest:
         (folder / SHARDS).mkdir(parents=True, exist_ok=True)
         with hold(folder / LOCK, waits=True):
             if not is_there(folder):
+                for leftover in folder.glob(f"{TEMPORARY}{NAME}-*"):  # left by a killed writer: the lock is ours
+                    leftover.unlink(missing_ok=True)
                 _commit(folder / NAME, manifest.to_bytes())
             elif (origin := Origin.of(folder)) is not None:
                 origin.send(folder / NAME)
@@ -184,13 +186,17 @@ def _lock(folder: Path, name: str) -> Path:
 
 
 def _sweep(folders: Sequence[Path]) -> None:
-    """Remove locks and claims that killed writers left, of shards that are written."""
-    written = {path.stem for path in shard_paths(folders[0])}
-    for path in (folders[0] / SHARDS).glob(f"{TEMPORARY}*.lock*"):
-        if path.name.removeprefix(TEMPORARY).partition(".")[0] in written:
-            path.unlink(missing_ok=True)
-    if (origin := Origin.of(folders[0])) is not None:
-        origin.give_back(*(origin.claimed() & written))
+    """Remove temporary files, locks and claims that killed writers left, of shards that are written.
+
+    Not of others: several impatient writers may be writing one of those.
+    """
+    for folder in folders:
+        written = {path.stem for path in shard_paths(folder)}
+        for path in (folder / SHARDS).glob(f"{TEMPORARY}*"):
+            if path.name.removeprefix(TEMPORARY).partition(".")[0] in written:
+                path.unlink(missing_ok=True)
+        if (origin := Origin.of(folder)) is not None:
+            origin.give_back(*(origin.claimed() & written))
 
 
 def _path(folder: Path, plan: ShardPlan) -> Path:
@@ -243,19 +249,18 @@ def pack_shard(answers: dict[str, RowAnswer], manifest: Manifest) -> bytes:
 def commit_shard(folder: Path, plan: ShardPlan, contents: bytes) -> None:
     """Put a shard that was made elsewhere into its place."""
     _commit(_path(folder, plan), contents)
+    _sweep([folder])
 
 
 def _commit(path: Path, contents: bytes) -> None:
     try:
-        for leftover in path.parent.glob(f"{TEMPORARY}{path.name}-*"):  # left by a killed writer
-            leftover.unlink(missing_ok=True)
         _put(path, contents)
     except OSError as error:
         raise _unwritable(path, error) from error
 
 
 def _put(path: Path, contents: bytes) -> None:
-    """Write a file and upload it. Another writer of the same shard may remove our temporary file; then it has written the shard."""
+    """Write a file and upload it. A writer that finds the shard written may remove our temporary file."""
     try:
         write_atomically(path, contents, mark=secrets.token_hex(6))
     except FileNotFoundError:
