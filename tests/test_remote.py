@@ -119,7 +119,7 @@ def test_a_store_that_keeps_failing_leaves_nothing_behind(
 ) -> None:
     (tmp_path / "one.txt").write_text("a whole file")
     flaky.faults = [fault] * 100
-    with pytest.raises(DataError, match="in 5 tries") as caught:
+    with pytest.raises(DataError) as caught:
         local_copy(f"flaky://{tmp_path}/one.txt")
     assert caught.value.exit_code == 2
     assert not [path for path in copies.rglob("*one*") if path.is_file()]
@@ -133,16 +133,16 @@ def test_a_copy_that_was_damaged_here_is_made_again(tmp_path: Path, flaky: type[
 
 
 def test_what_is_not_there_is_named(memory: Any) -> None:
-    with pytest.raises(DataError, match="memory://nowhere does not exist"):
+    with pytest.raises(DataError) as caught:
         local_copy("memory://nowhere")
+    assert "memory://nowhere" in caught.value.what
 
 
-@pytest.mark.parametrize(
-    ("url", "told"), [("gs://bucket/a", "gs://.*not installed.*gcsfs"), ("nosuch://a", "no kind of store")]
-)
-def test_a_store_that_cannot_be_asked_is_named(url: str, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+@pytest.mark.parametrize("url", ["gs://bucket/a", "nosuch://a"])
+def test_a_store_that_is_unknown_or_not_installed_is_named(url: str) -> None:
+    with pytest.raises(ConfigError) as caught:
         local_copy(url)
+    assert url.partition("/")[0] in caught.value.what
 
 
 def test_a_secret_in_an_address_is_refused_and_not_repeated() -> None:
@@ -152,6 +152,7 @@ def test_a_secret_in_an_address_is_refused_and_not_repeated() -> None:
 
 
 def test_a_folder_to_write_to_is_refused_with_what_the_store_lacks(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"a run cannot be written to s3: .* locks"):
+    with pytest.raises(ConfigError) as caught:
         refuse_url(Path("s3://bucket/run"), "a run", "--out")
+    assert caught.value.where == "--out" and caught.value.advice
     refuse_url(tmp_path, "a run", "--out")

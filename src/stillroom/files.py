@@ -1,7 +1,7 @@
-"""Files and folders: replaced atomically and durably, vouched for by sha256 sums, named from outside only within.
+"""Replace files and folders atomically and durably, list them with sha256 sums, and check names from outside.
 
-A manifest is the one form in which files are vouched for: their names with sha256 and size. Checkpoints and runs in a
-store have one, each with facts of its own. The sums guard against damage, not against an attacker.
+A `Manifest` lists files with their sha256 and size. Checkpoints and runs in a store have one, each with its own extra
+fields. The sums detect damage, not an attacker.
 """
 
 from __future__ import annotations
@@ -76,14 +76,14 @@ def new_run_folder(name: str) -> Path:
     return folder
 
 
-# -- what a file that is read back says ------------------------------------------------------------------
+# -- schemas and manifests ------------------------------------------------------------------
 
 
 class Stored(BaseModel):
-    """Values of a file that a run reads back: each format states its types once, and a wrong one is an error.
+    """Base of the schemas for files that a run reads back.
 
-    A checksum says that a file is what was written, not that its values can be used. No value is converted, none is
-    infinite or NaN; keys that are not named here are ignored.
+    A checksum shows that a file is what was written, not that its values can be used. No value is converted, none is
+    infinite or NaN; unknown keys are ignored.
     """
 
     model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
@@ -100,7 +100,7 @@ class Stored(BaseModel):
 
 
 class FileSum(Stored):
-    """What is known of a file's contents."""
+    """sha256 and size of a file."""
 
     sha256: str
     bytes: Count = 0
@@ -116,13 +116,13 @@ def sum_of_file(path: Path) -> FileSum:
 
 
 class Manifest(Stored):
-    """Files of a folder with their sums. A format adds its own facts as fields."""
+    """Files of a folder with their sums. A format adds its own fields."""
 
     files: dict[str, FileSum]
 
     @classmethod
     def parse(cls, contents: bytes) -> Self:
-        """Read a manifest. Raise ValueError where it is none."""
+        """Read a manifest. Raise ValueError if it is not one."""
         try:
             return cls.of(json.loads(contents))
         except RecursionError as error:
@@ -132,7 +132,7 @@ class Manifest(Stored):
         return json.dumps(self.model_dump(), allow_nan=False, sort_keys=True).encode("utf-8")
 
     def check(self, folder: Path) -> None:
-        """Raise ValueError for the first file that is not what was written, OSError for one that cannot be read."""
+        """Raise ValueError for the first file whose sum differs, OSError for one that cannot be read."""
         for name, expected in self.files.items():
             if sum_of_file(inside(folder, name)).sha256 != expected.sha256:
                 raise ValueError(f"{name} does not match its sha256")
@@ -238,7 +238,7 @@ def replaced_folder(final: Path) -> Iterator[Path]:
 
 
 def _new_locked_folder(final: Path) -> tuple[Path, Lock]:
-    """(a new folder beside `final`, its lock). The lock lies beside it and not within: it is moved as it is."""
+    """Make a temporary folder next to `final` and lock it. The lock is next to it, because the folder is renamed."""
     temporary = final.with_name(f"{TEMPORARY}{final.name}-{os.getpid()}-{secrets.token_hex(4)}")
     lock = hold(_lock_of(temporary))
     try:
@@ -254,7 +254,7 @@ def _lock_of(temporary: Path) -> Path:
 
 
 def _remove_abandoned(final: Path) -> None:
-    """Remove unfinished folders whose process has ended: nobody holds their lock."""
+    """Remove unfinished folders whose process has ended: their lock is free."""
     ours = re.compile(re.escape(f"{TEMPORARY}{final.name}-") + r"\d+(-[0-9a-f]{8})?(\.lock)?")
     for path in [path for path in final.parent.iterdir() if ours.fullmatch(path.name) and not path.is_symlink()]:
         left = path.with_name(path.name.removesuffix(".lock"))

@@ -1,8 +1,8 @@
-"""Locks between processes: one file that one process holds, with its name in it, until it ends.
+"""Locks between processes: a locked file that names its owner.
 
-A lock is the system's own (flock, which works on NFS under Linux too, by way of `filelock`), so it ends with its
-process however that ends. On a file system without such locks, a file that only one process can create takes its
-place; that of a process which has ended is removed, as far as its processes can be seen from here.
+The lock is flock's, by way of `filelock`: it ends with its process, however that ends, and works on NFS under Linux. On
+a file system without flock, filelock's SoftFileLock is used: a file that only one process can create. It is removed if
+it names a process of this machine that has ended.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ import psutil
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
 _UNSUPPORTED = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
-_SOFT = ".soft"  # ends the name of the file that takes a lock's place
-_SOFT_SECONDS = 600.0  # such a file may be that of a process on a machine that is gone
-_SAME_SECONDS = 5.0  # the system's idea of when a process began moves with its clock
+_SOFT = ".soft"  # suffix of the SoftFileLock
+_SOFT_SECONDS = 600.0  # wait at most so long for it: its owner may be on a machine that is gone
+_SAME_SECONDS = 5.0  # start times shift when the system clock is set
 
 
 class LockHeld(BlockingIOError):
-    """Another process holds a lock. `owner` is what it said of itself; empty where nothing can be read."""
+    """Another process holds a lock. `owner` is its description; empty if it cannot be read."""
 
     def __init__(self, path: Path, owner: Mapping[str, Any]) -> None:
         super().__init__(errno.EWOULDBLOCK, f"{describe_owner(owner)} holds {path.name}", str(path))
@@ -46,16 +46,16 @@ class Lock:
         self._identity = _identity(self._file)
 
     def holds(self) -> bool:
-        """Whether the file is still the one that was locked: not deleted, not created again."""
+        """Whether the lock file is still the one that was locked: neither deleted nor replaced."""
         return self._identity is not None and _identity(self._file) == self._identity
 
     def release(self) -> None:
-        """Release the lock and remove its file. Whoever waits for it finds that it is gone and makes another."""
+        """Release the lock and remove its file. filelock makes a waiting process create a new one."""
         if not self._is_outer or not self._lock.is_locked:
             return
         with _guard:
             _reentrant.pop(self.path, None)
-        # A SoftFileLock removes its own file. The one that could not be locked means nothing there.
+        # A SoftFileLock removes its own file; without flock, the file at `path` has no meaning.
         if self.holds():
             with contextlib.suppress(OSError):
                 self.path.unlink()
@@ -68,18 +68,18 @@ class Lock:
         self.release()
 
 
-# Locks that a thread may take again, by path. The demo owns a folder, and so does each run in it.
+# Locks that a thread may take again, by path: the demo owns its folder, and so does the run in it.
 _reentrant: dict[Path, tuple[int, Lock]] = {}
 _guard = threading.RLock()
 
 
 def hold(path: Path, *, waits: bool = False) -> Lock:
-    """Lock a file, which is created. Raise LockHeld where another process or thread has it, unless `waits`."""
+    """Create and lock a file. If it is locked, wait (`waits`) or raise LockHeld."""
     return Lock(path, _acquired(path, waits=waits))
 
 
 def hold_again(path: Path) -> Lock:
-    """The same without waiting, for a lock that this very thread may hold already: the outer one releases it."""
+    """Lock a file that this thread may hold already. Only the outermost lock releases it."""
     path = path.resolve()
     with _guard:
         if path in _reentrant:
@@ -93,7 +93,7 @@ def hold_again(path: Path) -> Lock:
 
 
 def is_held(path: Path) -> bool | None:
-    """Whether the process that a lock names is alive; None where that cannot be seen from here. Takes no lock."""
+    """Whether the process that a lock names is alive; None if that is unknown here. Takes no lock."""
     if not path.exists() and not _soft_path(path).exists():
         return False
     is_ended = has_ended(owner_of(path))
@@ -101,7 +101,7 @@ def is_held(path: Path) -> bool | None:
 
 
 def _acquired(path: Path, *, waits: bool) -> BaseFileLock:
-    path.parent.stat()  # filelock would make a folder that was deleted
+    path.parent.stat()  # raise for a deleted folder, which filelock would create
     lock: BaseFileLock = FileLock(path, thread_local=False)
     try:
         lock.acquire(timeout=-1 if waits else 0)
@@ -115,7 +115,7 @@ def _acquired(path: Path, *, waits: bool) -> BaseFileLock:
             lock.acquire(timeout=_SOFT_SECONDS if waits else 0)
         except Timeout:
             raise LockHeld(path, owner_of(path)) from None
-    if not isinstance(lock, SoftFileLock):  # that one has written its owner
+    if not isinstance(lock, SoftFileLock):  # which has written its owner
         path.write_text(json.dumps(describe_process()), encoding="ascii")
     return lock
 
@@ -137,7 +137,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 @lru_cache(maxsize=1)
 def host() -> str:
-    """This machine, until it is started again. Names do not tell machines apart: containers share them."""
+    """Identify this machine until its next boot. Host names are not unique: containers share them."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -145,7 +145,7 @@ def host() -> str:
 
 
 def describe_process() -> dict[str, Any]:
-    """Who this process is, for others on this machine and elsewhere."""
+    """Describe this process, for a lock file."""
     began = _began(os.getpid())
     return {
         "host": host(),
@@ -158,7 +158,7 @@ def describe_process() -> dict[str, Any]:
 
 
 def describe_owner(owner: Mapping[str, Any]) -> str:
-    """The same for people."""
+    """Format an owner for a message."""
     if not owner:
         return "another process"
     started = f", started {owner['started']}," if "started" in owner else ""
@@ -166,7 +166,7 @@ def describe_owner(owner: Mapping[str, Any]) -> str:
 
 
 def has_ended(owner: Mapping[str, Any]) -> bool | None:
-    """Whether a process that described itself has ended; None where that cannot be seen from here."""
+    """Whether a described process has ended; None if it is on another machine or in another container."""
     if owner.get("host") != host() or owner.get("processes") != _namespace():
         return None
     try:
@@ -178,11 +178,11 @@ def has_ended(owner: Mapping[str, Any]) -> bool | None:
 
 
 def owner_of(path: Path) -> dict[str, Any]:
-    """The owner that a lock file names; empty where there is none or it is damaged."""
+    """Read the owner from a lock file. Empty if there is none or it is damaged."""
     for file in (path, _soft_path(path)):
         with contextlib.suppress(OSError, ValueError):
             text = file.read_text(encoding="utf-8")[:4096]
-            if not text.startswith("{"):  # a SoftFileLock's: number and machine, a line each
+            if not text.startswith("{"):  # written by SoftFileLock: pid and host name, one per line
                 pid, name = text.splitlines()[:2]
                 return {"pid": int(pid), "name": name}
             return dict(json.loads(text))
@@ -194,7 +194,7 @@ def _began(pid: int) -> float:
 
 
 def _namespace() -> str:
-    """Which processes can be seen from here: a container sees its own alone."""
+    """Identify the PID namespace: a container sees only its own processes."""
     try:
         return str(Path("/proc/self/ns/pid").readlink())
     except OSError:
@@ -203,6 +203,6 @@ def _namespace() -> str:
 
 @contextlib.contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Work in a folder of ours while other processes of this machine wait."""
+    """Lock a folder of our own; other processes wait."""
     with hold(folder / ".lock", waits=True):
         yield

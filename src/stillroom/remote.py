@@ -1,12 +1,12 @@
-"""Files behind an address (s3://, gs://, hf://, memory://, file://), by fsspec: brought here, and sent from here.
+"""Download files behind an address (s3://, gs://, hf://, memory://, file://) and upload runs to one, by fsspec.
 
-Reading: a copy is used again while the store says the same of the file: size, and checksum or time. It is put into its
-place whole, after its size was compared.
+Download: a local copy is reused while the store reports the same size and checksum or time. A new copy replaces the
+old one only after its size was compared.
 
-Writing: a run works in a folder of this machine (`Sender`), which is sent after each checkpoint and at the end. Files
-that vouch for others are sent after them, and the commit, a manifest of all files, is sent last. An object store has no
-folders, no renaming and no locks; what it may have is creating an object only where there is none (S3: If-None-Match).
-One such object names the one process that writes (`Owner`).
+Upload: a run works in a local folder, which is sent after each checkpoint and at the end (`Sender`). A manifest is sent
+after the files it lists; the commit, a manifest of the whole run, is sent last. An object store has no folders, no
+rename and no locks. Most can create an object only if it does not exist (S3: If-None-Match): one such object names the
+process that may write (`Owner`).
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from stillroom.files import (
 )
 from stillroom.locks import alone, describe_owner, describe_process, has_ended
 
-HIDDEN = ".stillroom"  # folder of our own files at an address: who owns it, and its last commit
+HIDDEN = ".stillroom"  # folder for our own files at an address: owner and last commit
 OWNER, COMMIT = f"{HIDDEN}/owner.json", f"{HIDDEN}/commit.json"
-OWNER_SECONDS = 120.0  # an owner on another machine that was silent for so long has ended
+OWNER_SECONDS = 120.0  # an owner on another machine that did not renew for this long is gone
 _RENEWALS = 6  # in that time
 _TRIES, _PAUSE = 5, 0.2  # seconds, doubled
 _AT_ONCE = 8  # files that are copied together
@@ -67,7 +67,7 @@ def is_url(spec: object) -> bool:
 
 
 def as_url(place: object) -> str:
-    """The address, also of one that was taken for a path and lost a slash. Without a slash at its end."""
+    """Normalise an address: restore the slash that `Path` removed, drop a slash at the end."""
     scheme, _, rest = str(place).partition(":/")
     is_path = scheme in ("file", "local") or ":///" in str(place)
     return f"{scheme}:///{rest.strip('/')}" if is_path else f"{scheme}://{rest.strip('/')}"
@@ -81,30 +81,29 @@ def is_below(address: str, allowed: str | None) -> bool:
 
 
 def is_in_store(place: object) -> bool:
-    """Whether a place is the address of a store and no folder of this machine that is called so."""
+    """Whether a place is the address of a store, and not a local folder of that name."""
     return is_url(place) and not Path(str(place)).exists()
 
 
 def refuse_url(place: object, what: str, where: str) -> None:
-    """Raise for a folder that is to be written to, lies in a store, and cannot."""
+    """Raise if an output that needs a local folder is the address of a store."""
     if is_in_store(place):
         scheme = str(place).split(":", 1)[0]
         raise ConfigError(
-            f"{what} cannot be written to {scheme}: it needs files that are replaced at once and locks that end with "
-            "their owner, and a store has neither",
+            f"{what} cannot be written to {scheme}: it needs atomic renames and locks, and a store has neither",
             where=where,
             advice=["write it to a disk of this machine, and copy the finished folder to the store"],
         )
 
 
 def copies_folder(name: str = "copies") -> Path:
-    """Where copies are kept: in the user's cache folder, as XDG has it."""
+    """The folder for local copies, below XDG_CACHE_HOME."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "stillroom" / name
 
 
 def key_of(url: str) -> str:
-    """A name for the files of an address on this machine."""
+    """Derive a folder name from an address."""
     return hashlib.blake2b(url.encode(), digest_size=8).hexdigest()
 
 
@@ -113,7 +112,7 @@ def key_of(url: str) -> str:
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file of a store. `mark` changes when the file does, as far as the store says."""
+    """A file in a store. `mark` is a digest of size, checksum and time, as far as the store reports them."""
 
     path: str  # in its store
     name: str  # below the address
@@ -122,9 +121,9 @@ class RemoteFile:
 
 
 class Store:
-    """The files below one address. Names are relative to it.
+    """The files below one address, by names relative to it.
 
-    Every method tries again where the store fails for a moment; an error is a StillroomError with advice.
+    Every method retries. What still fails is raised as a StillroomError with advice.
     """
 
     def __init__(self, url: str) -> None:
@@ -145,7 +144,7 @@ class Store:
                 advice=["install it: pip install 'stillroom[s3]' for s3://, 'stillroom[gcs]' for gs://"],
             ) from error
         except ValueError as error:
-            raise ConfigError(f"{parts.scheme}:// is no kind of store: {reason_of(error)}") from error
+            raise ConfigError(f"{parts.scheme}:// is an unknown kind of store: {reason_of(error)}") from error
         self._root = str(path).rstrip("/")
 
     def _path(self, name: str) -> str:
@@ -154,14 +153,14 @@ class Store:
     # -- reading -----------------------------------------------------------------------------------------
 
     def entries(self, under: str = "") -> dict[str, RemoteFile]:
-        """All files by name, hidden ones too; those of a folder where `under` names one. Empty where there is none."""
+        """List all files below the address or its folder `under`, hidden ones included. Empty if it does not exist."""
         found = self._ask(lambda: self._files.find(self._path(under), detail=True), under) or {}
         start = len(self._root) + 1
         files = [_file(path, path[start:], info) for path, info in sorted(found.items()) if len(path) >= start]
         return {file.name: file for file in files}
 
     def listed(self) -> list[RemoteFile]:
-        """The file, or the files that a glob or a folder stands for, by name. Hidden ones are left out."""
+        """List the files that the address stands for: one file, a glob or a folder. Hidden files are left out."""
         root = self._root
         if any(sign in root for sign in "*?["):
             root = re.split(r"[*?\[]", root)[0].rpartition("/")[0]
@@ -180,17 +179,17 @@ class Store:
         return [one for one in files if not is_hidden(one.name)]
 
     def size(self, name: str) -> int | None:
-        """The size of a file; None where there is none. Asks for the file itself, because a listing may be late."""
+        """Ask for the size of a file, not a listing, which may be late. Return None if it does not exist."""
         info = self._ask(lambda: self._files.info(self._path(name)), name)
         return None if info is None else int(info.get("size") or 0)
 
     def read(self, name: str) -> bytes | None:
-        """The contents of a small file; None where there is none."""
+        """Read a small file. Return None if it does not exist."""
         contents = self._ask(lambda: self._files.cat_file(self._path(name)), name)
         return None if contents is None else bytes(contents)
 
     def _ask(self, work: Callable[[], Any], name: str = "") -> Any:
-        """What the store says now; None where there is no such file."""
+        """Ask the store, without its listing cache. Return None if the file does not exist."""
 
         def ask() -> Any:
             self._files.invalidate_cache()
@@ -205,12 +204,12 @@ class Store:
             ) from error
 
     def begin(self, name: str, num_bytes: int) -> bytes:
-        """The first bytes of a file."""
+        """Read the first bytes of a file."""
         path = self._path(name)
         return bytes(again(lambda: self._files.cat_file(path, start=0, end=num_bytes), f"{self.url}/{name}"))
 
     def get(self, name: str, into: Path) -> None:
-        """Copy a file here, whole."""
+        """Download a file by name."""
         size = self.size(name)
         if size is None:
             raise AddressUnusable(f"{self.url}/{name} does not exist")
@@ -218,7 +217,7 @@ class Store:
         self.copy(RemoteFile(self._path(name), name, size, ""), into)
 
     def copy(self, file: RemoteFile, into: Path) -> None:
-        """Copy a file, and put it into its place once it has the size that the store says."""
+        """Download a file next to its place, compare its size, then rename it."""
         aside = into.with_name(f"{TEMPORARY}{into.name}-{secrets.token_hex(6)}")
 
         def bring() -> None:
@@ -235,7 +234,7 @@ class Store:
     # -- writing -----------------------------------------------------------------------------------------
 
     def put(self, name: str, path: Path) -> None:
-        """Send a file, and compare what is there: its size, and of a small one its contents."""
+        """Upload a file. Compare its size afterwards, and its contents if it is small."""
 
         def send() -> None:
             self._make_folder(name)
@@ -245,7 +244,7 @@ class Store:
         self._write(send, name)
 
     def write(self, name: str, contents: bytes) -> None:
-        """Replace a small file, at once where the store does so."""
+        """Replace a small file; atomically on S3, Google Cloud Storage, memory and disks."""
 
         def send() -> None:
             self._make_folder(name)
@@ -258,10 +257,10 @@ class Store:
         self._write(send, name)
 
     def create(self, name: str, contents: bytes, *, looks: bool = True) -> bool:
-        """Whether a file was created: False where there is one. `contents` are of this process alone.
+        """Create a file. Return False if it exists. `contents` must be unique to this process.
 
-        `looks` for it before, because not every store knows the condition: of those, two that do so in the same moment
-        both create it.
+        `looks`: first check that it does not exist, for stores that ignore the condition. There, two processes that do
+        this at the same time both create it.
         """
 
         def send() -> bool:
@@ -269,7 +268,7 @@ class Store:
             try:
                 if looks and self.size(name) is not None:
                     raise FileExistsError(name)
-                if self._is_disk:  # fsspec would only look whether there is one
+                if self._is_disk:  # fsspec checks and then writes, which is not atomic
                     with self._files.open(self._path(name), "xb") as file:
                         file.write(contents)
                 else:
@@ -277,7 +276,7 @@ class Store:
             except Exception as error:
                 if not is_trouble(error) or (there := self.read(name)) is None:
                     raise
-                return there == contents  # the answer to an earlier try may have been lost
+                return there == contents  # an earlier try may have succeeded without our seeing the answer
             return True
 
         return bool(self._write(send, name))
@@ -292,11 +291,11 @@ class Store:
             self._write(drop, name)
 
     def check_empty(self, names: Iterable[str]) -> None:
-        """Raise where the address holds files that are not ours."""
+        """Raise if any of these names is not one of our own hidden files."""
         others = sorted(name for name in names if not name.startswith(f"{HIDDEN}/"))
         if others:
             raise ConfigError(
-                f"{self.url} is not empty and holds nothing of ours: {', '.join(others[:3])}",
+                f"{self.url} is not empty and holds no Stillroom run or cache: {', '.join(others[:3])}",
                 where="--out",
                 advice=["choose another address with --out", "nothing in it was touched"],
             )
@@ -306,7 +305,7 @@ class Store:
 
     @property
     def can_create(self) -> bool:
-        """Whether this kind of store creates a file only where there is none."""
+        """Whether this kind of store supports creating a file only if it does not exist."""
         protocol = self._files.protocol
         kinds = {protocol} if isinstance(protocol, str) else {*protocol}
         return self._is_disk or bool(kinds & _CREATE)
@@ -338,12 +337,12 @@ def _file(path: str, name: str, info: Mapping[str, Any]) -> RemoteFile:
 
 
 def is_trouble(error: BaseException) -> bool:
-    """Whether an error says that a store could not be asked, and not that something here is wrong."""
+    """Whether an error comes from a store or the network, and not from a bug here."""
     return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in _CLIENTS
 
 
 def again(work: Callable[[], Any], what: str, *, is_read: bool = True) -> Any:
-    """Do some work with a store that may fail for a moment. What is not there, or not allowed, is not tried again."""
+    """Call `work` with retries and backoff. A missing file or a refused permission is not retried."""
     end: type[StillroomError] = AddressUnusable if is_read else CannotSave
     done = "read" if is_read else "written"
     for number in range(_TRIES):
@@ -373,10 +372,10 @@ def _all(_name: str) -> bool:
 
 
 def local_copy(url: str, *, wanted: Callable[[str], bool] = _all, name: str = "") -> Path:
-    """The folder with copies of a URL's files, as they are now. A file alone lies in it by its name.
+    """Download the files of an address as they are now. Return the local folder.
 
-    Processes of this machine wait for each other, so a file is copied once. `wanted` says which files are copied;
-    `name` is that of a folder within, for files that are shown with the name of their folder.
+    Processes on one machine wait for each other, so a file is downloaded once. `wanted` selects files by name; `name`
+    is the folder's own name, for callers that show it.
     """
     store = Store(url)
     folder = copies_folder() / key_of(url)
@@ -420,12 +419,12 @@ def _mark_path(folder: Path, name: str) -> Path:
 
 
 def _remove_others(folder: Path, names: set[str]) -> None:
-    """Files that are no longer in the store would be read as data."""
+    """Remove files that are no longer in the store: they would be read as data."""
     for path in folder.rglob("*"):
         name = path.relative_to(folder).as_posix()
         if path.is_file() and not name.startswith(".") and name not in names:
             path.unlink(missing_ok=True)
-    for path in folder.rglob(f"{TEMPORARY}*"):  # of a process that was killed: only one copies at a time
+    for path in folder.rglob(f"{TEMPORARY}*"):  # left by a killed process: the lock is ours
         shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
 
@@ -436,11 +435,11 @@ _held: set[str] = set()  # owners of this process that are not released
 
 
 class Owner:
-    """This process as the only one that writes to an address, from `take` to `release`.
+    """Ownership of an address by this process, from `take` to `release`.
 
-    One object names the owner, which renews it. It is created where there is none. One that is not renewed while this
-    process watches it for `OWNER_SECONDS` is replaced; that of a process of this machine as soon as the process has
-    ended. No clock of another machine counts.
+    The owner is named in one object, created only if it does not exist, which the owner rewrites every 20 seconds. An
+    owner on this machine is replaced as soon as its process has ended; one on another machine if its object does not
+    change for 120 seconds. This process measures that time itself, so clocks need not agree.
     """
 
     def __init__(
@@ -448,12 +447,12 @@ class Owner:
     ) -> None:
         self._store, self._seconds, self._sleep = store, seconds, sleep
         self.token, self._count = secrets.token_hex(8), 0
-        self.is_exclusive = store.can_create  # else two that begin in the same moment may both begin
+        self.is_exclusive = store.can_create  # if False, two processes that start at the same time may both own it
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
     def take(self) -> Owner:
-        """Own the address, or raise with the name of its owner."""
+        """Become the owner, or raise ConfigError that names the owner."""
         if not self._store.create(OWNER, self._contents()):
             self._replace()
         elif self.is_exclusive and self._store.create(OWNER, b"{}", looks=False):
@@ -465,10 +464,10 @@ class Owner:
         return self
 
     def check(self) -> None:
-        """Raise where another process has taken over: it would be two that write."""
+        """Raise CannotSave if another process has taken over."""
         if self._read()[1].get("token") != self.token:
             raise CannotSave(
-                f"another process has taken over {self._store.url}, because this one was silent for "
+                f"another process has taken over {self._store.url}, because this one did not renew its ownership for "
                 f"{self._seconds:.0f} seconds",
                 where=self._store.url,
                 advice=["let the other process finish it", "or copy this one's folder to another address"],
@@ -479,7 +478,7 @@ class Owner:
         _held.discard(self.token)
         if self._thread is not None:
             self._thread.join()
-        with contextlib.suppress(StillroomError):  # the store is away: the owner is silent from now on
+        with contextlib.suppress(StillroomError):  # store unreachable: the ownership expires
             if self._read()[1].get("token") == self.token:
                 self._store.remove([OWNER])
 
@@ -496,7 +495,7 @@ class Owner:
         return contents, owner if isinstance(owner, dict) else {}
 
     def _replace(self) -> None:
-        """Replace an owner that has ended. Of several that try, the one does that creates a file named after it."""
+        """Replace an owner that has ended. A file named after its last renewal decides between several candidates."""
         before, owner = self._read()
         if before is not None and not self._is_abandoned(before, owner):
             raise self._taken(owner)
@@ -515,13 +514,13 @@ class Owner:
     def _is_abandoned(self, before: bytes, owner: Mapping[str, Any]) -> bool:
         is_ended = has_ended(owner)
         if is_ended is False and owner.get("pid") == os.getpid():
-            return owner.get("token") not in _held  # released while the store was away
+            return owner.get("token") not in _held  # released while the store was unreachable
         if is_ended is not None:
             return is_ended
         for _ in range(_RENEWALS):
             self._sleep(self._seconds / _RENEWALS)
             if (now := self._store.read(OWNER)) != before:
-                return now is None  # given back
+                return now is None  # released
         return True
 
     def _keep_renewing(self) -> None:
@@ -531,7 +530,7 @@ class Owner:
                     return
                 self._store.write(OWNER, self._contents())
             except (StillroomError, OSError):
-                continue  # the store is away; `check` tells before anything is sent
+                continue  # store unreachable; `check` runs before anything is sent
 
     def _taken(self, owner: Mapping[str, Any]) -> ConfigError:
         return ConfigError(
@@ -549,20 +548,20 @@ class Owner:
 
 
 class Commit(Manifest):
-    """commit.json: all files of a run in a store. Sent after them."""
+    """commit.json: the manifest of a run in a store, sent after all files."""
 
     id: str = ""
 
 
 class Known(Stored):
-    """Which commits of a store the folder of this machine goes on from, beside that folder."""
+    """sent.json next to the local folder: the commit of the store that the folder continues."""
 
     sent: str = ""
-    next: str = ""  # of a commit that may have been cut short
+    next: str = ""  # a commit whose upload may have been interrupted
 
     @staticmethod
     def read(home: Path) -> Known:
-        """What cannot be read is that of a machine that knows nothing: the store's files are brought then."""
+        """Read the file. If it is missing or damaged, nothing is known and the store's files are downloaded."""
         try:
             return Known.of(json.loads((home / "sent.json").read_bytes()))
         except (OSError, ValueError, RecursionError):
@@ -574,28 +573,28 @@ class Known(Stored):
 
 
 def read_commit(store: Store) -> Commit | None:
-    """The last commit of a run in a store; None before the first."""
+    """Read the last commit of a run in a store. Return None before the first."""
     contents = store.read(COMMIT)
     try:
         return None if contents is None else Commit.parse(contents)
     except ValueError as error:
         raise AddressUnusable(
             f"{store.url}/{COMMIT} is damaged: {reason_of(error)}",
-            advice=["remove it: the files beside it are then taken as they are"],
+            advice=["remove it: the other files are then used as they are"],
         ) from error
 
 
 class Sender:
-    """Sends a run's folder to a store: after each checkpoint by a thread, and at the end.
+    """Uploads a run's folder: in a thread after each checkpoint, and at the end.
 
-    A store that stays away costs nothing but time: the log says so once, and the next checkpoint sends all that is
-    missing. `known` are the files that the store has, with their sums where they are known.
+    A failed upload does not stop the run: it is logged once, and the next checkpoint sends all that is missing. `known`
+    are the files in the store, with their sums or None.
     """
 
     def __init__(self, store: Store, folder: Path, owner: Owner, known: Mapping[str, FileSum | None]) -> None:
         self.folder, self._store, self._owner, self._known = folder, store, owner, dict(known)
         self._staged = folder.parent / "staged"
-        self._sums: dict[str, tuple[tuple[int, int, int], FileSum]] = {}  # of files that do not change
+        self._sums: dict[str, tuple[tuple[int, int, int], FileSum]] = {}  # by (size, time, inode)
         self._write_note: Callable[[str], object] | None = None
         self._notes: list[str] = []
         self.num_commits = self.num_failed = 0
@@ -604,7 +603,7 @@ class Sender:
         self._thread: threading.Thread | None = None
 
     def attach(self, log: Any) -> None:
-        """Send after the checkpoints of a log, and note in it what goes wrong."""
+        """Upload after each checkpoint event of a log. Log failures as notes."""
         self._write_note = lambda text: log.write("note", text=text)
         log.listen(self.handle)
 
@@ -615,23 +614,23 @@ class Sender:
             raise self._lost
         while self._notes and self._write_note is not None:
             self._write_note(self._notes.pop(0))
-        # A checkpoint that comes while another one is sent is left to the next: slow stores get fewer of them.
+        # A checkpoint saved during an upload is sent with the next one, so a slow store gets fewer.
         if event["event"] == "checkpoint" and (self._thread is None or not self._thread.is_alive()):
             try:
                 files = self._stage()
             except OSError as error:
-                self._failed(f"its files cannot be put aside here: {reason_of(error)}")
+                self._failed(f"its files cannot be copied locally: {reason_of(error)}")
                 return
             self._thread = threading.Thread(target=self._work, args=(files,), name="stillroom-sender", daemon=True)
             self._thread.start()
 
     def wait(self) -> None:
-        """Wait until nothing is being sent."""
+        """Wait for the upload in progress."""
         if self._thread is not None:
             self._thread.join()
 
     def finish(self) -> None:
-        """Bring the store to the state of the folder. Raise where that fails: nothing here is lost."""
+        """Upload the folder's final state. Raise CannotSave if that fails; the local folder is complete."""
         self.wait()
         if not (self.folder / "config.json").exists():
             return  # a run that could not begin leaves nothing
@@ -654,18 +653,18 @@ class Sender:
         try:
             self._send(files)
             if self._is_away:
-                self._notes.append(f"{self._store.url} takes files again, after {self.num_failed} failed commits")
+                self._notes.append(f"{self._store.url} is reachable again, after {self.num_failed} failed uploads")
             self._is_away = False
-        except (StillroomError, OSError) as error:  # of the store, or of the disk here
+        except (StillroomError, OSError) as error:  # of the store or the local disk
             self._failed(_what(error))
-        except Exception as error:  # noqa: BLE001 - a fault of ours is raised where the run sees it
+        except Exception as error:  # noqa: BLE001 - a bug is raised in the thread of the run
             self._lost = error
 
     def _failed(self, reason: str) -> None:
         self.num_failed += 1
         if not self._is_away:
             self._notes.append(
-                f"{self._store.url} is not up to date, and the run goes on in {self.folder}: {reason}; tried again at "
+                f"{self._store.url} is not up to date, and the run continues in {self.folder}: {reason}; retried at "
                 "every checkpoint"
             )
         self._is_away = True
@@ -673,7 +672,7 @@ class Sender:
     # -- a commit ----------------------------------------------------------------------------------------
 
     def _stage(self) -> dict[str, Path]:
-        """Put all files aside as they are now: the log grows, and old checkpoints are removed, while they are sent.
+        """Take a snapshot of all files by hard links and copies: during the upload the log grows and checkpoints go.
 
         Called when no checkpoint is being written.
         """
@@ -685,7 +684,7 @@ class Sender:
                 continue
             aside = self._staged / path.relative_to(self.folder)
             aside.parent.mkdir(parents=True, exist_ok=True)
-            with contextlib.suppress(FileNotFoundError):  # a file that was removed in this moment
+            with contextlib.suppress(FileNotFoundError):  # removed since it was listed
                 if not name.startswith(_LINKED) or not _is_linked(path, aside):
                     shutil.copyfile(path, aside)
                 files[name] = aside
@@ -694,7 +693,7 @@ class Sender:
     def _send(self, files: Mapping[str, Path]) -> None:
         try:
             self._owner.check()
-        except CannotSave as error:  # taken over; a store that is away raises another error
+        except CannotSave as error:  # taken over; an unreachable store raises AddressUnusable
             self._lost = error
             raise
         sums = {name: self._sum(name, path) for name, path in files.items()}
@@ -705,7 +704,7 @@ class Sender:
             return
         commit = Commit(id=secrets.token_hex(8), files=sums)
         Known(sent=known.sent, next=commit.id).write(self.folder.parent)
-        # The manifest of a checkpoint that was saved again vouches for other files.
+        # A checkpoint that was saved again must not be read with its old manifest.
         self._store.remove(name for name in todo if name.endswith(f"/{_MANIFEST}") and name in self._known)
         for name in todo:
             self._store.put(name, files[name])
@@ -720,15 +719,15 @@ class Sender:
     def _sum(self, name: str, path: Path) -> FileSum:
         if not name.startswith(_LINKED):
             return sum_of_file(path)
-        told = path.stat()
-        stamp = (told.st_size, told.st_mtime_ns, told.st_ino)
+        found = path.stat()
+        stamp = (found.st_size, found.st_mtime_ns, found.st_ino)
         if name not in self._sums or self._sums[name][0] != stamp:
             self._sums[name] = (stamp, sum_of_file(path))
         return self._sums[name][1]
 
 
 def _order(name: str) -> tuple[int, str]:
-    """Files that vouch for others come after them."""
+    """Sort manifests after the files they list, and the summary last."""
     if name == "summary.json":
         return 3, name
     if name.startswith(_CHECKPOINTS):
@@ -737,7 +736,7 @@ def _order(name: str) -> tuple[int, str]:
 
 
 def _is_linked(path: Path, aside: Path) -> bool:
-    """Whether a hard link could be made; not every disk has them."""
+    """Make a hard link. Return False if the disk does not support it."""
     try:
         os.link(path, aside)
     except OSError:
@@ -753,9 +752,9 @@ def _what(error: BaseException) -> str:
 
 
 def here(place: str | Path, *, needs: str = "student") -> Path:
-    """The folder of this machine for a folder or an address: itself, or a copy of what is read.
+    """Return a local folder: the folder itself, or for an address a copy of what is read.
 
-    `needs`: `record` leaves out weights, `student` checkpoints, `all` nothing.
+    `needs`: `record` leaves out weights, `student` leaves out checkpoints, `all` leaves out nothing.
     """
     if not is_in_store(place):
         return Path(place)
@@ -769,17 +768,17 @@ def here(place: str | Path, *, needs: str = "student") -> Path:
             Manifest(files=student).check(folder)
         except OutsideName:
             raise
-        except (ValueError, OSError) as error:  # a store replaces files one at a time
+        except (ValueError, OSError) as error:  # a store replaces files one by one
             raise AddressUnusable(
-                f"the student in {url} is not of the run's last commit: {reason_of(error)}; it is being replaced, or "
-                "that was cut short",
+                f"the student in {url} does not match the run's last commit: {reason_of(error)}; an upload is running "
+                "or was interrupted",
                 advice=["try again in a moment", f"or finish it: stillroom resume {url}"],
             ) from error
     return folder
 
 
 def add(place: str | Path, *paths: Path) -> None:
-    """Send files that a command wrote into the copy of a run. Nothing is done for a folder of this machine."""
+    """Upload files that a command wrote into the local copy of a run. Do nothing for a local folder."""
     if is_in_store(place):
         store = Store(as_url(place))
         for path in paths:
@@ -788,5 +787,5 @@ def add(place: str | Path, *paths: Path) -> None:
 
 
 def may_be_owned(place: str | Path) -> bool | None:
-    """Whether a run in a store has an owner: None where one is named, because it may have ended."""
+    """Whether a run in a store has an owner. None if one is named, because it may have ended."""
     return None if Store(as_url(place)).size(OWNER) is not None else False

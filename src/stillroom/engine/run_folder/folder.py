@@ -142,7 +142,7 @@ def owned(folder: Path, config: Config, *, is_first: bool = True) -> Iterator[Cl
 
 
 def take_lock(folder: Path) -> Lock:
-    """Own a folder. Raise LockHeld with its owner, or OSError where the lock cannot be created."""
+    """Lock a run's folder. Raise LockHeld if it is locked, OSError if the lock file cannot be created."""
     return hold_again(folder / LOCK)
 
 

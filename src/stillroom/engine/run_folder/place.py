@@ -1,7 +1,7 @@
-"""Where a run works: its folder, or for an address of a store a folder of this machine that is sent there.
+"""The folder a run works in: its own, or for an address a local folder that is uploaded.
 
-The folder of an address lies in the user's cache folder. Of several processes, the first brings and sends for all, so
-they must be on one machine.
+The local folder of an address is in the user's cache folder. Of several processes, the first downloads and uploads for
+all, so they must be on one machine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CHECKPOINTS = "checkpoints/"
 
 @dataclass(frozen=True)
 class Place:
-    """The folder that a run works in, and where it is sent to."""
+    """The folder that a run works in, and the address it is uploaded to."""
 
     folder: Path
     url: str = ""
@@ -35,7 +35,7 @@ class Place:
     notes: tuple[str, ...] = ()
 
     def read_config(self, trust: Trust) -> Config:
-        """The configuration of the run. Another process than the first may be here before the run was brought."""
+        """Read the run's configuration. Other processes than the first read it from the store."""
         is_other = bool(self.url) and self.sender is None
         contents = Store(self.url).read(CONFIG) if is_other else None
         return read_config(self.folder, contents, trust=trust)
@@ -45,7 +45,7 @@ _open: dict[Path, Place] = {}  # addresses that this process works in
 
 
 def folder_of(out: str | Path) -> Path:
-    """The folder of this machine for a run's folder or address."""
+    """Return the local folder for a run's folder or address."""
     if not is_in_store(out):
         return Path(out)
     url = as_url(out)
@@ -54,9 +54,9 @@ def folder_of(out: str | Path) -> Path:
 
 @contextlib.contextmanager
 def opened(out: str | Path) -> Iterator[Place]:
-    """Work in a run's folder or address while the body runs. What it holds is sent when the body ends.
+    """Work in a run's folder or address while the body runs; upload the folder at the end.
 
-    A body inside of another of the same place gets the same place, and the outer one sends.
+    A nested call for the same place gets the same object, and the outer call uploads.
     """
     folder = folder_of(out)
     if folder in _open:
@@ -75,21 +75,21 @@ def opened(out: str | Path) -> Iterator[Place]:
             return
         try:
             store = Store(url)
-            store.entries()  # a store that cannot be reached is named before anything is begun
+            store.entries()  # fail on an unreachable store before anything is loaded
             owner = Owner(store).take()
         except (DataError, CannotSave) as error:
             raise ConfigError(error.what, where="--out", advice=error.advice) from error
         ending.callback(owner.release)
         notes, known = _bring(store, folder)
         if not owner.is_exclusive:
-            notes.append(f"{url} cannot create a file only where there is none: nothing keeps two processes apart that "
-                         "begin on it in the same moment")  # fmt: skip
+            notes.append(f"{url} cannot create a file only if it does not exist: two processes that start on it at the "
+                         "same time are not kept apart")  # fmt: skip
         _open[folder] = Place(folder, url, Sender(store, folder, owner, known), tuple(notes))
         yield from _sent(_open[folder])
 
 
 def _sent(place: Place) -> Iterator[Place]:
-    """Send at the end. A body that failed keeps its own error, with the address for the folder in its advice."""
+    """Upload at the end. An error of the body is kept; its text names the address instead of the local folder."""
     assert place.sender is not None
     try:
         yield place
@@ -117,13 +117,13 @@ def _refuse_several_machines(url: str) -> None:
         )
 
 
-# -- a run is brought ------------------------------------------------------------------------------------
+# -- downloading a run ------------------------------------------------------------------------------------
 
 
 def _bring(store: Store, folder: Path) -> tuple[list[str], dict[str, FileSum | None]]:
-    """Make the folder that of the store's last commit, or leave it where it is that one or goes on from it.
+    """Download the store's last commit, unless the local folder is that commit or continues it.
 
-    Return (what is to be said of that, the files that the store has).
+    Return (notes for the log, the files in the store).
     """
     home = folder.parent
     home.mkdir(parents=True, exist_ok=True)
@@ -140,30 +140,32 @@ def _bring(store: Store, folder: Path) -> tuple[list[str], dict[str, FileSum | N
             store.check_empty(names)
             if is_here and state.sent:
                 raise ConfigError(
-                    f"{store.url} holds no run, and the folder of this machine holds the one that was there",
+                    f"{store.url} holds no run, but the local folder holds the one that was there",
                     where="--out",
                     advice=[f"to begin again, remove {home}", "or choose another address with --out"],
                 )
-            return ([f"the run goes on from {folder}: nothing of it had reached {store.url}"] if is_here else []), known
+            return (
+                [f"the run continues from {folder}: nothing of it had reached {store.url}"] if is_here else []
+            ), known
         if is_here and (commit.id in (state.sent, state.next) if commit is not None else not state.sent):
-            return [f"the run goes on from {folder}, which is as new as {store.url}"], known
-        notes = [f"brought from {store.url}"]
+            return [f"the run continues from {folder}, which is as new as {store.url}"], known
+        notes = [f"downloaded from {store.url}"]
         if folder.exists():
             old = folder.with_name(f".old-{folder.name}")
             shutil.rmtree(old, ignore_errors=True)
             folder.rename(old)
-            notes.append(f"the folder of this machine was another or an older one: it is now {old}")
+            notes.append(f"the local folder was older or another run: it is now {old}")
         _bring_files(store, folder, names, {*there})
         Known(sent=commit.id if commit is not None else "").write(home)
         return notes, known
 
 
 def _bring_files(store: Store, folder: Path, names: set[str], listed: set[str]) -> None:
-    """All files but those of checkpoints; then the checkpoints, the newest first, until the sums of one hold.
+    """Download all files, but of the checkpoints only the newest ones, down to the first whose sums hold.
 
-    One that is broken in the store is brought too, so that resuming names it as it does locally. One without a
-    manifest was never whole and is left out. Written aside and moved into place: a kill leaves no part of a run that
-    would be taken for one.
+    A damaged checkpoint is downloaded too, so that resuming reports it as it does for a local run. One without a
+    manifest was never complete and is left out. The folder is written under another name and renamed, so a kill leaves
+    no partial run.
     """
     aside = folder.with_name(f".tmp-{folder.name}")
     shutil.rmtree(aside, ignore_errors=True)
@@ -171,7 +173,7 @@ def _bring_files(store: Store, folder: Path, names: set[str], listed: set[str]) 
 
     def get(name: str) -> None:
         path = inside(aside, name)
-        if name in listed or store.size(name) is not None:  # else removed after the commit that names it
+        if name in listed or store.size(name) is not None:  # else removed after that commit
             store.get(name, path)
 
     of_checkpoints = {name for name in names if name.startswith(_CHECKPOINTS) and name.count("/") > 1}

@@ -1,11 +1,12 @@
-"""A cache in a store: a folder of this machine with the heads of all shards, and each shard once it is read.
+"""A cache in a store: a local folder with the headers of all shards, and each shard once it is read.
 
-The head of a shard says which rows it answers. A shard that is not here has a file of its whole size with the head
-alone, and a note beside it; it is brought when a row of it is asked for. So a run begins before its cache is here, and
-brings only what it reads.
+The header of a shard lists its rows. A shard that was not downloaded is a sparse file of its full size with the header
+alone, and a note says so; it is downloaded when one of its rows is read. So a run starts before its cache is here, and
+downloads only what it reads.
 
-Writers send each shard when it is written. A claim, a file that only one can create, keeps them from asking for the
-same rows. It is no lock: a shard that two wrote has the same rows and is put into its place whole.
+Writers upload each shard when it is complete. A claim, a file that only one process can create, keeps two writers from
+asking the teacher for the same rows. It is not a lock: a shard that two writers made has the same rows and is replaced
+as a whole.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from stillroom.teachers.cache.format import SUFFIX, head_length
 from stillroom.teachers.cache.manifest import NAME, SHARDS
 
 _NOTES, _CLAIMS = ".notes", f"{HIDDEN}/claims"
-OURS = (".origin", "claims", _NOTES, ".lock")  # beside the cache in its folder; earlier versions wrote the first two
+OURS = (".origin", "claims", _NOTES, ".lock")  # other files in the folder; earlier versions wrote the first two
 _HEAD, _WHOLE = "head ", "whole "
 _COPIES = "caches-2"  # earlier versions marked heads otherwise, in `caches`
 _FIRST_BYTES = 1 << 16
@@ -34,7 +35,7 @@ _urls: dict[Path, str] = {}  # folders that this process opened by an address
 
 
 class Origin:
-    """Where the shards of a folder come from and go to."""
+    """The address that a folder's shards are downloaded from and uploaded to."""
 
     def __init__(self, folder: Path, url: str) -> None:
         self.folder = folder
@@ -42,21 +43,21 @@ class Origin:
 
     @staticmethod
     def of(folder: Path) -> Origin | None:
-        """None for a cache that lies on this machine alone: nothing in a folder says where its shards come from."""
+        """Return None for a local cache. Only the address the user gave counts, never a file in the folder."""
         url = _urls.get(folder.absolute())
         return Origin(folder, url) if url is not None else None
 
     # -- reading -----------------------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Bring the manifest, and the heads of shards that are not known here."""
+        """Download the manifest, and the headers of new shards."""
         with alone(self.folder):
             listed = self.store.entries()
             contents = self.store.read(NAME) if NAME in listed else None
             if contents is None:
                 self.store.check_empty(listed)
             elif not (self.folder / NAME).exists() or (self.folder / NAME).read_bytes() != contents:
-                for name in (SHARDS, _NOTES):  # of another cache that was at this address
+                for name in (SHARDS, _NOTES):  # from another cache at this address
                     shutil.rmtree(self.folder / name, ignore_errors=True)
                 write_atomically(self.folder / NAME, contents)
             shards = {
@@ -67,31 +68,31 @@ class Origin:
                 list(pool.map(lambda file: self._bring_head(file.name, file.size, file.mark), unknown))
             for note in (self.folder / _NOTES).glob(f"*{SUFFIX}"):
                 if f"{SHARDS}/{note.name}" not in shards and self._note(note).startswith(_HEAD):
-                    inside(self.folder / SHARDS, note.name).unlink(missing_ok=True)  # removed from the store
+                    inside(self.folder / SHARDS, note.name).unlink(missing_ok=True)  # no longer in the store
                     note.unlink(missing_ok=True)
 
     def fetch(self, path: Path) -> None:
-        """Bring a shard of which the head alone is here."""
+        """Download a shard if only its header is here."""
         if not self._note(path).startswith(_HEAD):
             return
         try:
             with alone(self.folder):
                 note = self._note(path)
-                if not note.startswith(_HEAD):  # another process brought it meanwhile
+                if not note.startswith(_HEAD):  # another process has downloaded it
                     return
-                for leftover in path.parent.glob(f"{TEMPORARY}{path.name}-*"):  # of a process that was killed
+                for leftover in path.parent.glob(f"{TEMPORARY}{path.name}-*"):  # left by a killed process
                     leftover.unlink(missing_ok=True)
                 self.store.get(f"{SHARDS}/{path.name}", path)
                 self._write_note(path, note.replace(_HEAD, _WHOLE))
         except DataError as error:
             raise Interrupted(
-                f"a shard of the teacher's cache cannot be brought: {error.what}",
+                f"a shard of the teacher's cache cannot be downloaded: {error.what}",
                 where=self.store.url,
-                advice=["when the store answers, go on: stillroom resume RUN"],
+                advice=["when the store is reachable, continue: stillroom resume RUN"],
             ) from error
 
     def learn(self, name: str) -> bool:
-        """Whether the store has a shard. Its head is here then."""
+        """Whether the store has a shard. Download its header if it is new."""
         path = f"{SHARDS}/{name}{SUFFIX}"
         size = self.store.size(path)
         if size is not None and not inside(self.folder, path).exists():
@@ -99,7 +100,7 @@ class Origin:
         return size is not None
 
     def _bring_head(self, name: str, size: int, mark: str = "") -> None:
-        """A torn head is put here as it is, so that whoever opens it says so."""
+        """Download a header. A damaged one is kept as it is, so that opening the cache reports it."""
         path = inside(self.folder, name)
         begin = self.store.begin(name, _FIRST_BYTES)
         length = head_length(begin)
@@ -113,7 +114,7 @@ class Origin:
         aside.replace(path)
 
     def _is_known(self, name: str, size: int, mark: str) -> bool:
-        """Whether a file here is the store's. One without a mark was written here, or learned of: it gets the mark."""
+        """Whether the local file is the store's. A file without a mark was written here; record the mark."""
         path = inside(self.folder, name)
         if not path.exists() or path.stat().st_size != size:
             return False
@@ -123,7 +124,7 @@ class Origin:
         return known in ("", mark)
 
     def _note(self, path: Path) -> str:
-        """How much of a shard is here, and the store's mark of it. Empty for one that was written here."""
+        """Read how much of a shard is here, and the store's mark. Empty for one that was written here."""
         try:
             return (self.folder / _NOTES / path.name).read_text(encoding="ascii")
         except FileNotFoundError:
@@ -136,21 +137,21 @@ class Origin:
     # -- writing -----------------------------------------------------------------------------------------
 
     def send(self, path: Path) -> None:
-        """Send a shard that was written here, or the manifest: of several that begin a cache, the first one's stays."""
+        """Upload a shard or the manifest. If several writers start a cache, the first manifest stays."""
         if path.name != NAME:
             self.store.put(f"{SHARDS}/{path.name}", path)
         elif not self.store.create(NAME, path.read_bytes()):
             write_atomically(path, self.store.read(NAME) or b"")
 
     def send_rest(self) -> None:
-        """Send what an earlier writer of this machine wrote and could not send."""
+        """Upload shards that an earlier writer on this machine could not upload."""
         there = self.store.entries(SHARDS)
         for path in sorted((self.folder / SHARDS).glob(f"*{SUFFIX}")):
             if f"{SHARDS}/{path.name}" not in there and not self._note(path).startswith(_HEAD):
                 self.send(path)
 
     def claim(self, name: str, owner: str) -> bool:
-        """Whether no other writer asks for the rows of a shard."""
+        """Claim a shard. Return False if another writer has claimed it."""
         return self.store.create(f"{_CLAIMS}/{name}", owner.encode("ascii"))
 
     def give_back(self, *names: str) -> None:
@@ -161,7 +162,7 @@ class Origin:
 
 
 def folder_of(place: str | Path) -> Path:
-    """The folder of this machine for a cache: itself, or the one of an address, as the store is now."""
+    """Return the local folder of a cache. For an address, update it from the store first."""
     if not is_in_store(place):
         return Path(place).expanduser()
     url = as_url(place)

@@ -1,9 +1,9 @@
 """Writing a cache: the missing shards, one at a time, whole or not at all, by one process or by several.
 
-Who writes a shard holds its lock; in a store it also has a claim (`in_store.py`). What another process has is left to
-it, and looked for again at the end. Neither is needed for the cache to be right: a shard that two processes wrote has
-the same rows and is put into its place whole. So what a process of another machine holds while nothing is written for
-`PATIENCE_SECONDS` is written all the same: that machine may be gone.
+A writer locks the shard that it writes; in a store it also claims it (`in_store.py`). Shards of other writers are
+skipped and looked for again at the end. Locks and claims only share the work: a shard that two processes wrote has the
+same rows and is replaced as a whole. So if nothing is written for `PATIENCE_SECONDS`, shards that another machine
+locked or claimed are written here: that machine may be gone.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from stillroom.types import Batch
 
 LOCK = "writers.lock"
 PATIENCE_SECONDS = 180.0  # network file systems show another machine's changes after up to 60
-_PAUSE_SECONDS, _STORE_PAUSE_SECONDS = 0.5, 5.0  # between looks at what others write
+_PAUSE_SECONDS, _STORE_PAUSE_SECONDS = 0.5, 5.0  # between checks for shards of other writers
 
 
 class AnswersRows(Protocol):
@@ -99,6 +99,8 @@ def open_store(folder: Path, manifest: Manifest) -> Manifest:
         (folder / SHARDS).mkdir(parents=True, exist_ok=True)
         with hold(folder / LOCK, waits=True):
             if not is_there(folder):
+                for leftover in folder.glob(f"{TEMPORARY}{NAME}-*"):  # left by a killed writer: the lock is ours
+                    leftover.unlink(missing_ok=True)
                 _commit(folder / NAME, manifest.to_bytes())
             elif (origin := Origin.of(folder)) is not None:
                 origin.send(folder / NAME)
@@ -158,18 +160,18 @@ def write_missing(
 
 @contextlib.contextmanager
 def _claimed(folders: Sequence[Path], plan: ShardPlan, *, is_patient: bool) -> Iterator[bool]:
-    """Whether this process is to write a shard. It may be there already: of a store's, the heads are here then."""
+    """Lock and claim a shard. Yield whether this process may write it; it may exist already."""
     origins = [origin for origin in map(Origin.of, folders) if origin is not None]
     with contextlib.ExitStack() as ending:
         try:
             ending.enter_context(hold(_lock(folders[0], plan.name)))
         except LockHeld as error:
-            if is_patient or has_ended(error.owner) is not None:  # of this machine: its lock ends with it
+            if is_patient or has_ended(error.owner) is not None:  # on this machine: its lock ends with its process
                 yield False
                 return
-        except OSError:  # a folder that cannot be written: the shard will tell, with advice
+        except OSError:  # not writable: writing the shard raises, with advice
             pass
-        is_there = [origin.learn(plan.name) for origin in origins]  # before `all`: every head is wanted
+        is_there = [origin.learn(plan.name) for origin in origins]  # not lazily: every header is needed
         if not all(is_there):
             if not origins[0].claim(plan.name, secrets.token_hex(8)) and is_patient:
                 yield False
@@ -183,13 +185,17 @@ def _lock(folder: Path, name: str) -> Path:
 
 
 def _sweep(folders: Sequence[Path]) -> None:
-    """Remove locks and claims of shards that are written: their owners ended before they could."""
-    written = {path.stem for path in shard_paths(folders[0])}
-    for path in (folders[0] / SHARDS).glob(f"{TEMPORARY}*.lock*"):
-        if path.name.removeprefix(TEMPORARY).partition(".")[0] in written:
-            path.unlink(missing_ok=True)
-    if (origin := Origin.of(folders[0])) is not None:
-        origin.give_back(*(origin.claimed() & written))
+    """Remove temporary files, locks and claims that killed writers left, of shards that are written.
+
+    Not of others: several impatient writers may be writing one of those.
+    """
+    for folder in folders:
+        written = {path.stem for path in shard_paths(folder)}
+        for path in (folder / SHARDS).glob(f"{TEMPORARY}*"):
+            if path.name.removeprefix(TEMPORARY).partition(".")[0] in written:
+                path.unlink(missing_ok=True)
+        if (origin := Origin.of(folder)) is not None:
+            origin.give_back(*(origin.claimed() & written))
 
 
 def _path(folder: Path, plan: ShardPlan) -> Path:
@@ -242,19 +248,18 @@ def pack_shard(answers: dict[str, RowAnswer], manifest: Manifest) -> bytes:
 def commit_shard(folder: Path, plan: ShardPlan, contents: bytes) -> None:
     """Put a shard that was made elsewhere into its place."""
     _commit(_path(folder, plan), contents)
+    _sweep([folder])
 
 
 def _commit(path: Path, contents: bytes) -> None:
     try:
-        for leftover in path.parent.glob(f"{TEMPORARY}{path.name}-*"):  # of a writer that was killed
-            leftover.unlink(missing_ok=True)
         _put(path, contents)
     except OSError as error:
         raise _unwritable(path, error) from error
 
 
 def _put(path: Path, contents: bytes) -> None:
-    """Where another writer of the same shard removes what lies aside, it puts the same bytes into their place."""
+    """Write a file and upload it. A writer that finds the shard written may remove our temporary file."""
     try:
         write_atomically(path, contents, mark=secrets.token_hex(6))
     except FileNotFoundError:
