@@ -33,11 +33,10 @@ from filelock import FileLock
 
 from stillroom.config.data import DataConfig, Layout, SourceConfig
 from stillroom.data.bos import opening_ids
-from stillroom.data.chat import day_or_today, prints_day
+from stillroom.data.chat import day_or_today, make_shaper, prints_day
 from stillroom.data.encode import Encoder, TokenizedRecord, Tokenizer
 from stillroom.data.encoded import Encoded, Ints, Numbers, Tokens
 from stillroom.data.records import BadRecord, Record, Tally, Unusable
-from stillroom.data.shaping import make_shaper
 from stillroom.data.sources import Item, is_files, named_files, note_unread, pieces_of, read_file, read_files
 from stillroom.data.sources.checked import checked
 from stillroom.data.sources.compressed import data_suffix, is_compressed
