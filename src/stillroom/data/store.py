@@ -334,7 +334,7 @@ class TokenStore:
                 with replaced_folder(entry) as folder:
                     self._build(folder, key, source)
                 return self._read(entry, is_checked=True)
-        except OSError as error:
+        except (OSError, NotImplementedError) as error:  # the second: older filelock, on a disk without locks
             why = "the disk is full" if is_disk_full(error) else reason_of(error)
             raise DataError(
                 f"the token store in {self.folder} cannot be used: {why}",
