@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stillroom.data import Encoded, Encoder, Loader, Record, Rows, Tally, pack
-from stillroom.data.best_fit import best_fit, stable_order
+from stillroom.data.packing import best_fit, stable_order
 from stillroom.types import IGNORED
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=0, max_size=120)

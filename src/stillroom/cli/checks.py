@@ -89,8 +89,8 @@ def selftest(
     """Check numerics on this machine; under a minute on two cores.
 
     Every divergence and the loss of the head against float64 and finite differences; every row kernel against the plain
-    one; every precision policy against float64; the guard against injected faults; a run that is killed and resumed; a
-    student saved and read again. Exit code 0, or 20 where something is wrong: it is named.
+    one; every precision policy against float64; the guard against injected faults; a run that is killed and resumed.
+    Exit code 0, or 20 where something is wrong: it is named.
     """
     from stillroom.doctor.selftest import GROUPS, selftest
     from stillroom.engine.building.device import find_device

@@ -21,9 +21,10 @@ from datetime import date, datetime
 
 from jinja2 import TemplateError
 
+from stillroom.config.data import DataConfig
 from stillroom.data.alignment import Aligned, Place, Span, after_mark, align, common_start, generated_spans, messages_of
 from stillroom.data.encode import Tokenizer
-from stillroom.data.records import Segments, Tally, Turn, Unusable, is_blank
+from stillroom.data.records import ChatWriter, Segments, Shaper, Tally, Turn, Unusable, is_blank
 from stillroom.data.template import ChatPrinter, TooMuch
 from stillroom.errors import DataError
 
@@ -321,3 +322,18 @@ def _joined(pieces: Sequence[tuple[str, bool]]) -> Segments:
         elif text:
             joined.append((text, is_scored))
     return tuple(joined)
+
+
+# -- from an object of a data file to a record -------------------------------------------------------------------
+
+
+def chat_writer(tokenizer: Tokenizer, tally: Tally, day: str = "") -> TemplateChat | PlainChat:
+    """Print chats with the tokenizer's template, where it has one. `day` is what a template prints that asks for it."""
+    return TemplateChat(tokenizer, tally, day) if tokenizer.chat_template else PlainChat(tally)
+
+
+def make_shaper(config: DataConfig, tokenizer: Tokenizer, tally: Tally, write_chat: ChatWriter | None = None) -> Shaper:
+    """The shaper of the one source that `config` has; `write_chat` writes chats where it is not the tokenizer's."""
+    (source,) = config.sources
+    write_chat = write_chat or chat_writer(tokenizer, tally, config.day)
+    return Shaper(write_chat, tally, train_on_prompt=config.train_on_prompt, layout=source)

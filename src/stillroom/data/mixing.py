@@ -24,7 +24,6 @@ from torch import Tensor
 
 from stillroom.data.encoded import Ints
 from stillroom.data.packing import Rows
-from stillroom.data.short_first import arranged, buckets
 from stillroom.types import IGNORED, Batch
 
 _OTHER_PADS = {"targets": IGNORED, "segments": -1, "spans": -1}  # token 0 is in every vocabulary
@@ -223,3 +222,80 @@ def _stacked_pair(batches: Sequence[Batch], padded: Callable[[str], Tensor]) -> 
     found: dict[str, Any] = {"other": _stacked(others, _OTHER_PADS)} if others else {}
     names = [name for name in ("spans", "is_exact") if getattr(batches[0], name) is not None]
     return found | {name: padded(name) for name in names}
+
+
+# -- order of the rows in an epoch -------------------------------------------------------------------------------
+
+# Batches of rows of about equal length.
+#
+# The order of an epoch is cut into stretches of many batches, each stretch is sorted by length and cut into batches,
+# and the batches are put into random order. So a window still has short and long rows, and only batches are alike
+# inside.
+
+_BATCHES_SORTED = 64  # batches of a stretch: more leave less padding and less chance
+
+
+def grouped(order: Ints, lengths: Ints, batch_size: int, rng: np.random.Generator) -> Ints:
+    """The same rows, those of a batch of about equal length. The last batch, if partial, stays the last.
+
+    `lengths` has the length of each row that `order` may name.
+    """
+    result = order.copy()
+    for start in range(0, len(order), batch_size * _BATCHES_SORTED):
+        stretch = order[start : start + batch_size * _BATCHES_SORTED]
+        in_order = stretch[np.argsort(lengths[stretch], kind="stable")]
+        num_whole = len(in_order) // batch_size * batch_size
+        batches = in_order[:num_whole].reshape(-1, batch_size)
+        result[start : start + num_whole] = batches[rng.permutation(len(batches))].reshape(-1)
+        result[start + num_whole : start + len(in_order)] = in_order[num_whole:]
+    return result
+
+
+# Rows from short to long: what a run sees first if `data.order` is "short_first".
+#
+# Of the first epoch, which is in random order, the first rows are sorted by length and cut into a few buckets, and
+# the rows of a bucket are put into random order again. So a bucket has no row that is shorter than one of the bucket
+# before, and its batches are not all of one length. The other rows, and all later epochs, stay in random order: an
+# epoch has each row once, and a run does not end with its longest rows.
+#
+# A curriculum by difficulty, with length as the measure: Platanios et al., 2019.
+
+_NUM_BUCKETS = 20
+
+
+def buckets(in_order: Ints, batch_size: int) -> list[Ints]:
+    """Cut an order into at most 20 stretches of whole batches, of about equal size."""
+    num_batches = -(-len(in_order) // batch_size)
+    size = batch_size * max(1, -(-num_batches // _NUM_BUCKETS))
+    return [in_order[start : start + size] for start in range(0, len(in_order), size)]
+
+
+def ramp(order: Ints, longest: Ints, batch_size: int, rng: np.random.Generator) -> list[Ints]:
+    """The same rows from short to long, in buckets, in random order inside of each.
+
+    `longest` is the length that each row goes by. Rows of one length are in the order in which they came.
+    """
+    in_order: Ints = order[np.argsort(longest[order], kind="stable")]
+    return [rng.permutation(bucket) for bucket in buckets(in_order, batch_size)]
+
+
+def arranged(
+    order: Ints,
+    lengths: Ints | None,
+    longest: Ints | None,
+    *,
+    num_first: int,
+    batch_size: int,
+    rng: np.random.Generator,
+) -> Ints:
+    """The order of an epoch: `num_first` rows from short to long by `longest`, then the others.
+
+    With `lengths`, the rows of a batch are of about equal length too.
+    """
+    stretches = [order[num_first:]]
+    if num_first:
+        assert longest is not None
+        stretches = [*ramp(order[:num_first], longest, batch_size, rng), *stretches]
+    if lengths is not None:
+        stretches = [grouped(stretch, lengths, batch_size, rng) for stretch in stretches]
+    return np.concatenate(stretches)

@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from stillroom.config.data import DataConfig
-from stillroom.data.corpus import encode_training
-from stillroom.data.duplicates import count_duplicates
+from stillroom.config.data import DataConfig, SourceConfig
+from stillroom.data.chat import PlainChat
+from stillroom.data.corpus import Corpus, encode_training
+from stillroom.data.embedded import BUILTIN_PREFIX, embedded_records
 from stillroom.data.encode import Tokenizer, num_shared, spell
 from stillroom.data.encoded import Encoded
-from stillroom.data.lengths import length_quantiles
+from stillroom.data.reading import read_records
+from stillroom.data.records import Tally
 
 Pieces = list[tuple[str, bool]]  # (text, is scored), in reading order
 
@@ -128,3 +130,53 @@ def token_pieces(tokenizer: Tokenizer, ids: Sequence[int], is_scored: Sequence[b
     flags = [bool(is_scored[place]) for place in [0, *changes]] if ids else []
     pieces = [(whole[start:end], flag) for (start, end), flag in zip(itertools.pairwise(cuts), flags, strict=False)]
     return [(text, flag) for text, flag in pieces if text]
+
+
+# -- lengths -----------------------------------------------------------------------------------------------------
+
+
+QUANTILES = {"shortest": 0, "first_decile": 0.1, "median": 0.5, "ninth_decile": 0.9, "longest": 1}
+
+
+def length_quantiles(counts: Any) -> dict[str, int]:
+    """Quantiles of lengths, each of them one that occurs."""
+    if not len(counts):
+        return {}
+    found = np.quantile(counts, list(QUANTILES.values()), method="nearest").tolist()
+    return {name: int(value) for name, value in zip(QUANTILES, found, strict=True)}
+
+
+def row_lengths(corpus: Corpus) -> dict[str, dict[str, int]]:
+    """Quantiles of the rows' lengths in tokens, by side."""
+    sides = {"train": corpus.train, "eval": corpus.evaluation}
+    return {side: length_quantiles(rows.lengths) for side, rows in sides.items() if len(rows)}
+
+
+# -- duplicates --------------------------------------------------------------------------------------------------
+
+
+def count_duplicates(config: DataConfig) -> dict[str, int]:
+    """Training records with the content of an earlier one, and evaluation records that are also trained on.
+
+    Read apart from the run, without a tokenizer: contents are compared as the file has them. Only 16 bytes of each
+    record are kept. Without `config.eval` equal contents fall on one side of the split, and none is on both.
+    """
+    seen: set[bytes] = set()
+    inside = 0
+    for source in config.sources:
+        for key in _keys(source, config):
+            inside += key in seen
+            seen.add(key)
+    if config.eval is None or config.eval.startswith(BUILTIN_PREFIX):
+        return {"inside": inside, "between": 0}
+    between = sum(key in seen for key in _keys(config.named(config.eval), config, is_evaluation=True))
+    return {"inside": inside, "between": between}
+
+
+def _keys(source: SourceConfig, config: DataConfig, *, is_evaluation: bool = False) -> Iterator[bytes]:
+    if source.path.startswith(BUILTIN_PREFIX):
+        records = iter(embedded_records(source.path, train_on_prompt=config.train_on_prompt)[0])
+    else:
+        tally = Tally()
+        records = read_records(source, config, PlainChat(tally), tally, is_evaluation=is_evaluation)
+    return (bytes.fromhex(record.key)[:16] for record in records)

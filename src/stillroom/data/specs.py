@@ -8,11 +8,11 @@ from typing import Any
 
 from stillroom.builtin import corpus as stdlib
 from stillroom.config.data import DataConfig, SourceConfig
+from stillroom.data.chat import chat_writer
 from stillroom.data.embedded import BUILTIN_PREFIX, embedded_records
 from stillroom.data.encode import Tokenizer
 from stillroom.data.reading import read_records
 from stillroom.data.records import Record, Tally, content_key
-from stillroom.data.shaping import chat_writer
 from stillroom.data.sources import pieces_of
 from stillroom.data.sources.compressed import data_suffix
 from stillroom.data.spans.reading import TwoReadings

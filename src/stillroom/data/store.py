@@ -33,11 +33,10 @@ from filelock import FileLock
 
 from stillroom.config.data import DataConfig, Layout, SourceConfig
 from stillroom.data.bos import opening_ids
-from stillroom.data.chat import day_or_today, prints_day
+from stillroom.data.chat import day_or_today, make_shaper, prints_day
 from stillroom.data.encode import Encoder, TokenizedRecord, Tokenizer
 from stillroom.data.encoded import Encoded, Ints, Numbers, Tokens
 from stillroom.data.records import BadRecord, Record, Tally, Unusable
-from stillroom.data.shaping import make_shaper
 from stillroom.data.sources import Item, is_files, named_files, note_unread, pieces_of, read_file, read_files
 from stillroom.data.sources.checked import checked
 from stillroom.data.sources.compressed import data_suffix, is_compressed
@@ -335,7 +334,7 @@ class TokenStore:
                 with replaced_folder(entry) as folder:
                     self._build(folder, key, source)
                 return self._read(entry, is_checked=True)
-        except OSError as error:
+        except (OSError, NotImplementedError) as error:  # the second: older filelock, on a disk without locks
             why = "the disk is full" if is_disk_full(error) else reason_of(error)
             raise DataError(
                 f"the token store in {self.folder} cannot be used: {why}",

@@ -14,7 +14,7 @@ from stillroom.checkpoint import Mark, Saved
 from stillroom.config import Config
 from stillroom.config.given import unread_notes
 from stillroom.config.train import STRATEGIES
-from stillroom.data.lengths import row_lengths
+from stillroom.data.preview import row_lengths
 from stillroom.engine.adviser import Adviser
 from stillroom.engine.building.assemble import build_run
 from stillroom.engine.building.device import deterministic, find_device

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping
 
 from stillroom.config.data import Layout
-from stillroom.data.layout import OPTIONAL
+from stillroom.data.records import OPTIONAL
 from stillroom.data.sources.readers import Item
 from stillroom.errors import DataError
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from stillroom.config.data import DataConfig
+from stillroom.data.chat import chat_writer
 from stillroom.data.encode import Tokenizer
 from stillroom.data.records import Tally
-from stillroom.data.shaping import chat_writer
 from stillroom.data.spans.chats import PairedChats
 from stillroom.data.spans.common import Coverage
 from stillroom.data.spans.encoder import PairEncoder, TwoTokenizers
