@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +15,16 @@ import torch
 from safetensors.torch import load_file
 
 from stillroom.config import load_config
+from stillroom.doctor.plan.cost import find_gpu
+from stillroom.doctor.plan.plan import find_target
+from stillroom.engine import fitting
 from stillroom.engine.distill import Result, distill, resume
+from stillroom.engine.memory import AIM, Shapes, lay_out
+from stillroom.engine.state import RunState
+from stillroom.engine.trace import Untraceable
 from stillroom.errors import ConfigError, Interrupted, OutOfMemory
-from stillroom.telemetry import read_events
+from stillroom.parallel import Parallel
+from stillroom.telemetry import EventLog, read_events
 from stillroom.types import Batch
 
 
@@ -125,3 +134,46 @@ def test_memory_that_runs_out_beside_other_faults_leaves_a_finite_student(world:
     result = run(world, tmp_path / "run", "oom@3,nan_grad@3,teacher_nan@5,oom@8,nan_weight@8")
     assert result.summary["shortages"] == 2 and result.summary["skipped"] == 1 and result.summary["rollbacks"] == 1
     assert all(torch.isfinite(tensor).all() for tensor in weights(result).values())
+
+
+# ---- The model of memory is asked how far to cut
+
+
+def small_run(world: Path, log: EventLog, rows: int) -> Any:
+    """What the handler reads of a run on a GPU, which is not here."""
+    config = load_config(overrides=settings(world, train__batch_size=rows))
+    optimizer = SimpleNamespace(zero_grad=lambda: None)
+    mix = SimpleNamespace(planned=SimpleNamespace(find=lambda _name: None))
+    return SimpleNamespace(
+        config=config, device=torch.device("cuda"), precision=SimpleNamespace(mode="fp32"), optimizer=optimizer,
+        mix=mix, parallel=Parallel(), log=log,
+    )  # fmt: skip
+
+
+def test_a_size_that_the_model_of_memory_rules_out_is_not_tried(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = find_target(gpu=find_gpu("T4"))
+    with EventLog(tmp_path / "events.jsonl") as log:
+        run, state = small_run(world, log, rows=16), RunState()
+        needed = lay_out(run.config, Shapes(gpu), "fp32", rows=2).total
+        monkeypatch.setattr(fitting, "held_here", lambda _device, _sharing: replace(gpu, bound=int(needed / AIM) + 1))
+        fitting._take_smaller_parts(run, state, "no memory")
+    assert (state.micro_batch_parts, state.shortages) == (8, 1)
+    (note,) = read_events(log.path)
+    assert note["micro_batch_rows"] == 2
+
+
+def test_where_the_model_of_memory_cannot_say_half_is_tried_and_that_is_noted(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(*_: Any, **__: Any) -> int:
+        raise Untraceable("no shapes")
+
+    monkeypatch.setattr(fitting, "held_here", lambda _device, _sharing: find_target(gpu=find_gpu("T4")))
+    monkeypatch.setattr(fitting, "parts_that_fit", unknown)
+    with EventLog(tmp_path / "events.jsonl") as log:
+        run, state = small_run(world, log, rows=16), RunState()
+        fitting._take_smaller_parts(run, state, "no memory")
+    assert state.micro_batch_parts == 2
+    assert [event["event"] for event in read_events(log.path)] == ["note", "note"]

@@ -17,7 +17,8 @@ class TrainConfig(Section):
     epochs: Annotated[float, Field(gt=0, le=10**6)] = Field(1.0, description="passes over the training data")
     batch_size: Rows | Literal["auto"] = Field(
         8,
-        description="rows in a micro-batch; auto: `step_rows` in the largest micro-batches that fit",
+        description="rows in a micro-batch; auto: `step_rows` in the largest micro-batches that fit, "
+        "as `stillroom plan` counts",
     )
     step_rows: Rows = Field(32, description="rows in a step where batch_size is auto")
     gradient_accumulation_steps: Rows = Field(1, description="micro-batches in a step")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from stillroom.telemetry.checks import wrapped
@@ -41,7 +41,7 @@ def _verdict(plan: Mapping[str, Any]) -> list[str]:
         return [f"fits: {whole}"]
     lines = [f"does not fit: {whole}"]
     for change in plan["changes"]:
-        said = " ".join(f"--set {key}={_word(value)}" for key, value in change["settings"].items())
+        said = " ".join(f"--set {key}={_word(value)}" for key, value in _single(change["settings"]))
         lines += wrapped("  ", f"{change['what']}: saves {amount(change['saves'])}, leaves "
                                f"{amount(change['total_after'])}; costs: {change['costs']}")  # fmt: skip
         lines += wrapped("    ", said)
@@ -80,12 +80,17 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 60:.3g} min" if seconds < 7200 else f"{seconds / 3600:.3g} h"
 
 
+def _single(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Dotted keys of single values: a section is no value that a shell passes on unquoted."""
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _single({f"{key}.{name}": one for name, one in value.items()})
+        else:
+            yield key, value
+
+
 def _word(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f'"{key}": {one}' for key, one in value.items()) + "}"
-    return str(value)
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def amount(num_bytes: float) -> str:
