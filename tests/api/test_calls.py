@@ -10,7 +10,6 @@ import os
 import pkgutil
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,10 +21,12 @@ import pytest
 import tiny
 import torch
 from given_objects import given, load, quick, texts
+from process_jobs import environment, group
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import stillroom
+import stillroom.report
 from stillroom.engine.run_folder.inputs import FOLDER
 from stillroom.errors import (
     BrokenAtStart,
@@ -38,16 +39,6 @@ from stillroom.errors import (
 )
 from stillroom.models.load.given import GivenModel
 from stillroom.telemetry import read_events
-
-
-def environment(**over: str) -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **over}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def losses(folder: Path) -> list[float]:
@@ -242,57 +233,33 @@ def test_a_folder_called_inputs_that_is_not_ours_is_left_alone(world: Path, tmp_
 
 # -- several processes -----------------------------------------------------------------------------------
 
-_PROGRAM = """
-import os, sys
-from pathlib import Path
-sys.path.insert(0, {tests!r})
-import given_objects, stillroom, stillroom.report, stillroom.engine.run_folder.inputs as inputs
-folder, world = Path({folder!r}), Path({world!r})
-def note(what, wrapped):
-    def call(*args, **options):
-        with (folder / f"{{what}}-{{os.environ['RANK']}}").open("a") as file:
-            file.write("once ")
-        return wrapped(*args, **options)
-    return call
-stillroom.report.write_report = note("report", stillroom.report.write_report)
-inputs.Inputs.keep = note("inputs", inputs.Inputs.keep)
-result = stillroom.distill(**given_objects.given(world), out=folder / "run", device="cpu", progress=True,
-                           settings=given_objects.quick(world, train__max_steps=2, eval__samples=0))
-assert result.summary["status"] == "done"
-try:
-    stillroom.distill(**given_objects.given(world), device="cpu")
-except stillroom.StillroomError as error:
-    assert "several processes" in error.what, error
-else:
-    raise AssertionError("no folder was named")
-"""
+
+def distilled_by_several(world: Path, folder: Path) -> None:
+    """What each of several processes does: distil, noting who writes what; then leave out the folder."""
+    from stillroom.engine.run_folder import inputs
+
+    def noted(what: str, wrapped: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            with (folder / f"{what}-{os.environ['RANK']}").open("a") as file:
+                file.write("once ")
+            return wrapped(*args, **options)
+
+        return call
+
+    stillroom.report.write_report = noted("report", stillroom.report.write_report)  # type: ignore[assignment]
+    inputs.Inputs.keep = noted("inputs", inputs.Inputs.keep)  # type: ignore[method-assign]
+    settings = quick(world, train__max_steps=2, eval__samples=0)
+    result = stillroom.distill(**given(world), out=folder / "run", device="cpu", progress=True, settings=settings)
+    assert result.summary["status"] == "done"
+    with pytest.raises(ConfigError):
+        stillroom.distill(**given(world), device="cpu")
 
 
 def test_of_several_processes_the_first_alone_writes(world: Path, tmp_path: Path) -> None:
-    here = Path(__file__).parents[1] / "support"
-    program = _PROGRAM.format(tests=str(here), folder=str(tmp_path), world=str(world))
-    words = [str(here), str(here.parent), os.environ.get("PYTHONPATH", "")]
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", program],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment(**shared, RANK=str(rank), PYTHONPATH=os.pathsep.join(words)),
-        )
-        for rank in range(2)
-    ]
-    ends = []
-    for process in started:
-        try:
-            ends.append((*process.communicate(timeout=240), process.returncode))
-        finally:
-            process.kill()
-    assert [code for _out, _err, code in ends] == [0, 0], ends
+    first, second = group(2, lambda: distilled_by_several(world, tmp_path))
     assert sorted(path.name for path in tmp_path.glob("*-?")) == ["inputs-0", "report-0"]
     assert (tmp_path / "report-0").read_text() == "once "
-    assert "check passed" in ends[0][0] and ends[1][0] == ""
+    assert first.out and not second.out
 
 
 # -- evaluation and generation ---------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from commands import run
 
 from stillroom.config import extensions, load_config
 from stillroom.config.extensions import DIVERGENCES, OBJECTIVES, READERS, Registry
@@ -61,19 +62,10 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     importlib.invalidate_caches()
 
 
-def stillroom(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return subprocess.run(
-        [sys.executable, "-m", "stillroom", *words],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
-def test_an_installed_package_brings_an_objective_a_divergence_and_a_reader(world: Path, tmp_path: Path) -> None:
-    (tmp_path / "site").mkdir()
+@pytest.mark.usefixtures("installed")
+def test_an_installed_package_brings_an_objective_a_divergence_and_a_reader(
+    world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "notes").mkdir()
     text = "".join(f"# {number}\n{line}\n" for number, line in enumerate(tiny.sentences(60, 1)))
     (tmp_path / "notes" / "one.md").write_text(text)
@@ -81,10 +73,8 @@ def test_an_installed_package_brings_an_objective_a_divergence_and_a_reader(worl
     settings = tiny.settings(world, data__train=str(tmp_path / "notes" / "*.md"), train__max_steps=2)
     words = [word for key, value in settings.items() for word in ("--set", f"{key}={json.dumps(value)}")]
     out = tmp_path / "run"
-    done = stillroom(
-        install(tmp_path / "site"), "distill", str(tmp_path / "run.toml"), *words, "--out", str(out), "--device", "cpu"
-    )
-    assert done.returncode in (0, 22), done.stderr  # two steps need not make a better student
+    code, _out, err = run(capsys, "distill", str(tmp_path / "run.toml"), *words, "--out", str(out), "--device", "cpu")
+    assert code in (0, 22), err  # two steps need not make a better student
     events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
     steps = [event for event in events if event["event"] == "step"]
     assert [set(step["terms"]) for step in steps] == 2 * [{"kd", "loudness"}]

@@ -6,14 +6,13 @@ import json
 import math
 import random
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
+from process_jobs import command
 from safetensors.torch import load_file
 
 from stillroom.cli import main
@@ -93,8 +92,8 @@ def test_a_run_killed_in_an_evaluation_after_a_rollback_ends_as_if_nothing_had_h
     settings = [f"--set={key}={value}" for key, value in tiny.settings(world, **BASE).items()]
     words = ["distill", "--out", str(tmp_path / "run"), "--device", "cpu", "--no-progress", *settings]
     faults = "nan_weight@3,kill_in_eval@10"
-    ended = subprocess.run([sys.executable, "-m", "stillroom", *words, "--inject", faults], capture_output=True)
-    assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
+    ended = command([*words, "--inject", faults]).wait()
+    assert ended.code == -signal.SIGKILL, ended
     again = resume(tmp_path / "run", device="cpu")
     assert_ended_well(again)
     assert again.summary["student"]["perplexity"] == clean.summary["student"]["perplexity"]

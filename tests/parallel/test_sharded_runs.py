@@ -202,9 +202,9 @@ def _check_saves_in_the_background(world: Path) -> None:
     stores = [CheckpointStore(world / name / "checkpoints") for name in ("fsdp-2", "awaited")]
     one, other = (store.load_newest(without=[STEPS]) for store in stores)
     assert one is not None and other is not None and one.step == other.step == 4
-    for group in ("student", "optimizer", "random", "best"):
-        assert set(one.tensors[group]) == set(other.tensors[group])
-        assert all(torch.equal(tensor, other.tensors[group][name]) for name, tensor in one.tensors[group].items())
+    for part in ("student", "optimizer", "random", "best"):
+        assert set(one.tensors[part]) == set(other.tensors[part])
+        assert all(torch.equal(tensor, other.tensors[part][name]) for name, tensor in one.tensors[part].items())
     events = list(read_events(world / "fsdp-2" / "events.jsonl"))
     assert [event["step"] for event in events if event["event"] == "checkpoint"] == [0, 4, 6]
     notes = [event["text"] for event in events if event["event"] == "note"]

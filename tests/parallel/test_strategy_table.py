@@ -50,7 +50,7 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def found(worlds: Path) -> dict[tuple[str, str], dict[str, Any]]:
     """Every feature with each strategy, in one start of two processes."""
-    group(2, lambda: feature_runs.main(str(worlds), str(worlds / "found.pt")))
+    group(2, lambda: feature_runs.main(worlds, worlds / "found.pt"))
     answers: dict[tuple[str, str], dict[str, Any]] = torch.load(worlds / "found.pt")
     return answers
 

@@ -24,7 +24,6 @@ from safetensors.torch import load_file
 
 from stillroom.telemetry import read_events
 
-
 TIMEOUT = 240.0  # seconds; no test asserts a duration, this one ends a hang
 
 
@@ -96,9 +95,10 @@ def _become(work: Callable[[], object], environment: Mapping[str, str], out: int
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(out, 1)
         os.dup2(err, 2)
-        sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w", buffering=1), open(2, "w", buffering=1)  # noqa: PTH123, SIM115
+        sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w", buffering=1), open(2, "w", buffering=1)  # noqa: SIM115
+        mine = dict(environment)  # which may be os.environ itself
         os.environ.clear()
-        os.environ.update(environment)
+        os.environ.update(mine)
         code = _code_of(work)
         atexit._run_exitfuncs()
     except BaseException:  # noqa: BLE001 - a child must never run the rest of the tests
@@ -146,10 +146,21 @@ def commands(each: Iterable[Sequence[str]]) -> list[Child]:
     return [command(words, **rank) for words, rank in zip(listed, ranks(len(listed)), strict=True)]
 
 
-def group(size: int, work: Callable[[], object], timeout: float = 480.0) -> None:
+def group(size: int, work: Callable[[], object]) -> list[Ended]:
     """Do `work` in each of `size` processes that find each other by their environment; all must end well."""
-    for ended in wait_for([Child(work, environment(**rank)) for rank in ranks(size)], timeout):
+    return _well([Child(work, environment(**rank)) for rank in ranks(size)])
+
+
+def alone(work: Callable[[], object]) -> Ended:
+    """Do `work` in a process of its own, which must end well."""
+    return _well([Child(work, environment())])[0]
+
+
+def _well(children: Sequence[Child]) -> list[Ended]:
+    ends = wait_for(children, 2 * TIMEOUT)
+    for ended in ends:
         assert ended.code == 0, ended.said[-4000:]
+    return ends
 
 
 def wait_for(children: Sequence[Child], timeout: float = TIMEOUT) -> list[Ended]:
@@ -165,8 +176,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
 
 
 def losses(folder: Path, key: str = "train_loss") -> list[float]:
