@@ -27,6 +27,7 @@ test: $(STAMP)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow
+	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest $$(grep -rl --include='test_*.py' '@given' tests)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

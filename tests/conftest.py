@@ -23,8 +23,10 @@ import torch
 
 torch.set_num_threads(1)
 # No test asserts a duration, and neither does hypothesis: a busy machine is not a broken law.
-hypothesis.settings.register_profile("laws", deadline=None)
-hypothesis.settings.load_profile("laws")
+# Examples are drawn anew in each run of the suite, so few are enough; `make test-slow` tries ten times as many.
+hypothesis.settings.register_profile("laws", deadline=None, max_examples=20)
+hypothesis.settings.register_profile("thorough", deadline=None, max_examples=200)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "laws"))
 
 
 @pytest.fixture(scope="session")
