@@ -23,7 +23,7 @@ demo: $(STAMP)
 test test-slow: export OMP_WAIT_POLICY ?= passive
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow

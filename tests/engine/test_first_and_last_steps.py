@@ -237,7 +237,7 @@ def run_combination(world: Path, out: Path, seed: int) -> Result:
     return run(world, out, faults, **over)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))  # two hundred more are slow tests
 def test_any_faults_at_once_leave_a_finite_student_no_worse_than_before(world: Path, tmp_path: Path, seed: int) -> None:
     assert_ended_well(run_combination(world, tmp_path / "run", seed))
 

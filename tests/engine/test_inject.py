@@ -96,8 +96,8 @@ def test_after_many_faults_in_fp16_the_student_is_better_and_all_saved_tensors_a
     assert_all_saved_tensors_finite(tmp_path / "run")
 
 
-@pytest.mark.parametrize("kernel", ["plain", "auto"])
-@pytest.mark.parametrize("temperature", [1.0, 3.0])  # the compiled kernel has a pass of its own for the latter
+# The compiled kernel has a pass of its own for another temperature than one.
+@pytest.mark.parametrize(("kernel", "temperature"), [("plain", 3.0), ("auto", 1.0), ("auto", 3.0)])
 def test_random_tokens_are_skipped_where_labels_have_no_weight(
     world: Path, tmp_path: Path, kernel: str, temperature: float
 ) -> None:

@@ -189,8 +189,7 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "student" / "model.safetensors")
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16-split"])
-@pytest.mark.parametrize("stops_after", [1, 4])
+@pytest.mark.parametrize(("precision", "stops_after"), [("fp32", 4), ("fp16-split", 1)])
 def test_a_run_resumed_after_any_step_equals_a_whole_one(
     pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str, stops_after: int
 ) -> None:
