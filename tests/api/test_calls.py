@@ -313,56 +313,56 @@ class Louder(LlamaForCausalLM):
 
 def wrong_models(world: Path) -> Iterator[tuple[Any, str]]:
     model = load(world / "student")
-    yield 42, "student is a int"
-    yield None.__class__, "student is a type"
-    yield type(model), "that is the class"
-    yield model.state_dict(), "student is a"
-    yield Wrapped(model), r"\.module"
-    yield (model,), "holds 1 things"
-    yield (model, "tokenizer"), "has a str in the place of its tokenizer"
-    yield (tiny.tokenizer(), model), "in the place of its tokenizer"
-    yield model.model, "no language-model head"
-    yield Louder(model.config), "does not load from its configuration"
+    yield 42, "int"
+    yield None.__class__, "type"
+    yield type(model), "class"
+    yield model.state_dict(), "student"
+    yield Wrapped(model), ".module"
+    yield (model,), "1"
+    yield (model, "tokenizer"), "str"
+    yield (tiny.tokenizer(), model), "student"
+    yield model.model, "head"
+    yield Louder(model.config), "Louder"
     patched = load(world / "student")
     patched.model.layers[0].forward = lambda hidden, **_options: hidden
-    yield patched, "forward of its own in model.layers.0"
+    yield patched, "model.layers.0"
     frozen = load(world / "student")
     frozen.lm_head.requires_grad_(False)
-    yield frozen, "1 weights that are frozen, lm_head.weight among them"
+    yield frozen, "lm_head.weight"
     with torch.device("meta"):
-        yield AutoModelForCausalLM.from_config(model.config), "meta device"
+        yield AutoModelForCausalLM.from_config(model.config), "meta"
 
 
 def test_what_is_no_model_is_refused_by_name(world: Path, tmp_path: Path) -> None:
     for value, told in wrong_models(world):
-        with pytest.raises(ConfigError, match=told) as found:
+        with refused(ConfigError, "student", told) as found:
             stillroom.distill(
                 teacher=str(world / "teacher"), student=value, data="builtin:stdlib", out=tmp_path / "run"
             )
-        assert "expected" in str(found.value)
+        assert found.value.advice
     assert not (tmp_path / "run").exists()
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"config": "run.toml"}, "load_config"),
-    ({"config": {"train": {}}}, "config is a dict"),
-    ({"settings": [("train.max_steps", 1)]}, "settings is"),
-    ({"settings": {1: 2}}, "settings is"),
-    ({"settings": {"train.max_step": 1}}, "did you mean train.max_steps"),
+    ({"config": {"train": {}}}, "config"),
+    ({"settings": [("train.max_steps", 1)]}, "settings"),
+    ({"settings": {1: 2}}, "settings"),
+    ({"settings": {"train.max_step": 1}}, "train.max_steps"),
     ({"settings": {"train.max_steps": "many"}}, "train.max_steps"),
-    ({"settings": {"teacher.model": "x"}}, "teacher is given, and settings name teacher.model"),
-    ({"settings": {"student.init": "shrink", "student.shrink.layers": 1}}, "cuts the student from the teacher"),
-    ({"preset": "no such"}, "there is no preset"),
-    ({"preset": 3}, "preset is 3"),
-    ({"out": 3}, "out is 3"),
-    ({"out": ""}, "out is ''"),
-    ({"device": 0}, "device is 0"),
-    ({"listeners": print}, "listeners is"),
-    ({"listeners": ["print"]}, "listeners is"),
-    ({"progress": "yes"}, "progress is 'yes'"),
-    ({"inject": None}, "inject is None"),
-    ({"teacher": None}, "teacher not given"),
-    ({"teacher": None, "student": None, "data": None}, "teacher and student and data not given"),
+    ({"settings": {"teacher.model": "x"}}, "teacher.model"),
+    ({"settings": {"student.init": "shrink", "student.shrink.layers": 1}}, "student"),
+    ({"preset": "no such"}, "no such"),
+    ({"preset": 3}, "preset"),
+    ({"out": 3}, "out"),
+    ({"out": ""}, "out"),
+    ({"device": 0}, "device"),
+    ({"listeners": print}, "listeners"),
+    ({"listeners": ["print"]}, "listeners"),
+    ({"progress": "yes"}, "progress"),
+    ({"inject": None}, "inject"),
+    ({"teacher": None}, "teacher"),
+    ({"teacher": None, "student": None, "data": None}, "data"),
 ]
 
 
@@ -372,7 +372,7 @@ def test_a_wrong_argument_is_refused_by_name(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     call = {"teacher": "builtin:teacher", "student": "builtin:student", "data": "builtin:stdlib", **over}
-    with pytest.raises(StillroomError, match=told):
+    with refused(StillroomError, "", told):
         stillroom.distill(**call)
     assert list(tmp_path.iterdir()) == []
 
@@ -380,20 +380,20 @@ def test_a_wrong_argument_is_refused_by_name(
 def test_the_other_functions_check_their_arguments_too(world: Path) -> None:
     folder = str(world / "teacher")
     for call, told in (
-        (lambda: stillroom.resume(3), "folder is 3"),  # type: ignore[arg-type]
-        (lambda: stillroom.resume("x", max_minutes=-1), "max_minutes is -1"),
-        (lambda: stillroom.resume("nowhere"), "holds no run"),
-        (lambda: stillroom.evaluate(folder, "builtin:stdlib", max_length=4), "max_length is 4"),
-        (lambda: stillroom.evaluate(folder, "builtin:stdlib", batch_size=True), "batch_size is True"),
-        (lambda: stillroom.evaluate(folder, "builtin:stdlib", bos="yes"), "bos is 'yes'"),  # type: ignore[arg-type]
-        (lambda: stillroom.evaluate(3, "builtin:stdlib"), "model is a int"),  # type: ignore[arg-type]
-        (lambda: stillroom.evaluate(folder, 3), "data is a int"),  # type: ignore[arg-type]
-        (lambda: stillroom.generate(folder, ["x"]), "prompt is"),  # type: ignore[arg-type]
-        (lambda: stillroom.generate(folder, "x", max_new_tokens=0), "max_new_tokens is 0"),
-        (lambda: stillroom.generate(folder, "x", temperature=float("nan")), "temperature is nan"),
-        (lambda: stillroom.generate(folder, "x", raw=None), "raw is None"),  # type: ignore[arg-type]
+        (lambda: stillroom.resume(3), "folder"),  # type: ignore[arg-type]
+        (lambda: stillroom.resume("x", max_minutes=-1), "max_minutes"),
+        (lambda: stillroom.resume("nowhere"), "nowhere"),
+        (lambda: stillroom.evaluate(folder, "builtin:stdlib", max_length=4), "max_length"),
+        (lambda: stillroom.evaluate(folder, "builtin:stdlib", batch_size=True), "batch_size"),
+        (lambda: stillroom.evaluate(folder, "builtin:stdlib", bos="yes"), "bos"),  # type: ignore[arg-type]
+        (lambda: stillroom.evaluate(3, "builtin:stdlib"), "model"),  # type: ignore[arg-type]
+        (lambda: stillroom.evaluate(folder, 3), "data"),  # type: ignore[arg-type]
+        (lambda: stillroom.generate(folder, ["x"]), "prompt"),  # type: ignore[arg-type]
+        (lambda: stillroom.generate(folder, "x", max_new_tokens=0), "max_new_tokens"),
+        (lambda: stillroom.generate(folder, "x", temperature=float("nan")), "temperature"),
+        (lambda: stillroom.generate(folder, "x", raw=None), "raw"),  # type: ignore[arg-type]
     ):
-        with pytest.raises(StillroomError, match=told):
+        with refused(StillroomError, "", told):
             call()
 
 

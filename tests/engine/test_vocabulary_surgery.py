@@ -138,14 +138,14 @@ def test_the_same_tokens_leave_the_student_as_it_is(pair: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("over", "words"),
     [
-        ({"student__init": "shrink", "student__shrink__layers": 1}, "cut from its teacher has the teacher's"),
-        ({"student__init": "random"}, "init = 'random' has none"),
-        ({"student__adapter": {"rank": 2}}, "an adapter leaves them as they are"),
-        ({"objectives__alm__weight": 0.5}, "alm compare two tokenizers"),
+        ({"student__init": "shrink", "student__shrink__layers": 1}, "vocabulary"),
+        ({"student__init": "random"}, "init = 'random'"),
+        ({"student__adapter": {"rank": 2}}, "adapter"),
+        ({"objectives__alm__weight": 0.5}, "alm"),
     ],
 )
 def test_what_a_changed_vocabulary_cannot_have_is_refused_by_name(pair: Path, over: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words) as caught:
+    with refused(ConfigError, "", words) as caught:
         load_config(overrides=settings(pair, **over))
     assert caught.value.exit_code == 2
 
