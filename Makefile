@@ -23,10 +23,11 @@ demo: $(STAMP)
 test test-slow: export OMP_WAIT_POLICY ?= passive
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow
+	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest $$(grep -rl --include='test_*.py' '@given' tests)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -22,8 +23,10 @@ import torch
 
 torch.set_num_threads(1)
 # No test asserts a duration, and neither does hypothesis: a busy machine is not a broken law.
-hypothesis.settings.register_profile("laws", deadline=None)
-hypothesis.settings.load_profile("laws")
+# Examples are drawn anew in each run of the suite, so few are enough; `make test-slow` tries ten times as many.
+hypothesis.settings.register_profile("laws", deadline=None, max_examples=20)
+hypothesis.settings.register_profile("thorough", deadline=None, max_examples=200)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "laws"))
 
 
 @pytest.fixture(scope="session")
@@ -55,6 +58,37 @@ def sound_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def model_folder(sound_model: Path, tmp_path: Path) -> Path:
     """A copy of a sound model that a test may damage."""
     return Path(shutil.copytree(sound_model, tmp_path / "model"))
+
+
+@pytest.fixture(scope="session")
+def shared_run(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """The result of a finished run, trained once for all tests that ask for the same settings and faults.
+
+    It is there to be read; a test that changes its folder takes a copy (`copied_run`).
+    """
+    from stillroom.config import load_config
+    from stillroom.engine.distill import distill
+
+    made: dict[str, Any] = {}
+
+    def run(inject: str = "", **over: Any) -> Any:
+        key = json.dumps([inject, over], sort_keys=True)
+        if key not in made:
+            config = load_config(overrides=tiny.settings(world, **over))
+            made[key] = distill(config, tmp_path_factory.mktemp("shared") / "run", device="cpu", inject=inject)
+        return made[key]
+
+    return run
+
+
+@pytest.fixture
+def copied_run(shared_run: Callable[..., Any], tmp_path: Path) -> Callable[..., Path]:
+    """A copy of such a run's folder, to be damaged or continued."""
+
+    def copied(inject: str = "", **over: Any) -> Path:
+        return Path(shutil.copytree(shared_run(inject, **over).folder, tmp_path / "run"))
+
+    return copied
 
 
 @pytest.fixture

@@ -182,7 +182,7 @@ def test_a_window_kept_before_documents_were_still_loads(tmp_path: Path) -> None
 )
 def test_a_damaged_window_is_refused(tmp_path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     kept_window(tmp_path, change)
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError):
         read_window(tmp_path, 3)
 
 

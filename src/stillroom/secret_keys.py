@@ -57,15 +57,15 @@ def _known() -> list[str]:
     return sorted((secret for secret in found if len(secret) >= _SHORTEST), key=len, reverse=True)
 
 
-_tokens: dict[Path, str] = {}  # by the file that `huggingface-cli login` writes, read once
+_tokens: dict[str, str] = {}  # by the file that `huggingface-cli login` writes, read once
 
 
 def _hub_token() -> str:
     home = os.environ.get("HF_HOME") or "~/.cache/huggingface"
-    place = Path(os.environ.get("HF_TOKEN_PATH") or f"{home}/token")
+    place = os.environ.get("HF_TOKEN_PATH") or f"{home}/token"
     if place not in _tokens:
         try:
-            _tokens[place] = place.expanduser().read_text(encoding="utf-8", errors="replace").strip()
+            _tokens[place] = Path(place).expanduser().read_text(encoding="utf-8", errors="replace").strip()
         except (OSError, RuntimeError):  # a user without a home
             _tokens[place] = ""
     return _tokens[place]

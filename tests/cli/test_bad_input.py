@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import tiny
 from commands import Command, arguments
+from process_jobs import command
 
 
 def test_a_typo_in_a_key(stillroom: Command, tmp_path: Path) -> None:
@@ -127,22 +125,14 @@ def test_a_dry_run_walks_the_whole_path(stillroom: Command, world: Path, tmp_pat
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_saves_and_ends_with_75_and_the_run_goes_on(world: Path, tmp_path: Path, number: signal.Signals) -> None:
     words = arguments(world, tmp_path / "run", train__max_steps=400, train__eval_steps=400)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "stillroom", *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # a shell's background jobs ignore SIGINT
-    )
+    process = command(words)
     events = tmp_path / "run" / "events.jsonl"
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and not (events.exists() and '"event": "step"' in events.read_text()):
         time.sleep(0.05)
-    process.send_signal(number)
-    _out, err = process.communicate(timeout=120)
-    assert process.returncode == 75, err
-    assert "stillroom resume" in err
+    process.send(number)
+    ended = process.wait()
+    assert ended.code == 75 and "stillroom resume" in ended.err, ended
     saved = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
     steps = [json.loads(line) for line in events.read_text().splitlines() if '"event": "step"' in line]
     assert f"step-{steps[-1]['step']:06d}" in saved, "the step that was running is in the checkpoint"

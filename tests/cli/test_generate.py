@@ -11,6 +11,7 @@ import pytest
 import tiny
 import torch
 from commands import output, run
+from refusals import refused
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationMixin, LlamaConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from trl_templates import template
@@ -143,9 +144,9 @@ def test_an_instruct_model_is_asked_with_its_template(folder: Path, asked: Any, 
 
 
 def test_a_template_that_refuses_the_prompt_is_explained(folder: Path) -> None:
-    with pytest.raises(ConfigError) as refused:
+    with refused(ConfigError, "--prompt") as caught:
         open_writer(str(folder / "refusing"), torch.device("cpu")).continuations(["the room"])
-    assert any("--raw" in advice for advice in refused.value.advice)
+    assert any("--raw" in advice for advice in caught.value.advice)
 
 
 def test_a_model_that_writes_nothing_says_so(folder: Path, capsys: Any, monkeypatch: Any) -> None:
@@ -179,7 +180,7 @@ def test_the_folder_of_a_run_stands_for_its_student(world: Path, tmp_path: Path,
 
 def test_a_run_without_a_student_is_told_from_a_model(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").write_text("{}\n")
-    with pytest.raises(BrokenAtStart) as broken:
+    with refused(BrokenAtStart, "student") as broken:
         model_name(str(tmp_path))
     assert any("stillroom resume" in advice for advice in broken.value.advice)
     assert model_name("builtin:teacher") == "builtin:teacher" and model_name("org/name") == "org/name"

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from commands import run
+from refusals import refused
 
 from stillroom.config import extensions, load_config
 from stillroom.config.extensions import DIVERGENCES, OBJECTIVES, READERS, Registry
@@ -61,19 +63,10 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     importlib.invalidate_caches()
 
 
-def stillroom(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return subprocess.run(
-        [sys.executable, "-m", "stillroom", *words],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
-def test_an_installed_package_brings_an_objective_a_divergence_and_a_reader(world: Path, tmp_path: Path) -> None:
-    (tmp_path / "site").mkdir()
+@pytest.mark.usefixtures("installed")
+def test_an_installed_package_brings_an_objective_a_divergence_and_a_reader(
+    world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "notes").mkdir()
     text = "".join(f"# {number}\n{line}\n" for number, line in enumerate(tiny.sentences(60, 1)))
     (tmp_path / "notes" / "one.md").write_text(text)
@@ -81,10 +74,8 @@ def test_an_installed_package_brings_an_objective_a_divergence_and_a_reader(worl
     settings = tiny.settings(world, data__train=str(tmp_path / "notes" / "*.md"), train__max_steps=2)
     words = [word for key, value in settings.items() for word in ("--set", f"{key}={json.dumps(value)}")]
     out = tmp_path / "run"
-    done = stillroom(
-        install(tmp_path / "site"), "distill", str(tmp_path / "run.toml"), *words, "--out", str(out), "--device", "cpu"
-    )
-    assert done.returncode in (0, 22), done.stderr  # two steps need not make a better student
+    code, _out, err = run(capsys, "distill", str(tmp_path / "run.toml"), *words, "--out", str(out), "--device", "cpu")
+    assert code in (0, 22), err  # two steps need not make a better student
     events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
     steps = [event for event in events if event["event"] == "step"]
     assert [set(step["terms"]) for step in steps] == 2 * [{"kd", "loudness"}]
@@ -144,16 +135,16 @@ def test_every_name_that_is_ours_is_registered_and_none_can_be_replaced() -> Non
     assert set(OBJECTIVES._known) == set(load_config().objectives.sections)
     for name in set(OBJECTIVES._known) - {"kd", "ce"}:  # one object, made by the mix
         assert OBJECTIVES.find(name)
-    with pytest.raises(ConfigError, match="already"):
+    with refused(ConfigError, "", "jsd"):
         divergences.register("jsd", lambda settings: divergences.ForwardKL())
 
 
 def test_a_package_that_is_broken_is_told_by_its_name(installed: Path) -> None:
     (installed / "drams.py").write_text("raise RuntimeError('out of spirits')\n")
-    with pytest.raises(ConfigError, match=r"'loudness' of drams cannot be imported: RuntimeError: out of spirits"):
+    with refused(ConfigError, "drams:LOUDNESS", "loudness", "out of spirits"):
         load_config(overrides=KEYS)
     (installed / "drams.py").write_text("LOUDNESS = 7\n")
-    with pytest.raises(ConfigError, match="is of type int, which is no objective"):
+    with refused(ConfigError, "drams", "loudness"):
         load_config(overrides=KEYS)
 
 
@@ -163,7 +154,7 @@ def test_a_name_that_two_packages_bring_is_refused_when_it_is_used(installed: Pa
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
     (about / "entry_points.txt").write_text("[stillroom.objectives]\nloudness = elsewhere:LOUDNESS\n")
     assert load_config().objectives.kd.weight == 1.0, "whoever does not use the name does not care"
-    with pytest.raises(ConfigError, match="2 installed packages bring"):
+    with refused(ConfigError, "", "drams", "other"):
         load_config(overrides=KEYS)
 
 
@@ -172,6 +163,6 @@ def test_a_registry_is_empty_until_something_is_in_it() -> None:
     assert registry.names() == () and "one" not in registry
     registry.register("one", 1)
     assert registry.find("one") == 1
-    with pytest.raises(ConfigError, match="no number is called 'on'") as caught:
+    with pytest.raises(ConfigError) as caught:
         registry.find("on")
     assert "did you mean one?" in caught.value.advice

@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 
 import pytest
+from refusals import refused
 
 from stillroom.config import load, load_config, parse_assignments, preset_names
 from stillroom.config.schema import Config
@@ -70,7 +71,7 @@ def test_legacy_router_settings_are_accepted(tmp_path: Path) -> None:
 
 
 def test_a_stored_teacher_has_no_gates() -> None:
-    with pytest.raises(ConfigError, match="live teacher"):
+    with refused(ConfigError, "", "teacher.router.mode", "teacher.cache"):
         load_config(overrides={"teacher.cache": "somewhere", "teacher.router.mode": "sar"})
 
 
@@ -127,27 +128,27 @@ def test_assignments_are_toml_with_bare_words() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    "overrides",
     [
-        ({"objectives.kd.weight": 0.0}, "nothing to learn"),
-        ({"train.warmup_steps": 10, "train.max_steps": 10}, "leaves nothing"),
-        ({"train.learning_rate": -1}, "train.learning_rate"),
-        ({"precision.mode": "fp8"}, "precision.mode"),
-        ({"teacher.trust_remote_code": True}, "revision"),
-        ({"objectives.kd.temperature": 0.0}, "at least 0.01, got 0.0"),
-        ({"objectives.kd.temperature": {"start": 2.0, "end": -1.0}}, "at least 0.01, and reaches -1"),
-        ({"objectives.kd.beta": {"start": -0.5, "end": 1.0}}, "between 0 and 1, and reaches -0.5"),
-        ({"objectives.kd.alpha": 2}, "between 0 and 1, got 2"),
-        ({"objectives.ce.weight": -0.1}, "at least 0, got -0.1"),
-        ({"objectives.feature.weight": {"start": 0.0, "end": -1.0}}, "at least 0, and reaches -1"),
-        ({"objectives.kd.top_k": {"start": -1, "end": 8}}, "at least 0, and reaches -1"),
-        ({"objectives.kd.weight": math.inf}, "finite number"),
-        ({"train.learning_rate": math.inf}, "finite number"),
-        ({"train.learning_rate": math.nan}, "finite number"),
+        {"objectives.kd.weight": 0.0},
+        {"train.warmup_steps": 10, "train.max_steps": 10},
+        {"train.learning_rate": -1},
+        {"precision.mode": "fp8"},
+        {"teacher.trust_remote_code": True},
+        {"objectives.kd.temperature": 0.0},
+        {"objectives.kd.temperature": {"start": 2.0, "end": -1.0}},
+        {"objectives.kd.beta": {"start": -0.5, "end": 1.0}},
+        {"objectives.kd.alpha": 2},
+        {"objectives.ce.weight": -0.1},
+        {"objectives.feature.weight": {"start": 0.0, "end": -1.0}},
+        {"objectives.kd.top_k": {"start": -1, "end": 8}},
+        {"objectives.kd.weight": math.inf},
+        {"train.learning_rate": math.inf},
+        {"train.learning_rate": math.nan},
     ],
 )
-def test_impossible_settings_are_refused_in_words(overrides: dict[str, object], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_impossible_settings_are_refused_by_name(overrides: dict[str, object]) -> None:
+    with refused(ConfigError, "", next(iter(overrides)).rpartition(".")[2]):
         load_config(overrides=overrides)
 
 

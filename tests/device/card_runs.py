@@ -1,14 +1,16 @@
-"""Runs of the product on a card made of main memory, in a process of their own:
+"""Runs of the product on a card made of main memory, in processes of their own.
 
-    python card_runs.py JOB.json
+    python card_runs.py GUARD.so    # then the path of a job on each line
 
-The job names the kind of card, the worlds (teacher, student, text), and the runs. The answer is written beside it.
+A job is a JSON file: the kind of card, the worlds (teacher, student, text), and the runs. The answer is written next to
+it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import sys
 import traceback
@@ -150,19 +152,18 @@ def _saves_from_main_memory() -> None:
     PreTrainedModel.save_pretrained = moved
 
 
-def main(job: Path) -> None:
+def carry_out(job: Path) -> None:
+    """Make this process one with a card, and write beside the job what its runs came to."""
+    import torch
+
     asked = json.loads(job.read_text())
     if asked["card"] == "cuda":
         import card_cuda
-
-        card_cuda.load_guard(Path(asked["guard"]))
-        import torch
 
         card_cuda.install(tuple(asked["capability"]))
         device = "cuda"
     else:
         import card_private
-        import torch
 
         card_private.install()
         device = card_private.NAME
@@ -182,5 +183,25 @@ def main(job: Path) -> None:
     job.with_suffix(".answer").write_text(json.dumps(answers))
 
 
+def serve(guard: Path) -> None:
+    """Carry out jobs whose paths come line by line, each in a fork: torch is imported once, after the guard."""
+    import card_cuda
+
+    card_cuda.load_guard(guard)
+    import stillroom.engine.distill  # noqa: F401 - what every fork needs
+
+    for line in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            try:
+                carry_out(Path(line.strip()))
+            except BaseException:  # noqa: BLE001 - a fork must not read the next job
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        sys.stdout.write(f"{os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}\n")
+        sys.stdout.flush()
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    serve(Path(sys.argv[1]))

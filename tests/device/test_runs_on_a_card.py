@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import card_cuda
+import card_private
+import card_runs
 import pytest
 import tiny
 import torch
+from process_jobs import alone, environment
 from transformers import AutoModelForCausalLM
 
 TURING, AMPERE = (7, 5), (8, 0)
@@ -50,35 +52,59 @@ def guard(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return library
 
 
-def ask(job: dict[str, Any], folder: Path) -> Answers:
+def written(job: dict[str, Any], folder: Path) -> Path:
     path = folder / "job.json"
     path.write_text(json.dumps(job))
-    words = [sys.executable, str(Path(__file__).with_name("card_runs.py")), str(path)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(words, check=False, capture_output=True, text=True, timeout=500, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    answers: Answers = json.loads(path.with_suffix(".answer").read_text())
+    return path
+
+
+def answers_of(job: Path) -> Answers:
+    answers: Answers = json.loads(job.with_suffix(".answer").read_text())
     return answers
 
 
+@pytest.fixture(scope="session")
+def card_process(guard: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Path], None]]:
+    """A process that loaded the guard before torch, as it must be, and forks for each job."""
+    words = [sys.executable, str(Path(__file__).with_name("card_runs.py")), str(guard)]
+    errors = tmp_path_factory.mktemp("card") / "stderr"
+    with errors.open("w") as stream:
+        process = subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stream, text=True, env=environment()
+        )
+    assert process.stdin is not None and process.stdout is not None
+    asked, answered = process.stdin, process.stdout
+
+    def carry_out(job: Path) -> None:
+        print(job, file=asked, flush=True)
+        assert answered.readline().strip() == "0", errors.read_text()[-3000:]
+
+    with process:
+        yield carry_out
+        asked.close()
+
+
 @pytest.fixture
-def on_cuda(guard: Path, worlds: dict[str, str], tmp_path: Path) -> Ask:
+def on_cuda(card_process: Callable[[Path], None], worlds: dict[str, str], tmp_path: Path) -> Ask:
     def asked(runs: Sequence[str], capability: tuple[int, int] = TURING) -> Answers:
-        job = {"card": "cuda", "guard": str(guard), "capability": capability, "worlds": worlds, "runs": list(runs)}
-        return ask(job, tmp_path)
+        job = written({"card": "cuda", "capability": capability, "worlds": worlds, "runs": list(runs)}, tmp_path)
+        card_process(job)
+        return answers_of(job)
 
     return asked
 
 
 @pytest.fixture
 def on_private(worlds: dict[str, str], tmp_path: Path) -> Ask:
-    code = (
-        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import card_private as c; print(c.missing())"
-    )
-    missing = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
-    if missing:
+    if missing := card_private.missing():
         pytest.skip(f"the card is not tried as a device of its own here: {missing}")
-    return lambda runs: ask({"card": "private", "worlds": worlds, "runs": list(runs)}, tmp_path)
+
+    def asked(runs: Sequence[str]) -> Answers:
+        job = written({"card": "private", "worlds": worlds, "runs": list(runs)}, tmp_path)
+        alone(lambda: card_runs.carry_out(job))
+        return answers_of(job)
+
+    return asked
 
 
 def check(answers: Answers) -> None:

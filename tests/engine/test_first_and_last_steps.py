@@ -6,14 +6,14 @@ import json
 import math
 import random
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
+from process_jobs import command
+from refusals import refused
 from safetensors.torch import load_file
 
 from stillroom.cli import main
@@ -93,8 +93,8 @@ def test_a_run_killed_in_an_evaluation_after_a_rollback_ends_as_if_nothing_had_h
     settings = [f"--set={key}={value}" for key, value in tiny.settings(world, **BASE).items()]
     words = ["distill", "--out", str(tmp_path / "run"), "--device", "cpu", "--no-progress", *settings]
     faults = "nan_weight@3,kill_in_eval@10"
-    ended = subprocess.run([sys.executable, "-m", "stillroom", *words, "--inject", faults], capture_output=True)
-    assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
+    ended = command([*words, "--inject", faults]).wait()
+    assert ended.code == -signal.SIGKILL, ended
     again = resume(tmp_path / "run", device="cpu")
     assert_ended_well(again)
     assert again.summary["student"]["perplexity"] == clean.summary["student"]["perplexity"]
@@ -141,7 +141,7 @@ def test_a_run_that_ends_worse_keeps_the_first_student_and_ends_with_22_each_tim
     assert [(end["status"], end["exit_code"]) for end in events(folder, "run_end")] == [("diverged", 22)]
     before = (folder / "events.jsonl").read_bytes()
     for again in (lambda: distill(config, folder, device="cpu"), lambda: resume(folder, device="cpu")):
-        with pytest.raises(NoBetterStudent, match="before training"):
+        with refused(NoBetterStudent, "run"):
             again()
     assert (folder / "events.jsonl").read_bytes() == before, "nothing was trained again"
 
@@ -237,7 +237,7 @@ def run_combination(world: Path, out: Path, seed: int) -> Result:
     return run(world, out, faults, **over)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))  # two hundred more are slow tests
 def test_any_faults_at_once_leave_a_finite_student_no_worse_than_before(world: Path, tmp_path: Path, seed: int) -> None:
     assert_ended_well(run_combination(world, tmp_path / "run", seed))
 

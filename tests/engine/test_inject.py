@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +13,6 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from commands import output
 from safetensors.torch import load_file
 
 from stillroom.config import load_config
@@ -23,6 +24,8 @@ from stillroom.engine.recovery import recover
 from stillroom.errors import CheckpointUnusable, ConfigError, Diverged, LossScaleAtFloor, TooManySkips
 from stillroom.telemetry import read_events
 from stillroom.types import Evidence
+
+Runs = Callable[..., Result]
 
 BASE = {
     "train__max_steps": 40,
@@ -93,8 +96,8 @@ def test_after_many_faults_in_fp16_the_student_is_better_and_all_saved_tensors_a
     assert_all_saved_tensors_finite(tmp_path / "run")
 
 
-@pytest.mark.parametrize("kernel", ["plain", "auto"])
-@pytest.mark.parametrize("temperature", [1.0, 3.0])  # the compiled kernel has a pass of its own for the latter
+# The compiled kernel has a pass of its own for another temperature than one.
+@pytest.mark.parametrize(("kernel", "temperature"), [("plain", 3.0), ("auto", 1.0), ("auto", 3.0)])
 def test_random_tokens_are_skipped_where_labels_have_no_weight(
     world: Path, tmp_path: Path, kernel: str, temperature: float
 ) -> None:
@@ -123,15 +126,15 @@ def test_positions_taught_by_their_labels_are_told_once_and_counted(
             assert event["train_loss"] == pytest.approx(event["fallback_loss"] * 0.5, rel=1e-4)
 
 
-def test_the_tutorial_s_faults_end_as_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tutorial_s_faults_end_as_it_says(shared_run: Runs) -> None:
+    """Its command with the demo's own models is run by the tests of the pages."""
     page = (Path(__file__).parents[2] / "docs" / "tutorial.md").read_text(encoding="utf-8")
-    command = next(line for line in page.splitlines() if "--inject" in line)
-    words = command.replace("runs/torture", str(tmp_path / "run")).split()[1:]
-    output(capsys, *words, "--device", "cpu", "--set", "eval.max_batches=1", "--set", "eval.samples=0")
-    events = [(event["step"], event["action"]) for event in guard_events(tmp_path / "run")]
+    (faults,) = re.findall(r"--inject (\S+)", page)
+    folder = shared_run(faults, **BASE).folder
+    events = [(event["step"], event["action"]) for event in guard_events(folder)]
     assert events == [(20, "rollback"), (30, "skip"), (30, "skip")]
-    assert len(list((tmp_path / "run" / "quarantine").glob("*.safetensors"))) == 2
-    assert "At step 20 a weight becomes NaN" in page and "At step 30 two batches are random tokens" in page
+    assert len(list((folder / "quarantine").glob("*.safetensors"))) == 2
+    assert "step 20" in page and "step 30" in page
 
 
 def test_a_clean_run_has_nothing_to_report(world: Path, tmp_path: Path) -> None:
@@ -150,33 +153,32 @@ def test_a_refused_attempt_does_not_count_as_an_update(world: Path, tmp_path: Pa
     assert after["num_updates"] == before["num_updates"] + 1
 
 
-def test_the_report_of_a_bad_step_names_tensor_and_samples(world: Path, tmp_path: Path) -> None:
-    run(world, tmp_path / "run", "nan_weight@10,nan_grad@20")
-    first, second = guard_events(tmp_path / "run")
+def test_the_report_of_a_bad_step_names_tensor_and_samples(shared_run: Runs) -> None:
+    first, second = guard_events(shared_run("nan_weight@10,nan_grad@20", **BASE).folder)
     assert "weight model.layers.0.mlp.down_proj.weight" in first["located"]
     assert "gradient of model.embed_tokens.weight" in second["located"]
     assert all(name.startswith("train.jsonl:") for name in second["sample_ids"])
 
 
-def test_the_quarantine_holds_the_batch_and_its_story(world: Path, tmp_path: Path) -> None:
-    run(world, tmp_path / "run", "bad_batch@20")
-    facts = json.loads((tmp_path / "run" / "quarantine" / "step-000020-attempt-000020.json").read_text())
+def test_the_quarantine_holds_the_batch_and_its_story(shared_run: Runs) -> None:
+    folder = shared_run("bad_batch@20", **BASE).folder / "quarantine"
+    facts = json.loads((folder / "step-000020-attempt-000020.json").read_text())
     assert facts["verdict"]["action"] == "skip" and facts["evidence"]["loss"] > 0
     assert facts["batches"][0]["text"] and facts["batches"][0]["sample_ids"]
-    tensors = load_file(tmp_path / "run" / "quarantine" / "step-000020-attempt-000020.safetensors")
+    tensors = load_file(folder / "step-000020-attempt-000020.safetensors")
     assert tensors["0.input_ids"].shape[0] == 4
 
 
-def test_a_quarantined_batch_can_be_replayed(world: Path, tmp_path: Path) -> None:
+def test_a_quarantined_batch_can_be_replayed(copied_run: Callable[..., Path]) -> None:
     from stillroom.engine.replay import replay
 
-    run(world, tmp_path / "run", "bad_batch@20")
-    before = (tmp_path / "run" / "events.jsonl").read_bytes()
-    result = replay(tmp_path / "run", 20, device="cpu")
+    folder = copied_run("bad_batch@20", **BASE)
+    before = (folder / "events.jsonl").read_bytes()
+    result = replay(folder, 20, device="cpu")
     assert result["then"]["verdict"] == "skip" and result["now"]["loss"] > 0 and not result["now"]["located"]
-    assert (tmp_path / "run" / "events.jsonl").read_bytes() == before
-    with pytest.raises(ConfigError, match="no quarantined batch") as caught:
-        replay(tmp_path / "run", 21, device="cpu")
+    assert (folder / "events.jsonl").read_bytes() == before
+    with pytest.raises(ConfigError) as caught:
+        replay(folder, 21, device="cpu")
     assert "20" in caught.value.advice[0]
 
 
@@ -254,32 +256,34 @@ def damage(path: Path, kind: str) -> None:
             path.write_bytes(b"")
 
 
+@pytest.fixture
+def unfinished(copied_run: Callable[..., Path]) -> Path:
+    """The folder of a run with two checkpoints that has not written its summary."""
+    folder = copied_run()
+    (folder / "summary.json").unlink()
+    return folder
+
+
 @pytest.mark.parametrize("kind", ["flip", "truncate", "delete", "empty"])
 @pytest.mark.parametrize("file", ["student.safetensors", "state.json", "manifest.json"])
-def test_a_damaged_checkpoint_falls_back_one(world: Path, tmp_path: Path, kind: str, file: str) -> None:
-    whole = run(world, tmp_path / "run", train__max_steps=8, train__eval_steps=4)
-    (tmp_path / "run" / "summary.json").unlink()
-    damage(tmp_path / "run" / "checkpoints" / "step-000008" / file, kind)
-    again = resume(tmp_path / "run", device="cpu")
-    assert again.summary["student"] == whole.summary["student"], "and the result is the same to the last bit"
+def test_a_damaged_checkpoint_falls_back_one(shared_run: Runs, unfinished: Path, kind: str, file: str) -> None:
+    damage(unfinished / "checkpoints" / "step-000008" / file, kind)
+    again = resume(unfinished, device="cpu")
+    assert again.summary["student"] == shared_run().summary["student"], "and the result is the same to the last bit"
 
 
-def test_when_every_checkpoint_is_damaged_the_end_is_25(world: Path, tmp_path: Path) -> None:
-    run(world, tmp_path / "run", train__max_steps=8, train__eval_steps=4)
-    (tmp_path / "run" / "summary.json").unlink()
-    for path in tmp_path.glob("run/checkpoints/step-*/student.safetensors"):
+def test_when_every_checkpoint_is_damaged_the_end_is_25(unfinished: Path) -> None:
+    for path in unfinished.glob("checkpoints/step-*/student.safetensors"):
         damage(path, "flip")
     with pytest.raises(CheckpointUnusable) as caught:
-        resume(tmp_path / "run", device="cpu")
+        resume(unfinished, device="cpu")
     assert caught.value.exit_code == 25
 
 
-def test_leftovers_of_an_interrupted_save_are_swept(world: Path, tmp_path: Path) -> None:
-    run(world, tmp_path / "run", train__max_steps=8, train__eval_steps=4)
-    (tmp_path / "run" / "summary.json").unlink()
-    leftover = tmp_path / "run" / "checkpoints" / ".tmp-step-000099-1"
+def test_leftovers_of_an_interrupted_save_are_swept(unfinished: Path) -> None:
+    leftover = unfinished / "checkpoints" / ".tmp-step-000099-1"
     leftover.mkdir()
-    resume(tmp_path / "run", device="cpu")
+    resume(unfinished, device="cpu")
     assert not leftover.exists()
 
 
@@ -291,10 +295,10 @@ def test_faults_are_parsed_and_mistakes_explained() -> None:
         ("nan_weight", 40, 1),
         ("teacher_nan", 60, 5),
     ]
-    with pytest.raises(ConfigError, match="nan_weigth") as caught:
+    with pytest.raises(ConfigError) as caught:
         parse("nan_weigth@3")
-    assert "did you mean nan_weight?" in caught.value.advice
-    with pytest.raises(ConfigError, match="expected fault@step"):
+    assert any("nan_weight" in advice for advice in caught.value.advice)
+    with pytest.raises(ConfigError):
         parse("nan_weight")
     assert all(FAULTS.values())
 

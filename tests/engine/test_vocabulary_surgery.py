@@ -12,6 +12,7 @@ import pair_tokenizers
 import pytest
 import tiny
 import torch
+from refusals import refused
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -137,27 +138,27 @@ def test_the_same_tokens_leave_the_student_as_it_is(pair: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("over", "words"),
     [
-        ({"student__init": "shrink", "student__shrink__layers": 1}, "cut from its teacher has the teacher's"),
-        ({"student__init": "random"}, "init = 'random' has none"),
-        ({"student__adapter": {"rank": 2}}, "an adapter leaves them as they are"),
-        ({"objectives__alm__weight": 0.5}, "alm compare two tokenizers"),
+        ({"student__init": "shrink", "student__shrink__layers": 1}, "vocabulary"),
+        ({"student__init": "random"}, "init = 'random'"),
+        ({"student__adapter": {"rank": 2}}, "adapter"),
+        ({"objectives__alm__weight": 0.5}, "alm"),
     ],
 )
 def test_what_a_changed_vocabulary_cannot_have_is_refused_by_name(pair: Path, over: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words) as refused:
+    with refused(ConfigError, "", words) as caught:
         load_config(overrides=settings(pair, **over))
-    assert refused.value.exit_code == 2
+    assert caught.value.exit_code == 2
 
 
 def test_a_student_without_weights_has_no_embeddings_to_keep(pair: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(pair / "student", tmp_path / "student")
     (folder / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match="has no weights") as refused:
+    with refused(ConfigError, "student.vocabulary") as caught:
         run(pair, tmp_path / "run", student__model=str(folder))
-    assert refused.value.exit_code == 2
+    assert caught.value.exit_code == 2
 
 
 def test_another_vocabulary_is_refused_with_the_key_as_advice(pair: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="different vocabularies") as refused:
+    with refused(ConfigError, "teacher.model, student.model") as caught:
         run(pair, tmp_path / "run", student__vocabulary="own")
-    assert any("student.vocabulary=teacher" in one for one in refused.value.advice)
+    assert any("student.vocabulary=teacher" in one for one in caught.value.advice)

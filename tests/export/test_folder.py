@@ -11,6 +11,7 @@ import pytest
 import tiny
 import torch
 from commands import output, run
+from refusals import refused
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from trl_templates import template
@@ -109,7 +110,7 @@ def test_a_folder_that_reads_back_otherwise_is_refused(chatty: Path, tmp_path: P
         return model, words
 
     monkeypatch.setattr(exports, "reload", spoiled)
-    with pytest.raises(CannotSave, match="gives other logits"):
+    with pytest.raises(CannotSave):
         export(str(chatty), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -119,13 +120,13 @@ def test_a_place_that_holds_something_is_refused(chatty: Path, tmp_path: Path) -
     other.mkdir()
     (other / "thesis.txt").write_text("years of work")
     for force in (False, True):
-        with pytest.raises(ConfigError, match=r"not empty|other things"):
+        with refused(ConfigError, "--out"):
             export(str(chatty), other, force=force)
     assert (other / "thesis.txt").read_text() == "years of work"
     out = tmp_path / "out"
     export(str(chatty), out)
     (out / "README.md").write_text("edited")
-    with pytest.raises(ConfigError, match="not empty"):
+    with refused(ConfigError, "--out"):
         export(str(chatty), out)
     assert (out / "README.md").read_text() == "edited"
     export(str(chatty), out, force=True)
@@ -134,7 +135,7 @@ def test_a_place_that_holds_something_is_refused(chatty: Path, tmp_path: Path) -
         with pytest.raises(ConfigError):
             export(str(chatty), place, force=True)
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="is a file"):
+    with refused(ConfigError, "--out"):
         export(str(chatty), tmp_path / "file")
 
 
@@ -179,7 +180,7 @@ def test_a_run_is_exported_with_its_provenance(world: Path, tmp_path: Path, caps
     ):
         assert words in card, words
     assert str(tmp_path) not in card and str(world) not in card
-    with pytest.raises(ConfigError, match="would replace what is exported"):
+    with refused(ConfigError, "--out"):
         export(str(made.folder), made.folder / "student", force=True)
     ids = list(range(10, 50))
     assert torch.allclose(logits(tmp_path / "out", ids), logits(made.folder / "student", ids), atol=1e-5)
@@ -228,7 +229,7 @@ def test_a_full_disk_leaves_what_was_there(chatty: Path, tmp_path: Path, monkeyp
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("transformers.PreTrainedModel.save_pretrained", full)
-    with pytest.raises(CannotSave, match="No space left"):
+    with refused(CannotSave, "out"):
         export(str(chatty), tmp_path / "out", force=True)
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
     assert not list(tmp_path.glob(".tmp-*"))

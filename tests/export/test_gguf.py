@@ -12,6 +12,7 @@ import gguf as library
 import pytest
 import torch
 from commands import output, run
+from refusals import refused
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from trl_templates import template
 
@@ -66,7 +67,7 @@ def test_eight_bits_are_written_in_blocks(family: str, tmp_path: Path, capsys: A
 def test_queries_that_are_not_permuted_would_be_noticed(family: str, tmp_path: Path, monkeypatch: Any) -> None:
     source = save(tmp_path / "model", family, GROUPED)
     monkeypatch.setattr("stillroom.export.gguf.interleaved", lambda weight, _heads: weight)
-    with pytest.raises(CannotSave, match="gives other logits"):
+    with pytest.raises(CannotSave):
         export(str(source), tmp_path / "out", format="gguf")
     assert not (tmp_path / "out").exists()
     rows = torch.arange(8.0)[:, None]
@@ -81,7 +82,7 @@ def test_a_file_that_is_cut_off_is_refused(tmp_path: Path, family: str, share: f
     path = tmp_path / "out" / "model-float16.gguf"
     whole = path.read_bytes()
     path.write_bytes(whole[: int(share * len(whole))])
-    with pytest.raises(CannotSave, match="cannot be read back"):
+    with refused(CannotSave, "model-float16.gguf"):
         read_back(path, AutoConfig.from_pretrained(source))
 
 
@@ -107,9 +108,9 @@ def test_what_would_be_computed_otherwise_is_refused_by_name(
     family: str, settings: Any, told: str, tmp_path: Path
 ) -> None:
     source = save(tmp_path / "model", family, settings)
-    with pytest.raises(ConfigError, match=told) as refused:
+    with pytest.raises(ConfigError, match=told) as caught:
         export(str(source), tmp_path / "out", format="gguf")
-    assert any("--format hf" in advice for advice in refused.value.advice)
+    assert any("--format hf" in advice for advice in caught.value.advice)
 
 
 @pytest.mark.parametrize("kind", ["byte", "llama"])

@@ -10,6 +10,7 @@ import tiny
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refused
 
 from stillroom.config import load_config
 from stillroom.engine.distill import distill
@@ -35,7 +36,7 @@ def test_no_logits_within_the_clamp_go_below_the_floor(clamp: float, vocabulary:
 
 
 def test_the_guide_s_own_pair_is_refused() -> None:
-    with pytest.raises(ConfigError, match="every gradient would be zero"):
+    with refused(ConfigError, "guard.logit_clamp, guard.loss_clamp"):
         Clamps(2.5, 5.0).check(50_257)
     assert len(Clamps(2.5, 6.0).check(1_024)) == 2
     assert Clamps().check(50_257) == []

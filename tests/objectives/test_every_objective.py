@@ -3,9 +3,6 @@ scores them as training does."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +11,7 @@ import objective_runs
 import pytest
 import torch
 from objective_runs import CASES, WITHIN_A_BATCH, Seen, make_run
+from process_jobs import group
 
 from stillroom.engine.state import RunState
 from stillroom.engine.step import attempt
@@ -58,15 +56,7 @@ def test_eval_equals_train_on_the_same_batch(world: Path, log: EventLog, over: d
 
 def test_two_processes_equal_one_with_twice_the_accumulation(world: Path, log: EventLog, tmp_path: Path) -> None:
     out = tmp_path / "seen.pt"
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", objective_runs.__file__]
-    done = subprocess.run(
-        [sys.executable, *words, str(world), str(out)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    group(2, lambda: objective_runs.main(world, out))
     found = torch.load(out)
     for name, over in {**CASES, **WITHIN_A_BATCH}.items():
         alone = Seen.of(make_run(world, log, {**over, "train.gradient_accumulation_steps": 2}))

@@ -11,6 +11,7 @@ import torch
 from head_cases import Case, batch_of, grads_of, make_case
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refused
 
 from stillroom.config.objectives import Divergence, KdConfig, ObjectivesConfig
 from stillroom.config.sections import Ramp
@@ -107,10 +108,10 @@ def test_settings_of_the_lesson_rule() -> None:
 
 
 def test_a_cache_that_cannot_serve_the_config_is_refused_when_the_run_is_built() -> None:
-    with pytest.raises(ConfigError, match="not linear"):
+    with refused(ConfigError, "", "reverse_kl"):
         Mix(ObjectivesConfig(kd=KdConfig(divergence="reverse_kl"))).check_signal("sampled", 1.0)
-    with pytest.raises(ConfigError, match="moves"):
+    with refused(ConfigError, "", "objectives.kd.temperature"):
         Mix(ObjectivesConfig(kd=KdConfig(temperature=Ramp(start=1, end=2)))).check_signal("top-k", 1.0)
-    with pytest.raises(ConfigError, match="stored at temperature 2"):
+    with refused(ConfigError, "", "objectives.kd.temperature"):
         Mix(ObjectivesConfig()).check_signal("top-k", 2.0)
     Mix(ObjectivesConfig()).check_signal("sampled", 1.0)

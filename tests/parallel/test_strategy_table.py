@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ import feature_runs
 import pytest
 import torch
 from feature_runs import ADAPTED, FEATURES, STRATEGIES
-from process_jobs import environment, free_port, losses
+from process_jobs import group, losses
 from safetensors.torch import load_file
 
 from stillroom.engine.distill import distill, resume
@@ -52,13 +50,7 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def found(worlds: Path) -> dict[tuple[str, str], dict[str, Any]]:
     """Every feature with each strategy, in one start of two processes."""
-    runner = ["torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
-    script = Path(__file__).parents[1] / "support" / "feature_runs.py"
-    done = subprocess.run(
-        [sys.executable, "-m", *runner, str(script), str(worlds), str(worlds / "found.pt")],
-        capture_output=True, text=True, timeout=480, env=environment(),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
+    group(2, lambda: feature_runs.main(worlds, worlds / "found.pt"))
     answers: dict[tuple[str, str], dict[str, Any]] = torch.load(worlds / "found.pt")
     return answers
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from refusals import refused
 
 from stillroom.errors import ConfigError
 from stillroom.precision import choose
@@ -35,7 +36,7 @@ def test_the_half_copies_of_autocast_are_counted() -> None:
 @pytest.mark.parametrize("facts", [DeviceFacts("cpu"), A100, P100], ids=["cpu", "a100", "p100"])
 def test_a_run_keeps_the_mode_it_began_in(facts: DeviceFacts, begun_in: str) -> None:
     if begun_in == "bf16-mixed" and facts is P100:
-        with pytest.raises(ConfigError, match="began in it") as caught:
+        with refused(ConfigError, "precision.mode") as caught:
             choose("auto", facts, 10**6, begun_in=begun_in)
         assert "--device cpu" in caught.value.advice
         return
@@ -44,7 +45,7 @@ def test_a_run_keeps_the_mode_it_began_in(facts: DeviceFacts, begun_in: str) -> 
 
 
 def test_a_checkpoint_of_a_mode_nobody_knows_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no precision 'fp8'"):
+    with refused(ConfigError, "", "fp8"):
         choose("auto", T4, begun_in="fp8")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import shutil
@@ -108,16 +107,17 @@ def test_the_other_scripts_run_as_written(recipe: Recipe, line: str) -> None:
 
 
 def test_the_piped_commands_run_in_a_shell_and_their_grep_finds_the_lines(
-    kitchen: Path, stand_ins: Callable[[str], None]
+    recipe: Recipe, kitchen: Path, stand_ins: Callable[[str], None]
 ) -> None:
+    """The script runs with the words of the line in this process; the shell pipes what it printed."""
     grep, tee, follow = PIPED
-    stand_ins("train.py")
-    environment = recipe_runs.shell_environment(
-        **{key: value for key, value in os.environ.items() if key.startswith("STILLROOM_RECIPE_")}
-    )
 
     def shell(line: str) -> str:
-        done = subprocess.run(["bash", "-c", line], cwd=kitchen, env=environment, capture_output=True, text=True)
+        command, _pipe, rest = line.partition(" 2>&1 | ")
+        if rest:
+            (kitchen / "printed").write_text(run(recipe, command).out, encoding="utf-8")
+            line = f"cat printed 2>&1 | {rest}"
+        done = subprocess.run(["bash", "-c", line], cwd=kitchen, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
@@ -130,16 +130,20 @@ def test_the_piped_commands_run_in_a_shell_and_their_grep_finds_the_lines(
     assert "loss=" in out and "Eval at step 3" in out
 
 
-def test_the_quantumbench_command_runs_from_its_folder_with_the_builtin_models(tmp_path: Path) -> None:
-    line = next(line for line in QUANTUM if "--dry-run" in line)
-    small = "data.max_records=300 data.max_length=64 eval.samples=1 train.compile=off"
-    environment = recipe_runs.shell_environment(STILLROOM_RECIPE_SET=small)
+def test_the_quantumbench_command_runs_from_its_folder_with_the_builtin_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _python, script, *words = shlex.split(next(line for line in QUANTUM if "--dry-run" in line))
     moved = Path(shutil.copytree(recipe_runs.RECIPES, tmp_path / "recipes"))
-    done = subprocess.run(["bash", "-c", line], cwd=moved, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "builtin:teacher stands in for the teacher models/teacher-model, which is not here" in done.stdout
-    assert "builtin:student stands in for the student gpt2" in done.stdout
-    assert "dry run: 5 steps" in done.stdout and "[Step 4] Loss Components:" in done.stdout
+    monkeypatch.chdir(moved)
+    small = "data.max_records=300 data.max_length=64 eval.samples=1 train.compile=off"
+    monkeypatch.setenv("STILLROOM_RECIPE_SET", small)
+    code = recipe_runs.main_of(script)(words)
+    out = capsys.readouterr().out
+    assert code == 0, out
+    assert "builtin:teacher stands in for the teacher models/teacher-model, which is not here" in out
+    assert "builtin:student stands in for the student gpt2" in out
+    assert "dry run: 5 steps" in out and "[Step 4] Loss Components:" in out
     (folder,) = (moved / "runs").iterdir()
     assert (folder / "checkpoints").is_dir() and (folder / "report.html").is_file()
     assert json.loads((folder / "summary.json").read_bytes())["steps"] == 5

@@ -24,6 +24,5 @@ MEMBERS = [
 every_member = pytest.mark.parametrize("member", MEMBERS, ids=repr)
 # Those of adaptive.py hold what they decide fixed, which finite differences cannot: they are compared with autograd of
 # the textbook, where it is detached.
-every_smooth_member = pytest.mark.parametrize(
-    "member", [member for member in MEMBERS if not member.__class__.__module__.endswith("adaptive")], ids=repr
-)
+SMOOTH = [member for member in MEMBERS if not member.__class__.__module__.endswith("adaptive")]
+every_smooth_member = pytest.mark.parametrize("member", SMOOTH, ids=repr)

@@ -1,16 +1,12 @@
 """Runs of a few steps with one feature each, here or in one of several processes, and what they came to.
 
-    torchrun --nproc-per-node 2 feature_runs.py WORLDS OUT
-
-Every feature is tried with each strategy in one start: importing torch costs more than a tiny run. The first process
-keeps what it found in a file.
+Every feature is tried with each strategy in one start of two processes. The first one keeps what it found in a file.
 """
 
 from __future__ import annotations
 
 import copy
 import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -230,20 +226,15 @@ def measured(folder: Path, rows: int, parallel: Parallel) -> dict[str, Any]:
     return found
 
 
-def main(worlds: str, out: str) -> None:
-    torch.set_num_threads(1)
+def main(worlds: Path, out: Path) -> None:
     loaded: dict[str, Any] = {}
     found = {
-        (feature, strategy): tried(Path(worlds), feature, 2, join(2, strategy), loaded)
+        (feature, strategy): tried(worlds, feature, 2, join(2, strategy), loaded)
         for feature in FEATURES
         for strategy in STRATEGIES
     }
     found |= {("bank", strategy): expert_bank.trained(join(2, strategy)) for strategy in STRATEGIES}
-    found["measured", "fsdp"] = measured(Path(worlds), 2, join(2, "fsdp"))
-    run_whole(Path(worlds))
+    found["measured", "fsdp"] = measured(worlds, 2, join(2, "fsdp"))
+    run_whole(worlds)
     if join(2).is_first:
         torch.save(found, out)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -1,11 +1,7 @@
-"""Every objective as a run that can be attempted, here or in one of several processes.
-
-As a script it is one process of a run: torchrun starts two of them, and what the first one finds is kept in a file.
-"""
+"""Every objective as a run that can be attempted, here or in one of several processes."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,16 +77,12 @@ def make_run(world: Path, log: EventLog, over: dict[str, Any], parallel: Paralle
     return run
 
 
-def main(world: str, out: str) -> None:
-    torch.set_num_threads(1)
+def main(world: Path, out: Path) -> None:
+    """Attempt all of them as one process of several; what the first one finds is kept in a file."""
     parallel = join(timeout_minutes=3)
     found = {}
-    with EventLog(Path(out).with_suffix(f".{parallel.rank}.jsonl")) as log:
+    with EventLog(out.with_suffix(f".{parallel.rank}.jsonl")) as log:
         for name, over in {**CASES, **WITHIN_A_BATCH}.items():
-            found[name] = Seen.of(make_run(Path(world), log, over, parallel)).__dict__
+            found[name] = Seen.of(make_run(world, log, over, parallel)).__dict__
     if parallel.is_first:
         torch.save(found, out)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -1,7 +1,5 @@
 """One of two processes that compute the fused loss inside DistributedDataParallel and inside FSDP.
 
-    torchrun --nproc-per-node 2 sharded_worker.py OUT
-
 The head is where it has to be for both: in the forward of the module that they wrap, because only there are its
 weights whole. Gradients are what both promise, the mean over the processes.
 """
@@ -9,7 +7,7 @@ weights whole. Gradients are what both promise, the mean over the processes.
 from __future__ import annotations
 
 import copy
-import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -83,8 +81,7 @@ def expected(is_tied: bool) -> dict[str, Tensor]:
     return {name: (sides[0][name] + sides[1][name]) / 2 for name in sides[0]}
 
 
-def main(out: str) -> None:
-    torch.set_num_threads(1)
+def main(out: Path) -> None:
     dist.init_process_group("gloo")
     mine = batches(dist.get_rank())
     found = {}
@@ -98,7 +95,3 @@ def main(out: str) -> None:
     if dist.get_rank() == 0:
         torch.save(found, out)
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import random
-import traceback
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from process_jobs import Child
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
@@ -200,16 +201,9 @@ def in_child(work: Callable[[], object]) -> int:
 
     A fork spares the import of torch; torch is single-threaded in tests, so nothing is left locked in the copy.
     """
-    child = os.fork()
-    if child == 0:
-        try:
-            work()
-        except BaseException:  # noqa: BLE001 - a child must never run the rest of the tests
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-    _pid, status = os.waitpid(child, 0)
-    return os.waitstatus_to_exitcode(status)
+    ended = Child(work, os.environ).wait()
+    sys.stderr.write(ended.err)
+    return ended.code
 
 
 def settings(folder: Path, **over: Any) -> dict[str, Any]:

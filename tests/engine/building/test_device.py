@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+from refusals import refused
 
 from stillroom.engine.building.device import deterministic, find_device
 from stillroom.errors import BrokenAtStart
@@ -38,7 +39,7 @@ def test_each_of_several_processes_has_a_card_of_its_own(
         assert find_device("auto") == find_device("cuda") == torch.device("cuda", rank)
     assert cards == [torch.device("cuda", rank) for rank in (0, 0, 1, 1)]
     monkeypatch.setenv("LOCAL_RANK", "2")
-    with pytest.raises(BrokenAtStart, match="has no card"):
+    with refused(BrokenAtStart, "--device"):
         find_device("auto")
 
 
@@ -48,7 +49,7 @@ def test_apples_gpu_is_passed_over_and_that_is_said(monkeypatch: pytest.MonkeyPa
     told: list[str] = []
     assert find_device("auto", told.append).type == "cpu"
     assert len(told) == 1 and "float64" in told[0]
-    with pytest.raises(BrokenAtStart, match="float64") as caught:
+    with refused(BrokenAtStart, "--device", "mps") as caught:
         find_device("mps")
     assert "--device cpu" in caught.value.advice
     assert find_device("cpu", told.append).type == "cpu" and len(told) == 1, "asked for: nothing to say"

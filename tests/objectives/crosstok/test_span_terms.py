@@ -12,6 +12,7 @@ import pair_tokenizers
 import paired_batches
 import pytest
 import torch
+from refusals import refused
 
 from stillroom.config.objectives import ObjectivesConfig
 from stillroom.errors import ConfigError
@@ -249,21 +250,21 @@ def test_with_one_tokenizer_a_match_is_the_forward_kl_of_every_target(tmp_path: 
 def test_vocabularies_that_cannot_be_compared_are_refused_by_name() -> None:
     config = ObjectivesConfig.model_validate({"exact_match": {"weight": 1.0}})
     for matched in (None, Matched((), (), 3, 3), Matched((1,), (1,), 0, 3), Matched((), (), 0, 0, "because")):
-        with pytest.raises(ConfigError, match="exact_match cannot compare"):
+        with refused(ConfigError, "objectives.exact_match.weight"):
             plan_objectives(config, Inside(1, 4), Inside(1, 4), matched=matched)
     config = ObjectivesConfig.model_validate({"prefix_match": {"weight": 1.0}})
     for matched in (None, Matched((1,), (1,), 0, 0), Matched((), (), 0, 0, "because")):
-        with pytest.raises(ConfigError, match="prefix_match cannot compare"):
+        with refused(ConfigError, "objectives.prefix_match.weight"):
             plan_objectives(config, Inside(1, 4), Inside(1, 4), matched=matched)
 
 
 def test_a_batch_without_the_teachers_rows_is_refused(batch: Batch) -> None:
     both = paired_batches.heads(batch)
-    with pytest.raises(ConfigError, match="no spans to compare"):
+    with refused(ConfigError, "objectives"):
         scored(replace(batch, other=None), both, "uld")
     mix, lesson = mix_of(alm=1.0)
     dense = DenseSignal(both.signal.hidden, both.signal.head)
-    with pytest.raises(ConfigError, match="reads its own tokens"):
+    with refused(ConfigError, "objectives"):
         mix.score(both.view, dense, batch, lesson, mix.counts([batch]))
 
 
@@ -388,7 +389,7 @@ def test_an_unusable_stored_answer_is_left_out_and_counted(batch: Batch) -> None
 @pytest.mark.parametrize("name", ["uld", "span_hidden"])
 def test_what_stored_answers_cannot_serve_is_refused_by_name(batch: Batch, name: str) -> None:
     both = paired_batches.heads(batch)
-    with pytest.raises(ConfigError, match=f"objectives.{name} needs the live teacher"):
+    with refused(ConfigError, f"objectives.{name}.weight"):
         scored(batch, few_of(batch, both, spec_of("hybrid", 3, 4)), name)
 
 

@@ -9,6 +9,7 @@ import torch
 from divergence_cases import every_member
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refused
 from torch import Tensor
 
 from stillroom.checks import textbook
@@ -185,7 +186,7 @@ def test_todi_has_the_value_of_jeffreys(seed: int) -> None:
 
 
 def test_unknown_names_and_places_outside_the_unit_interval_are_refused() -> None:
-    with pytest.raises(ConfigError, match="no divergence is called"):
+    with refused(ConfigError, "", "cosine"):
         divergences.make("cosine")
-    with pytest.raises(ConfigError, match=r"beta is 1\.5"):
+    with refused(ConfigError, "", "beta", "1.5"):
         divergences.make("jsd", {"beta": 1.5})

@@ -13,6 +13,7 @@ from decimal import Decimal
 
 import pytest
 import torch
+from refusals import refused
 from torch import Tensor
 
 from stillroom.config.objectives import KdConfig, ObjectivesConfig
@@ -230,5 +231,5 @@ def test_a_setting_outside_its_interval_is_refused_with_advice(build: Callable[[
 
 def test_a_ramp_whose_end_is_no_divergence_is_refused_when_the_run_is_built() -> None:
     ramp = Ramp(start=0.1, end=1.0, until=1.0)
-    with pytest.raises(ConfigError, match="compares a distribution with itself"):
+    with refused(ConfigError, "", "alpha"):
         Mix(ObjectivesConfig(kd=KdConfig(divergence="skew_forward_kl", alpha=ramp)))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from head_cases import Case, make_case
+from refusals import refused
 from torch import Tensor
 
 from stillroom.errors import ConfigError, DataError
@@ -176,7 +177,7 @@ def test_right_arguments_pass_with_and_without_the_look_at_values(make: Callable
 @pytest.mark.parametrize("make", [top_k, sampled])
 def test_what_nobody_looked_at_still_never_reaches_foreign_memory(make: Callable[[], Arguments], kernel: str) -> None:
     far = teacher(make(), ids=torch.full((N, K), 10**12))
-    with pytest.raises(DataError, match="outside the vocabulary"):
+    with refused(DataError, "labels, teacher.ids"):
         call(far, kernel=kernel, validate=False)
 
 
@@ -354,14 +355,14 @@ def test_a_second_derivative_is_refused_and_a_first_is_not(kernel: str) -> None:
     )
     (plainly,) = torch.autograd.grad(call(dense(), student_hidden=hidden, kernel=kernel).loss, hidden)
     torch.testing.assert_close(gradient, plainly)
-    with pytest.raises(ConfigError, match="second derivative"):
+    with refused(ConfigError, "stillroom.objectives"):
         (gradient.square().sum() + hidden.sum()).backward()
 
 
 def test_a_second_derivative_of_a_bare_divergence_is_refused() -> None:
     logits = torch.randn(2, 5, requires_grad=True)
     (gradient,) = torch.autograd.grad(divergences.jsd(logits, torch.randn(2, 5)).sum(), logits, create_graph=True)
-    with pytest.raises(ConfigError, match="second derivative"):
+    with refused(ConfigError, "stillroom.objectives"):
         gradient.square().sum().backward()
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from process_jobs import Child, wait_for
 
 from stillroom.objectives.head import kernel, kernel_build
 from stillroom.objectives.head.kernel_build import Built
@@ -199,12 +199,8 @@ def test_nowhere_to_build_leads_to_the_plain_kernel(calls: Path, monkeypatch: py
 def test_two_processes_may_build_at_once(calls: Path) -> None:
     stub = Path(os.environ["CXX"])
     stub.write_text(STUB.format(calls=calls, seconds=1))
-    code = (
-        "from stillroom.objectives.head.kernel_build import build; b = build();"
-        "print(b.path.read_text() if b.path else b)"
-    )
-    both = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    assert [process.communicate(timeout=120)[0].strip() for process in both] == [CONTENT.decode()] * 2
+    both = [Child(lambda: sys.stdout.write(built_path().read_text()), os.environ) for _ in range(2)]
+    assert [ended.out for ended in wait_for(both)] == [CONTENT.decode()] * 2
     assert build().reason.startswith("built earlier")
 
 

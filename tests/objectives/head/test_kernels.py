@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from refusals import refused
 from torch import Tensor
 
 from stillroom.errors import ConfigError, DataError
@@ -191,7 +192,7 @@ def test_rows_do_not_see_each_other(num_rows: int) -> None:
 def test_a_target_outside_the_vocabulary_is_refused(kernel: str) -> None:
     hidden, weight = draw(0, 3, 4), draw(1, 11, 4)
     for validate, error in ((True, ConfigError), (False, DataError)):
-        with pytest.raises(error, match="outside the vocabulary of 11 tokens"):
+        with refused(error, "", "11"):
             fused_head_loss(
                 hidden,
                 weight,
@@ -259,7 +260,7 @@ def test_the_choice_can_be_made_from_outside(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("STILLROOM_KERNEL", "plain")
     assert choose_kernel("auto").name == "plain"
     monkeypatch.setenv("STILLROOM_KERNEL", "fast")
-    with pytest.raises(ConfigError, match="no kernel is called 'fast'"):
+    with refused(ConfigError, "", "fast"):
         choose_kernel("auto")
     assert choose_kernel("plain").reason
 

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import sharded_worker
 import torch
+from process_jobs import group
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, torch.Tensor]]:
     out = tmp_path_factory.mktemp("sharded") / "gradients.pt"
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", sharded_worker.__file__, str(out)]
-    done = subprocess.run(
-        [sys.executable, *words],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    group(2, lambda: sharded_worker.main(out))
     loaded: dict[str, dict[str, torch.Tensor]] = torch.load(out)
     return loaded
 

@@ -11,6 +11,7 @@ from divergence_cases import MEMBERS, every_member, every_smooth_member
 from head_cases import Case, buckets, grads_of, logits_of, make_case, relative_error
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refused
 from torch import Tensor
 
 from stillroom.errors import ConfigError
@@ -228,14 +229,14 @@ def test_a_public_top_k_teacher_is_at_the_temperature_of_the_call() -> None:
 
 
 def test_impossible_pairs_are_refused_with_advice() -> None:
-    with pytest.raises(ConfigError, match="not linear in the teacher") as error:
+    with refused(ConfigError, "", "reverse_kl") as error:
         check_pair("sampled", "reverse_kl", 1.0, 1.0)
     assert len(error.value.advice) >= 2
-    with pytest.raises(ConfigError, match="stored at temperature 1, the run asks for 2"):
+    with refused(ConfigError, "", "objectives.kd.temperature"):
         check_pair("top-k", "forward_kl", 2.0, 1.0)
     check_pair("top-k", "jsd", 1.0, 1.0)
     case = make_case()
-    with pytest.raises(ConfigError, match="stored at temperature"):
+    with refused(ConfigError, "", "objectives.kd.temperature"):
         score_head(
             case.view,
             top_k(case, 2, 1.0),

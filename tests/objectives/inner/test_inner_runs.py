@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from refusals import refused
 from transformers import AutoModelForCausalLM
 
 from stillroom.checkpoint import CheckpointStore
@@ -187,19 +188,19 @@ def test_rows_without_contrast_are_counted_and_said(world: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("over", "said"),
+    ("over", "name"),
     [
-        ({"objectives.feature.weight": -1.0}, "at least 0"),
-        ({"objectives.feature.layers": "first"}, r"^objectives\.feature\.layers: "),
-        ({"objectives.feature.layers": [[1, 2, 3]]}, r"objectives\.feature\.layers\.0"),
-        ({"student.init": "shrink", "student.shrink.layers": "two"}, r"^student\.shrink\.layers: "),
-        ({"student.init": "shrink", "student.shrink.layers": -1}, r"^student\.shrink\.layers: "),
+        ({"objectives.feature.weight": -1.0}, "objectives.feature.weight"),
+        ({"objectives.feature.layers": "first"}, "objectives.feature.layers"),
+        ({"objectives.feature.layers": [[1, 2, 3]]}, "objectives.feature.layers.0"),
+        ({"student.init": "shrink", "student.shrink.layers": "two"}, "student.shrink.layers"),
+        ({"student.init": "shrink", "student.shrink.layers": -1}, "student.shrink.layers"),
         ({"objectives.contrastive.temperature": 0}, "temperature"),
-        ({"objectives.layerwise.weight": 0.1, "teacher.cache": "somewhere"}, "look inside the teacher"),
+        ({"objectives.layerwise.weight": 0.1, "teacher.cache": "somewhere"}, "layerwise"),
     ],
 )
-def test_what_cannot_be_is_refused_when_it_is_read(over: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_what_cannot_be_is_refused_when_it_is_read(over: dict[str, Any], name: str) -> None:
+    with refused(ConfigError, "", name):
         load_config(overrides=over)
 
 

@@ -9,6 +9,7 @@ import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import date, datetime
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ _NOT_THE_RUN = (
 _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", "numpy")
 
 
+@cache  # reading the metadata of packages takes as long as three training steps of a tiny run
 def versions() -> dict[str, str]:
     versions_of = {"python": platform.python_version(), "stillroom": __version__}
     for package in _PACKAGES:
