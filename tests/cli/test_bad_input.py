@@ -124,7 +124,7 @@ def test_a_dry_run_walks_the_whole_path(stillroom: Command, world: Path, tmp_pat
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_saves_and_ends_with_75_and_the_run_goes_on(world: Path, tmp_path: Path, number: signal.Signals) -> None:
-    words = arguments(world, tmp_path / "run", train__max_steps=400, train__eval_steps=400)
+    words = arguments(world, tmp_path / "run", train__max_steps=4000, train__eval_steps=4000)
     process = command(words)
     events = tmp_path / "run" / "events.jsonl"
     deadline = time.monotonic() + 120
@@ -136,6 +136,7 @@ def test_ctrl_c_saves_and_ends_with_75_and_the_run_goes_on(world: Path, tmp_path
     saved = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
     steps = [json.loads(line) for line in events.read_text().splitlines() if '"event": "step"' in line]
     assert f"step-{steps[-1]['step']:06d}" in saved, "the step that was running is in the checkpoint"
+    assert steps[-1]["step"] < 4000
 
 
 def test_the_error_that_stops_a_run_is_printed_once(stillroom: Command, world: Path, tmp_path: Path) -> None:
