@@ -65,7 +65,7 @@ def _try(family: str) -> Row:
         model = families.build(family)
     except Exception as error:  # noqa: BLE001 - what cannot be built small is left out, with its reason
         return Row(family, "not built", detail=_line(f"{type(error).__name__}: {error}"))
-    from stillroom.errors import StillroomError
+    from stillroom.core.errors import StillroomError
 
     network = type(model).__name__
     with tempfile.TemporaryDirectory() as folder:
@@ -85,9 +85,9 @@ def _tried(family: str, network: str, model: Any, folder: Path) -> Row:
     from safetensors.torch import load_file
 
     from stillroom.config import load_config
-    from stillroom.config.schema import TeacherConfig
-    from stillroom.engine.distill import distill, resume
+    from stillroom.config.teacher import TeacherConfig
     from stillroom.models import open_teacher
+    from stillroom.training.distill import distill, resume
 
     model.save_pretrained(folder / "model")
     tiny.tokenizer().save_pretrained(folder / "model")
@@ -115,9 +115,9 @@ def _tried(family: str, network: str, model: Any, folder: Path) -> Row:
 
 def _stop_after_one(config: Any, out: Path) -> None:
     """A run that is stopped from outside after its first step."""
-    from stillroom.engine.distill import distill
-    from stillroom.engine.stop import Stop
-    from stillroom.errors import Interrupted
+    from stillroom.core.errors import Interrupted
+    from stillroom.training.distill import distill
+    from stillroom.training.loop import Stop
 
     wanted, asked = Stop.is_wanted, []
 

@@ -94,9 +94,9 @@ def run_once(size: str, mode: str, device: str, steps: int) -> Finding:
     import torch
 
     from stillroom.config import load_config
-    from stillroom.engine.distill import distill
-    from stillroom.errors import StillroomError
+    from stillroom.core.errors import StillroomError
     from stillroom.telemetry import read_events
+    from stillroom.training.distill import distill
 
     finding = Finding(size, mode, device)
     with tempfile.TemporaryDirectory() as name:

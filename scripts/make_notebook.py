@@ -92,7 +92,7 @@ back and call the same cell again.
         """
 # Train, or go on where the folder holds an unfinished run.
 import stillroom
-from stillroom.errors import Interrupted
+from stillroom.core.errors import Interrupted
 
 try:
     result = stillroom.distill(

@@ -18,14 +18,14 @@ import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from stillroom import errors
 from stillroom.cli import app
 from stillroom.config import Config, preset_names, preset_text
 from stillroom.config.data import SourceConfig
 from stillroom.config.schema import PhaseConfig
 from stillroom.config.sections import Ramp
-from stillroom.errors import StillroomError
-from stillroom.telemetry.catalogue import EVENTS, HEADER, TERM
+from stillroom.core import errors
+from stillroom.core.errors import StillroomError
+from stillroom.telemetry.events import EVENTS, HEADER, TERM
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 MADE = "<!-- written by scripts/reference.py -->\n"

@@ -67,7 +67,7 @@ def shared_run(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Callabl
     It is there to be read; a test that changes its folder takes a copy (`copied_run`).
     """
     from stillroom.config import load_config
-    from stillroom.engine.distill import distill
+    from stillroom.training.distill import distill
 
     made: dict[str, Any] = {}
 
@@ -95,10 +95,9 @@ def copied_run(shared_run: Callable[..., Any], tmp_path: Path) -> Callable[..., 
 def make_run(world: Path, tmp_path: Path) -> Iterator[Callable[..., Any]]:
     """Build a run of the tiny world in training mode: settings as keywords (`train__max_steps=3`) or by full name."""
     from stillroom.config import load_config
-    from stillroom.engine.building.assemble import build_run
-    from stillroom.engine.building.device import find_device
-    from stillroom.engine.building.models import load_models
+    from stillroom.precision.device import find_device
     from stillroom.telemetry import EventLog
+    from stillroom.training.build import build_run, load_models
 
     with ExitStack() as logs:
 

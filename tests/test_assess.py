@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from commands import output, run
 
-from stillroom.assess import assess
-from stillroom.telemetry.results import assessment_lines, retained
+from stillroom.metrics.evaluate import assess
+from stillroom.telemetry.show import assessment_lines, retained
 
 
 @pytest.fixture(scope="module")

@@ -18,11 +18,11 @@ import torch
 from process_jobs import alone
 from refusals import refused
 
-from stillroom.checkpoint import CheckpointStore
 from stillroom.config import load_config
-from stillroom.engine.distill import distill, resume
-from stillroom.errors import BrokenAtStart, CannotSave, CheckpointUnusable, Interrupted
+from stillroom.core.errors import BrokenAtStart, CannotSave, CheckpointUnusable, Interrupted
 from stillroom.telemetry import EventLog, read_events
+from stillroom.training.checkpoint import CheckpointStore
+from stillroom.training.distill import distill, resume
 
 
 def save(store: CheckpointStore, step: int) -> Path:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from stillroom.config import load_config
 from stillroom.config.sections import Ramp
-from stillroom.curriculum import Curriculum, value_at
+from stillroom.training.curriculum import Curriculum, value_at
 
 ramps = st.builds(
     lambda start, end, a, b, shape: Ramp(start=start, end=end, begin=min(a, b), until=max(a, b), shape=shape),

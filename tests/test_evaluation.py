@@ -16,17 +16,15 @@ import tiny
 import torch
 
 from stillroom.config import load_config
-from stillroom.engine.building.assemble import build_run
-from stillroom.engine.building.device import find_device
-from stillroom.engine.building.models import load_models
-from stillroom.engine.run import Run
-from stillroom.engine.state import RunState
-from stillroom.engine.step import attempt
-from stillroom.evaluation import Evaluation, evaluate
-from stillroom.objectives.head import multiply
-from stillroom.objectives.head.multiply import WideMultiplier
+from stillroom.core.types import Lesson
+from stillroom.losses.head import products
+from stillroom.losses.head.products import WideMultiplier
+from stillroom.precision.device import find_device
 from stillroom.telemetry import EventLog
-from stillroom.types import Lesson
+from stillroom.training.build import build_run, load_models
+from stillroom.training.evaluate import Evaluation, evaluate
+from stillroom.training.run import Run, RunState
+from stillroom.training.step import attempt
 
 NUM_STEPS = 100
 CURRICULUM: dict[str, Any] = {
@@ -100,14 +98,14 @@ def test_eval_equals_train_where_the_head_multiplies_half_operands(
 ) -> None:
     """As on a card: half operands, FP32 results, in both or in neither."""
     asked: list[torch.dtype] = []
-    real = multiply._multiply
+    real = products._multiply
 
     def recorded(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
         asked.append(left.dtype)
         real(left, right, out)
 
-    monkeypatch.setattr(multiply, "multiplies_half", lambda device: True)
-    monkeypatch.setattr(multiply, "_multiply", recorded)
+    monkeypatch.setattr(products, "multiplies_half", lambda device: True)
+    monkeypatch.setattr(products, "_multiply", recorded)
     run = make(precision__mode=precision, train__gradient_accumulation_steps=2)
     window = run.loader.window(1)
     evidence, lesson = attempt(run, RunState(applied=45), window)
@@ -153,7 +151,7 @@ def test_a_half_head_is_cast_once_for_all_chunks_of_a_batch(make: Any, monkeypat
         return cast(self, tensor)
 
     monkeypatch.setattr(WideMultiplier, "operand", count)
-    monkeypatch.setattr("stillroom.evaluation._CHUNK", 3)
+    monkeypatch.setattr("stillroom.training.evaluate._CHUNK", 3)
     found = evaluate(run.student, window, precision=run.precision, teacher=run.teacher)
     assert found.nll == pytest.approx(before.nll, rel=1e-6)
     assert found.kl == pytest.approx(before.kl, rel=1e-5)

@@ -13,14 +13,13 @@ import tiny
 import torch
 from transformers import AutoModelForCausalLM
 
-from stillroom.assess import assess
-from stillroom.config.schema import DataConfig
+from stillroom.config.data import DataConfig
 from stillroom.data import fixed_batches, open_data, open_eval
-from stillroom.evaluation import evaluate
+from stillroom.metrics.evaluate import assess
 from stillroom.models import Student
 from stillroom.precision import resolve
-from stillroom.telemetry.lines import start_lines
-from stillroom.telemetry.results import assessment_lines, summary_lines
+from stillroom.telemetry.show import assessment_lines, start_lines, summary_lines
+from stillroom.training.evaluate import evaluate
 
 CPU = torch.device("cpu")
 LINES = tiny.sentences(40, 9)

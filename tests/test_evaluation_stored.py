@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from stillroom.evaluation import stored_comparison, unmeasured_by
+from stillroom.core.types import HeadWeights
+from stillroom.metrics.metrics import AGAINST_TEACHER, TOP_K
 from stillroom.teachers.signals import SignalSpec, reduce_row, signal_of
-from stillroom.types import HeadWeights
-from stillroom.yardsticks import AGAINST_TEACHER, TOP_K
+from stillroom.training.evaluate import stored_comparison, unmeasured_by
 
 V, D, N = 60, 8, 50
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stillroom.config.schema import GuardConfig
-from stillroom.guard import Guard
-from stillroom.types import Evidence, Examination
+from stillroom.core.types import Evidence, Examination
+from stillroom.training.guard import Guard
 
 SOUND = Examination(True, True, 2.0, 2.0)
 

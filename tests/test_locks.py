@@ -19,8 +19,8 @@ from pathlib import Path
 import pytest
 import tiny
 
-from stillroom import locks
-from stillroom.locks import LockHeld, describe_process, has_ended, hold, hold_again, is_held
+from stillroom.core import locks
+from stillroom.core.locks import LockHeld, describe_process, has_ended, hold, hold_again, is_held
 
 
 @pytest.fixture(params=[0, errno.ENOSYS, errno.ENOTSUP])

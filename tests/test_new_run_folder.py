@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stillroom.files import new_run_folder
+from stillroom.core.files import new_run_folder
 
 
 def test_runs_that_begin_in_one_second_have_folders_of_their_own(

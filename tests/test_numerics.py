@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stillroom.objectives import DenseTeacher, divergences, fused_head_loss
+from stillroom.losses import divergences
+from stillroom.losses.head.loss import DenseTeacher, fused_head_loss
 
 VOCABULARY = 151_936
 FAMILY = ["forward_kl", "reverse_kl", "jsd"]

@@ -12,7 +12,7 @@ import pytest
 import tiny
 
 from stillroom.config import load_config
-from stillroom.engine.distill import distill
+from stillroom.training.distill import distill
 
 PLACE = Path(__file__).resolve().parent.parent / "benchmarks" / "real"
 # The arms' own settings, at the size of the tiny teacher.

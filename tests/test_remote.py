@@ -11,9 +11,9 @@ import fsspec
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
-from stillroom import remote
-from stillroom.errors import ConfigError, DataError
-from stillroom.remote import is_url, local_copy, refuse_url
+from stillroom.core import remote
+from stillroom.core.errors import ConfigError, DataError
+from stillroom.core.remote import is_url, local_copy, refuse_url
 
 
 @pytest.fixture(autouse=True)

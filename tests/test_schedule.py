@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stillroom.schedule import Schedule, steps_of_run, warmup_of_run, windows_in
+from stillroom.training.schedule import Schedule, steps_of_run, warmup_of_run, windows_in
 
 
 def test_an_epoch_of_74823_batches_has_4677_steps_and_warms_up_for_467() -> None:

@@ -17,11 +17,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from stillroom import shard_files
-from stillroom.checkpoint import CheckpointStore, Saved
-from stillroom.errors import CannotSave, CheckpointUnusable
-from stillroom.parallel import Parallel
-from stillroom.parallel.processes import Processes
+from stillroom.core.errors import CannotSave, CheckpointUnusable
+from stillroom.parallel import Parallel, shards
+from stillroom.parallel.base import Processes
+from stillroom.training.checkpoint import CheckpointStore, Saved
 
 WHOLE = torch.arange(15.0).reshape(5, 3)
 
@@ -83,20 +82,20 @@ def test_joining_the_student_takes_a_few_buffers_and_never_the_whole(
     mesh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside what a process holds: a file that is written, and the tensor that is joined."""
-    monkeypatch.setattr(shard_files, "_FILE_BYTES", 1 << 20)
+    monkeypatch.setattr(shards, "_FILE_BYTES", 1 << 20)
     whole = {f"{number}.weight": torch.full((512, 256), float(number)) for number in range(16)}  # half a MB each
     parts = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in whole.items()}
-    shard_files.write_whole(tmp_path, {"0.weight": parts["0.weight"]}, Parallel())  # imports are not counted
-    (tmp_path / shard_files.WHOLE_FILE).unlink()
+    shards.write_whole(tmp_path, {"0.weight": parts["0.weight"]}, Parallel())  # imports are not counted
+    (tmp_path / shards.WHOLE_FILE).unlink()
     tracemalloc.start()  # bytes that are written and read
     try:
         with LiveBytes() as live:  # tensors
-            shard_files.write_whole(tmp_path, parts, Parallel())
+            shards.write_whole(tmp_path, parts, Parallel())
         _now, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert live.peak + peak < 4 << 20 < sum(tensor.nbytes for tensor in whole.values()) / 1.9
-    found = load_file(tmp_path / shard_files.WHOLE_FILE)
+    found = load_file(tmp_path / shards.WHOLE_FILE)
     assert set(found) == set(whole) and all(torch.equal(found[name], whole[name]) for name in whole)
 
 
@@ -104,7 +103,7 @@ def test_joining_the_student_takes_a_few_buffers_and_never_the_whole(
 def test_a_checkpoint_in_several_files_a_process_is_one_checkpoint(
     num_files: int, mesh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shard_files, "_FILE_BYTES", 1 if num_files > 1 else 1 << 28)
+    monkeypatch.setattr(shards, "_FILE_BYTES", 1 if num_files > 1 else 1 << 28)
     store = CheckpointStore(tmp_path / "checkpoints")
     save(store, 3, mesh)
     files = list((tmp_path / "checkpoints" / "step-000003").glob("shard-*.safetensors"))
@@ -114,7 +113,7 @@ def test_a_checkpoint_in_several_files_a_process_is_one_checkpoint(
     assert saved.tensors["student"]["flag"].item() == 3
     sizes = {"a": torch.zeros(8), "b": torch.zeros(1), "c": torch.zeros(1)}
     numbers = [1, 2, 2] if num_files > 1 else [1, 1, 1]
-    assert list(shard_files._in_files(sizes, most=2).values()) == numbers
+    assert list(shards._in_files(sizes, most=2).values()) == numbers
 
 
 @pytest.mark.parametrize("harm", ["flipped", "missing", "added"])

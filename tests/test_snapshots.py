@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from stillroom.checkpoint import CheckpointStore, Saved
-from stillroom.snapshots import CheckpointSnapshots, SnapshotRing
+from stillroom.training.checkpoint import CheckpointSnapshots, CheckpointStore, Saved, SnapshotRing
 
 
 def state(step: int, weight: torch.Tensor) -> Saved:

@@ -22,25 +22,23 @@ import tiny
 from faulty_store import FaultyStore, faulty_store
 
 import stillroom
-from stillroom import remote
 from stillroom.config import load_config
-from stillroom.config.extensions import OBJECTIVES
-from stillroom.config.schema import StudentConfig, TeacherConfig
-from stillroom.ends import fault_of
-from stillroom.engine.distill import distill, resume
-from stillroom.engine.run_folder.folder import read_config
-from stillroom.engine.run_folder.place import opened
-from stillroom.engine.run_folder.trust import Trust
-from stillroom.errors import BrokenAtStart, ConfigError, DataError, OutsideName
-from stillroom.files import inside, is_hidden, replaced_folder
-from stillroom.models.load import source as sources
-from stillroom.models.load.files import fetch_base
-from stillroom.models.load.open import load_tokenizer
-from stillroom.models.load.source import Source, runs_code
-from stillroom.remote import Commit, RemoteFile, Store, here, read_commit
+from stillroom.config.registry import OBJECTIVES
+from stillroom.config.schema import StudentConfig
+from stillroom.config.teacher import TeacherConfig
+from stillroom.core import remote
+from stillroom.core.errors import BrokenAtStart, ConfigError, DataError, OutsideName
+from stillroom.core.exit import fault_of
+from stillroom.core.files import inside, is_hidden, replaced_folder
+from stillroom.core.remote import Commit, RemoteFile, Store, here, read_commit
+from stillroom.models import files as sources
+from stillroom.models.files import Source, fetch_base, runs_code
+from stillroom.models.load import load_tokenizer
 from stillroom.teachers.cache.in_store import Origin, folder_of
 from stillroom.teachers.cache.reader import Cache
 from stillroom.teachers.cache.writer import open_store, write_missing
+from stillroom.training.distill import distill, resume
+from stillroom.training.run_folder import Trust, opened, read_config
 
 SOURCE = Path(stillroom.__file__).parent
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -83,15 +81,15 @@ def test_a_listing_leaves_hidden_names_out_and_refuses_names_that_lead_up() -> N
 # Modules that read names from manifests, indexes, stores and listings. In them a path is joined with a constant, with
 # a name of ours that is listed here, or by `inside`.
 OUTSIDE = {
-    "checkpoint.py": {"f'{TEMPORARY}step-{step:06d}-{owner}'"},  # a number and a word of ours
-    "shard_files.py": set(),
+    "training/checkpoint.py": {"f'{TEMPORARY}step-{step:06d}-{owner}'"},  # a number and a word of ours
+    "parallel/shards.py": set(),
     # A word of ours (the kind of copies), numbers, and names that were listed in the run's own folder.
-    "remote.py": {"key_of(url)", "name", "path.relative_to(self.folder)"},
-    "engine/run_folder/place.py": {"key_of(url)", "place"},  # a checkpoint's folder by its number
+    "core/remote.py": {"key_of(url)", "name", "path.relative_to(self.folder)"},
+    "training/run_folder.py": {"key_of(url)", "place"},  # a checkpoint's folder by its number
     "teachers/cache/in_store.py": {"path.name", "name", "key_of(url)"},  # notes of a joined path; constants
     "teachers/cache/manifest.py": set(),
     "teachers/cache/reader.py": {"positions"},  # a number
-    "models/load/files.py": {"file", "name"},  # shards that `_check_index` passed; names that callers write out
+    "models/files.py": {"file", "name"},  # shards that `_check_index` passed; names that callers write out
     "teachers/placement.py": {"file", "tensor.file"},  # the same shards
 }
 
@@ -132,8 +130,8 @@ def test_names_from_outside_are_joined_to_paths_in_one_place(module: str) -> Non
 
 @pytest.mark.parametrize(
     "module",
-    ["checkpoint.py", "files.py", "remote.py", "engine/run_folder/place.py", "teachers/cache/in_store.py",
-     "models/load/files.py"],
+    ["training/checkpoint.py", "core/files.py", "core/remote.py", "training/run_folder.py",
+     "teachers/cache/in_store.py", "models/files.py"],
 )  # fmt: skip
 def test_every_reader_of_outside_names_uses_the_one_join(module: str) -> None:
     tree = ast.parse((SOURCE / module).read_text(encoding="utf-8"))
@@ -273,7 +271,7 @@ def test_a_run_on_a_disk_by_address_survives_a_kill_in_its_commit(
     url = f"file://{tmp_path}/store/run"
 
     def killed() -> None:
-        from stillroom import files
+        from stillroom.core import files
 
         written = files.write_durably
 
@@ -439,7 +437,7 @@ def test_a_traceback_is_for_the_user_alone_and_follows_no_link(tmp_path: Path, m
 _LEAVES = """
 import os, signal, sys
 from pathlib import Path
-from stillroom.files import replaced_folder
+from stillroom.core.files import replaced_folder
 with replaced_folder(Path(sys.argv[1])) as folder:
     (folder / "model").write_bytes(b"x" * 1000)
     print(folder, flush=True)

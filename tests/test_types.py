@@ -16,15 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load, save
 
-from stillroom.data.encoded import Encoded
+from stillroom.core.errors import DataError
+from stillroom.core.types import IGNORED, Batch
 from stillroom.data.loader import Loader
 from stillroom.data.packing import pack
 from stillroom.data.records import Tally
-from stillroom.engine.inject import Injector
-from stillroom.engine.recovery.batch_file import batch_of, facts_of, tensors_of
-from stillroom.engine.replay import read_window
-from stillroom.errors import DataError
-from stillroom.types import IGNORED, Batch
+from stillroom.data.tokenize import Encoded
+from stillroom.training.faults import Injector
+from stillroom.training.recover import batch_of, facts_of, tensors_of
+from stillroom.training.replay import read_window
 
 VOCAB = 50
 BATCHES = st.tuples(st.integers(0, 2**16), st.integers(1, 4), st.integers(1, 7))

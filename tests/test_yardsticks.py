@@ -14,14 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from stillroom.config.schema import DataConfig
+from stillroom.config.data import DataConfig
+from stillroom.core.types import IGNORED
 from stillroom.data import fixed_batches, open_eval
-from stillroom.evaluation import Evaluation, evaluate
+from stillroom.metrics.metrics import AGAINST_TEACHER, COLUMNS, MIN_DOCUMENTS, NUM_BINS, NUM_COLUMNS, Ledger, ratios
 from stillroom.models import Student
 from stillroom.precision import resolve
 from stillroom.teachers import LiveTeacher
-from stillroom.types import IGNORED
-from stillroom.yardsticks import AGAINST_TEACHER, COLUMNS, MIN_DOCUMENTS, NUM_BINS, NUM_COLUMNS, Ledger, ratios
+from stillroom.training.evaluate import Evaluation, evaluate
 
 CPU = torch.device("cpu")
 PLACE = {name: index for index, name in enumerate(COLUMNS)}

@@ -27,15 +27,14 @@ import torch
 from stillroom import __version__
 from stillroom.config import load_config
 from stillroom.data import open_data
-from stillroom.engine.caching import make_cache
 from stillroom.models import open_teacher
 from stillroom.teachers.cache.manifest import Manifest
-from stillroom.teachers.cache.plan import needed_rows, plan_shards
 from stillroom.teachers.cache.reader import Cache
-from stillroom.teachers.cache.writer import commit_shard, open_store, pack_shard
+from stillroom.teachers.cache.writer import commit_shard, needed_rows, open_store, pack_shard, plan_shards
 from stillroom.teachers.live import LiveTeacher
 from stillroom.teachers.signals import RowAnswer, SignalSpec, reduce_row, signal_of
 from stillroom.teachers.sparse import SparseTeacher
+from stillroom.training.write_cache import make_cache
 
 RESULTS = Path(__file__).parent / "results"
 SPECS = (
@@ -131,13 +130,12 @@ class Clock:
 
 
 def step_share(num_steps: int, over: dict[str, Any]) -> dict[str, Any]:
-    from stillroom.engine.building.assemble import build_run
-    from stillroom.engine.building.device import find_device
-    from stillroom.engine.building.models import load_models
-    from stillroom.engine.state import RunState
-    from stillroom.engine.step import attempt
-    from stillroom.teachers.cache.teacher import CachedTeacher
+    from stillroom.precision.device import find_device
+    from stillroom.teachers.cache.reader import CachedTeacher
     from stillroom.telemetry import EventLog
+    from stillroom.training.build import build_run, load_models
+    from stillroom.training.run import RunState
+    from stillroom.training.step import attempt
 
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)

@@ -34,10 +34,10 @@ def measure(length: int, is_checkpointed: bool, is_packed: bool) -> dict[str, An
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
 
+    from stillroom.core.types import Batch, Needs
+    from stillroom.losses.head.loss import score_head
     from stillroom.models.attention import attend_causally
     from stillroom.models.student import Student
-    from stillroom.objectives.head import score_head
-    from stillroom.types import Batch, Needs
 
     torch.manual_seed(0)
     config = LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=length, num_key_value_heads=2, **SHAPE)

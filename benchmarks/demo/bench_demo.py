@@ -32,8 +32,8 @@ def one_run(job: dict[str, Any]) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     from stillroom.config import load_config
-    from stillroom.demo import baseline_config, compute_ratio
-    from stillroom.engine.distill import distill
+    from stillroom.training.demo import baseline_config, compute_ratio
+    from stillroom.training.distill import distill
 
     config = load_config(preset="demo", overrides={"train.seed": job["seed"], **job.get("set", {})})
     if job["arm"] == "distilled":
@@ -58,9 +58,9 @@ def one_run(job: dict[str, Any]) -> dict[str, Any]:
 
 def parameters() -> dict[str, int]:
     from stillroom.config import load_config
-    from stillroom.engine.building.device import find_device
-    from stillroom.engine.building.models import load_models
     from stillroom.models import anatomy_of
+    from stillroom.precision.device import find_device
+    from stillroom.training.build import load_models
 
     models = load_models(load_config(preset="demo"), find_device("cpu"))
     return {
@@ -97,7 +97,7 @@ def _results(name: str) -> list[dict[str, Any]]:
 
 def seeds(count: int) -> None:
     from stillroom.config import load_config
-    from stillroom.demo import run_demo
+    from stillroom.training.demo import run_demo
 
     rows = []
     for seed in range(count):
@@ -117,7 +117,7 @@ def seeds(count: int) -> None:
 
 
 def write(name: str, value: dict[str, Any]) -> None:
-    from stillroom.engine.run_folder.folder import machine, versions
+    from stillroom.training.run_folder import machine, versions
 
     RESULTS.mkdir(parents=True, exist_ok=True)
     path = RESULTS / f"{name}.json"

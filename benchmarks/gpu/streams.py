@@ -26,15 +26,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from stillroom.config import load_config
-from stillroom.engine.building.assemble import build_run
-from stillroom.engine.building.models import Models
-from stillroom.engine.state import RunState
-from stillroom.engine.step import train_step
+from stillroom.losses.head import compiled, kernel
 from stillroom.models import LoadedModel
 from stillroom.models.anatomy import anatomy_of
 from stillroom.models.attention import attend_causally
-from stillroom.objectives.head import kernel, kernel_inductor
 from stillroom.telemetry import EventLog
+from stillroom.training.build import Models, build_run
+from stillroom.training.run import RunState
+from stillroom.training.step import train_step
 
 Step = Callable[[], None]
 ROWS = "head rows"  # fused by torch.compile whether or not the bodies are compiled
@@ -92,12 +91,12 @@ def _fused_rows(recorder: Recorder) -> Iterator[None]:
     """The product has its rows fused by torch.compile where Triton serves the card. Here the function that it would
     compile runs op by op, in a phase of its own, which the model of a compiler then fuses."""
     with mock.patch.object(torch, "compile", side_effect=lambda function, **_: function):
-        fused = kernel_inductor.InductorKernel()
+        fused = compiled.InductorKernel()
     fused._fused = _in_phase(fused._fused, recorder, ROWS)
     choice = kernel.KernelChoice(fused, "fused by torch.compile")
 
     def choose(device: torch.device) -> Any:
-        doubt = torch.cuda.get_device_capability(device) < kernel_inductor.LEAST_CAPABILITY
+        doubt = torch.cuda.get_device_capability(device) < compiled.LEAST_CAPABILITY
         return kernel.KernelChoice(kernel.PlainKernel(), "no Triton for this card") if doubt else choice
 
     with mock.patch.object(kernel, "_fused", choose):

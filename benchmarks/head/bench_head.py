@@ -23,7 +23,7 @@ from typing import Any
 from contenders import CONTENDERS, LIMIT, Data, Problem, loss_gap
 from measure import busy_processes, code_sum, interleaved, machine, peak_extra_bytes, summarised, where_it_goes
 
-from stillroom.objectives.head.kernel import choose_kernel
+from stillroom.losses.head.kernel import choose_kernel
 
 RESULTS = Path(__file__).with_name("results")
 BARRED = ("stillroom compiled, chunk 512", "stillroom compiled, chunk 256", "stillroom plain, chunk 512")

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from stillroom.objectives import DenseTeacher, SampledTeacher, TopKTeacher, fused_head_loss
+from stillroom.losses.head.loss import DenseTeacher, SampledTeacher, TopKTeacher, fused_head_loss
 
 STUDENT_WIDTH, TEACHER_WIDTH, TEMPERATURE, NUM_KEPT = 576, 1024, 2.0, 64
 Step = Callable[[], None]

@@ -23,9 +23,9 @@ from unittest import mock
 import torch
 from contenders import CONTENDERS, Data, Problem, Step, bare_products
 
-from stillroom import objectives
-from stillroom.objectives.head.kernel import choose_kernel
-from stillroom.objectives.head.products import Products
+from stillroom import losses
+from stillroom.losses.head.kernel import choose_kernel
+from stillroom.losses.head.products import Products
 
 Turns = dict[str, list[float]]  # of one contender: wall and CPU seconds, and how many times the limit each was
 
@@ -66,7 +66,7 @@ def summarised(sittings: Sequence[Mapping[str, Turns]]) -> dict[str, dict[str, f
 
 def code_sum() -> str:
     """Of what is measured and how: turns of different code are never put together."""
-    sources = [*Path(objectives.__file__).parent.rglob("*"), *Path(__file__).parent.glob("*.py")]
+    sources = [*Path(losses.__file__).parent.rglob("*"), *Path(__file__).parent.glob("*.py")]
     found = hashlib.sha256()
     for path in sorted(p for p in sources if p.suffix in (".py", ".cpp", ".h") and p.name != "draw.py"):
         found.update(path.read_bytes())

@@ -3,7 +3,7 @@
     python benchmarks/plan/bench_plan.py [cpu] [held-out] [card]      # writes results/plan.json and .md
 
 On the CPU a run is built from models with real weights, takes two steps, and in the third the bytes of every tensor
-that is alive are followed (engine/trace.py), with the blocks that the head's pool keeps. On a card nothing was
+that is alive are followed (training/trace.py), with the blocks that the head's pool keeps. On a card nothing was
 measured here: the prediction is held against the peaks that benchmarks/gpu/memory_grid.py recorded on fake tensors.
 The bar is 15 %.
 """
@@ -31,14 +31,13 @@ from transformers import LlamaConfig
 from stillroom.config import load_config
 from stillroom.doctor.plan.cost import find_gpu
 from stillroom.doctor.plan.plan import find_target
-from stillroom.engine.building.assemble import build_run
-from stillroom.engine.building.models import load_models
-from stillroom.engine.memory import CONTEXT, Shapes, lay_out
-from stillroom.engine.state import RunState
-from stillroom.engine.step import train_step
-from stillroom.engine.trace import LiveTensors
-from stillroom.objectives.head.buffers import POOL
+from stillroom.losses.head.products import POOL
 from stillroom.telemetry import EventLog
+from stillroom.training.build import build_run, load_models
+from stillroom.training.memory import CONTEXT, Shapes, lay_out
+from stillroom.training.run import RunState
+from stillroom.training.step import train_step
+from stillroom.training.trace import LiveTensors
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = Path(__file__).with_name("results")

@@ -26,9 +26,9 @@ from book import Book
 from pairs import BYTE_LEVEL, SENTENCE_PIECE, Sides
 
 from stillroom.config import load_config
-from stillroom.engine.building.vocabulary_build import take_vocabulary
-from stillroom.models.load.vocabulary import vocabulary_hash
+from stillroom.models.vocabulary import vocabulary_hash
 from stillroom.teachers import Teacher
+from stillroom.training.student import take_vocabulary
 
 STEPS = 240
 CHECKS = 8

@@ -23,13 +23,14 @@ from typing import Any
 
 import torch
 
-from stillroom.config.schema import DataConfig, ShrinkConfig, TeacherConfig
+from stillroom.config.data import DataConfig
+from stillroom.config.schema import ShrinkConfig
+from stillroom.config.teacher import TeacherConfig
 from stillroom.data import fixed_batches, open_data
-from stillroom.engine.run_folder.folder import machine, versions
-from stillroom.models.load.open import load_teacher, load_tokenizer
+from stillroom.models.load import load_teacher, load_tokenizer
 from stillroom.models.shrink.cut import cut
-from stillroom.models.shrink.layer_choice import Choice
-from stillroom.models.shrink.passages import mean_loss, num_scored, passages
+from stillroom.models.shrink.layer_choice import Choice, mean_loss, num_scored, passages
+from stillroom.training.run_folder import machine, versions
 
 RESULTS = Path(__file__).parent / "results"
 METHODS = ("loss", "influence", "even")

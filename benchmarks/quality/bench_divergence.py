@@ -9,7 +9,7 @@ import book as books
 import standard
 from book import Book
 
-from stillroom.objectives import divergences
+from stillroom.losses import divergences
 
 
 def sweep(book: Book) -> None:

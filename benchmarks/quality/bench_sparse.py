@@ -23,18 +23,17 @@ import texts
 import torch
 from book import Book
 
-from stillroom.curriculum import Curriculum
+from stillroom.core.types import Batch, Needs, Signal
 from stillroom.data import Loader
+from stillroom.losses.mix import Mix
 from stillroom.models import Student
-from stillroom.objectives.mix import Mix
 from stillroom.precision import resolve
 from stillroom.teachers import Teacher
 from stillroom.teachers.cache.manifest import Manifest
-from stillroom.teachers.cache.plan import needed_rows, plan_shards
 from stillroom.teachers.cache.reader import Cache
-from stillroom.teachers.cache.writer import commit_shard, open_store, pack_shard
+from stillroom.teachers.cache.writer import commit_shard, needed_rows, open_store, pack_shard, plan_shards
 from stillroom.teachers.signals import RowAnswer, SignalSpec, reduce_row, signal_of
-from stillroom.types import Batch, Needs, Signal
+from stillroom.training.curriculum import Curriculum
 
 FULL = "whole distribution"
 _ANGLE_BATCHES = 64

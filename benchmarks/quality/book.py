@@ -58,7 +58,7 @@ class Book:
         return self.facts[name]
 
     def write(self) -> None:
-        from stillroom.engine.run_folder.folder import machine, versions
+        from stillroom.training.run_folder import machine, versions
 
         self.folder.mkdir(parents=True, exist_ok=True)
         content = {"machine": machine(), "versions": versions(), "facts": self.facts, "runs": self.runs}

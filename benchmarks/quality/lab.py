@@ -22,18 +22,17 @@ from nets import TeacherName
 from torch import Tensor
 
 from stillroom.config import Config
-from stillroom.curriculum import Curriculum
+from stillroom.core.types import Lesson, Needs
 from stillroom.data import Loader, Rows, fixed_batches
-from stillroom.engine.building.assemble import make_optimizer, make_schedule
-from stillroom.engine.building.inner_build import make_objectives
-from stillroom.evaluation import evaluate
+from stillroom.losses.mix import Mix
+from stillroom.losses.objective import Matched
 from stillroom.models import Student
 from stillroom.models.anatomy import head_logits
-from stillroom.objectives.mix import Mix
-from stillroom.objectives.objective import Matched
 from stillroom.precision import resolve
 from stillroom.teachers import Teacher
-from stillroom.types import Lesson, Needs
+from stillroom.training.build import make_objectives, make_optimizer, make_schedule
+from stillroom.training.curriculum import Curriculum
+from stillroom.training.evaluate import evaluate
 
 _EVAL_BATCH = 64
 _ECE_BINS = 15

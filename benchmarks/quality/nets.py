@@ -22,12 +22,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from stillroom.config import Config
+from stillroom.core.types import Batch, DenseSignal, HeadWeights, Needs
 from stillroom.data import Loader, Rows
-from stillroom.engine.building.assemble import make_schedule
 from stillroom.models.attention import attend_causally
 from stillroom.precision import AdamW, ParameterGroup, Precision, resolve
 from stillroom.teachers import LiveTeacher, Teacher
-from stillroom.types import Batch, DenseSignal, HeadWeights, Needs
+from stillroom.training.build import make_schedule
 
 CPU = torch.device("cpu")
 BALANCE_WEIGHT = 0.01  # of the load-balancing term while a mixture is trained

@@ -23,15 +23,15 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import PreTrainedTokenizerFast
 
 from stillroom.config.data import DataConfig
+from stillroom.core.types import Batch, DenseSignal, HeadWeights, Needs, PairedSignal
 from stillroom.data import Encoder, Record, Rows, Tally, fixed_batches, pack
-from stillroom.data.spans.common import Coverage
-from stillroom.data.spans.reading import two_readings
-from stillroom.evaluation import evaluate
+from stillroom.data.two_tokenizers.align import Coverage
+from stillroom.data.two_tokenizers.encode import two_readings
 from stillroom.models import Student
 from stillroom.precision import resolve
 from stillroom.teachers import Teacher
 from stillroom.teachers.paired import PairedTeacher, matched_tokens
-from stillroom.types import Batch, DenseSignal, HeadWeights, Needs, PairedSignal
+from stillroom.training.evaluate import evaluate
 
 PIECE_BYTES = 160
 MAX_LENGTH = PIECE_BYTES + 2

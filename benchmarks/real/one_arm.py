@@ -20,19 +20,20 @@ from model_file import find_model
 from text_files import Texts, write_texts
 
 from stillroom.config import Config, load_config
-from stillroom.config.schema import DataConfig, TeacherConfig
+from stillroom.config.data import DataConfig
+from stillroom.config.teacher import TeacherConfig
+from stillroom.core.errors import NoBetterStudent
 from stillroom.data import fixed_batches, open_eval
-from stillroom.engine.building.models import load_models
-from stillroom.engine.caching import make_cache
-from stillroom.engine.distill import distill
-from stillroom.errors import NoBetterStudent
-from stillroom.evaluation import evaluate
-from stillroom.measures.question_file import read_questions
+from stillroom.metrics.questions import read_questions
 from stillroom.models import LoadedModel, load_tokenizer, open_teacher
 from stillroom.models.generate import Writer
-from stillroom.models.load.loaded import in_eval_mode
+from stillroom.models.load import in_eval_mode
 from stillroom.precision import resolve
-from stillroom.telemetry.events import scan_events
+from stillroom.telemetry.record import scan_events
+from stillroom.training.build import load_models
+from stillroom.training.distill import distill
+from stillroom.training.evaluate import evaluate
+from stillroom.training.write_cache import make_cache
 
 CPU = torch.device("cpu")
 ANSWER_TOKENS = 16

@@ -151,9 +151,9 @@ def verdict_on(folder: Path, code: int) -> dict[str, Any]:
 
 
 def worker(trial: Any, jobs: list[dict[str, Any]], pipe: Any) -> None:
-    import stillroom.engine.distill  # loaded before forking, so that each start costs little
+    import stillroom.training.distill  # loaded before forking, so that each start costs little
 
-    assert stillroom.engine.distill
+    assert stillroom.training.distill
     lines = []
     for job in jobs:
         lines.append(trial(job))

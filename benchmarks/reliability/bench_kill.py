@@ -71,9 +71,9 @@ def trial(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def worker(jobs: list[dict[str, Any]], pipe: Any) -> None:
-    import stillroom.engine.distill  # loaded before forking, so that each start costs little
+    import stillroom.training.distill  # loaded before forking, so that each start costs little
 
-    assert stillroom.engine.distill
+    assert stillroom.training.distill
     lines = []
     for job in jobs:
         lines.append(trial(job))

@@ -49,13 +49,12 @@ class Meter:
 
 def one_run(steps: int) -> dict[str, float]:
     from stillroom.config import load_config
-    from stillroom.engine import loop
-    from stillroom.engine.building.assemble import build_run
-    from stillroom.engine.building.device import find_device
-    from stillroom.engine.building.models import load_models
-    from stillroom.engine.loop import Stop, training
-    from stillroom.engine.state import RunState
+    from stillroom.precision.device import find_device
     from stillroom.telemetry import EventLog
+    from stillroom.training import loop
+    from stillroom.training.build import build_run, load_models
+    from stillroom.training.loop import Stop, training
+    from stillroom.training.run import RunState
 
     folder = Path(tempfile.mkdtemp())
     over = {

@@ -40,8 +40,8 @@ def prepare() -> tuple[Any, Any, Any, list[Any], list[Any]]:
     """Models, tokenizer, training rows and held-out batches, through Stillroom's own rooms."""
     from stillroom.config import load_config
     from stillroom.data import Loader, fixed_batches, open_data
-    from stillroom.engine.building.device import find_device
-    from stillroom.engine.building.models import load_models
+    from stillroom.precision.device import find_device
+    from stillroom.training.build import load_models
 
     config = load_config(preset="demo", overrides={**SETTING, **OBJECTIVE})
     models = load_models(config, find_device("cpu"))

@@ -35,9 +35,9 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     from stillroom.config import load_config
-    from stillroom.engine.distill import distill
-    from stillroom.errors import StillroomError
+    from stillroom.core.errors import StillroomError
     from stillroom.telemetry import read_events
+    from stillroom.training.distill import distill
 
     folder = Path(tempfile.mkdtemp())
     line: dict[str, Any] = {key: value for key, value in job.items() if key != "set"}
@@ -76,7 +76,7 @@ def unmoved_fraction(folder: Path) -> float:
     """The share of weights that are the same in the first and the last checkpoint, residuals and masters included."""
     from safetensors.torch import load_file
 
-    from stillroom.precision import rounding
+    from stillroom.precision import storage
 
     first, *_rest, last = sorted((folder / "checkpoints").glob("step-*"))
     same = total = 0
@@ -88,7 +88,7 @@ def unmoved_fraction(folder: Path) -> float:
             if f"{name}.master" in state:
                 whole[name] = state[f"{name}.master"]
             elif f"{name}.residual" in state:
-                whole[name] = rounding.join(weight, state[f"{name}.residual"])
+                whole[name] = storage.join(weight, state[f"{name}.residual"])
             else:
                 whole[name] = weight
         values.append(whole)
@@ -104,7 +104,7 @@ def run_all(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def write(name: str, value: dict[str, Any]) -> None:
-    from stillroom.engine.run_folder.folder import machine, versions
+    from stillroom.training.run_folder import machine, versions
 
     RESULTS.mkdir(parents=True, exist_ok=True)
     path = RESULTS / f"{name}.json"

@@ -25,7 +25,7 @@ def run_here(folder: Path, preset: str, setting: dict[str, Any], inject: str) ->
 
     torch.set_num_threads(1)
     from stillroom.config import load_config
-    from stillroom.engine.distill import distill
+    from stillroom.training.distill import distill
 
     config = load_config(preset=preset, overrides=setting)
     distill(config, folder, device="cpu", inject=inject)
@@ -42,7 +42,7 @@ def run_forked(
     if child == 0:
         code = 70
         try:
-            from stillroom.errors import StillroomError
+            from stillroom.core.errors import StillroomError
 
             try:
                 run_here(folder, preset, setting, inject)

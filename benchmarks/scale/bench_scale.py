@@ -104,13 +104,12 @@ def serve(folder: Path, size: str, strategy: str, num_micro: int, place: int) ->
     import torch
 
     from stillroom.config import load_config
-    from stillroom.engine.building.assemble import build_run
-    from stillroom.engine.building.models import load_models
-    from stillroom.engine.recovery.recover import keep_snapshot
-    from stillroom.engine.state import RunState
-    from stillroom.engine.step import train_step
     from stillroom.parallel import join
     from stillroom.telemetry import EventLog
+    from stillroom.training.build import build_run, load_models
+    from stillroom.training.recover import keep_snapshot
+    from stillroom.training.run import RunState
+    from stillroom.training.step import train_step
 
     parallel = join(5, strategy)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -223,7 +222,7 @@ def planned(folder: Path, size: str, strategy: str, num_processes: int) -> int:
     """Bytes of a process as `stillroom plan` has them, without the best student: nothing is evaluated here."""
     from stillroom.config import load_config
     from stillroom.doctor.plan.plan import find_target, with_processes
-    from stillroom.engine.memory import Shapes, lay_out
+    from stillroom.training.memory import Shapes, lay_out
 
     target = with_processes(find_target("cpu"), num_processes, strategy)
     layout = lay_out(load_config(overrides=settings(folder, size, 1)), Shapes(target), "fp32")

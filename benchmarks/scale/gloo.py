@@ -1,7 +1,7 @@
 """CPU and time of gloo's collectives on the loopback device, alone: what a call takes, and what a byte takes.
 
 `all_reduce` is what ddp calls for a bucket, `all_gather` and `reduce_scatter` what fsdp calls for a layer on a CPU (the
-second is an all-to-all and a sum, `parallel/sharded.py`). `copy` is a copy inside of a process into memory that
+second is an all-to-all and a sum, `parallel/fsdp.py`). `copy` is a copy inside of a process into memory that
 the system has to give first.
 """
 
@@ -25,7 +25,7 @@ def serve(folder: Path, place: int) -> None:
     import torch.distributed as dist
 
     from stillroom.parallel import join
-    from stillroom.parallel.sharded import _Reduce
+    from stillroom.parallel.fsdp import _Reduce
 
     parallel = join(5, "fsdp")
     torch.set_num_threads(1)

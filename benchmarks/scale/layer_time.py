@@ -19,7 +19,7 @@ from cards import CARDS, HOST_SECONDS, Card
 from shapes import PROBLEMS, VOCABULARY
 
 from stillroom.doctor.plan.cost import forward_flops
-from stillroom.engine.trace import Sizes
+from stillroom.training.trace import Sizes
 
 RECORDED = Path(__file__).parents[1] / "gpu" / "results" / "cost_model.json"
 OURS = "stillroom"

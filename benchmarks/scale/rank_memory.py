@@ -19,8 +19,8 @@ from wire import Mesh
 from stillroom.config import load_config
 from stillroom.doctor.plan.cost import find_gpu
 from stillroom.doctor.plan.plan import find_target
-from stillroom.engine.memory import Layout, Shapes, Sharing, chosen_mode, lay_out
-from stillroom.engine.trace import Sizes
+from stillroom.training.memory import Layout, Shapes, Sharing, chosen_mode, lay_out
+from stillroom.training.trace import Sizes
 
 LLAMA_3, DEEPSEEK = 128_256, 129_280  # vocabularies
 FITS = 0.95  # of a card's memory: predictions are off by a few per cent

@@ -35,7 +35,7 @@ from simulation_tables import written
 from timeline import Job, bottleneck, sent, step
 from wire import Mesh
 
-from stillroom.engine.trace import Sizes
+from stillroom.training.trace import Sizes
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"

@@ -16,7 +16,7 @@ from layer_time import Compute, Parts
 from platforms import Platform
 from wire import Collective, Mesh, Weights, window
 
-from stillroom.engine.trace import Sizes
+from stillroom.training.trace import Sizes
 
 HALF = 2  # bytes of a teacher's weight
 INSIDE, BETWEEN, LATENCY = "network inside the node", "network between nodes", "latency of the network"

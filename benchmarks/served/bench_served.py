@@ -41,13 +41,13 @@ import real_llama  # noqa: E402
 
 from stillroom import __version__  # noqa: E402
 from stillroom.config import load_config  # noqa: E402
-from stillroom.config.schema import TeacherConfig  # noqa: E402
-from stillroom.engine.caching import make_cache  # noqa: E402
-from stillroom.engine.distill import distill  # noqa: E402
+from stillroom.config.teacher import TeacherConfig  # noqa: E402
 from stillroom.export.folder import export  # noqa: E402
 from stillroom.models import open_teacher  # noqa: E402
-from stillroom.teachers.served.server import Server, open_server  # noqa: E402
+from stillroom.teachers.served.teacher import Server, open_server  # noqa: E402
 from stillroom.telemetry import read_events  # noqa: E402
+from stillroom.training.distill import distill  # noqa: E402
+from stillroom.training.write_cache import make_cache  # noqa: E402
 
 K, SLOTS, LENGTH = 20, 4, 96
 RECORD_CHARACTERS = 300

@@ -57,12 +57,11 @@ def environment(way: str) -> dict[str, str]:
 def serve() -> None:
     """Take as many steps as each line asks for; print the seconds."""
     from stillroom.config import load_config
-    from stillroom.engine.building.assemble import build_run
-    from stillroom.engine.building.device import find_device
-    from stillroom.engine.building.models import load_models
-    from stillroom.engine.state import RunState
-    from stillroom.engine.step import train_step
+    from stillroom.precision.device import find_device
     from stillroom.telemetry import EventLog
+    from stillroom.training.build import build_run, load_models
+    from stillroom.training.run import RunState
+    from stillroom.training.step import train_step
 
     with tempfile.TemporaryDirectory() as folder:
         config = load_config(preset="demo")

@@ -40,9 +40,9 @@ LIVE, CACHED, PEER = "stillroom, live", "stillroom, cached", "trl GKD trainer, f
 
 def _stillroom(folder: Path, size: Size, passes: int, cache: str | None) -> dict[str, float]:
     from stillroom.config import load_config
-    from stillroom.engine import loop
-    from stillroom.engine.distill import distill
-    from stillroom.errors import NoBetterStudent
+    from stillroom.core.errors import NoBetterStudent
+    from stillroom.training import loop
+    from stillroom.training.distill import distill
 
     over = {
         **settings(folder, size, steps=passes * _per_pass(size)),

@@ -19,16 +19,14 @@ from torch.nn import functional as F
 from world import Size, settings
 
 from stillroom.config import load_config
-from stillroom.engine.building.assemble import build_run
-from stillroom.engine.building.device import find_device
-from stillroom.engine.building.models import load_models
-from stillroom.engine.run import Run
-from stillroom.engine.state import RunState
-from stillroom.engine.step import train_step
-from stillroom.objectives.head.sparse import keep_top_k
+from stillroom.core.types import Batch, Needs, TopKSignal
+from stillroom.losses.head.rows import keep_top_k
+from stillroom.precision.device import find_device
 from stillroom.teachers import Teacher
 from stillroom.telemetry import EventLog
-from stillroom.types import Batch, Needs, TopKSignal
+from stillroom.training.build import build_run, load_models
+from stillroom.training.run import Run, RunState
+from stillroom.training.step import train_step
 
 NUM_KEPT = 64
 Step = Callable[[], None]

@@ -76,8 +76,8 @@ def _products(size: Size) -> Step:
 
 def _engine(folder: Path, size: Size, **over: Any) -> Step:
     """The engine's own step with the seconds of its parts."""
-    from stillroom.engine import step as steps
-    from stillroom.engine.state import RunState
+    from stillroom.training import step as steps
+    from stillroom.training.run import RunState
 
     run = make_run(folder, size, **over)
     run.student.train()

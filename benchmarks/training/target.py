@@ -65,10 +65,9 @@ class Clock:
 
 def _run(**over: Any) -> Any:
     from stillroom.config import load_config
-    from stillroom.engine.building.assemble import build_run
-    from stillroom.engine.building.device import find_device
-    from stillroom.engine.building.models import load_models
+    from stillroom.precision.device import find_device
     from stillroom.telemetry import EventLog
+    from stillroom.training.build import build_run, load_models
 
     config = load_config(preset="demo", overrides={**SETTING, **over})
     out, device = Path(tempfile.mkdtemp()), find_device("cpu")
@@ -76,8 +75,8 @@ def _run(**over: Any) -> Any:
 
 
 def ours(**over: Any) -> list[dict[str, float]]:
-    from stillroom.engine.state import RunState
-    from stillroom.engine.step import train_step
+    from stillroom.training.run import RunState
+    from stillroom.training.step import train_step
 
     run, state = _run(**over), RunState()
     run.student.train()
@@ -164,7 +163,7 @@ def bench_cached_target() -> dict[str, Any]:
 
 def _write_cache(folder: Path, over: dict[str, Any]) -> None:
     from stillroom.config import load_config
-    from stillroom.engine.caching import make_cache
+    from stillroom.training.write_cache import make_cache
 
     make_cache(load_config(preset="demo", overrides={**SETTING, **over}), folder, device="cpu")
 

@@ -13,7 +13,7 @@ from _seed.output import boxed, say
 from _seed.run import Job, Order, main_of, prepare
 from _seed.stand_ins import Names, choose
 from _seed.views import CurriculumView, View
-from stillroom.cli.ends import run_to_its_end
+from stillroom.cli.exit import run_to_its_end
 from stillroom.config.load import read_file
 
 FLAGS = (
@@ -68,7 +68,7 @@ def _diagnose(options: argparse.Namespace) -> int:
     from stillroom.doctor.diagnose import config_lines
     from stillroom.doctor.examine import examine
     from stillroom.doctor.rules import Settings, judge_settings
-    from stillroom.telemetry.checks import doctor_lines
+    from stillroom.doctor.show import doctor_lines
 
     order, _view = order_of(options)
     job = prepare(order, options)
@@ -85,8 +85,8 @@ def _diagnose(options: argparse.Namespace) -> int:
 
 def _write_fixed(order: Order, job: Job, changes: Sequence[str], path: Path) -> None:
     from stillroom.config import load, parse_assignments
-    from stillroom.config.toml import toml_lines
-    from stillroom.files import write_atomically
+    from stillroom.config.load import toml_lines
+    from stillroom.core.files import write_atomically
 
     fixed = load(order.config, overrides={**job.settings, **parse_assignments(changes)}).config
     write_atomically(path, ("\n".join(toml_lines(fixed.to_dict())) + "\n").encode("utf-8"))

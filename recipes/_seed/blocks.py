@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from _seed.output import boxed
-from stillroom.errors import StillroomError, TooManySkips
+from stillroom.core.errors import StillroomError, TooManySkips
 from stillroom.telemetry.wording import as_number, format_percent
 
 Event = Mapping[str, Any]

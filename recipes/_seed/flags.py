@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stillroom.cli.ends import with_dashes
+from stillroom.cli.exit import with_dashes
 
 
 @dataclass(frozen=True)

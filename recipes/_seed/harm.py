@@ -35,7 +35,7 @@ def settings_and_lines(harms: Sequence[Harm], *, is_letter: bool) -> tuple[dict[
 
 
 def clamped_logits(bound: float) -> Harm:
-    from stillroom.objectives.clamps import perplexity_floor  # loads torch, which a command line waits for
+    from stillroom.losses.mix import perplexity_floor  # loads torch, which a command line waits for
 
     floor = perplexity_floor(bound, _VOCABULARY)
     return Harm(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stillroom.telemetry.events import read_events
+from stillroom.telemetry.record import read_events
 
 NAME = "training.jsonl"
 KEYS = ("step", "train_loss", "success_rate", "consecutive_nans", "gpu_memory_gb")

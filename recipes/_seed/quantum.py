@@ -63,7 +63,7 @@ def order_of(options: argparse.Namespace) -> tuple[Order, Callable[[str], View]]
 
 def _mode(options: argparse.Namespace, remarks: list[str]) -> str:
     """FP16 only where it is asked for and on a GPU, as in the seed."""
-    from stillroom.engine.building.device import find_device
+    from stillroom.precision.device import find_device
 
     if not options.fp16:
         return "fp32"

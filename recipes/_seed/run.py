@@ -16,10 +16,10 @@ from _seed.log import SeedLog
 from _seed.output import say
 from _seed.stand_ins import Chosen
 from _seed.views import View
-from stillroom.cli.ends import run_to_its_end
+from stillroom.cli.exit import run_to_its_end
 from stillroom.config import Loaded, load, parse_assignments, shortened
-from stillroom.errors import Diverged, LossScaleAtFloor, NoBetterStudent, TooManySkips
-from stillroom.files import new_run_folder
+from stillroom.core.errors import Diverged, LossScaleAtFloor, NoBetterStudent, TooManySkips
+from stillroom.core.files import new_run_folder
 
 SET = "STILLROOM_RECIPE_SET"  # settings for every recipe, as words `key=value`
 
@@ -76,7 +76,7 @@ def carry_out(order: Order, view_of: Callable[[str], View], options: argparse.Na
     )
 
     import stillroom
-    from stillroom.engine.building.device import find_device
+    from stillroom.precision.device import find_device
 
     view, log = view_of(str(find_device(options.device))), SeedLog(folder)
     try:

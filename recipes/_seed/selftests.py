@@ -11,8 +11,8 @@ from typing import Any
 from _seed import sar
 from _seed.output import boxed, say
 from _seed.precision import mode_lines, wanted_mode
-from stillroom.cli.ends import run_to_its_end
-from stillroom.errors import SelftestFailed
+from stillroom.cli.exit import run_to_its_end
+from stillroom.core.errors import SelftestFailed
 
 Trial = tuple[str, Callable[[], bool]]
 
@@ -48,7 +48,7 @@ def selftest_of(group: str) -> Callable[[], bool]:
         import torch
 
         from stillroom.doctor.selftest import selftest
-        from stillroom.telemetry.checks import selftest_lines
+        from stillroom.doctor.show import selftest_lines
 
         report = selftest(torch.device("cpu"), only=(group,))
         say(*selftest_lines(report.to_dict()))
@@ -66,7 +66,7 @@ def short_run() -> bool:
 def four_modes() -> bool:
     """The decision and the message of each of the seed's four modes."""
     from stillroom.precision.device import DeviceFacts
-    from stillroom.precision.resolve import choose
+    from stillroom.precision.policy import choose
 
     card = DeviceFacts("cuda", "Tesla T4", memory_bytes=16_000_000_000, architecture="sm_75")
     cases = [

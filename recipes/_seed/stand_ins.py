@@ -11,7 +11,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from stillroom.errors import ConfigError
+from stillroom.core.errors import ConfigError
 
 ROLES = ("teacher", "student", "data")
 VARIABLE = {role: f"STILLROOM_RECIPE_{role.upper()}" for role in ROLES}

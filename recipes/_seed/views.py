@@ -8,7 +8,7 @@ from typing import Any
 from _seed.blocks import component_lines, configuration_lines, number, scheduler_lines, shape_lines
 from _seed.output import say
 from _seed.precision import mode_lines
-from stillroom.telemetry.strict import NONFINITE
+from stillroom.core.files import NONFINITE
 from stillroom.telemetry.wording import as_number, format_percent
 
 Event = Mapping[str, Any]

@@ -13,16 +13,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from stillroom.config import Config, load_config
-from stillroom.errors import StillroomError
+from stillroom.core.errors import StillroomError
 
 if TYPE_CHECKING:
-    from stillroom.api.calls import distill, evaluate, generate, resume
-    from stillroom.assess import Assessment, Scores
-    from stillroom.engine.ending.result import Result
-    from stillroom.objectives import DenseTeacher, SampledTeacher, TopKTeacher, fused_head_loss
-    from stillroom.objectives.divergences import make as make_divergence
-    from stillroom.objectives.divergences import names as divergence_names
-    from stillroom.objectives.divergences import register as register_divergence
+    from stillroom.api import distill, evaluate, generate, resume
+    from stillroom.losses.divergences import make as make_divergence
+    from stillroom.losses.divergences import names as divergence_names
+    from stillroom.losses.divergences import register as register_divergence
+    from stillroom.losses.head.loss import DenseTeacher, SampledTeacher, TopKTeacher, fused_head_loss
+    from stillroom.metrics.evaluate import Assessment, Scores
+    from stillroom.training.finish import Result
 
 __version__ = "0.1.0"
 __all__ = [
@@ -47,20 +47,20 @@ __all__ = [
 
 # Module and attribute of each name that is loaded on first use.
 _LATE = {
-    "Assessment": ("stillroom.assess", "Assessment"),
-    "DenseTeacher": ("stillroom.objectives", "DenseTeacher"),
-    "Result": ("stillroom.engine.ending.result", "Result"),
-    "SampledTeacher": ("stillroom.objectives", "SampledTeacher"),
-    "Scores": ("stillroom.assess", "Scores"),
-    "TopKTeacher": ("stillroom.objectives", "TopKTeacher"),
-    "distill": ("stillroom.api.calls", "distill"),
-    "divergence_names": ("stillroom.objectives.divergences", "names"),
-    "evaluate": ("stillroom.api.calls", "evaluate"),
-    "fused_head_loss": ("stillroom.objectives", "fused_head_loss"),
-    "generate": ("stillroom.api.calls", "generate"),
-    "make_divergence": ("stillroom.objectives.divergences", "make"),
-    "register_divergence": ("stillroom.objectives.divergences", "register"),
-    "resume": ("stillroom.api.calls", "resume"),
+    "Assessment": ("stillroom.metrics.evaluate", "Assessment"),
+    "DenseTeacher": ("stillroom.losses", "DenseTeacher"),
+    "Result": ("stillroom.training.finish", "Result"),
+    "SampledTeacher": ("stillroom.losses", "SampledTeacher"),
+    "Scores": ("stillroom.metrics.evaluate", "Scores"),
+    "TopKTeacher": ("stillroom.losses", "TopKTeacher"),
+    "distill": ("stillroom.api", "distill"),
+    "divergence_names": ("stillroom.losses.divergences", "names"),
+    "evaluate": ("stillroom.api", "evaluate"),
+    "fused_head_loss": ("stillroom.losses", "fused_head_loss"),
+    "generate": ("stillroom.api", "generate"),
+    "make_divergence": ("stillroom.losses.divergences", "make"),
+    "register_divergence": ("stillroom.losses.divergences", "register"),
+    "resume": ("stillroom.api", "resume"),
 }
 
 

@@ -28,8 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import stillroom
 import stillroom.report
-from stillroom.engine.run_folder.inputs import FOLDER
-from stillroom.errors import (
+from stillroom.core.errors import (
     BrokenAtStart,
     CannotSave,
     ConfigError,
@@ -38,8 +37,9 @@ from stillroom.errors import (
     NoBetterStudent,
     StillroomError,
 )
-from stillroom.models.load.given import GivenModel
+from stillroom.models.objects import GivenModel
 from stillroom.telemetry import read_events
+from stillroom.training.run_folder import FOLDER
 
 
 def losses(folder: Path) -> list[float]:
@@ -176,8 +176,8 @@ def test_a_kill_before_the_run_began_does_not_block_its_folder(world: Path, tmp_
     out = tmp_path / "run"
 
     def killed() -> None:
-        from stillroom.engine import distill as engine
-        from stillroom.engine.run_folder.inputs import Inputs
+        from stillroom.training import distill as engine
+        from stillroom.training.run_folder import Inputs
 
         where, name = (engine, "load_models") if is_whole else (Inputs, "_write")
         setattr(where, name, lambda *_args, **_options: os.kill(os.getpid(), signal.SIGKILL))
@@ -217,7 +217,7 @@ def test_a_disk_that_is_full_of_inputs_ends_with_24(
     def full(*_args: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("stillroom.engine.run_folder.inputs.write_records", full)
+    monkeypatch.setattr("stillroom.training.run_folder.write_records", full)
     with refused(CannotSave, "inputs") as found:
         stillroom.distill(**given(world), out=tmp_path / "run", settings=quick(world), device="cpu")
     assert found.value.exit_code == 24 and not (tmp_path / "run").exists()
@@ -236,7 +236,7 @@ def test_a_folder_called_inputs_that_is_not_ours_is_left_alone(world: Path, tmp_
 
 def distilled_by_several(world: Path, folder: Path) -> None:
     """What each of several processes does: distil, noting who writes what; then leave out the folder."""
-    from stillroom.engine.run_folder import inputs
+    from stillroom.training import run_folder
 
     def noted(what: str, wrapped: Any) -> Any:
         def call(*args: Any, **options: Any) -> Any:
@@ -247,7 +247,7 @@ def distilled_by_several(world: Path, folder: Path) -> None:
         return call
 
     stillroom.report.write_report = noted("report", stillroom.report.write_report)  # type: ignore[assignment]
-    inputs.Inputs.keep = noted("inputs", inputs.Inputs.keep)  # type: ignore[method-assign]
+    run_folder.Inputs.keep = noted("inputs", run_folder.Inputs.keep)  # type: ignore[method-assign]
     settings = quick(world, train__max_steps=2, eval__samples=0)
     result = stillroom.distill(**given(world), out=folder / "run", device="cpu", progress=True, settings=settings)
     assert result.summary["status"] == "done"
@@ -398,7 +398,7 @@ def test_the_other_functions_check_their_arguments_too(world: Path) -> None:
 
 
 def test_two_runs_of_one_second_have_two_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from stillroom.api.configuration import new_folder
+    from stillroom.api import new_folder
 
     monkeypatch.chdir(tmp_path)
     found = []

@@ -18,8 +18,8 @@ import nets
 import pairs
 import texts
 
+from stillroom.core.types import Needs
 from stillroom.data import Encoded, Rows
-from stillroom.types import Needs
 
 
 def rows_of(num_rows: int) -> Rows:

@@ -20,7 +20,7 @@ import timeline
 import wire
 from transformers import AutoModelForCausalLM
 
-from stillroom.engine.trace import Sizes, sizes_of
+from stillroom.training.trace import Sizes, sizes_of
 
 FOLDER = Path(wire.__file__).parent
 WEIGHTS = wire.Weights(2_000, (1_000,) * 6)

@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file
 
 from stillroom.cli import main
-from stillroom.engine import caching
-from stillroom.errors import Interrupted
+from stillroom.core.errors import Interrupted
 from stillroom.teachers.cache import writer
 from stillroom.teachers.cache.reader import Cache
+from stillroom.training import write_cache
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def test_the_command_writes_tells_and_is_done_at_once_the_second_time(
     said = capsys.readouterr().out
     for word in ("tokens/s", "MB", "minutes left", "top 8 tokens exactly and 12 drawn", "bytes a position"):
         assert word in said
-    monkeypatch.setattr(caching, "open_live", lambda *_: pytest.fail("the teacher was loaded for nothing"))
+    monkeypatch.setattr(write_cache, "open_live", lambda *_: pytest.fail("the teacher was loaded for nothing"))
     assert ended(words(small, tmp_path / "cache", "--json")) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["rows"] == told["rows_of_the_data"] == Cache(tmp_path / "cache").num_rows
@@ -88,7 +88,7 @@ def test_a_time_limit_ends_with_75_and_the_same_command_goes_on(
     small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("stillroom.engine.stop.Stop.is_late", lambda _self: True)
+        patch.setattr("stillroom.training.loop.Stop.is_late", lambda _self: True)
         assert ended(words(small, tmp_path / "cache", "--max-minutes", "1")) == Interrupted.exit_code
     said = " ".join(capsys.readouterr().err.split())
     assert "rows left to ask" in said and "time limit" in said

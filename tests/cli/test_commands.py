@@ -11,8 +11,8 @@ from commands import output
 
 from stillroom.cli import main
 from stillroom.config import load_config, preset_names
-from stillroom.demo import baseline_config, compute_ratio, story_of
-from stillroom.engine.distill import distill
+from stillroom.training.demo import baseline_config, compute_ratio, story_of
+from stillroom.training.distill import distill
 
 
 def test_eval_of_a_model_alone(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,7 +105,7 @@ def test_ctrl_c_outside_of_training_says_what_is_left(
     def interrupted(_name: str) -> str:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("stillroom.cli.views.preset_text", interrupted)
+    monkeypatch.setattr("stillroom.cli.show.preset_text", interrupted)
     with pytest.raises(SystemExit) as ended:
         main(["presets", "base"])
     assert ended.value.code == 130

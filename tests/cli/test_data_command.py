@@ -12,10 +12,10 @@ import tiny
 from commands import output, run
 from trl_templates import template
 
-from stillroom.config.schema import DataConfig
+from stillroom.config.data import DataConfig
+from stillroom.core.types import IGNORED
 from stillroom.data import fixed_batches, open_data
 from stillroom.telemetry.console import show_preview
-from stillroom.types import IGNORED
 
 END = "<|end|>"
 TRAP = ["Is 4 prime? Answer Yes or No.", "No", "And is 5 prime? Yes or No.", "Yes"]
@@ -73,7 +73,7 @@ def test_as_json_each_row_is_its_text_in_scored_and_unscored_pieces(
 def test_the_pieces_are_the_targets_that_training_reads(folder: Path, tmp_path: Path) -> None:
     from stillroom.config.schema import StudentConfig
     from stillroom.data.preview import preview
-    from stillroom.models.load.open import load_tokenizer
+    from stillroom.models.load import load_tokenizer
 
     tokenizer = load_tokenizer(StudentConfig(model=str(folder)), str(folder))
     path = tmp_path / "d.jsonl"

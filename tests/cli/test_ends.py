@@ -16,16 +16,15 @@ import tiny
 import torch
 from commands import Command, arguments
 
-from stillroom.checkpoint import CheckpointStore
 from stillroom.config import load_config
-from stillroom.engine import distill as room
-from stillroom.engine import loop
-from stillroom.engine.distill import distill, resume
-from stillroom.engine.ending import finish
-from stillroom.engine.pace import Pace, plan_evaluations
-from stillroom.engine.stop import Stop
-from stillroom.errors import CheckpointUnusable, Interrupted
+from stillroom.core.errors import CheckpointUnusable, Interrupted
 from stillroom.telemetry import EventLog, read_events
+from stillroom.training import distill as room
+from stillroom.training import finish, loop
+from stillroom.training.checkpoint import CheckpointStore
+from stillroom.training.distill import distill, resume
+from stillroom.training.loop import Stop
+from stillroom.training.run import Pace, plan_evaluations
 
 # -- faults of ours --------------------------------------------------------------------------------------
 
@@ -50,7 +49,7 @@ def test_a_fault_without_a_run_keeps_its_traceback_among_temporary_files(
     stillroom: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr("stillroom.cli.views.preset_text", lambda _name: 1 / 0)
+    monkeypatch.setattr("stillroom.cli.show.preset_text", lambda _name: 1 / 0)
     code, _out, err = stillroom("presets", "base")
     assert code == 70 and "ZeroDivisionError" in err
     assert len(list(tmp_path.glob("traceback-*.txt"))) == 1

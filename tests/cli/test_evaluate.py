@@ -14,9 +14,9 @@ from commands import output, run
 
 from stillroom.config import load_config
 from stillroom.data import fixed_batches, open_data
-from stillroom.engine.distill import distill
-from stillroom.evaluation import evaluate
 from stillroom.models import load_tokenizer
+from stillroom.training.distill import distill
+from stillroom.training.evaluate import evaluate
 
 QUICK = ("--max-batches", "1", "--device", "cpu")
 
@@ -126,7 +126,7 @@ def test_a_run_is_measured_on_exactly_what_it_held_out(
         scored.append([name for batch in batches for name in batch.documents])
         return evaluate(student, batches, **options)
 
-    monkeypatch.setattr("stillroom.assess.evaluate", seen)
+    monkeypatch.setattr("stillroom.metrics.evaluate.evaluate", seen)
     found = json.loads(output(capsys, "eval", str(made.folder), "--device", "cpu", "--json"))
     assert scored == [expected, expected], "student and teacher, each on the run's documents"
     for role in ("student", "teacher"):

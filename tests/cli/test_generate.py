@@ -18,13 +18,13 @@ from trl_templates import template
 
 from stillroom.cli import main
 from stillroom.config import load_config
-from stillroom.config.schema import DataConfig
+from stillroom.config.data import DataConfig
+from stillroom.core.errors import BrokenAtStart, ConfigError
 from stillroom.data import open_eval
-from stillroom.engine.distill import distill
-from stillroom.engine.ending.samples import PROMPT_TOKENS, beginning
-from stillroom.errors import BrokenAtStart, ConfigError
 from stillroom.models.generate import Ability, Piece, continuation, end_ids, generate, open_writer, readable
-from stillroom.models.load.names import model_name
+from stillroom.models.load import model_name
+from stillroom.training.distill import distill
+from stillroom.training.finish import PROMPT_TOKENS, beginning
 
 REFUSING = "{{ raise_exception('this template knows no questions') }}"
 

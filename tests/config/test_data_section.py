@@ -8,8 +8,8 @@ import pytest
 
 from stillroom.config import load_config
 from stillroom.config.data import SHAPES, DataConfig, SourceConfig, template_pieces
+from stillroom.core.errors import ConfigError
 from stillroom.data.records import FIELDS
-from stillroom.errors import ConfigError
 
 
 def refusal(**data: Any) -> str:

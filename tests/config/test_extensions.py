@@ -18,10 +18,11 @@ import torch
 from commands import run
 from refusals import refused
 
-from stillroom.config import extensions, load_config
-from stillroom.config.extensions import DIVERGENCES, OBJECTIVES, READERS, Registry
-from stillroom.errors import ConfigError
-from stillroom.objectives import divergences
+from stillroom.config import load_config
+from stillroom.config import registry as extensions
+from stillroom.config.registry import DIVERGENCES, OBJECTIVES, READERS, Registry
+from stillroom.core.errors import ConfigError
+from stillroom.losses import divergences
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 KEYS = {
@@ -118,7 +119,7 @@ def test_its_divergence_has_the_slopes_it_says(installed: Path) -> None:
 
 def test_names_are_known_before_anything_is_imported(installed: Path) -> None:
     code = (
-        "import sys; from stillroom.config.extensions import DIVERGENCES, OBJECTIVES;"
+        "import sys; from stillroom.config.registry import DIVERGENCES, OBJECTIVES;"
         "assert 'loudness' in OBJECTIVES and 'hellinger' in DIVERGENCES.names();"
         "sys.exit('torch' in sys.modules or 'drams' in sys.modules)"
     )
@@ -152,7 +153,7 @@ def test_a_name_that_two_packages_bring_is_refused_when_it_is_used(installed: Pa
     about = installed / "other-1.0.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
-    (about / "entry_points.txt").write_text("[stillroom.objectives]\nloudness = elsewhere:LOUDNESS\n")
+    (about / "entry_points.txt").write_text("[stillroom.losses]\nloudness = elsewhere:LOUDNESS\n")
     assert load_config().objectives.kd.weight == 1.0, "whoever does not use the name does not care"
     with refused(ConfigError, "", "drams", "other"):
         load_config(overrides=KEYS)

@@ -12,10 +12,9 @@ import pytest
 import tiny
 
 from stillroom.cli import main
-from stillroom.config import legacy_json, preset_names
-from stillroom.config.load import all_keys
+from stillroom.config import load, preset_names
+from stillroom.config.load import all_keys, toml_lines
 from stillroom.config.schema import Config
-from stillroom.config.toml import toml_lines
 
 NUM_CASES, NUM_BATCHES = 500, 20
 DOCUMENTED = {0, 2, 20, 21, 22, 23, 24, 25, 75}
@@ -100,8 +99,8 @@ def _nested(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _legacy(rng: random.Random) -> dict[str, Any]:
-    known = [*legacy_json._DIRECT, *legacy_json._TRANSLATED, *legacy_json._IGNORED, "use_curriculum"]
-    ours = {key: _likely(rng, legacy_json._DIRECT[key]) for key in rng.sample(list(legacy_json._DIRECT), 3)}
+    known = [*load._DIRECT, *load._TRANSLATED, *load._IGNORED, "use_curriculum"]
+    ours = {key: _likely(rng, load._DIRECT[key]) for key in rng.sample(list(load._DIRECT), 3)}
     others = {key: rng.choice([*HOSTILE, 1, 2, 0.5]) for key in rng.sample(known, rng.randint(0, 2))}
     return {**ours, **others} if rng.random() < 0.7 else {**others, **ours}
 

@@ -25,10 +25,10 @@ from stillroom.config.given import (
 )
 from stillroom.config.load import all_keys
 from stillroom.config.schema import Config
-from stillroom.engine.distill import distill
-from stillroom.errors import ConfigError
-from stillroom.objectives import divergences
+from stillroom.core.errors import ConfigError
+from stillroom.losses import divergences
 from stillroom.telemetry import read_events
+from stillroom.training.distill import distill
 
 # Settings that every run reads, or that depend on its records, its device or the number of its processes.
 ALWAYS = [

@@ -11,12 +11,12 @@ import pytest
 import tiny
 
 from stillroom.config import load
-from stillroom.curriculum import Curriculum
-from stillroom.engine.distill import distill
-from stillroom.schedule import steps_of_run, warmup_of_run
 from stillroom.telemetry.console import ConsoleView
-from stillroom.telemetry.events import read_events
-from stillroom.telemetry.lines import component_lines, start_lines
+from stillroom.telemetry.record import read_events
+from stillroom.telemetry.show import component_lines, start_lines
+from stillroom.training.curriculum import Curriculum
+from stillroom.training.distill import distill
+from stillroom.training.schedule import steps_of_run, warmup_of_run
 
 GUIDE: dict[str, Any] = {
     "batch_size": 2,

@@ -10,7 +10,7 @@ from refusals import refused
 from stillroom.config import load, load_config, parse_assignments, preset_names
 from stillroom.config.schema import Config
 from stillroom.config.sections import Ramp
-from stillroom.errors import ConfigError
+from stillroom.core.errors import ConfigError
 
 LEGACY = {
     "batch_size": 2,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stillroom.config import load_config
-from stillroom.errors import ConfigError
+from stillroom.core.errors import ConfigError
 
 
 @pytest.mark.parametrize("url", ["http://box:8000", "https://host/models/v1", "http://[::1]:8000"])

@@ -11,10 +11,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from stillroom.config.schema import DataConfig
-from stillroom.data import Loader, open_data, open_eval
-from stillroom.data.sources import datasets, readers
-from stillroom.errors import ConfigError, DataError
+from stillroom.config.data import DataConfig
+from stillroom.core.errors import ConfigError, DataError
+from stillroom.data import Loader, open_data, open_eval, sources
 
 GOOD = [json.dumps({"text": f"record number {n} is fine"}).encode() for n in range(200)]
 
@@ -96,7 +95,7 @@ def test_nothing_but_bad_records_stops_even_when_all_are_allowed(tmp_path: Path,
 
 
 def test_a_line_above_the_limit_is_left_out(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readers, "MAX_LINE_BYTES", 1 << 20)
+    monkeypatch.setattr(sources, "MAX_LINE_BYTES", 1 << 20)
     long = json.dumps({"text": "x" * (3 << 20)}).encode()
     spec = write(tmp_path / "d.jsonl", *GOOD[:100], long, *GOOD[100:])
     corpus = open_data(DataConfig(train=spec), tokenizer)
@@ -227,7 +226,7 @@ class Hub:
 
 
 def test_a_dataset_out_of_reach_is_refused_with_ways_on(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets, "needed", lambda module, where: Hub({}))
+    monkeypatch.setattr(sources, "needed", lambda module, where: Hub({}))
     error = refusal(DataConfig(train="hf:far/away:cfg"), tokenizer)
     assert "Couldn't reach" in error.what and error.where == "hf:far/away:cfg"
     assert "names no dataset" in refusal(DataConfig(train="hf:"), tokenizer).what
@@ -240,7 +239,7 @@ def test_a_missing_package_is_named(tokenizer: Any, monkeypatch: pytest.MonkeyPa
 
 def test_a_dataset_is_evaluated_on_its_validation_split(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     splits = {"train": [{"text": f"train {n}"} for n in range(9)], "validation": [{"text": "held out"}]}
-    monkeypatch.setattr(datasets, "needed", lambda module, where: Hub(splits))
+    monkeypatch.setattr(sources, "needed", lambda module, where: Hub(splits))
     corpus = open_data(DataConfig(train="hf:some/set", eval="hf:some/set", packing="rows"), tokenizer)
     assert (corpus.counters["train_documents"], corpus.counters["eval_documents"]) == (9, 1)
     assert corpus.evaluation.sample_id(0) == "some/set/validation:1"

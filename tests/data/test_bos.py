@@ -15,15 +15,14 @@ from trl_templates import template
 
 from stillroom.builtin import model_path
 from stillroom.config import load_config
-from stillroom.config.schema import DataConfig
+from stillroom.config.data import DataConfig
+from stillroom.core.errors import ConfigError
+from stillroom.core.types import IGNORED
 from stillroom.data import Encoder, Record, Tally, fixed_batches, open_data, open_eval, opening_ids, pack, prompt_ids
-from stillroom.engine.building.assemble import build_run
-from stillroom.engine.building.device import find_device
-from stillroom.engine.building.models import load_models
-from stillroom.engine.building.shrink_student import cut_student
-from stillroom.errors import ConfigError
+from stillroom.precision.device import find_device
 from stillroom.telemetry import EventLog
-from stillroom.types import IGNORED
+from stillroom.training.build import build_run, load_models
+from stillroom.training.student import cut_student
 
 QUESTION = {"prompt": "the still room", "completion": " keeps spirits and waters"}
 CHAT = {"messages": [{"role": "user", "content": "the still"}, {"role": "assistant", "content": "room keeps"}]}

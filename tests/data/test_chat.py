@@ -14,13 +14,11 @@ import pytest
 import tiny
 from transformers import PreTrainedTokenizerFast
 
-from stillroom.config.schema import DataConfig
-from stillroom.data.chat import TemplateChat
+from stillroom.config.data import DataConfig
+from stillroom.core.errors import ConfigError, DataError
+from stillroom.data.chat import ChatPrinter, TemplateChat, prompt_ids
 from stillroom.data.preview import preview
-from stillroom.data.prompts import prompt_ids
 from stillroom.data.records import Tally, Turn, Unusable
-from stillroom.data.template import ChatPrinter
-from stillroom.errors import ConfigError, DataError
 
 _TRL = importlib.util.find_spec("trl")
 assert _TRL is not None and _TRL.origin is not None

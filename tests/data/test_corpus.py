@@ -19,13 +19,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from stillroom.builtin import corpus as stdlib
-from stillroom.config.schema import DataConfig
+from stillroom.config.data import DataConfig
+from stillroom.core.errors import StillroomError
+from stillroom.core.types import IGNORED, Batch
 from stillroom.data import Encoder, Loader, Record, Rows, Tally, fixed_batches, open_data, open_eval, pack
-from stillroom.data.encode import bytes_between, even_ends, token_ends
 from stillroom.data.records import content_key
 from stillroom.data.sources import pieces_of
-from stillroom.errors import StillroomError
-from stillroom.types import IGNORED, Batch
+from stillroom.data.tokenize import bytes_between, even_ends, token_ends
 
 END = "<|endoftext|>"
 LINES = [f"line {number}: the quick brown fox jumps over {number * 7} lazy dogs" for number in range(200)]

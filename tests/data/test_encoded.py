@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stillroom.data.encoded import documents_at, num_true_between
 from stillroom.data.records import Tally
 from stillroom.data.store import StoredFile, encoded_documents
+from stillroom.data.tokenize import documents_at, num_true_between
 
 FLAGS = st.one_of(
     st.integers(0, 9).map(lambda size: [True] * size),  # plain text

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from stillroom.data.given import is_name, write_records
-from stillroom.errors import ConfigError, DataError, StillroomError
+from stillroom.core.errors import ConfigError, DataError, StillroomError
+from stillroom.data.objects import is_name, write_records
 
 TEXTS = ["one", "two\nlines", "na\u00efve \u2028 \U0001f600", "four", "five"]
 RECORDS = [{"text": text} for text in TEXTS]

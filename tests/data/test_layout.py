@@ -12,9 +12,9 @@ import pytest
 import tiny
 
 from stillroom.config.data import DataConfig
+from stillroom.core.errors import DataError
 from stillroom.data import open_data, open_eval
 from stillroom.data.preview import preview
-from stillroom.errors import DataError
 
 ROWS = [{"q": f"what is {n}?", "a": f"it is {n}.", "text": "not this", "id": n} for n in range(40)]
 

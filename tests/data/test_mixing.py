@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stillroom.config.data import DataConfig
+from stillroom.core.errors import DataError
+from stillroom.core.types import IGNORED
 from stillroom.data import Loader, Rows, fixed_batches, open_data
 from stillroom.data.mixing import MixedRows, Part
-from stillroom.errors import DataError
-from stillroom.types import IGNORED
 
 
 class Counted:

@@ -10,9 +10,9 @@ import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stillroom.core.types import IGNORED
 from stillroom.data import Encoded, Encoder, Loader, Record, Rows, Tally, pack
 from stillroom.data.packing import best_fit, stable_order
-from stillroom.types import IGNORED
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=0, max_size=120)
 

@@ -13,10 +13,10 @@ import pytest
 import tiny
 import torch
 
-from stillroom.config.schema import DataConfig
+from stillroom.config.data import DataConfig
+from stillroom.core.types import Batch
 from stillroom.data import Corpus, Rows, open_data
 from stillroom.data import store as store_module
-from stillroom.types import Batch
 
 STUDENT, TEACHER = "byte-level", "BPE with bytes"
 CHAT = "{% for m in messages %}<{{ m.role }}> {{ m.content }} <end>{% endfor %}"
@@ -92,8 +92,8 @@ def test_a_second_start_tokenizes_nothing_again(tmp_path: Path, monkeypatch: pyt
     def fails(*_arguments: Any, **_options: Any) -> None:
         pytest.fail("documents were tokenized again")
 
-    monkeypatch.setattr("stillroom.data.encode.Encoder.tokenized", fails)
-    monkeypatch.setattr("stillroom.data.spans.encoder.document_spans", fails)
+    monkeypatch.setattr("stillroom.data.tokenize.Encoder.tokenized", fails)
+    monkeypatch.setattr("stillroom.data.two_tokenizers.encode.document_spans", fails)
     second = opened(str(tmp_path / "d.jsonl"), str(tmp_path / "cache"), student, teacher)
     assert_same_rows(first.train, second.train)
 

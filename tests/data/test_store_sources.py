@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stillroom.config.data import DataConfig
+from stillroom.core.errors import DataError
 from stillroom.data import Corpus, Rows, open_data
 from stillroom.data.store import entry_key
-from stillroom.errors import DataError
 
 ROWS = [{"q": f"what is {n}?", "a": f"it is {n}.", "b": f"not {n}.", "text": f"no {n}"} for n in range(60)]
 LAYOUTS: list[dict[str, Any]] = [

@@ -14,7 +14,7 @@ class Case:
     world: str = "dense"
     inject: str = ""
     num_reads: int = 1  # at most, of a step that is kept
-    copies_from: tuple[str, ...] = ("types.py",)  # files whose copies to the card are planned: the batch
+    copies_from: tuple[str, ...] = ("core/types.py",)  # files whose copies to the card are planned: the batch
     mutant: str = ""
     act: str = "train"
 
@@ -29,7 +29,7 @@ SHORT = {
     "guard.snapshot_steps": 2,
 }
 _ROUTER = {"teacher.router.probe_steps": 1, "teacher.router.force": True, "teacher.router.every": 1}
-_OFFLOAD = ("types.py", "teachers/placement.py")
+_OFFLOAD = ("core/types.py", "teachers/placement.py")
 EXPERTS = "transformers/integrations/moe.py"  # reads how many tokens each expert has, on cards below sm_80
 _LORA = {"student.adapter.rank": 2}
 _FOUR = {"feature": 0.1, "layerwise": 0.1, "attention": 0.1, "contrastive": 0.1}
@@ -42,7 +42,7 @@ def _router(mode: str, **over: Any) -> Case:
         "moe",
         num_reads=2 if mode in ("truth", "sar", "sar-joint", "sar-meta") else 1,  # the gates' own evidence
         # Drawn on the CPU, so that a run that goes on on another device draws the same experts.
-        copies_from=("types.py", "models/routers.py") if mode == "knowledge-augmentation" else ("types.py",),
+        copies_from=("core/types.py", "models/routers.py") if mode == "knowledge-augmentation" else ("core/types.py",),
     )
 
 
@@ -72,7 +72,7 @@ CASES: dict[str, Case] = {
         {"teacher.placement": "offload", "precision.mode": "fp32", "train.gradient_accumulation_steps": 2},
         copies_from=_OFFLOAD,
     ),
-    "stream": Case({"teacher.placement": "stream"}, copies_from=("types.py", "teachers/placement.py")),
+    "stream": Case({"teacher.placement": "stream"}, copies_from=("core/types.py", "teachers/placement.py")),
     "int8": Case({"teacher.quantisation": "int8"}),
     "router truth": _router("truth"),
     "router sar": _router("sar"),
@@ -83,7 +83,7 @@ CASES: dict[str, Case] = {
     "router augmentation": _router("knowledge-augmentation"),
     "nan_weight": Case(inject="nan_weight@3"),
     "nan_moment": Case(
-        {"precision.mode": "fp16-master"}, inject="nan_moment@3", copies_from=("types.py", "engine/inject.py")
+        {"precision.mode": "fp16-master"}, inject="nan_moment@3", copies_from=("core/types.py", "training/faults.py")
     ),
     "inf_logit": Case(inject="inf_logit@3"),
     "inf_grad": Case(inject="inf_grad@3"),

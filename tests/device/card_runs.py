@@ -39,7 +39,7 @@ def run_case(case: Case, worlds: dict[str, str], folder: Path, device: str) -> d
 
 
 def _train(case: Case, config: Any, world: Path, folder: Path, device: str, watch: Watch) -> dict[str, Any]:
-    from stillroom.engine.distill import distill
+    from stillroom.training.distill import distill
 
     return _told(distill(config, folder, device=device, inject=case.inject))
 
@@ -59,7 +59,7 @@ def _told(result: Any) -> dict[str, Any]:
 
 
 def _replay(case: Case, config: Any, world: Path, folder: Path, device: str, watch: Watch) -> dict[str, Any]:
-    from stillroom.engine.replay import replay
+    from stillroom.training.replay import replay
 
     told = _train(case, config, world, folder, device, watch)
     found = replay(folder, 3, device=device)
@@ -67,7 +67,7 @@ def _replay(case: Case, config: Any, world: Path, folder: Path, device: str, wat
 
 
 def _evaluate(case: Case, config: Any, world: Path, folder: Path, device: str, watch: Watch) -> dict[str, Any]:
-    from stillroom.assess import assess
+    from stillroom.metrics.evaluate import assess
 
     options: dict[str, Any] = {"teacher": str(world / "teacher"), "max_length": 32, "max_batches": 2}
     student, text = str(world / "student"), str(world / "train.jsonl")
@@ -87,7 +87,7 @@ def _generate(case: Case, config: Any, world: Path, folder: Path, device: str, w
 
 def _beside(case: Case, config: Any, world: Path, folder: Path, device: str, watch: Watch) -> dict[str, Any]:
     """The same run on the card and on the CPU."""
-    from stillroom.engine.distill import distill
+    from stillroom.training.distill import distill
 
     told = _train(case, config, world, folder, device, watch)
     distill(config, folder.with_name("cpu"), device="cpu")
@@ -96,7 +96,7 @@ def _beside(case: Case, config: Any, world: Path, folder: Path, device: str, wat
 
 def _cut(config: Any, folder: Path, watch: Watch, *, first: str, then: str) -> dict[str, Any]:
     """A run that ends at its fourth attempt on one device and goes on on another."""
-    from stillroom.engine.distill import distill, resume
+    from stillroom.training.distill import distill, resume
 
     watch.stop_at = 4
     with contextlib.suppress(RuntimeError):
@@ -115,7 +115,7 @@ def _to_cpu(case: Case, config: Any, world: Path, folder: Path, device: str, wat
 
 def _cut_and_resumed(case: Case, config: Any, world: Path, folder: Path, device: str, watch: Watch) -> dict[str, Any]:
     """Against the same run uncut: the students' files are compared."""
-    from stillroom.engine.distill import distill
+    from stillroom.training.distill import distill
 
     told = _cut(config, folder, watch, first=device, then=device)
     distill(config, folder.with_name("uncut"), device=device)
@@ -188,7 +188,7 @@ def serve(guard: Path) -> None:
     import card_cuda
 
     card_cuda.load_guard(guard)
-    import stillroom.engine.distill  # noqa: F401 - what every fork needs
+    import stillroom.training.distill  # noqa: F401 - what every fork needs
 
     for line in sys.stdin:
         child = os.fork()

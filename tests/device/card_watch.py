@@ -21,8 +21,8 @@ class Watch:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        from stillroom.engine import loop
-        from stillroom.snapshots import SnapshotRing
+        from stillroom.training import loop
+        from stillroom.training.checkpoint import SnapshotRing
 
         step, keep = loop.train_step, SnapshotRing.keep
         loop.train_step = lambda *args: self._step(step, *args)
@@ -93,10 +93,10 @@ def planted(mutant: str) -> Iterator[None]:
     """The product with one mistake of the kind that a CPU does not show."""
     import torch
 
-    from stillroom.checkpoint import Saved
-    from stillroom.objectives.mix import Mix
+    from stillroom.losses.mix import Mix
     from stillroom.precision import AdamW
     from stillroom.teachers.placement import Offloaded
+    from stillroom.training.checkpoint import Saved
 
     score, made = Mix.score, AdamW.__init__
 

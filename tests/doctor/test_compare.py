@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from stillroom.doctor.diagnose import compare, compare_lines
-from stillroom.telemetry.run_record import LoggedRun
+from stillroom.telemetry.record import LoggedRun
 
 
 def record(name: str, perplexity: float, spread: float, rate: float, tokens: int = 90) -> LoggedRun:

@@ -22,7 +22,7 @@ from stillroom.config import load, load_config
 from stillroom.doctor.examine import SUBJECTS, examine, look
 from stillroom.doctor.rules import Finding, Rule, rules_for
 from stillroom.doctor.setup import Setup
-from stillroom.teachers.quantised import quantised_bytes
+from stillroom.teachers.quantize import quantised_bytes
 
 CPU = torch.device("cpu")
 
@@ -161,20 +161,20 @@ def test_an_adapter_without_peft_is_red(place: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_no_compiler_is_amber(monkeypatch: pytest.MonkeyPatch) -> None:
-    from stillroom.objectives.head import kernel, kernel_build
+    from stillroom.losses.head import compiled, kernel
 
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.delenv("STILLROOM_KERNEL", raising=False)
-    monkeypatch.setattr(kernel, "build", kernel_build.build.__wrapped__)
+    monkeypatch.setattr(kernel, "build", compiled.build.__wrapped__)
     monkeypatch.setattr(kernel, "_compiled", kernel._compiled.__wrapped__)
     findings = look(Setup(MACHINE, None, device=CPU), rules_of("machine"))
     assert any(one.level == "amber" and "no C++ compiler" in one.evidence and "g++" in one.remedy for one in findings)
 
 
 def test_a_built_kernel_with_other_numbers_is_red(monkeypatch: pytest.MonkeyPatch) -> None:
-    from stillroom.objectives.head import kernel
-    from stillroom.objectives.head.kernel_plain import PlainKernel
+    from stillroom.losses.head import kernel
+    from stillroom.losses.head.rows import PlainKernel
 
     reason = "the compiled kernel's numbers differ from the plain one's"
     monkeypatch.setattr(kernel, "_compiled", lambda: kernel.KernelChoice(PlainKernel(), reason))
@@ -183,7 +183,7 @@ def test_a_built_kernel_with_other_numbers_is_red(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_head_that_cannot_be_described_is_amber(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stillroom.models.load.loaded.head_error", lambda *_given: 1.0)
+    monkeypatch.setattr("stillroom.models.load.head_error", lambda *_given: 1.0)
     findings = found(place, plants.amber("head", "models"))
     assert sum("head is none that can be described" in one.evidence for one in findings if one.level == "amber") == 2
 

@@ -9,7 +9,7 @@ import pytest
 from stillroom.doctor.diagnose import diagnose, finding_lines
 from stillroom.doctor.log_rules import Case
 from stillroom.doctor.rules import Finding, roots, rules_for
-from stillroom.telemetry.run_record import LoggedRun
+from stillroom.telemetry.record import LoggedRun
 
 
 def step(number: int, **fields: Any) -> dict[str, Any]:

@@ -12,12 +12,12 @@ import pytest
 import tiny
 from provoked import FAULTS, Fault, make_world, run, stopping_listener
 
+from stillroom.core.locks import is_held
 from stillroom.doctor.diagnose import diagnose, read_case
 from stillroom.doctor.log_rules import Case
 from stillroom.doctor.rules import Finding, rules_for
-from stillroom.engine.run_folder.folder import LOCK
-from stillroom.locks import is_held
-from stillroom.telemetry.events import read_events
+from stillroom.telemetry.record import read_events
+from stillroom.training.run_folder import LOCK
 
 HEALTHY = ("base", "student-aware", "sar", "instruct")
 

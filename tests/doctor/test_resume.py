@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from stillroom.config import Config, load_config
+from stillroom.core.errors import BrokenAtStart, ConfigError
 from stillroom.doctor.resume import Difference, Proof, gap, refusals, shortened, verify_resume
-from stillroom.errors import BrokenAtStart, ConfigError
 
 
 def config(world: Path, **over: Any) -> Config:
@@ -87,7 +87,7 @@ def test_a_difference_ends_the_command_with_its_code_and_the_tensor(
 
 def test_an_input_that_is_not_looked_at_is_named(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is compared, and the run goes on with anything."""
-    from stillroom.engine import distill as engine
+    from stillroom.training import distill as engine
 
     monkeypatch.setattr(engine.InputCheck, "_compare", lambda *_given: None)
     short = config(world, train__max_steps=2, eval__samples=0)

@@ -15,13 +15,13 @@ import commands
 import pytest
 import torch
 
+from stillroom.core.types import Verdict
 from stillroom.doctor.selftest import GROUPS, Measured, Report, Trial, run_trials, selftest, worst
-from stillroom.guard import Guard
-from stillroom.objectives import divergences
-from stillroom.objectives.head import kernel, kernel_build
-from stillroom.objectives.head.kernel_cache import keep
+from stillroom.losses import divergences
+from stillroom.losses.head import compiled, kernel
+from stillroom.losses.head.compiled import keep
 from stillroom.precision.policy import POLICIES
-from stillroom.types import Verdict
+from stillroom.training.guard import Guard
 
 CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(kernel.choose_kernel("auto").name != "compiled", reason="no compiled kernel here")
@@ -70,7 +70,7 @@ def wrong_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
     """A compiled kernel in the cache, under the name of the right one, whose total variation is twice too steep."""
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     assert compiler is not None
-    source = Path(shutil.copytree(Path(kernel_build.__file__).with_name("native"), tmp_path / "native"))
+    source = Path(shutil.copytree(Path(compiled.__file__).with_name("native"), tmp_path / "native"))
     text = (source / "maths.h").read_text()
     wrong = text.replace("slope = q > p ? 0.5f * q", "slope = q > p ? 1.0f * q")
     assert wrong != text
@@ -82,11 +82,11 @@ def wrong_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
     monkeypatch.setenv("STILLROOM_CACHE", str(tmp_path / "cache"))
     folder = tmp_path / "cache" / "stillroom" / "kernels"
     folder.mkdir(parents=True, mode=0o700)
-    path = keep(made, folder, f"rows-{kernel_build._fingerprint(compiler)}")
-    for cached in (kernel_build.build, kernel._compiled):
+    path = keep(made, folder, f"rows-{compiled._fingerprint(compiler)}")
+    for cached in (compiled.build, kernel._compiled):
         cached.cache_clear()
     yield path
-    for cached in (kernel_build.build, kernel._compiled):
+    for cached in (compiled.build, kernel._compiled):
         cached.cache_clear()
 
 
@@ -118,8 +118,8 @@ def test_a_wrong_slope_of_a_divergence_is_found_and_named(monkeypatch: pytest.Mo
 
 
 def test_a_wrong_loss_of_the_head_is_found_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from stillroom.objectives.head.kernel_compiled import CompiledKernel
-    from stillroom.objectives.head.kernel_plain import PlainKernel
+    from stillroom.losses.head.compiled import CompiledKernel
+    from stillroom.losses.head.rows import PlainKernel
 
     for kind in (PlainKernel, CompiledKernel):
 
@@ -146,7 +146,7 @@ def test_a_storage_that_rounds_to_nearest_is_found_and_named(monkeypatch: pytest
 
 def test_a_guard_that_keeps_everything_is_found_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Guard, "judge", lambda self, evidence: Verdict("keep"))
-    monkeypatch.setattr("stillroom.engine.loop.check_state", lambda *_given: None)
+    monkeypatch.setattr("stillroom.training.loop.check_state", lambda *_given: None)
     found = failures(of("guard"))
     assert "guard: logits that are not finite: the batch is left out" in found
     assert "guard: the student of that run is finite" in found
@@ -194,7 +194,7 @@ def test_the_table_fits_eighty_columns_and_a_pipe(capsys: pytest.CaptureFixture[
 def test_trials_that_could_not_be_run_are_told_once_with_the_reason(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("stillroom.doctor.selftest.build", lambda: kernel_build.Built(None, "no C++ compiler found"))
+    monkeypatch.setattr("stillroom.doctor.selftest.build", lambda: compiled.Built(None, "no C++ compiler found"))
     code, out, _err = commands.run(capsys, "selftest", "--only", "kernels", "--device", "cpu")
     lines = [line for line in out.splitlines() if line.startswith("not run")]
     assert code == 0 and len(lines) == 1 and "no C++ compiler found" in lines[0]

@@ -20,7 +20,7 @@ from stillroom.doctor.examine import look
 from stillroom.doctor.log_rules import Case
 from stillroom.doctor.rules import TABLE, Finding, Settings, judge_settings, rules_for
 from stillroom.doctor.setup import Setup
-from stillroom.telemetry.run_record import LoggedRun
+from stillroom.telemetry.record import LoggedRun
 
 PRESETS = sorted(path.stem for path in Path(next(iter(presets_folder.__path__))).glob("*.toml"))
 HARMFUL = [

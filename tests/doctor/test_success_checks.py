@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stillroom.config import load_config
+from stillroom.core.types import TermRecord
 from stillroom.doctor.checks import is_loop, success_checks
-from stillroom.engine.distill import distill
-from stillroom.engine.ending.finish import earlier_seconds
 from stillroom.telemetry import read_events
-from stillroom.types import TermRecord
+from stillroom.training.distill import distill
+from stillroom.training.finish import earlier_seconds
 
 BOUNDS: dict[str, Any] = {
     "perplexity": 30.0,

@@ -17,15 +17,16 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from stillroom.config import load_config
-from stillroom.engine.distill import Result, distill, resume
-from stillroom.engine.inject import Injector
-from stillroom.engine.loop import Stop
-from stillroom.engine.state import RunState, weights_of
-from stillroom.engine.step import attempt, train_step
-from stillroom.errors import CheckpointUnusable, ConfigError, Interrupted
-from stillroom.objectives.head import products
+from stillroom.core.errors import CheckpointUnusable, ConfigError, Interrupted
+from stillroom.losses.head import products
 from stillroom.precision.policy import POLICIES
 from stillroom.telemetry import read_events
+from stillroom.training.distill import distill, resume
+from stillroom.training.faults import Injector
+from stillroom.training.finish import Result
+from stillroom.training.loop import Stop
+from stillroom.training.run import RunState, weights_of
+from stillroom.training.step import attempt, train_step
 
 LORA = {"student__adapter__rank": 2, "train__learning_rate": 0.02}
 QUICK = {**LORA, "eval__samples": 0, "eval__max_batches": 2}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from stillroom.engine.adviser import Adviser, advice_of
 from stillroom.telemetry import EventLog, read_events
+from stillroom.training.loop import Adviser, advice_of
 
 START: dict[str, Any] = {
     "config": {},

@@ -15,20 +15,18 @@ import pytest
 import tiny
 import torch
 
-from stillroom.checkpoint import CheckpointStore
 from stillroom.config import load_config
-from stillroom.engine.background_save import no_save_left, settle, tell_finished
-from stillroom.engine.distill import distill, resume
-from stillroom.engine.inject import Injector
-from stillroom.engine.recovery.recover import carry_out, take_snapshot
-from stillroom.engine.run import Run
-from stillroom.engine.run_folder.folder import take_lock
-from stillroom.engine.saving import save_checkpoint
-from stillroom.engine.state import RunState, capture, weights_of
-from stillroom.engine.step import train_step
-from stillroom.errors import CannotSave
+from stillroom.core.errors import CannotSave
+from stillroom.core.types import Verdict
 from stillroom.telemetry import read_events
-from stillroom.types import Verdict
+from stillroom.training.checkpoint import CheckpointStore, no_save_left, settle, tell_finished
+from stillroom.training.distill import distill, resume
+from stillroom.training.faults import Injector
+from stillroom.training.recover import carry_out, take_snapshot
+from stillroom.training.run import Run, RunState, capture, weights_of
+from stillroom.training.run_folder import take_lock
+from stillroom.training.save import save_checkpoint
+from stillroom.training.step import train_step
 
 
 class Gate:

@@ -11,11 +11,11 @@ import pytest
 import tiny
 
 from stillroom.config import load_config
-from stillroom.engine.distill import distill, resume
-from stillroom.engine.state import RunState
-from stillroom.engine.step import attempt
-from stillroom.errors import Interrupted
+from stillroom.core.errors import Interrupted
 from stillroom.telemetry import read_events
+from stillroom.training.distill import distill, resume
+from stillroom.training.run import RunState
+from stillroom.training.step import attempt
 
 WEIGHTS = {"objectives__kd__weight": 0.7, "objectives__ce__weight": 0.2, "objectives__kd__temperature": 2.0}
 
@@ -121,7 +121,7 @@ def test_a_run_tells_of_each_source_and_resumes_after_a_move(
     assert sum(terms["targets"] for step in steps for terms in step["sources"].values()) == whole.summary["tokens"]
 
     stops = iter([False] * 3 + [True] * 99)
-    monkeypatch.setattr("stillroom.engine.stop.Stop.is_wanted", lambda self: next(stops))
+    monkeypatch.setattr("stillroom.training.loop.Stop.is_wanted", lambda self: next(stops))
     with pytest.raises(Interrupted):
         distill(config, tree / "cut", device="cpu")
     monkeypatch.undo()

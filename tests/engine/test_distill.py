@@ -12,11 +12,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stillroom.config import load_config
-from stillroom.engine.distill import Result, distill, resume
-from stillroom.engine.loop import Stop
-from stillroom.errors import Interrupted
+from stillroom.core.errors import Interrupted
 from stillroom.telemetry import EVAL_KEYS, STEP_KEYS, read_events
 from stillroom.telemetry.events import problems
+from stillroom.training.distill import distill, resume
+from stillroom.training.finish import Result
+from stillroom.training.loop import Stop
 
 
 def run(world: Path, out: Path, **over: Any) -> Result:

@@ -18,12 +18,12 @@ from safetensors.torch import load_file
 
 from stillroom.cli import main
 from stillroom.config import load_config
-from stillroom.config.faults import FAULTS
-from stillroom.engine.distill import Result, distill, resume
-from stillroom.engine.ending.outcome import how_it_ended
-from stillroom.engine.state import RunState
-from stillroom.errors import Diverged, NoBetterStudent
+from stillroom.config.schema import FAULTS
+from stillroom.core.errors import Diverged, NoBetterStudent
 from stillroom.telemetry import read_events
+from stillroom.training.distill import distill, resume
+from stillroom.training.finish import Result, how_it_ended
+from stillroom.training.run import RunState
 
 BASE = {
     "train__max_steps": 20,

@@ -16,17 +16,18 @@ from refusals import refused
 from safetensors.torch import load_file
 
 from stillroom.config import load_config
+from stillroom.core.errors import ConfigError, Interrupted, OutOfMemory
+from stillroom.core.types import Batch
 from stillroom.doctor.plan.cost import find_gpu
 from stillroom.doctor.plan.plan import find_target
-from stillroom.engine import fitting
-from stillroom.engine.distill import Result, distill, resume
-from stillroom.engine.memory import AIM, Shapes, lay_out
-from stillroom.engine.state import RunState
-from stillroom.engine.trace import Untraceable
-from stillroom.errors import ConfigError, Interrupted, OutOfMemory
 from stillroom.parallel import Parallel
 from stillroom.telemetry import EventLog, read_events
-from stillroom.types import Batch
+from stillroom.training import memory
+from stillroom.training.distill import distill, resume
+from stillroom.training.finish import Result
+from stillroom.training.memory import AIM, Shapes, lay_out
+from stillroom.training.run import RunState
+from stillroom.training.trace import Untraceable
 
 
 def settings(world: Path, **over: Any) -> dict[str, Any]:
@@ -98,7 +99,7 @@ def test_other_errors_of_a_step_are_not_taken_for_a_lack_of_memory(
     def fail(*_: Any, **__: Any) -> Any:
         raise RuntimeError("a fault of another kind")
 
-    monkeypatch.setattr("stillroom.engine.step._learn", fail)
+    monkeypatch.setattr("stillroom.training.step._learn", fail)
     with pytest.raises(RuntimeError, match="another kind"):
         run(world, tmp_path / "run")
 
@@ -158,8 +159,8 @@ def test_a_size_that_the_model_of_memory_rules_out_is_not_tried(
     with EventLog(tmp_path / "events.jsonl") as log:
         run, state = small_run(world, log, rows=16), RunState()
         needed = lay_out(run.config, Shapes(gpu), "fp32", rows=2).total
-        monkeypatch.setattr(fitting, "held_here", lambda _device, _sharing: replace(gpu, bound=int(needed / AIM) + 1))
-        fitting._take_smaller_parts(run, state, "no memory")
+        monkeypatch.setattr(memory, "held_here", lambda _device, _sharing: replace(gpu, bound=int(needed / AIM) + 1))
+        memory._take_smaller_parts(run, state, "no memory")
     assert (state.micro_batch_parts, state.shortages) == (8, 1)
     (note,) = read_events(log.path)
     assert note["micro_batch_rows"] == 2
@@ -171,10 +172,10 @@ def test_where_the_model_of_memory_cannot_say_half_is_tried_and_that_is_noted(
     def unknown(*_: Any, **__: Any) -> int:
         raise Untraceable("no shapes")
 
-    monkeypatch.setattr(fitting, "held_here", lambda _device, _sharing: find_target(gpu=find_gpu("T4")))
-    monkeypatch.setattr(fitting, "parts_that_fit", unknown)
+    monkeypatch.setattr(memory, "held_here", lambda _device, _sharing: find_target(gpu=find_gpu("T4")))
+    monkeypatch.setattr(memory, "parts_that_fit", unknown)
     with EventLog(tmp_path / "events.jsonl") as log:
         run, state = small_run(world, log, rows=16), RunState()
-        fitting._take_smaller_parts(run, state, "no memory")
+        memory._take_smaller_parts(run, state, "no memory")
     assert state.micro_batch_parts == 2
     assert [event["event"] for event in read_events(log.path)] == ["note", "note"]

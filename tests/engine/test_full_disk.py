@@ -16,12 +16,12 @@ from refusals import refused
 from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from stillroom.checkpoint import CheckpointStore
 from stillroom.cli import main
 from stillroom.config import load_config
-from stillroom.engine.distill import distill, resume
-from stillroom.errors import CannotSave
-from stillroom.files import replaced_folder, write_atomically
+from stillroom.core.errors import CannotSave
+from stillroom.core.files import replaced_folder, write_atomically
+from stillroom.training.checkpoint import CheckpointStore
+from stillroom.training.distill import distill, resume
 
 Disk = Callable[[int], Path]
 

@@ -12,16 +12,14 @@ import torch
 from safetensors.torch import load_file
 
 from stillroom.config import load_config
-from stillroom.engine.building.assemble import build_run
-from stillroom.engine.building.device import find_device
-from stillroom.engine.building.models import load_models
-from stillroom.engine.distill import distill, resume
-from stillroom.engine.gradients import term_gradients
-from stillroom.engine.state import RunState
-from stillroom.engine.step import attempt
-from stillroom.errors import Interrupted
+from stillroom.core.errors import Interrupted
+from stillroom.precision.device import find_device
 from stillroom.report import write_report
 from stillroom.telemetry import EventLog, read_events
+from stillroom.training.build import build_run, load_models
+from stillroom.training.distill import distill, resume
+from stillroom.training.run import RunState
+from stillroom.training.step import attempt, term_gradients
 
 MIXED = {"objectives__kd__weight": 0.6, "objectives__ce__weight": 0.4, "objectives__kd__temperature": 2.0}
 

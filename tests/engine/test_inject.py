@@ -16,14 +16,15 @@ import torch
 from safetensors.torch import load_file
 
 from stillroom.config import load_config
-from stillroom.config.faults import FAULTS, parse
-from stillroom.engine.distill import Result, distill, resume
-from stillroom.engine.hooks import Hooks
-from stillroom.engine.inject import Injector
-from stillroom.engine.recovery import recover
-from stillroom.errors import CheckpointUnusable, ConfigError, Diverged, LossScaleAtFloor, TooManySkips
+from stillroom.config.schema import FAULTS, parse
+from stillroom.core.errors import CheckpointUnusable, ConfigError, Diverged, LossScaleAtFloor, TooManySkips
+from stillroom.core.types import Evidence
 from stillroom.telemetry import read_events
-from stillroom.types import Evidence
+from stillroom.training import recover
+from stillroom.training.distill import distill, resume
+from stillroom.training.faults import Injector
+from stillroom.training.finish import Result
+from stillroom.training.run import Hooks
 
 Runs = Callable[..., Result]
 
@@ -170,7 +171,7 @@ def test_the_quarantine_holds_the_batch_and_its_story(shared_run: Runs) -> None:
 
 
 def test_a_quarantined_batch_can_be_replayed(copied_run: Callable[..., Path]) -> None:
-    from stillroom.engine.replay import replay
+    from stillroom.training.replay import replay
 
     folder = copied_run("bad_batch@20", **BASE)
     before = (folder / "events.jsonl").read_bytes()

@@ -10,17 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from stillroom.checkpoint import CheckpointStore
-from stillroom.engine.hooks import Hooks
-from stillroom.engine.lost_peer import last_step_saved
-from stillroom.engine.run import Run
-from stillroom.engine.run_folder.folder import LOCK
-from stillroom.engine.state import RunState, weights_of
-from stillroom.engine.step import train_step
-from stillroom.errors import PeerGone
-from stillroom.locks import hold
+from stillroom.core.errors import PeerGone
+from stillroom.core.locks import hold
 from stillroom.parallel import Parallel
 from stillroom.telemetry import SilentLog, read_events
+from stillroom.training.checkpoint import CheckpointStore
+from stillroom.training.run import Hooks, Run, RunState, weights_of
+from stillroom.training.run_folder import LOCK
+from stillroom.training.save import last_step_saved
+from stillroom.training.step import train_step
 
 
 class Left(Parallel):

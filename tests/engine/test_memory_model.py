@@ -10,11 +10,11 @@ import pytest
 import tiny
 
 from stillroom.config import load_config
+from stillroom.core.errors import ConfigError
 from stillroom.doctor.plan.cost import find_gpu
 from stillroom.doctor.plan.plan import find_target, make_plan, with_processes
-from stillroom.engine.memory import AIM, LEARNS, Layout, Shapes, auto_parts, chosen_mode, lay_out, parts_that_fit
-from stillroom.errors import ConfigError
 from stillroom.precision.policy import POLICIES
+from stillroom.training.memory import AIM, LEARNS, Layout, Shapes, auto_parts, chosen_mode, lay_out, parts_that_fit
 
 
 @pytest.fixture(scope="module")

@@ -11,12 +11,11 @@ import tiny
 import torch
 from refusals import refused
 
-from stillroom.checkpoint import CheckpointStore
 from stillroom.config import load_config
-from stillroom.engine.distill import distill, resume
-from stillroom.engine.state import RunState
-from stillroom.snapshots import CheckpointSnapshots
 from stillroom.telemetry import read_events
+from stillroom.training.checkpoint import CheckpointSnapshots, CheckpointStore
+from stillroom.training.distill import distill, resume
+from stillroom.training.run import RunState
 
 # Checkpoints every five steps, two of them kept, and no snapshot but the one before the first step: a fault at step 18
 # goes back past every checkpoint.
@@ -133,7 +132,7 @@ def test_a_dropped_checkpoint_that_is_saved_again_serves_again(tmp_path: Path) -
 
 def test_the_history_of_a_rollback_is_all_that_a_rollback_keeps(world: Path, tmp_path: Path) -> None:
     """The mark carries every counter that `restore` leaves alone."""
-    from stillroom.engine import state as room
+    from stillroom.training import run as room
 
     names = {name for name, _value in vars(RunState()).items()}
     assert set(room._HISTORY) <= names
@@ -154,8 +153,8 @@ def test_a_refused_step_before_a_checkpoint_stays_in_the_record(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Refused attempts at step 6, then a stop: the checkpoint is of step 5 and knows of them, and so does the log."""
-    from stillroom.engine.loop import Stop
-    from stillroom.errors import Interrupted
+    from stillroom.core.errors import Interrupted
+    from stillroom.training.loop import Stop
 
     config = load_config(overrides=tiny.settings(world, train__max_steps=10, eval__samples=1))
     wanted = iter([False] * 6 + [True])
@@ -172,8 +171,8 @@ def test_a_refused_step_before_a_checkpoint_stays_in_the_record(
 
 
 def test_each_refused_attempt_at_a_step_is_kept_and_can_be_chosen(world: Path, tmp_path: Path) -> None:
-    from stillroom.engine.replay import replay
-    from stillroom.errors import ConfigError
+    from stillroom.core.errors import ConfigError
+    from stillroom.training.replay import replay
 
     config = load_config(overrides=tiny.settings(world, train__max_steps=10))
     distill(config, tmp_path / "run", device="cpu", inject="nan_grad@9x3")
@@ -188,7 +187,7 @@ def test_the_end_of_a_run_stands_once_in_the_record(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed after the samples were written, before the summary was."""
-    from stillroom.engine.ending import finish as room
+    from stillroom.training import finish as room
 
     config = load_config(overrides=tiny.settings(world))
     with monkeypatch.context() as patch:

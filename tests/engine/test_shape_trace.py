@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from stillroom.engine.trace import LiveTensors
+from stillroom.training.trace import LiveTensors
 
 
 def _work() -> LiveTensors:

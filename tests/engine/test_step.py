@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from stillroom.engine.inject import Injector
-from stillroom.engine.recovery.recover import check_state, take_snapshot
-from stillroom.engine.state import RunState, weights_of
-from stillroom.engine.step import attempt, train_step
+from stillroom.training.faults import Injector
+from stillroom.training.recover import check_state, take_snapshot
+from stillroom.training.run import RunState, weights_of
+from stillroom.training.step import attempt, train_step
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16-mixed", "fp16-split"])

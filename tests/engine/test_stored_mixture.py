@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from stillroom.config import load_config
 from stillroom.data import store as store_module
-from stillroom.engine.distill import distill, resume
 from stillroom.telemetry import read_events
+from stillroom.training.distill import distill, resume
 
 
 def save_records(path: Path, count: int, seed: int) -> str:

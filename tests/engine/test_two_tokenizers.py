@@ -13,15 +13,16 @@ import torch
 from refusals import refused
 from safetensors.torch import load_file
 
-from stillroom.assess import assess
 from stillroom.config import load_config
-from stillroom.engine.distill import Result, distill, resume
-from stillroom.engine.loop import Stop
-from stillroom.errors import ConfigError, Interrupted
-from stillroom.guard import Guard
+from stillroom.core.errors import ConfigError, Interrupted
+from stillroom.core.types import Evidence, Verdict
+from stillroom.metrics.evaluate import assess
 from stillroom.telemetry import read_events
 from stillroom.telemetry.events import problems
-from stillroom.types import Evidence, Verdict
+from stillroom.training.distill import distill, resume
+from stillroom.training.finish import Result
+from stillroom.training.guard import Guard
+from stillroom.training.loop import Stop
 
 
 def save(folder: Path, family: str, tokenizer: Any, **size: Any) -> Path:

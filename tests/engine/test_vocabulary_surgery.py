@@ -16,16 +16,17 @@ from refusals import refused
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from stillroom.assess import assess
 from stillroom.config import load_config
-from stillroom.data.spans.pieces import pieces_of
-from stillroom.engine.caching import make_cache
-from stillroom.engine.distill import Result, distill, resume
-from stillroom.engine.stop import Stop
-from stillroom.errors import ConfigError, Interrupted
+from stillroom.core.errors import ConfigError, Interrupted
+from stillroom.data.two_tokenizers.align import pieces_of
 from stillroom.export.folder import export
-from stillroom.models.load.shape_only import student_shape
+from stillroom.metrics.evaluate import assess
+from stillroom.models.shapes import student_shape
 from stillroom.telemetry import read_events
+from stillroom.training.distill import distill, resume
+from stillroom.training.finish import Result
+from stillroom.training.loop import Stop
+from stillroom.training.write_cache import make_cache
 
 TEACHERS, OWN = "byte-level", "BPE with bytes"
 

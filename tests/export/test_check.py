@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from stillroom.export.check import difference
+from stillroom.export.folder import difference
 
 
 def logits(seed: int, rows: int = 16, size: int = 300) -> torch.Tensor:

@@ -17,11 +17,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from trl_templates import template
 
 from stillroom.config import load_config
-from stillroom.engine.distill import distill
-from stillroom.errors import CannotSave, ConfigError
+from stillroom.core.errors import CannotSave, ConfigError
 from stillroom.export import folder as exports
-from stillroom.export.check import difference, own_rows
-from stillroom.export.folder import export
+from stillroom.export.folder import difference, export, own_rows
+from stillroom.training.distill import distill
 
 
 @pytest.fixture(scope="module")

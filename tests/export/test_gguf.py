@@ -16,7 +16,7 @@ from refusals import refused
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from trl_templates import template
 
-from stillroom.errors import CannotSave, ConfigError
+from stillroom.core.errors import CannotSave, ConfigError
 from stillroom.export.folder import export
 from stillroom.export.gguf import interleaved, read_back
 

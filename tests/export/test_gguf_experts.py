@@ -11,10 +11,9 @@ import gguf as library
 import pytest
 import torch
 
-from stillroom.errors import CannotSave
+from stillroom.core.errors import CannotSave
 from stillroom.export.folder import export
-from stillroom.export.gguf import interleaved, read_back
-from stillroom.export.gguf_experts import in_halves, read_network
+from stillroom.export.gguf import in_halves, interleaved, read_back, read_network
 
 SETTINGS = {"num_key_value_heads": 4, "tie_word_embeddings": False, "rms_norm_eps": 3e-4}
 

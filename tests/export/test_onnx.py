@@ -10,7 +10,7 @@ import pytest
 import torch
 from refusals import refused
 
-from stillroom.errors import ConfigError
+from stillroom.core.errors import ConfigError
 from stillroom.export import onnx as module
 from stillroom.export.folder import export
 

@@ -29,8 +29,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from stillroom.config import load_config, preset_names
-from stillroom.engine.distill import distill
 from stillroom.telemetry import read_events
+from stillroom.training.distill import distill
 
 RECORD = Path(__file__).with_name("numbers.json")
 WORLDS = {name: Path(__file__).parent / "worlds" / name for name in ("dense", "moe")}

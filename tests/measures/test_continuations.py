@@ -12,9 +12,9 @@ import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stillroom.assess import assess, open_model
-from stillroom.data.spans.common_prompt import common_prompt
-from stillroom.measures.continuations import NUM_BYTES, num_common, text_agreement, written
+from stillroom.data.two_tokenizers.align import common_prompt
+from stillroom.metrics.evaluate import assess, open_model
+from stillroom.metrics.questions import NUM_BYTES, num_common, text_agreement, written
 
 
 @given(st.binary(max_size=20), st.binary(max_size=20), st.binary(max_size=20))

@@ -7,7 +7,7 @@ from pathlib import Path
 import families
 import torch
 
-from stillroom.measures.cost import cost_of, disk_megabytes
+from stillroom.metrics.cost import cost_of, disk_megabytes
 
 
 def test_every_figure_of_a_model_is_measured(tmp_path: Path) -> None:

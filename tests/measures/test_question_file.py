@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from refusals import refused
 
-from stillroom.errors import DataError
-from stillroom.measures.question_file import Question, read_questions
+from stillroom.core.errors import DataError
+from stillroom.metrics.questions import Question, read_questions
 
 CHOICES = ("red", "green", "blue")
 

@@ -10,9 +10,8 @@ import pytest
 import torch
 from trl_templates import template
 
-from stillroom.measures import questions as module
-from stillroom.measures.question_file import Question
-from stillroom.measures.questions import answer_questions, normalised, wilson
+from stillroom.metrics import questions as module
+from stillroom.metrics.questions import Question, answer_questions, normalised, wilson
 from stillroom.models.generate import Piece
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from commands import output, run
 
-from stillroom.measures.tasks import figures_of, open_tasks
+from stillroom.metrics.lm_eval import figures_of, open_tasks
 
 FOUND = {
     "alias": "stills", "sample_len": 12, "acc,none": 0.5, "acc_stderr,none": 0.1, "exact_match,strict": 0.25,

@@ -9,8 +9,8 @@ import tiny
 import torch
 from transformers import AutoModelForCausalLM
 
+from stillroom.core.types import HeadWeights
 from stillroom.models.anatomy import anatomy_of, head_error, head_logits, head_of
-from stillroom.types import HeadWeights
 
 IDS = torch.arange(12).unsqueeze(0)
 

@@ -11,10 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from stillroom.config import load_config
-from stillroom.engine.distill import distill
-from stillroom.models import compiled
-from stillroom.models.compiled import CompiledBody, what_to_compile
+from stillroom.models import compile
+from stillroom.models.compile import CompiledBody, what_to_compile
 from stillroom.telemetry import read_events
+from stillroom.training.distill import distill
 
 
 def body(notes: list[str], backend: str = "eager") -> tuple[Any, CompiledBody]:
@@ -40,7 +40,7 @@ def test_lengths_of_one_bucket_are_one_shape_and_answer_as_the_plain_body() -> N
 
 
 def test_more_shapes_than_a_run_should_have_are_not_compiled_and_said_to_be_so(monkeypatch: Any) -> None:
-    monkeypatch.setattr(compiled, "_MAX_SHAPES", 2)
+    monkeypatch.setattr(compile, "_MAX_SHAPES", 2)
     notes: list[str] = []
     model, compiled_body = body(notes)
     for rows in (1, 2, 3, 4, 3):

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from stillroom.models.anatomy import layers_of
-from stillroom.models.compiled_layers import CompiledLayers
+from stillroom.models.compile import CompiledLayers
 
 
 def wrong(graph: Any, _inputs: Any) -> Any:

@@ -11,12 +11,12 @@ import tiny
 import torch
 from torch.nn import functional as F
 
-from stillroom.errors import BrokenAtStart
-from stillroom.evaluation import evaluate
+from stillroom.core.errors import BrokenAtStart
+from stillroom.core.types import IGNORED, Batch
 from stillroom.models import try_model
 from stillroom.models.anatomy import layers_if_any
 from stillroom.precision import resolve
-from stillroom.types import IGNORED, Batch
+from stillroom.training.evaluate import evaluate
 
 # Plain, capped, scaled and biased heads; heads with a part of their own; mixtures; recurrences; masks of their own.
 SAMPLE = [

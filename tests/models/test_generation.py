@@ -15,9 +15,9 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 from trl_templates import template
 
-from stillroom.data.prompts import chat_ids, turn_end_ids
+from stillroom.core.errors import ConfigError
+from stillroom.data.chat import chat_ids, turn_end_ids
 from stillroom.data.records import Turn
-from stillroom.errors import ConfigError
 from stillroom.models import generate as module
 from stillroom.models.attention import NAME, attend_causally
 from stillroom.models.generate import (

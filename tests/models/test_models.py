@@ -11,8 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from stillroom.builtin import corpus
-from stillroom.config.schema import TeacherConfig
-from stillroom.errors import BrokenAtStart, ConfigError
+from stillroom.config.teacher import TeacherConfig
+from stillroom.core.errors import BrokenAtStart, ConfigError
+from stillroom.core.types import IGNORED, Batch, Needs
 from stillroom.models import (
     Student,
     agree_on_vocabulary,
@@ -25,7 +26,6 @@ from stillroom.models import (
 from stillroom.models.anatomy import anatomy_of, head_of, layers_of
 from stillroom.models.attention import attend_causally
 from stillroom.models.generate import generate
-from stillroom.types import IGNORED, Batch, Needs
 
 FAMILIES = [
     "llama", "gpt2", "qwen3", "qwen3_moe", "mixtral", "olmoe", "gemma2", "granite", "phi", "opt", "gpt_neox",

@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
-from stillroom.errors import BrokenAtStart, ConfigError
+from stillroom.core.errors import BrokenAtStart, ConfigError
 from stillroom.models.routers import Gate, Routing, describe, find_gates, has_gates, routed
 
 # family: (the gates' weights with * for the layer, how many)

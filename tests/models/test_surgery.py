@@ -9,8 +9,8 @@ import tiny
 import torch
 from transformers import AutoModelForCausalLM
 
-from stillroom.errors import BrokenAtStart
-from stillroom.models.surgery import new_rows, replace_vocabulary, take_marks
+from stillroom.core.errors import BrokenAtStart
+from stillroom.models.vocabulary import new_rows, replace_vocabulary, take_marks
 
 PIECES = [(7,), (3, 5, 9), (), (3,), (2, 2)]
 USED = range(4, 10)

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from refusals import refused
 
 from stillroom.config import load_config
-from stillroom.engine.distill import distill
-from stillroom.errors import ConfigError
-from stillroom.objectives.clamps import Clamps, perplexity_floor
-from stillroom.objectives.head import score_head
+from stillroom.core.errors import ConfigError
+from stillroom.core.types import DenseSignal, HeadWeights, StudentView
+from stillroom.losses.head.loss import score_head
+from stillroom.losses.mix import Clamps, perplexity_floor
 from stillroom.telemetry import read_events
-from stillroom.types import DenseSignal, HeadWeights, StudentView
+from stillroom.training.distill import distill
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_an_identity_head_scores_like_the_head_it_stands_for() -> None:
     torch.manual_seed(0)
     hidden, weight = torch.randn(6, 4), torch.randn(11, 4)
     teacher, targets = DenseSignal(torch.randn(6, 3), HeadWeights(torch.randn(11, 3))), torch.arange(6)
-    from stillroom.objectives import divergences
+    from stillroom.losses import divergences
 
     options = {"kd_weight": 0.5, "ce_weight": 0.5, "divergence": divergences.make("forward_kl"), "temperature": 2.0}
     one = hidden.clone().requires_grad_()

@@ -13,10 +13,10 @@ import torch
 from objective_runs import CASES, WITHIN_A_BATCH, Seen, make_run
 from process_jobs import group
 
-from stillroom.engine.state import RunState
-from stillroom.engine.step import attempt
-from stillroom.evaluation import evaluate
 from stillroom.telemetry import EventLog
+from stillroom.training.evaluate import evaluate
+from stillroom.training.run import RunState
+from stillroom.training.step import attempt
 
 every_case = pytest.mark.parametrize("over", CASES.values(), ids=CASES.keys())
 

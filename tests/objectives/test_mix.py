@@ -15,10 +15,10 @@ from refusals import refused
 
 from stillroom.config.objectives import Divergence, KdConfig, ObjectivesConfig
 from stillroom.config.sections import Ramp
-from stillroom.errors import ConfigError
-from stillroom.objectives import Mix
-from stillroom.objectives.head.kernel import KernelName
-from stillroom.types import Batch, Lesson, StudentView
+from stillroom.core.errors import ConfigError
+from stillroom.core.types import Batch, Lesson, StudentView
+from stillroom.losses.head.kernel import KernelName
+from stillroom.losses.mix import Mix
 
 MIX = Mix(ObjectivesConfig(chunk_tokens=3))
 LESSON = Lesson("train", {"kd": 0.9, "ce": 0.1}, {"kd.temperature": 2.0, "kd.beta": 0.5})

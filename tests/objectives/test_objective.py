@@ -14,20 +14,19 @@ from refusals import refused
 from torch import nn
 
 from stillroom.config import Config, load_config
-from stillroom.config.extensions import OBJECTIVES
 from stillroom.config.objectives import ObjectivesConfig
+from stillroom.config.registry import OBJECTIVES, Recipe
 from stillroom.config.sections import ObjectiveSection, Ramp, Scalar
-from stillroom.curriculum import Curriculum
-from stillroom.engine.building.assemble import build_run
-from stillroom.engine.building.device import find_device
-from stillroom.engine.building.models import load_models
-from stillroom.engine.run import Run
-from stillroom.engine.state import RunState, capture
-from stillroom.engine.step import attempt, train_step
-from stillroom.errors import ConfigError
-from stillroom.objectives import Inside, Mix, Objective, Plan, Recipe, plan_objectives, register
+from stillroom.core.errors import ConfigError
+from stillroom.core.types import Batch, Lesson, Score, Signal, StudentView
+from stillroom.losses.mix import Mix
+from stillroom.losses.objective import Inside, Objective, Plan, plan_objectives, register
+from stillroom.precision.device import find_device
 from stillroom.telemetry import EventLog
-from stillroom.types import Batch, Lesson, Score, Signal, StudentView
+from stillroom.training.build import build_run, load_models
+from stillroom.training.curriculum import Curriculum
+from stillroom.training.run import Run, RunState, capture
+from stillroom.training.step import attempt, train_step
 
 
 class QuietConfig(ObjectiveSection):

@@ -331,7 +331,7 @@ def surroundings(page: str, reader: Path) -> dict[str, object]:
     if page == "docs/router.md":
         settings = tiny.settings(reader, train__max_steps=2, train__eval_steps=2, teacher__router__mode="truth")
         settings |= {"teacher.model": str(reader / "models" / "moe"), "student.model": str(reader / "models/student")}
-        from stillroom.engine.distill import distill
+        from stillroom.training.distill import distill
 
         distill(build(nested({**settings, "data.train": "text.jsonl"}), "page"), reader / "runs" / "mine", device="cpu")
         return {"model": AutoModelForCausalLM.from_pretrained(reader / "models" / "moe")}

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from refusals import refused
 from transformers import AutoModelForCausalLM
 
-from stillroom.errors import BrokenAtStart
+from stillroom.core.errors import BrokenAtStart
 from stillroom.models.anatomy import layers_if_any
-from stillroom.parallel import Replicated, frozen
-from stillroom.parallel.frozen import FrozenParts, shard_frozen
+from stillroom.parallel import Replicated, fsdp
+from stillroom.parallel.fsdp import FrozenParts, shard_frozen
 
 
 @pytest.fixture
@@ -55,6 +55,6 @@ def test_sharding_that_was_asked_for_and_did_not_happen_ends_the_run(
     network = AutoModelForCausalLM.from_pretrained(world / "teacher")
     with refused(BrokenAtStart, "teacher.placement"):
         sharded(parallel, network, [])
-    monkeypatch.setattr(frozen, "fully_shard", lambda *_modules, **_options: None)
+    monkeypatch.setattr(fsdp, "fully_shard", lambda *_modules, **_options: None)
     with refused(BrokenAtStart, "teacher.placement", "model.embed_tokens.weight"):
         sharded(parallel, network, layers_if_any(network))

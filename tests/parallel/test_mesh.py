@@ -12,8 +12,8 @@ from process_jobs import environment, free_port, losses
 from refusals import refused
 
 from stillroom.config import load_config
-from stillroom.errors import ConfigError
-from stillroom.parallel.mesh import check_shard_size
+from stillroom.core.errors import ConfigError
+from stillroom.parallel.fsdp import check_shard_size
 
 
 def test_groups_of_processes_have_one_size() -> None:

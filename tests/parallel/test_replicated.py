@@ -17,10 +17,10 @@ import tiny
 import torch
 from process_jobs import Child, Ended, commands, environment, losses, wait_for, weights
 
-from stillroom.checkpoint import CheckpointStore
 from stillroom.config import load_config
-from stillroom.engine.distill import distill, resume
 from stillroom.telemetry import read_events
+from stillroom.training.checkpoint import CheckpointStore
+from stillroom.training.distill import distill, resume
 
 # Rows of all lengths, and windows that do not divide an epoch: the last one leaves the second process without rows.
 RAGGED = {

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stillroom.config.train import TrainConfig
-from stillroom.errors import Interrupted
+from stillroom.config.sections import TrainConfig
+from stillroom.core.errors import Interrupted
 from stillroom.parallel import Replicated
 from stillroom.precision import AdamW, ParameterGroup, resolve
 

@@ -16,12 +16,12 @@ from process_jobs import group, losses, weights
 from refusals import refused
 from transformers import AutoModelForCausalLM
 
-from stillroom.checkpoint import CheckpointStore
 from stillroom.config import load_config
-from stillroom.engine.distill import distill, resume
-from stillroom.errors import BrokenAtStart, ConfigError, Diverged
-from stillroom.parallel import sharded
+from stillroom.core.errors import BrokenAtStart, ConfigError, Diverged
+from stillroom.parallel import fsdp
 from stillroom.telemetry import read_events
+from stillroom.training.checkpoint import CheckpointStore
+from stillroom.training.distill import distill, resume
 
 # Rows of all lengths; the last window of an epoch leaves processes without rows.
 PLAIN = {
@@ -152,11 +152,11 @@ def test_one_two_and_four_processes_train_one_student_and_take_over_from_each_ot
 def test_sharding_that_was_asked_for_and_did_not_happen_ends_the_run(
     world: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sharded, "fully_shard", lambda *_modules, **_options: None)
+    monkeypatch.setattr(fsdp, "fully_shard", lambda *_modules, **_options: None)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with refused(BrokenAtStart, "train.strategy", "model.embed_tokens.weight"):
-            sharded.Sharded(0, 1).place(AutoModelForCausalLM.from_pretrained(world / "student"), [])
+            fsdp.Sharded(0, 1).place(AutoModelForCausalLM.from_pretrained(world / "student"), [])
     finally:
         dist.destroy_process_group()
 

@@ -16,8 +16,8 @@ from feature_runs import ADAPTED, FEATURES, STRATEGIES
 from process_jobs import group, losses
 from safetensors.torch import load_file
 
-from stillroom.engine.distill import distill, resume
 from stillroom.parallel import Parallel
+from stillroom.training.distill import distill, resume
 
 PAGE = Path(__file__).parents[2] / "docs" / "scaling.md"
 # Losses relative, weights absolute; norms relative to ten times the first. Half activations are rounded to 1/2048 or

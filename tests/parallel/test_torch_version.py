@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from stillroom.errors import BrokenAtStart
-from stillroom.parallel import join, torch_version
+from stillroom.core.errors import BrokenAtStart
+from stillroom.parallel import base, join
 
 
 @pytest.mark.parametrize(
@@ -17,11 +17,11 @@ def test_a_torch_that_is_too_old_is_refused_by_what_it_lacks(
 ) -> None:
     for name, value in {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(torch_version, names, (*getattr(torch_version, names), "of_a_later_torch"))
+    monkeypatch.setattr(base, names, (*getattr(base, names), "of_a_later_torch"))
     with pytest.raises(BrokenAtStart, match=f"too old for {what}: it has no of_a_later_torch") as caught:
         join(1.0, strategy)
     assert caught.value.exit_code == 20
 
 
 def test_the_installed_torch_has_all_that_is_asked_for() -> None:
-    torch_version.check_torch(is_sharded=True)
+    base.check_torch(is_sharded=True)

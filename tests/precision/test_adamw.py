@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stillroom.config.schema import PrecisionConfig, TrainConfig
-from stillroom.precision import AdamW, ParameterGroup, resolve, rounding
+from stillroom.config.schema import PrecisionConfig
+from stillroom.config.sections import TrainConfig
+from stillroom.precision import AdamW, ParameterGroup, resolve, storage
 from stillroom.precision.policy import POLICIES
 
 VIEWS = {"view", "detach", "split", "split_with_sizes", "empty", "unbind", "alias", "select", "slice", "_unsafe_view"}
@@ -89,14 +90,14 @@ def tensor_by_tensor(optimizer: AdamW) -> None:
             case "Master":
                 cell.parameter.data.copy_(weight)
             case "Split":
-                coarse, residual = rounding.split(weight)
+                coarse, residual = storage.split(weight)
                 cell.parameter.data.copy_(coarse)
                 cell.storage.extra()["residual"].copy_(residual)
             case "Stochastic":
-                cell.parameter.data.copy_(rounding.stochastic_fp16(weight, generator))
+                cell.parameter.data.copy_(storage.stochastic_fp16(weight, generator))
         for moment, values in ((cell.first, first), (cell.second, second)):
             if moment.values.dtype == torch.bfloat16:
-                moment.values.copy_(rounding.stochastic_bf16(values, generator))
+                moment.values.copy_(storage.stochastic_bf16(values, generator))
     optimizer.num_updates += 1
 
 
@@ -123,6 +124,6 @@ def test_what_is_not_finite_stays_what_it_is(value: float) -> None:
     """A NaN whose bits are all ones would become minus zero if random bits were added to it."""
     odd = torch.tensor([value, value])
     odd[1:].view(torch.int32).bitwise_or_(0x7FFFFF if value != value else 0)
-    for round_ in (rounding.stochastic_fp16, rounding.stochastic_bf16):
+    for round_ in (storage.stochastic_fp16, storage.stochastic_bf16):
         assert torch.equal(round_(odd, torch.Generator().manual_seed(0)).float(), odd) or value != value
         assert not torch.isfinite(round_(odd, torch.Generator().manual_seed(0))).any()

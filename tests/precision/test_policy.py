@@ -10,13 +10,13 @@ from refusals import refused
 from torch import nn
 
 from stillroom.config.schema import PrecisionConfig
-from stillroom.config.train import TrainConfig
-from stillroom.engine.building.loss_scale import fitting_scale
-from stillroom.engine.recovery.reach import longest_step
-from stillroom.errors import BrokenAtStart, ConfigError
-from stillroom.precision import AdamW, LossScale, ParameterGroup, choose, resolve, rounding
+from stillroom.config.sections import TrainConfig
+from stillroom.core.errors import BrokenAtStart, ConfigError
+from stillroom.precision import AdamW, LossScale, ParameterGroup, choose, resolve, storage
 from stillroom.precision.device import DeviceFacts
 from stillroom.precision.policy import POLICIES
+from stillroom.training.preflight import fitting_scale
+from stillroom.training.run import longest_step
 
 HALF_MODES = ["fp16-master", "fp16-split", "fp16-sr"]
 
@@ -97,7 +97,7 @@ def test_unscaling_half_gradients_fails_in_plain_torch_and_cannot_be_reached_her
 @settings(max_examples=200)
 def test_split_and_join_keep_twenty_bits(value: float) -> None:
     tensor = torch.tensor([value], dtype=torch.float32)
-    joined = rounding.join(*rounding.split(tensor))
+    joined = storage.join(*storage.split(tensor))
     assert torch.allclose(joined, tensor, rtol=2**-20, atol=2**-36)
 
 
@@ -105,7 +105,7 @@ def test_split_and_join_keep_twenty_bits(value: float) -> None:
 @settings(max_examples=50)
 def test_stochastic_rounding_gives_a_neighbour_and_the_right_mean(value: float) -> None:
     tensor = torch.full((4096,), value, dtype=torch.float32)
-    rounded = rounding.stochastic_fp16(tensor, torch.Generator().manual_seed(0)).float()
+    rounded = storage.stochastic_fp16(tensor, torch.Generator().manual_seed(0)).float()
     spacing = max(abs(value) * 2**-10, 2**-24)
     assert (rounded - value).abs().max() <= spacing * 1.001
     assert abs(float(rounded.mean()) - value) <= spacing * 0.05
@@ -114,7 +114,7 @@ def test_stochastic_rounding_gives_a_neighbour_and_the_right_mean(value: float) 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_rounding_hides_nothing(value: float) -> None:
     tensor = torch.tensor([value])
-    for round_ in (rounding.stochastic_fp16, rounding.stochastic_bf16):
+    for round_ in (storage.stochastic_fp16, storage.stochastic_bf16):
         assert not torch.isfinite(round_(tensor, torch.Generator().manual_seed(0))).any()
 
 
@@ -122,7 +122,7 @@ def test_bf16_moments_decay() -> None:
     """To nearest, 0.999 times a BF16 number is the same number for ever."""
     values, generator = torch.ones(1000, dtype=torch.bfloat16), torch.Generator().manual_seed(0)
     for _ in range(1000):
-        values = rounding.stochastic_bf16(values.float() * 0.999, generator)
+        values = storage.stochastic_bf16(values.float() * 0.999, generator)
     assert float(values.float().mean()) == pytest.approx(0.999**1000, rel=0.05)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from refusals import refused
 
-from stillroom.errors import ConfigError
+from stillroom.core.errors import ConfigError
 from stillroom.precision import choose
 from stillroom.precision.device import DeviceFacts, facts_of
 from stillroom.precision.policy import POLICIES

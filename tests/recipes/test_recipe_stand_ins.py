@@ -9,7 +9,7 @@ import recipe_runs as recipe_runs  # puts the recipes on the path
 from refusals import refused
 
 from _seed.stand_ins import VARIABLE, Names, choose
-from stillroom.errors import ConfigError
+from stillroom.core.errors import ConfigError
 
 SEED = Names("models/teacher-model", "gpt2", "data/quantumbench.jsonl")
 BUILTIN = Names("builtin:teacher", "builtin:student", "builtin:qa")

@@ -11,9 +11,9 @@ import tiny
 from synthetic import write_run
 
 from stillroom.config import load_config
-from stillroom.engine.distill import distill
 from stillroom.report import live
 from stillroom.report.live import FIRST_GUESS, MAX_SHARE, LiveReport
+from stillroom.training.distill import distill
 
 
 class Clock:

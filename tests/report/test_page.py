@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from synthetic import write_run
 
-from stillroom.errors import CannotSave
+from stillroom.core.errors import CannotSave
 from stillroom.report import RunRecord, write_report
 from stillroom.report.drawing import MAX_POINTS, ROLES, dark_partners, edges_of, means, smooth, thin
 from stillroom.report.figures import all_figures

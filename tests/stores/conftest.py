@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from faulty_store import FaultyStore, faulty_store
 
-from stillroom import remote
+from stillroom.core import remote
 
 
 @pytest.fixture(autouse=True)

@@ -15,13 +15,13 @@ from commands import output
 from commands import run as command
 
 from stillroom.config import load_config
-from stillroom.engine.distill import distill
-from stillroom.engine.run_folder.place import opened
-from stillroom.errors import ConfigError
-from stillroom.remote import Owner, Store
+from stillroom.core.errors import ConfigError
+from stillroom.core.remote import Owner, Store
 from stillroom.teachers.cache.in_store import folder_of
 from stillroom.teachers.cache.reader import Cache
 from stillroom.teachers.cache.writer import open_store, write_missing
+from stillroom.training.distill import distill
+from stillroom.training.run_folder import opened
 
 moto = pytest.importorskip("moto.server")
 pytest.importorskip("s3fs")

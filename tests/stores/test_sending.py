@@ -12,10 +12,10 @@ import fsspec
 import pytest
 from faulty_store import FaultyStore
 
-from stillroom.errors import CannotSave, ConfigError
-from stillroom.files import sum_of_file
-from stillroom.locks import describe_process
-from stillroom.remote import OWNER, Owner, Sender, Store, read_commit
+from stillroom.core.errors import CannotSave, ConfigError
+from stillroom.core.files import sum_of_file
+from stillroom.core.locks import describe_process
+from stillroom.core.remote import OWNER, Owner, Sender, Store, read_commit
 
 
 @pytest.fixture

@@ -9,13 +9,12 @@ import numpy as np
 import tiny
 import torch
 
+from stillroom.core.types import IGNORED, Batch, HeadWeights
 from stillroom.data import Encoded, Rows
 from stillroom.teachers.cache.manifest import Manifest
-from stillroom.teachers.cache.plan import NeededRow, needed_rows
 from stillroom.teachers.cache.reader import Cache
-from stillroom.teachers.cache.writer import open_store, write_missing
+from stillroom.teachers.cache.writer import NeededRow, needed_rows, open_store, write_missing
 from stillroom.teachers.signals import RowAnswer, SignalSpec, reduce_row
-from stillroom.types import IGNORED, Batch, HeadWeights
 
 VOCAB = 97
 HYBRID = SignalSpec("hybrid", 4, 6)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stillroom.objectives import divergences
+from stillroom.losses import divergences
 
 MEMBERS = [
     divergences.make("forward_kl"),

@@ -19,18 +19,15 @@ import torch
 from torch import Tensor
 
 from stillroom.config import load_config
-from stillroom.engine.building.assemble import build_run
-from stillroom.engine.building.device import find_device
-from stillroom.engine.building.models import load_models
-from stillroom.engine.distill import distill, resume
-from stillroom.engine.gradients import is_due, term_gradients
-from stillroom.engine.run import Run
-from stillroom.engine.state import RunState
-from stillroom.engine.step import train_step
-from stillroom.errors import Interrupted, StillroomError
-from stillroom.models.compiled import CompiledBody
+from stillroom.core.errors import Interrupted, StillroomError
+from stillroom.models.compile import CompiledBody
 from stillroom.parallel import Parallel, join
+from stillroom.precision.device import find_device
 from stillroom.telemetry import EventLog, read_events
+from stillroom.training.build import build_run, load_models
+from stillroom.training.distill import distill, resume
+from stillroom.training.run import Run, RunState
+from stillroom.training.step import is_due, term_gradients, train_step
 
 STEPS = 2
 STRATEGIES = ("ddp", "fsdp")

@@ -10,7 +10,7 @@ import torch
 from head_cases import FORWARD_KL, Case, grads_of, reference_rows, run
 from torch import Tensor
 
-from stillroom.types import DenseSignal, HeadWeights
+from stillroom.core.types import DenseSignal, HeadWeights
 
 
 def near_convergence(

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from stillroom.objectives import divergences, score_head
-from stillroom.objectives.divergences.base import Divergence
-from stillroom.types import Batch, DenseSignal, HeadWeights, StudentView
+from stillroom.core.types import Batch, DenseSignal, HeadWeights, StudentView
+from stillroom.losses import divergences
+from stillroom.losses.divergences import Divergence
+from stillroom.losses.head.loss import score_head
 
 
 def buckets(probs: Tensor, ids: Tensor) -> Tensor:

@@ -10,15 +10,13 @@ import tiny
 import torch
 
 from stillroom.config import load_config
-from stillroom.engine.building.assemble import build_run
-from stillroom.engine.building.device import find_device
-from stillroom.engine.building.models import load_models
-from stillroom.engine.run import Run
-from stillroom.engine.state import RunState
-from stillroom.engine.step import attempt
-from stillroom.objectives import divergences
+from stillroom.losses import divergences
 from stillroom.parallel import Parallel, join
+from stillroom.precision.device import find_device
 from stillroom.telemetry import EventLog
+from stillroom.training.build import build_run, load_models
+from stillroom.training.run import Run, RunState
+from stillroom.training.step import attempt
 
 KD: dict[str, dict[str, Any]] = {
     **{name: {"divergence": name} for name in divergences.names()},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tiny
 import torch
 
-from stillroom.types import IGNORED, Batch
+from stillroom.core.types import IGNORED, Batch
 
 LENGTHS = ((9, 1, 6), (4, 11))  # of the texts of two rows
 

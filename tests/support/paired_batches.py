@@ -12,8 +12,8 @@ import tiny
 import torch
 
 from stillroom.config.data import DataConfig
+from stillroom.core.types import Batch, HeadWeights, PairedSignal, StudentView
 from stillroom.data import Corpus, open_data
-from stillroom.types import Batch, HeadWeights, PairedSignal, StudentView
 
 PAIR = ("byte-level", "BPE with bytes")
 

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from stillroom.config import load_config
-from stillroom.engine.distill import distill, resume
-from stillroom.errors import StillroomError
+from stillroom.core.errors import StillroomError
 from stillroom.parallel import join
-from stillroom.parallel.sharded import Sharded
+from stillroom.parallel.fsdp import Sharded
+from stillroom.training.distill import distill, resume
 
 
 def run_case(case: dict[str, Any], rank: int) -> tuple[int, str]:

@@ -20,9 +20,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from stillroom.config import load_config
+from stillroom.core.errors import StillroomError
 from stillroom.data.loader import Loader
-from stillroom.engine.distill import distill
-from stillroom.errors import StillroomError
+from stillroom.training.distill import distill
 
 Listener = Callable[[dict[str, Any]], None]
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from stillroom.errors import StillroomError
+from stillroom.core.errors import StillroomError
 
 
 @contextmanager

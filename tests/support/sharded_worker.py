@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from stillroom.objectives import DenseTeacher, fused_head_loss
+from stillroom.losses.head.loss import DenseTeacher, fused_head_loss
 
 WIDTH, VOCAB, ROWS, LENGTH = 16, 61, 3, 9
 

@@ -8,12 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from stillroom.engine.hooks import Hooks
-from stillroom.engine.inject import Injector, make_hooks
-from stillroom.teachers import NO_TEACHER, Teacher
-from stillroom.teachers.base import kind_of
-from stillroom.teachers.paired import PairedTeacher
-from stillroom.types import (
+from stillroom.core.types import (
     Batch,
     DenseSignal,
     Evidence,
@@ -26,6 +21,11 @@ from stillroom.types import (
     TopKSignal,
     Verdict,
 )
+from stillroom.teachers import NO_TEACHER, Teacher
+from stillroom.teachers.base import kind_of
+from stillroom.teachers.paired import PairedTeacher
+from stillroom.training.faults import Injector, make_hooks
+from stillroom.training.run import Hooks
 
 BATCH = Batch(*(torch.ones(1, 4, dtype=torch.long) for _ in range(4)), ("a",))
 VIEW = StudentView(torch.zeros(4, 3), HeadWeights(torch.zeros(5, 3)))

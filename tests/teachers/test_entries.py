@@ -7,8 +7,7 @@ from collections import Counter
 
 import pytest
 
-from stillroom.teachers.entries import position_answer
-from stillroom.teachers.signals import LOG_STEP, NOTHING, SignalSpec
+from stillroom.teachers.signals import LOG_STEP, NOTHING, SignalSpec, position_answer
 
 SPEC = SignalSpec("top_k", 2, 0)
 

@@ -11,12 +11,12 @@ import tiny
 import torch
 from transformers import AutoModelForCausalLM
 
-from stillroom.data.spans.common import Coverage
-from stillroom.errors import ConfigError
+from stillroom.core.errors import ConfigError
+from stillroom.core.types import Needs
+from stillroom.data.two_tokenizers.align import Coverage
 from stillroom.teachers.base import kind_of
 from stillroom.teachers.live import LiveTeacher
 from stillroom.teachers.paired import PairedTeacher
-from stillroom.types import Needs
 
 
 @pytest.fixture(scope="module")

@@ -15,13 +15,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from stillroom.config.schema import TeacherConfig
-from stillroom.errors import BrokenAtStart
+from stillroom.config.teacher import TeacherConfig
+from stillroom.core.errors import BrokenAtStart
+from stillroom.core.types import IGNORED, Batch, Needs
 from stillroom.models import LoadedModel, open_teacher
-from stillroom.teachers import quantised as module
+from stillroom.teachers import quantize as module
 from stillroom.teachers.live import LiveTeacher
-from stillroom.teachers.quantised import check_quantisation, quantised, quantised_bytes, stored_bytes
-from stillroom.types import IGNORED, Batch, Needs
+from stillroom.teachers.quantize import check_quantisation, quantised, quantised_bytes, stored_bytes
 
 CPU = torch.device("cpu")
 

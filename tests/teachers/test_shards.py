@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from stillroom.teachers.shards import Shards
-from stillroom.types import HeadWeights
+from stillroom.core.types import HeadWeights
+from stillroom.teachers.placement import Shards
 
 
 class Counted:

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from stillroom.objectives.divergences import make
-from stillroom.objectives.head import score_head
+from stillroom.core.types import DenseSignal, HeadWeights, SampledSignal, StudentView, TopKSignal
+from stillroom.losses.divergences import make
+from stillroom.losses.head.loss import score_head
 from stillroom.teachers.signals import NOTHING, RowAnswer, SignalSpec, reduce_row, signal_of
-from stillroom.types import DenseSignal, HeadWeights, SampledSignal, StudentView, TopKSignal
 
 V, D, N = 150, 12, 40
 KINDS = {

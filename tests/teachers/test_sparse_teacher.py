@@ -10,13 +10,13 @@ import packed_texts
 import pytest
 import torch
 
-from stillroom.config.schema import TeacherConfig
+from stillroom.config.teacher import TeacherConfig
+from stillroom.core.types import Batch, DenseSignal, Needs, SampledSignal
 from stillroom.data import Rows
 from stillroom.models import open_teacher
 from stillroom.teachers.live import LiveTeacher
 from stillroom.teachers.signals import RowAnswer, SignalSpec
 from stillroom.teachers.sparse import SparseTeacher
-from stillroom.types import Batch, DenseSignal, Needs, SampledSignal
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from stillroom.config import load_config
-from stillroom.errors import ConfigError
-from stillroom.teachers.signals import SignalSpec
-from stillroom.teachers.spec import cache_spec, check_use, live_spec, stored_spec
+from stillroom.core.errors import ConfigError
+from stillroom.teachers.signals import SignalSpec, cache_spec, check_use, live_spec, stored_spec
 
 HYBRID = SignalSpec("hybrid", 8, 12)
 

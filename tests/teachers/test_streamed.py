@@ -12,12 +12,12 @@ import tiny
 import torch
 from transformers import AutoModelForCausalLM
 
-from stillroom.config.schema import TeacherConfig
-from stillroom.errors import BrokenAtStart
+from stillroom.config.teacher import TeacherConfig
+from stillroom.core.errors import BrokenAtStart
+from stillroom.core.types import IGNORED, Batch, Needs
 from stillroom.models import open_teacher
 from stillroom.teachers.live import LiveTeacher, open_live
 from stillroom.teachers.placement import FileShelf, MemoryShelf, StreamedModel, open_streamed
-from stillroom.types import IGNORED, Batch, Needs
 
 CPU = torch.device("cpu")
 LAYERS = 5

@@ -11,9 +11,9 @@ import pytest
 import tiny
 
 from stillroom.config import load_config
-from stillroom.engine.distill import distill
-from stillroom.telemetry.catalogue import EVENTS, HEADER, TERM
-from stillroom.telemetry.events import EVAL_KEYS, HEADER_KEYS, STEP_KEYS, TERM_KEYS, scan_events
+from stillroom.telemetry.events import EVAL_KEYS, EVENTS, HEADER, HEADER_KEYS, STEP_KEYS, TERM, TERM_KEYS
+from stillroom.telemetry.record import scan_events
+from stillroom.training.distill import distill
 
 SOURCE = Path(__file__).parents[2] / "src" / "stillroom"
 

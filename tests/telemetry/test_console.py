@@ -14,11 +14,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from stillroom.errors import ConfigError, DataError
-from stillroom.telemetry.console import ConsoleView, SilentScreen, clean, format_lr, render_error
-from stillroom.telemetry.lines import end_line, step_line
-from stillroom.telemetry.results import assessment_lines, summary_lines
-from stillroom.telemetry.wording import as_number, format_duration, format_loss, format_norm, format_result
+from stillroom.core.errors import ConfigError, DataError
+from stillroom.telemetry.console import ConsoleView, SilentScreen, render_error
+from stillroom.telemetry.show import assessment_lines, end_line, step_line, summary_lines
+from stillroom.telemetry.wording import (
+    as_number,
+    clean,
+    format_duration,
+    format_loss,
+    format_lr,
+    format_norm,
+    format_result,
+)
 
 HOSTILE = "\x1b[31mred\x1b]0;title\x07\x9b2J\u202eevil\u2066\x08\r\nname\u2028next\x00"
 

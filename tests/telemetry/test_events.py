@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stillroom.errors import CannotSave, DataError
-from stillroom.secret_keys import hide
-from stillroom.telemetry.events import EVAL_KEYS, STEP_KEYS, EventLog, problems, read_events, scan_events
-from stillroom.telemetry.strict import strict
+from stillroom.core.errors import CannotSave, DataError, hide
+from stillroom.core.files import strict
+from stillroom.telemetry.events import EVAL_KEYS, STEP_KEYS, EventLog, problems
+from stillroom.telemetry.record import read_events, scan_events
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),

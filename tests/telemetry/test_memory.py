@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stillroom.telemetry.memory import memory_in_use
+from stillroom.precision.device import memory_in_use
 
 
 def test_a_card_shows_its_peak_and_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stillroom.errors import DataError
+from stillroom.core.errors import DataError
 from stillroom.report.history import History
 from stillroom.telemetry import record
 from stillroom.telemetry.events import EventLog

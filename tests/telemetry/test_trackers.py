@@ -12,9 +12,9 @@ import pytest
 import tiny
 
 from stillroom.config import load_config
-from stillroom.engine.distill import distill
 from stillroom.telemetry import trackers
 from stillroom.telemetry.trackers import Tracking, numbers, open_tracking
+from stillroom.training.distill import distill
 
 
 class Kept:

@@ -32,17 +32,17 @@ import verdicts
 from book import Book
 from regimes import REGIMES, warm_student
 
-from stillroom.config.schema import RouterConfig
-from stillroom.curriculum import Curriculum
+from stillroom.config.teacher import RouterConfig
+from stillroom.core.types import Score
 from stillroom.data import Loader, fixed_batches
-from stillroom.engine.building.assemble import make_schedule
+from stillroom.losses.mix import Mix
 from stillroom.models import Student
-from stillroom.objectives.mix import Mix
 from stillroom.precision import resolve
 from stillroom.teachers.router.gates import GateOptions
-from stillroom.teachers.router.meta import both_ways, lookahead_direction
+from stillroom.teachers.router.lookahead import both_ways, lookahead_direction
 from stillroom.teachers.router.teacher import RouterTeacher
-from stillroom.types import Score
+from stillroom.training.build import make_schedule
+from stillroom.training.curriculum import Curriculum
 
 RESULTS = Path(__file__).parent / "results"
 ALARMS = 6  # times a run looks at its teacher's held-out loss, on 128 rows of dev
@@ -124,7 +124,7 @@ def tuned_weight(book: Book, name: str) -> float:
 
 
 def run(job: RouterJob) -> books.Line:
-    """The product's step with a router, by hand, as `engine/step.py` has it."""
+    """The product's step with a router, by hand, as `training/step.py` has it."""
     torch.set_num_threads(1)
     regime = REGIMES[job.regime]
     model = copy.deepcopy(warm_student(regime.student, job.seed, regime.warm_steps)).requires_grad_(True)

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stillroom.config.data import Layout
-from stillroom.config.extensions import DIVERGENCES
+from stillroom.config.registry import DIVERGENCES
 from stillroom.config.teacher import TRAINING_MODES
-from stillroom.errors import ConfigError
+from stillroom.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from stillroom.config.schema import Config

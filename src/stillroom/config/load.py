@@ -10,7 +10,7 @@ import difflib
 import glob
 import json
 import tomllib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from types import NoneType
@@ -18,12 +18,163 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from stillroom.config import legacy_json
 from stillroom.config.data import SOURCE_TAGS
-from stillroom.config.extensions import OBJECTIVES
 from stillroom.config.objectives import ObjectivesConfig
+from stillroom.config.registry import OBJECTIVES
 from stillroom.config.schema import Config
-from stillroom.errors import ConfigError
+from stillroom.core.errors import ConfigError
+
+# -- legacy json -----------------------------------------------------------------------------------
+# Legacy JSON: translate the flat configurations of the student-aware distillation project.
+#
+# Each key is mapped to ours and each mapping is noted, because some change meaning: a micro-step there is an
+# optimizer step here.
+
+
+_DIRECT = {
+    "teacher_model": "teacher.model",
+    "student_model": "student.model",
+    "teacher_model_name": "teacher.model",
+    "student_model_name": "student.model",
+    "train_data": "data.train",
+    "eval_data": "data.eval",
+    "max_length": "data.max_length",
+    "batch_size": "train.batch_size",
+    "gradient_accumulation_steps": "train.gradient_accumulation_steps",
+    "learning_rate": "train.learning_rate",
+    "router_lr": "train.router_learning_rate",
+    "warmup_ratio": "train.warmup_ratio",
+    "weight_decay": "train.weight_decay",
+    "max_grad_norm": "train.max_grad_norm",
+    "num_epochs": "train.epochs",
+    "epochs": "train.epochs",
+    "max_steps": "train.max_steps",
+    "eval_steps": "train.eval_steps",
+    "save_steps": "train.save_steps",
+    "seed": "train.seed",
+    "temperature": "objectives.kd.temperature",
+    "alpha_kd": "objectives.kd.weight",
+    "alpha_ce": "objectives.ce.weight",
+    "alpha_feature": "objectives.feature.weight",
+    "alpha_attention": "objectives.attention.weight",
+    "alpha_layerwise": "objectives.layerwise.weight",
+    "alpha_contrastive": "objectives.contrastive.weight",
+    "attention_layers": "objectives.attention.attention_layers",
+    "use_gradient_checkpointing": "student.gradient_checkpointing",
+}
+
+# Keys whose meaning differs from ours: (our key, our value, the difference).
+_MAX_WARMUP = 0.1  # of the optimizer steps
+
+_TRANSLATED: dict[str, Callable[[Any], tuple[str, Any, str]]] = {
+    "kd_top_k": lambda value: (
+        "objectives.kd.top_k",
+        value,
+        "the teacher's k likeliest tokens with the exact mass of the rest; the original renormalised both sides",
+    ),
+    "warmup_steps": lambda value: (
+        "train.warmup_steps",
+        value,
+        "at most a tenth of the optimizer steps, as in the original: train.max_warmup_share",
+    ),
+    "router_anchor_weight": lambda value: (
+        "teacher.router.anchor_weight",
+        value,
+        "KL to the original teacher's answers; the original took the squared distance of the gates",
+    ),
+    "router_load_balance_weight": lambda value: (
+        "teacher.router.load_balance_weight",
+        value,
+        "from live gates; the original's had no gradient",
+    ),
+    "router_entropy_weight": lambda value: (
+        "teacher.router.entropy_weight",
+        value,
+        "from live gates; the original's had no gradient",
+    ),
+}
+
+_IGNORED = {
+    "num_workers": "batches are made in the training process",
+    "fp16": "use precision.mode",
+}
+
+
+def is_legacy(table: Table) -> bool:
+    """True when the table is flat and has at least two legacy keys."""
+    legacy_keys = set(_DIRECT) | set(_TRANSLATED) | {"use_curriculum"}
+    return not any(isinstance(value, dict) for value in table.values()) and len(legacy_keys & set(table)) >= 2
+
+
+def translate(table: Table, where: str = "") -> tuple[Table, list[str]]:
+    """Return our nested table and one note for each legacy key. Values are checked with the other settings later."""
+    nested: Table = {}
+    notes: list[str] = []
+    for key, value in table.items():
+        if key in _DIRECT:
+            _put(nested, _DIRECT[key], value)
+            notes.append(f"{key} = {value!r} -> {_DIRECT[key]}")
+        elif key in _TRANSLATED:
+            target, mapped, why = _TRANSLATED[key](value)
+            _put(nested, target, mapped)
+            if key == "warmup_steps":
+                _put(nested, "train.max_warmup_share", _MAX_WARMUP)
+            notes.append(f"{key} = {value!r} -> {target} ({why})")
+        elif key == "use_curriculum":
+            continue  # below, because it needs all weights
+        elif key in _IGNORED:
+            notes.append(f"{key} = {value!r} is not used: {_IGNORED[key]}")
+        else:
+            nested[key] = value  # validation reports it as unknown
+    if "use_curriculum" in table:
+        is_on = table["use_curriculum"]
+        if not isinstance(is_on, bool):
+            raise ConfigError(f"use_curriculum: expected true or false, got {is_on!r}"[:200], where=where)
+        notes.append(_curriculum(nested, is_on))
+    return nested, notes
+
+
+# Default weight, begin and end of each ramp, as in the student-aware preset.
+_RAMPS = {
+    "feature": (0.1, 0.3, 0.6),
+    "attention": (0.1, 0.3, 0.6),
+    "layerwise": (0.05, 0.6, 0.8),
+    "contrastive": (0.05, 0.6, 0.8),
+}
+
+
+def _curriculum(nested: Table, is_on: bool) -> str:
+    """Three phases: logits alone, then features and attention, then the rest."""
+    if not is_on:
+        return "use_curriculum = False -> constant weights"
+    nested["curriculum"] = {
+        "phases": [
+            {"name": "logits", "until": 0.3},
+            {"name": "features", "until": 0.6},
+            {"name": "all", "until": 1.0},
+        ]
+    }
+    objectives = nested.setdefault("objectives", {})
+    if "weight" not in objectives.get("kd", {}):
+        _put(nested, "objectives.kd.weight", 0.7)
+        _put(nested, "objectives.ce.weight", 0.3)
+    ramps = []
+    for name, (weight, begin, until) in _RAMPS.items():
+        end = objectives.get(name, {}).get("weight", weight)
+        if isinstance(end, int | float) and end != 0:  # validation reports what is not a number
+            ramp = {"start": 0.0, "end": end, "begin": begin, "until": until}
+            _put(nested, f"objectives.{name}.weight", ramp)
+            ramps.append(f"{name} to {end} from {begin:.0%}")
+    inner = ", ".join(ramps) or "no inner objective"
+    return f"use_curriculum = True -> phases 0-30-60-100 %, kd {objectives['kd']['weight']} from the start, {inner}"
+
+
+def _put(table: Table, key: str, value: Any) -> None:
+    *folders, last = key.split(".")
+    for folder in folders:
+        table = table.setdefault(folder, {})
+    table[last] = value
+
 
 Table = dict[str, Any]
 
@@ -67,8 +218,8 @@ def load(
     where = "command line"
     if path is not None:
         from_file, where = read_file(Path(path)), str(path)
-        if legacy_json.is_legacy(from_file):
-            from_file, legacy_notes = legacy_json.translate(from_file, where)
+        if is_legacy(from_file):
+            from_file, legacy_notes = translate(from_file, where)
             notes += legacy_notes
     preset = _one_preset(preset, from_file, where)
     table = merge(read_preset(preset) if preset is not None else {}, from_file)
@@ -455,3 +606,78 @@ def nearest_key(key: str) -> str | None:
 def _section_keys(section: str) -> list[str]:
     keys = [key for key in all_keys() if key.startswith(f"{section}.")]
     return keys or list(Config.model_fields)
+
+
+# -- dry run ---------------------------------------------------------------------------------------
+# Shorten a configuration for `--dry-run`: the same code path, five steps.
+
+
+_STEPS = 5
+_BATCHES = 2  # held-out batches in an evaluation
+_SAMPLES, _SAMPLE_TOKENS = 1, 8
+
+
+def shortened(loaded: Loaded) -> Loaded:
+    """Set at most five steps; cut evaluation, samples and the router probe if they are longer. Add a note of it."""
+    config = loaded.config
+    steps = min(config.train.max_steps or _STEPS, _STEPS)
+    train = config.train.model_copy(update={"max_steps": steps, "eval_steps": steps, "save_steps": steps})
+    held_out = config.eval.model_copy(
+        update={
+            "max_batches": min(config.eval.max_batches or _BATCHES, _BATCHES),
+            "samples": min(config.eval.samples, _SAMPLES),
+            "sample_tokens": min(config.eval.sample_tokens, _SAMPLE_TOKENS),
+        }
+    )
+    router = config.teacher.router
+    router = router.model_copy(update={"probe_steps": min(router.probe_steps, _STEPS)})
+    teacher = config.teacher.model_copy(update={"router": router})
+    short: Config = config.model_copy(update={"train": train, "eval": held_out, "teacher": teacher})
+    cut = [f"{steps} steps", f"{held_out.max_batches} held-out batches", f"samples of {held_out.sample_tokens} tokens"]
+    if router.probe_steps:
+        cut.append(f"a router probe of {router.probe_steps} updates, too few to trust")
+    return Loaded(short, (*loaded.notes, f"dry run: {', '.join(cut)}"))
+
+
+# -- toml ------------------------------------------------------------------------------------------
+# Write a configuration as TOML, which the standard library can only read.
+
+
+def toml_lines(table: Mapping[str, Any]) -> Iterator[str]:
+    """A table of sections as TOML. Values that are None are left out: TOML has none, and the schema's default is it."""
+    plain = {key: value for key, value in table.items() if value is not None and not isinstance(value, Mapping)}
+    for key, value in plain.items():
+        yield f"{key} = {_literal(value)}"
+    yield from _sections(table, "")
+
+
+def _sections(table: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    for key, value in table.items():
+        if not isinstance(value, Mapping):
+            continue
+        own = {name: one for name, one in value.items() if one is not None and not isinstance(one, Mapping)}
+        name = f"{prefix}{_key(key)}"
+        if own:
+            yield ""
+            yield f"[{name}]"
+            for inner, one in own.items():
+                yield f"{_key(inner)} = {_literal(one)}"
+        yield from _sections(value, f"{name}.")
+
+
+def _key(text: str) -> str:
+    is_bare = text.replace("-", "").replace("_", "").isalnum() and text.isascii()
+    return text if is_bare else _literal(text)
+
+
+def _literal(value: Any) -> str:
+    if isinstance(value, Mapping):
+        inside = ", ".join(f"{_key(key)} = {_literal(one)}" for key, one in value.items() if one is not None)
+        return "{ " + inside + " }"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_literal(one) for one in value) + "]"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float):
+        return repr(value)
+    return json.dumps(value)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, model_validator
 from pydantic_core import InitErrorDetails
 
-from stillroom.config.extensions import DIVERGENCES, OBJECTIVES
+from stillroom.config.registry import DIVERGENCES, OBJECTIVES
 from stillroom.config.sections import (
     MOST,
     MOST_FLOAT,
@@ -178,7 +178,7 @@ class SpanHiddenConfig(ObjectiveSection):
 
 
 class ObjectivesConfig(Section):
-    """Built-in objectives, and those of other packages under their names (`config/extensions.py`)."""
+    """Built-in objectives, and those of other packages under their names (`config/registry.py`)."""
 
     model_config = ConfigDict(extra="allow")
 

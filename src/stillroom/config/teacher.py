@@ -3,12 +3,110 @@
 from __future__ import annotations
 
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
-from stillroom.config.sections import MOST_FLOAT, Count, NonNegative, Positive, Section, Size
-from stillroom.config.served import RequestsConfig, check_url
-from stillroom.config.signal import SignalConfig
+from stillroom.config.sections import MOST_FLOAT, MOST_MINUTES, Count, NonNegative, Positive, Section, Size
+
+# -- served ----------------------------------------------------------------------------------------
+# How a teacher on a server is asked: the `teacher.requests` section.
+
+
+class RequestsConfig(Section):
+    model: str | None = Field(None, description="name of the model on the server; none: the only one it lists")
+    shape: Literal["auto", "prompt_logprobs", "echo", "llama.cpp"] = Field(
+        "auto",
+        description="prompt_logprobs: the field of vLLM; echo: `echo` with `logprobs`, tokens as token_id:N; "
+        "llama.cpp: `/completion` of llama.cpp's server, asked token by token; auto: the first that the server answers",
+    )
+    concurrency: Annotated[int, Field(ge=1, le=512)] = Field(8, description="requests under way at once")
+    timeout_seconds: Annotated[float, Field(gt=0, le=60 * MOST_MINUTES)] = Field(
+        300.0, description="for a whole answer, until asked again; what a server says of itself has 30 at most"
+    )
+    retries: Annotated[int, Field(ge=0, le=100)] = Field(
+        8, description="of a request that got no answer, an answer cut short, or status 408, 429 or 5xx"
+    )
+    pause_seconds: Annotated[float, Field(gt=0, le=60 * MOST_MINUTES)] = Field(
+        0.5, description="before the first retry; doubled with each, up to 60; Retry-After is heeded"
+    )
+    api_key_variable: str | None = Field(
+        None, description="environment variable with the server's key; the key itself is never logged or written"
+    )
+    check_temperature: bool = Field(
+        True,
+        description="refuse answers that fit their own text much better sharpened or flattened, as log-probabilities "
+        "of another temperature do",
+    )
+
+
+def check_url(url: str) -> None:
+    """Raise ValueError for an address that cannot be asked, without repeating it: it may hold a secret."""
+    try:
+        parts = urlsplit(url)
+        is_known = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        is_known = False
+    if not is_known:
+        raise ValueError("teacher.server is no address of a server: write http://HOST:PORT")
+    if parts.username or parts.password or parts.query or parts.fragment:
+        raise ValueError(
+            "teacher.server holds more than scheme, host, port and path, and a run's configuration is written to its "
+            "folder: name a variable with the key in teacher.requests.api_key_variable"
+        )
+
+
+# -- signal ----------------------------------------------------------------------------------------
+# What a teacher's answers are reduced to: the `teacher.signal` section.
+
+
+SparseKind = Literal["top_k", "sampled", "hybrid", "renormalised", "target"]
+
+DEFAULT_K = 64
+DEFAULT_M = 8
+DEFAULT_HYBRID_DRAWS = 12
+DEFAULT_DRAWS = 50  # about twelve different tokens (Anshumann et al. 2025)
+
+
+class SignalConfig(Section):
+    kind: Literal["auto", "dense"] | SparseKind = Field(
+        "auto",
+        description="dense: all tokens; top_k: the k likeliest and the exact mass of the rest, for every divergence; "
+        "sampled: drawn tokens; hybrid: the m likeliest and draws from the rest, unbiased for forward_kl; "
+        "renormalised: k tokens as if no other could come, which is biased; target: the probability of the target "
+        "alone, for objectives.alm. auto: dense live; what a cache holds; for a new cache top_k where "
+        "objectives.kd.top_k is set or the divergence is not forward_kl, else hybrid; with two tokenizers hybrid for "
+        "objectives.prefix_match or exact_match, else target",
+    )
+    k: Size | None = Field(None, description="of top_k (64, or objectives.kd.top_k)")
+    m: Size | None = Field(None, description="of hybrid (8)")
+    draws: Annotated[int, Field(ge=1, le=255)] | None = Field(None, description="of hybrid (12) and sampled (50)")
+    draw_seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
+        0, description="of the draws, beside the content of each row"
+    )
+
+    compare: Literal["stored", "whole"] = Field(
+        "stored",
+        description="with teacher.cache, what the finished student is compared with. stored: the answers of the cache; "
+        "whole: the teacher itself, which is loaded once, at the end",
+    )
+
+    @model_validator(mode="after")
+    def _belonging(self) -> SignalConfig:
+        """A number that the kind does not read would be ignored in silence."""
+        read = {
+            "auto": (),
+            "dense": (),
+            "top_k": ("k",),
+            "renormalised": ("k",),
+            "sampled": ("draws",),
+            "hybrid": ("m", "draws"),
+            "target": (),
+        }[self.kind]
+        for name in ("k", "m", "draws"):
+            if getattr(self, name) is not None and name not in read:
+                raise ValueError(f"{name} is not read with kind = {self.kind!r}")
+        return self
 
 
 class ModelSection(Section):

@@ -4,14 +4,12 @@
 rows into windows of micro-batches, one for each optimizer step; `fixed_batches` reads the held-out rows in order.
 """
 
-from stillroom.data.bos import Bos, opening_difference, opening_ids
+from stillroom.data.chat import prompt_ids
 from stillroom.data.corpus import Corpus, open_data, open_eval, open_held_out
-from stillroom.data.encode import Encoder, Tokenizer
-from stillroom.data.encoded import Encoded
 from stillroom.data.loader import Loader, fixed_batches, fixed_rows
 from stillroom.data.packing import Rows, pack
-from stillroom.data.prompts import prompt_ids
 from stillroom.data.records import BadRecord, Record, Tally
+from stillroom.data.tokenize import Bos, Encoded, Encoder, Tokenizer, opening_difference, opening_ids
 
 __all__ = [
     "BadRecord",

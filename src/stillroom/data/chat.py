@@ -15,18 +15,542 @@ answer's turn. Not scored: what the template adds (headers, an empty thought, th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date, datetime
+from itertools import product
+from typing import Any
 
-from jinja2 import TemplateError
+import jinja2
+from jinja2 import TemplateError, nodes
+from jinja2.exceptions import TemplateRuntimeError
+from jinja2.ext import Extension
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
+from transformers.utils import chat_template_utils
 
 from stillroom.config.data import DataConfig
-from stillroom.data.alignment import Aligned, Place, Span, after_mark, align, common_start, generated_spans, messages_of
-from stillroom.data.encode import Tokenizer
+from stillroom.core.errors import ConfigError, DataError
 from stillroom.data.records import ChatWriter, Segments, Shaper, Tally, Turn, Unusable, is_blank
-from stillroom.data.template import ChatPrinter, TooMuch
-from stillroom.errors import DataError
+from stillroom.data.tokenize import Bos, Tokenizer, opened, opening_ids
+
+# -- template --------------------------------------------------------------------------------------
+# Run chat templates in the sandbox of transformers, within bounds of work and memory.
+#
+# A template is a foreign program: it may divide by zero, loop for hours or build a string of 10^10 characters. The
+# environment is that of `transformers` (its sandbox, tags, filters and globals), and charges each loop step, call,
+# operator and filter to a budget that grows with the length of the chat. The budget counts work, not time, so the
+# same records are refused on every machine.
+#
+# Not bounded: parsing a template (sources above MAX_SOURCE are refused), and one built-in call over values that are
+# themselves within bounds, such as sorting a list.
+
+
+MAX_SOURCE = 1_000_000
+_BASE_WORK, _WORK_PER_CHARACTER = 20_000_000, 200
+_BASE_SIZE, _SIZE_PER_CHARACTER = 1_000_000, 20
+_STEP = 16  # cost of a loop step, call or operator, in addition to the characters it makes
+_MAX_WIDTH = 10_000  # of padding, indentation and batches
+_MAX_INDENT = 16  # of JSON, where it is repeated for each value and level
+_MAX_BITS = 100_000
+
+_WIDTH_FILTERS = frozenset({"batch", "center", "indent", "slice", "tojson", "truncate", "wordwrap"})
+_TEXT_FILTERS = _WIDTH_FILTERS | {
+    "capitalize", "e", "escape", "forceescape", "format", "join", "lower", "pprint", "replace", "string", "striptags",
+    "title", "trim", "upper", "urlencode", "urlize", "wordcount", "xmlattr",
+}  # fmt: skip
+
+
+class TooMuch(TemplateRuntimeError):
+    """The template exceeded the budget of a chat of this length."""
+
+
+class Budget:
+    """The work one print has left, and the largest value it may build."""
+
+    def __init__(self, num_characters: int) -> None:
+        self.left = _BASE_WORK + _WORK_PER_CHARACTER * num_characters
+        self.largest = _BASE_SIZE + _SIZE_PER_CHARACTER * num_characters
+
+    def spend(self, size: int = 0) -> None:
+        if size > self.largest:
+            raise TooMuch(f"it builds {size:.3g} characters, more than the {self.largest:,} allowed for this chat")
+        self.left -= _STEP + size
+        if self.left < 0:
+            raise TooMuch("it does more work than is allowed for this chat: an endless loop, or text doubled again")
+
+
+def printed_size(value: object, sizes: dict[int, int] | None = None) -> int:
+    """Approximate length of `str(value)`. A list that occurs a thousand times is counted a thousand times."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, int):
+        return value.bit_length() // 3
+    if not isinstance(value, Mapping | Sequence | set | frozenset):
+        return _STEP
+    sizes = {} if sizes is None else sizes
+    if id(value) not in sizes:
+        sizes[id(value)] = 0  # a value inside itself is printed as "..."
+        parts: Iterable[object] = [*value, *value.values()] if isinstance(value, Mapping) else value
+        if isinstance(value, range):
+            return 6 * len(value)
+        sizes[id(value)] = sum(2 + printed_size(part, sizes) for part in parts)
+    return sizes[id(value)]
+
+
+def _made(value: object) -> int:
+    """Size of a new value itself, without its items, which existed before."""
+    return len(value) if isinstance(value, str | list | tuple | dict) else 0
+
+
+def _formatted_size(pattern: str, values: Iterable[object]) -> int:
+    """An upper bound of the length of a formatted %-pattern or {}-pattern."""
+    widths = sum(int(digits[:18]) for digits in re.findall(r"\d+", pattern))
+    widest = max([widths, *(value for value in values if isinstance(value, int))], default=0)
+    fields = pattern.count("{") + pattern.count("%")
+    return len(pattern) + widest + fields * sum(printed_size(value) for value in values)
+
+
+class _Charged(NodeTransformer):
+    """Route loops and `~` through filters that charge the budget; the sandbox intercepts only binary operators."""
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802 - jinja calls it by this name
+        self.generic_visit(node)
+        node.iter = nodes.Filter(node.iter, "_charged_loop", [], [], None, None, lineno=node.lineno)
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        parts = nodes.List(node.nodes, lineno=node.lineno)
+        return nodes.Filter(parts, "_charged_join", [], [], None, None, lineno=node.lineno)
+
+
+class _Generation(Extension):
+    """`{% generation %}`, which surrounds generated text: print the environment's marks around it."""
+
+    tags = {"generation"}  # noqa: RUF012 - as jinja declares it
+    priority = 200  # after the tag of transformers, which counts characters
+
+    def parse(self, parser: Any) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_print"), [], [], body).set_lineno(line)
+
+    def _print(self, caller: Callable[[], str]) -> str:
+        opening, closing = getattr(self.environment, "generation_marks", ("", ""))
+        return f"{opening}{caller()}{closing}"
+
+
+class BoundedEnvironment(ImmutableSandboxedEnvironment):
+    """The sandbox of `transformers` with a budget. One print at a time."""
+
+    intercepted_binops = frozenset({"+", "-", "*", "/", "//", "%", "**"})
+
+    def __init__(self) -> None:
+        self.budget = Budget(0)
+        self.generation_marks = ("", "")
+        self.now = datetime.now()
+        theirs = chat_template_utils._compile_jinja_template("").environment
+        super().__init__(
+            trim_blocks=theirs.trim_blocks,
+            lstrip_blocks=theirs.lstrip_blocks,
+            optimized=False,  # else constants are computed before there is a budget
+            finalize=self._finalized,
+            extensions=[*map(type, theirs.extensions.values()), _Generation],
+        )
+        self.filters = {name: self._charged_filter(name, run) for name, run in theirs.filters.items()}
+        self.filters |= {"_charged_loop": self._charged_loop, "_charged_join": self._charged_join}
+        self.globals = {**theirs.globals, "strftime_now": self._strftime_now}
+        del self.globals["lipsum"]  # random text of any length
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree: nodes.Template = _Charged().visit(super()._parse(source, name, filename))
+        tree.set_environment(self)
+        return tree
+
+    def concat(self, parts: Iterable[str]) -> str:
+        pieces = list(parts)
+        self.budget.spend(sum(map(len, pieces)))
+        return "".join(pieces)
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        self.budget.spend(_operator_size(operator, left, right))
+        return super().call_binop(context, operator, left, right)
+
+    def call(self, context: Any, called: Any, /, *args: Any, **kwargs: Any) -> Any:
+        args = tuple(list(value) if isinstance(value, Iterator) else value for value in args)
+        self.budget.spend(_call_size(called, args, kwargs))
+        result = super().call(context, called, *args, **kwargs)
+        self.budget.spend(_made(result))
+        return result
+
+    def _charged_filter(self, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        num_passed = 1 if hasattr(run, "jinja_pass_arg") else 0
+
+        @functools.wraps(run)
+        def charged(*args: Any, **kwargs: Any) -> Any:
+            passed, values = args[:num_passed], args[num_passed:]
+            if name in _TEXT_FILTERS:
+                values = tuple(list(value) if isinstance(value, Iterator) else value for value in values)
+                self.budget.spend(_filter_size(name, values, kwargs))
+            result = run(*passed, *values, **kwargs)
+            self.budget.spend(_made(result))
+            return result
+
+        return charged
+
+    def _charged_loop(self, values: Iterable[Any]) -> Iterator[Any]:
+        for value in values:
+            self.budget.spend()
+            yield value
+
+    def _charged_join(self, parts: list[Any]) -> str:
+        self.budget.spend(sum(printed_size(part) for part in parts))
+        return "".join(map(str, parts))
+
+    def _finalized(self, value: Any) -> Any:
+        self.budget.spend(printed_size(value))
+        return value
+
+    def _strftime_now(self, pattern: str) -> str:
+        self.budget.spend(_MAX_WIDTH + _formatted_size(pattern, ()))
+        return self.now.strftime(pattern)
+
+
+def _operator_size(operator: str, left: Any, right: Any) -> int:
+    match operator:
+        case "+":
+            return _made(left) + _made(right)
+        case "*" if isinstance(left, int) and isinstance(right, int):
+            return 0 if left.bit_length() + right.bit_length() <= _MAX_BITS else 1 << 62
+        case "*":
+            count = next((value for value in (left, right) if isinstance(value, int)), 1)
+            return count * max(_made(left), _made(right))
+        case "**" if isinstance(left, int) and isinstance(right, int):
+            return 0 if abs(right) * left.bit_length() <= _MAX_BITS else 1 << 62
+        case "%" if isinstance(left, str):
+            return _formatted_size(left, right if isinstance(right, tuple) else (right,))
+    return 0
+
+
+def _call_size(called: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Characters that a string method will make."""
+    method = getattr(called, "__wrapped__", called)  # the sandbox wraps str.format
+    text, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
+    if not isinstance(text, str):
+        return 0
+    options = [*args, *kwargs.values()]
+    if name == "join" and options:
+        return _text_size(name, options[0], [text])
+    return _text_size(name, text, options) + max([0, *(option for option in options if isinstance(option, int))])
+
+
+def _filter_size(name: str, values: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Characters that a filter will make of its first value."""
+    options = [*values[1:], *kwargs.values()]
+    widest = _MAX_INDENT if name == "tojson" else _MAX_WIDTH
+    if name in _WIDTH_FILTERS and any(isinstance(option, int) and option > widest for option in options):
+        raise TooMuch(f"the filter {name} is given {max(option for option in options if isinstance(option, int)):,}")
+    return _text_size(name, values[0], options) if values else 0
+
+
+def _text_size(name: str, value: Any, options: Sequence[Any]) -> int:
+    """An upper bound of what a method or filter of this name makes of a value, without widths that are numbers."""
+    match name:
+        case "replace" if len(options) > 1:
+            return printed_size(value) + str(value).count(str(options[0])) * printed_size(options[1])
+        case "join":
+            separators = sum(printed_size(option) for option in options)
+            return printed_size(value) + separators * (len(value) if isinstance(value, Sequence | Mapping) else 1)
+        case "format" | "format_map":
+            return _formatted_size(str(value), options)
+        case "translate" if options and isinstance(options[0], Mapping):
+            return printed_size(value) * max([1, *(printed_size(new) for new in options[0].values())])
+        case "expandtabs":
+            widths = [option for option in options if isinstance(option, int)]
+            return printed_size(value) + str(value).count("\t") * max([8, *widths])
+        case "indent":
+            widths = [option if isinstance(option, int) else printed_size(option) for option in options]
+            return printed_size(value) + (str(value).count("\n") + 1) * max([4, *widths])
+    return printed_size(value)
+
+
+@functools.lru_cache(maxsize=128)
+def _compiled(source: str) -> tuple[BoundedEnvironment, jinja2.Template]:
+    if len(source) > MAX_SOURCE:
+        raise jinja2.TemplateError(f"it is longer than {MAX_SOURCE:,} characters")
+    environment = BoundedEnvironment()
+    return environment, environment.from_string(source)
+
+
+@dataclass(frozen=True)
+class ChatPrinter:
+    """Print chats with one template. `variables` are the tokenizer's special tokens by name."""
+
+    source: str
+    variables: Mapping[str, str]
+    now: datetime = field(default_factory=datetime.now)  # the same for all prints, so that they can be compared
+
+    @property
+    def has_generation_marks(self) -> bool:
+        return re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", self.source) is not None
+
+    def __call__(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        opens_answer: bool = False,
+        generation_marks: tuple[str, str] = ("", ""),
+    ) -> str:
+        """Print the chat. Raise `Unusable` with the template's reason if it fails."""
+        try:
+            environment, template = _compiled(self.source)
+            environment.now = self.now
+            environment.budget = Budget(printed_size(list(messages)))
+            environment.generation_marks = generation_marks
+            pieces = template.generate(
+                messages=list(messages),
+                tools=None,
+                documents=None,
+                add_generation_prompt=opens_answer,
+                **self.variables,
+            )
+            return environment.concat(pieces)
+        except Exception as error:  # a foreign program may raise anything; any error refuses the chat
+            reason = str(error) or type(error).__name__
+            if not isinstance(error, jinja2.TemplateError):
+                reason = f"{type(error).__name__}: {reason}"
+            raise Unusable(f"the chat template refuses it: {reason}") from error
+
+    def try_print(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str | None:
+        """Print the chat; None if that fails."""
+        try:
+            return self(messages, **options)
+        except Unusable:
+            return None
+
+
+# -- alignment -------------------------------------------------------------------------------------
+# Find where the turns of a chat stand in the text that a template prints.
+#
+# Do not search for an answer's words: the question may contain them. Print the chat a second time with marks
+# (private-use characters, each used once) in the contents. If removing the marks gives the first print, the marks
+# show where the contents are. If not, try other places for the marks; what cannot be aligned is not scored.
+#
+# A template may cut a content at tags (the thought up to `</think>`), strip it, or test how it begins. So mark
+# contents in stretches between the tags that appear in the template's source, first with the white space at a
+# stretch's ends inside the marks, then outside.
+
+
+_TAG = re.compile(r"<[^<>\s]{1,60}>|\[[^\[\]\s]{1,60}\]")
+_ATOM = re.compile(r"<[^<>\s]{1,60}>|\[[^\[\]\s]{1,60}\]|\w+|\s+|.", re.DOTALL)
+_FIRST_MARK, _LAST_MARK = 0xF0000, 0x10FFFD  # private-use code points
+
+Span = tuple[int, int]  # characters [start, end) of the printed chat
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A part of a turn's content, or of its thought, between two marks."""
+
+    turn: int
+    opens: str
+    closes: str
+    is_thought: bool = False
+    is_final: bool = False  # only tags and white space follow it in the content
+    lead: str = ""  # the tags before it, if the content begins with them
+
+
+@dataclass(frozen=True)
+class Place:
+    stretch: Stretch
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Aligned:
+    """A printed chat and the places of its turns."""
+
+    whole: str
+    places: tuple[Place, ...]  # in reading order
+    marked: tuple[Turn, ...]  # the turns with marks, to print parts of the chat again
+    stretches: tuple[Stretch, ...]
+    marks: frozenset[str]
+    marks_everyone: bool
+    is_in_parts: bool  # contents were passed to the template as lists of parts
+    generated: tuple[Span, ...] | None  # what the template itself marks as generated
+
+    def of_turn(self, turn: int) -> list[Place]:
+        return [place for place in self.places if place.stretch.turn == turn]
+
+    @property
+    def printed_turns(self) -> set[int]:
+        return {place.stretch.turn for place in self.places}
+
+    def before(self, start: int) -> int:
+        """The end of the marked text before `start`."""
+        return max((place.end for place in self.places if place.end <= start), default=0)
+
+    def after(self, end: int) -> int:
+        """The start of the marked text after `end`, or the end of the chat."""
+        return min((place.start for place in self.places if place.start >= end), default=len(self.whole))
+
+
+def messages_of(turns: Sequence[Turn], *, in_parts: bool) -> list[dict[str, object]]:
+    """Turns as the messages a template takes. A thought is passed under both names in use."""
+    messages: list[dict[str, object]] = []
+    for turn in turns:
+        content: object = [{"type": "text", "text": turn.content}] if in_parts else turn.content
+        thought = {"reasoning_content": turn.thought, "thinking": turn.thought} if turn.thought else {}
+        messages.append({"role": turn.role, "content": content, **thought})
+    return messages
+
+
+def align(printer: ChatPrinter, turns: Sequence[Turn], whole: str, *, in_parts: bool) -> Iterator[Aligned]:
+    """Yield each way to mark the turns that leaves the printed chat unchanged, the most exact first."""
+    tags = set(_TAG.findall(printer.source))
+    tried: list[tuple[Turn, ...]] = []
+    for marks_everyone, left, right in product((True, False), (True, False), (True, False)):
+        marks = _free_marks([printer.source, whole, *(turn.content + turn.thought for turn in turns)])
+        generation = (next(marks, ""), next(marks, ""))
+        writer = _Marker(tags, marks, is_outer=(left, right))
+        marked = tuple(
+            writer.marked(number, turn) if marks_everyone or turn.role == "assistant" else turn
+            for number, turn in enumerate(turns)
+        )
+        if marked in tried:
+            continue
+        tried.append(marked)
+        printed = printer.try_print(messages_of(marked, in_parts=in_parts), generation_marks=generation)
+        if printed is None:
+            continue
+        used = frozenset(generation) | {m for stretch in writer.stretches for m in (stretch.opens, stretch.closes)}
+        unmarked, positions = _without_marks(printed, used)
+        if unmarked == whole:
+            yield Aligned(
+                whole,
+                tuple(_places(writer.stretches, positions)),
+                marked,
+                tuple(writer.stretches),
+                used,
+                marks_everyone,
+                in_parts,
+                _generated(positions, generation) if printer.has_generation_marks else None,
+            )
+
+
+def generated_spans(printer: ChatPrinter, turns: Sequence[Turn]) -> tuple[Span, ...]:
+    """The spans that the template marks with `{% generation %}`; empty if it marks none."""
+    marks = _free_marks([printer.source, *(turn.content + turn.thought for turn in turns)])
+    generation = (next(marks), next(marks))
+    printed = printer.try_print(messages_of(turns, in_parts=False), generation_marks=generation)
+    return () if printed is None else _generated(_without_marks(printed, frozenset(generation))[1], generation)
+
+
+def after_mark(printed: str, mark: str, marks: frozenset[str]) -> str | None:
+    """The text after the last `mark` in a marked print, with all marks removed; None without such a mark."""
+    _, separator, after = printed.rpartition(mark)
+    return _without_marks(after, marks)[0] if separator else None
+
+
+def common_start(left: str, right: str) -> str:
+    """The common prefix of two texts in whole words and tags: `<|end|>` and `<|endoftext|>` share nothing."""
+    shared = ""
+    for one, other in zip(_ATOM.findall(left), _ATOM.findall(right), strict=False):
+        if one != other:
+            break
+        shared += one
+    return shared
+
+
+# -- marks -----------------------------------------------------------------------------------------------
+
+
+def _free_marks(texts: Iterable[str]) -> Iterator[str]:
+    taken = {character for text in texts for character in text if ord(character) >= _FIRST_MARK}
+    return (chr(code) for code in range(_FIRST_MARK, _LAST_MARK) if chr(code) not in taken)
+
+
+class _Marker:
+    """Put marks into turns. `is_outer`: whether white space at the (left, right) end of a content is inside them."""
+
+    def __init__(self, tags: set[str], marks: Iterator[str], *, is_outer: tuple[bool, bool]) -> None:
+        self._tags = tags
+        self._marks = marks
+        self._is_outer = is_outer
+        self.stretches: list[Stretch] = []
+
+    def marked(self, number: int, turn: Turn) -> Turn:
+        thought = self._stretch(Stretch(number, "", "", is_thought=True), turn.thought, (False, False))
+        return replace(turn, thought=thought, content=self._content(number, turn.content))
+
+    def _content(self, number: int, content: str) -> str:
+        parts = self._parts(content)
+        filled = [place for place, part in enumerate(parts) if not is_blank(part) and part not in self._tags]
+        if not filled:
+            return self._stretch(Stretch(number, "", "", is_final=True), content, (False, False))
+        for place in filled:
+            is_final = place == filled[-1]
+            lead = "".join(parts[:place]).strip() if place == filled[0] else ""
+            stretch = Stretch(number, "", "", is_final=is_final, lead=lead)
+            parts[place] = self._stretch(stretch, parts[place], self._is_outer if is_final else (False, False))
+        return "".join(parts)
+
+    def _parts(self, content: str) -> list[str]:
+        """The content cut around the tags that appear in the template's source."""
+        parts: list[str] = [""]
+        for piece in re.split(f"({_TAG.pattern})", content):
+            if piece in self._tags:
+                parts += [piece, ""]
+            else:
+                parts[-1] += piece
+        return parts
+
+    def _stretch(self, stretch: Stretch, text: str, is_outer: tuple[bool, bool]) -> str:
+        core = text.strip()
+        if is_blank(core):
+            return text
+        stretch = replace(stretch, opens=next(self._marks, ""), closes=next(self._marks, ""))
+        self.stretches.append(stretch)
+        start = 0 if is_outer[0] else text.index(core)
+        end = len(text) if is_outer[1] else text.index(core) + len(core)
+        return text[:start] + stretch.opens + text[start:end] + stretch.closes + text[end:]
+
+
+def _without_marks(printed: str, marks: frozenset[str]) -> tuple[str, dict[str, list[int]]]:
+    """The print without marks, and the positions of each mark in it."""
+    positions: dict[str, list[int]] = {}
+    pieces: list[str] = []
+    cursor = length = 0
+    for match in _MARKS.finditer(printed):
+        if match[0] not in marks:  # a private-use character of the text itself
+            continue
+        pieces.append(printed[cursor : match.start()])
+        length += match.start() - cursor
+        positions.setdefault(match[0], []).append(length)
+        cursor = match.end()
+    return "".join([*pieces, printed[cursor:]]), positions
+
+
+_MARKS = re.compile(f"[{chr(_FIRST_MARK)}-{chr(_LAST_MARK)}]")
+
+
+def _places(stretches: Sequence[Stretch], positions: dict[str, list[int]]) -> list[Place]:
+    """The places of the stretches that are printed whole and exactly once."""
+    places = []
+    for stretch in stretches:
+        starts, ends = positions.get(stretch.opens, []), positions.get(stretch.closes, [])
+        if len(starts) == len(ends) == 1 and starts[0] <= ends[0]:
+            places.append(Place(stretch, starts[0], ends[0]))
+    return sorted(places, key=lambda place: place.start)
+
+
+def _generated(positions: dict[str, list[int]], marks: tuple[str, str]) -> tuple[Span, ...]:
+    return tuple(zip(positions.get(marks[0], []), positions.get(marks[1], []), strict=False))
+
 
 _QUESTION = Turn("user", "\U000f0001")  # a character that no template prints by itself
 _MAX_RUNAWAYS = 3  # consecutive chats that exceed the template's budget; each may cost seconds
@@ -337,3 +861,80 @@ def make_shaper(config: DataConfig, tokenizer: Tokenizer, tally: Tally, write_ch
     (source,) = config.sources
     write_chat = write_chat or chat_writer(tokenizer, tally, config.day)
     return Shaper(write_chat, tally, train_on_prompt=config.train_on_prompt, layout=source)
+
+
+# -- prompts ---------------------------------------------------------------------------------------
+# Tokenize a prompt, with the opening that a run's documents have.
+
+
+def prompt_ids(tokenizer: Tokenizer, prompt: str, *, bos: Bos = "auto", is_raw: bool = False) -> tuple[list[int], bool]:
+    """The tokens of a prompt, and whether the chat template printed it: if there is one, unless `is_raw`.
+
+    The template prints one user turn and opens the answer. Special tokens are parsed in a template's print and nowhere
+    else. An empty raw prompt is the opening alone, or else BOS or the end-of-text token.
+    """
+    is_chat = bool(tokenizer.chat_template) and not is_raw
+    text = _printed(tokenizer, prompt) if is_chat else prompt
+    options = {"add_special_tokens": False, "split_special_tokens": not is_chat, "verbose": False}
+    ids = tokenizer([text], **options)["input_ids"][0] if text else []
+    opened_ids = opened(list(ids), opening_ids(tokenizer, bos))
+    if opened_ids:
+        return opened_ids, is_chat
+    marks = (getattr(tokenizer, "bos_token_id", None), tokenizer.eos_token_id)
+    begin = next((int(mark) for mark in marks if mark is not None), None)
+    if begin is None:
+        raise ConfigError("there is nothing to continue: the prompt is empty", advice=["give a text with --prompt"])
+    return [begin], is_chat
+
+
+def chat_ids(tokenizer: Tokenizer, turns: Sequence[Turn], *, bos: Bos = "auto") -> list[int]:
+    """The tokens of a conversation that ends in a question, with the opening of the answer.
+
+    Without a chat template turns are "role: content" lines, as such chats are trained on.
+    """
+    if not tokenizer.chat_template:
+        lines = [f"{turn.role}: {turn.content}\n" for turn in turns]
+        return prompt_ids(tokenizer, "".join([*lines, "assistant:"]), bos=bos, is_raw=True)[0]
+    try:
+        text = conversation_text(tokenizer, turns)
+    except Unusable as error:
+        raise _refused(error, "conversation") from error
+    options = {"add_special_tokens": False, "split_special_tokens": False, "verbose": False}
+    return opened(list(tokenizer([text], **options)["input_ids"][0]), opening_ids(tokenizer, bos))
+
+
+_MARK = "stillroom7answer"
+
+
+def turn_end_ids(tokenizer: Tokenizer) -> set[int]:
+    """The special token that the chat template prints right after an answer; empty if it prints none."""
+    if not tokenizer.chat_template:
+        return set()
+    try:
+        whole = conversation_text(tokenizer, [Turn("user", "a"), Turn("assistant", _MARK)], opens_answer=False)
+    except Unusable:
+        return set()
+    _before, mark, after = whole.rpartition(_MARK)
+    if not mark or not after.strip():
+        return set()
+    ids = list(tokenizer([after.lstrip()], add_special_tokens=False)["input_ids"][0])
+    first = str(tokenizer.convert_ids_to_tokens(ids[0])) if ids else ""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    is_special = ids and (ids[0] in getattr(tokenizer, "all_special_ids", ()) or ids[0] in added)
+    return {int(ids[0])} if is_special and first and after.lstrip().startswith(first) else set()
+
+
+def _printed(tokenizer: Tokenizer, prompt: str) -> str:
+    try:
+        return question_text(tokenizer, prompt)
+    except Unusable as error:
+        raise _refused(error, "prompt") from error
+
+
+def _refused(error: Unusable, what: str) -> ConfigError:
+    reason = str(error).removeprefix("the chat template refuses it: ")
+    return ConfigError(
+        f"the tokenizer's chat template refuses the {what}: {reason}",
+        where="--prompt" if what == "prompt" else "",
+        advice=["--raw continues the text as it stands, without the template"],
+    )

@@ -20,11 +20,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from stillroom.data.encoded import Ints
+from stillroom.core.errors import ConfigError, DataError
+from stillroom.core.types import Batch
 from stillroom.data.mixing import MixedRows, arranged
 from stillroom.data.packing import Rows
-from stillroom.errors import ConfigError, DataError
-from stillroom.types import Batch
+from stillroom.data.tokenize import Ints
 
 
 class Loader:

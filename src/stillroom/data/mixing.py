@@ -22,9 +22,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from stillroom.data.encoded import Ints
+from stillroom.core.types import IGNORED, Batch
 from stillroom.data.packing import Rows
-from stillroom.types import IGNORED, Batch
+from stillroom.data.tokenize import Ints
 
 _OTHER_PADS = {"targets": IGNORED, "segments": -1, "spans": -1}  # token 0 is in every vocabulary
 

@@ -24,11 +24,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from stillroom.data.encoded import Encoded, Ints, Numbers
+from stillroom.core.errors import ConfigError, DataError
+from stillroom.core.types import IGNORED, Batch
 from stillroom.data.records import Tally
-from stillroom.data.spans.paired import span_flags, span_numbers
-from stillroom.errors import ConfigError, DataError
-from stillroom.types import IGNORED, Batch
+from stillroom.data.tokenize import Encoded, Ints, Numbers
+from stillroom.data.two_tokenizers.encode import span_flags, span_numbers
 
 Packing = Literal["blocks", "rows", "packed"]
 _CHUNK = 1 << 22  # tokens hashed at a time

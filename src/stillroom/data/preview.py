@@ -15,12 +15,10 @@ import numpy.typing as npt
 
 from stillroom.config.data import DataConfig, SourceConfig
 from stillroom.data.chat import PlainChat
-from stillroom.data.corpus import Corpus, encode_training
-from stillroom.data.embedded import BUILTIN_PREFIX, embedded_records
-from stillroom.data.encode import Tokenizer, num_shared, spell
-from stillroom.data.encoded import Encoded
-from stillroom.data.reading import read_records
+from stillroom.data.corpus import Corpus, encode_training, read_records
 from stillroom.data.records import Tally
+from stillroom.data.sources import BUILTIN_PREFIX, embedded_records
+from stillroom.data.tokenize import Encoded, Tokenizer, num_shared, spell
 
 Pieces = list[tuple[str, bool]]  # (text, is scored), in reading order
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stillroom.config.data import Layout
-from stillroom.errors import DataError
+from stillroom.core.errors import DataError
 
 Segments = tuple[tuple[str, bool], ...]  # (text, is scored), in reading order
 

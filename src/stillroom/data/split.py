@@ -12,19 +12,10 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from stillroom.data.encode import Encoder
-from stillroom.data.encoded import Encoded, Numbers
+from stillroom.core.errors import DataError
 from stillroom.data.records import Record, Tally
-from stillroom.data.store import (
-    StoredFile,
-    digests_of,
-    encoded_documents,
-    end_to_end,
-    hashes_of,
-    numbers,
-    whole_column,
-)
-from stillroom.errors import DataError
+from stillroom.data.store import StoredFile, digests_of, encoded_documents, end_to_end, hashes_of, numbers, whole_column
+from stillroom.data.tokenize import Encoded, Encoder, Numbers
 
 _SHARE_FOR_ENOUGH = 5  # to hold out enough documents, take at most one of this many
 

@@ -32,20 +32,25 @@ import numpy.typing as npt
 from filelock import FileLock
 
 from stillroom.config.data import DataConfig, Layout, SourceConfig
-from stillroom.data.bos import opening_ids
+from stillroom.core.errors import DataError
+from stillroom.core.files import is_disk_full, reason_of, replaced_folder, write_durably
 from stillroom.data.chat import day_or_today, make_shaper, prints_day
-from stillroom.data.encode import Encoder, TokenizedRecord, Tokenizer
-from stillroom.data.encoded import Encoded, Ints, Numbers, Tokens
 from stillroom.data.records import BadRecord, Record, Tally, Unusable
-from stillroom.data.sources import Item, is_files, named_files, note_unread, pieces_of, read_file, read_files
-from stillroom.data.sources.checked import checked
-from stillroom.data.sources.compressed import data_suffix, is_compressed
-from stillroom.data.spans.common import Coverage, Spans
-from stillroom.data.spans.encoder import TwoTokenizers
-from stillroom.data.spans.paired import Paired
-from stillroom.data.spans.reading import readings_of
-from stillroom.errors import DataError
-from stillroom.files import is_disk_full, reason_of, replaced_folder, write_durably
+from stillroom.data.sources import (
+    Item,
+    checked,
+    data_suffix,
+    is_compressed,
+    is_files,
+    named_files,
+    note_unread,
+    pieces_of,
+    read_file,
+    read_files,
+)
+from stillroom.data.tokenize import Encoded, Encoder, Ints, Numbers, TokenizedRecord, Tokenizer, Tokens, opening_ids
+from stillroom.data.two_tokenizers.align import Coverage, Spans
+from stillroom.data.two_tokenizers.encode import Paired, TwoTokenizers, readings_of
 
 FORMAT = 3  # of entries, and of how records are made and tokenized: raise it when either changes
 SPANS_FORMAT = 1  # of how spans of two tokenizers are found and stored: raise it when that changes

@@ -22,8 +22,7 @@ from typing import Any
 
 from stillroom.doctor.log_rules import MAX_GAP, Case, mean, numbers, terms_of, terms_without_weight
 from stillroom.doctor.rules import Finding, Settings, found, hardly_distils, rule, rules_for
-from stillroom.telemetry.events import Event
-from stillroom.telemetry.run_record import LoggedRun
+from stillroom.telemetry.record import Event, LoggedRun
 from stillroom.telemetry.wording import (
     as_number,
     clean,

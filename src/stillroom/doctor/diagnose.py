@@ -13,11 +13,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from stillroom.core.errors import ConfigError
 from stillroom.doctor.log_rules import Case
 from stillroom.doctor.rules import SEVERITIES, Finding, judge_settings, rules_for
-from stillroom.errors import ConfigError
-from stillroom.telemetry.reading import items, reading, section, show
-from stillroom.telemetry.run_record import LoggedRun, mapping
+from stillroom.telemetry.record import LoggedRun, items, reading, section, show
+from stillroom.telemetry.record import section as mapping
 from stillroom.telemetry.wording import as_number, clean, format_count, format_duration, format_percent, format_result
 
 FILES = ("events.jsonl", "config.json", "summary.json")

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from stillroom.config import Loaded
+from stillroom.core.errors import StillroomError
+from stillroom.core.exit import explained
 from stillroom.doctor import setup_rules
 from stillroom.doctor.rules import Finding, Rule, rules_for
 from stillroom.doctor.setup import NotLooked, PartFailed, Setup, read_machine
-from stillroom.ends import explained
-from stillroom.engine.building.device import find_device
-from stillroom.errors import StillroomError
+from stillroom.precision.device import find_device
 
 SUBJECTS = setup_rules.SUBJECTS  # in the order of the report
 

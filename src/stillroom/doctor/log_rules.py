@@ -27,9 +27,8 @@ from stillroom.doctor.rules import (
     rule,
     schedule_in_micro_batches,
 )
-from stillroom.telemetry.events import Event
-from stillroom.telemetry.reading import items, reading, section
-from stillroom.telemetry.run_record import LoggedRun, mapping
+from stillroom.telemetry.record import Event, LoggedRun, items, reading, section
+from stillroom.telemetry.record import section as mapping
 from stillroom.telemetry.wording import as_number, clean, format_count, format_duration, format_lr, format_percent
 
 NUM_CITED = 5  # steps named in a finding

@@ -21,13 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stillroom.checkpoint import CheckpointStore, Saved
 from stillroom.config import Config
-from stillroom.config.schema import StudentConfig, TeacherConfig
-from stillroom.curriculum import Curriculum
-from stillroom.engine.distill import resume
-from stillroom.engine.ending.outcome import FINISHED
-from stillroom.errors import (
+from stillroom.config.schema import StudentConfig
+from stillroom.config.teacher import TeacherConfig
+from stillroom.core.errors import (
     BrokenAtStart,
     CheckpointUnusable,
     ConfigError,
@@ -35,11 +32,15 @@ from stillroom.errors import (
     NoBetterStudent,
     StillroomError,
 )
-from stillroom.models.load.source import fetch
+from stillroom.models.files import fetch
 from stillroom.teachers.cache.in_store import folder_of
 from stillroom.teachers.cache.manifest import NAME as CACHE
-from stillroom.teachers.spec import AUTO, uses_cache
+from stillroom.teachers.signals import AUTO, uses_cache
 from stillroom.telemetry import read_events
+from stillroom.training.checkpoint import CheckpointStore, Saved
+from stillroom.training.curriculum import Curriculum
+from stillroom.training.distill import resume
+from stillroom.training.finish import FINISHED
 
 STEPS = 8
 SIGKILL = -9

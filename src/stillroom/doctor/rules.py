@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
-from stillroom.telemetry.run_record import mapping
+from stillroom.telemetry.record import section
 from stillroom.telemetry.wording import as_number, clean, format_count, format_lr, format_percent
 
 Severity = Literal["problem", "warning", "hint", "fine"]
@@ -173,7 +173,7 @@ class Settings:
     @cached_property
     def weights(self) -> dict[str, tuple[float, float]]:
         """The weight of each objective at the start and at the end of the run, where one is not 0."""
-        sections = mapping(self._table, "objectives")
+        sections = section(self._table, "objectives")
         found = {name: self.ramp(f"objectives.{name}.weight")[:2] for name in sections}
         if self.get("objectives.attention.attention_layers") == 0:
             found.pop("attention", None)

@@ -28,23 +28,22 @@ from torch import Tensor, nn
 from stillroom import builtin
 from stillroom.config import Config, load_config
 from stillroom.config.schema import PrecisionConfig
-from stillroom.config.train import TrainConfig
+from stillroom.config.sections import TrainConfig
+from stillroom.core.errors import ConfigError, NoBetterStudent, StillroomError
+from stillroom.core.files import reason_of
+from stillroom.core.types import DenseSignal, HeadWeights, SampledSignal, StudentView, TopKSignal
 from stillroom.doctor.resume import SIGKILL, differences, last_state, run_apart
-from stillroom.engine.distill import distill, resume
-from stillroom.errors import ConfigError, NoBetterStudent, StillroomError
-from stillroom.files import reason_of
-from stillroom.objectives import divergences, score_head
-from stillroom.objectives.divergences import adaptive, on_logits
-from stillroom.objectives.divergences.base import Divergence
-from stillroom.objectives.head.kernel import choose_kernel
-from stillroom.objectives.head.kernel_build import build
-from stillroom.objectives.head.kernel_compiled import CompiledKernel, knows
-from stillroom.objectives.head.kernel_plain import PlainKernel
-from stillroom.objectives.head.row_kernel import Logits, RowKernel, RowPlan, RowRecord, TeacherRows
+from stillroom.losses import divergences
+from stillroom.losses import divergences as adaptive
+from stillroom.losses.divergences import Divergence, on_logits
+from stillroom.losses.head.compiled import CompiledKernel, build, knows
+from stillroom.losses.head.kernel import choose_kernel
+from stillroom.losses.head.loss import score_head
+from stillroom.losses.head.rows import Logits, PlainKernel, RowKernel, RowPlan, RowRecord, TeacherRows
 from stillroom.precision import AdamW, ParameterGroup, Precision, resolve
 from stillroom.precision.policy import POLICIES
 from stillroom.telemetry import read_events
-from stillroom.types import DenseSignal, HeadWeights, SampledSignal, StudentView, TopKSignal
+from stillroom.training.distill import distill, resume
 
 GROUPS = ("divergences", "kernels", "precision", "guard", "survival")
 

@@ -13,17 +13,17 @@ import psutil
 import torch
 
 from stillroom.config import Config
-from stillroom.curriculum import Curriculum
+from stillroom.core.errors import StillroomError
 from stillroom.data import Corpus, open_data
 from stillroom.data.preview import preview
 from stillroom.doctor.rules import Settings
-from stillroom.engine.building.models import Models, load_models
-from stillroom.errors import StillroomError
 from stillroom.models import has_tokenizer, load_tokenizer
-from stillroom.models.load.source import Source, fetch
+from stillroom.models.files import Source, fetch
 from stillroom.precision.device import DeviceFacts, facts_of
-from stillroom.precision.resolve import choose
-from stillroom.teachers.spec import AUTO
+from stillroom.precision.policy import choose
+from stillroom.teachers.signals import AUTO
+from stillroom.training.build import Models, load_models
+from stillroom.training.curriculum import Curriculum
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 _MOST_RECORDS = 5_000  # of each source that are looked at

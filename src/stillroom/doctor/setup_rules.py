@@ -23,28 +23,25 @@ from torch import Tensor
 
 from stillroom.config import Config
 from stillroom.config.given import unread_notes
+from stillroom.core.errors import BrokenAtStart, StillroomError
 from stillroom.doctor.log_rules import FEW_SCORED, TOO_MANY_PASSES
 from stillroom.doctor.rules import Finding, Severity, found, judge_settings, rule, rules_for
 from stillroom.doctor.setup import Setup
-from stillroom.engine.building.assemble import build_run
-from stillroom.engine.building.loss_scale import find_loss_scale
-from stillroom.engine.building.models import Models, load_models
-from stillroom.engine.building.preflight import first_forward
-from stillroom.engine.memory import AIM, Shapes, Target, chosen_mode, lay_out
-from stillroom.engine.state import RunState
-from stillroom.engine.step import attempt
-from stillroom.errors import BrokenAtStart, StillroomError
+from stillroom.losses.head.kernel import choose_kernel
+from stillroom.losses.mix import Clamps
 from stillroom.models import agree_on_vocabulary, find, vocabulary_hash
-from stillroom.models.length import num_positions
-from stillroom.models.load.files import check_adapter_files, check_weight_files
-from stillroom.models.load.source import Source
+from stillroom.models.attention import num_positions
+from stillroom.models.files import Source, check_adapter_files, check_weight_files
 from stillroom.models.routers import describe, find_gates
-from stillroom.objectives.clamps import Clamps
-from stillroom.objectives.head.kernel import choose_kernel
 from stillroom.precision.device import check_device
-from stillroom.schedule import steps_of_run
-from stillroom.teachers.spec import teacher_dtype
+from stillroom.teachers.signals import teacher_dtype
 from stillroom.telemetry import EventLog
+from stillroom.training.build import Models, build_run, load_models
+from stillroom.training.memory import AIM, Shapes, Target, chosen_mode, lay_out
+from stillroom.training.preflight import find_loss_scale, first_forward
+from stillroom.training.run import RunState
+from stillroom.training.schedule import steps_of_run
+from stillroom.training.step import attempt
 
 SUBJECTS = ("machine", "installation", "configuration", "models", "tokenizers", "data", "real step")  # of the report
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -11,25 +13,203 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from stillroom.data.prompts import turn_end_ids
-from stillroom.errors import CannotSave, ConfigError, StillroomError
-from stillroom.export.card import model_card
-from stillroom.export.check import (
-    Difference,
-    Row,
-    choose_rows,
-    difference,
-    logits_of,
-    refuse_changed,
-    refuse_rounded,
-)
-from stillroom.export.source import Source, open_source
-from stillroom.files import is_disk_full, reason_of, replaced_folder
+from stillroom.builtin.corpus import own_text, topics
+from stillroom.config.data import DataConfig
+from stillroom.config.teacher import TeacherConfig
+from stillroom.core.errors import CannotSave, ConfigError, DataError, StillroomError
+from stillroom.core.files import is_disk_full, reason_of, replaced_folder
+from stillroom.core.remote import is_url
+from stillroom.data import fixed_rows, open_eval, opening_ids
+from stillroom.data.chat import turn_end_ids
+from stillroom.export.card import Origin, model_card
+from stillroom.models import LoadedModel, open_teacher
+from stillroom.models.attention import num_positions
 from stillroom.models.generate import end_ids
-from stillroom.models.length import num_positions
-from stillroom.models.load.given import reload
-from stillroom.models.load.names import STUDENT
-from stillroom.models.load.quiet import quiet_transformers
+from stillroom.models.load import STUDENT, model_name, quiet_transformers, run_of
+from stillroom.models.objects import reload
+from stillroom.telemetry.record import Evaluated, LoggedRun, read_evaluation, section
+from stillroom.telemetry.wording import as_number
+
+# -- source ----------------------------------------------------------------------------------------
+# What is exported: the student of a run, or any model, with what is known about it.
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model in FP32, its name, and the records of the run that made it."""
+
+    name: str
+    loaded: LoadedModel
+    config: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, Any] = field(default_factory=dict)
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    evaluated: Evaluated = field(default_factory=Evaluated)
+    origin: Origin | None = None  # of the student's weights; None where no run is known
+    notes: Sequence[str] = ()
+
+    @property
+    def texts(self) -> list[str]:
+        """The run's held-out and training data, as far as they are files."""
+        data = self.config.get("data") or {}
+        train = data.get("train") or []
+        paths = [train] if isinstance(train, str) else [source.get("path") for source in train]
+        return [path for path in (data.get("eval"), *paths) if isinstance(path, str) and path]
+
+
+def open_source(name: str) -> Source:
+    """Load the model of a run's folder, a model's folder, a hub id or a builtin name."""
+    model = model_name(name)
+    loaded = open_teacher(TeacherConfig(model=model), torch.float32)
+    if getattr(loaded.network, "is_quantized", False):
+        raise ConfigError(
+            f"the weights of {name} are quantised: they cannot be written in another form",
+            advice=["export the model as it was before it was quantised"],
+        )
+    folder = run_of(name)
+    if folder is None:
+        return Source(name, loaded, notes=loaded.notes)
+    record, summary = _read(folder / "config.json"), _read(folder / "summary.json")
+    notes: list[str] = []
+    evaluated = read_evaluation(folder, notes)
+    if evaluated.doubt:
+        notes.append("the card is without the figures of `stillroom eval`: the student has changed since then")
+    config, versions = _mapping(record, "config"), _mapping(record, "versions")
+    origin = Origin.of(config, local=_mapping(record, "paths").keys(), layers=_layers(folder, loaded))
+    return Source(name, loaded, config, versions, summary, evaluated, origin, (*loaded.notes, *notes))
+
+
+def _layers(folder: Path, student: LoadedModel) -> tuple[int, int] | None:
+    """(layers of the student, layers of its teacher), if the run's log says the latter."""
+    of = as_number(section(LoggedRun.load(folder).start, "teacher").get("layers"))
+    return (student.anatomy.num_layers, int(of)) if of else None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A run's record; empty if it is not there or not whole: the card then says less."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _mapping(record: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = record.get(key)
+    return value if isinstance(value, Mapping) else {}
+
+
+# -- check -----------------------------------------------------------------------------------------
+# Compare what was written with what it was written from, by logits on real text.
+#
+# Two differences are told apart. What the form itself costs: weights in half precision or eight bits give other
+# answers. And what should be nothing: the file read back must give the logits of the very weights that it is meant to
+# hold.
+#
+# # L positions of a row, V vocabulary
+
+
+NUM_ROWS, LENGTH = 4, 64
+_MAX_RECORDS = 32
+# Mean KL in nats. The largest difference of a logit is no measure here: a router that chooses another expert at one
+# position moves it far.
+_ROUNDED = {"float32": 1e-6, "float16": 0.01, "bfloat16": 0.1, "q8_0": 0.1}
+
+Row = list[int]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far logits differ from expected ones."""
+
+    largest: float
+    kl: float  # mean over positions, of the expected distribution from the other
+    tokens: int
+
+
+def rows_of(spec: str, tokenizer: Any) -> list[Row]:
+    """A few rows of a text that was named."""
+    config = DataConfig(train=spec, max_length=LENGTH, max_records=_MAX_RECORDS)
+    rows = open_eval(spec, tokenizer, config).evaluation
+    return [rows.row(int(index)).tolist()[:LENGTH] for index in fixed_rows(rows, NUM_ROWS, 1)]
+
+
+def own_rows(tokenizer: Any) -> list[Row]:
+    """A few rows of the text that every Python brings."""
+    documents = list(topics()) or list(own_text())
+    chosen = documents[:: max(1, len(documents) // NUM_ROWS)][:NUM_ROWS]
+    opening = list(opening_ids(tokenizer, "auto"))
+    texts = tokenizer([document.text[: 16 * LENGTH] for document in chosen], add_special_tokens=False)["input_ids"]
+    return [[*opening, *ids][:LENGTH] for ids in texts]
+
+
+def choose_rows(named: str | None, of_run: Sequence[str], tokenizer: Any) -> tuple[list[Row], str]:
+    """Rows to compare on, and where they are from: the named text, else the run's own, else Python's."""
+    if named is not None:
+        return rows_of(named, tokenizer), named
+    for spec in of_run:
+        if spec.startswith(("builtin:", "hf:")) or is_url(spec):
+            continue  # the first is read as below; others are fetched only where the user names them
+        try:
+            rows = rows_of(spec, tokenizer)
+        except (DataError, ConfigError):  # moved or gone since: any text will do
+            continue
+        if rows:
+            return rows, spec
+    return own_rows(tokenizer), "the reference pages of this Python"
+
+
+@torch.no_grad()
+def logits_of(network: Any, rows: Sequence[Row]) -> list[Tensor]:
+    """The logits of each row, on the CPU and in FP32. [L, V] each"""
+    device = next(network.parameters()).device
+    answers = [network(input_ids=torch.tensor([row], device=device), use_cache=False).logits[0] for row in rows]
+    return [logits.float().cpu() for logits in answers]
+
+
+def difference(expected: Sequence[Tensor], given: Sequence[Tensor]) -> Difference:
+    """How far the given logits differ. A value that is not finite is an infinite difference."""
+    wanted, found = torch.cat(list(expected)).double(), torch.cat(list(given)).double()
+    size = min(wanted.shape[1], found.shape[1])  # a format may leave out padding of the head, or add it
+    wanted, found = wanted[:, :size], found[:, :size]
+    apart = (wanted - found).abs().max()
+    largest = float(apart) if bool(torch.isfinite(apart)) else math.inf
+    kl = float(_kl(torch.log_softmax(wanted, -1), torch.log_softmax(found, -1)).mean())
+    return Difference(largest, kl if math.isfinite(kl) else math.inf, len(wanted))
+
+
+def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """KL(p, q) of each row as a sum of terms that are not negative. [L, V] -> [L]
+
+    The terms of sum p d, d = log p - log q, have both signs and the size of d, and cancel to about d^2 / 2: of nearly
+    equal distributions rounding remains, which may be below zero. Both sum to 1, so sum p (d + e^-d - 1) is the same
+    number, and e^-d - 1 >= -d.
+    """
+    apart = log_p - log_q
+    return (log_p.exp() * (apart + torch.expm1(-apart))).sum(-1)
+
+
+def refuse_rounded(form: str, cost: Difference) -> None:
+    """Refuse a form that changes the model too much."""
+    bound = _ROUNDED[form]
+    if cost.kl <= bound and math.isfinite(cost.largest):
+        return
+    raise CannotSave(
+        f"in {form} the model answers differently: mean KL {cost.kl:.3g} (bound {bound:g}), largest difference of a "
+        f"logit {cost.largest:.3g}; nothing was written",
+        advice=["export in float32", "bfloat16 has the range of float32 where float16 overflows"],
+    )
+
+
+def refuse_changed(what: str, change: Difference, bound: float) -> None:
+    """Refuse a file whose logits, read back, are not those of the weights it is meant to hold."""
+    if change.largest <= bound:
+        return
+    raise CannotSave(
+        f"{what}, read back, gives other logits: the largest difference is {change.largest:.3g} (bound {bound:g}); "
+        "nothing was written",
+        advice=["try --format hf", "if that works, this architecture is not written rightly: please report it"],
+    )
+
 
 Format = Literal["hf", "gguf", "onnx"]
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}

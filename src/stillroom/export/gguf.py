@@ -11,20 +11,219 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from stillroom.errors import CannotSave, ConfigError
-from stillroom.export.check import Difference, difference, logits_of, refuse_changed
-from stillroom.export.folder import Job
-from stillroom.export.gguf_experts import READ_HERE, read_network
-from stillroom.export.gguf_words import add_words
+from stillroom.core.errors import CannotSave, ConfigError
+from stillroom.export.folder import Difference, Job, difference, logits_of, refuse_changed
+
+# -- gguf words ------------------------------------------------------------------------------------
+# The tokenizer as metadata of a GGUF file: byte-level BPE, and BPE of SentencePiece's kind.
+
+
+_SPACE = "\u2581"
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
+    r"\s+(?!\S)|\s+"
+)
+# How texts are split before merging: llama.cpp knows ways by name, not by pattern.
+_SPLITS = {_LLAMA3: "llama-bpe", _LLAMA3.replace("{1,3}", ""): "qwen2"}
+
+
+def add_words(writer: Any, library: Any, tokenizer: Any, num_rows: int, notes: list[str]) -> None:
+    """Add vocabulary, merges, special tokens and chat template. Vocabularies are padded to the model's rows."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    record = json.loads(backend.to_str()) if backend is not None else {}
+    model = record.get("model") or {}
+    if model.get("type") != "BPE":
+        kind = model.get("type") or type(tokenizer).__name__
+        raise ConfigError(
+            f"a tokenizer of the kind {kind} is not written as GGUF",
+            where="--format gguf",
+            advice=["--format hf writes every tokenizer"],
+        )
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    is_byte_level = "ByteLevel" in json.dumps(record.get("pre_tokenizer"))
+    words, kinds = _vocabulary(library, tokenizer, model, record, num_rows)
+    writer.add_tokenizer_model("gpt2" if is_byte_level else "llama")
+    writer.add_tokenizer_pre(_split_name(record, notes) if is_byte_level else "default")
+    writer.add_token_list(words)
+    if not is_byte_level:
+        writer.add_token_scores(_scores(words, merges))
+        writer.add_add_space_prefix(_adds_space(tokenizer))
+    writer.add_token_types(kinds)
+    writer.add_token_merges(merges)
+    for role in ("bos", "eos", "unk", "pad"):
+        number = getattr(tokenizer, f"{role}_token_id", None)
+        if number is not None:
+            getattr(writer, f"add_{role}_token_id")(int(number))
+    whole = list(tokenizer("a")["input_ids"])
+    writer.add_add_bos_token(tokenizer.bos_token_id is not None and whole[:1] == [tokenizer.bos_token_id])
+    writer.add_add_eos_token(tokenizer.eos_token_id is not None and whole[-1:] == [tokenizer.eos_token_id])
+    if isinstance(tokenizer.chat_template, str):
+        writer.add_chat_template(tokenizer.chat_template)
+
+
+def _vocabulary(
+    library: Any, tokenizer: Any, model: Mapping[str, Any], record: Mapping[str, Any], num_rows: int
+) -> tuple[list[str], list[int]]:
+    """Each row of the model as a token and its kind."""
+    kind = library.TokenType
+    words = {number: word for word, number in tokenizer.get_vocab().items()}
+    added = {entry["id"]: entry for entry in record.get("added_tokens") or ()}
+    special = set(tokenizer.all_special_ids)
+    tokens, kinds = [], []
+    for number in range(max(num_rows, len(words))):
+        word = words.get(number)
+        tokens.append(word if word is not None else f"[PAD{number}]")
+        if word is None:
+            kinds.append(kind.UNUSED)
+        elif number in added or number in special:
+            is_control = number in special or added[number]["special"]
+            is_unknown = number == tokenizer.unk_token_id and word == model.get("unk_token")
+            kinds.append(kind.UNKNOWN if is_unknown else kind.CONTROL if is_control else kind.USER_DEFINED)
+        elif model.get("byte_fallback") and len(word) == 6 and word.startswith("<0x"):
+            kinds.append(kind.BYTE)
+        else:
+            kinds.append(kind.NORMAL)
+    return tokens, [int(one) for one in kinds]
+
+
+def _scores(words: Sequence[str], merges: Sequence[str]) -> list[float]:
+    """llama.cpp merges the pair with the highest score: an earlier merge has a higher one."""
+    ranks: dict[str, int] = {}
+    for rank, merge in enumerate(merges):
+        ranks.setdefault(merge.replace(" ", ""), rank)
+    return [-float(ranks.get(word, len(merges))) for word in words]
+
+
+def _adds_space(tokenizer: Any) -> bool:
+    first = str(tokenizer.convert_ids_to_tokens(tokenizer("a", add_special_tokens=False)["input_ids"][:1])[0])
+    return first.startswith(_SPACE)
+
+
+def _split_name(record: Mapping[str, Any], notes: list[str]) -> str:
+    """The name llama.cpp has for this way of splitting; its default if it has none, with a note."""
+    split = record.get("pre_tokenizer") or {}
+    steps = split.get("pretokenizers") or [split]
+    kinds = [step.get("type") for step in steps]
+    if kinds == ["ByteLevel"] and steps[0].get("use_regex", True):
+        return "gpt-2"
+    if kinds == ["Digits", "ByteLevel"] and steps[0].get("individual_digits"):
+        return "smollm"
+    pattern = (steps[0].get("pattern") or {}).get("Regex") if kinds == ["Split", "ByteLevel"] else None
+    if pattern in _SPLITS:
+        return _SPLITS[pattern]
+    notes.append("llama.cpp has no name for the way this tokenizer splits texts: its default is named, and may differ")
+    return "default"
+
+
+# -- gguf experts ----------------------------------------------------------------------------------
+# Read back GGUF files of experts that transformers does not read: mixtral and olmoe.
+#
+# Sizes and weights come from the file alone, and names and the order of rows are turned round by rules of their own,
+# not by those of the writer: a mistake there must show as other logits.
+#
+# # H heads, D width of a head, W width of the model, E experts, F width of an expert
+
+
+READ_HERE = ("mixtral", "olmoe")
+_ROTATED_BY_PAIRS = ("mixtral",)  # written as llama, which rotates neighbouring channels
+# setting of transformers: field of the file, behind the architecture's name
+_FIELDS = {
+    "vocab_size": "vocab_size",
+    "max_position_embeddings": "context_length",
+    "hidden_size": "embedding_length",
+    "num_hidden_layers": "block_count",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+    "num_local_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "head_dim": "attention.key_length",
+}
+_WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_OF_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate_inp": "mlp.gate",
+}
+
+
+def read_network(library: Any, path: Path, family: str) -> Any:
+    """The network of a file, in FP32. Raise ValueError or KeyError if the file does not hold all of it."""
+    reader = library.GGUFReader(str(path))
+    network = AutoModelForCausalLM.from_config(_config(reader, family)).float()
+    weights = _weights(library, reader)
+    state = {}
+    for name, weight in weights.items():
+        state.update(_expert_name(name, weight, weights, network.config, family))
+    report = network.load_state_dict(state, strict=False)
+    missing = [
+        name for name in report.missing_keys if not (name == "lm_head.weight" and "output.weight" not in weights)
+    ]
+    if missing or report.unexpected_keys:
+        raise ValueError(f"it lacks {missing} and has {list(report.unexpected_keys)} beside")
+    network.tie_weights()
+    return network
+
+
+def _config(reader: Any, family: str) -> Any:
+    architecture = reader.fields["general.architecture"].contents()
+    values = {key: reader.fields[f"{architecture}.{field}"].contents() for key, field in _FIELDS.items()}
+    rope = {"rope_type": "default", "rope_theta": float(values.pop("rope_theta"))}
+    is_tied = all(tensor.name != "output.weight" for tensor in reader.tensors)
+    return AutoConfig.for_model(family, **values, rope_parameters=rope, tie_word_embeddings=is_tied)
+
+
+def _weights(library: Any, reader: Any) -> dict[str, Tensor]:
+    """Each tensor in FP32. The reader turns shapes round, as numpy has them; dequantising keeps them."""
+    return {
+        tensor.name: torch.from_numpy(
+            np.array(library.quants.dequantize(tensor.data, tensor.tensor_type), np.float32, copy=True)
+        ).reshape(tuple(int(size) for size in reversed(tensor.shape)))
+        for tensor in reader.tensors
+    }
+
+
+def _expert_name(name: str, weight: Tensor, weights: dict[str, Tensor], config: Any, family: str) -> dict[str, Tensor]:
+    """The parameter that a tensor is, by its name in transformers; of experts' gates and ups one of both."""
+    stem = name.removesuffix(".weight")
+    if stem in _WHOLE:
+        return {f"{_WHOLE[stem]}.weight": weight}
+    _blk, layer, part = stem.split(".", 2)
+    before = f"model.layers.{layer}"
+    if part in ("ffn_gate_exps", "ffn_up_exps"):
+        halves = [weights[f"blk.{layer}.ffn_{half}_exps.weight"] for half in ("gate", "up")]
+        return {f"{before}.mlp.experts.gate_up_proj": torch.cat(halves, 1)}  # [E, 2 F, W]
+    if part == "ffn_down_exps":
+        return {f"{before}.mlp.experts.down_proj": weight}
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    if part in heads and family in _ROTATED_BY_PAIRS:
+        weight = in_halves(weight, heads[part])
+    return {f"{before}.{_OF_LAYER[part]}.weight": weight}
+
+
+def in_halves(weight: Tensor, num_heads: int) -> Tensor:
+    """Rows of queries or keys, from neighbouring pairs to two halves of a head. [H D, W]"""
+    pairs = weight.reshape(num_heads, -1, 2, weight.shape[1])
+    return torch.cat([pairs[:, :, 0], pairs[:, :, 1]], 1).reshape(weight.shape)
+
 
 FORMS = ("float16", "float32", "q8_0")
 CLOSE = 1e-3  # of logits read back

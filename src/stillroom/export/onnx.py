@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stillroom.errors import ConfigError
-from stillroom.export.check import Difference, Row, difference, refuse_changed
-from stillroom.export.folder import Job
+from stillroom.core.errors import ConfigError
+from stillroom.export.folder import Difference, Job, Row, difference, refuse_changed
 
 FORMS = ("float32",)
 CLOSE = 1e-3  # of logits, in another order of summation

@@ -1,12 +1,20 @@
 """Load models, describe them, and run them."""
 
 from stillroom.models.anatomy import Anatomy, anatomy_of, head_error
-from stillroom.models.load.loaded import LoadedModel, open_student, open_teacher, try_model
-from stillroom.models.load.open import has_tokenizer, load_student, load_teacher, load_tokenizer
-from stillroom.models.load.source import find
-from stillroom.models.load.vocabulary import agree_on_vocabulary, num_ids, vocabulary_hash
+from stillroom.models.attention import gives_attention
+from stillroom.models.files import find
+from stillroom.models.load import (
+    LoadedModel,
+    has_tokenizer,
+    load_student,
+    load_teacher,
+    load_tokenizer,
+    open_student,
+    open_teacher,
+    try_model,
+)
 from stillroom.models.student import Student
-from stillroom.models.taps import gives_attention
+from stillroom.models.vocabulary import agree_on_vocabulary, num_ids, vocabulary_hash
 
 __all__ = [
     "Anatomy",

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stillroom.errors import BrokenAtStart
-from stillroom.types import HeadWeights
+from stillroom.core.errors import BrokenAtStart
+from stillroom.core.types import HeadWeights
 
 _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # Gemma 2, RecurrentGemma, xLSTM
 _LARGE_LOGIT = 64.0  # above the caps in use, which are 15 to 50

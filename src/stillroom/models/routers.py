@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from stillroom.errors import BrokenAtStart, ConfigError
+from stillroom.core.errors import BrokenAtStart, ConfigError
 
 LOOKED_FOR = (
     "a module beside a bank of experts (3-d weights with a row for each expert, or a list of equal modules) whose only "

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from stillroom.core.types import Batch, HeadWeights, Needs, StudentView
 from stillroom.models.anatomy import anatomy_of, backbone, head_of, layers_if_any
-from stillroom.models.compiled import CompiledBody
-from stillroom.models.packed import model_inputs, sequences_of
-from stillroom.models.taps import tapped
-from stillroom.types import Batch, HeadWeights, Needs, StudentView
+from stillroom.models.attention import model_inputs, sequences_of, tapped
+from stillroom.models.compile import CompiledBody
 
 
 class Student:
@@ -65,3 +68,23 @@ def last_hidden(
     logits = output.logits
     identity = torch.empty(0, device=logits.device, dtype=logits.dtype)
     return logits, HeadWeights(identity, vocab_size=vocab_size)
+
+
+# -- recompute -------------------------------------------------------------------------------------
+# Activation checkpointing: recompute layers in the backward pass instead of keeping their activations.
+
+
+@contextmanager
+def recomputed(blocks: Sequence[nn.Module], is_on: bool = True) -> Iterator[None]:
+    """Recompute the blocks' forwards in any backward inside the body.
+
+    The models' own switch works only in training mode, which would also enable the teacher's dropout and jitter.
+    """
+    chosen = [block for block in blocks if is_on and "forward" not in vars(block)]
+    for block in chosen:
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    try:
+        yield
+    finally:
+        for block in chosen:
+            del block.forward

@@ -10,12 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from stillroom.errors import BrokenAtStart
-from stillroom.parallel.base import Parallel
-from stillroom.parallel.mesh import check_shard_size
-from stillroom.parallel.processes import peer_errors
-from stillroom.parallel.replicated import Replicated
-from stillroom.parallel.torch_version import check_torch
+from stillroom.core.errors import BrokenAtStart
+from stillroom.parallel.base import Parallel, check_torch, peer_errors
+from stillroom.parallel.ddp import Replicated
+from stillroom.parallel.fsdp import check_shard_size
 
 
 def join(timeout_minutes: float, strategy: str = "auto", shard_size: int = 0) -> Parallel:
@@ -55,7 +53,7 @@ def _begin(timeout: timedelta) -> None:
 
 def _policy(strategy: str, shard_size: int, timeout: timedelta) -> Parallel:
     if strategy == "fsdp":
-        from stillroom.parallel.sharded import Sharded  # it takes half a second to import
+        from stillroom.parallel.fsdp import Sharded  # it takes half a second to import
 
         return Sharded(dist.get_rank(), dist.get_world_size(), shard_size, timeout)
     return Replicated(dist.get_rank(), dist.get_world_size(), timeout=timeout)

@@ -1,11 +1,9 @@
 """Dtypes, loss scaling and master weights. `resolve` picks a policy and says why."""
 
-from stillroom.precision import rounding
+from stillroom.precision import storage
 from stillroom.precision.adamw import AdamW, ParameterGroup
 from stillroom.precision.budget import BytesPerParameter, bytes_per_parameter
-from stillroom.precision.policy import Precision
-from stillroom.precision.resolve import choose, resolve
-from stillroom.precision.scaler import LossScale
+from stillroom.precision.policy import LossScale, Precision, choose, resolve
 
 __all__ = [
     "AdamW",
@@ -16,5 +14,5 @@ __all__ = [
     "bytes_per_parameter",
     "choose",
     "resolve",
-    "rounding",
+    "storage",
 ]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw as adamw_update
 
-from stillroom.precision import rounding
+from stillroom.precision import storage as rounding
 from stillroom.precision.storage import Direct, Moment, Storage, in_fp32, local
 
 _SCRATCH_BYTES = 1 << 27

@@ -7,11 +7,17 @@ capability of the chosen card is asked.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
+import psutil
 import torch
 
-from stillroom.errors import BrokenAtStart
+from stillroom.core.errors import BrokenAtStart, ConfigError
+from stillroom.core.files import reason_of
 
 
 @dataclass(frozen=True)
@@ -78,3 +84,112 @@ def check_device(facts: DeviceFacts) -> None:
                 "or run on the CPU: --device cpu",
             ],
         )
+
+
+# -- device ----------------------------------------------------------------------------------------
+# The device of a run, by name, and how it adds up.
+
+
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+_NO_FLOAT64 = "sums are taken in float64, which Apple's GPU does not have"
+
+
+def _say_nothing(_text: str) -> None:
+    """The default for `tell`."""
+
+
+def find_device(wanted: str, tell: Callable[[str], None] = _say_nothing) -> torch.device:
+    """The device by name; `auto` takes a CUDA card where there is one, else the CPU. `tell` hears what was passed over.
+
+    Nothing is remembered between two calls, so a process may ask for `cpu` and then for `auto`.
+    """
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        if wanted == "auto" and torch.backends.mps.is_available():
+            tell(f"the run is on the CPU: {_NO_FLOAT64}")
+        return torch.device("cpu")
+    if wanted.startswith("cuda") and not torch.cuda.is_available():
+        raise BrokenAtStart(
+            "a CUDA device was asked for and torch sees none",
+            where="--device",
+            advice=["--device cpu", "check the driver with nvidia-smi, and that torch is a CUDA build"],
+        )
+    if wanted in ("auto", "cuda"):
+        return _own_card()
+    try:
+        device = torch.device(wanted)
+    except RuntimeError:
+        advice = ["cpu, cuda, cuda:1, or auto, which takes a GPU where there is one"]
+        raise ConfigError(f"there is no device {wanted!r}", where="--device", advice=advice) from None
+    if device.type == "mps":
+        raise BrokenAtStart(
+            f"the device {wanted} cannot be used: {_NO_FLOAT64}", where="--device", advice=["--device cpu"]
+        )
+    try:
+        torch.zeros(1, device=device).tolist()  # `meta` and a card that is not there are told here
+    except (RuntimeError, NotImplementedError, AssertionError) as error:
+        reason = reason_of(error)
+        raise BrokenAtStart(
+            f"the device {wanted} cannot be used: {reason}", where="--device", advice=["--device cpu", "--device auto"]
+        ) from error
+    return device
+
+
+def _own_card() -> torch.device:
+    """The card of this process: its own where several processes share a machine, else the current one."""
+    local = os.environ.get("LOCAL_RANK", "")
+    if not local.isdecimal():
+        return torch.device("cuda", torch.cuda.current_device())
+    if int(local) >= torch.cuda.device_count():
+        raise BrokenAtStart(
+            f"process {local} of this machine has no card: torch sees {torch.cuda.device_count()}",
+            where="--device",
+            advice=["start as many processes as there are cards", "--device cpu"],
+        )
+    device = torch.device("cuda", int(local))
+    torch.cuda.set_device(device)  # collectives use the current card
+    return device
+
+
+@contextmanager
+def deterministic(device: torch.device) -> Iterator[None]:
+    """On a card, ask torch for kernels that add in a fixed order, and leave its settings as they were.
+
+    An operation that has none is warned of by torch and computed all the same: refusing it would end the run. On a CPU
+    with the same number of threads the order is fixed already.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    was_on, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    memory: Any = torch.utils.deterministic  # a module with a property, which types do not know
+    fills = memory.fill_uninitialized_memory
+    workspace = os.environ.get(_WORKSPACE)
+    if workspace is None:
+        os.environ[_WORKSPACE] = ":4096:8"  # read when cuBLAS is first used
+    torch.use_deterministic_algorithms(True, warn_only=not was_on or warned)
+    memory.fill_uninitialized_memory = False  # a kernel for each allocation, and nothing reads it
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was_on, warn_only=warned)
+        memory.fill_uninitialized_memory = fills
+        if workspace is None:
+            os.environ.pop(_WORKSPACE, None)
+
+
+# -- memory ----------------------------------------------------------------------------------------
+# Measure the memory a run uses.
+
+
+def memory_in_use(device: torch.device) -> tuple[float, float, float]:
+    """(gigabytes of the GPU, resident gigabytes of the process, percent of the training device's memory).
+
+    The GPU's are the peak since the last call: what is allocated between two steps is far less than what a step needs.
+    """
+    resident = psutil.Process().memory_info().rss
+    if device.type == "cuda":
+        used = torch.cuda.max_memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        total = torch.cuda.get_device_properties(device).total_memory
+        return used / 1e9, resident / 1e9, 100.0 * used / total
+    return 0.0, resident / 1e9, 100.0 * resident / psutil.virtual_memory().total

@@ -8,19 +8,78 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from stillroom.config.schema import PrecisionConfig
-from stillroom.config.train import TrainConfig
-from stillroom.errors import ConfigError
+from stillroom.config.sections import TrainConfig
+from stillroom.core.errors import BrokenAtStart, ConfigError
 from stillroom.precision.adamw import AdamW, ParameterGroup
-from stillroom.precision.cpu_half_matmul import HalfProducts
-from stillroom.precision.scaler import LossScale
+from stillroom.precision.budget import Moments, bytes_per_parameter
+from stillroom.precision.device import DeviceFacts, check_device, facts_of
 from stillroom.precision.storage import Direct, Gathered, Master, Split, Stochastic, Storage
+
+# -- scaler ----------------------------------------------------------------------------------------
+# The dynamic loss scale, as plain numbers.
+#
+# FP16 gradients below 6e-8 are zero and above 65,504 infinite. Multiplying the loss by a power of two moves them into
+# the middle. The scale falls at once when something overflows and rises slowly when nothing does.
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """State in, state out: `after_overflow` and `after_good_step` return the next state."""
+
+    scale: float = 65536.0
+    good_steps: int = 0
+    growth_steps: int = 2000
+    floor: float = 1.0
+    ceiling: float = 2.0**24
+
+    def after_overflow(self) -> LossScale:
+        return replace(self, scale=max(self.scale / 2, self.floor), good_steps=0)
+
+    def after_good_step(self) -> LossScale:
+        if self.good_steps + 1 < self.growth_steps:
+            return replace(self, good_steps=self.good_steps + 1)
+        return replace(self, scale=min(self.scale * 2, self.ceiling), good_steps=0)
+
+    @property
+    def is_at_floor(self) -> bool:
+        return self.scale <= self.floor
+
+
+# -- cpu half matmul -------------------------------------------------------------------------------
+# FP16 matrix products on a CPU: FP16 in, FP32 inside, FP16 out.
+#
+# A CPU without native FP16 arithmetic multiplies half matrices up to 28 times slower than FP32 ones. A GPU reads
+# FP16, accumulates in FP32 and rounds once; doing the same with an FP32 product gives the same numbers as the card
+# would (up to the order of summation) at FP32 speed, which makes the FP16 policies testable and usable without a
+# card.
+
+
+_PRODUCTS = frozenset(
+    {
+        torch.ops.aten.mm.default,
+        torch.ops.aten.bmm.default,
+        torch.ops.aten.addmm.default,
+        torch.ops.aten.baddbmm.default,
+    }
+)
+
+
+class HalfProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    """While active, products of FP16 tensors are computed in FP32 and rounded once."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _PRODUCTS and args[-1].dtype == torch.float16:
+            wide = [arg.float() if isinstance(arg, torch.Tensor) else arg for arg in args]
+            return func(*wide, **(kwargs or {})).to(torch.float16)
+        return func(*args, **(kwargs or {}))
 
 
 class Precision:
@@ -214,3 +273,89 @@ class Fp16Stochastic(Fp16Master):
 POLICIES: dict[str, type[Precision]] = {
     policy.mode: policy for policy in (Precision, Bf16Mixed, Fp16Mixed, Fp16Master, Fp16Split, Fp16Stochastic)
 }
+
+
+# -- resolve ---------------------------------------------------------------------------------------
+# Which precision to train in, and the reason in a sentence.
+
+
+# Student state alone; the rest of the card belongs to the teacher, activations and the head.
+_STATE_SHARE = 0.5
+
+_WHY_ASKED = {
+    "fp32": "FP32 throughout, no loss scaling",
+    "bf16-mixed": "FP32 weights, BF16 products, no loss scaling needed",
+    "fp16-mixed": "FP32 weights, FP16 products, scaled loss",
+    "fp16-master": "FP16 weights with FP32 masters, scaled loss",
+    "fp16-split": "FP16 weights with FP16 residuals, scaled loss",
+    "fp16-sr": "FP16 weights rounded stochastically, scaled loss",
+}
+
+
+def choose(
+    mode: str, facts: DeviceFacts, num_parameters: int = 0, *, moments: Moments = "float32", begun_in: str = ""
+) -> tuple[str, str]:
+    """(mode, reason) for what was asked on a device: a pure decision.
+
+    `num_parameters` counts everything that is trained, routers included. `begun_in` is the mode of a run that is
+    continued: `auto` is not resolved again, because the saved state is of that mode.
+    """
+    wanted = begun_in or mode
+    if wanted != "auto" and wanted not in _WHY_ASKED:
+        raise ConfigError(f"there is no precision {wanted!r}", advice=[f"modes: auto, {', '.join(_WHY_ASKED)}"])
+    if num_parameters < 0:
+        raise ConfigError(f"{num_parameters} parameters cannot be trained", where="num_parameters")
+    if begun_in:
+        return _asked(begun_in, facts, why="the run began in it", advice=["--device cpu", "a card with native bf16"])
+    if mode != "auto":
+        return _asked(mode, facts, why="asked for", advice=["--precision fp16-mixed", "--precision auto"])
+    if facts.kind == "cpu":
+        return "fp32", "no GPU: FP32 is the fastest exact choice on a CPU"
+    if facts.kind != "cuda":
+        return "fp32", f"{facts.name}: FP16 training was never tried on it"
+    if facts.has_native_bf16:
+        return "bf16-mixed", f"{facts.name} has native bf16: FP32 weights, BF16 products, no loss scaling needed"
+    fast = "fp16-mixed" if facts.has_tensor_cores else "fp32"
+    held = bytes_per_parameter(fast, moments).on_device
+    needed, room = num_parameters * held, int(facts.memory_bytes * _STATE_SHARE)
+    if needed > room:
+        return (
+            "fp16-split",
+            f"{facts.name} has no native bf16, and {needed / 1e9:.1f} GB of {fast} training state would not leave room "
+            f"on {facts.memory_bytes / 1e9:.0f} GB: FP16 weights with FP16 residuals, scaled loss",
+        )
+    if not facts.has_tensor_cores:
+        return "fp32", f"{facts.name} has no tensor cores: FP16 products would be no faster than FP32"
+    return "fp16-mixed", f"{facts.name} has no native bf16: FP32 weights, FP16 products, scaled loss"
+
+
+def _asked(mode: str, facts: DeviceFacts, *, why: str, advice: list[str]) -> tuple[str, str]:
+    """A mode that is not ours to choose."""
+    if mode == "bf16-mixed" and facts.kind == "cuda" and not facts.has_native_bf16:
+        raise ConfigError(f"{mode}: {why}, and {facts.name} has no native bf16", where="precision.mode", advice=advice)
+    said = f"{why}: {_WHY_ASKED[mode]}"
+    if facts.kind == "cpu" and mode.startswith("fp16"):
+        said += "; on a CPU FP16 products are computed in FP32 and rounded"
+    return mode, said
+
+
+def resolve(
+    mode: str = "auto",
+    device: str | torch.device = "cpu",
+    *,
+    config: PrecisionConfig | None = None,
+    num_parameters: int = 0,
+    begun_in: str = "",
+) -> Precision:
+    """The policy for a mode on a device; `.mode` and `.reason` say what was chosen and why."""
+    try:
+        device = torch.device(device)
+    except RuntimeError as error:
+        raise BrokenAtStart(f"there is no device {device!r}", advice=["use cpu, cuda or cuda:1"]) from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise BrokenAtStart(f"torch sees no {device}", advice=["use cpu", "check the driver with nvidia-smi"])
+    facts = facts_of(device)
+    check_device(facts)
+    moments = config.moments if config else "float32"
+    chosen, reason = choose(mode, facts, num_parameters, moments=moments, begun_in=begun_in)
+    return POLICIES[chosen](device, reason, config)

@@ -14,7 +14,72 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from stillroom.precision import rounding
+# -- rounding --------------------------------------------------------------------------------------
+# From FP32 to two bytes without losing the small updates.
+#
+# Rounding to nearest drops every update below half a unit in the last place: at learning rate 5e-6 that is most of
+# them. Stochastic rounding keeps them in the mean; a residual keeps them exactly (nearly).
+
+
+_FP16_SMALLEST_NORMAL = 2.0**-14
+_FP16_SUBNORMAL_STEP = 2.0**-24
+_FP16_LARGEST = 65504.0
+
+RESIDUAL_SCALE = 4096.0  # keeps the residual of ordinary weights out of FP16's subnormal range
+
+
+FP16_BITS, BF16_BITS = 13, 16  # mantissa bits that FP32 has and the shorter format has not
+
+
+def random_bits(count: int, num_bits: int, generator: torch.Generator, device: torch.device) -> Tensor:
+    """`count` integers of that many random bits. On a CPU a draw in pieces gives the numbers of one draw."""
+    return torch.randint(0, 1 << num_bits, (count,), generator=generator, device=device, dtype=torch.int32)
+
+
+def round_to_fp16(values: Tensor, bits: Tensor) -> Tensor:
+    """FP16 neighbours of FP32 values, up or down with the probability that makes the mean exact.
+
+    FP32 carries 13 mantissa bits more than FP16: adding 13 random bits and cutting them off rounds up with
+    the right probability. Below 2^-14 FP16's steps stop shrinking, so there the addition is done in units of
+    the smallest step. NaN and infinity pass through; what exceeds the largest finite value becomes infinite,
+    as in any cast, for the guard to see.
+    """
+    normal = (values.view(torch.int32) + bits).bitwise_and_(~0x1FFF).view(torch.float32)
+    small = bits.float().div_(1 << FP16_BITS).add_(values / _FP16_SUBNORMAL_STEP).floor_().mul_(_FP16_SUBNORMAL_STEP)
+    rounded = torch.where(values.abs() < _FP16_SMALLEST_NORMAL, small, normal)
+    # Infinity has no mantissa bits to be added to; NaN has, and might become a number.
+    return torch.where(values == values, rounded, values).to(torch.float16)
+
+
+def round_to_bf16(values: Tensor, bits: Tensor) -> Tensor:
+    """BF16 neighbours of FP32 values, unbiased. BF16 shares FP32's exponents, so one addition covers all."""
+    rounded = (values.view(torch.int32) + bits).bitwise_and_(~0xFFFF).view(torch.float32)
+    return torch.where(values == values, rounded, values).to(torch.bfloat16)
+
+
+def stochastic_fp16(values: Tensor, generator: torch.Generator) -> Tensor:
+    """`round_to_fp16` with bits of its own."""
+    return round_to_fp16(values, random_bits(values.numel(), FP16_BITS, generator, values.device).view(values.shape))
+
+
+def stochastic_bf16(values: Tensor, generator: torch.Generator) -> Tensor:
+    """`round_to_bf16` with bits of its own."""
+    return round_to_bf16(values, random_bits(values.numel(), BF16_BITS, generator, values.device).view(values.shape))
+
+
+def split(values: Tensor) -> tuple[Tensor, Tensor]:
+    """(FP16 value, FP16 residual): together about 22 bits of an FP32 value.
+
+    Above 32,768 half a step times the residual's scale would just exceed FP16's range; the clamp costs at
+    most 1e-3 there, far below the step itself.
+    """
+    coarse = values.to(torch.float16)
+    residual = (values - coarse.float()) * RESIDUAL_SCALE
+    return coarse, residual.clamp(-_FP16_LARGEST, _FP16_LARGEST).to(torch.float16)
+
+
+def join(coarse: Tensor, residual: Tensor) -> Tensor:
+    return coarse.float() + residual.float() / RESIDUAL_SCALE
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -135,23 +200,23 @@ class Split:
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self.parameter = parameter
-        parameter.data, self.residual = rounding.split(parameter.data.float())
+        parameter.data, self.residual = split(parameter.data.float())
 
     def read(self) -> Tensor:
-        return rounding.join(self.parameter.data, self.residual)
+        return join(self.parameter.data, self.residual)
 
     @staticmethod
     def read_all(storages: Sequence[Split]) -> Working:
         coarse = in_fp32([storage.parameter.data for storage in storages])
         residual = in_fp32([storage.residual for storage in storages])
         assert coarse.flat is not None and residual.flat is not None  # both are FP16
-        coarse.flat.add_(residual.flat.div_(rounding.RESIDUAL_SCALE))
+        coarse.flat.add_(residual.flat.div_(RESIDUAL_SCALE))
         return coarse
 
     @staticmethod
     def write_all(storages: Sequence[Split], values: Working, bits: Tensor | None) -> None:
         assert values.flat is not None
-        coarse, residual = rounding.split(values.flat)
+        coarse, residual = split(values.flat)
         copy_flat(coarse, [storage.parameter.data for storage in storages])
         copy_flat(residual, [storage.residual for storage in storages])
 
@@ -182,7 +247,7 @@ class Stochastic:
     @staticmethod
     def write_all(storages: Sequence[Stochastic], values: Working, bits: Tensor | None) -> None:
         assert values.flat is not None and bits is not None
-        copy_flat(rounding.round_to_fp16(values.flat, bits), [storage.parameter.data for storage in storages])
+        copy_flat(round_to_fp16(values.flat, bits), [storage.parameter.data for storage in storages])
 
     def refresh(self) -> None:
         """Nothing to do: there is no second copy."""
@@ -213,4 +278,4 @@ class Moment:
     @staticmethod
     def write_all(moments: Sequence[Moment], values: Working, bits: Tensor | None) -> None:
         if values.flat is not None and bits is not None:
-            copy_flat(rounding.round_to_bf16(values.flat, bits), [moment.values for moment in moments])
+            copy_flat(round_to_bf16(values.flat, bits), [moment.values for moment in moments])

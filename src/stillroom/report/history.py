@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from stillroom.telemetry.lines import largest_drift
 from stillroom.telemetry.record import (
     CONFIG,
     LOG,
@@ -36,6 +35,7 @@ from stillroom.telemetry.record import (
     run_settings,
     section,
 )
+from stillroom.telemetry.show import largest_drift
 from stillroom.telemetry.wording import as_number
 
 Floats = npt.NDArray[np.float64]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from stillroom.files import reason_of
+from stillroom.core.files import reason_of
 from stillroom.report.history import History, RunRecord, read_log
 from stillroom.report.page import PAGE, render, save
 

@@ -23,14 +23,15 @@ from markupsafe import Markup
 
 from stillroom.config import preset_names
 from stillroom.config.load import build, read_preset
-from stillroom.errors import CannotSave, StillroomError
-from stillroom.files import reason_of, write_atomically
+from stillroom.core.errors import CannotSave, StillroomError
+from stillroom.core.files import reason_of, write_atomically
+from stillroom.metrics.metrics import MIN_DOCUMENTS
 from stillroom.report.drawing import APART, ROLES, Figure, dark_partners
 from stillroom.report.figures import all_figures, shared_figures
 from stillroom.report.history import RunRecord
 from stillroom.report.words import facts, headline, headline_of_several, size_sentence, story
 from stillroom.telemetry.record import Event, evaluation_notes, items, section, show, show_interval
-from stillroom.telemetry.results import figure_rows
+from stillroom.telemetry.show import figure_rows
 from stillroom.telemetry.wording import (
     as_number,
     clean,
@@ -41,7 +42,6 @@ from stillroom.telemetry.wording import (
     format_percent,
     format_result,
 )
-from stillroom.yardsticks import MIN_DOCUMENTS
 
 PAGE = "report.html"
 REFRESH_SECONDS = 30

@@ -16,10 +16,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from stillroom.models import Student
-from stillroom.parallel import Parallel
-from stillroom.precision import AdamW, Precision
-from stillroom.types import (
+from stillroom.core.types import (
     Batch,
     DenseSignal,
     Evidence,
@@ -32,6 +29,9 @@ from stillroom.types import (
     TopKSignal,
     Verdict,
 )
+from stillroom.models import Student
+from stillroom.parallel import Parallel
+from stillroom.precision import AdamW, Precision
 
 SignalKind = Literal["none", "dense", "top-k", "sampled", "paired"]
 Signals = Sequence[Signal | None]  # several are averaged; None: the student is scored on the labels alone

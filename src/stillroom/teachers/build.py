@@ -15,13 +15,12 @@ import torch
 
 from stillroom.config import Config
 from stillroom.config.teacher import TRAINING_MODES
-from stillroom.curriculum import Curriculum
+from stillroom.core.errors import ConfigError
 from stillroom.data import Corpus
-from stillroom.data.spans.common import Coverage
-from stillroom.data.teacher_rows import other_of
-from stillroom.errors import ConfigError
+from stillroom.data.corpus import other_of
+from stillroom.data.two_tokenizers.align import Coverage
 from stillroom.models import LoadedModel, agree_on_vocabulary
-from stillroom.models.compiled import CompiledBody
+from stillroom.models.compile import CompiledBody
 from stillroom.models.routers import find_gates
 from stillroom.parallel import Parallel
 from stillroom.teachers.base import NO_TEACHER, RunContext, Teacher, TeacherTraining
@@ -29,15 +28,14 @@ from stillroom.teachers.cache.build import cache_folder, cached_teacher, check_t
 from stillroom.teachers.cache.manifest import is_there, read_manifest
 from stillroom.teachers.live import live_teacher, open_live
 from stillroom.teachers.paired import PairedTeacher, TokenSpace, matched_tokens, reads_its_own_tokens
-from stillroom.teachers.placement import open_streamed
-from stillroom.teachers.quantised import check_quantisation, quantise_teacher
+from stillroom.teachers.placement import open_streamed, reads_layers_one_by_one, shard_teacher
+from stillroom.teachers.quantize import check_quantisation, quantise_teacher
 from stillroom.teachers.router.gates import GateOptions
-from stillroom.teachers.router.paired import PairedRouterTraining
-from stillroom.teachers.router.teacher import RouterTeacher, RouterTraining
+from stillroom.teachers.router.teacher import PairedRouterTraining, RouterTeacher, RouterTraining
 from stillroom.teachers.served.teacher import served_rows, served_teacher
-from stillroom.teachers.shards import reads_layers_one_by_one, shard_teacher
+from stillroom.teachers.signals import AUTO, asks_server, check_use, live_spec, served_spec, teacher_dtype, uses_cache
 from stillroom.teachers.sparse import SparseTeacher
-from stillroom.teachers.spec import AUTO, asks_server, check_use, live_spec, served_spec, teacher_dtype, uses_cache
+from stillroom.training.curriculum import Curriculum
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,14 @@ import torch
 
 from stillroom.config import Config
 from stillroom.config.teacher import TeacherConfig
+from stillroom.core.types import Batch, DenseSignal, Needs
 from stillroom.models import LoadedModel, Student, open_teacher
 from stillroom.models.anatomy import layers_if_any
-from stillroom.models.compiled import CompiledBody
+from stillroom.models.attention import tapped
+from stillroom.models.compile import CompiledBody
 from stillroom.models.student import last_hidden
-from stillroom.models.taps import tapped
 from stillroom.teachers.base import SignalKind, Teacher
 from stillroom.teachers.placement import Offloaded, Placement, StreamedModel, open_streamed
-from stillroom.types import Batch, DenseSignal, Needs
 
 
 class LiveTeacher(Teacher):

@@ -8,19 +8,25 @@ from dataclasses import dataclass
 from typing import Any
 
 from stillroom.config import Config
-from stillroom.data.spans.common import Coverage
-from stillroom.data.spans.groups import token_groups
-from stillroom.data.spans.pieces import by_bytes
-from stillroom.data.spans.token_bytes import TokenBytes
-from stillroom.data.teacher_rows import other_of
-from stillroom.errors import ConfigError
+from stillroom.core.errors import ConfigError
+from stillroom.core.types import Batch, DenseSignal, Needs, PairedSignal, PairedTokens, Signal
+from stillroom.data.corpus import other_of
+from stillroom.data.two_tokenizers.align import Coverage, by_bytes, token_groups
+from stillroom.data.two_tokenizers.token_bytes import TokenBytes
+from stillroom.losses.objective import Matched
+from stillroom.losses.two_tokenizers import needs_live_teacher
 from stillroom.models import Student
-from stillroom.objectives.crosstok.span_terms import needs_live_teacher
-from stillroom.objectives.objective import Matched
 from stillroom.teachers.base import SignalKind, Teacher, TeacherTraining
-from stillroom.teachers.signals import Coarse, SharedTokens, SignalSpec, TokenGroups, ids_hash
-from stillroom.teachers.spec import cache_spec, live_spec, uses_cache
-from stillroom.types import Batch, DenseSignal, Needs, PairedSignal, PairedTokens, Signal
+from stillroom.teachers.signals import (
+    Coarse,
+    SharedTokens,
+    SignalSpec,
+    TokenGroups,
+    cache_spec,
+    ids_hash,
+    live_spec,
+    uses_cache,
+)
 
 # What a model's results on its own tokens say of the text, and not of how it is cut into tokens.
 _PER_BYTE = ("bits_per_byte", "parameters", "documents", "source")

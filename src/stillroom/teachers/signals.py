@@ -27,7 +27,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
@@ -37,10 +38,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from stillroom.config import Config
+from stillroom.config.sections import Ramp
+from stillroom.config.teacher import DEFAULT_DRAWS, DEFAULT_HYBRID_DRAWS, DEFAULT_K, DEFAULT_M
+from stillroom.core.errors import ConfigError, DataError
+from stillroom.core.numerics import LOG_ZERO, Softmax
+from stillroom.core.types import Batch, HeadWeights, PairedTokens, SampledSignal, TopKSignal
+from stillroom.losses.two_tokenizers import GroupSums
 from stillroom.models.anatomy import head_logits
-from stillroom.numerics import LOG_ZERO, Softmax
-from stillroom.objectives.crosstok.prefix_groups import GroupSums
-from stillroom.types import Batch, HeadWeights, PairedTokens, SampledSignal, TopKSignal
+from stillroom.precision.device import facts_of
+from stillroom.precision.device import teacher_dtype as dtype_on
+from stillroom.training.curriculum import Curriculum
 
 
 class Coarse(Protocol):
@@ -435,3 +443,308 @@ def label_yardsticks(
         "parameters": parameters,
         "source": source,
     }
+
+
+# -- spec ------------------------------------------------------------------------------------------
+# Which signal a configuration asks for, and what it cannot be used with.
+
+
+AUTO = "auto"  # teacher.cache: next to the run's folder, written on first use
+
+
+def uses_cache(config: Config) -> bool:
+    return bool(config.teacher.cache) and Curriculum.of(config).uses_teacher
+
+
+def asks_server(config: Config) -> bool:
+    return bool(config.teacher.server) and Curriculum.of(config).uses_teacher
+
+
+def teacher_dtype(config: Config, device: torch.device) -> torch.dtype:
+    return dtype_on(config.teacher.dtype, facts_of(device))
+
+
+def live_spec(config: Config, shared: str = "") -> SignalSpec | None:
+    """The signal of a live teacher; None: its whole distribution, which `objectives.kd.top_k` reduces in the head.
+
+    `shared` names the tokens that both models have, where each has a tokenizer of its own.
+    """
+    if config.teacher.server:
+        return served_spec(config)
+    kind = config.teacher.signal.kind
+    if kind in ("auto", "dense"):
+        return None
+    return _paired_spec(config, kind, shared) if config.objectives.span_weights else _spec(config, kind)
+
+
+def cache_spec(config: Config, shared: str = "") -> SignalSpec:
+    """The signal that a new cache of this configuration holds."""
+    if config.teacher.server:
+        return served_spec(config)
+    kind = config.teacher.signal.kind
+    if config.objectives.span_weights:
+        return _paired_spec(config, kind, shared)
+    if kind == "auto":
+        kd = config.objectives.kd
+        looks_at_distance = (kd.token_fraction != 1.0 and kd.token_criterion == "hellinger") or kd.token_temperature
+        is_linear = kd.divergence == "forward_kl" and not kd.top_k and kd.on_wrong_teacher == "keep"
+        kind = "hybrid" if is_linear and not looks_at_distance else "top_k"
+    return _spec(config, kind)
+
+
+def stored_spec(config: Config, there: SignalSpec, shared: str = "") -> SignalSpec:
+    """What is asked of a cache that is there: where the configuration leaves it open, what the cache holds."""
+    kd, signal = config.objectives.kd, config.teacher.signal
+    if config.objectives.span_weights:
+        if signal.kind != "auto":
+            return _paired_spec(config, signal.kind, shared)
+        shared = shared if _span_tokens(config) and there.kind != "target" else there.shared
+        return SignalSpec(there.kind, there.exact, there.draws, 1.0, there.seed, True, shared)
+    if signal.kind == "auto" and not kd.top_k:
+        return SignalSpec(there.kind, there.exact, there.draws, _temperature(config), there.seed)
+    return cache_spec(config)
+
+
+def served_spec(config: Config) -> SignalSpec:
+    """The signal of a teacher on a server: log-probabilities of its top tokens, at temperature 1."""
+    kind = config.teacher.signal.kind
+    spec = _spec(config, "renormalised" if kind == "renormalised" else "top_k")
+    if spec.temperature != 1.0:
+        raise ConfigError(
+            f"a server gives log-probabilities of temperature 1, and objectives.kd.temperature is "
+            f"{spec.temperature:g}: what the top tokens leave over there cannot be derived from them",
+            where="objectives.kd.temperature",
+            advice=["--set objectives.kd.temperature=1", "use a teacher on this machine"],
+        )
+    return spec
+
+
+def _spec(config: Config, kind: str) -> SignalSpec:
+    signal, seed = config.teacher.signal, config.teacher.signal.draw_seed
+    temperature, top_k = _temperature(config), _top_k(config, kind)
+    match kind:
+        case "target":
+            raise ConfigError(
+                "teacher.signal.kind = 'target' keeps the probability of the target alone, which is for objectives.alm",
+                where="teacher.signal.kind",
+                advice=["leave it out: objectives.kd needs more of the distribution"],
+            )
+        case "top_k" | "renormalised":
+            if signal.k and top_k and signal.k != top_k:
+                raise ConfigError(
+                    f"objectives.kd.top_k is {top_k} and teacher.signal.k is {signal.k}",
+                    where="teacher.signal.k",
+                    advice=["leave one of them out"],
+                )
+            k = signal.k or top_k or DEFAULT_K
+            return SignalSpec("renormalised" if kind == "renormalised" else "top_k", k, 0, temperature)
+        case "sampled":
+            return SignalSpec("sampled", 0, signal.draws or DEFAULT_DRAWS, temperature, seed)
+        case _:
+            draws = signal.draws or DEFAULT_HYBRID_DRAWS
+            return SignalSpec("hybrid", signal.m or DEFAULT_M, draws, temperature, seed)
+
+
+def _paired_spec(config: Config, kind: str, shared: str) -> SignalSpec:
+    """The signal for a student of another tokenizer, at temperature 1: likelihoods of spans are those of the models.
+
+    Draws are unbiased, because what depends on the student in objectives.exact_match and objectives.prefix_match is
+    linear in the teacher's probabilities.
+    """
+    signal, tokens = config.teacher.signal, _span_tokens(config)
+    if len(tokens) > 1:
+        raise ConfigError(
+            f"objectives {' and '.join(tokens)} ask for different answers, and there is one of a few tokens",
+            where="teacher.signal.kind, teacher.cache",
+            advice=[*(f"set objectives.{name}.weight = 0" for name in tokens), "use the live teacher, which has all"],
+        )
+    if kind == "auto":
+        kind = "hybrid" if tokens else "target"
+    match kind:
+        case "target":
+            return SignalSpec("target", 0, 0, is_paired=True)
+        case "top_k":
+            return SignalSpec("top_k", signal.k or DEFAULT_K, 0, is_paired=True, shared=shared)
+        case "sampled":
+            return SignalSpec("sampled", 0, signal.draws or DEFAULT_DRAWS, 1.0, signal.draw_seed, True, shared)
+        case "hybrid":
+            draws = signal.draws or DEFAULT_HYBRID_DRAWS
+            return SignalSpec("hybrid", signal.m or DEFAULT_M, draws, 1.0, signal.draw_seed, True, shared)
+    raise ConfigError(
+        f"teacher.signal.kind = {kind!r} does not go with two tokenizers: without the mass of its other tokens the "
+        "teacher's distribution over the tokens that both have is biased",
+        where="teacher.signal.kind",
+        advice=["set it to 'hybrid' or 'top_k'", "set it to 'target' where objectives.alm is the only one"],
+    )
+
+
+def _span_tokens(config: Config) -> list[str]:
+    """The objectives on spans that need more than the targets' probabilities."""
+    return [name for name in config.objectives.span_weights if name in ("exact_match", "prefix_match")]
+
+
+def _temperature(config: Config) -> float:
+    found = config.objectives.kd.temperature
+    if isinstance(found, Ramp):
+        raise ConfigError(
+            "a sparse signal has one temperature, and objectives.kd.temperature moves",
+            where="objectives.kd.temperature",
+            advice=["set it to a number", "use the live teacher with teacher.signal.kind = 'dense'"],
+        )
+    return float(found)
+
+
+def _top_k(config: Config, kind: str) -> int:
+    found = config.objectives.kd.top_k
+    if isinstance(found, Ramp):
+        raise ConfigError(
+            "a stored signal has one k, and objectives.kd.top_k moves",
+            where="objectives.kd.top_k",
+            advice=["set it to a number", "use the live teacher with teacher.signal.kind = 'dense'"],
+        )
+    if found and kind in ("sampled", "hybrid"):
+        raise ConfigError(
+            f"objectives.kd.top_k asks for likely tokens and their tail, teacher.signal.kind = {kind!r} for draws",
+            where="teacher.signal.kind",
+            advice=["set objectives.kd.top_k = 0", "set teacher.signal.kind = 'top_k'"],
+        )
+    return int(found)
+
+
+def check_use(config: Config, spec: SignalSpec) -> list[str]:
+    """Refuse settings that would do nothing, or harm, with this signal. Answers with what should be said."""
+    kd = config.objectives.kd
+    if spec.is_paired:
+        return _check_paired_use(config, spec)
+    if spec.is_sampled and kd.token_fraction != 1.0 and kd.token_criterion == "hellinger":
+        raise ConfigError(
+            "the distance of teacher and student cannot be told from drawn tokens",
+            where="objectives.kd.token_criterion",
+            advice=["set it to 'entropy'", "set teacher.signal.kind = 'top_k'"],
+        )
+    if kd.on_wrong_teacher == "mft" or (kd.on_wrong_teacher == "label_residual" and spec.is_sampled):
+        raise ConfigError(
+            f"objectives.kd.on_wrong_teacher = {kd.on_wrong_teacher!r} does not go with answers of kind {spec.kind}",
+            where="objectives.kd.on_wrong_teacher",
+            advice=["set it to 'keep'", "label_residual goes with teacher.signal.kind = 'top_k'"],
+        )
+    if config.guard.logit_clamp:
+        return ["guard.logit_clamp holds for the student alone: the teacher's answers are stored unclamped"]
+    return []
+
+
+def _check_paired_use(config: Config, spec: SignalSpec) -> list[str]:
+    for name in _span_tokens(config) if spec.kind == "target" else ():
+        raise ConfigError(
+            f"objectives.{name} compares distributions, and answers of kind target hold one probability a token",
+            where="teacher.signal.kind",
+            advice=["set it to 'hybrid' or 'top_k'", f"set objectives.{name}.weight = 0"],
+        )
+    return []
+
+
+# -- entries ---------------------------------------------------------------------------------------
+# Log-probabilities that another program gave: what was said about each token, as the answers of a row.
+#
+# Legend: a sequence has T tokens; `entries[t]` is what was said about token t before it was seen.
+
+
+TOKEN_ID = "token_id:"  # how vLLM's server writes a token where it is asked not to write texts
+_MAX_MISSPELT = 0.01  # share of tokens whose text may differ: writers replace parts of characters
+
+Entry = Mapping[int, float]  # token id -> log-probability
+
+
+@dataclass(frozen=True)
+class Given:
+    """What was said about one sequence."""
+
+    where: str
+    ids: tuple[int, ...]  # [T]; of `openai` by name the answer alone
+    entries: Mapping[int, Entry]  # by the place of the token that is predicted
+    texts: Mapping[int, str] = field(default_factory=dict)  # what the writer thinks tokens spell
+    name: str = ""  # of the row, where the record names it: `ids` are then its last tokens
+    has_own_token: bool = False  # whether an entry always holds the token that came
+
+
+def position_answer(
+    entry: Entry | None, target: int, spec: SignalSpec, counters: Counter[str], *, least_tail: float = 0.0
+) -> RowAnswer:
+    """The top k of an entry, and what they leave over by subtraction.
+
+    A difference below `least_tail` is rounding: the tail is then taken to be that, and counted.
+    """
+    kept = sorted(entry.items(), key=lambda item: (-item[1], item[0]))[: spec.exact] if entry else []
+    if len(kept) < spec.exact:
+        counters["short_positions"] += bool(entry)
+        return RowAnswer.unusable(1, spec)
+    assert entry is not None
+    log_probs = np.array([value for _, value in kept])
+    left = 1.0 - math.fsum(math.exp(value) for value in log_probs)
+    if left < least_tail:
+        counters["unresolved_tails"] += 1
+        left = least_tail
+    tail = math.log(left) if left > 0.0 else -math.inf
+    surprise = math.fsum(-value * math.exp(value) for value in log_probs if value > -math.inf)
+    surprise += -tail * math.exp(tail) if tail > -math.inf else 0.0
+    label = entry.get(target, -math.inf)
+    counters["labels"] += target in entry
+    counters["positions"] += 1
+    return RowAnswer(
+        np.array([[token for token, _ in kept]], np.int32),
+        _codes(log_probs)[None],
+        _codes(np.array([tail])),
+        np.array([min(round(max(surprise, 0.0) / ENTROPY_STEP), NOTHING - 1)], np.uint16),
+        _codes(np.array([label])),
+        np.zeros((1, 0), np.int32),
+    )
+
+
+def _codes(log_probs: Any) -> Any:
+    with np.errstate(invalid="ignore"):
+        steps = np.clip(np.rint(log_probs / -LOG_STEP), 0, NOTHING - 1)
+    return np.where(np.isneginf(log_probs), NOTHING, steps).astype(np.uint16)
+
+
+class Spelling:
+    """What tokens spell, by the tokenizer of the configuration."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._size = max(tokenizer.get_vocab().values()) + 1
+        self._by_text: dict[str, list[int]] | None = None
+
+    def text(self, token: int) -> str:
+        return str(self._tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def find(self, text: str) -> int:
+        """The id of a token that is given as text."""
+        if text.startswith(TOKEN_ID):
+            return int(text.removeprefix(TOKEN_ID))
+        if self._by_text is None:
+            self._by_text = defaultdict(list)
+            for token in sorted(self._tokenizer.get_vocab().values()):
+                self._by_text[self.text(token)].append(token)
+        found = self._by_text.get(text, [])
+        if len(found) != 1:
+            how = "no token spells" if not found else f"{len(found)} tokens spell"
+            raise DataError(
+                f"{how} {text!r}: its id cannot be told",
+                advice=["ask the server for token ids (vLLM: return_tokens_as_token_ids)"],
+            )
+        return found[0]
+
+    def fault(self, given: Sequence[Given]) -> tuple[str, str] | None:
+        """(what, where) of tokens that the tokenizer does not have, or that spell something else; None: all is well."""
+        for one in given:
+            for token in (*one.ids, *(token for entry in one.entries.values() for token in entry)):
+                if not 0 <= token < self._size:
+                    return f"token {token:,} lies outside the tokenizer's {self._size:,}", one.where
+        texts = {token: text for one in given for token, text in one.texts.items() if "\ufffd" not in text}
+        wrong = [(token, text) for token, text in texts.items() if self.text(token).strip() != text.strip()]
+        wrong = [(token, text) for token, text in wrong if "\ufffd" not in self.text(token)]
+        if len(wrong) <= _MAX_MISSPELT * len(texts):
+            return None
+        token, text = wrong[0]
+        told = f"{len(wrong):,} of {len(texts):,} tokens spell something else here: token {token} is {text!r} "
+        return f"{told}there and {self.text(token)!r} in the tokenizer", ""

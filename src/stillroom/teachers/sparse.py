@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from stillroom.ends import is_out_of_memory
+from stillroom.core.exit import is_out_of_memory
+from stillroom.core.types import Batch, DenseSignal, Needs, PairedTokens, SampledSignal, Signal, TopKSignal
 from stillroom.models import Student
 from stillroom.teachers.base import SignalKind, Teacher
 from stillroom.teachers.live import LiveTeacher
 from stillroom.teachers.signals import Coarse, RowAnswer, SignalSpec, reduce_row, signal_of
-from stillroom.types import Batch, DenseSignal, Needs, PairedTokens, SampledSignal, Signal, TopKSignal
 
 Kept = TopKSignal | SampledSignal | PairedTokens
 

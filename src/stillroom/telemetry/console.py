@@ -24,10 +24,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from stillroom.errors import StillroomError
-from stillroom.telemetry import lines as say
+from stillroom.core.errors import StillroomError
+from stillroom.telemetry import show as say
 from stillroom.telemetry.record import Fields, items, section, show
-from stillroom.telemetry.results import summary_lines
+from stillroom.telemetry.show import summary_lines
 from stillroom.telemetry.wording import as_number, clean, format_count, format_lr, format_percent
 
 __all__ = ["ConsoleMode", "ConsoleView", "clean", "format_lr", "is_notebook", "render_error", "show_preview"]

@@ -18,9 +18,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from stillroom.errors import DataError
-from stillroom.files import write_atomically
-from stillroom.telemetry.strict import strict
+from stillroom.core.errors import DataError
+from stillroom.core.files import strict, write_atomically
 from stillroom.telemetry.wording import as_number, clean
 
 Event = dict[str, Any]

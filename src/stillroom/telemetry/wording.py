@@ -11,7 +11,7 @@ import re
 import unicodedata
 from typing import Any
 
-from stillroom.secret_keys import masked
+from stillroom.core.errors import masked
 
 # CSI, OSC and the other string sequences, then two-byte escapes; 0x80-0x9f are their one-byte forms.
 _ESCAPE_SEQUENCE = re.compile(

@@ -13,10 +13,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from stillroom.core.errors import DataError
+from stillroom.data import sources
 from stillroom.data.records import Tally
-from stillroom.data.sources import compressed, read_files, register
-from stillroom.data.sources.compressed import data_suffix, open_bytes
-from stillroom.errors import DataError
+from stillroom.data.sources import data_suffix, open_bytes, read_files, register
 
 VALUES = [{"prompt": f"{n}?", "completion": f"yes, {n}."} for n in range(700)]
 PLAIN = {
@@ -108,14 +108,14 @@ def test_an_empty_compressed_file_is_empty(tmp_path: Path, ending: str) -> None:
 def test_a_file_that_expands_without_end_is_refused_with_numbers(
     tmp_path: Path, name: str, ending: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compressed, "FREE_BYTES", 4 << 20)
+    monkeypatch.setattr(sources, "FREE_BYTES", 4 << 20)
     bomb = packed(bytes(64 << 20), ending)
     spec = written(tmp_path / (name + ending), bomb)
     tracemalloc.start()
     error = refusal(spec)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    bound = max(4 << 20, compressed.MAX_EXPANSION * len(bomb))
+    bound = max(4 << 20, sources.MAX_EXPANSION * len(bomb))
     assert f"has {len(bomb):,} bytes and expands to more than {bound:,}" in error.what
     assert any("decompress it" in advice for advice in error.advice)
     assert peak < 3 * bound
@@ -124,7 +124,7 @@ def test_a_file_that_expands_without_end_is_refused_with_numbers(
 def test_a_reader_of_another_package_is_not_handed_compressed_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from stillroom.config.extensions import READERS
+    from stillroom.config.registry import READERS
 
     monkeypatch.setattr(READERS, "_things", dict(READERS._things))
     register(".md", lambda path, name, tally: iter([(name, {"text": path.read_text()})]))

@@ -9,9 +9,10 @@ from typing import Any
 import datasets as hugging_face
 import pytest
 
+from stillroom.core.errors import DataError
+from stillroom.data import sources
 from stillroom.data.records import Tally
-from stillroom.data.sources import datasets, read_spec
-from stillroom.errors import DataError
+from stillroom.data.sources import read_spec
 
 
 class Hub:
@@ -29,7 +30,7 @@ class Hub:
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
     hub = Hub({split: [{"text": f"{split} {n}"} for n in range(3)] for split in ("train", "validation", "extra")})
-    monkeypatch.setattr(datasets, "needed", lambda module, where: hub)
+    monkeypatch.setattr(sources, "needed", lambda module, where: hub)
     return hub
 
 

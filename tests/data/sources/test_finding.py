@@ -9,9 +9,9 @@ from pathlib import Path
 import fsspec
 import pytest
 
+from stillroom.core.errors import DataError
 from stillroom.data.records import Tally
 from stillroom.data.sources import locate, read_files
-from stillroom.errors import DataError
 
 
 def fill(folder: Path, *names: str) -> None:

@@ -13,10 +13,9 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from stillroom.data.spans.common import Spans, common_spans, coverage_of
-from stillroom.data.spans.places import Placed, place_tokens
-from stillroom.data.spans.token_bytes import TokenBytes
-from stillroom.errors import ConfigError, DataError
+from stillroom.core.errors import ConfigError, DataError
+from stillroom.data.two_tokenizers.align import Placed, Spans, common_spans, coverage_of, place_tokens
+from stillroom.data.two_tokenizers.token_bytes import TokenBytes
 
 NAMES = tuple(pair_tokenizers.BUILDERS)
 PIECES = (

@@ -6,9 +6,8 @@ import pair_tokenizers
 import pytest
 import tiny
 
-from stillroom.data.spans.groups import token_groups
-from stillroom.data.spans.pieces import pieces_of
-from stillroom.data.spans.token_bytes import TokenBytes
+from stillroom.data.two_tokenizers.align import pieces_of, token_groups
+from stillroom.data.two_tokenizers.token_bytes import TokenBytes
 
 PAIRS = [(one, other) for one in pair_tokenizers.EXACT for other in pair_tokenizers.EXACT if one < other]
 

@@ -14,10 +14,10 @@ import tiny
 import torch
 
 from stillroom.config.data import DataConfig
+from stillroom.core.errors import ConfigError
+from stillroom.core.types import IGNORED, Batch
 from stillroom.data import Corpus, open_data
-from stillroom.data.spans.token_bytes import TokenBytes
-from stillroom.errors import ConfigError
-from stillroom.types import IGNORED, Batch
+from stillroom.data.two_tokenizers.token_bytes import TokenBytes
 
 CHAT_A = (
     "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}</s>\n{% endfor %}"

@@ -7,9 +7,9 @@ import pytest
 import tiny
 from tokenizers import AddedToken
 
-from stillroom.data.spans.pieces import pieces_of
-from stillroom.data.spans.token_bytes import TokenBytes
-from stillroom.errors import ConfigError
+from stillroom.core.errors import ConfigError
+from stillroom.data.two_tokenizers.align import pieces_of
+from stillroom.data.two_tokenizers.token_bytes import TokenBytes
 
 PAIRS = [(one, other) for one in pair_tokenizers.EXACT for other in pair_tokenizers.EXACT if one != other]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from stillroom.data.spans.common import Coverage
-from stillroom.data.spans.reading import shorter_notes
+from stillroom.data.two_tokenizers.align import Coverage
+from stillroom.data.two_tokenizers.encode import shorter_notes
 
 
 @pytest.mark.parametrize(("student_tokens", "is_told"), [(100, False), (150, False), (228, True)])

@@ -12,17 +12,16 @@ import tiny
 import torch
 
 from stillroom.config import Config, load_config
-from stillroom.config.toml import toml_lines
+from stillroom.config.load import toml_lines
+from stillroom.core.errors import ConfigError
 from stillroom.doctor.plan.cost import Cost, cost_of, find_gpu, forward_flops
 from stillroom.doctor.plan.plan import changed, find_target, fit, parse_bytes
-from stillroom.engine.building.assemble import build_run
-from stillroom.engine.building.models import load_models
-from stillroom.engine.memory import COPY, Shapes, lay_out
-from stillroom.engine.state import RunState
-from stillroom.engine.step import train_step
-from stillroom.engine.trace import LiveTensors
-from stillroom.errors import ConfigError
 from stillroom.telemetry import EventLog
+from stillroom.training.build import build_run, load_models
+from stillroom.training.memory import COPY, Shapes, lay_out
+from stillroom.training.run import RunState
+from stillroom.training.step import train_step
+from stillroom.training.trace import LiveTensors
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,11 @@ import pytest
 import torch
 from refusals import refused
 
-from stillroom.config.adapter import AdapterConfig
-from stillroom.engine.building.adapt_student import check_base, store_frozen
-from stillroom.errors import BrokenAtStart
+from stillroom.config.sections import AdapterConfig
+from stillroom.core.errors import BrokenAtStart
 from stillroom.parallel import Parallel
 from stillroom.precision import resolve
+from stillroom.training.student import check_base, store_frozen
 
 LORA = {"student__adapter__rank": 2}
 

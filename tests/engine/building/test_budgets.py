@@ -9,15 +9,14 @@ import pytest
 import tiny
 import torch
 
-from stillroom.checkpoint import CheckpointStore
 from stillroom.config import load_config
 from stillroom.config.schema import PrecisionConfig
-from stillroom.engine.building.budgets import make_saves, make_snapshots, state_copies
 from stillroom.parallel import Parallel
 from stillroom.precision import AdamW, ParameterGroup, resolve
 from stillroom.precision.policy import POLICIES
-from stillroom.snapshots import CheckpointSnapshots, SnapshotRing
 from stillroom.telemetry import EventLog, SilentLog, read_events
+from stillroom.training.build import make_saves, make_snapshots, state_copies
+from stillroom.training.checkpoint import CheckpointSnapshots, CheckpointStore, SnapshotRing
 
 
 def parts(mode: str, moments: str) -> tuple[torch.nn.Module, AdamW]:

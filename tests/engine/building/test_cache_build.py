@@ -15,13 +15,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from stillroom.config import load_config
-from stillroom.engine.caching import make_cache
-from stillroom.engine.distill import distill, resume
-from stillroom.engine.loop import Stop
-from stillroom.errors import ConfigError, DataError, Interrupted, StillroomError
-from stillroom.models.load import loaded as loading
+from stillroom.core.errors import ConfigError, DataError, Interrupted, StillroomError
+from stillroom.models import load as loading
 from stillroom.teachers.cache.reader import Cache
 from stillroom.telemetry import read_events
+from stillroom.training.distill import distill, resume
+from stillroom.training.loop import Stop
+from stillroom.training.write_cache import make_cache
 
 SHORT = {"train__max_steps": 6, "train__eval_steps": 3, "eval__samples": 0, "precision__mode": "fp32"}
 

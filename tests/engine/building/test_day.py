@@ -12,12 +12,12 @@ import pytest
 import tiny
 
 from stillroom.config import load_config
+from stillroom.core.errors import DataError, Interrupted
 from stillroom.data import chat
-from stillroom.engine.caching import make_cache
-from stillroom.engine.distill import distill, resume
-from stillroom.engine.loop import Stop
-from stillroom.engine.run_folder.folder import read_config
-from stillroom.errors import DataError, Interrupted
+from stillroom.training.distill import distill, resume
+from stillroom.training.loop import Stop
+from stillroom.training.run_folder import read_config
+from stillroom.training.write_cache import make_cache
 
 TEMPLATE = (
     "{{ strftime_now('%d %b %Y %H:%M') }}\n{% for message in messages %}{{ message.role }}: {{ message.content }}"
@@ -49,7 +49,7 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Any:
             def today(cls) -> Day:
                 return cls.fromisoformat(day)
 
-        for module in ("stillroom.data.chat", "stillroom.engine.distill"):
+        for module in ("stillroom.data.chat", "stillroom.training.distill"):
             monkeypatch.setattr(f"{module}.date", Day)
 
     return be

@@ -8,8 +8,8 @@ import pytest
 import torch
 from refusals import refused
 
-from stillroom.engine.building.device import deterministic, find_device
-from stillroom.errors import BrokenAtStart
+from stillroom.core.errors import BrokenAtStart
+from stillroom.precision.device import deterministic, find_device
 
 
 @pytest.fixture

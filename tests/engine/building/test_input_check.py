@@ -12,12 +12,13 @@ import pytest
 import tiny
 
 from stillroom.config import load_config
-from stillroom.engine.distill import Result, distill, resume
-from stillroom.engine.loop import Stop
-from stillroom.errors import InputsChanged, Interrupted
+from stillroom.core.errors import InputsChanged, Interrupted
 from stillroom.report import write_report
-from stillroom.teachers.cache import identity
+from stillroom.teachers.cache import manifest as identity
 from stillroom.telemetry import read_events
+from stillroom.training.distill import distill, resume
+from stillroom.training.finish import Result
+from stillroom.training.loop import Stop
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stillroom.engine.building.loss_scale import PeakWatch
+from stillroom.training.preflight import PeakWatch
 
 OLD = torch.full((8,), float("nan"), dtype=torch.float16)
 

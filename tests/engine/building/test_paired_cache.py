@@ -15,12 +15,12 @@ import torch
 from safetensors.torch import load_file
 
 from stillroom.config import load_config
-from stillroom.engine.caching import import_cache, make_cache
-from stillroom.engine.distill import distill
-from stillroom.errors import ConfigError, StillroomError
-from stillroom.models.load import loaded as loading
+from stillroom.core.errors import ConfigError, StillroomError
+from stillroom.models import load as loading
 from stillroom.teachers.cache.reader import Cache
 from stillroom.telemetry import read_events
+from stillroom.training.distill import distill
+from stillroom.training.write_cache import import_cache, make_cache
 
 
 def save(folder: Path, family: str, tokenizer: Any, **size: Any) -> None:

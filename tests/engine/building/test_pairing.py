@@ -5,7 +5,7 @@ from __future__ import annotations
 import pair_tokenizers
 import pytest
 
-from stillroom.data.spans.token_bytes import TokenBytes
+from stillroom.data.two_tokenizers.token_bytes import TokenBytes
 from stillroom.teachers.paired import matched_tokens
 
 

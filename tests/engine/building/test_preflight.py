@@ -14,15 +14,15 @@ from refusals import refused
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stillroom.config import load_config
+from stillroom.core.errors import BrokenAtStart, ConfigError
+from stillroom.core.types import IGNORED, Batch
 from stillroom.data.loader import Loader
-from stillroom.engine.building.preflight import SHIFTS, check_targets, first_forward, judge_alignment, shifted_losses
-from stillroom.engine.distill import distill
-from stillroom.engine.state import RunState
-from stillroom.errors import BrokenAtStart, ConfigError
 from stillroom.models.anatomy import backbone, head_of
 from stillroom.telemetry import read_events
-from stillroom.telemetry.lines import component_lines, first_forward_lines
-from stillroom.types import IGNORED, Batch
+from stillroom.telemetry.show import component_lines, first_forward_lines
+from stillroom.training.distill import distill
+from stillroom.training.preflight import SHIFTS, check_targets, first_forward, judge_alignment, shifted_losses
+from stillroom.training.run import RunState
 
 
 def batch_of(ids: torch.Tensor) -> Batch:

@@ -12,10 +12,10 @@ import tiny
 from refusals import refused
 
 from stillroom.config import load_config
-from stillroom.engine.building import shrink_student
-from stillroom.engine.distill import distill
-from stillroom.errors import ConfigError
+from stillroom.core.errors import ConfigError
 from stillroom.telemetry import read_events
+from stillroom.training import student
+from stillroom.training.distill import distill
 
 
 def overrides(world: Path, **over: Any) -> dict[str, Any]:
@@ -56,14 +56,14 @@ def test_data_opened_to_choose_a_cut_is_not_opened_again(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened = []
-    original = shrink_student.open_data
+    original = student.open_data
 
     def counted(*arguments: Any, **options: Any) -> Any:
         opened.append(arguments)
         return original(*arguments, **options)
 
-    monkeypatch.setattr(shrink_student, "open_data", counted)
-    monkeypatch.setattr("stillroom.engine.building.assemble.open_data", counted)
+    monkeypatch.setattr(student, "open_data", counted)
+    monkeypatch.setattr("stillroom.training.build.open_data", counted)
     cut = {"student.init": "shrink", "student.shrink.layers": 1, "student.shrink.method": "influence"}
     distill(load_config(overrides=overrides(world, **cut, **{"data.max_length": 64})), tmp_path / "run")
     assert len(opened) == 1

@@ -15,14 +15,14 @@ from safetensors.torch import load_file
 from served_model import NAME, ServedModel, serving
 
 from stillroom.config import load_config
-from stillroom.engine.caching import make_cache
-from stillroom.engine.distill import distill
-from stillroom.errors import ConfigError, ServerGone, ServerUnusable
-from stillroom.models.load import loaded as loading
+from stillroom.core.errors import ConfigError, ServerGone, ServerUnusable
+from stillroom.models import load as loading
 from stillroom.teachers.cache import build as cache_build
 from stillroom.teachers.cache.reader import Cache
 from stillroom.teachers.signals import LOG_STEP
 from stillroom.telemetry import read_events
+from stillroom.training.distill import distill
+from stillroom.training.write_cache import make_cache
 
 SHORT = {
     "train__max_steps": 6,

@@ -17,14 +17,14 @@ from served_model import serving
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stillroom.config import load_config
-from stillroom.config.schema import TeacherConfig
-from stillroom.engine.caching import make_cache
-from stillroom.engine.distill import distill
-from stillroom.errors import ConfigError, ServerUnusable
+from stillroom.config.teacher import TeacherConfig
+from stillroom.core.errors import ConfigError, ServerUnusable
 from stillroom.export.folder import export
 from stillroom.teachers.cache.reader import Cache
-from stillroom.teachers.served.server import open_server
+from stillroom.teachers.served.teacher import open_server
 from stillroom.telemetry import read_events
+from stillroom.training.distill import distill
+from stillroom.training.write_cache import make_cache
 
 SHORT = {
     "train__max_steps": 4,

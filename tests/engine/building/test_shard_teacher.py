@@ -11,14 +11,14 @@ import torch
 from process_jobs import losses
 
 from stillroom.config import load_config
-from stillroom.engine.building.models import load_models
-from stillroom.engine.distill import distill
-from stillroom.errors import ConfigError
+from stillroom.core.errors import ConfigError
 from stillroom.models.anatomy import layers_if_any
 from stillroom.parallel import Parallel
-from stillroom.parallel.processes import Processes
-from stillroom.teachers.shards import shard_teacher
+from stillroom.parallel.base import Processes
+from stillroom.teachers.placement import shard_teacher
 from stillroom.telemetry import read_events
+from stillroom.training.build import load_models
+from stillroom.training.distill import distill
 
 SHARD = {"teacher.placement": "shard"}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

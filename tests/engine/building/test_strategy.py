@@ -12,11 +12,9 @@ from refusals import refused
 from torch.distributed.fsdp import FSDPModule
 
 from stillroom.config import load_config
-from stillroom.engine.building.assemble import make_precision
-from stillroom.engine.building.models import load_models
-from stillroom.engine.building.strategy import check_strategy, unused_strategy
-from stillroom.errors import ConfigError
+from stillroom.core.errors import ConfigError
 from stillroom.parallel import Parallel
+from stillroom.training.build import check_strategy, load_models, make_precision, unused_strategy
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "residuals": ({"precision.mode": "fp16-split"}, "fp16-split"),

@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import load_file
 
 from stillroom.config import load_config
-from stillroom.engine.caching import make_cache
-from stillroom.engine.distill import distill, resume
-from stillroom.engine.loop import Stop
-from stillroom.errors import BrokenAtStart, ConfigError, Interrupted
+from stillroom.core.errors import BrokenAtStart, ConfigError, Interrupted
 from stillroom.report import write_report
 from stillroom.telemetry import read_events
+from stillroom.training.distill import distill, resume
+from stillroom.training.loop import Stop
+from stillroom.training.write_cache import make_cache
 
 SHORT = {"train__max_steps": 4, "train__eval_steps": 2, "eval__samples": 0, "precision__mode": "fp32"}
 INT8 = {"teacher__quantisation": "int8"}

@@ -13,9 +13,9 @@ from transformers import LlamaForCausalLM
 
 from stillroom.cli import main
 from stillroom.config import load_config
-from stillroom.engine.distill import distill, resume
-from stillroom.errors import CannotSave, StudentDiffers
+from stillroom.core.errors import CannotSave, StudentDiffers
 from stillroom.telemetry import read_events
+from stillroom.training.distill import distill, resume
 
 SHORT = {"train__max_steps": 2, "train__eval_steps": 2, "eval__samples": 0}
 

@@ -10,10 +10,10 @@ import tiny
 import torch
 
 from stillroom.config import load_config
-from stillroom.engine.caching import make_cache
-from stillroom.engine.distill import distill
-from stillroom.engine.ending.tokens import MAX_ROWS, MAX_TOKENS, compare, pieces, why_not
-from stillroom.types import DenseSignal, HeadWeights, PairedSignal, SampledSignal, StudentView, TopKSignal
+from stillroom.core.types import DenseSignal, HeadWeights, PairedSignal, SampledSignal, StudentView, TopKSignal
+from stillroom.training.distill import distill
+from stillroom.training.token_view import MAX_ROWS, MAX_TOKENS, compare, pieces, why_not
+from stillroom.training.write_cache import make_cache
 
 V, D, N = 40, 8, 12
 

@@ -15,10 +15,10 @@ import pytest
 import tiny
 
 from stillroom.config import Config, load_config
-from stillroom.engine.distill import distill, resume
-from stillroom.engine.loop import Stop
-from stillroom.engine.run_folder.folder import LOCK, owned, read_config, take_lock
-from stillroom.errors import BrokenAtStart, CannotSave, ConfigError, Interrupted, StillroomError
+from stillroom.core.errors import BrokenAtStart, CannotSave, ConfigError, Interrupted, StillroomError
+from stillroom.training.distill import distill, resume
+from stillroom.training.loop import Stop
+from stillroom.training.run_folder import LOCK, owned, read_config, take_lock
 
 
 @pytest.fixture

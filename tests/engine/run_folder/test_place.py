@@ -16,12 +16,12 @@ from commands import run as command
 from faulty_store import FaultyStore, faulty_store
 
 import stillroom
-from stillroom import remote
 from stillroom.config import load_config
-from stillroom.engine.distill import distill, resume
-from stillroom.engine.run_folder.place import folder_of, opened
-from stillroom.errors import BrokenAtStart, CannotSave, CheckpointUnusable, ConfigError, Interrupted
+from stillroom.core import remote
+from stillroom.core.errors import BrokenAtStart, CannotSave, CheckpointUnusable, ConfigError, Interrupted
 from stillroom.telemetry import read_events
+from stillroom.training.distill import distill, resume
+from stillroom.training.run_folder import folder_of, opened
 
 SETTINGS = {"train__max_steps": 8, "train__eval_steps": 4, "train__save_steps": 2, "eval__samples": 0}
 
@@ -174,13 +174,13 @@ def test_one_run_at_a_time_and_nothing_is_left_of_one_that_could_not_begin(
 
 def _in_thread(work: Any) -> None:
     """As another process would: the places that are open are of this one."""
-    from stillroom.engine.run_folder import place
+    from stillroom.training import run_folder
 
-    known, place._open = place._open, {}
+    known, run_folder._open = run_folder._open, {}
     try:
         work()
     finally:
-        place._open = known
+        run_folder._open = known
 
 
 def test_a_store_without_conditional_creation_is_said(world: Path, tmp_path: Path, faulty: type[FaultyStore]) -> None:

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from stillroom.config.adapter import AdapterConfig
-from stillroom.errors import ConfigError
-from stillroom.models.adapter.adapter_trial import try_adapter
-from stillroom.models.adapter.attach import Adapter, attach
+from stillroom.config.sections import AdapterConfig
+from stillroom.core.errors import ConfigError
+from stillroom.models.lora import Adapter, attach, try_adapter
 
 
 def model() -> Any:

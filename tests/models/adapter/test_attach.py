@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from stillroom.config.adapter import AdapterConfig
-from stillroom.errors import BrokenAtStart, ConfigError
-from stillroom.models.adapter.attach import Adapter, attach
+from stillroom.config.sections import AdapterConfig
+from stillroom.core.errors import BrokenAtStart, ConfigError
+from stillroom.models.lora import Adapter, attach
 
 IDS = torch.arange(3, 27).view(2, 12)
 

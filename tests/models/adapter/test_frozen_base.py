@@ -11,10 +11,9 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from stillroom.config.adapter import AdapterConfig
-from stillroom.errors import BrokenAtStart
-from stillroom.models.adapter.attach import attach
-from stillroom.models.adapter.frozen_base import CodedLinear, WidenedLinear, store_base, weights_identity, widened
+from stillroom.config.sections import AdapterConfig
+from stillroom.core.errors import BrokenAtStart
+from stillroom.models.lora import CodedLinear, WidenedLinear, attach, store_base, weights_identity, widened
 
 IDS = torch.arange(3, 27).view(2, 12)
 

@@ -12,11 +12,9 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from stillroom.config.adapter import AdapterConfig
-from stillroom.errors import CannotSave
-from stillroom.models.adapter.attach import Adapter, attach
-from stillroom.models.adapter.frozen_base import store_base
-from stillroom.models.adapter.merge import compare, merged, save_merged
+from stillroom.config.sections import AdapterConfig
+from stillroom.core.errors import CannotSave
+from stillroom.models.lora import Adapter, attach, compare, merged, save_merged, store_base
 
 IDS = torch.arange(3, 27).view(2, 12)
 

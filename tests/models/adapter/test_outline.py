@@ -6,11 +6,10 @@ import tiny
 import torch
 from transformers import AutoModelForCausalLM
 
-from stillroom.config.adapter import AdapterConfig
-from stillroom.models.adapter.attach import attach
-from stillroom.models.adapter.frozen_base import store_base
-from stillroom.models.adapter.outline import fill, outline_of
-from stillroom.models.load.read_back import logits_of
+from stillroom.config.sections import AdapterConfig
+from stillroom.models.check import logits_of
+from stillroom.models.lora import attach, store_base
+from stillroom.models.lora_targets import fill, outline_of
 
 
 def test_an_outline_has_no_values_and_filled_it_answers_as_the_network_did() -> None:

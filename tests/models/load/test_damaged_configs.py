@@ -11,7 +11,7 @@ import tiny
 from damage import ask, edit, refused, train
 from transformers import BertConfig, BertLMHeadModel, LlavaConfig, Qwen3VLConfig, T5Config
 
-from stillroom.errors import ConfigError
+from stillroom.core.errors import ConfigError
 from stillroom.models import LoadedModel
 
 # -- configuration ---------------------------------------------------------------------------------------

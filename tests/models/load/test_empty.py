@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from stillroom.models.load.empty import empty_network
+from stillroom.models.gguf import empty_network
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "mixtral"])

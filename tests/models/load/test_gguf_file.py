@@ -14,14 +14,15 @@ import pytest
 import tiny
 import torch
 
-from stillroom.assess import assess
 from stillroom.config import load_config
-from stillroom.config.schema import StudentConfig, TeacherConfig
-from stillroom.engine.distill import distill
-from stillroom.errors import BrokenAtStart
+from stillroom.config.schema import StudentConfig
+from stillroom.config.teacher import TeacherConfig
+from stillroom.core.errors import BrokenAtStart
+from stillroom.metrics.evaluate import assess
 from stillroom.models import load_tokenizer, open_student, open_teacher
 from stillroom.models.generate import open_writer
-from stillroom.teachers.cache.identity import teacher_identity
+from stillroom.teachers.cache.manifest import teacher_identity
+from stillroom.training.distill import distill
 
 Kind = gguf.GGMLQuantizationType
 

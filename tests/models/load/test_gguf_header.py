@@ -9,7 +9,7 @@ import gguf_files
 import pytest
 import tiny
 
-from stillroom.errors import BrokenAtStart
+from stillroom.core.errors import BrokenAtStart
 from stillroom.models.gguf import read_header
 
 

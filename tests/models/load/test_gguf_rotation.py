@@ -12,8 +12,8 @@ import tiny
 import torch
 from transformers import AutoModelForCausalLM
 
-from stillroom.config.schema import TeacherConfig
-from stillroom.errors import BrokenAtStart
+from stillroom.config.teacher import TeacherConfig
+from stillroom.core.errors import BrokenAtStart
 from stillroom.models import open_teacher
 
 LLAMA3 = {

@@ -14,18 +14,21 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, RwkvConfig
 from transformers.utils import logging
 
-from stillroom import demo
-from stillroom.assess import assess
 from stillroom.config import load_config
-from stillroom.config.schema import DataConfig, StudentConfig, TeacherConfig
+from stillroom.config.data import DataConfig
+from stillroom.config.schema import StudentConfig
+from stillroom.config.teacher import TeacherConfig
+from stillroom.core.errors import BrokenAtStart, ConfigError
+from stillroom.core.types import IGNORED
 from stillroom.data import fixed_batches, open_eval
-from stillroom.engine.building.device import find_device
-from stillroom.engine.building.models import load_models
-from stillroom.engine.distill import Result, distill
-from stillroom.errors import BrokenAtStart, ConfigError
+from stillroom.metrics.evaluate import assess
 from stillroom.models import head_error, open_student, open_teacher, try_model
 from stillroom.models.attention import NAME
-from stillroom.types import IGNORED
+from stillroom.precision.device import find_device
+from stillroom.training import demo
+from stillroom.training.build import load_models
+from stillroom.training.distill import distill
+from stillroom.training.finish import Result
 
 ODD = ["recurrent_gemma", "modernbert-decoder", "doge"]  # a cap, a head with layers of its own, masks of its own
 
@@ -166,7 +169,7 @@ def test_a_model_is_tried_once_in_a_run(odd: Path, monkeypatch: pytest.MonkeyPat
         assert ids.shape[1] > 8 and ids.max() > 64 and len(ids.unique()) > 16, "tokens of the whole vocabulary"
         return 0.0
 
-    monkeypatch.setattr("stillroom.models.load.loaded.head_error", count)
+    monkeypatch.setattr("stillroom.models.load.head_error", count)
     over = tiny.settings(odd, teacher__model=str(odd / "recurrent_gemma"))
     load_models(load_config(overrides=over), find_device("cpu"))
     assert sorted(asked) == ["LlamaForCausalLM", "RecurrentGemmaForCausalLM"]

@@ -12,9 +12,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from stillroom.config.schema import StudentConfig, TeacherConfig
-from stillroom.errors import BrokenAtStart
-from stillroom.models.load.open import load_student, load_teacher
+from stillroom.config.schema import StudentConfig
+from stillroom.config.teacher import TeacherConfig
+from stillroom.core.errors import BrokenAtStart
+from stillroom.models.load import load_student, load_teacher
 
 IDS = torch.arange(3, 27).view(2, 12)
 

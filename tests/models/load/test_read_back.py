@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from stillroom.models.load import read_back as module
-from stillroom.models.load.read_back import compare_tensors, read_back
+from stillroom.models import check as module
+from stillroom.models.check import compare_tensors, read_back
 
 IDS = torch.arange(3, 27).view(2, 12)
 

@@ -13,12 +13,12 @@ import torch
 from damage import cut_short, refused, rewrite, train
 from safetensors.torch import load_file
 
-from stillroom.assess import assess
 from stillroom.cli import main
-from stillroom.config.schema import StudentConfig, TeacherConfig
-from stillroom.errors import BrokenAtStart
-from stillroom.models import find, load_student, open_teacher
-from stillroom.models.load import source
+from stillroom.config.schema import StudentConfig
+from stillroom.config.teacher import TeacherConfig
+from stillroom.core.errors import BrokenAtStart
+from stillroom.metrics.evaluate import assess
+from stillroom.models import files, find, load_student, open_teacher
 
 # -- names -----------------------------------------------------------------------------------------------
 
@@ -33,8 +33,8 @@ def no_hub(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         assert timeout > 0, "a question without a limit may hang for good"
         raise ConnectionError("no route to host")
 
-    monkeypatch.setattr("stillroom.models.load.source.HfApi.model_info", model_info)
-    source._ask_hub.cache_clear()
+    monkeypatch.setattr("stillroom.models.files.HfApi.model_info", model_info)
+    files._ask_hub.cache_clear()
     return asked
 
 
@@ -65,7 +65,7 @@ def test_a_hub_that_cannot_be_reached_is_asked_once(no_hub: list[str], name: str
     for _attempt in range(2):
         with pytest.raises(BrokenAtStart, match="no route to host") as caught:
             load_student(StudentConfig(model=name), seed=0)
-    source._ask_hub.cache_clear()
+    files._ask_hub.cache_clear()
     assert no_hub == [name] and "network" in str(caught.value)
 
 
@@ -84,13 +84,13 @@ def test_a_model_of_the_hub_is_a_folder_like_any_other(
         return str(snapshot)
 
     hub = SimpleNamespace(model_info=lambda _name, **_options: SimpleNamespace(sha="c0ffee"))
-    monkeypatch.setattr("stillroom.models.load.source.snapshot_download", snapshot_download)
-    monkeypatch.setattr("stillroom.models.load.source.HfApi", lambda: hub)
-    source._ask_hub.cache_clear()
+    monkeypatch.setattr("stillroom.models.files.snapshot_download", snapshot_download)
+    monkeypatch.setattr("stillroom.models.files.HfApi", lambda: hub)
+    files._ask_hub.cache_clear()
     found = open_teacher(TeacherConfig(model="org/name"), torch.float32)
     assert found.is_described and "model.safetensors" in asked
     assert not any("bin" in pattern or "py" in pattern for pattern in asked)
-    source._ask_hub.cache_clear()
+    files._ask_hub.cache_clear()
 
 
 def test_a_model_in_the_hub_s_cache_is_found_without_a_network(

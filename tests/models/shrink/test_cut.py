@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig, Qwe
 
 from stillroom.config import load_config
 from stillroom.config.schema import ShrinkConfig
-from stillroom.engine.distill import distill
-from stillroom.errors import ConfigError
+from stillroom.core.errors import ConfigError
+from stillroom.core.types import Batch
 from stillroom.models import anatomy_of
 from stillroom.models.anatomy import layers_of
 from stillroom.models.attention import attend_causally
@@ -25,7 +25,7 @@ from stillroom.models.shrink.cut import cut
 from stillroom.models.shrink.layer_choice import evenly_spaced, settled_layers
 from stillroom.models.shrink.width import measure
 from stillroom.telemetry import read_events
-from stillroom.types import Batch
+from stillroom.training.distill import distill
 
 FAMILIES = [
     "llama", "gpt2", "qwen3", "qwen3_moe", "mixtral", "olmoe", "gemma2", "granite", "phi", "opt", "gpt_neox",

@@ -15,13 +15,13 @@ from transformers import AutoModelForCausalLM
 
 from stillroom.config import load_config
 from stillroom.config.schema import ShrinkConfig
-from stillroom.engine.distill import distill
-from stillroom.errors import ConfigError
+from stillroom.core.errors import ConfigError
+from stillroom.core.types import Batch
 from stillroom.models.anatomy import layers_of
 from stillroom.models.attention import attend_causally
 from stillroom.models.shrink.cut import cut
-from stillroom.models.shrink.layer_config import find_period
-from stillroom.types import Batch
+from stillroom.models.shrink.width import find_period
+from stillroom.training.distill import distill
 
 TOKENS = {"vocab_size": tiny.VOCAB, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 1}
 STATE = {**TOKENS, "hidden_size": 32, "num_hidden_layers": 4, "state_size": 4}

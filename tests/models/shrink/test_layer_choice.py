@@ -14,18 +14,25 @@ from transformers import AutoModelForCausalLM
 
 from stillroom.config import load_config
 from stillroom.config.schema import ShrinkConfig
-from stillroom.engine.building.shrink_student import start_note
-from stillroom.engine.distill import distill, resume
-from stillroom.engine.loop import Stop
-from stillroom.errors import ConfigError, Interrupted
+from stillroom.core.errors import ConfigError, Interrupted
+from stillroom.core.types import IGNORED, Batch
 from stillroom.models.anatomy import layers_of
 from stillroom.models.shrink import layer_choice
-from stillroom.models.shrink.bypass import Bypass
 from stillroom.models.shrink.cut import cut
-from stillroom.models.shrink.layer_choice import cost_of_loss, evenly_spaced, losses_without_one
-from stillroom.models.shrink.passages import mean_loss, num_positions, num_scored, passages
+from stillroom.models.shrink.layer_choice import (
+    Bypass,
+    cost_of_loss,
+    evenly_spaced,
+    losses_without_one,
+    mean_loss,
+    num_positions,
+    num_scored,
+    passages,
+)
 from stillroom.telemetry import read_events
-from stillroom.types import IGNORED, Batch
+from stillroom.training.distill import distill, resume
+from stillroom.training.loop import Stop
+from stillroom.training.student import start_note
 
 FAMILIES = ["llama", "gpt2", "gemma2", "mixtral", "opt", "gpt_oss", "llama4"]
 CPU = torch.device("cpu")

@@ -15,16 +15,15 @@ import torch
 from refusals import refused
 
 from stillroom.config.objectives import ObjectivesConfig
-from stillroom.errors import ConfigError
-from stillroom.objectives import Inside, Mix, plan_objectives
-from stillroom.objectives.crosstok.prefix_groups import GroupSums
-from stillroom.objectives.crosstok.slots import SpanSlots, num_exact, num_spans
-from stillroom.objectives.divergences import make
-from stillroom.objectives.head import score_head
-from stillroom.objectives.objective import Matched
+from stillroom.core.errors import ConfigError
+from stillroom.core.types import Batch, DenseSignal, Lesson, Score
+from stillroom.losses.divergences import make
+from stillroom.losses.head.loss import score_head
+from stillroom.losses.mix import Mix
+from stillroom.losses.objective import Inside, Matched, plan_objectives
+from stillroom.losses.two_tokenizers import GroupSums, SpanSlots, num_exact, num_spans
 from stillroom.teachers.paired import matched_tokens
 from stillroom.teachers.signals import Coarse, SharedTokens, SignalSpec, TokenGroups, reduce_row, signal_of
-from stillroom.types import Batch, DenseSignal, Lesson, Score
 
 NAMES = ("alm", "exact_match", "prefix_match", "uld", "span_hidden")
 

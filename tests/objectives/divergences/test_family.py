@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+import textbook
 import torch
 from divergence_cases import every_member
 from hypothesis import given
@@ -12,10 +13,9 @@ from hypothesis import strategies as st
 from refusals import refused
 from torch import Tensor
 
-from stillroom.checks import textbook
-from stillroom.errors import ConfigError
-from stillroom.objectives import divergences
-from stillroom.objectives.divergences.base import Divergence
+from stillroom.core.errors import ConfigError
+from stillroom.losses import divergences
+from stillroom.losses.divergences import Divergence
 
 seeds = st.integers(0, 2**31 - 1)
 spreads = st.sampled_from([0.1, 1.0, 8.0])

@@ -18,11 +18,13 @@ from torch import Tensor
 
 from stillroom.config.objectives import KdConfig, ObjectivesConfig
 from stillroom.config.sections import Ramp
-from stillroom.curriculum import value_at
-from stillroom.errors import ConfigError
-from stillroom.objectives import DenseTeacher, Mix, TopKTeacher, divergences, fused_head_loss
-from stillroom.objectives.head.kernel import KernelName, choose_kernel
-from stillroom.objectives.head.sparse import keep_top_k
+from stillroom.core.errors import ConfigError
+from stillroom.losses import divergences
+from stillroom.losses.head.kernel import KernelName, choose_kernel
+from stillroom.losses.head.loss import DenseTeacher, TopKTeacher, fused_head_loss
+from stillroom.losses.head.rows import keep_top_k
+from stillroom.losses.mix import Mix
+from stillroom.training.curriculum import value_at
 
 CHOICE = choose_kernel("auto")
 both_kernels = pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import pytest
 import torch
 from head_cases import grads_of, make_case, run
 
-from stillroom.objectives.head import products
-from stillroom.objectives.head.buffers import BufferPool
+from stillroom.losses.head import products
+from stillroom.losses.head.products import BufferPool
 
 CPU = torch.device("cpu")
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stillroom.objectives.head import chunks
-from stillroom.objectives.head.chunks import choose_chunk, chunk_size, pass_bytes
+from stillroom.losses.head import rows
+from stillroom.losses.head.rows import choose_chunk, chunk_size, pass_bytes
 
 GB = 10**9
 
@@ -61,13 +61,13 @@ def test_free_memory_is_asked_once_until_it_is_forgotten(monkeypatch: pytest.Mon
 
     hidden: torch.Tensor = Hidden()  # type: ignore[assignment]  # no card is at hand
     monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
-    chunks.forget_free_memory()
+    rows.forget_free_memory()
     try:
         first = choose_chunk(0, hidden, 49_152)
         free[0] = 1 * GB
         assert choose_chunk(0, hidden, 49_152) == first and len(asked) == 1
-        chunks.forget_free_memory()
+        rows.forget_free_memory()
         assert choose_chunk(0, hidden, 49_152) < first
         assert choose_chunk(512, hidden, 49_152) == 512 and len(asked) == 2, "an asked chunk is taken unasked"
     finally:
-        chunks.forget_free_memory()
+        rows.forget_free_memory()

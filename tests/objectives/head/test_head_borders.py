@@ -13,21 +13,13 @@ from head_cases import Case, make_case
 from refusals import refused
 from torch import Tensor
 
-from stillroom.errors import ConfigError, DataError
-from stillroom.objectives import (
-    DenseTeacher,
-    HeadLoss,
-    SampledTeacher,
-    TopKTeacher,
-    divergences,
-    fused_head_loss,
-    score_head,
-)
-from stillroom.objectives.head.kernel import choose_kernel
-from stillroom.objectives.head.row_kernel import Logits, RowPlan, RowRecord
-from stillroom.objectives.head.sparse import keep_top_k
-from stillroom.objectives.inner import distances
-from stillroom.types import DenseSignal, HeadWeights, TopKSignal
+from stillroom.core.errors import ConfigError, DataError
+from stillroom.core.types import DenseSignal, HeadWeights, TopKSignal
+from stillroom.losses import divergences
+from stillroom.losses import hidden as distances
+from stillroom.losses.head.kernel import choose_kernel
+from stillroom.losses.head.loss import DenseTeacher, HeadLoss, SampledTeacher, TopKTeacher, fused_head_loss, score_head
+from stillroom.losses.head.rows import Logits, RowPlan, RowRecord, keep_top_k
 
 N, V, K = 7, 13, 4
 CHOICE = choose_kernel("auto")
@@ -355,14 +347,14 @@ def test_a_second_derivative_is_refused_and_a_first_is_not(kernel: str) -> None:
     )
     (plainly,) = torch.autograd.grad(call(dense(), student_hidden=hidden, kernel=kernel).loss, hidden)
     torch.testing.assert_close(gradient, plainly)
-    with refused(ConfigError, "stillroom.objectives"):
+    with refused(ConfigError, "stillroom.losses"):
         (gradient.square().sum() + hidden.sum()).backward()
 
 
 def test_a_second_derivative_of_a_bare_divergence_is_refused() -> None:
     logits = torch.randn(2, 5, requires_grad=True)
     (gradient,) = torch.autograd.grad(divergences.jsd(logits, torch.randn(2, 5)).sum(), logits, create_graph=True)
-    with refused(ConfigError, "stillroom.objectives"):
+    with refused(ConfigError, "stillroom.losses"):
         gradient.square().sum().backward()
 
 

@@ -10,10 +10,10 @@ from divergence_cases import every_member
 from half_cases import distance, exact, gradients, near_convergence
 from head_cases import Case, make_case, run
 
-from stillroom.objectives.divergences.base import Divergence
-from stillroom.objectives.head.chunks import forget_free_memory, pass_bytes
-from stillroom.objectives.head.kernel import choose_kernel
-from stillroom.types import DenseSignal, HeadWeights
+from stillroom.core.types import DenseSignal, HeadWeights
+from stillroom.losses.divergences import Divergence
+from stillroom.losses.head.kernel import choose_kernel
+from stillroom.losses.head.rows import forget_free_memory, pass_bytes
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA card")
 

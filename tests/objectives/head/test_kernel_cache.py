@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from process_jobs import Child, wait_for
 
-from stillroom.objectives.head import kernel, kernel_build
-from stillroom.objectives.head.kernel_build import Built
+from stillroom.losses.head import compiled, kernel
+from stillroom.losses.head.compiled import Built
 
 CONTENT = b"made by the stub"
 STUB = """#!/bin/sh
@@ -43,7 +43,7 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def build() -> Built:
-    return kernel_build.build.__wrapped__()
+    return compiled.build.__wrapped__()
 
 
 def built_path() -> Path:
@@ -205,11 +205,11 @@ def test_two_processes_may_build_at_once(calls: Path) -> None:
 
 
 def test_a_truncated_kernel_does_not_end_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = kernel_build.build().path
+    whole = compiled.build().path
     if whole is None:
         pytest.skip("no C++ compiler here")
     monkeypatch.setenv("STILLROOM_CACHE", str(tmp_path))
-    monkeypatch.setattr(kernel, "build", kernel_build.build.__wrapped__)
+    monkeypatch.setattr(kernel, "build", compiled.build.__wrapped__)
     half = tmp_path / "stillroom" / "kernels" / whole.name
     half.parent.mkdir(parents=True, mode=0o700)
     half.write_bytes(whole.read_bytes()[: whole.stat().st_size // 2])

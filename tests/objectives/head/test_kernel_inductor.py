@@ -15,12 +15,11 @@ import torch
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.utils import counters
 
-from stillroom.objectives import divergences
-from stillroom.objectives.divergences.base import Divergence
-from stillroom.objectives.head import kernel, kernel_inductor
-from stillroom.objectives.head.kernel_inductor import InductorKernel
-from stillroom.objectives.head.kernel_plain import PlainKernel
-from stillroom.objectives.head.row_kernel import Logits, RowKernel, RowPlan, RowRecord
+from stillroom.losses import divergences
+from stillroom.losses.divergences import Divergence
+from stillroom.losses.head import compiled, kernel
+from stillroom.losses.head.compiled import InductorKernel
+from stillroom.losses.head.rows import Logits, PlainKernel, RowKernel, RowPlan, RowRecord
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++ on a CPU")
 NUM_TOKENS = 203
@@ -99,7 +98,7 @@ class Recorded:
         self.calls += 1
         if self.error is not None:
             raise self.error
-        kernel_inductor._run_fused(*args)
+        compiled._run_fused(*args)
 
 
 def test_a_setting_that_moves_is_left_to_the_plain_kernel_in_the_end() -> None:

@@ -9,11 +9,9 @@ import torch
 from divergence_cases import MEMBERS
 from live_bytes import LiveBytes
 
-from stillroom.objectives import divergences
-from stillroom.objectives.divergences.base import Divergence
-from stillroom.objectives.head.chunks import TEMPORARIES
-from stillroom.objectives.head.kernel_plain import _run_block, rows_at_once
-from stillroom.objectives.head.row_kernel import Logits, RowPlan, RowRecord
+from stillroom.losses import divergences
+from stillroom.losses.divergences import Divergence
+from stillroom.losses.head.rows import TEMPORARIES, Logits, RowPlan, RowRecord, _run_block, rows_at_once
 
 NUM_TOKENS = 2048
 # Settings at which a divergence computes in float64 or takes a longer way.

@@ -13,14 +13,13 @@ import torch
 from refusals import refused
 from torch import Tensor
 
-from stillroom.errors import ConfigError, DataError
-from stillroom.objectives import divergences, fused_head_loss
-from stillroom.objectives.divergences.base import Divergence
-from stillroom.objectives.head import DenseTeacher
-from stillroom.objectives.head.kernel import choose_kernel
-from stillroom.objectives.head.kernel_plain import PlainKernel
-from stillroom.objectives.head.row_kernel import Logits, RowKernel, RowPlan, RowRecord, TeacherRows
-from stillroom.types import SampledSignal, TopKSignal
+from stillroom.core.errors import ConfigError, DataError
+from stillroom.core.types import SampledSignal, TopKSignal
+from stillroom.losses import divergences
+from stillroom.losses.divergences import Divergence
+from stillroom.losses.head.kernel import choose_kernel
+from stillroom.losses.head.loss import DenseTeacher, fused_head_loss
+from stillroom.losses.head.rows import Logits, PlainKernel, RowKernel, RowPlan, RowRecord, TeacherRows
 
 CHOICE = choose_kernel("auto")
 needs_compiler = pytest.mark.skipif(CHOICE.name != "compiled", reason=CHOICE.reason)
@@ -266,12 +265,12 @@ def test_the_choice_can_be_made_from_outside(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_without_a_compiler_the_plain_kernel_runs_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    from stillroom.objectives.head import kernel, kernel_build
+    from stillroom.losses.head import compiled, kernel
 
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.delenv("STILLROOM_KERNEL", raising=False)
-    monkeypatch.setattr(kernel, "build", kernel_build.build.__wrapped__)
+    monkeypatch.setattr(kernel, "build", compiled.build.__wrapped__)
     choice = kernel._compiled.__wrapped__()
     assert choice.name == "plain"
     assert "no C++ compiler" in choice.reason

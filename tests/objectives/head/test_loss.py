@@ -14,11 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import refused
 
-from stillroom.errors import ConfigError
-from stillroom.objectives import DenseTeacher, divergences, fused_head_loss, score_head
-from stillroom.objectives.divergences.base import Divergence
-from stillroom.objectives.head import multiply
-from stillroom.types import HeadWeights
+from stillroom.core.errors import ConfigError
+from stillroom.core.types import HeadWeights
+from stillroom.losses import divergences
+from stillroom.losses.divergences import Divergence
+from stillroom.losses.head import products
+from stillroom.losses.head.loss import DenseTeacher, fused_head_loss, score_head
 
 FORWARD_KL = divergences.make("forward_kl")
 HEADS: dict[str, dict[str, Any]] = {
@@ -169,9 +170,7 @@ def test_a_term_of_weight_zero_is_not_computed() -> None:
 def test_without_grad_no_gradient_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case().copy(torch.float32)
     trained = run(case)
-    monkeypatch.setattr(
-        "stillroom.objectives.head.products.Products.pull_back", lambda *_: pytest.fail("worked in vain")
-    )
+    monkeypatch.setattr("stillroom.losses.head.products.Products.pull_back", lambda *_: pytest.fail("worked in vain"))
     with torch.no_grad():
         scored = run(case)
     assert not scored.loss.requires_grad
@@ -348,7 +347,7 @@ def test_a_frozen_head_gets_no_gradient_and_hidden_states_keep_theirs(
     bias = ours.head.bias
     frozen = replace(ours.head, weight=ours.head.weight.detach(), bias=None if bias is None else bias.detach())
     ours = replace(ours, head=frozen)
-    monkeypatch.setattr(multiply.WideMultiplier, "to_weight", None)  # an attempt to call it raises
+    monkeypatch.setattr(products.WideMultiplier, "to_weight", None)  # an attempt to call it raises
     run(ours, member, chunk_tokens=10).loss.backward()
     kd, ce = reference_rows(exact, member, 2.0)
     (0.7 * kd.sum() + 0.3 * ce.sum()).backward()

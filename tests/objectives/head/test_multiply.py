@@ -14,9 +14,9 @@ from half_cases import distance, exact, gradients, near_convergence
 from head_cases import FORWARD_KL, Case, grads_of, make_case, reference_rows, run
 from torch import Tensor
 
-from stillroom.objectives.head import multiply
-from stillroom.objectives.head.multiply import HalfMultiplier, WideMultiplier, choose_multiplier
-from stillroom.types import HeadWeights
+from stillroom.core.types import HeadWeights
+from stillroom.losses.head import products
+from stillroom.losses.head.products import HalfMultiplier, WideMultiplier, choose_multiplier
 
 HALVES = [torch.float16, torch.bfloat16]
 
@@ -24,7 +24,7 @@ HALVES = [torch.float16, torch.bfloat16]
 @pytest.fixture
 def on_card(monkeypatch: pytest.MonkeyPatch) -> None:
     """Multiply as a card does."""
-    monkeypatch.setattr(multiply, "multiplies_half", lambda device: True)
+    monkeypatch.setattr(products, "multiplies_half", lambda device: True)
 
 
 # -- the bar -----------------------------------------------------------------------------------------------
@@ -134,14 +134,14 @@ def test_a_gradient_of_zeros_is_zero() -> None:
 
 def test_powers_of_two_are_exact() -> None:
     exponents = torch.arange(-126, 128, dtype=torch.int32)
-    assert multiply._power_of_two(exponents).tolist() == [math.ldexp(1.0, int(e)) for e in exponents]
+    assert products._power_of_two(exponents).tolist() == [math.ldexp(1.0, int(e)) for e in exponents]
 
 
 def test_the_exponent_of_a_row_is_that_of_its_largest_magnitude() -> None:
     rows = torch.tensor([[0.0, -0.0], [1.0, -3.9], [-0.25, 0.1], [65504.0, 1.0], [0.0, -1e-20]])
     expected = [-127, 1, -2, 15, math.frexp(1e-20)[1] - 1]
-    assert multiply._exponents(rows).tolist() == expected
-    assert multiply._exponents(torch.tensor([[math.nan, 1.0], [-math.inf, 1.0]])).tolist() == [128, 128]
+    assert products._exponents(rows).tolist() == expected
+    assert products._exponents(torch.tensor([[math.nan, 1.0], [-math.inf, 1.0]])).tolist() == [128, 128]
 
 
 # -- which products, and how -------------------------------------------------------------------------------
@@ -203,7 +203,7 @@ def test_every_product_of_a_card_has_half_operands_and_an_fp32_result(monkeypatc
         asked.append((left.dtype, right.dtype, out_dtype))
         return real(left.float(), right.float(), out=out)
 
-    monkeypatch.setattr(multiply, "_has_wide_results", lambda device, dtype: True)
+    monkeypatch.setattr(products, "_has_wide_results", lambda device, dtype: True)
     monkeypatch.setattr(torch, "mm", mm)
     run(make_case(8, 9, 50, widths=(8, 6)).copy(torch.float16), chunk_tokens=5).loss.backward()
     assert asked == [(torch.float16, torch.float16, torch.float32)] * 8
@@ -214,5 +214,5 @@ def test_every_product_of_a_card_has_half_operands_and_an_fp32_result(monkeypatc
 def test_a_chunk_may_add_to_the_weight_gradient_in_parts(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case(8, 9, 50, widths=(8, 6)).copy(dtype)
     whole = gradients(case, chunk_tokens=4)["weight"]
-    monkeypatch.setattr(multiply, "_SHARE_TOKENS", 17)
+    monkeypatch.setattr(products, "_SHARE_TOKENS", 17)
     torch.testing.assert_close(gradients(case, chunk_tokens=4)["weight"], whole, rtol=1e-5, atol=1e-7)

@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 from refusals import refused
 from torch import Tensor
 
-from stillroom.errors import ConfigError
-from stillroom.numerics import log1mexp, tail_log_mass
-from stillroom.objectives import SampledTeacher, TopKTeacher, divergences, fused_head_loss, score_head
-from stillroom.objectives.divergences.base import Divergence
-from stillroom.objectives.head.sparse import check_pair, keep_top_k
-from stillroom.types import SampledSignal, TopKSignal
+from stillroom.core.errors import ConfigError
+from stillroom.core.numerics import log1mexp, tail_log_mass
+from stillroom.core.types import SampledSignal, TopKSignal
+from stillroom.losses import divergences
+from stillroom.losses.divergences import Divergence
+from stillroom.losses.head.loss import SampledTeacher, TopKTeacher, fused_head_loss, score_head
+from stillroom.losses.head.rows import check_pair, keep_top_k
 
 FORWARD_KL = divergences.make("forward_kl")
 NUM_TOKENS = 13

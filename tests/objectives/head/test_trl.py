@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stillroom.objectives import DenseTeacher, fused_head_loss
+from stillroom.losses.head.loss import DenseTeacher, fused_head_loss
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 

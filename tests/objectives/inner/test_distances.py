@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stillroom.config.objectives import LayerMap
-from stillroom.errors import ConfigError
-from stillroom.objectives.inner.distances import (
+from stillroom.core.errors import ConfigError
+from stillroom.losses.hidden import (
     at_positions,
     attention_distance,
     cosine_distance,
@@ -21,8 +21,8 @@ from stillroom.objectives.inner.distances import (
     info_nce,
     pooled,
     relative_error,
+    resolve_pairs,
 )
-from stillroom.objectives.inner.layer_map import resolve_pairs
 
 SEEDS = st.integers(0, 9999)
 

@@ -11,16 +11,15 @@ import torch
 from refusals import refused
 from transformers import AutoModelForCausalLM
 
-from stillroom.checkpoint import CheckpointStore
 from stillroom.config import load_config
 from stillroom.config.given import unread
-from stillroom.engine.distill import distill, resume
-from stillroom.engine.run import Run
-from stillroom.engine.state import RunState, capture, restore
-from stillroom.engine.step import attempt, train_step
-from stillroom.errors import ConfigError, Interrupted
-from stillroom.evaluation import evaluate
+from stillroom.core.errors import ConfigError, Interrupted
 from stillroom.telemetry import read_events
+from stillroom.training.checkpoint import CheckpointStore
+from stillroom.training.distill import distill, resume
+from stillroom.training.evaluate import evaluate
+from stillroom.training.run import Run, RunState, capture, restore
+from stillroom.training.step import attempt, train_step
 
 ALL = {f"objectives.{name}.weight": 0.1 for name in ("feature", "attention", "layerwise", "contrastive")}
 ALL |= {"objectives.ce.weight": 0.3, "objectives.kd.weight": 0.7}

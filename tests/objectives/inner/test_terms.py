@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from stillroom.config.objectives import ObjectivesConfig
-from stillroom.errors import ConfigError
+from stillroom.core.errors import ConfigError
+from stillroom.core.types import IGNORED, Batch, Lesson, Needs, Score
+from stillroom.losses.hidden import InnerObjective
+from stillroom.losses.mix import Mix
+from stillroom.losses.objective import Inside, Planned, plan_objectives
 from stillroom.models import Student, anatomy_of, gives_attention
 from stillroom.models.attention import attend_causally, show_attention
-from stillroom.objectives import Mix
-from stillroom.objectives.inner.terms import InnerObjective
-from stillroom.objectives.objective import Inside, Planned, plan_objectives
 from stillroom.teachers import LiveTeacher
-from stillroom.types import IGNORED, Batch, Lesson, Needs, Score
 
 NAMES = ("feature", "attention", "layerwise", "contrastive")
 FAMILIES = [

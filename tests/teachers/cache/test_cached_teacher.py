@@ -14,12 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stillroom.core.errors import CacheDamaged
+from stillroom.core.types import IGNORED, Batch, Needs, SampledSignal, TopKSignal
 from stillroom.data import Loader, Rows
-from stillroom.errors import CacheDamaged
-from stillroom.teachers.cache.reader import Cache
-from stillroom.teachers.cache.teacher import CachedTeacher
+from stillroom.teachers.cache.reader import Cache, CachedTeacher
 from stillroom.teachers.signals import RowAnswer, SignalSpec, signal_of
-from stillroom.types import IGNORED, Batch, Needs, SampledSignal, TopKSignal
 
 CPU = torch.device("cpu")
 LENGTHS = [4, 9, 9, 13, 20, 6, 7, 5, 11, 16, 3]

@@ -7,7 +7,7 @@ from pathlib import Path
 import cache_cases as cases
 import pytest
 
-from stillroom.errors import CacheDamaged
+from stillroom.core.errors import CacheDamaged
 from stillroom.teachers.cache.format import Block, Shard, block_sum, shard_bytes
 from stillroom.teachers.cache.reader import Cache
 

@@ -16,17 +16,16 @@ import torch
 from pyarrow import parquet
 
 from stillroom.config import load_config
-from stillroom.config.schema import TeacherConfig
+from stillroom.config.teacher import TeacherConfig
+from stillroom.core.errors import ConfigError, DataError
+from stillroom.core.types import Needs, TopKSignal
 from stillroom.data import open_data
-from stillroom.engine.caching import import_cache
-from stillroom.engine.distill import distill
-from stillroom.errors import ConfigError, DataError
 from stillroom.models import open_teacher
 from stillroom.teachers.cache.build import required_rows
-from stillroom.teachers.cache.importing import read_distillkit
-from stillroom.teachers.cache.reader import Cache
-from stillroom.teachers.cache.teacher import CachedTeacher
-from stillroom.types import Needs, TopKSignal
+from stillroom.teachers.cache.imports import read_distillkit
+from stillroom.teachers.cache.reader import Cache, CachedTeacher
+from stillroom.training.distill import distill
+from stillroom.training.write_cache import import_cache
 
 K = 6
 Line = dict[str, Any]

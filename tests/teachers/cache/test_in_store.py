@@ -14,8 +14,8 @@ import pytest
 import tiny
 from faulty_store import FaultyStore, faulty_store
 
-from stillroom import locks, remote
-from stillroom.errors import CannotSave, ConfigError, Interrupted
+from stillroom.core import locks, remote
+from stillroom.core.errors import CannotSave, ConfigError, Interrupted
 from stillroom.teachers.cache import writer as writing
 from stillroom.teachers.cache.in_store import Origin, folder_of
 from stillroom.teachers.cache.reader import Cache, damaged_shards, shard_paths

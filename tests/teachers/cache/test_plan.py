@@ -6,7 +6,7 @@ import cache_cases as cases
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stillroom.teachers.cache.plan import needed_rows, plan_shards
+from stillroom.teachers.cache.writer import needed_rows, plan_shards
 
 
 @given(

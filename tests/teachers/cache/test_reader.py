@@ -7,7 +7,7 @@ from pathlib import Path
 import cache_cases as cases
 import pytest
 
-from stillroom.errors import CacheDamaged, ConfigError
+from stillroom.core.errors import CacheDamaged, ConfigError
 from stillroom.teachers.cache import reader
 from stillroom.teachers.cache.reader import Cache, damaged_shards
 

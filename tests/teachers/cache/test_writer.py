@@ -14,7 +14,7 @@ import cache_cases as cases
 import pytest
 import tiny
 
-from stillroom.errors import CannotSave, ConfigError
+from stillroom.core.errors import CannotSave, ConfigError
 from stillroom.teachers.cache import writer
 from stillroom.teachers.cache.reader import Cache
 from stillroom.teachers.cache.writer import open_store, write_missing

@@ -17,8 +17,8 @@ import cache_cases as cases
 import pytest
 import tiny
 
-from stillroom import locks
-from stillroom.locks import describe_process, hold
+from stillroom.core import locks
+from stillroom.core.locks import describe_process, hold
 from stillroom.teachers.cache.reader import Cache
 from stillroom.teachers.cache.writer import open_store, write_missing
 

@@ -16,16 +16,18 @@ from transformers import AutoModelForCausalLM
 
 from stillroom.config import load_config
 from stillroom.config.objectives import ObjectivesConfig
-from stillroom.config.schema import RouterConfig
-from stillroom.data.spans.common import Coverage
-from stillroom.engine.distill import Result, distill
-from stillroom.errors import ConfigError
-from stillroom.objectives import Inside, Mix, plan_objectives
+from stillroom.config.teacher import RouterConfig
+from stillroom.core.errors import ConfigError
+from stillroom.core.types import Batch, DenseSignal, Lesson, Needs, PairedSignal
+from stillroom.data.two_tokenizers.align import Coverage
+from stillroom.losses.mix import Mix
+from stillroom.losses.objective import Inside, plan_objectives
 from stillroom.teachers import GateOptions, RouterTeacher
 from stillroom.teachers.paired import PairedTeacher, matched_tokens
-from stillroom.teachers.router.paired import PairedRouterTraining, span_divergence
+from stillroom.teachers.router.teacher import PairedRouterTraining, span_divergence
 from stillroom.telemetry import read_events
-from stillroom.types import Batch, DenseSignal, Lesson, Needs, PairedSignal
+from stillroom.training.distill import distill
+from stillroom.training.finish import Result
 
 NAMES = ("alm", "exact_match", "prefix_match", "uld", "span_hidden")
 WIDTH = 32

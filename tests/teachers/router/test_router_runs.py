@@ -15,12 +15,13 @@ from typer.testing import CliRunner
 
 from stillroom.cli import app
 from stillroom.config import load_config
-from stillroom.config.schema import RouterConfig
-from stillroom.engine.distill import Result, distill, resume
-from stillroom.errors import BrokenAtStart, Interrupted
+from stillroom.config.teacher import RouterConfig
+from stillroom.core.errors import BrokenAtStart, Interrupted
 from stillroom.report import write_report
 from stillroom.teachers import GateOptions, RouterTeacher, merge_gates
 from stillroom.telemetry import read_events
+from stillroom.training.distill import distill, resume
+from stillroom.training.finish import Result
 
 TRAINED = ["truth", "sar", "sar-joint"]
 BASE = {"teacher__router__every": 1, "teacher__router__max_degradation": 5.0, "train__max_steps": 8}

@@ -13,18 +13,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM
 
 from stillroom.config.objectives import ObjectivesConfig
-from stillroom.config.schema import RouterConfig
-from stillroom.errors import ConfigError
+from stillroom.config.teacher import RouterConfig
+from stillroom.core.errors import ConfigError
+from stillroom.core.types import IGNORED, Batch, DenseSignal, Lesson, Needs, Score, StudentView, Term
+from stillroom.losses.mix import Mix
+from stillroom.losses.router import entropy, gate_log_probs, load_balance
 from stillroom.models import Student
-from stillroom.objectives.gate_terms import entropy, gate_log_probs, load_balance
-from stillroom.objectives.mix import Mix
 from stillroom.precision import AdamW, ParameterGroup, resolve
 from stillroom.precision.storage import Direct
 from stillroom.teachers import GateOptions, RouterTeacher, probe_gates
 from stillroom.teachers.placement import Offloaded
-from stillroom.teachers.router.meta import both_ways, lookahead_direction
+from stillroom.teachers.router.lookahead import both_ways, lookahead_direction
 from stillroom.teachers.router.terms import Aims
-from stillroom.types import IGNORED, Batch, DenseSignal, Lesson, Needs, Score, StudentView, Term
 
 CPU = torch.device("cpu")
 FAMILIES = [

@@ -10,9 +10,9 @@ import tiny
 import torch
 
 from stillroom.config import load_config
-from stillroom.engine.distill import distill
-from stillroom.errors import ConfigError, OutOfMemory
+from stillroom.core.errors import ConfigError, OutOfMemory
 from stillroom.teachers.live import LiveTeacher
+from stillroom.training.distill import distill
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from scripted_server import Give, answer, hang_up, scripting, stall
 
-from stillroom.config.served import RequestsConfig
-from stillroom.errors import ServerGone, ServerUnusable
+from stillroom.config.teacher import RequestsConfig
+from stillroom.core.errors import ServerGone, ServerUnusable
 from stillroom.teachers.served.client import Address, Client, ServerRefused, _seconds
 
 FAST = RequestsConfig(retries=3, pause_seconds=0.01, timeout_seconds=0.5)

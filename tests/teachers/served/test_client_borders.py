@@ -19,8 +19,8 @@ import pytest
 from scripted_server import ENDLESS, Scripted, answer, scripting
 
 from stillroom.config import load_config
-from stillroom.config.served import RequestsConfig
-from stillroom.errors import ConfigError, ServerUnusable
+from stillroom.config.teacher import RequestsConfig
+from stillroom.core.errors import ConfigError, ServerUnusable
 from stillroom.teachers.served.client import Client, ServerRefused
 
 FAST = RequestsConfig(retries=2, pause_seconds=0.01, timeout_seconds=5.0)

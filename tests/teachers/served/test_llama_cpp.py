@@ -19,11 +19,10 @@ from mutations import mutated
 from served_model import serving
 from transformers import AutoTokenizer
 
-from stillroom.config.schema import TeacherConfig
-from stillroom.errors import ServerUnusable
-from stillroom.teachers.served.server import Server, open_server
+from stillroom.config.teacher import TeacherConfig
+from stillroom.core.errors import ServerUnusable
 from stillroom.teachers.served.shapes import _read
-from stillroom.teachers.served.teacher import ServedTeacher
+from stillroom.teachers.served.teacher import ServedTeacher, Server, open_server
 from stillroom.teachers.signals import SignalSpec
 
 K = 8

@@ -8,15 +8,15 @@ import random
 import numpy as np
 import pytest
 
-from stillroom.errors import ServerUnusable
-from stillroom.teachers.entries import Given
-from stillroom.teachers.served.server import (
+from stillroom.core.errors import ServerUnusable
+from stillroom.teachers.served.teacher import (
     check_causal,
     check_steady,
     check_temperature,
     fitted_temperature,
     spread_places,
 )
+from stillroom.teachers.signals import Given
 
 VOCAB, KEPT = 50, 20
 

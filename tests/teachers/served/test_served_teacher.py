@@ -14,16 +14,15 @@ import torch
 from served_model import ServedModel, serving
 from transformers import AutoTokenizer
 
-from stillroom.config.schema import TeacherConfig
+from stillroom.config.teacher import TeacherConfig
+from stillroom.core.errors import ServerGone, ServerUnusable
+from stillroom.core.types import Needs, TopKSignal
 from stillroom.data import Rows
-from stillroom.errors import ServerGone, ServerUnusable
 from stillroom.models import open_teacher
 from stillroom.teachers.live import LiveTeacher
-from stillroom.teachers.served.server import open_server
-from stillroom.teachers.served.teacher import ServedTeacher
+from stillroom.teachers.served.teacher import ServedTeacher, open_server
 from stillroom.teachers.signals import LOG_STEP, NOTHING, RowAnswer, SignalSpec
 from stillroom.teachers.sparse import SparseTeacher
-from stillroom.types import Needs, TopKSignal
 
 SPEC = SignalSpec("top_k", 12, 0)
 CPU = torch.device("cpu")

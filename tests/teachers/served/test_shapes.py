@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from mutations import mutated
 
-from stillroom.errors import ServerUnusable
+from stillroom.core.errors import ServerUnusable
 from stillroom.teachers.served.shapes import ECHO, PROMPT_LOGPROBS, read_checked
 
 IDS = (3, 1, 4, 1, 5)

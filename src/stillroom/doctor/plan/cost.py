@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from stillroom.config import Config
-from stillroom.engine.memory import Layout, cache_bytes
-from stillroom.engine.trace import Sizes
-from stillroom.errors import ConfigError
+from stillroom.core.errors import ConfigError
 from stillroom.precision.device import DeviceFacts
+from stillroom.training.memory import Layout, cache_bytes
+from stillroom.training.trace import Sizes
 
 _GIB = 2**30
 

@@ -16,13 +16,18 @@ import torch
 
 from stillroom.config import Config
 from stillroom.config.load import build, put
-from stillroom.config.train import STRATEGIES
+from stillroom.config.sections import STRATEGIES
+from stillroom.core.errors import BrokenAtStart, ConfigError
 from stillroom.data import open_data
 from stillroom.doctor.plan.cost import Cost, Gpu, cost_of
-from stillroom.engine.building.assemble import build_run, make_loader
-from stillroom.engine.building.device import find_device
-from stillroom.engine.building.models import load_models
-from stillroom.engine.memory import (
+from stillroom.models import find, has_tokenizer, load_tokenizer
+from stillroom.parallel import Parallel
+from stillroom.parallel.fsdp import check_shard_size
+from stillroom.precision.device import DeviceFacts, find_device
+from stillroom.precision.policy import POLICIES
+from stillroom.telemetry import EventLog
+from stillroom.training.build import build_run, load_models, make_loader
+from stillroom.training.memory import (
     AIM,
     COPY,
     Layout,
@@ -35,17 +40,10 @@ from stillroom.engine.memory import (
     micro_of,
     uses_teacher,
 )
-from stillroom.engine.state import RunState
-from stillroom.engine.step import train_step
-from stillroom.engine.trace import Sizes
-from stillroom.errors import BrokenAtStart, ConfigError
-from stillroom.models import find, has_tokenizer, load_tokenizer
-from stillroom.parallel import Parallel
-from stillroom.parallel.mesh import check_shard_size
-from stillroom.precision.device import DeviceFacts
-from stillroom.precision.policy import POLICIES
-from stillroom.schedule import windows_in
-from stillroom.telemetry import EventLog
+from stillroom.training.run import RunState
+from stillroom.training.schedule import windows_in
+from stillroom.training.step import train_step
+from stillroom.training.trace import Sizes
 
 _SHORTEST = 64  # positions of a row that still hold a sentence or two
 _RANK = 16

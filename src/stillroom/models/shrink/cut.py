@@ -7,22 +7,175 @@ The result is an ordinary model of the teacher's family.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 
 from stillroom.config.schema import ShrinkConfig
-from stillroom.errors import ConfigError
+from stillroom.core.errors import BrokenAtStart, ConfigError
+from stillroom.core.types import Batch
 from stillroom.models.anatomy import anatomy_of, layers_of
-from stillroom.models.shrink.bypass import Bypass, blocks_of, cannot_be_cut
-from stillroom.models.shrink.layer_choice import Choice, Tell, choose_layers
-from stillroom.models.shrink.passages import passages
-from stillroom.models.shrink.proof import Fit, built, check_layers, check_logits
-from stillroom.models.shrink.width import Keep, check_widths, choose, measure, shrink_config, shrink_tensor
-from stillroom.types import Batch
+from stillroom.models.attention import NAME
+from stillroom.models.load import not_finite_advice
+from stillroom.models.shrink.layer_choice import Bypass, Choice, Tell, blocks_of, cannot_be_cut, choose_layers, passages
+from stillroom.models.shrink.width import (
+    Keep,
+    check_widths,
+    choose,
+    config_of_layers,
+    measure,
+    shrink_config,
+    shrink_tensor,
+)
+
+# -- proof -----------------------------------------------------------------------------------------
+# Check that a student cut in depth equals its teacher without the removed layers.
+#
+# No table covers all the ways in which families number their layers, so compare each cut with the teacher: the
+# tensors and settings of each layer, and the logits of a few tokens with the teacher's other layers left out. Refuse
+# a cut that differs.
+
+
+# What a family raises if its configuration is not valid.
+_NO_MODEL = (ValueError, KeyError, IndexError, TypeError, AttributeError, RuntimeError, StrictDataclassError)
+
+# Attributes of a module that do not change what it computes, or that are its number.
+_PLACE = ("training", "layer_idx", "layer_id", "layer_index", "gradient_checkpointing")
+
+_NUM_TRIED = 12
+# In standard deviations of the logits, which differ by the order of summation; for a teacher in half precision also by
+# rounding, and by experts chosen differently because of it. Unrelated logits differ by 1.4.
+_TOLERANCE = 1e-3
+_TOLERANCE_HALF = 0.3
+
+
+def built(teacher: Any, layers: Sequence[int], narrow: Callable[[Any], None] = lambda _text: None) -> Any:
+    """A model of the teacher's class for these layers, with random weights."""
+    text = teacher.config.get_text_config()
+    if getattr(text, "scale_attn_by_inverse_layer_idx", False) and tuple(layers) != tuple(range(len(layers))):
+        raise ConfigError(
+            "this teacher scales attention by the number of the layer: layers from the middle cannot be taken out",
+            where="student.shrink.layers",
+            advice=[f"keep the first ones: student.shrink.layers = {list(range(len(layers)))}"],
+        )
+    try:
+        config = config_of_layers(teacher.config, layers)
+        narrow(config.get_text_config())
+        if config._attn_implementation == NAME:
+            config._attn_implementation = "sdpa"  # ours is set when the student is prepared for training
+        return type(teacher)(config)
+    except _NO_MODEL as error:
+        raise _makes_no_model(teacher, layers, error) from error
+
+
+class Fit:
+    """Whether a family can be cut to a set of layers. Always True if all layers are of one kind."""
+
+    def __init__(self, teacher: Any) -> None:
+        blocks = blocks_of(teacher)
+        kinds = [_traits(block, with_numbers=True) for block in blocks]
+        is_numbered = bool(getattr(teacher.config.get_text_config(), "scale_attn_by_inverse_layer_idx", False))
+        self._teacher = teacher
+        self._is_uniform = not is_numbered and all(kind == kinds[0] for kind in kinds)
+        self._attending = {layer for layer, block in enumerate(blocks) if has_attention(block)}
+
+    def __call__(self, layers: tuple[int, ...]) -> bool:
+        if self._is_uniform:
+            return True
+        if self._attending and not self._attending & set(layers):
+            return False  # a hybrid without attention cannot generate: its cache does not count positions
+        try:
+            with torch.device("meta"):  # no weights
+                student = built(self._teacher, layers)
+            check_layers(self._teacher, student, layers)
+        except ConfigError:
+            return False
+        return True
+
+
+def has_attention(block: nn.Module) -> bool:
+    return any(type(module).__name__.endswith("Attention") for module in block.modules())
+
+
+def check_layers(teacher: Any, student: Any, layers: Sequence[int], *, with_numbers: bool = True) -> None:
+    """Raise if a layer of the student differs in structure from the teacher's layer it comes from.
+
+    `with_numbers` False ignores sizes, for a student whose widths are cut too.
+    """
+    theirs = blocks_of(teacher)
+    for place, (block, layer) in enumerate(zip(blocks_of(student), layers, strict=True)):
+        mine, wanted = (_traits(of, with_numbers=with_numbers) for of in (block, theirs[layer]))
+        odd = sorted(name for name in mine.keys() | wanted.keys() if mine.get(name) != wanted.get(name))
+        if odd:
+            raise cannot_be_cut(
+                teacher,
+                f"layer {layer} would be of another kind as layer {place} of the student: {', '.join(odd[:3])}",
+                _advice(teacher),
+            )
+
+
+@torch.no_grad()
+def check_logits(teacher: Any, student: Any, layers: Sequence[int]) -> None:
+    """Raise if the student's logits, with or without a cache, differ from the teacher's without its other layers."""
+    device, dtype = next(teacher.parameters()).device, next(teacher.parameters()).dtype
+    was_training = student.training
+    student.eval()
+    ids = torch.arange(2, 2 + _NUM_TRIED).remainder(student.get_output_embeddings().weight.shape[0]).unsqueeze(0)
+    bypass = Bypass(teacher)
+    with bypass.without(set(range(bypass.num_layers)) - set(layers)):
+        expected = bypass.logits(ids.to(device)).cpu()
+    if not bool(expected.isfinite().all()):
+        raise BrokenAtStart(
+            "the teacher's logits are not finite",
+            where="student.shrink",
+            advice=not_finite_advice(dtype),
+        )
+    tolerance = _TOLERANCE if dtype in (torch.float32, torch.float64) else _TOLERANCE_HALF
+    for uses_cache in (False, True):
+        try:
+            logits = student(input_ids=ids, use_cache=uses_cache).logits[0].float()
+        except _NO_MODEL as error:
+            raise _makes_no_model(teacher, layers, error) from error
+        error_rms = float((logits - expected).square().mean().sqrt() / expected.std().clamp_min(1e-30))
+        if not error_rms <= tolerance:
+            raise cannot_be_cut(
+                teacher,
+                f"with layers {list(layers)} its logits differ by {error_rms:.2g} of their spread from the teacher's "
+                "with the other layers left out",
+                _advice(teacher),
+            )
+    student.train(was_training)
+
+
+def _traits(block: nn.Module, *, with_numbers: bool) -> dict[str, Any]:
+    """A layer's tensor shapes, module classes, and their plain attributes."""
+    kinds: tuple[type, ...] = (bool, str, int, float) if with_numbers else (bool, str)
+    traits: dict[str, Any] = {}
+    for name, module in block.named_modules():
+        traits[name or "layer"] = type(module).__name__
+        for key, value in vars(module).items():
+            if isinstance(value, kinds) and not key.startswith("_") and key not in _PLACE:
+                traits[f"{name}.{key}" if name else key] = value
+    if with_numbers:
+        traits.update({name: tuple(tensor.shape) for name, tensor in block.state_dict().items()})
+    return traits
+
+
+def _advice(teacher: Any) -> tuple[str, ...]:
+    text = teacher.config.get_text_config()
+    kinds = next((getattr(text, name) for name in ("layers_block_type", "layer_types") if hasattr(text, name)), None)
+    listed = f" (they are {', '.join(map(str, kinds))})" if isinstance(kinds, list) else ""
+    return (f"choose layers so that every kind has its place, with student.shrink.layers = [...]{listed}",)
+
+
+def _makes_no_model(teacher: Any, layers: Sequence[int], error: Exception) -> ConfigError:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    reason = f"{type(error).__name__}: {lines[0] if lines else 'no reason given'}"
+    return cannot_be_cut(teacher, f"with layers {list(layers)} it makes no model ({reason})", _advice(teacher))
 
 
 @dataclass(frozen=True)

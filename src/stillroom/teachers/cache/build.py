@@ -14,25 +14,29 @@ import torch
 
 from stillroom import __version__
 from stillroom.config import Config
+from stillroom.core.errors import BrokenAtStart, ConfigError, DataError
 from stillroom.data import Corpus, Rows, fixed_rows
-from stillroom.data.teacher_rows import TeacherRows
-from stillroom.errors import BrokenAtStart, ConfigError, DataError
+from stillroom.data.corpus import TeacherRows
 from stillroom.models import LoadedModel, load_tokenizer, vocabulary_hash
 from stillroom.teachers.base import Teacher
-from stillroom.teachers.cache.identity import teacher_identity
 from stillroom.teachers.cache.in_store import folder_of
-from stillroom.teachers.cache.manifest import SHARD_TOKENS, Manifest, check_same, is_there, read_manifest
-from stillroom.teachers.cache.plan import NeededRow, needed_rows
-from stillroom.teachers.cache.reader import Cache
-from stillroom.teachers.cache.teacher import CachedTeacher, Window
-from stillroom.teachers.cache.writer import Progress, missing_rows, open_store, write_missing
+from stillroom.teachers.cache.manifest import (
+    SHARD_TOKENS,
+    Manifest,
+    check_same,
+    is_there,
+    read_manifest,
+    teacher_identity,
+)
+from stillroom.teachers.cache.reader import Cache, CachedTeacher, Window
+from stillroom.teachers.cache.writer import NeededRow, Progress, missing_rows, needed_rows, open_store, write_missing
 from stillroom.teachers.live import live_teacher, open_live
 from stillroom.teachers.paired import TokenSpace
-from stillroom.teachers.quantised import plainly_quantised, quantise_teacher
+from stillroom.teachers.quantize import plainly_quantised, quantise_teacher
 from stillroom.teachers.served.teacher import served_teacher
+from stillroom.teachers.signals import AUTO, cache_spec, check_use, served_spec, stored_spec
 from stillroom.teachers.sparse import SparseTeacher
-from stillroom.teachers.spec import AUTO, cache_spec, check_use, served_spec, stored_spec
-from stillroom.telemetry.lines import quantised_line
+from stillroom.telemetry.show import quantised_line
 
 _NAMED = 3
 SERVED_SHARD_TOKENS = 8_192  # a served teacher is large: what a kill costs is kept small

@@ -32,8 +32,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from stillroom.errors import CacheDamaged
-from stillroom.files import reason_of
+from stillroom.core.errors import CacheDamaged
+from stillroom.core.files import reason_of
 from stillroom.teachers.signals import Ids, RowAnswer, SignalSpec
 
 _LEVEL = 6

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from stillroom.errors import BrokenAtStart
+from stillroom.core.errors import BrokenAtStart
 from stillroom.models.routers import Gate, find_gates
 from stillroom.parallel import Parallel
 from stillroom.precision import AdamW, LossScale, ParameterGroup

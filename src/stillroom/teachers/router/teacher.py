@@ -37,28 +37,30 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from stillroom.config.teacher import TRAINING_MODES, RouterConfig
-from stillroom.ends import explained
-from stillroom.errors import CannotSave, ConfigError
-from stillroom.files import reason_of, replaced_folder
+from stillroom.core.errors import CannotSave, ConfigError
+from stillroom.core.exit import explained
+from stillroom.core.files import reason_of, replaced_folder
+from stillroom.core.types import Batch, DenseSignal, Evidence, Needs, PairedSignal, StudentView, Term, Verdict
+from stillroom.data.corpus import other_of
+from stillroom.losses.two_tokenizers import (
+    SpanSlots,
+    binarised_kl,
+    head_values,
+    num_spans,
+    taken_log_probs,
+    teacher_surprisals,
+)
 from stillroom.models import Student
 from stillroom.models.anatomy import layers_if_any
-from stillroom.models.recompute import recomputed
 from stillroom.models.routers import Routing, describe, find_gates, routed
+from stillroom.models.student import recomputed
 from stillroom.parallel import Parallel
 from stillroom.teachers.base import RunContext, SignalKind, Signals, Teacher, TeacherTraining
 from stillroom.teachers.live import LiveTeacher
+from stillroom.teachers.paired import as_paired
 from stillroom.teachers.router.gates import GateOptions, TrainedGates
-from stillroom.teachers.router.meta import Direction, both_ways, check_precision, lookahead_direction
-from stillroom.teachers.router.terms import (
-    Aims,
-    Assessment,
-    TermSums,
-    assess,
-    downhill_offsets,
-    own_terms,
-    weighted,
-)
-from stillroom.types import Batch, DenseSignal, Evidence, Needs, StudentView, Term, Verdict
+from stillroom.teachers.router.lookahead import Direction, both_ways, check_precision, lookahead_direction
+from stillroom.teachers.router.terms import Aims, Assessment, TermSums, assess, downhill_offsets, own_terms, weighted
 
 EXPERIMENTAL_MODES = frozenset({"sar-transient", "sar-meta"})
 
@@ -546,3 +548,55 @@ def probe_verdict(probed: dict[str, Any]) -> str:
         reason = "and is done because teacher.router.force is set"
         return f"{finding}: training the router is pointless here ({cost}), {reason}"
     return f"{finding}: training the router is pointless here ({cost}); the teacher stays frozen"
+
+
+# -- paired ----------------------------------------------------------------------------------------
+# Training of a teacher's gates where the teacher has its own tokenizer.
+#
+# The gates learn from the teacher's own rows: labels, anchor, balance and entropy are counted in its own tokens. What
+# the student has to do with it is compared on spans. In `sar-joint` the gradient of every objective on spans goes on
+# into the gates; in `sar` the student's term is the KL between "this span comes" and "another does" of teacher and
+# student, in place of the KL of their distributions over tokens, which they do not share.
+
+
+class PairedRouterTraining(RouterTraining):
+    """Trains the gates on the teacher's rows of a run's batches."""
+
+    _num_targets = _num_spans = 0  # of the window, in the teacher's rows
+
+    def begin(self, window: Sequence[Batch], step: int, cursor: int = 0) -> None:
+        rows = [other_of(batch) for batch in window]
+        own = {"targets": sum(batch.num_scored for batch in rows), "spans": num_spans(window)}
+        counts = self.parallel.counts(own)
+        self._num_targets, self._num_spans = counts["targets"], counts["spans"]
+        self.begin_rows(rows, step, cursor)
+
+    def joint_graph(self, batch: Batch) -> AbstractContextManager[None]:
+        return super().joint_graph(other_of(batch))
+
+    def answers(self, batch: Batch, needs: Needs) -> Signals:
+        return [as_paired(answer) for answer in super().answers(other_of(batch), needs)]
+
+    def extra_loss(self, batch: Batch, view: StudentView, *, num_targets: int) -> Tensor | float:
+        return super().extra_loss(other_of(batch), view, num_targets=self._num_targets)
+
+    def after_student(self, batch: Batch, view: StudentView, *, num_targets: int) -> None:
+        def student_term(answer: DenseSignal) -> tuple[Tensor, Term]:
+            term = span_divergence(answer, view, batch)
+            return term.total / max(self._num_spans, 1), term
+
+        with self.beside_student():
+            self.learn(other_of(batch), None, num_targets=self._num_targets, student_term=student_term)
+
+
+def span_divergence(answer: DenseSignal, view: StudentView, batch: Batch) -> Term:
+    """The sum over spans of the KL between "this span comes" and "another does", with gradient to the teacher alone."""
+    slots = SpanSlots.of(batch)
+    assert batch.other is not None
+    told = PairedSignal(answer.hidden, answer.head)
+    theirs, is_bad = teacher_surprisals(told, batch.other, slots)
+    with torch.no_grad():
+        ours = slots.sum_student(-head_values(view.hidden, view.head, taken_log_probs(batch.scored_targets)))
+    is_used = slots.is_span & ~is_bad & torch.isfinite(ours)
+    values = binarised_kl(torch.where(is_used, theirs, 1.0), torch.where(is_used, ours, 1.0).to(theirs.dtype), 1.0)
+    return Term(torch.where(is_used, values, torch.zeros_like(values)).sum(), is_used.sum().to(values.dtype))

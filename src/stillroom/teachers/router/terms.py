@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from stillroom.core.types import Batch, DenseSignal, Needs, StudentView, Term
+from stillroom.losses.divergences import make
+from stillroom.losses.head.loss import score_head
+from stillroom.losses.router import entropy, gate_log_probs, load_balance, shares_of
 from stillroom.models.routers import Routing, routed
-from stillroom.objectives.divergences import make
-from stillroom.objectives.gate_terms import entropy, gate_log_probs, load_balance, shares_of
-from stillroom.objectives.head import score_head
 from stillroom.parallel import Parallel
-from stillroom.types import Batch, DenseSignal, Needs, StudentView, Term
 
 if TYPE_CHECKING:
     from stillroom.teachers.router.teacher import RouterTeacher

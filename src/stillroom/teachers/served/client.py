@@ -31,10 +31,9 @@ from functools import partial
 from typing import Any, cast
 from urllib.parse import urlsplit
 
-from stillroom.config.served import RequestsConfig
-from stillroom.errors import ServerGone, ServerUnusable
-from stillroom.files import reason_of
-from stillroom.secret_keys import hide, masked
+from stillroom.config.teacher import RequestsConfig
+from stillroom.core.errors import ServerGone, ServerUnusable, hide, masked
+from stillroom.core.files import reason_of
 
 _LONGEST_PAUSE = 60.0
 _LONGEST_WISH = 900.0  # seconds of Retry-After that are waited for

@@ -48,10 +48,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from stillroom.errors import ServerUnusable
-from stillroom.secret_keys import masked
-from stillroom.teachers.entries import TOKEN_ID, Entry, Given
+from stillroom.core.errors import ServerUnusable, masked
 from stillroom.teachers.served.client import Client, ServerRefused
+from stillroom.teachers.signals import TOKEN_ID, Entry, Given
 
 _COMPLETIONS = "/v1/completions"
 _MOST_DIGITS = 12

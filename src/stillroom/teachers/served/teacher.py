@@ -2,29 +2,413 @@
 
 from __future__ import annotations
 
+import math
+import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from stillroom.config import Config
-from stillroom.config.schema import TeacherConfig
+from stillroom.config.teacher import TeacherConfig
+from stillroom.core.errors import ConfigError, ServerGone, ServerUnusable, masked
+from stillroom.core.types import IGNORED, Batch, Needs, Signal
 from stillroom.data import Rows, fixed_batches
-from stillroom.errors import ConfigError
-from stillroom.models.load.files import read_json
-from stillroom.models.load.source import fetch
+from stillroom.models.files import fetch, read_json
 from stillroom.teachers.base import SignalKind, Teacher
-from stillroom.teachers.entries import Given, position_answer
-from stillroom.teachers.served.server import Server, check_steady, check_temperature, open_server
-from stillroom.teachers.signals import RowAnswer, SignalSpec, label_yardsticks, signal_of
+from stillroom.teachers.served.client import Client, ServerRefused
+from stillroom.teachers.served.shapes import (
+    ECHO,
+    PROMPT_LOGPROBS,
+    Completions,
+    LlamaCpp,
+    MissingField,
+    Prompt,
+    Shape,
+    num_tokens,
+)
+from stillroom.teachers.signals import (
+    Entry,
+    Given,
+    RowAnswer,
+    SignalSpec,
+    Spelling,
+    check_use,
+    label_yardsticks,
+    position_answer,
+    served_spec,
+    signal_of,
+)
 from stillroom.teachers.sparse import describe, to_device
-from stillroom.teachers.spec import check_use, served_spec
-from stillroom.types import IGNORED, Batch, Needs, Signal
 
-Window = Callable[[int], Sequence[Batch]]
+# -- server ----------------------------------------------------------------------------------------
+# A server that passed its probe: which model it has, in which shape it answers, and asking it prompts.
+#
+# What is asked of a server before it is believed, and again while it is used.
+#
+# The text is fixed, and some of what a right answer must be is known whatever the model:
+#
+# causal    With another token at place m, the answers up to and including that about token m stay, and that about token
+#           m + 1 changes. An answer that changes earlier saw the token it answers; one that changes later is about the
+#           token before. Either is a shift by one, even if the token that came was put into its table.
+# tokens    What the server says tokens spell is what the tokenizer says.
+# steady    Asked again, the answer is the same, until the server has another model.
+#
+# Of real rows of the data, those answers that fit much better when they are sharpened or flattened are log-
+# probabilities of another temperature: see `fitted_temperature`.
+
+
+TEXT = (
+    "In the still room of the old house they kept spirits, waters and oils. The maid who kept the room knew how long a "
+    "thing must be heated, how slowly it must drip, and what is left behind when the best of it has gone over. In the "
+    "still room of the old house they kept"
+)
+_MOST_TOKENS = 64
+_SHARE = 0.1  # of the largest change: more in an answer that cannot have changed is no rounding
+_NOISES = 4.0  # times the rounding: what is less did not change
+_LEAST_CHANGE = 1e-5  # in total variation: below it nothing depends on the token that was changed
+_MOST_DRIFT = 0.05  # nats a token, mean: batches of half-precision servers differ by less, other models by more
+_DEGREES = np.geomspace(0.25, 4.0, 33)
+_FAR = 1.6  # a factor of temperature: text that a model does not know well makes a smaller one
+_LEAST_GAIN = 0.02  # nats a token
+_SIGMAS = 3.0
+
+
+@dataclass(frozen=True)
+class Probe:
+    """The prompts of the causal test, in ids: they differ in one token."""
+
+    ids: tuple[int, ...]
+    other: tuple[int, ...]
+    changed: int
+
+    @staticmethod
+    def of(tokenizer: Any) -> Probe:
+        ids = tuple(int(one) for one in tokenizer(TEXT, add_special_tokens=False)["input_ids"])[:_MOST_TOKENS]
+        changed = len(ids) // 2
+        instead = next(token for token in (*ids[changed + 2 :], *ids) if token != ids[changed])
+        return Probe(ids, (*ids[:changed], instead, *ids[changed + 1 :]), changed)
+
+
+def spread_places(length: int, most: int | None) -> list[int]:
+    """Tokens of a probe of this length that are asked about, from the second to the last; None: all of them."""
+    if most is None or most >= length - 1:
+        return list(range(1, length))
+    return [1 + (length - 2) * number // max(1, most - 1) for number in range(most)]
+
+
+def check_causal(one: Given, other: Given, changed: int, num_kept: int) -> None:
+    """Raise where the change of a token shows in another answer first than in that about the next token.
+
+    Answers about earlier tokens cannot have changed: how much they did is rounding, and what is several times that is
+    not. A share of the largest change would not do: the letter after a changed one may hardly change, the next a lot.
+    """
+    changes = {
+        place: _change(_likeliest(one.entries[place], num_kept), _likeliest(other.entries[place], num_kept))
+        for place in one.entries
+    }
+    most = max(changes.values())
+    if most < _LEAST_CHANGE:
+        raise _wrong("its answers do not depend on the text: another token in the prompt changed nothing")
+    quiet = max((change for place, change in changes.items() if place < changed), default=0.0)
+    least = _SHARE * most if quiet > _SHARE * most else max(_LEAST_CHANGE, _NOISES * quiet)
+    first = next(place for place, change in changes.items() if change > least)
+    if first == changed + 1:
+        return
+    told = f"token {changed} of the prompt was changed, and the answers change from that about token {first} on"
+    meaning = {
+        changed: "each answer is about the token after the one it stands at: shifted by one",
+        changed + 2: "each answer is about the token before the one it stands at: shifted by one",
+    }.get(first, "an answer about a token must depend on all before it and on no other")
+    raise _wrong(f"{told}: {meaning}")
+
+
+def _likeliest(entry: Entry, num_kept: int) -> Entry:
+    """Without the token that came where it is none of these: it is another one in the other prompt."""
+    return dict(sorted(entry.items(), key=lambda item: (-item[1], item[0]))[:num_kept])
+
+
+def _change(one: Entry, other: Entry) -> float:
+    """A lower bound of the total variation of two tables. What is not in a table has at most its least mass."""
+    floors = [math.exp(min(table.values())) for table in (one, other)]
+    found = 0.0
+    for token in {**one, **other}:
+        masses = [math.exp(table[token]) if token in table else None for table in (one, other)]
+        match masses:
+            case [float() as mine, float() as theirs]:
+                found += abs(mine - theirs)
+            case [float() as mine, None]:
+                found += max(0.0, mine - floors[1])
+            case [None, float() as theirs]:
+                found += max(0.0, theirs - floors[0])
+    return found / 2.0
+
+
+def own_log_probs(given: Given) -> list[float]:
+    """[T - 1] What each token of the prompt but the first was given."""
+    return [entry[given.ids[place]] for place, entry in given.entries.items()]
+
+
+def check_steady(before: Sequence[float], now: Sequence[float], *, since: str) -> None:
+    """Raise where the probe is answered otherwise than before."""
+    if len(before) != len(now):
+        raise _wrong(f"the probe has {len(now)} answers, and had {len(before)} {since}")
+    drift = float(np.abs(np.maximum(before, -50.0) - np.maximum(now, -50.0)).mean())
+    if drift > _MOST_DRIFT:
+        raise ServerUnusable(
+            f"the server answers the probe otherwise than {since}: by {drift:.3g} nats a token on average, and "
+            f"{_MOST_DRIFT} is the most that rounding explains. It has another model",
+            advice=["serve the model that was served before", "for another teacher begin another cache or run"],
+        )
+
+
+# -- temperature -----------------------------------------------------------------------------------------
+
+
+def fitted_temperature(given: Sequence[Given], num_kept: int) -> tuple[float, float, float]:
+    """(temperature, gain, standard error): the temperature that answers seem to have been given at.
+
+    Among the kept tokens, those that came have probability softmax(log_probs) at the given temperature and
+    softmax(d * log_probs) at d times a colder one, whatever the tail is. The d under which they were likeliest is that
+    temperature; `gain` is by how much, in nats a token. A model that knows its text has d near 1.
+    """
+    gains = []
+    for one in given:
+        for place, entry in one.entries.items():
+            kept = dict(sorted(entry.items(), key=lambda item: -item[1])[:num_kept])
+            if (came := one.ids[place]) in kept and kept[came] > -math.inf:
+                gains.append(_scaled(np.array([kept[came], *kept.values()])))
+    if not gains:
+        return 1.0, 0.0, 0.0
+    table = np.stack(gains)  # [positions, degrees], beside the answers as they are
+    best = int(table.mean(axis=0).argmax())
+    chosen = table[:, best]
+    return float(_DEGREES[best]), float(chosen.mean()), float(chosen.std() / math.sqrt(len(chosen)))
+
+
+def _scaled(values: Any) -> Any:
+    """[degrees] Log-probability of the first among the others at each degree, less that at degree 1."""
+    own, among = values[0], values[1:]
+    degrees = np.concatenate([_DEGREES, [1.0]])
+    scores = degrees[:, None] * (np.maximum(among, -500.0) - among.max())[None]
+    found = degrees * (max(own, -500.0) - among.max()) - np.log(np.exp(scores).sum(axis=1))
+    return found[:-1] - found[-1]
+
+
+def check_temperature(given: Sequence[Given], num_kept: int, *, is_raw: bool = False) -> str:
+    """Raise where answers are certainly those of another temperature. Answers with what was found, for the log.
+
+    A small model on text that it does not know is as sharp as one that was sharpened. Where the server's answers are
+    known to be raw (`is_raw`), that is said and not refused; answers that are too flat have no such cause.
+    """
+    degree, gain, error = fitted_temperature(given, num_kept)
+    told = f"the server's answers fit the text best as log-probabilities of temperature {degree:.2g}"
+    told += f", by {gain:.3g} nats a token over temperature 1"
+    is_far = degree >= _FAR or degree <= 1.0 / _FAR
+    if is_far and gain > _LEAST_GAIN and gain > _SIGMAS * error:
+        way = "flatter" if degree > 1.0 else "sharper"
+        if is_raw and degree < 1.0:
+            return f"{told}: the teacher is surer of this text than it has reason to be; its log-probabilities are raw"
+        raise ServerUnusable(
+            f"{told}: they are {way} than the text allows",
+            advice=[
+                "have the server give log-probabilities of temperature 1 (vLLM: --logprobs-mode raw_logprobs)",
+                "where the teacher is known to be so: --set teacher.requests.check_temperature=false",
+            ],
+        )
+    return told
+
+
+def _wrong(what: str) -> ServerUnusable:
+    return ServerUnusable(f"the server's answers cannot be used: {what}", where="the probe")
+
+
+# -- the server --------------------------------------------------------------------------------------------
+
+
+_MODELS, _VERSION, _DETOKENIZE = "/v1/models", "/version", "/detokenize"
+_OTHER_SHAPE = (400, 404, 405, 422, 501)  # a request that the server does not know, or not so
+_LONGEST_NAME = 500  # characters of a model's name or of a version
+_TRIED = (
+    "programs that give log-probabilities of prompts as token ids: vLLM and llama.cpp's server; others may likewise"
+)
+_SHAPES: dict[str, Callable[[Client], Shape]] = {
+    PROMPT_LOGPROBS.name: lambda client: Completions(PROMPT_LOGPROBS, client),
+    ECHO.name: lambda client: Completions(ECHO, client),
+    LlamaCpp.name: LlamaCpp,
+}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a server says of itself. Nothing of it is secret."""
+
+    url: str
+    model: str
+    version: str | None
+    max_tokens: int | None  # of a prompt with the token that is generated after it
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"server": self.url, "served_model": self.model, "server_version": self.version}
+
+
+class Server:
+    """Asks prompts of ids. Every answer is checked: see `shapes.py`."""
+
+    def __init__(self, client: Client, facts: Facts, shape: Shape, *, num_wanted: int, vocab_size: int) -> None:
+        self.client, self.shape = client, shape
+        self.facts = replace(
+            facts,
+            version=masked(shape.version or facts.version or "")[:_LONGEST_NAME] or None,
+            max_tokens=facts.max_tokens or shape.max_tokens,
+        )
+        self.num_wanted, self._vocab_size = min(num_wanted, vocab_size), vocab_size
+        self.notes: tuple[str, ...] = ()  # what could not be checked
+        self.is_raw = False  # log-probabilities cannot be those of another temperature
+        self.probe: Probe | None = None
+        self.probed: list[float] = []  # the probe's own tokens, as they were answered first
+
+    def score(self, ids: Sequence[int], places: Sequence[int] | None = None) -> Given:
+        """What the server says about tokens of a prompt: about `places`, or all but the first."""
+        return self.shape.score(self.facts.model, Prompt.of(ids, places, self.num_wanted, self._vocab_size))
+
+    def check_again(self) -> None:
+        """Raise where the probe is answered otherwise than at first."""
+        assert self.probe is not None
+        places = spread_places(len(self.probe.ids), self.shape.num_rechecked)
+        now = own_log_probs(self.score(self.probe.ids, places))
+        check_steady([self.probed[place - 1] for place in places], now, since="at the start")
+
+
+def key_of(section: TeacherConfig) -> str:
+    """The server's key, from the environment; empty where none is named."""
+    name = section.requests.api_key_variable
+    if name is None:
+        return ""
+    if not (found := os.environ.get(name, "").strip()):
+        raise ConfigError(
+            f"the environment has no variable {name}", where="teacher.requests.api_key_variable", advice=["export it"]
+        )
+    if not found.isascii() or not found.isprintable():
+        raise ConfigError(f"the key in {name} cannot be sent", where="teacher.requests.api_key_variable")
+    return found
+
+
+def open_server(section: TeacherConfig, tokenizer: Any, *, num_wanted: int, vocab_size: int) -> Server:
+    """A server that was asked the probe and answered rightly. `tokenizer` is the one that texts are read with."""
+    assert section.server is not None
+    client = Client(section.server, section.requests, key_of(section))
+    facts = _facts(client, section.requests.model)
+    probe = Probe.of(tokenizer)
+    wanted = section.requests.shape
+    shapes = list(_SHAPES) if wanted == "auto" else [wanted]
+    failures: list[str] = []
+    for name in shapes:
+        try:
+            server = Server(client, facts, _SHAPES[name](client), num_wanted=num_wanted, vocab_size=vocab_size)
+            given = server.score(probe.ids)
+        except ServerUnusable as error:
+            failures.append(f"{name}: {error.what}")
+            may_differ = isinstance(error, MissingField) or getattr(error, "status", 0) in _OTHER_SHAPE
+            if may_differ and name != shapes[-1]:
+                continue
+            raise _no_shape(client, failures, error, shapes) from error
+        server.probe, server.probed = probe, own_log_probs(given)
+        server.notes = _check_spelling(server, given, tokenizer)
+        check_causal(given, server.score(probe.other), probe.changed, server.num_wanted)
+        server.check_again()
+        server.is_raw = server.shape.is_raw(facts.model, Prompt.of(probe.ids, None, num_wanted, vocab_size))
+        return server
+    raise AssertionError  # the last shape returned or raised
+
+
+def _no_shape(client: Client, failures: Sequence[str], last: ServerUnusable, shapes: Sequence[str]) -> ServerUnusable:
+    """The reason of each shape that was tried."""
+    advice = [*last.advice, _TRIED]
+    if client.server_header.lower().startswith(LlamaCpp.name) and LlamaCpp.name not in shapes:
+        advice = [f"--set teacher.requests.shape={LlamaCpp.name}", *advice]
+    told = "; ".join(failures)
+    return ServerUnusable(
+        f"the server gives no usable log-probabilities: {told}", where=str(client.address), advice=advice
+    )
+
+
+def _facts(client: Client, wanted: str | None) -> Facts:
+    """The model that is asked for, or the only one there is."""
+    url = str(client.address)
+    try:
+        listed = client.ask("GET", _MODELS)
+        models = {masked(str(one["id"])): one for one in listed["data"]}
+        if any(len(name) > _LONGEST_NAME for name in models):
+            raise ServerUnusable(f"{_MODELS} has a name of more than {_LONGEST_NAME:,} characters", where=url)
+    except ServerRefused as error:
+        if error.status not in (404, 405, 501) or wanted is None:
+            raise
+        models = {}
+    except (KeyError, TypeError) as error:
+        raise ServerUnusable(f"{_MODELS} gives no list of models", where=url, advice=[_TRIED]) from error
+    if wanted is None and len(models) != 1:
+        raise ConfigError(
+            f"the server has {len(models)} models: {', '.join(sorted(models)[:8])}",
+            where="teacher.requests.model",
+            advice=["name one of them: --set teacher.requests.model=NAME"],
+        )
+    if wanted is not None and models and wanted not in models:
+        raise ConfigError(
+            f"the server has no model {wanted!r}, but {', '.join(sorted(models)[:8])}",
+            where="teacher.requests.model",
+            advice=["name one of them: --set teacher.requests.model=NAME"],
+        )
+    name = wanted or next(iter(models))
+    about = models.get(name, {})
+    limit = about.get("max_model_len") if isinstance(about, Mapping) else None
+    most = None if limit is None else num_tokens(limit, f"{_MODELS}: `max_model_len`")
+    return Facts(url, name, _version(client), most)
+
+
+def _version(client: Client) -> str | None:
+    """What the server says of its version; its Server header where it has no page for that."""
+    try:
+        found = client.ask("GET", _VERSION)
+    except ServerRefused:
+        return client.server_header or None
+    return str(found["version"]) if isinstance(found, Mapping) and "version" in found else client.server_header or None
+
+
+def _check_spelling(server: Server, given: Given, tokenizer: Any) -> tuple[str, ...]:
+    """Raise where tokens spell something else on the server. Answers with what could not be checked, for the log."""
+    spelling, wrong = Spelling(tokenizer), None
+    if found := spelling.fault([given]):
+        wrong = found[0]
+    elif not given.texts:
+        try:
+            asked = {"model": server.facts.model, "tokens": list(given.ids)}
+            told = server.client.ask("POST", _DETOKENIZE, asked)
+        except (ServerRefused, ServerGone) as error:
+            return (f"the server does not say what its tokens spell ({error.what}): its tokenizer is not checked",)
+        held = told if isinstance(told, Mapping) else {}
+        text = held.get("prompt", held.get("content"))  # vLLM's name, and llama.cpp's
+        ours = tokenizer.decode(list(given.ids), clean_up_tokenization_spaces=False)
+        if not isinstance(text, str) or text.strip() != ours.strip():
+            wrong = f"the probe's tokens spell {masked(str(text))[:60]!r} there and {ours[:60]!r} in the tokenizer"
+    if wrong is None:
+        return ()
+    raise ServerUnusable(
+        f"the server has another tokenizer: {wrong}",
+        where=server.facts.url,
+        advice=[
+            "name the folder or hub id of the served model in teacher.model",
+            "choose a student with its tokens",
+        ],
+    )
+
+
+ServedWindow = Callable[[int], Sequence[Batch]]
 
 _LEAST_TAIL = 1e-6  # what is left of 1 after some dozens of FP32 log-probabilities is rounding below this
 _COMPARED = (
@@ -51,7 +435,7 @@ class ServedTeacher(Teacher):
         vocab_size: int,
         device: torch.device,
         concurrency: int,
-        window: Window | None = None,
+        window: ServedWindow | None = None,
         notes: Sequence[str] = (),
     ) -> None:
         self.server, self.spec = server, spec.within(vocab_size)
@@ -226,7 +610,7 @@ def served_teacher(
     rows: Rows,
     device: torch.device,
     *,
-    window: Window | None = None,
+    window: ServedWindow | None = None,
 ) -> ServedTeacher:
     """The server as a teacher, after its probe and a trial on rows of the data."""
     spec, section = served_spec(config), config.teacher

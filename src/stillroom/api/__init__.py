@@ -1,1 +1,0 @@
-"""The functions of the package for Python programs. See docs/api.md."""

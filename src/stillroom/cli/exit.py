@@ -1,0 +1,110 @@
+"""Run a command line; end with an exit code and print any error once."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from stillroom.cli.main import app, echo, print_json
+from stillroom.config.load import nearest_key
+from stillroom.core.errors import ConfigError, StillroomError
+from stillroom.core.exit import fault_of, interrupt_on_signals
+
+
+def with_dashes(arguments: list[str]) -> list[str]:
+    """`--max_steps` means `--max-steps`; values and `--set a_b=c` stay as they are."""
+    out = []
+    for argument in arguments:
+        if argument.startswith("--") and "_" in argument:
+            name, equals, value = argument.partition("=")
+            argument = name.replace("_", "-") + equals + value
+        out.append(argument)
+    return out
+
+
+# transformers imports torchao where it is installed, and both print about cards and Python versions that are not ours.
+_NOISY_WHEN_IMPORTED = ("torchao", "torch.utils._pytree")
+_STOPPED_AT_ONCE = 130  # Ctrl-C outside of training, and a second one within it
+_NOBODY_READS = 141  # as a shell reports a command whose output was closed
+
+
+def _is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run a command. Print an explanation of any error, and exit with its code."""
+    words = with_dashes(list(sys.argv[1:] if arguments is None else arguments))
+    code = run_to_its_end(lambda: app(args=words or ["--help"], prog_name="stillroom", standalone_mode=False), words)
+    if code:
+        raise SystemExit(code)
+
+
+def run_to_its_end(command: Callable[[], int | None], words: Sequence[str]) -> int:
+    """Run a command. Print an explanation of any error, and return the exit code.
+
+    `words` is its command line: with --json an error is printed as an object too.
+    """
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its warnings would interleave with our log
+    for name in _NOISY_WHEN_IMPORTED:
+        logging.getLogger(name).addFilter(_is_error)
+    try:
+        with interrupt_on_signals():
+            code = command()
+    except StillroomError as error:
+        code = _print_error(error, words)
+    except BrokenPipeError:
+        code = _NOBODY_READS
+    except SystemExit as end:  # of 0: a shell's completion; else typer's form of a broken pipe
+        code = _NOBODY_READS if end.code else 0
+    except KeyboardInterrupt:
+        code = _STOPPED_AT_ONCE
+    except BaseException as error:  # noqa: BLE001 - the outermost handler, also of panics in Rust: no traceback is shown
+        code = _print_error(_usage_error(error) or fault_of(error, None), words)
+    if code == _STOPPED_AT_ONCE:
+        _say("stopped at once; `stillroom resume RUN` continues a run that had saved a checkpoint")
+    _abandon_closed_pipes()
+    return code or 0
+
+
+def _print_error(error: StillroomError, words: Sequence[str]) -> int:
+    """Print an error, with --json also as an object. Return the exit code."""
+    from stillroom.telemetry.console import render_error
+
+    with contextlib.suppress(OSError):  # the output is closed; the exit code remains
+        if "--json" in words:
+            shown = {"error": error.what, "where": error.where, "advice": list(error.advice)}
+            print_json({**shown, "exit_code": error.exit_code}, indent=None)
+        render_error(error)
+    return error.exit_code
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):
+        echo(text, err=True)
+
+
+def _usage_error(error: BaseException) -> ConfigError | None:
+    """The error of a command line that typer does not understand; None for any other error."""
+    explain = getattr(error, "format_message", None)
+    if explain is None:
+        return None
+    command = getattr(getattr(error, "ctx", None), "command_path", "stillroom")
+    setting = nearest_key(str(getattr(error, "option_name", "") or "").lstrip("-").replace("-", "_"))
+    hint = [f"any setting is given with --set: --set {setting}=VALUE"] if setting and "." in setting else []
+    return ConfigError(explain(), where="command line", advice=[*hint, f"{command} --help"])
+
+
+def _abandon_closed_pipes() -> None:
+    """Send buffered output of a closed pipe to the null device; else Python complains when the process ends."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            with contextlib.suppress(OSError, ValueError):
+                nothing = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nothing, stream.fileno())
+                os.close(nothing)

@@ -1,0 +1,1 @@
+"""What every package uses: types, errors, numbers, files, locks, and files behind addresses."""

@@ -1,1 +1,0 @@
-"""Build a run from a configuration, up to its first step."""

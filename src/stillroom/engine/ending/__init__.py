@@ -1,1 +1,0 @@
-"""Judge a finished run and describe its result."""

@@ -1,1 +1,0 @@
-"""Recovery from bad steps: examine, skip, roll back, quarantine."""

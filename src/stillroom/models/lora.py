@@ -1,0 +1,490 @@
+"""Attach a low-rank adapter to a student: Hu et al. 2021 (LoRA), Liu et al. 2024 (DoRA), by peft.
+
+The adapter is made of layers inside the network, which keeps its class: whoever runs the student does not know of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn import functional
+
+from stillroom.config.sections import AdapterConfig
+from stillroom.core.errors import BrokenAtStart, CannotSave, ConfigError
+from stillroom.models.check import BOUND, compare_logits, in_main_memory, logits_of
+from stillroom.models.files import one_line
+from stillroom.models.load import explained
+from stillroom.models.lora_targets import choose_targets
+
+# -- frozen base -----------------------------------------------------------------------------------
+# The weights under an adapter: their identity, and the dtype they are stored in.
+#
+# They never change, so they are in no checkpoint: a hash says which they are, and a run is continued on those alone.
+
+
+@torch.no_grad()
+def weights_identity(network: Any) -> str:
+    """A hash over name, type, shape and bytes of every weight and persistent buffer, as they are in memory now."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(network.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()[:32]
+
+
+@torch.no_grad()
+def store_base(network: Any, dtype: torch.dtype, *, whole: bool, has_values: bool = True) -> int:
+    """Store frozen weights in a dtype; return how many numbers that are. Adapters stay in FP32.
+
+    `whole`: all of them, and the network then computes in that dtype. Else the matrices of linear layers alone, which
+    autocast casts anyway; embeddings, norms, the head and other kinds of layers stay in FP32. int8 are codes with a
+    scale for each output. A network of shapes alone has no values that could be out of range.
+    """
+    layers: dict[str, nn.Linear] = {}
+    if whole:
+        chosen = dict(network.named_parameters())
+    else:
+        kept = {id(part.weight) for part in (network.get_input_embeddings(), network.get_output_embeddings())}
+        found = {name: part for name, part in network.named_modules() if type(part) is nn.Linear}
+        layers = {name: part for name, part in found.items() if id(part.weight) not in kept}
+        chosen = {f"{name}.weight": part.weight for name, part in layers.items()}
+    if dtype == torch.int8:
+        return _store_codes(network, layers)
+    num_stored = 0
+    for name, weight in chosen.items():
+        if weight.requires_grad or not weight.is_floating_point() or weight.dtype == dtype:
+            continue
+        if has_values:
+            _check_range(name, weight, dtype)
+        weight.data = weight.data.to(dtype)
+        num_stored += weight.numel()
+    for name, part in layers.items():
+        if part.weight.dtype in (torch.float16, torch.bfloat16):
+            network.set_submodule(name, WidenedLinear(part))
+    return num_stored
+
+
+def _store_codes(network: Any, layers: dict[str, nn.Linear]) -> int:
+    frozen = {name: part for name, part in layers.items() if not part.weight.requires_grad}
+    if not frozen:
+        raise BrokenAtStart(
+            f"a {type(network).__name__} has no linear layers that could be stored in int8",
+            where="student.adapter.base_dtype",
+            advice=["--set student.adapter.base_dtype=float16"],
+        )
+    for name, part in frozen.items():
+        network.set_submodule(name, CodedLinear(part))
+    return sum(part.weight.numel() for part in frozen.values())
+
+
+def _check_range(name: str, weight: Tensor, dtype: torch.dtype) -> None:
+    largest = float(weight.abs().max()) if weight.numel() else 0.0
+    if largest > torch.finfo(dtype).max:
+        raise BrokenAtStart(
+            f"the frozen weight {name} reaches {largest:.3g}, which {str(dtype).removeprefix('torch.')} cannot hold",
+            where="student.adapter.base_dtype",
+            advice=["--precision fp32 with student.adapter.base_dtype = 'float32'", "--precision bf16-mixed"],
+        )
+
+
+class WidenedLinear(nn.Linear):
+    """A frozen linear layer with a half weight that multiplies in its input's dtype, or as autocast says."""
+
+    def __init__(self, narrow: nn.Linear) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = narrow.in_features, narrow.out_features
+        self.weight, self.bias = narrow.weight, narrow.bias
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if inputs.dtype == self.weight.dtype or torch.is_autocast_enabled(inputs.device.type):
+            return functional.linear(inputs, self.weight, self.bias)
+        answer: Tensor = _WidenedProduct.apply(inputs, self.weight)  # type: ignore[no-untyped-call]
+        return answer if self.bias is None else answer + self.bias
+
+
+class _WidenedProduct(torch.autograd.Function):
+    """inputs @ weight.T; the wide copy of the weight is made again in the backward and not kept until then."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return functional.linear(inputs, weight.to(inputs.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
+        (weight,) = ctx.saved_tensors
+        return upstream[0] @ weight.to(upstream[0].dtype), None
+
+
+# -- eight bits ------------------------------------------------------------------------------------------
+
+_LARGEST = 127  # codes are symmetric: -128 is not used
+
+
+class CodedLinear(nn.Linear):
+    """A frozen linear layer of int8 codes with an FP32 scale for each output, the largest of its row by 127.
+
+    It multiplies in its input's dtype, or as autocast says. The scales are made from the weights at every start, like
+    the codes, so they are in no checkpoint.
+    """
+
+    scales: Tensor
+
+    def __init__(self, full: nn.Linear) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features, self.bias = full.in_features, full.out_features, full.bias
+        weight = full.weight.detach().float()
+        largest = weight.abs().amax(dim=1, keepdim=True)
+        scales = torch.where(largest > 0, largest / _LARGEST, torch.ones_like(largest))
+        codes = (weight / scales).round().clamp(-_LARGEST, _LARGEST).to(torch.int8)
+        self.weight = nn.Parameter(codes, requires_grad=False)
+        self.register_buffer("scales", scales, persistent=False)
+
+    def widened(self) -> nn.Linear:
+        """A plain layer of the very numbers that the codes stand for."""
+        plain = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
+        plain.weight = nn.Parameter(self.weight.float() * self.scales, requires_grad=False)
+        plain.bias = self.bias
+        return plain
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        device = inputs.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else inputs.dtype
+        cast = inputs.to(dtype)
+        answer: Tensor = _CodedProduct.apply(cast, self.weight, self.scales)  # type: ignore[no-untyped-call]
+        return answer if self.bias is None else answer + self.bias.to(dtype)
+
+
+class _CodedProduct(torch.autograd.Function):
+    """inputs @ weight.T; the weight is made from its codes again in the backward and not kept until then."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+        ctx.save_for_backward(codes, scales)
+        return functional.linear(inputs, (codes * scales).to(inputs.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None]:
+        codes, scales = ctx.saved_tensors
+        return upstream[0] @ (codes * scales).to(upstream[0].dtype), None, None
+
+
+@contextmanager
+def widened(network: Any) -> Iterator[None]:
+    """In the body layers of codes are plain ones of the same numbers; after it, the codes again."""
+    coded = {name: part for name, part in network.named_modules() if isinstance(part, CodedLinear)}
+    try:
+        for name, part in coded.items():
+            network.set_submodule(name, part.widened())
+        yield
+    finally:
+        for name, part in coded.items():
+            network.set_submodule(name, part)
+
+
+NAME = "default"  # peft's name of the one adapter
+_SHOWN = 4
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter in a network."""
+
+    network: Any
+    peft_config: Any  # as peft writes it to adapter_config.json
+    targets: tuple[str, ...]  # full names of the layers
+    base_name: str  # what the base is loaded from; empty where it is in no folder of its own
+    base_identity: str  # hash of the frozen weights as they were loaded, in FP32
+    notes: tuple[str, ...]
+    outline: Any = None  # the network without values, where the network itself is sharded
+
+    def layers(self) -> Iterator[tuple[str, Any]]:
+        """The adapted layers by name. Each has its frozen layer as `base_layer`."""
+        for name in self.targets:
+            yield name, self.network.get_submodule(name)
+
+    @property
+    def num_trained(self) -> int:
+        return sum(parameter.numel() for parameter in self.network.parameters() if parameter.requires_grad)
+
+
+def attach(network: Any, config: AdapterConfig, *, name: str, base_name: str, seed: int) -> Adapter:
+    """Freeze a network and attach an adapter to it. Before the first update it changes no answer.
+
+    Its weights depend on the seed alone. `base_name` is what peft may load the base from.
+    """
+    targets, left_out = adapted_layers(network, config, name=name)
+    num_base = sum(parameter.numel() for parameter in network.parameters())
+    network.requires_grad_(False)
+    identity = weights_identity(network)
+    peft_config = insert(network, config, targets, name=name, seed=seed)
+    peft_config.base_model_name_or_path = base_name
+    adapter = Adapter(network, peft_config, targets, base_name, identity, ())
+    _check_layers(adapter)
+    notes = [_describe(config, adapter, num_base)]
+    if left_out:
+        notes.append(f"adapter: not on layers that peft takes for parts of stacked experts: {listed(left_out)}")
+    return Adapter(network, peft_config, targets, base_name, identity, tuple(notes))
+
+
+def adapted_layers(network: Any, config: AdapterConfig, *, name: str) -> tuple[tuple[str, ...], list[str]]:
+    """The layers that get an adapter, and those that peft cannot adapt under their own names."""
+    _inject_in_model, make_config = _peft(name)
+    targets, left_out = _named_as_layers(network, choose_targets(network, config.targets), make_config)
+    if left_out and (config.targets or not targets):
+        raise ConfigError(
+            f"peft takes {left_out[0]} for a part of stacked experts, and would adapt those instead",
+            where="student.adapter.targets",
+            advice=["leave it out of student.adapter.targets", "name the layers of the attention alone"],
+        )
+    return targets, left_out
+
+
+def insert(network: Any, config: AdapterConfig, targets: Sequence[str], *, name: str, seed: int) -> Any:
+    """Put the adapter's layers into a frozen network. Return peft's configuration."""
+    inject, make_config = _peft(name)
+    peft_config = make_config(
+        r=config.rank,
+        lora_alpha=config.scaled_alpha,
+        lora_dropout=config.dropout,
+        target_modules=list(targets),
+        use_dora=config.kind == "dora",
+        fan_in_fan_out=not isinstance(network.get_submodule(targets[0]), nn.Linear),
+        bias="none",
+        task_type="CAUSAL_LM",
+    )
+    with explained(name, "adapter"), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # fan_in_fan_out of mixed layers, which peft then sets right
+        torch.manual_seed(seed)
+        _inject(inject, peft_config, network, name)
+    return peft_config
+
+
+def _peft(name: str) -> tuple[Any, Any]:
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError:
+        raise BrokenAtStart(f"student.adapter on {name} needs peft", advice=["pip install 'stillroom[peft]'"]) from None
+    return inject_adapter_in_model, LoraConfig
+
+
+def _named_as_layers(network: Any, names: Sequence[str], make_config: Any) -> tuple[tuple[str, ...], list[str]]:
+    """The names that mean a layer to peft, and those that mean something else.
+
+    In families whose experts became stacked tensors, peft reads names like gate_proj, anywhere, as those tensors. It
+    does so again when an adapter is loaded, so such layers cannot be adapted under their own names.
+    """
+    try:
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers as convert
+    except ImportError:  # a version that does not do this
+        return tuple(names), []
+    kept: list[str] = []
+    left_out: list[str] = []
+    for name in names:
+        alone = make_config(target_modules=[name])
+        try:
+            convert(alone, network, None)
+        except ValueError:  # it is a part of what is stacked, and the other parts are not named
+            alone.target_modules = ()
+        (kept if name in alone.target_modules else left_out).append(name)
+    return tuple(kept), left_out
+
+
+def _inject(inject: Any, peft_config: Any, network: Any, name: str) -> None:
+    try:
+        inject(peft_config, network)
+    except ValueError as error:  # peft's word for a layer that it does not adapt
+        raise ConfigError(
+            f"no adapter for {name}: {one_line(error)}",
+            where="student.adapter.targets",
+            advice=["name the layers in student.adapter.targets, without this one"],
+        ) from error
+
+
+def _check_layers(adapter: Adapter) -> None:
+    """peft chooses by its own rules for names: they must have found the same layers."""
+    found = {name for name, part in adapter.network.named_modules() if hasattr(part, "lora_A")}
+    if found != set(adapter.targets):
+        odd = sorted(found ^ set(adapter.targets))[:_SHOWN]
+        raise BrokenAtStart(
+            f"peft attaches the adapter to other layers than were chosen: {', '.join(odd)}",
+            where="student.adapter.targets",
+            advice=["name the layers in full in student.adapter.targets"],
+        )
+
+
+def _describe(config: AdapterConfig, adapter: Adapter, num_base: int) -> str:
+    trained = adapter.num_trained
+    return (
+        f"adapter: {config.kind} of rank {config.rank} on {len(adapter.targets)} linear layers, "
+        f"{trained:,} parameters are trained and {num_base:,} are frozen ({100 * trained / num_base:.2f} %)"
+    )
+
+
+def listed(names: list[str]) -> str:
+    rest = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + rest
+
+
+# -- merge -----------------------------------------------------------------------------------------
+# Write a student with an adapter as a plain folder: merged, read back, and compared by its answers.
+#
+# Merged in FP32 whatever the base is stored in: a change that is small beside a weight would be rounded away in FP16.
+
+
+FOLDER = "adapter"  # inside the student's folder
+
+
+def save_merged(adapter: Adapter, folder: Path, ids: Tensor) -> str:
+    """Write the merged student to a folder and the adapter to a folder in it. Return a note about their difference.
+
+    `ids` [B, L] are tokens that both are compared on. Raise if they differ. The network is left as it was.
+    """
+    network = adapter.network
+    was_training = network.training
+    network.eval()
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), widened(network), in_main_memory(network):
+            trained = logits_of(network, ids)
+            with merged(adapter):
+                network.save_pretrained(folder)
+            save_adapter(adapter, folder / FOLDER)
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            written = logits_of(type(network).from_pretrained(folder, dtype=torch.float32).eval(), ids)
+    finally:
+        network.train(was_training)
+    return compare(trained, written)
+
+
+def compare(trained: Tensor, written: Tensor) -> str:
+    """A sentence about the largest difference of two answers. Raise if it is above the bound, or not finite."""
+    found = compare_logits(trained, written)
+    if not found.is_equal:
+        raise CannotSave(
+            f"the merged student does not answer like the trained one: {found.reason}",
+            where="student.adapter",
+            advice=["the adapter is in the checkpoints: stillroom resume the run with another version of peft"],
+        )
+    return f"adapter: merged into the student that is written; logits differ by {found.difference:.1e} at most"
+
+
+@contextmanager
+def merged(adapter: Adapter) -> Iterator[Any]:
+    """In the body the network has plain layers with the merged weights. After it, its own, to the last bit."""
+    network = adapter.network
+    layers = dict(adapter.layers())
+    kept = {name: layer.get_base_layer().weight.data for name, layer in layers.items()}
+    peft_config = vars(network).pop("peft_config", None)
+    try:
+        for name, layer in layers.items():
+            layer.merge(safe_merge=True)  # into a copy of the weight
+            network.set_submodule(name, layer.get_base_layer())
+        yield network
+    finally:
+        for name, layer in layers.items():
+            network.set_submodule(name, layer)
+            layer.merged_adapters.clear()
+            layer.get_base_layer().weight.data = kept[name]
+        if peft_config is not None:
+            network.peft_config = peft_config
+
+
+def save_adapter(adapter: Adapter, folder: Path) -> None:
+    """Write the adapter alone, as peft reads it."""
+    from peft import get_peft_model_state_dict
+
+    state = get_peft_model_state_dict(adapter.network, adapter_name=NAME, save_embedding_layers=False)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {f"base_model.model.{name}": tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    adapter.peft_config.save_pretrained(folder)
+    written = {"base_model": adapter.base_name or None, "base_sha256_32": adapter.base_identity}
+    (folder / "base.json").write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+
+
+# -- adapter trial ---------------------------------------------------------------------------------
+# Try an adapter before anything is trained: is each adapted layer reached, and would the merged student answer alike?
+#
+# A network that reads a layer's weight itself passes the adapter by: it never learns there, and what is merged
+# differs from what was trained. Found at the end of a run, that would cost the run.
+
+
+_LENGTH = 16
+_SEED = 20_241
+_SCALE = 0.02  # of the weights that the trial gives to what is zero before training
+
+
+def try_adapter(adapter: Adapter, name: str) -> list[str]:
+    """Notes about layers that have no gradient. Raise if none has, or if a merge would change the answers.
+
+    Weights, random state and mode of the network are left as they were.
+    """
+    network = adapter.network
+    was_training = network.training
+    ids = (torch.arange(2 * _LENGTH) % int(network.get_input_embeddings().weight.shape[0])).view(2, _LENGTH)
+    ids = ids.to(next(network.parameters()).device)
+    network.eval()
+    try:
+        with explained(name, "adapter"), torch.random.fork_rng(devices=[]):
+            idle = _without_gradient(adapter, ids)
+            difference, spread = _difference_of_merging(adapter, ids)
+    finally:
+        network.train(was_training)
+    if len(idle) == len(adapter.targets):
+        raise ConfigError(
+            f"no adapted layer of {name} has a gradient: the network does not call {listed(idle)} as a layer",
+            where="student.adapter.targets",
+            advice=["name other layers", "leave student.adapter out to train all weights"],
+        )
+    if not difference <= BOUND * max(spread, 1e-6):
+        raise ConfigError(
+            f"merged, the adapter of {name} would not answer as it was trained: logits differ by {difference:.2g} at a "
+            f"spread of {spread:.2g}" + (f"; the network does not call {listed(idle)} as a layer" if idle else ""),
+            where="student.adapter.targets",
+            advice=["name other layers: the projections of the attention, say"],
+        )
+    return [f"adapter: without a gradient on a trial row: {listed(idle)}"] if idle else []
+
+
+def _without_gradient(adapter: Adapter, ids: Tensor) -> list[str]:
+    """Adapted layers that a backward pass on the rows does not reach."""
+    with torch.enable_grad():
+        logits = _logits(adapter.network, ids)
+        if logits.requires_grad:
+            logits.square().mean().backward()  # type: ignore[no-untyped-call]
+    idle = [target for target, layer in adapter.layers() if layer.lora_B[NAME].weight.grad is None]
+    adapter.network.zero_grad(set_to_none=True)
+    return idle
+
+
+@torch.no_grad()
+def _difference_of_merging(adapter: Adapter, ids: Tensor) -> tuple[float, float]:
+    """The largest difference of the logits when an adapter that does something is merged, and their spread."""
+    generator = torch.Generator().manual_seed(_SEED)
+    zeros = [layer.lora_B[NAME].weight for _name, layer in adapter.layers()]
+    try:
+        for weight in zeros:
+            drawn = torch.randn(weight.shape, generator=generator)
+            weight.copy_(_SCALE * drawn)
+        trained = _logits(adapter.network, ids)
+        with merged(adapter):
+            written = _logits(adapter.network, ids)
+    finally:
+        for weight in zeros:
+            weight.zero_()
+    return float((trained - written).abs().max()), float(trained.std())
+
+
+def _logits(network: Any, ids: Tensor) -> Tensor:
+    answer: Tensor = network(input_ids=ids, use_cache=False).logits.float()
+    return answer

@@ -1,1 +1,0 @@
-"""Objectives for two models that read the same text in different tokens."""

@@ -1,1 +1,0 @@
-"""Objectives on hidden states and attention maps of paired layers."""

@@ -1,0 +1,452 @@
+"""Build or resume a run, train it, and write its results into its folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stillroom.config import Config
+from stillroom.config.given import unread_notes
+from stillroom.config.sections import STRATEGIES
+from stillroom.core.errors import BrokenAtStart, CheckpointUnusable, ConfigError, Fault, StillroomError, is_panic
+from stillroom.core.exit import explained
+from stillroom.core.files import mend, reason_of
+from stillroom.data.preview import row_lengths
+from stillroom.models import Student
+from stillroom.models.load import not_finite_advice
+from stillroom.parallel import Parallel, join
+from stillroom.precision.device import deterministic, find_device
+from stillroom.teachers.signals import teacher_dtype
+from stillroom.telemetry import EventLog, SilentLog
+from stillroom.telemetry.trackers import open_tracking
+from stillroom.training import run_folder as run_folder
+from stillroom.training.build import Models, build_run, load_models, unused_strategy
+from stillroom.training.checkpoint import CheckpointStore, Mark, Saved
+from stillroom.training.evaluate import Evaluation
+from stillroom.training.finish import FINISHED, Result, doubts, finish, result_or_error, summary_row
+from stillroom.training.inputs import InputCheck
+from stillroom.training.loop import Adviser, Stop, judge_student, run_evaluation, training
+from stillroom.training.memory import evaluate_held_out, find_micro_batch
+from stillroom.training.preflight import find_loss_scale, first_forward
+from stillroom.training.recover import state_to_return_to
+from stillroom.training.run import Run, RunState, restore, restore_history, why_unusable, why_unusable_mark
+from stillroom.training.run_folder import NONE, Claim, Inputs, Trust, opened
+from stillroom.training.save import save_checkpoint
+from stillroom.training.student import start_note, student_name
+
+# -- resume ----------------------------------------------------------------------------------------
+# Find the checkpoint and log to continue a run from, restore it, and record how a run ends.
+
+
+def newest_checkpoint(folder: Path, config: Config) -> Saved | None:
+    """The newest checkpoint that verifies. Change nothing: the run may be training."""
+    return CheckpointStore(folder / "checkpoints", config.checkpoint.keep).load_newest(why_unusable)
+
+
+def newest_state(folder: Path, config: Config, parallel: Parallel) -> tuple[Saved | None, Mark | None]:
+    """The newest checkpoint that verifies, and the mark of a rollback after it, if any.
+
+    Remove the files of an interrupted save first.
+    """
+    store = CheckpointStore(folder / "checkpoints", config.checkpoint.keep)
+    if parallel.is_first:
+        mend(folder)
+        store.sweep()
+    parallel.wait()
+    saved, mark = store.load_newest(why_unusable), store.mark()
+    if mark is None or (saved is not None and saved.line >= mark.line):
+        return saved, None
+    if reason := why_unusable_mark(mark):
+        raise store.unusable_mark(reason)
+    return saved, mark
+
+
+def open_log(folder: Path, saved: Saved | None, mark: Mark | None) -> EventLog:
+    """The run's log, cut back to the state it is continued from."""
+    if mark is not None:
+        return EventLog(folder / "events.jsonl", keep_records=int(mark.history["events"]), keep_until_step=mark.to)
+    if saved is None:
+        return EventLog(folder / "events.jsonl", keep_records=0, keep_until_step=-1)
+    known = saved.scalars.get("events")
+    return EventLog(folder / "events.jsonl", keep_records=known, keep_until_step=saved.step)
+
+
+def _check_base(saved: Saved, run: Run) -> None:
+    """Raise if the weights under an adapter are not those it was trained on: no checkpoint holds them."""
+    begun, here = saved.scalars.get("base"), run.adapter.base_identity if run.adapter else None
+    if begun != here:
+        raise CheckpointUnusable(
+            f"the weights under the adapter are not those the run began with: their hash was {begun} and is {here}",
+            where=run.config.student.model,
+            advice=[
+                "put the student's model back as it was",
+                "begin again with the present one: another folder with --out",
+            ],
+        )
+
+
+def precision_of(saved: Saved | None) -> str:
+    """The mode a checkpoint was written in: it belongs to the run, whatever `auto` would choose on this device."""
+    return str(saved.scalars["precision"]["mode"]) if saved is not None else ""
+
+
+def processes_of(saved: Saved | None) -> int:
+    """The number of processes that a run began with: its windows and its schedule depend on it. 0 before it began."""
+    return int(saved.scalars.get("processes", 1)) if saved is not None else 0
+
+
+def moved_processes(saved: Saved, run: Run) -> str:
+    """What to say where a run goes on with another number of processes; nothing where it does not."""
+    before, now = processes_of(saved), run.parallel.size
+    if before == now:
+        return ""
+    text = f"begun with {before} processes, goes on with {now}: the same rows in the same order and the same steps"
+    idle = now - run.config.train.gradient_accumulation_steps * before
+    if idle > 0:
+        text += f"; {idle} of the {now} have nothing to do, because a step has {now - idle} micro-batches"
+    return f"{text}; sums are added in another order, and random numbers of dropout are others"
+
+
+def moved_device(saved: Saved, run: Run) -> str:
+    """What to say where a run goes on on another kind of device; nothing where it does not."""
+    before = saved.scalars["precision"].get("device", run.device.type)
+    if before == run.device.type:
+        return ""
+    return (
+        f"the checkpoint is from {before} and the run goes on with {run.device.type}, in {run.precision.mode} "
+        "as before: its numbers are no longer those of an uncut run to the last bit"
+    )
+
+
+def restore_checkpoint(run: Run, state: RunState, saved: Saved, *, takes_other_base: bool = False) -> None:
+    """Restore a checkpoint into a run built from the same configuration."""
+    if not takes_other_base:
+        _check_base(saved, run)
+    try:
+        restore(run, state, saved)
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
+        raise CheckpointUnusable(
+            f"the checkpoint of step {saved.step} does not fit the run: {reason_of(error)}",
+            where=str(run.folder / "checkpoints"),
+            advice=[
+                "check that the models are those the run began with",
+                "or that this version of stillroom is the one that saved it, see config.json",
+            ],
+        ) from error
+
+
+@contextmanager
+def recorded_end(log: EventLog, folder: Path) -> Iterator[None]:
+    """Log how the run ended. Turn errors of memory and disk into errors with advice."""
+    try:
+        yield
+    except StillroomError as error:
+        log.write("run_end", status="stopped", exit_code=error.exit_code, reason=str(error.what))
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
+        end = explained(error, str(folder)) or Fault(f"{type(error).__name__}: {reason_of(error)}")
+        log.write("run_end", status="stopped", exit_code=end.exit_code, reason=str(end.what))
+        if isinstance(end, Fault):
+            raise
+        raise end from error
+
+
+def distill(
+    config: Config,
+    out: str | Path,
+    *,
+    device: str = "auto",
+    inject: str = "",
+    listeners: tuple[Callable[[dict[str, Any]], None], ...] = (),
+    notes: tuple[str, ...] = (),
+    inputs: Inputs | None = None,
+    accept_changed_inputs: bool = False,
+) -> Result:
+    """Distil as configured into a folder or an address of a store. Resume an unfinished run of the same configuration.
+
+    `inputs` are models and data given as objects: the first process writes them to the paths of `inputs.settings(out)`,
+    which the configuration names. A resumed run whose data or models are not those it began with is refused, unless
+    `accept_changed_inputs`.
+    """
+    stop = Stop(config.train.max_minutes)
+    with stop.on_signals():
+        with stop.while_loading():
+            parallel = _join(config)
+            device_notes: list[str] = []
+            where = find_device(device, device_notes.append)
+            notes = (*notes, *unread_notes(config), *device_notes)
+        first = parallel.is_first
+        with (
+            opened(out) as place,
+            deterministic(where),
+            run_folder.owned(place.folder, config, is_first=first) as claim,
+        ):
+            claim.sender, notes = place.sender, (*notes, *place.notes)
+            if parallel.broadcast(float(claim.is_resumed)) and not parallel.is_first:
+                claim.is_resumed, claim.config = run_folder.find_run(claim.folder, config)
+            if inputs is not None:
+                with stop.while_loading():
+                    columns = config.data.needed_columns
+                    kept = inputs.keep(claim.folder, is_resumed=claim.is_resumed, columns=columns) if first else ()
+                    parallel.wait()
+                notes = (*notes, *kept)
+            finished, doubt = run_folder.read_summary(claim.folder) if claim.is_resumed else ({}, "")
+            if finished.get("status") in FINISHED:
+                if first:
+                    _teller(listeners)(_already_finished(claim.folder, finished))
+                return result_or_error(Result(claim.folder, finished, already_finished=True))
+            notes = (*notes, doubt) if doubt else notes
+            options: dict[str, Any] = {"accepts": accept_changed_inputs}
+            return result_or_error(_run(claim, parallel, where, stop, inject, listeners, notes, **options))
+
+
+def _join(config: Config) -> Parallel:
+    return join(config.train.peer_timeout_minutes, config.train.strategy, config.train.shard_size)
+
+
+def _run(
+    claim: Claim,
+    parallel: Parallel,
+    where: torch.device,
+    stop: Stop,
+    inject: str,
+    listeners: tuple[Callable[[dict[str, Any]], None], ...],
+    notes: tuple[str, ...],
+    *,
+    accepts: bool,
+) -> Result:
+    """Load, build, train and finish a run in a claimed folder. `accepts`: with other inputs than before."""
+    folder, config = claim.folder, claim.config
+    saved, mark = newest_state(folder, config, parallel) if claim.is_resumed else (None, None)
+    check = InputCheck(saved, accepts, parallel)
+    with stop.while_loading():
+        check.models(config)
+        dated = config.on_day(config.data.day or _day(claim, parallel))
+        models = load_models(dated, where, folder=folder, parallel=parallel, tell=_teller(listeners))
+    if models.prints_day:
+        claim.config = config = dated
+    if parallel.is_first and not claim.is_resumed:
+        claim.describe()
+    log = open_log(folder, saved, mark) if parallel.is_first else SilentLog()
+    for listener in listeners:
+        log.listen(listener)
+    if parallel.is_first:
+        Adviser(log)
+        tracking = open_tracking(config, folder, lambda text: log.write("note", text=text))
+        if tracking is not None:
+            log.listen(tracking)
+        if claim.sender is not None:
+            claim.sender.attach(log)
+    with log, recorded_end(log, folder), ExitStack() as ending:
+        with stop.while_loading():
+            run = build_run(
+                config,
+                folder,
+                log,
+                device=where,
+                models=models,
+                inject=inject,
+                parallel=parallel,
+                lock=claim.lock,
+                begun_in=precision_of(saved),
+                begun_with=processes_of(saved),
+                inputs=check,
+            )
+        ending.callback(run.teacher.close)
+        claim.is_begun = True
+        state = RunState()
+        _announce(run, models, notes, saved, check, stop.seconds)
+        if saved is not None:
+            restore_checkpoint(run, state, saved, takes_other_base=accepts)
+        return _train(run, state, saved, mark, stop, check.changed)
+
+
+def resume(
+    folder: str | Path,
+    *,
+    device: str = "auto",
+    max_minutes: float | None = None,
+    strategy: str | None = None,
+    shard_size: int | None = None,
+    trust: Trust = NONE,
+    listeners: tuple[Callable[[dict[str, Any]], None], ...] = (),
+    accept_changed_inputs: bool = False,
+) -> Result:
+    """Continue the run in a folder, bit for bit. Return the result of a finished run.
+
+    Raise `InputsChanged` where the data, the teacher or the student's folder are not those it began with, unless
+    `accept_changed_inputs`.
+
+    With another number of processes or another `strategy` it goes on with the same rows in the same order, and with
+    the same numbers up to the order of sums. `shard_size` belongs to `fsdp`: another strategy drops the run's own.
+    """
+    if shard_size is None and strategy not in (None, "fsdp"):
+        shard_size = 0
+    given = {"max_minutes": max_minutes, "strategy": strategy, "shard_size": shard_size}
+    changed = {key: value for key, value in given.items() if value is not None}
+    if strategy not in (None, *STRATEGIES):
+        raise ConfigError(f"{strategy!r} is no strategy", where="--strategy", advice=[" or ".join(STRATEGIES)])
+    with opened(folder) as place:
+        config = place.read_config(trust)
+        config = config.model_copy(update={"train": config.train.model_copy(update=changed)})
+        options: dict[str, Any] = {"device": device, "listeners": listeners}
+        return distill(config, place.folder, accept_changed_inputs=accept_changed_inputs, **options)
+
+
+def _teller(listeners: tuple[Callable[[dict[str, Any]], None], ...]) -> Callable[[str], None]:
+    """Notes for the listeners while there is no log yet."""
+
+    def tell(text: str) -> None:
+        for listener in listeners:
+            listener({"event": "note", "text": text})
+
+    return tell
+
+
+def _day(claim: Claim, parallel: Parallel) -> str:
+    """The day on which the run began, as the first process sees it: midnight may pass between two processes."""
+    day = (run_folder.begun_on(claim.folder) if claim.is_resumed else None) or date.today()
+    return date.fromordinal(int(parallel.broadcast(float(day.toordinal())))).isoformat()
+
+
+def _already_finished(folder: Path, summary: dict[str, Any]) -> str:
+    steps = summary.get("steps")
+    after = f" after {steps:,} steps" if isinstance(steps, int) else ""
+    return f"the run in {folder} is already finished{after}: nothing of it is trained again"
+
+
+def _train(
+    run: Run, state: RunState, saved: Saved | None, mark: Mark | None, stop: Stop, changed: Collection[str] = ()
+) -> Result:
+    """Train from the present state to the end, then write the results. `changed` are inputs that are others now."""
+    state.between_batches = stop.check_loading
+    state.before = _before(run, state) if saved is None else dict(saved.scalars["before"])
+    if not {"teacher", "eval"}.isdisjoint(changed):  # the summary describes the teacher that is here
+        state.before |= _teacher_before(run, state)
+    if saved is None:
+        run.teacher.training.begin_run()  # before the initial state is kept: the probe's result is part of it
+        first_forward(run, state)
+        find_micro_batch(run, state)
+        find_loss_scale(run, state)
+    if run.config.guard.on_exhausted == "reset" and state.applied == 0:
+        state.initial = state_to_return_to(run, state).copied()
+    stop.check_loading()
+    if mark is not None:
+        restore_history(run, state, mark)
+        run.log.write("note", text=f"the rollback to step {mark.to} was cut short: its budgets are kept")
+    run.checkpoints.line = state.rollbacks
+    if mark is not None and saved is not None:
+        save_checkpoint(run, state, is_awaited=True)
+    for _outcome in training(run, state, stop):
+        pass
+    return finish(run, state, stop)
+
+
+def _before(run: Run, state: RunState) -> dict[str, Any]:
+    """Evaluate the teacher and the untrained student on the held-out text."""
+    before = _teacher_before(run, state)
+    student = run_evaluation(run, state)
+    if not _is_number(student.perplexity) or student.unscored_tokens:
+        raise BrokenAtStart(
+            "the student's held-out loss is not finite before training",
+            where=run.config.student.model,
+            advice=["check the model folder", "or start from random weights: --set student.init=random"],
+        )
+    before["student_before"] = summary_row(student, run.num_student_parameters)
+    judge_student(run, state, student)  # the student before training is a candidate for the best
+    notes = doubts(run, student)
+    if run.config.student.init == "shrink":
+        teacher_perplexity = before["teacher"]["perplexity"] if "teacher" in before else None
+        wanted = run.config.student.shrink
+        notes = [*notes, start_note(wanted, student.perplexity, run.student.vocab_size, teacher_perplexity)]
+    for text in notes:
+        run.log.write("note", text=text)
+    return before
+
+
+def _teacher_before(run: Run, state: RunState) -> dict[str, Any]:
+    """Evaluate the teacher on the held-out text; empty without one."""
+    before: dict[str, Any] = {}
+    teacher = run.teacher.as_model()
+    if teacher is not None:
+        row = summary_row(_evaluate_teacher(run, state, teacher), teacher.num_parameters)
+        before["teacher"] = run.teacher.comparable(row)
+        if not _is_number(before["teacher"]["bits_per_byte"]):
+            raise BrokenAtStart(
+                "the teacher's held-out loss is not finite",
+                where=run.config.teacher.model,
+                advice=not_finite_advice(teacher_dtype(run.config, run.device)),
+            )
+    elif (stored := run.teacher.own_yardsticks(run.eval_batches())) is not None:
+        before["teacher"] = stored
+    if "teacher" in before:
+        run.log.write("teacher_eval", **before["teacher"])
+    return before
+
+
+def _evaluate_teacher(run: Run, state: RunState, model: Student) -> Evaluation:
+    beside = run.teacher if run.teacher.tokenizer is None else None
+    options: dict[str, Any] = {"precision": run.precision.plain(), "teacher": beside, "between": state.between_batches}
+    with run.teacher.at_work():
+        return evaluate_held_out(run, state, model, read=run.teacher.own_batch, **options)
+
+
+def _is_number(value: float) -> bool:
+    return value == value and value not in (float("inf"), float("-inf"))
+
+
+def _announce(
+    run: Run,
+    models: Models,
+    notes: tuple[str, ...],
+    saved: Saved | None,
+    check: InputCheck,
+    setup_seconds: float,
+) -> None:
+    config, teacher = run.config, models.loaded_teacher
+    run.log.write(
+        "run_start",
+        run=run.folder.name,
+        setup_seconds=round(setup_seconds, 3),
+        config=config.to_dict(),
+        versions=run_folder.versions(),
+        machine=run_folder.machine(),
+        precision={"mode": run.precision.mode, "reason": run.precision.reason},
+        schedule={
+            "total_batches": run.loader.num_batches,
+            "gradient_accumulation": config.train.gradient_accumulation_steps,
+            "processes": run.parallel.size,
+            "strategy": run.parallel.strategy,
+            "copies": run.parallel.num_copies,
+            "optimizer_steps": run.schedule.num_steps,
+            "warmup_steps": run.schedule.num_warmup,
+            "learning_rate": config.train.learning_rate,
+        },
+        teacher={"name": config.teacher.model, **teacher.anatomy.to_dict()} if teacher else None,
+        student={"name": student_name(config), **models.loaded_student.anatomy.to_dict(), "trained": run.num_trained},
+        data={
+            **run.corpus.counters,
+            "shapes": run.corpus.shapes,
+            "lengths": row_lengths(run.corpus),
+            "notes": list(run.corpus.notes),
+        },
+    )
+    notes = (*notes, *unused_strategy(config, run.parallel))
+    for text in (*notes, *models.notes, *run.teacher.notes, *run.mix.notes(run.device.type)):
+        run.log.write("note", text=text)
+    if saved is not None:
+        for reason in saved.rejected:
+            run.log.write("note", text=f"a checkpoint was not used: {reason}")
+        run.log.write("resume", step=saved.step)
+        for text in (check.note, moved_device(saved, run), moved_processes(saved, run)):
+            if text:
+                run.log.write("note", text=text)
+        if check.changes:
+            run.log.write("changed_inputs", step=saved.step, changes=check.changes)

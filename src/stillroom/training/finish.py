@@ -1,0 +1,477 @@
+"""The end of a run: choose the student that is kept, judge it, write it and the summary."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+import torch
+
+from stillroom.core.errors import CannotSave, Interrupted, NoBetterStudent, StudentDiffers
+from stillroom.core.files import reason_of, strict, write_atomically
+from stillroom.data import Rows, prompt_ids
+from stillroom.doctor.checks import Start, success_checks
+from stillroom.doctor.checks import doubts as doubts_about
+from stillroom.doctor.log_rules import LITTLE_GAIN
+from stillroom.doctor.rules import TRIAL_STEPS, Settings
+from stillroom.models.check import ReadBack, read_back
+from stillroom.models.generate import can_generate, continuation, generate, readable
+from stillroom.precision.storage import local
+from stillroom.telemetry.record import Event, scan_events, section, show
+from stillroom.telemetry.show import RESULT_COLUMNS, RESULT_ROWS
+from stillroom.telemetry.wording import as_number, clean, format_result
+from stillroom.training.evaluate import Evaluation
+from stillroom.training.loop import Stop, advice_of
+from stillroom.training.memory import evaluate_held_out, micro_batch_rows
+from stillroom.training.run import Run, RunState
+from stillroom.training.save import gather_student, load_best, save_student, whole_again
+from stillroom.training.step import source_rows
+from stillroom.training.token_view import save_tokens, view_of_all
+
+if TYPE_CHECKING:
+    from stillroom.training.evaluate import Evaluation
+    from stillroom.training.run import Run
+
+
+# -- outcome ---------------------------------------------------------------------------------------
+# Warn before the first step if the student will hardly move; say after the last whether training helped.
+
+
+DONE = "done"
+DIVERGED = "diverged"
+FINISHED = (DONE, DIVERGED)
+
+_WORSE = 1.005  # times the perplexity before training; a smaller rise is noise
+
+
+def how_it_ended(state: RunState, kept: float, before: float) -> dict[str, Any]:
+    """Status, reason and advice. `kept` is the perplexity of the student that is written.
+
+    The student before training is a candidate, so the one kept is never worse. A run without a better student whose
+    last student is worse has diverged.
+    """
+    last = state.last_perplexity
+    if state.best_step and kept < before:
+        gain = math.log(before / kept)
+        advice = [] if gain >= LITTLE_GAIN else [_hardly_moved(state, gain)]
+        return {"status": DONE, "reason": "", "advice": advice}
+    is_lost = last is None or (last > _WORSE * before and state.applied >= TRIAL_STEPS)
+    ended = "cannot be scored" if last is None else f"has a held-out perplexity of {format_result(last)}"
+    reason = f"after {state.applied:,} steps the student {ended}, before training {format_result(before)}"
+    outcome = "no evaluation found a better student than the one before training, which is the one kept"
+    advice = [
+        "lower the learning rate, or warm up for longer: --set train.learning_rate=...",
+        "compare the teacher with the student before training: one that knows this text less cannot teach it",
+    ]
+    if is_lost:
+        return {"status": DIVERGED, "reason": f"{reason}: {outcome}", "advice": advice}
+    return {"status": DONE, "reason": "", "advice": [f"{outcome}: train for longer, or at another learning rate"]}
+
+
+def _hardly_moved(state: RunState, gain: float) -> str:
+    return (
+        f"the student hardly moved: {state.applied:,} steps lowered its held-out loss by {gain:.2g} nats. Raise "
+        "train.learning_rate, or train for longer"
+    )
+
+
+# -- before the first step -------------------------------------------------------------------------------
+
+
+def doubts(run: Run, student: Evaluation) -> list[str]:
+    """Reasons why this configuration is unlikely to work, measured on the student before training."""
+    rate, schedule = run.config.train.learning_rate, run.schedule
+    start = Start(
+        perplexity=student.perplexity,
+        vocab_size=run.student.vocab_size,
+        kl=student.kl,
+        agreement=student.agreement,
+        num_steps=schedule.num_steps,
+        learning_rate=rate,
+        travel=lambda: rate * sum(schedule.factor(step) for step in range(schedule.num_steps)),
+        spread=lambda: _spread(run),
+    )
+    return doubts_about(start, Settings(run.config.to_dict()))
+
+
+@torch.no_grad()
+def _spread(run: Run) -> float:
+    """Root mean square of all matrices of the student."""
+    matrices = [parameter for parameter in run.student.model.parameters() if parameter.ndim >= 2]
+    squares = torch.stack([local(matrix.detach()).float().square().sum() for matrix in matrices]).sum()
+    if run.parallel.is_sharded:
+        run.parallel.sum_(squares)
+        squares = squares / run.parallel.num_copies
+    return math.sqrt(float(squares) / sum(matrix.numel() for matrix in matrices))
+
+
+# -- read again ------------------------------------------------------------------------------------
+# Read the written student again at the end of a run. Checkpoints are not read: they have checksums of their own.
+
+
+SUMMARY = "read_back"  # the entry in a run's summary
+_ROWS, _LENGTH = 2, 32  # of training text: wrong weights show at once, and a large student answers on a CPU
+
+
+def read_again(run: Run) -> dict[str, Any]:
+    """Compare student/ with the trained student; a note says by how much they differ. The entry for the summary.
+
+    A merged adapter was compared when it was written. Of a sharded student this process has a part only.
+    """
+    if run.adapter is not None:
+        return {}
+    if run.parallel.is_sharded:
+        run.log.write("note", text="student/ was joined from shards and not compared with the student in memory")
+        return {}
+    ids = run.canary().input_ids[:_ROWS, :_LENGTH].cpu()
+    is_cut = run.config.student.init == "shrink"
+    code = run.config.teacher if is_cut else run.config.student
+    found = read_back(run.student.model, run.folder / "student", ids, code=code)
+    run.log.write("note", text=_difference(found, len(ids)))
+    return {SUMMARY: found.to_dict()}
+
+
+def _difference(found: ReadBack, num_rows: int) -> str:
+    if not found.is_equal:
+        return f"student/ is written, and read back it is not the trained student: {found.reason}"
+    if found.compared == "tensors":
+        return "student/ was read back tensor by tensor, for want of memory for a copy: all are equal"
+    return f"student/ was read back: logits on {num_rows} rows differ by {found.difference:.1e} at most"
+
+
+def refuse_changed(folder: Path, summary: Mapping[str, Any]) -> None:
+    """Raise if the summary says that the written student is another model. The run is complete, nothing is lost."""
+    found = summary.get(SUMMARY) or {}
+    if found.get("is_equal", True):
+        return
+    raise StudentDiffers(
+        f"the student was written, and read back it is not the trained one: {found.get('reason')}",
+        folder=folder,
+        summary=summary,
+        advice=[
+            "the trained weights are in the run's checkpoints: student/ is another model, compare it before you use it",
+            "another version of transformers may write this family rightly: pip install -U transformers",
+            "use a student of another family",
+        ],
+    )
+
+
+# -- result ----------------------------------------------------------------------------------------
+# The result of a finished run, for the program that started it.
+
+
+@dataclass(frozen=True, repr=False)
+class Result:
+    """A finished run: its folder and its summary.
+
+    With several processes the first has the full summary; the others have only status, reason and advice.
+    """
+
+    folder: Path
+    summary: dict[str, Any] = field(default_factory=dict)
+    already_finished: bool = False  # before this call, which trained nothing
+
+    @property
+    def student_path(self) -> Path:
+        """The folder of the best student, for `AutoModelForCausalLM.from_pretrained`."""
+        return self.folder / "student"
+
+    @property
+    def report_path(self) -> Path:
+        return self.folder / "report.html"
+
+    def load_student(self) -> tuple[Any, Any]:
+        """(model, tokenizer) of the best student: FP32, on the CPU, in evaluation mode."""
+        from stillroom.models.objects import reload
+
+        return reload(self.student_path)
+
+    def __repr__(self) -> str:
+        parts = [f"folder={str(self.folder)!r}", f"status={self.summary.get('status')!r}"]
+        if "steps" in self.summary:
+            parts.append(f"steps={self.summary['steps']}")
+        row = section(self.summary, "student")
+        if row:
+            parts.append(f"perplexity={show(row, 'perplexity', format_result)}")
+            others = [
+                f"{word} {show(section(self.summary, key), 'perplexity', format_result)}"
+                for key, word in (("student_before", "before"), ("teacher", "teacher"))
+                if section(self.summary, key)
+            ]
+            parts[-1] += f" ({', '.join(others)})" if others else ""
+        return f"Result({', '.join(parts)})"
+
+    def _repr_html_(self) -> str:
+        """The result as a small table, for a notebook. Everything that comes from the run is escaped."""
+        rows = [(label, section(self.summary, key)) for key, label in RESULT_ROWS if section(self.summary, key)]
+        head = "".join(f"<th>{_cell(label)}</th>" for _, label, _ in RESULT_COLUMNS)
+        body = "".join(
+            f"<tr><th>{_cell(label)}</th>"
+            + "".join(f"<td>{_cell(show(row, key, form))}</td>" for key, _, form in RESULT_COLUMNS)
+            + "</tr>"
+            for label, row in rows
+        )
+        table = f"<table><thead><tr><th></th>{head}</tr></thead><tbody>{body}</tbody></table>" if rows else ""
+        status = _cell(self.summary.get("status", "unknown"))
+        where = f"<code>{_cell(self.folder)}</code>"
+        return f"<div><p>{status}: {where}{self._link()}</p>{table}</div>"
+
+    def _link(self) -> str:
+        """A link to the report, which a notebook can follow only below the directory it runs in."""
+        path = self.report_path.absolute()
+        if not path.exists() or not path.is_relative_to(Path.cwd()):
+            return ""
+        return f' <a href="{quote(path.relative_to(Path.cwd()).as_posix())}" target="_blank">report</a>'
+
+
+def _cell(value: object) -> str:
+    return html.escape(clean(str(value)), quote=True)
+
+
+# -- samples ---------------------------------------------------------------------------------------
+# Samples for the report: teacher and student continue the same prompts, greedily.
+
+
+PROMPT_TOKENS = 32
+
+
+def make_samples(run: Run) -> list[dict[str, str]]:
+    """Prompts with the answers of both models and the reference from the record."""
+    samples: list[dict[str, str]] = []
+    teacher = run.teacher.as_model() if run.teacher.writes_text else None
+    rows = run.corpus.evaluation
+    wanted = min(run.config.eval.samples, len(rows))
+    noted: set[str] = set()
+
+    def note(text: str) -> None:
+        if text not in noted:
+            run.log.write("note", text=text)
+        noted.add(text)
+
+    if wanted and not can_generate(run.student.model):
+        note(f"no samples: {type(run.student.model).__name__} has no generate method")
+        return samples
+    if wanted and teacher is not None and not can_generate(teacher.model):
+        note(f"no samples of the teacher: {type(teacher.model).__name__} has no generate method")
+        teacher = None
+    for number in range(wanted):
+        prompt, rest = beginning(rows, number * len(rows) // wanted)
+        options: dict[str, Any] = {"max_new_tokens": run.config.eval.sample_tokens, "note": note}
+        with run.precision.half_products():
+            student = generate(run.student.model, run.tokenizer, prompt, **options)
+        sample = {
+            "prompt": readable(run.tokenizer, prompt),
+            "student": student,
+            "reference": continuation(run.tokenizer, prompt, rest[: run.config.eval.sample_tokens]),
+        }
+        if teacher is not None:
+            asked = _as_teacher_reads(run, number * len(rows) // wanted, prompt)
+            with run.teacher.at_work():
+                sample["teacher"] = generate(teacher.model, run.teacher.tokenizer or run.tokenizer, asked, **options)
+        samples.append(sample)
+    return samples
+
+
+def _as_teacher_reads(run: Run, index: int, prompt: list[int]) -> list[int]:
+    """The prompt in the teacher's tokens: as its template prints it, or the same text tokenized again."""
+    if run.teacher.tokenizer is None:
+        return prompt
+    own = run.corpus.evaluation.other_prompt(index)
+    if len(own) > 1:
+        return own
+    ids, _ = prompt_ids(run.teacher.tokenizer, readable(run.tokenizer, prompt), bos=run.config.data.bos, is_raw=True)
+    return ids
+
+
+def beginning(rows: Rows, index: int) -> tuple[list[int], list[int]]:
+    """(prompt, reference answer) of a record.
+
+    Cut a record with a prompt where its answer begins. Cut plain text after its first tokens, a short text in the
+    middle.
+    """
+    prompt, answer = rows.question(index)
+    if len(prompt) > 1:
+        return prompt, answer
+    ids = [*prompt, *answer]
+    place = min(PROMPT_TOKENS, max(1, len(ids) // 2))
+    return ids[:place], ids[place:]
+
+
+def finish(run: Run, state: RunState, stop: Stop) -> Result:
+    """Evaluate the best student, and write it with the summary and the last events."""
+
+    def check_stop() -> None:
+        if run.parallel.any_of(bool(stop.reason)):
+            raise Interrupted(
+                f"stopped after the last step, before the result was written: {stop.reason or 'as another process'}",
+                where=str(run.folder),
+                advice=[f"nothing is trained again: stillroom resume {run.folder}"],
+            )
+
+    # A best student from before a rollback may have the number of the last step and other weights.
+    is_last_best = state.best_step == state.applied and state.evaluations_since_best == 0
+    if not is_last_best:
+        load_best(run, state)
+        whose = f"that of step {state.best_step}" if state.best_step else "the one before training"
+        run.log.write("note", text=f"the best student is {whose}, and it is the one kept")
+    # Compare with the teacher as it was given: trained gates would move the yardstick.
+    reference = run.teacher.original
+    final = state.evaluated if is_last_best and reference is run.teacher else None
+    if final is None:
+        options: dict[str, Any] = {"precision": run.precision, "teacher": reference, "between": check_stop}
+        final = evaluate_held_out(run, state, run.student, **options)
+    check_stop()
+    end = how_it_ended(state, final.perplexity, state.before["student_before"]["perplexity"])
+    gather_student(run)
+    tokens = view_of_all(run)
+    if not run.parallel.is_first:
+        return Result(run.folder, dict(end))
+    save_student(run)
+    found = read_again(run)
+    run = whole_again(run)
+    run.teacher.training.save(run.folder)
+    save_tokens(run, tokens)
+    for sample in make_samples(run):
+        run.log.write("sample", **sample)
+    run.check_folder()  # its log is read again
+    summary = {**_summary(run, state, end, final, stop), **found}
+    write_summary(run.folder, summary)
+    if not any(one["severity"] != "hint" for one in summary["advice"]):  # else the advice of the diagnosis says it
+        for text in end["advice"]:
+            run.log.write("note", text=text)
+    is_changed = not found.get(SUMMARY, {}).get("is_equal", True)
+    code = NoBetterStudent.exit_code if end["status"] != DONE else StudentDiffers.exit_code if is_changed else 0
+    reason = {"reason": end["reason"]} if end["reason"] else {}
+    times = {"seconds": state.seconds, "total_seconds": summary["total_seconds"]}
+    run.log.write("run_end", status=end["status"], steps=state.applied, **times, exit_code=code, **reason)
+    return Result(run.folder, summary)
+
+
+def _summary(run: Run, state: RunState, end: dict[str, Any], final: Evaluation, stop: Stop) -> dict[str, Any]:
+    """The contents of summary.json."""
+    events = scan_events(run.log.path).records
+    summary = {
+        **end,
+        "steps": state.applied,
+        "tokens": state.tokens,
+        "seconds": round(state.seconds, 3),
+        "total_seconds": round(earlier_seconds(events) + stop.seconds, 3),
+        "success_rate": state.success_rate,
+        "skipped": state.skipped,
+        "retried": state.retried,
+        "rollbacks": state.rollbacks,
+        "label_taught_rows": label_taught_rows(events),
+        "micro_batch_rows": micro_batch_rows(run, state),
+        "shortages": state.shortages,
+        "best_step": state.best_step,
+        "precision": run.precision.mode,
+        "trained_parameters": run.num_trained,
+        "transfer_tokens": run.corpus.counters.get("train_tokens"),
+        "learning_rate": run.config.train.learning_rate,
+        "weight_decay": run.config.train.weight_decay,
+        **state.before,
+        "student": {**summary_row(final, run.num_student_parameters), "steps": state.applied, "tokens": state.tokens},
+        **run.teacher.summary(),
+    }
+    if run.config.data.is_mixed:
+        summary["sources"] = source_rows(run, state.cursor)
+    if changed := [{"step": e["step"], "changes": e["changes"]} for e in events if e["event"] == "changed_inputs"]:
+        summary["changed_inputs"] = changed
+    summary["checks"] = _checks(run, summary, events)
+    summary["advice"] = advice_of(events, summary, end["advice"])
+    return summary
+
+
+def label_taught_rows(events: Sequence[Event]) -> int:
+    """Positions of the applied steps that were taught by their labels, for want of a usable teacher."""
+    kept = {event.get("step"): event for event in events if event.get("event") == "step" and _is_kept(event)}
+    return sum(int(as_number(event.get("bad_teacher_rows")) or 0) for event in kept.values())
+
+
+def _is_kept(event: Event) -> bool:
+    return event.get("verdict") == "keep"
+
+
+def earlier_seconds(events: Sequence[Event]) -> float:
+    """The time of the starts before this one, from the first moment to the last event; what a kill cut off is lost."""
+    total, began, last = 0.0, None, None
+    for event in events:
+        moment = _moment(event)
+        if event.get("event") == "run_start":
+            if began is not None and last is not None:
+                total += max(0.0, last - began)
+            setup = as_number(event.get("setup_seconds")) or 0.0
+            began, last = (None if moment is None else moment - setup), None
+        elif moment is not None:
+            last = moment
+    return total
+
+
+def _moment(event: Event) -> float | None:
+    try:
+        return datetime.fromisoformat(str(event.get("time"))).timestamp()
+    except (ValueError, OverflowError):
+        return None
+
+
+def result_or_error(result: Result) -> Result:
+    """The result; raise for a run that found no better student, or whose student was not written rightly."""
+    if result.summary.get("status", DONE) == DONE:
+        refuse_changed(result.folder, result.summary)
+        return result
+    raise NoBetterStudent(
+        str(result.summary["reason"]),
+        folder=result.folder,
+        summary=result.summary,
+        advice=[_sentence(one) for one in result.summary["advice"]][:_NUM_ADVICE],
+    )
+
+
+_NUM_ADVICE = 3  # more do not fit on the screen of an error
+
+
+def _sentence(advice: Any) -> str:
+    """Advice of a summary as a line; in processes but the first, and in older summaries, it is a text already."""
+    return str(advice.get("advice") if isinstance(advice, dict) else advice)
+
+
+def _checks(run: Run, summary: dict[str, Any], events: tuple[Event, ...]) -> list[dict[str, Any]]:
+    """The success criteria, judged from the event log, which has all starts of a resumed run."""
+    before = summary.get("student_before", {})
+    return success_checks(
+        events,
+        perplexity=summary["student"]["perplexity"],
+        perplexity_before=before.get("perplexity"),
+        max_perplexity=run.config.eval.max_perplexity,
+        min_share=run.config.eval.min_share,
+        epoch_steps=run.loader.num_windows,
+        vocab_size=run.student.vocab_size,
+        bits={row: summary.get(row, {}).get("bits_per_byte") for row in ("student", "student_before", "teacher")},
+    )
+
+
+def write_summary(folder: Path, summary: dict[str, Any]) -> None:
+    contents = json.dumps(strict(summary), indent=1, allow_nan=False).encode("utf-8")
+    try:
+        write_atomically(folder / "summary.json", contents)
+    except OSError as error:
+        raise CannotSave(
+            f"cannot write the summary: {reason_of(error)}",
+            where=str(folder / "summary.json"),
+            advice=[
+                "free some space on that disk",
+                f"then continue, nothing is trained again: stillroom resume {folder}",
+            ],
+        ) from error
+
+
+def summary_row(result: Evaluation, num_parameters: int) -> dict[str, Any]:
+    """What the summary says of a model."""
+    return {**result.yardsticks(), "parameters": num_parameters}

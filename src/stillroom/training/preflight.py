@@ -1,0 +1,265 @@
+"""Check one batch before training: targets, alignment with both models, and the kind of the teacher's signal.
+
+Labels shifted by one position train without an error and give a useless student, so the shift is tested twice.
+By content: the target of a position must be the next input. By a model: one that knows the language gives the next
+token a lower loss than its own input (labels not shifted) and than the token after (labels shifted twice).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from stillroom.core.errors import BrokenAtStart
+from stillroom.core.types import IGNORED, Batch, DenseSignal, HeadWeights, PairedSignal, Signal
+from stillroom.models.anatomy import head_logits
+from stillroom.teachers.base import Teacher, kind_of
+from stillroom.training.memory import parts_of, within_memory
+from stillroom.training.run import Run, RunState
+
+_CHUNK = 512
+_LEAST_POSITIONS = 32  # fewer say nothing about a shift
+_LEAST_GAIN = 0.1  # nats; a random model prefers one alignment or another by less
+_SIGMAS = 3.0
+SHIFTS = ("as_given", "one_back", "one_ahead")
+
+
+@torch.no_grad()
+def first_forward(run: Run, state: RunState) -> None:
+    """Run both models on the first batch and log shapes and alignment. Raise where the labels are certainly wrong."""
+    batch = run.loader.window(0)[0]
+    check_targets(batch)
+    check_targets(run.teacher.own_batch(batch))
+    batch = batch.to(run.device)
+    lesson = run.lesson(state)
+    needs = run.mix.needs(lesson)
+    run.student.eval()
+    with run.parallel.gathered():
+        with run.precision.autocast():
+            view = run.student.observe(batch, needs.student)
+        signal = run.teacher.observe(batch, needs.teacher)
+        check_kind(run.teacher, signal, where=run.config.teacher.model)
+        dense = signal if isinstance(signal, DenseSignal | PairedSignal) else None
+        judge, hidden, head = ("teacher", dense.hidden, dense.head) if dense else ("student", view.hidden, view.head)
+        losses = shifted_losses(hidden, head, run.teacher.own_batch(batch) if dense else batch)
+    run.student.train()
+    means, doubt = judge_alignment(losses)
+    run.log.write(
+        "first_forward",
+        rows=batch.input_ids.shape[0],
+        positions=batch.input_ids.shape[1],
+        scored=batch.num_scored,
+        student_hidden=list(view.hidden.shape),
+        teacher_hidden=list(dense.hidden.shape) if dense else None,
+        student_logits=[view.hidden.shape[0], view.head.num_real],
+        teacher_logits=[dense.hidden.shape[0], dense.head.num_real] if dense else None,
+        vocabulary=run.student.vocab_size,
+        vocabulary_hash=run.vocabularies,
+        alignment={"model": judge, **means, "positions": losses.shape[1], "doubt": doubt},
+        temperature=lesson.settings.get("kd.temperature", 1.0),
+        weights=dict(lesson.weights),
+    )
+    if doubt == "one_ahead":
+        raise BrokenAtStart(
+            f"the {judge} finds the token after the target likelier than the target: {_format_means(means)}",
+            where="first batch",
+            advice=[
+                "the labels lag behind by one position: check how the data is cut",
+                "or the model shifts by itself",
+            ],
+        )
+    # Log no doubt of the student: with random weights it has not learned the text.
+    if doubt and judge == "teacher":
+        run.log.write("note", text=f"{_DOUBTS[doubt].format(judge)} ({_format_means(means)})")
+
+
+_DOUBTS = {
+    "unknown": "the first batch has too few neighbouring targets to test their alignment with the {}",
+    "noise": "the {} does not tell the next token from its neighbours: it has not learned this text yet",
+    "one_back": "the {} finds each position's own input likelier than the next token, as an untrained model with tied "
+    "embeddings does: the targets are the next inputs, so it is the model that does not predict",
+}
+
+
+def _format_means(means: dict[str, float]) -> str:
+    return (
+        f"loss {means['as_given']:.4g} as given, {means['one_back']:.4g} one back, {means['one_ahead']:.4g} one ahead"
+    )
+
+
+def check_kind(teacher: Teacher, signal: Signal | None, *, where: str) -> None:
+    """Raise if the teacher's answer is not of the kind it declares."""
+    kind = kind_of(signal)
+    if kind != teacher.kind:
+        name = type(teacher).__name__
+        raise BrokenAtStart(
+            f"the teacher {name} declares signals of kind {teacher.kind!r} and answers the first batch with {kind!r}",
+            where=where,
+            advice=[f"set {name}.kind = {kind!r}", f"or return a signal of kind {teacher.kind!r} from {name}.observe"],
+        )
+
+
+def check_targets(batch: Batch) -> None:
+    """Every scored target must equal the input of the next position, where the row has one."""
+    following = batch.input_ids[:, 1:]
+    targets = batch.targets[:, :-1]
+    is_inside = (targets != IGNORED) & (batch.attention_mask[:, 1:] == 1)
+    if batch.segments is not None:  # after the last input of a piece stands the first of another
+        is_inside &= batch.segments[:, 1:] == batch.segments[:, :-1]
+    wrong = int(((targets != following) & is_inside).sum())
+    if wrong:
+        raise BrokenAtStart(
+            f"{wrong:,} of {int(is_inside.sum()):,} targets of the first batch are not the token that follows: "
+            "the labels are misaligned",
+            where="first batch",
+            advice=["targets[b, l] must be input_ids[b, l + 1]: check how the data is cut"],
+        )
+
+
+def shifted_losses(hidden: Tensor, head: HeadWeights, batch: Batch) -> Tensor:
+    """Cross-entropy of the scored positions under three alignments of the targets. [3, N], in the order of SHIFTS.
+
+    Use only positions that have all three, so that the means are over the same positions.
+    """
+    ahead = torch.full_like(batch.targets, IGNORED)
+    ahead[:, :-1] = batch.targets[:, 1:]
+    aligned = torch.stack([batch.targets, batch.input_ids, ahead]).reshape(3, -1).index_select(1, batch.positions)
+    chosen = (aligned[2] != IGNORED).nonzero().squeeze(-1)
+    losses = []
+    for begin in range(0, int(chosen.numel()), _CHUNK):
+        part = chosen[begin : begin + _CHUNK]
+        log_probs = torch.log_softmax(head_logits(head, hidden.index_select(0, part)), dim=-1)
+        losses.append(-log_probs.gather(1, aligned[:, part].T).T)
+    return torch.cat(losses, dim=1) if losses else torch.zeros(3, 0)
+
+
+def judge_alignment(losses: Tensor) -> tuple[dict[str, float], str]:
+    """The three mean losses, and a doubt: empty, `unknown`, `noise`, `one_back` or `one_ahead`.
+
+    A shift is better when its gain exceeds both a fixed bound and three standard errors.
+    """
+    num_positions = losses.shape[1]
+    means = losses.double().mean(dim=1).tolist() if num_positions else [math.nan] * 3
+    mean_of = dict(zip(SHIFTS, means, strict=True))
+    if num_positions < _LEAST_POSITIONS or not all(map(math.isfinite, means)):
+        return mean_of, "unknown"
+    gains: dict[str, Any] = {}
+    for place, name in ((1, "one_back"), (2, "one_ahead")):
+        gain = (losses[0] - losses[place]).double()
+        error = float(gain.std()) / math.sqrt(num_positions)
+        gains[name] = (float(gain.mean()), max(_LEAST_GAIN, _SIGMAS * error))
+    for name in ("one_ahead", "one_back"):
+        mean, bound = gains[name]
+        if mean > bound:
+            return mean_of, name
+    return mean_of, "" if all(mean < -bound for mean, bound in gains.values()) else "noise"
+
+
+# -- loss scale ------------------------------------------------------------------------------------
+# Find the loss scale of an FP16 run before its first step.
+#
+# A scale that is too large costs one step for each halving. Gradients are proportional to the scale, so one backward
+# pass of the first micro-batch at a small scale tells which scale fits.
+
+
+_PROBE_SCALE = 64.0  # holds gradients up to 1,000; gradients that FP16 rounds to 0 here are small at 65,536 too
+_LARGEST = 65504.0 / 8.0  # an eighth of FP16's range: gradients grow in the first steps
+
+
+_UNWRITTEN = frozenset(
+    getattr(torch.ops.aten, name) for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+)  # their memory holds what was there before
+
+
+_SENT = frozenset({"fsdp", "c10d", "_c10d_functional"})  # what processes send each other: weights, unwritten memory too
+_COPIED_OUT = torch.ops.aten.split_with_sizes_copy  # gathered weights
+
+
+def _is_computed(func: Any) -> bool:
+    """Whether an operation returns numbers of its own: not memory as it was found, not a view, nothing gathered."""
+    packet = func.overloadpacket
+    if packet in _UNWRITTEN or packet is _COPIED_OUT or func.namespace in _SENT:
+        return False
+    aliases = [one.alias_info for one in func._schema.returns if one.alias_info is not None]
+    return not aliases or any(alias.is_write for alias in aliases)
+
+
+class PeakWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    """While active, record the largest magnitude of every FP16 tensor that an operation returns."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._peaks: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        answer = func(*args, **(kwargs or {}))
+        if not _is_computed(func):
+            return answer
+        for tensor in answer if isinstance(answer, (tuple, list)) else (answer,):
+            if isinstance(tensor, Tensor) and tensor.dtype == torch.float16 and tensor.numel():
+                self._peaks.append(tensor.detach().abs().amax().float())
+        return answer
+
+    def peak(self) -> float:
+        return float(torch.stack(self._peaks).amax()) if self._peaks else 0.0
+
+
+def find_loss_scale(run: Run, state: RunState) -> None:
+    """Lower the configured scale until gradients fit FP16, and log it. Leave weights and random state unchanged."""
+    if not run.precision.scales_loss:
+        return
+    window = run.loader.window(0)
+    counts = run.parallel.counts(run.mix.counts(window))
+    configured, floor = run.precision.loss_scale, run.precision.scaler.floor
+    peak = math.inf
+    for probe in sorted({min(_PROBE_SCALE, configured), floor}, reverse=True):
+        run.precision.start_at(probe)
+        peak = run.parallel.worst(within_memory(run, state, lambda: _peak_at(run, state, window, counts))) / probe
+        if math.isfinite(peak):
+            break
+    scale = fitting_scale(peak, configured, floor)
+    run.precision.start_at(scale)
+    if scale < configured:
+        cause = f"gradients of the first batch reach {peak:.3g}" if math.isfinite(peak) else "the first batch overflows"
+        run.log.write("note", text=f"loss scale {scale:,.0f} instead of {configured:,.0f}: FP16 {cause}")
+
+
+def fitting_scale(peak: float, configured: float, floor: float) -> float:
+    """The configured scale, halved until unscaled gradients up to `peak` fit; never below the floor."""
+    scale = configured
+    while scale > floor and not peak * scale <= _LARGEST:
+        scale = max(scale / 2.0, floor)
+    return scale
+
+
+def _peak_at(run: Run, state: RunState, window: Sequence[Batch], counts: dict[str, int]) -> float:
+    """The largest FP16 gradient of the first micro-batch at the present scale, in activations and weights."""
+    batches = run.parallel.scored(list(parts_of(window, state)))
+    if not batches:
+        return 0.0
+    lesson = run.lesson(state)
+    needs = run.mix.needs(lesson)
+    batch = batches[0].to(run.device)
+    watch = PeakWatch()
+    devices = [run.device] if run.device.type == "cuda" else []
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=devices))
+        run.student.train()
+        signal = run.teacher_of(lesson, batch).observe(batch, needs.teacher)
+
+        def compute() -> Tensor:
+            with run.precision.autocast():
+                view = run.student.observe(batch, needs.student)
+            return run.mix.score(view, signal, batch, lesson, counts).loss
+
+        loss = run.parallel.trial(compute)
+        with watch:
+            run.precision.backward(loss)
+    run.optimizer.zero_grad()
+    return watch.peak()

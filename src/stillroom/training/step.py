@@ -1,0 +1,397 @@
+"""One optimizer step. Read this page first.
+
+Score a window of micro-batches in FP32, gather its gradients, read one small record of evidence from the device, and
+carry out the guard's verdict on it. A refused step never calls the optimizer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations, combinations_with_replacement
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stillroom.core.types import Batch, Evidence, Lesson, Score, Signal, StudentView, TermRecord, Verdict
+from stillroom.data.mixing import MixedRows
+from stillroom.losses.kd import LABEL_LOSS, NUM_LABELS
+from stillroom.precision.storage import local
+from stillroom.teachers.base import Signals
+from stillroom.training.memory import parts_of, within_memory
+from stillroom.training.recover import carry_out, examine
+from stillroom.training.run import Run, RunState
+
+# -- by source -------------------------------------------------------------------------------------
+# The terms of a step for each source of the training data. A micro-batch holds rows of one source.
+#
+# Of a source that is learned from the labels alone only the terms that need no teacher are there.
+
+
+Sums = dict[str, Tensor]  # by source and term
+
+
+def source_of(batch: Batch) -> str:
+    """The source of a batch; empty where the training data has one, or the batch several."""
+    return batch.sources[0] if len(set(batch.sources)) == 1 else ""
+
+
+def add_score(sums: Sums, batch: Batch, score: Score) -> None:
+    if source := source_of(batch):
+        for term, value in score.terms.items():
+            key = _key(source, term)
+            sums[key] = sums[key] + value.total if key in sums else value.total
+
+
+def shared(run: Run, summed: dict[str, Tensor], zero: Tensor) -> dict[str, Tensor]:
+    """The sums of a step under the names of all processes, 0 for one that this process lacks.
+
+    A process may have no batch of a source, or none that the teacher is asked about.
+    """
+    if not run.config.data.is_mixed:
+        return summed
+    return {name: summed.get(name, zero) for name in run.parallel.names(summed)}
+
+
+def source_counts(run: Run, window: Sequence[Batch]) -> dict[str, int]:
+    """What the terms of each source are divided by, under keys that no term has."""
+    counts: dict[str, int] = {}
+    for name in _names(run):
+        own = [batch for batch in window if source_of(batch) == name]
+        counts |= {_key(name, term): count for term, count in run.mix.counts(own).items()}
+    return counts
+
+
+def source_means(sums: Mapping[str, float], counts: Mapping[str, int]) -> dict[str, dict[str, float]]:
+    """For each source with targets in the window, its number of targets and the mean of each term."""
+    means: dict[str, dict[str, float]] = {}
+    for key, total in sums.items():
+        if count := counts[key]:
+            name, _, term = key.rpartition("\n")
+            means.setdefault(name, {"targets": counts[_key(name, "ce")]})[term] = total / count
+    return means
+
+
+def source_rows(run: Run, cursor: int) -> list[dict[str, Any]]:
+    """What the summary says of each source: `epochs` is how often it was seen after `cursor` windows."""
+    rows = run.corpus.train
+    if not isinstance(rows, MixedRows):
+        return []
+    epochs = cursor / run.loader.num_windows
+    return [
+        {
+            "name": part.name,
+            "weight": part.weight,
+            "objectives": "labels" if part.name in run.config.data.label_sources else "all",
+            "rows": len(part.rows),
+            "targets": part.rows.num_targets,
+            "epochs": round(epochs * part.rows_per_epoch / len(part.rows), 4),
+        }
+        for part in rows.parts
+    ]
+
+
+def _names(run: Run) -> tuple[str, ...]:
+    return run.config.data.source_names if run.config.data.is_mixed else ()
+
+
+def _key(source: str, term: str) -> str:
+    return f"{source}\n{term}"  # a term is a word, so no term has such a name
+
+
+@dataclass
+class Tally:
+    """Sums over the micro-batches of a window, kept on the device."""
+
+    loss: Tensor | None = None
+    totals: dict[str, Tensor] = field(default_factory=dict)
+    counters: dict[str, Tensor] = field(default_factory=dict)
+    by_source: Sums = field(default_factory=dict)
+
+    def add(self, score: Score, batch: Batch) -> None:
+        loss = score.loss.detach()
+        add_score(self.by_source, batch, score)
+        self.loss = loss if self.loss is None else self.loss + loss
+        for name, term in score.terms.items():
+            self.totals[name] = self.totals[name] + term.total if name in self.totals else term.total
+        for name, count in score.counters.items():
+            self.counters[name] = self.counters[name] + count if name in self.counters else count
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """The evidence of one attempt and the verdict on it."""
+
+    verdict: Verdict
+    evidence: Evidence
+    lesson: Lesson
+    terms: dict[str, TermRecord]
+    learning_rate: float
+    num_targets: int
+
+
+def train_step(run: Run, state: RunState, window: Sequence[Batch]) -> StepOutcome:
+    """Attempt one optimizer step over a window of micro-batches."""
+    run.hooks.before_step(run, state.applied + 1)
+    window = run.hooks.window(window, run.student.vocab_size)
+    evidence, lesson = attempt(run, state, window)
+    rate = run.hooks.rate_factor(run.rate_factor(state))
+    verdict = run.guard.judge(evidence)
+    if verdict.action == "examine":
+        verdict = run.guard.diagnose(evidence, verdict.reason, examine(run, state))
+        if verdict.action == "keep":
+            run.log.write("note", text=f"step {evidence.step} was examined and is kept: {verdict.reason}")
+    state.is_changing = True
+    state.attempted += 1
+    run.teacher.end_window()
+    run.teacher.training.end(verdict, evidence, rate)
+    if verdict.action == "keep":
+        _tell_fallback(run, state, evidence, lesson)
+        _apply(run, state, evidence, rate)
+        run.guard.accept(evidence)
+        state.applied += 1
+        state.cursor += 1
+        state.attempt = 0
+        state.tokens += evidence.num_targets
+    else:
+        all_batches = run.parallel.whole_window(run.loader, state.cursor, window)
+        carry_out(run, state, all_batches, evidence, verdict)
+    run.optimizer.zero_grad()
+    state.is_changing = False
+
+    terms = TermRecord.table(dict(evidence.terms), lesson.weights)
+    peak = run.config.train.learning_rate
+    return StepOutcome(verdict, evidence, lesson, terms, peak * rate, evidence.num_targets)
+
+
+def _tell_fallback(run: Run, state: RunState, evidence: Evidence, lesson: Lesson) -> None:
+    """Log once in a process what positions without a usable teacher are learned from. Step records count them."""
+    if not evidence.bad_teacher_rows or state.has_told_fallback:
+        return
+    state.has_told_fallback = True
+    even = "" if lesson.weight("ce") else ", though objectives.ce.weight is 0 here"
+    run.log.write(
+        "note",
+        text=f"the teacher gave no usable answer at {evidence.bad_teacher_rows:,} of {evidence.num_targets:,} "
+        f"positions of step {evidence.step}: such positions are taught by their labels{even}. Later ones are counted "
+        "as bad_teacher_rows of a step",
+    )
+
+
+def attempt(run: Run, state: RunState, window: Sequence[Batch]) -> tuple[Evidence, Lesson]:
+    """Forward and backward of a window. Leave the gradients in place and apply nothing."""
+    lesson = run.lesson(state)
+    # Counts of the whole window over all processes, before any forward: the only divisor.
+    counts = run.parallel.counts(run.mix.counts(window) | source_counts(run, window))
+    tally = within_memory(run, state, lambda: _gather(run, state, window, lesson, counts))
+    run.hooks.gradients(run.optimizer)
+    run.parallel.sum_gradients(run.optimizer)
+    return _read_evidence(run, state, tally, lesson, counts), lesson
+
+
+def _gather(run: Run, state: RunState, window: Sequence[Batch], lesson: Lesson, counts: dict[str, int]) -> Tally:
+    """Forward and backward of every micro-batch of a window."""
+    tally = Tally()
+    if run.config.data.label_sources:  # a window may hold labels alone
+        tally.totals = {term: torch.zeros((), device=run.device) for term, weight in lesson.weights.items() if weight}
+    with run.parallel.window():
+        run.teacher.begin_window(window, state.cursor)
+        run.teacher.training.begin(window, state.applied, state.cursor)
+        run.parallel.seed(run.config.train.seed, state.attempted)
+        batches = run.parallel.scored(list(parts_of(window, state)))
+        for number, batch in enumerate(batches, start=1):
+            tally.add(_learn(run, batch, lesson, counts, is_last=number == len(batches)), batch)
+    return tally
+
+
+def _learn(run: Run, batch: Batch, lesson: Lesson, counts: dict[str, int], *, is_last: bool) -> Score:
+    """Forward and backward of one micro-batch; gradients of several processes are summed in the last backward."""
+    micro = MicroStep(run, batch.to(run.device), lesson, counts)
+    training = micro.teacher.training
+    with training.joint_graph(micro.batch):
+        micro.answers = training.answers(micro.batch, micro.needs.teacher)
+        run.precision.backward(run.parallel.forward(micro.loss, is_last=is_last))
+    training.after_student(micro.batch, micro.view, num_targets=counts["ce"])
+    return micro.score
+
+
+class MicroStep:
+    """The forward of one micro-batch: `loss` leaves the student's view and its score behind.
+
+    DDP and FSDP2 follow only what runs inside of the forward that they wrap, and the fused head multiplies with the
+    student's head outside of the student's own forward: so all of `loss` runs inside of `parallel.forward`.
+    """
+
+    view: StudentView
+    score: Score
+
+    def __init__(self, run: Run, batch: Batch, lesson: Lesson, counts: dict[str, int]) -> None:
+        self.run, self.batch, self.lesson, self.counts = run, batch, lesson, counts
+        self.needs, self.teacher = run.mix.needs(lesson), run.teacher_of(lesson, batch)
+        self.answers: Signals = ()
+
+    def loss(self) -> Tensor:
+        run, batch, training = self.run, self.batch, self.teacher.training
+        with run.precision.autocast():
+            view = run.student.observe(batch, self.needs.student)
+        self.view = run.hooks.view(view)
+        signals = training.signals_after_student(self.answers, batch, self.view, self.needs.teacher)
+        scores = [
+            run.mix.score(self.view, run.hooks.signal(signal), batch, self.lesson, self.counts) for signal in signals
+        ]
+        self.score = Score.average(scores)
+        return self.score.loss + training.extra_loss(batch, self.view, num_targets=self.counts["ce"])
+
+
+def _read_evidence(run: Run, state: RunState, tally: Tally, lesson: Lesson, counts: dict[str, int]) -> Evidence:
+    """Pack what the guard needs into one tensor and read it: the only host read of a step.
+
+    Terms, counters and squared norms are summed over all processes, so all of them read the same.
+    """
+    norms = run.parallel.mean_of_norms(run.precision.squared_norms(run.optimizer))
+    zero = torch.zeros((), device=run.device)
+    summed = {"loss": tally.loss if tally.loss is not None else zero}
+    summed |= {f"counter.{name}": count for name, count in ({"bad_teacher_rows": zero} | tally.counters).items()}
+    summed |= {f"term.{name}": total for name, total in tally.totals.items()}
+    summed |= {f"source.{key}": total for key, total in sorted(tally.by_source.items())}
+    summed = shared(run, summed, zero)
+    summed |= {f"norm.{name}": square for name, square in norms.items()}
+    named = summed | {f"sample.{name}": share for name, share in state.sampled.items()}
+    stacked = torch.stack([value.detach().reshape(()).to(run.device, torch.float32) for value in named.values()])
+    run.parallel.sum_(stacked[: len(summed)])
+    values = dict(zip(named, stacked.tolist(), strict=True))
+    counters = _under("counter.", values)
+    means = {name: total / max(counts[name], 1) for name, total in _under("term.", values).items()}
+    scale = run.precision.loss_scale
+    group_norms = {name: math.sqrt(values[f"norm.{name}"]) / scale for name in norms}
+    return Evidence(
+        step=state.applied + 1,
+        loss=values["loss"],
+        grad_norm=math.sqrt(sum(norm * norm for norm in group_norms.values())),
+        num_targets=counts["ce"],
+        loss_scale=scale,
+        terms=means,
+        group_norms=group_norms,
+        is_scaled=run.precision.scales_loss,
+        is_scale_at_floor=run.precision.scales_loss and run.precision.scaler.is_at_floor,
+        bad_teacher_rows=int(counters.pop("bad_teacher_rows")),
+        label_loss=_label_loss(counters),
+        counters=counters,
+        phase=lesson.phase,
+        attempt=state.attempt,
+        samples={name: values[f"sample.{name}"] for name in state.sampled},
+        sources=source_means(_under("source.", values), counts),
+    )
+
+
+def _label_loss(counters: dict[str, float]) -> float | None:
+    """The mean cross-entropy of what is learned from the teacher alone; None where it is a term, or nothing is."""
+    total, count = counters.pop(LABEL_LOSS, None), counters.pop(NUM_LABELS, 0.0)
+    return total / count if total is not None and count else None
+
+
+def _under(prefix: str, values: dict[str, float]) -> dict[str, float]:
+    """The values whose names begin with the prefix, without it."""
+    return {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
+
+
+def _apply(run: Run, state: RunState, evidence: Evidence, rate: float) -> None:
+    """Clip each group to the bound and update. Every `log_steps`, sample how much of the update was stored."""
+    bound = run.config.train.max_grad_norm
+    factors = {name: min(1.0, bound / (norm + 1e-12)) for name, norm in evidence.group_norms.items()}
+    is_sampled = state.applied % run.config.telemetry.log_steps == 0
+    state.reach.extend(run.rate_factor(state))
+    state.sampled = run.precision.step(run.optimizer, rate, factors, is_sampled=is_sampled)
+    run.hooks.mid_update()
+
+
+# -- gradients -------------------------------------------------------------------------------------
+# Measure the gradient of each term: a small term can have a large gradient, and two terms can oppose each other.
+#
+# Score each term alone on the first micro-batch of a window, by the same `mix.score`, and differentiate it. Gradients
+# are not added to the parameters' and the random state is restored, so measuring does not change the run in any bit.
+# One gradient for each term is in memory meanwhile. Of several processes with a replica each the first one's micro-
+# batch is measured; a sharded student has the gradient of all processes' micro-batches together.
+
+
+def is_due(run: Run, state: RunState) -> bool:
+    """At the first step and every `telemetry.gradient_steps` after it; only at the first attempt of a window."""
+    interval = run.config.telemetry.gradient_steps
+    return bool(interval) and state.applied % interval == 0 and state.attempt == 0
+
+
+def term_gradients(run: Run, state: RunState, window: Sequence[Batch]) -> dict[str, Any]:
+    """Norm of each weighted term's gradient, its share of their sum, and the cosine of each pair."""
+    batches = run.parallel.scored(window)
+    if not batches:
+        return {"terms": {}, "cosines": {}}
+    lesson = run.lesson(state)
+    batch = batches[0].to(run.device)
+    devices = [run.device] if run.device.type == "cuda" else []
+    gradients: dict[str, list[Tensor]] = {}
+    with torch.random.fork_rng(devices=devices):
+        signal = run.teacher_of(lesson, batch).observe(batch, run.mix.needs(lesson).teacher)
+        for term, weight in lesson.weights.items():
+            if weight:
+                gradients[term] = _gradient(run, batch, signal, _alone(lesson, term))
+    return _compared(run, gradients)
+
+
+def _alone(lesson: Lesson, term: str) -> Lesson:
+    return replace(lesson, weights={name: weight if name == term else 0.0 for name, weight in lesson.weights.items()})
+
+
+def _gradient(run: Run, batch: Batch, signal: Signal | None, lesson: Lesson) -> list[Tensor]:
+    """The gradient of one lesson's score, one FP32 tensor for each trained parameter, unscaled."""
+    devices = [run.device] if run.device.type == "cuda" else []
+    trained = [parameter for parameter in run.student.model.parameters() if parameter.requires_grad]
+    # Every term sees the dropout of the step itself.
+    counts = run.parallel.trial_counts(run.mix.counts([batch]))
+
+    def compute() -> Tensor:
+        with run.precision.autocast():
+            view = run.student.observe(batch, run.mix.needs(lesson).student)
+        return run.mix.score(view, signal, batch, lesson, counts).loss
+
+    with torch.random.fork_rng(devices=devices):
+        loss, scale = run.parallel.trial(compute), run.precision.loss_scale
+        with run.precision.half_products():
+            gradients = run.parallel.gradients_of(loss * scale, trained)
+    return [
+        torch.zeros_like(local(parameter.detach()), dtype=torch.float32)
+        if gradient is None
+        else gradient.float() / scale
+        for parameter, gradient in zip(trained, gradients, strict=True)
+    ]
+
+
+def _compared(run: Run, gradients: dict[str, list[Tensor]]) -> dict[str, Any]:
+    products = _products(run, gradients)
+    norms = {term: math.sqrt(products[term, term]) for term in gradients}
+    total = sum(norms.values())
+    terms = {
+        term: {"norm": norm, "share": norm / total if total > 0 and math.isfinite(total) else 0.0}
+        for term, norm in norms.items()
+    }
+    cosines = {}
+    for one, other in combinations(gradients, 2):
+        size = norms[one] * norms[other]
+        if size > 0:
+            cosines[f"{one}.{other}"] = products[one, other] / size
+    return {"terms": terms, "cosines": cosines}
+
+
+def _products(run: Run, gradients: dict[str, list[Tensor]]) -> dict[tuple[str, str], float]:
+    """The inner product of each pair of gradients, over all parts of them."""
+    pairs = list(combinations_with_replacement(gradients, 2))
+    if not pairs:
+        return {}
+    sums = torch.stack([_product(gradients[one], gradients[other]) for one, other in pairs])
+    run.parallel.sum_parts(sums)
+    return dict(zip(pairs, sums.tolist(), strict=True))
+
+
+def _product(one: Sequence[Tensor], other: Sequence[Tensor]) -> Tensor:
+    return torch.stack([(a.double() * b.double()).sum() for a, b in zip(one, other, strict=True)]).sum()
