@@ -85,7 +85,7 @@ def _tried(family: str, network: str, model: Any, folder: Path) -> Row:
     from safetensors.torch import load_file
 
     from stillroom.config import load_config
-    from stillroom.config.teacher import TeacherConfig
+    from stillroom.config.schema import TeacherConfig
     from stillroom.models import open_teacher
     from stillroom.training.distill import distill, resume
 

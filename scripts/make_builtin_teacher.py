@@ -32,7 +32,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from stillroom.builtin import corpus
+from stillroom import builtin
 
 END = "<|endoftext|>"
 PAD = "<|pad|>"
@@ -41,8 +41,8 @@ BALANCE_WEIGHT = 0.01
 
 
 def documents(split: str) -> list[str]:
-    every = [*corpus.topics(), *corpus.modules()]
-    return [document.text for document in every if corpus.split_of(document.group) == split]
+    every = [*builtin.topics(), *builtin.modules()]
+    return [document.text for document in every if builtin.split_of(document.group) == split]
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:

@@ -20,9 +20,7 @@ from pydantic.fields import FieldInfo
 
 from stillroom.cli import app
 from stillroom.config import Config, preset_names, preset_text
-from stillroom.config.data import SourceConfig
-from stillroom.config.schema import PhaseConfig
-from stillroom.config.sections import Ramp
+from stillroom.config.schema import PhaseConfig, Ramp, SourceConfig
 from stillroom.core import errors
 from stillroom.core.errors import StillroomError
 from stillroom.telemetry.events import EVENTS, HEADER, TERM

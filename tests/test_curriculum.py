@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stillroom.config import load_config
-from stillroom.config.sections import Ramp
-from stillroom.training.curriculum import Curriculum, value_at
+from stillroom.config.schema import Ramp
+from stillroom.training.schedule import Curriculum, value_at
 
 ramps = st.builds(
     lambda start, end, a, b, shape: Ramp(start=start, end=end, begin=min(a, b), until=max(a, b), shape=shape),

@@ -16,7 +16,7 @@ import tiny
 import torch
 
 from stillroom.config import load_config
-from stillroom.core.types import Lesson
+from stillroom.core.types import LossWeights
 from stillroom.losses.head import products
 from stillroom.losses.head.products import WideMultiplier
 from stillroom.precision.device import find_device
@@ -59,8 +59,10 @@ def make(world: Path, tmp_path: Path) -> Iterator[Any]:
         log.close()
 
 
-def evaluated(run: Run, lesson: Lesson, window: Any) -> Evaluation:
-    return evaluate(run.student, window, precision=run.precision, teacher=run.teacher, mix=run.mix, lesson=lesson)
+def evaluated(run: Run, loss_weights: LossWeights, window: Any) -> Evaluation:
+    return evaluate(
+        run.student, window, precision=run.precision, teacher=run.teacher, mix=run.mix, loss_weights=loss_weights
+    )
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -71,16 +73,16 @@ def test_eval_equals_train_on_the_same_batch_in_every_phase(
 ) -> None:
     run = make(objectives__kd__top_k=top_k, train__gradient_accumulation_steps=accumulation)
     window = run.loader.window(0)
-    evidence, lesson = attempt(run, RunState(applied=PLACES[place]), window)
-    found = evaluated(run, lesson, window)
+    evidence, loss_weights = attempt(run, RunState(applied=PLACES[place]), window)
+    found = evaluated(run, loss_weights, window)
     assert found.objective == pytest.approx(evidence.loss, rel=1e-6)
     assert set(found.terms) == set(evidence.terms)
     for name, value in evidence.terms.items():
         assert found.terms[name].raw == pytest.approx(value, rel=1e-6), name
-        assert found.terms[name].weight == lesson.weights[name]
+        assert found.terms[name].weight == loss_weights.weights[name]
     assert sum(term.scaled for term in found.terms.values()) == pytest.approx(evidence.loss, rel=1e-6)
     # Evaluation may cut the same rows into other batches.
-    assert evaluated(run, lesson, run.loader.window(0)[::-1]).objective == pytest.approx(evidence.loss, rel=1e-6)
+    assert evaluated(run, loss_weights, run.loader.window(0)[::-1]).objective == pytest.approx(evidence.loss, rel=1e-6)
 
 
 @pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
@@ -88,8 +90,8 @@ def test_eval_equals_train_on_the_same_batch_in_every_phase(
 def test_eval_equals_train_for_every_divergence_and_precision(make: Any, divergence: str, precision: str) -> None:
     run = make(objectives__kd__divergence=divergence, precision__mode=precision, train__gradient_accumulation_steps=2)
     window = run.loader.window(1)
-    evidence, lesson = attempt(run, RunState(applied=45), window)
-    assert evaluated(run, lesson, window).objective == pytest.approx(evidence.loss, rel=1e-6)
+    evidence, loss_weights = attempt(run, RunState(applied=45), window)
+    assert evaluated(run, loss_weights, window).objective == pytest.approx(evidence.loss, rel=1e-6)
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "fp16-mixed", "fp16-split"])
@@ -108,25 +110,27 @@ def test_eval_equals_train_where_the_head_multiplies_half_operands(
     monkeypatch.setattr(products, "_multiply", recorded)
     run = make(precision__mode=precision, train__gradient_accumulation_steps=2)
     window = run.loader.window(1)
-    evidence, lesson = attempt(run, RunState(applied=45), window)
+    evidence, loss_weights = attempt(run, RunState(applied=45), window)
     assert set(asked) == {torch.bfloat16 if precision == "bf16-mixed" else torch.float16}
-    assert evaluated(run, lesson, window).objective == pytest.approx(evidence.loss, rel=1e-6)
+    assert evaluated(run, loss_weights, window).objective == pytest.approx(evidence.loss, rel=1e-6)
 
 
 @pytest.mark.parametrize("clamp", [{"guard__loss_clamp": 3.0}, {"guard__logit_clamp": 1.0}])
 def test_eval_equals_train_under_the_guides_clamps(make: Any, clamp: dict[str, float]) -> None:
     run = make(**clamp, train__gradient_accumulation_steps=4)
     window = run.loader.window(0)
-    evidence, lesson = attempt(run, RunState(applied=10), window)
-    assert evaluated(run, lesson, window).objective == pytest.approx(evidence.loss, rel=1e-6)
+    evidence, loss_weights = attempt(run, RunState(applied=10), window)
+    assert evaluated(run, loss_weights, window).objective == pytest.approx(evidence.loss, rel=1e-6)
 
 
 def test_the_law_would_notice_an_evaluation_without_the_curriculum(make: Any) -> None:
     """What the guide did: all tokens and full weights in evaluation, the phase's own in training."""
     run = make(objectives__kd__top_k=8)
     window = run.loader.window(0)
-    evidence, lesson = attempt(run, RunState(applied=10), window)
-    without = Lesson(lesson.phase, {"kd": 1.0, "ce": 1.0}, {**lesson.settings, "kd.temperature": 1.0, "kd.top_k": 0.0})
+    evidence, loss_weights = attempt(run, RunState(applied=10), window)
+    without = LossWeights(
+        loss_weights.phase, {"kd": 1.0, "ce": 1.0}, {**loss_weights.settings, "kd.temperature": 1.0, "kd.top_k": 0.0}
+    )
     wrong = evaluated(run, without, window).objective
     assert wrong is not None and abs(wrong / evidence.loss - 1.0) > 1.0
 
@@ -134,7 +138,7 @@ def test_the_law_would_notice_an_evaluation_without_the_curriculum(make: Any) ->
 def test_yardsticks_do_not_move_with_the_lesson(make: Any) -> None:
     run = make(objectives__kd__top_k=8)
     window = run.loader.window(0)
-    early, late = (evaluated(run, run.lesson(RunState(applied=applied)), window) for applied in (10, 75))
+    early, late = (evaluated(run, run.loss_weights(RunState(applied=applied)), window) for applied in (10, 75))
     assert early.objective != late.objective
     assert early.ledger.values() == late.ledger.values()
 

@@ -13,7 +13,7 @@ import tiny
 import torch
 from transformers import AutoModelForCausalLM
 
-from stillroom.config.data import DataConfig
+from stillroom.config.schema import DataConfig
 from stillroom.data import fixed_batches, open_data, open_eval
 from stillroom.metrics.evaluate import assess
 from stillroom.models import Student

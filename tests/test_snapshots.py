@@ -15,30 +15,30 @@ def state(step: int, weight: torch.Tensor) -> Saved:
 
 
 def test_a_ring_holds_copies_that_later_steps_do_not_change() -> None:
-    ring, living = SnapshotRing(2), torch.zeros(4)
+    snapshots, living = SnapshotRing(2), torch.zeros(4)
     for step in (1, 2, 3):
         living.fill_(step)
-        ring.keep(state(step, living))
+        snapshots.keep(state(step, living))
     living.fill_(9.0)
-    newest = ring.newest()
-    assert newest is not None and newest.step == 3 and len(ring) == 2
+    newest = snapshots.newest()
+    assert newest is not None and newest.step == 3 and len(snapshots) == 2
     assert newest.tensors["student"]["weight"].tolist() == [3.0] * 4
-    ring.drop_newest()
-    newest = ring.newest()
+    snapshots.drop_newest()
+    newest = snapshots.newest()
     assert newest is not None and newest.tensors["student"]["weight"].tolist() == [2.0] * 4
 
 
 def test_a_ring_never_holds_more_copies_than_its_size() -> None:
     """The oldest goes before the next is made: memory for one more is nowhere planned."""
-    ring, held = SnapshotRing(2), []
+    snapshots, held = SnapshotRing(2), []
 
     class Counting(Saved):
         def copied(self) -> Saved:
-            held.append(len(ring) + 1)
+            held.append(len(snapshots) + 1)
             return super().copied()
 
     for step in range(5):
-        ring.keep(Counting(step, {"student": {"weight": torch.zeros(4)}}, {}))
+        snapshots.keep(Counting(step, {"student": {"weight": torch.zeros(4)}}, {}))
     assert held == [1, 2, 2, 2, 2]
 
 

@@ -22,13 +22,11 @@ import tiny
 from faulty_store import FaultyStore, faulty_store
 
 import stillroom
+from stillroom.cli.exit import fault_of
 from stillroom.config import load_config
-from stillroom.config.registry import OBJECTIVES
-from stillroom.config.schema import StudentConfig
-from stillroom.config.teacher import TeacherConfig
+from stillroom.config.schema import OBJECTIVES, StudentConfig, TeacherConfig
 from stillroom.core import remote
 from stillroom.core.errors import BrokenAtStart, ConfigError, DataError, OutsideName
-from stillroom.core.exit import fault_of
 from stillroom.core.files import inside, is_hidden, replaced_folder
 from stillroom.core.remote import Commit, RemoteFile, Store, here, read_commit
 from stillroom.models import files as sources

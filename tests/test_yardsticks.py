@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from stillroom.config.data import DataConfig
+from stillroom.config.schema import DataConfig
 from stillroom.core.types import IGNORED
 from stillroom.data import fixed_batches, open_eval
 from stillroom.metrics.metrics import AGAINST_TEACHER, COLUMNS, MIN_DOCUMENTS, NUM_BINS, NUM_COLUMNS, Ledger, ratios

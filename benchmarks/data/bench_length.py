@@ -36,8 +36,7 @@ def measure(length: int, is_checkpointed: bool, is_packed: bool) -> dict[str, An
 
     from stillroom.core.types import Batch, Needs
     from stillroom.losses.head.loss import score_head
-    from stillroom.models.attention import attend_causally
-    from stillroom.models.student import Student
+    from stillroom.models.student import Student, attend_causally
 
     torch.manual_seed(0)
     config = LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=length, num_key_value_heads=2, **SHAPE)

@@ -29,12 +29,11 @@ import numpy.typing as npt
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from stillroom.config.data import DataConfig
+from stillroom.config.schema import DataConfig
 from stillroom.core.types import Needs
 from stillroom.data import Encoded, Loader, Rows, Tally, pack
 from stillroom.data.corpus import encode_training
-from stillroom.models.attention import attend_causally
-from stillroom.models.student import Student
+from stillroom.models.student import Student, attend_causally
 
 RESULTS = Path(__file__).parent / "results"
 NUM_RECORDS = 7_473

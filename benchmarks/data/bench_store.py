@@ -74,7 +74,7 @@ def start(path: str, cache: str, tokenizer: str, packing: str) -> None:
     """One start, in a process of its own. Print what was measured."""
     from transformers import AutoTokenizer
 
-    from stillroom.config.data import DataConfig
+    from stillroom.config.schema import DataConfig
     from stillroom.data import Loader, open_data
 
     read = AutoTokenizer.from_pretrained(tokenizer)
@@ -108,7 +108,7 @@ def repeat(path: Path, big: Path, cache: Path, tokenizer: str, times: int) -> No
     """Write a file that repeats another, and its entry in the store."""
     from transformers import AutoTokenizer
 
-    from stillroom.config.data import DataConfig
+    from stillroom.config.schema import DataConfig
     from stillroom.data.store import MANIFEST, entry_key, file_digest, tokenizer_digest
 
     contents = path.read_bytes()

@@ -26,10 +26,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from stillroom.config import load_config
-from stillroom.losses.head import compiled, kernel
+from stillroom.losses.head import kernel
+from stillroom.losses.head import kernel as compiled
 from stillroom.models import LoadedModel
 from stillroom.models.anatomy import anatomy_of
-from stillroom.models.attention import attend_causally
+from stillroom.models.student import attend_causally
 from stillroom.telemetry import EventLog
 from stillroom.training.build import Models, build_run
 from stillroom.training.run import RunState

@@ -1,4 +1,4 @@
-"""Does it help to change the lesson along the way? Ramps of weight and temperature against constants, and the three
+"""Does it help to change the loss weights along the way? Ramps of weight and temperature against constants, and three
 phases of the student-aware guide against its mix all along, and against that mix without the inner terms.
 
 python benchmarks/quality/bench_curriculum.py

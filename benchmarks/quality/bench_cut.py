@@ -23,9 +23,7 @@ from typing import Any
 
 import torch
 
-from stillroom.config.data import DataConfig
-from stillroom.config.schema import ShrinkConfig
-from stillroom.config.teacher import TeacherConfig
+from stillroom.config.schema import DataConfig, ShrinkConfig, TeacherConfig
 from stillroom.data import fixed_batches, open_data
 from stillroom.models.load import load_teacher, load_tokenizer
 from stillroom.models.shrink.cut import cut

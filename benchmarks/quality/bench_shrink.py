@@ -18,10 +18,10 @@ import nets
 import standard
 import texts
 from book import Book
+from stillroom.models.attention import attend_causally
 
 from stillroom.config.schema import ShrinkConfig
 from stillroom.data import fixed_batches
-from stillroom.models.attention import attend_causally
 from stillroom.models.shrink.cut import cut
 
 SIZES = (81_920, 819_200)

@@ -33,7 +33,7 @@ from stillroom.teachers.cache.manifest import Manifest
 from stillroom.teachers.cache.reader import Cache
 from stillroom.teachers.cache.writer import commit_shard, needed_rows, open_store, pack_shard, plan_shards
 from stillroom.teachers.signals import RowAnswer, SignalSpec, reduce_row, signal_of
-from stillroom.training.curriculum import Curriculum
+from stillroom.training.schedule import Curriculum
 
 FULL = "whole distribution"
 _ANGLE_BATCHES = 64
@@ -159,11 +159,11 @@ def _briefly_trained() -> Any:
 
 def _gradient(model: Any, source: Teacher, objectives: Mapping[str, Any], batch: Batch) -> torch.Tensor:
     config = standard.job(objectives, 1e-2, 0).config()
-    mix, lesson = Mix(config.objectives), Curriculum.of(config).at(0.0)
+    mix, loss_weights = Mix(config.objectives), Curriculum.of(config).at(0.0)
     student = Student(model, vocab_size=texts.VOCAB, is_described=True)
     student.train()
     model.zero_grad()
-    lab.score_batch(student, source, mix, lesson, mix.counts([batch]), batch, resolve("fp32"))
+    lab.score_batch(student, source, mix, loss_weights, mix.counts([batch]), batch, resolve("fp32"))
     return torch.cat([parameter.grad.flatten().double() for parameter in model.parameters()])
 
 

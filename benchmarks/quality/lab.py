@@ -22,17 +22,16 @@ from nets import TeacherName
 from torch import Tensor
 
 from stillroom.config import Config
-from stillroom.core.types import Lesson, Needs
+from stillroom.core.types import LossWeights, Needs
 from stillroom.data import Loader, Rows, fixed_batches
-from stillroom.losses.mix import Mix
-from stillroom.losses.objective import Matched
+from stillroom.losses.mix import Mix, TokenMatch
 from stillroom.models import Student
 from stillroom.models.anatomy import head_logits
 from stillroom.precision import resolve
 from stillroom.teachers import Teacher
 from stillroom.training.build import make_objectives, make_optimizer, make_schedule
-from stillroom.training.curriculum import Curriculum
 from stillroom.training.evaluate import evaluate
+from stillroom.training.schedule import Curriculum
 
 _EVAL_BATCH = 64
 _ECE_BINS = 15
@@ -88,7 +87,7 @@ class Lessons:
     dev: Rows
     vocab_size: int = texts.VOCAB
     yardstick: str = "nll"
-    matched: Matched | None = None  # where the teacher reads tokens of its own
+    matched: TokenMatch | None = None  # where the teacher reads tokens of its own
 
     @staticmethod
     def of(job: Job) -> Lessons:
@@ -156,10 +155,10 @@ def train(job: Job, model: Any, source: Teacher | None, lessons: Lessons | None 
     begin = time.process_time()
     for step in range(job.steps):
         window = loader.window(step)
-        lesson = curriculum.at(step / job.steps)
+        loss_weights = curriculum.at(step / job.steps)
         counts = mix.counts(window)
         for batch in window:
-            score_batch(student, source, mix, lesson, counts, batch, precision)
+            score_batch(student, source, mix, loss_weights, counts, batch, precision)
         norms = {name: float(square.sqrt()) for name, square in optimizer.squared_norms().items()}
         if not all(math.isfinite(norm) for norm in norms.values()):
             raise ArithmeticError(f"{job}: the gradient is not finite at step {step + 1}")
@@ -182,13 +181,19 @@ def check_steps(steps: int, checks: int) -> set[int]:
 
 
 def score_batch(
-    student: Student, source: Teacher | None, mix: Mix, lesson: Lesson, counts: Any, batch: Any, precision: Any
+    student: Student,
+    source: Teacher | None,
+    mix: Mix,
+    loss_weights: LossWeights,
+    counts: Any,
+    batch: Any,
+    precision: Any,
 ) -> None:
-    needs = mix.needs(lesson)
-    signal = source.observe(batch, needs.teacher) if source is not None and lesson.asks_teacher else None
+    needs = mix.needs(loss_weights)
+    signal = source.observe(batch, needs.teacher) if source is not None and loss_weights.asks_teacher else None
     with precision.autocast():
         view = student.observe(batch, needs.student)
-    precision.backward(mix.score(view, signal, batch, lesson, counts).loss)
+    precision.backward(mix.score(view, signal, batch, loss_weights, counts).loss)
 
 
 def _check(found: Trained, student: Student, lessons: Lessons, step: int) -> None:

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qw
 from stillroom.config import Config
 from stillroom.core.types import Batch, DenseSignal, HeadWeights, Needs
 from stillroom.data import Loader, Rows
-from stillroom.models.attention import attend_causally
+from stillroom.models.student import attend_causally
 from stillroom.precision import AdamW, ParameterGroup, Precision, resolve
 from stillroom.teachers import LiveTeacher, Teacher
 from stillroom.training.build import make_schedule

@@ -22,7 +22,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from stillroom.config.data import DataConfig
+from stillroom.config.schema import DataConfig
 from stillroom.core.types import Batch, DenseSignal, HeadWeights, Needs, PairedSignal
 from stillroom.data import Encoder, Record, Rows, Tally, fixed_batches, pack
 from stillroom.data.two_tokenizers.align import Coverage

@@ -19,7 +19,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from stillroom.builtin import corpus as stdlib
+from stillroom import builtin as stdlib
 from stillroom.data import Encoder, Record, Rows, Tally, pack
 
 CACHE = Path(__file__).parent / ".cache"

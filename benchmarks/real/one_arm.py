@@ -20,8 +20,7 @@ from model_file import find_model
 from text_files import Texts, write_texts
 
 from stillroom.config import Config, load_config
-from stillroom.config.data import DataConfig
-from stillroom.config.teacher import TeacherConfig
+from stillroom.config.schema import DataConfig, TeacherConfig
 from stillroom.core.errors import NoBetterStudent
 from stillroom.data import fixed_batches, open_eval
 from stillroom.metrics.questions import read_questions

@@ -20,7 +20,7 @@ sys.path.append(str(Path(__file__).parent.parent / "quality"))
 import texts as laboratory
 from arms import COMPUTE_TOKENS, DEV_BATCHES, FAR_TOKENS, LENGTH, ROWS, TEST_TOKENS, TOKENS
 
-from stillroom.builtin import corpus as stdlib
+from stillroom import builtin as stdlib
 
 _CHARACTERS = 6_000
 _SLACK = 2 * LENGTH  # the last block of a file may be short

@@ -33,8 +33,7 @@ def measure(mode: str, moments: str) -> dict[str, Any]:
     import torch
     from torch import nn
 
-    from stillroom.config.schema import PrecisionConfig
-    from stillroom.config.sections import TrainConfig
+    from stillroom.config.schema import PrecisionConfig, TrainConfig
     from stillroom.precision import ParameterGroup, resolve
 
     layers = nn.ModuleList(nn.Linear(1024, 1024) for _ in range(16))

@@ -60,12 +60,12 @@ class Platform:
     def seconds(self, call: Collective, *, latency: bool = True) -> float:
         if call.across == 1:
             return 0.0
-        ring = call.sent / self.rate(call) + latency * self.latency(call)
+        snapshots = call.sent / self.rate(call) + latency * self.latency(call)
         if call.kind != "all_reduce":
-            return ring
+            return snapshots
         depth = (call.across // call.nodes - 1) * TREE_HOP[self.kind] + math.log2(call.nodes) * TREE_HOP["net"]
         tree = 2 * call.size / (TREE_SHARE * self.rate(call)) + latency * (TREE_BASE + 2 * depth)
-        return min(ring, tree)
+        return min(snapshots, tree)
 
 
 def reached(card: Card) -> Card:

@@ -41,7 +41,7 @@ import real_llama  # noqa: E402
 
 from stillroom import __version__  # noqa: E402
 from stillroom.config import load_config  # noqa: E402
-from stillroom.config.teacher import TeacherConfig  # noqa: E402
+from stillroom.config.schema import TeacherConfig  # noqa: E402
 from stillroom.export.folder import export  # noqa: E402
 from stillroom.models import open_teacher  # noqa: E402
 from stillroom.teachers.served.teacher import Server, open_server  # noqa: E402

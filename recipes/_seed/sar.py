@@ -99,7 +99,7 @@ def _gate_settings(teacher: str) -> dict[str, Any]:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from stillroom.config.teacher import TeacherConfig
+    from stillroom.config.schema import TeacherConfig
     from stillroom.models.routers import has_gates
     from stillroom.models.shapes import teacher_shape
 

@@ -12,7 +12,7 @@ import tiny
 from commands import output, run
 from trl_templates import template
 
-from stillroom.config.data import DataConfig
+from stillroom.config.schema import DataConfig
 from stillroom.core.types import IGNORED
 from stillroom.data import fixed_batches, open_data
 from stillroom.telemetry.console import show_preview

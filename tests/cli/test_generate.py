@@ -18,7 +18,7 @@ from trl_templates import template
 
 from stillroom.cli import main
 from stillroom.config import load_config
-from stillroom.config.data import DataConfig
+from stillroom.config.schema import DataConfig
 from stillroom.core.errors import BrokenAtStart, ConfigError
 from stillroom.data import open_eval
 from stillroom.models.generate import Ability, Piece, continuation, end_ids, generate, open_writer, readable

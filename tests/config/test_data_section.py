@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from stillroom.config import load_config
-from stillroom.config.data import SHAPES, DataConfig, SourceConfig, template_pieces
+from stillroom.config.schema import SHAPES, DataConfig, SourceConfig, template_pieces
 from stillroom.core.errors import ConfigError
 from stillroom.data.records import FIELDS
 

@@ -19,8 +19,8 @@ from commands import run
 from refusals import refused
 
 from stillroom.config import load_config
-from stillroom.config import registry as extensions
-from stillroom.config.registry import DIVERGENCES, OBJECTIVES, READERS, Registry
+from stillroom.config import schema as extensions
+from stillroom.config.schema import DIVERGENCES, OBJECTIVES, READERS, Registry
 from stillroom.core.errors import ConfigError
 from stillroom.losses import divergences
 
@@ -119,7 +119,7 @@ def test_its_divergence_has_the_slopes_it_says(installed: Path) -> None:
 
 def test_names_are_known_before_anything_is_imported(installed: Path) -> None:
     code = (
-        "import sys; from stillroom.config.registry import DIVERGENCES, OBJECTIVES;"
+        "import sys; from stillroom.config.schema import DIVERGENCES, OBJECTIVES;"
         "assert 'loudness' in OBJECTIVES and 'hellinger' in DIVERGENCES.names();"
         "sys.exit('torch' in sys.modules or 'drams' in sys.modules)"
     )

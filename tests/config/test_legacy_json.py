@@ -14,9 +14,8 @@ from stillroom.config import load
 from stillroom.telemetry.console import ConsoleView
 from stillroom.telemetry.record import read_events
 from stillroom.telemetry.show import component_lines, start_lines
-from stillroom.training.curriculum import Curriculum
 from stillroom.training.distill import distill
-from stillroom.training.schedule import steps_of_run, warmup_of_run
+from stillroom.training.schedule import Curriculum, steps_of_run, warmup_of_run
 
 GUIDE: dict[str, Any] = {
     "batch_size": 2,
@@ -69,11 +68,11 @@ def test_a_run_shorter_than_the_file_s_warmup_is_cut_to_a_tenth_and_not_refused(
 
 def test_the_guides_table_of_phase_one_has_feature_and_attention_at_zero(tmp_path: Path) -> None:
     """The guide's step 2,000 of 74,823: kd 21.2 x 0.7 = 14.84; feature weight 0, scaled 0, of no part in the total."""
-    lesson = Curriculum.of(load(written(tmp_path)).config).at(0.027)
-    assert lesson.phase == "logits" and lesson.weights["kd"] == 0.7
-    idle = [name for name, weight in lesson.weights.items() if weight == 0.0]
+    loss_weights = Curriculum.of(load(written(tmp_path)).config).at(0.027)
+    assert loss_weights.phase == "logits" and loss_weights.weights["kd"] == 0.7
+    idle = [name for name, weight in loss_weights.weights.items() if weight == 0.0]
     terms = {"kd": {"raw": 21.2, "weight": 0.7, "scaled": 14.84, "share": 0.957}}
-    event = {"step": 127, "train_loss": 15.5, "phase": lesson.phase, "terms": terms, "idle_terms": idle}
+    event = {"step": 127, "train_loss": 15.5, "phase": loss_weights.phase, "terms": terms, "idle_terms": idle}
     assert component_lines(event, 2.0, 4_677) == [
         "  term                raw    weight      scaled   share",
         "  kd               21.200       0.7      14.840   95.7%",

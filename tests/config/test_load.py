@@ -8,8 +8,7 @@ import pytest
 from refusals import refused
 
 from stillroom.config import load, load_config, parse_assignments, preset_names
-from stillroom.config.schema import Config
-from stillroom.config.sections import Ramp
+from stillroom.config.schema import Config, Ramp
 from stillroom.core.errors import ConfigError
 
 LEGACY = {

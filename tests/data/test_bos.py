@@ -15,7 +15,7 @@ from trl_templates import template
 
 from stillroom.builtin import model_path
 from stillroom.config import load_config
-from stillroom.config.data import DataConfig
+from stillroom.config.schema import DataConfig
 from stillroom.core.errors import ConfigError
 from stillroom.core.types import IGNORED
 from stillroom.data import Encoder, Record, Tally, fixed_batches, open_data, open_eval, opening_ids, pack, prompt_ids

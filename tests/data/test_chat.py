@@ -14,7 +14,7 @@ import pytest
 import tiny
 from transformers import PreTrainedTokenizerFast
 
-from stillroom.config.data import DataConfig
+from stillroom.config.schema import DataConfig
 from stillroom.core.errors import ConfigError, DataError
 from stillroom.data.chat import ChatPrinter, TemplateChat, prompt_ids
 from stillroom.data.preview import preview

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from stillroom.builtin import corpus as stdlib
-from stillroom.config.data import DataConfig
+from stillroom import builtin as stdlib
+from stillroom.config.schema import DataConfig
 from stillroom.core.errors import StillroomError
 from stillroom.core.types import IGNORED, Batch
 from stillroom.data import Encoder, Loader, Record, Rows, Tally, fixed_batches, open_data, open_eval, pack

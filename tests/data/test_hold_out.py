@@ -11,10 +11,9 @@ import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stillroom.config.data import DataConfig
+from stillroom.config.schema import DataConfig
 from stillroom.data import Record, open_data
-from stillroom.data.corpus import ENOUGH_HELD_OUT
-from stillroom.data.split import hold_out
+from stillroom.data.corpus import ENOUGH_HELD_OUT, hold_out
 
 
 def records(count: int, seed: int = 0) -> list[Record]:

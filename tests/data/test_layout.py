@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 import tiny
 
-from stillroom.config.data import DataConfig
+from stillroom.config.schema import DataConfig
 from stillroom.core.errors import DataError
 from stillroom.data import open_data, open_eval
 from stillroom.data.preview import preview

@@ -14,11 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stillroom.config.data import DataConfig
+from stillroom.config.schema import DataConfig
 from stillroom.core.errors import DataError
 from stillroom.core.types import IGNORED
 from stillroom.data import Loader, Rows, fixed_batches, open_data
-from stillroom.data.mixing import MixedRows, Part
+from stillroom.data.loader import MixedRows, Part
 
 
 class Counted:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from stillroom.config.data import DataConfig
+from stillroom.config.schema import DataConfig
 from stillroom.data import Encoder, Record, Tally
 from stillroom.data.preview import preview
 

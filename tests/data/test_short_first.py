@@ -14,11 +14,11 @@ import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stillroom.config.data import DataConfig
+from stillroom.config.schema import DataConfig
 from stillroom.core.errors import ConfigError
 from stillroom.data import Encoded, Loader, Rows, Tally, open_data, pack
 from stillroom.data.corpus import encode_training
-from stillroom.data.mixing import MixedRows, Part, buckets, ramp
+from stillroom.data.loader import MixedRows, Part, buckets, ramp
 
 LENGTHS = st.lists(st.integers(2, 30), min_size=2, max_size=90)
 PACKINGS = st.sampled_from(["rows", "packed"])

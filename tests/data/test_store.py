@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from stillroom.config.data import DataConfig
+from stillroom.config.schema import DataConfig
 from stillroom.core.errors import DataError
 from stillroom.data import Corpus, Loader, Rows, open_data
 from stillroom.data import store as store_module

@@ -13,7 +13,7 @@ import pytest
 import tiny
 import torch
 
-from stillroom.config.data import DataConfig
+from stillroom.config.schema import DataConfig
 from stillroom.core.types import Batch
 from stillroom.data import Corpus, Rows, open_data
 from stillroom.data import store as store_module

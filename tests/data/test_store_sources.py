@@ -13,7 +13,7 @@ import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stillroom.config.data import DataConfig
+from stillroom.config.schema import DataConfig
 from stillroom.core.errors import DataError
 from stillroom.data import Corpus, Rows, open_data
 from stillroom.data.store import entry_key

@@ -26,7 +26,7 @@ class Watch:
 
         step, keep = loop.train_step, SnapshotRing.keep
         loop.train_step = lambda *args: self._step(step, *args)
-        SnapshotRing.keep = lambda ring, saved: self._keep(keep, ring, saved)  # type: ignore[assignment, method-assign]
+        SnapshotRing.keep = lambda snapshots, saved: self._keep(keep, snapshots, saved)  # type: ignore[assignment, method-assign]
         try:
             yield
         finally:
@@ -75,15 +75,15 @@ class Watch:
         if odd:
             self.broken.append(f"step {step} copied to the card: {', '.join(odd)}")
 
-    def _keep(self, keep: Callable[..., None], ring: Any, saved: Any) -> None:
+    def _keep(self, keep: Callable[..., None], snapshots: Any, saved: Any) -> None:
         """Snapshots are in main memory: the card holds as much after one as before."""
         from card import LEDGER
 
         before = LEDGER.live
-        keep(ring, saved)
+        keep(snapshots, saved)
         if LEDGER.live > before:
             self.broken.append(f"a snapshot took {LEDGER.live - before} bytes of the card")
-        tensors = [tensor for group in ring.newest().tensors.values() for tensor in group.values()]
+        tensors = [tensor for group in snapshots.newest().tensors.values() for tensor in group.values()]
         if any(tensor.device.type != "cpu" for tensor in tensors):
             self.broken.append("a snapshot is on the card")
 

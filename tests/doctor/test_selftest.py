@@ -18,8 +18,9 @@ import torch
 from stillroom.core.types import Verdict
 from stillroom.doctor.selftest import GROUPS, Measured, Report, Trial, run_trials, selftest, worst
 from stillroom.losses import divergences
-from stillroom.losses.head import compiled, kernel
-from stillroom.losses.head.compiled import keep
+from stillroom.losses.head import kernel
+from stillroom.losses.head import kernel as compiled
+from stillroom.losses.head.kernel import keep
 from stillroom.precision.policy import POLICIES
 from stillroom.training.guard import Guard
 
@@ -118,7 +119,7 @@ def test_a_wrong_slope_of_a_divergence_is_found_and_named(monkeypatch: pytest.Mo
 
 
 def test_a_wrong_loss_of_the_head_is_found_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from stillroom.losses.head.compiled import CompiledKernel
+    from stillroom.losses.head.kernel import CompiledKernel
     from stillroom.losses.head.rows import PlainKernel
 
     for kind in (PlainKernel, CompiledKernel):

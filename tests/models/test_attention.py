@@ -7,7 +7,7 @@ import tiny
 import torch
 from transformers import AutoModelForCausalLM
 
-from stillroom.models import attention
+from stillroom.models import student
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ def test_heads_are_repeated_below_sm_80_of_the_chosen_card(
         return capability
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", asked)
-    assert attention.needs_every_head(torch.device(device)) is repeats
+    assert student.needs_every_head(torch.device(device)) is repeats
 
 
 def test_repeated_heads_give_the_same_answers_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,7 +30,7 @@ def test_repeated_heads_give_the_same_answers_and_gradients(monkeypatch: pytest.
     config.num_attention_heads, config.num_key_value_heads = 4, 2
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-    assert attention.attend_causally(model)
+    assert student.attend_causally(model)
     ids = torch.arange(24).reshape(2, 12)
     seen: list[bool] = []
     plain = torch.nn.functional.scaled_dot_product_attention
@@ -42,7 +42,7 @@ def test_repeated_heads_give_the_same_answers_and_gradients(monkeypatch: pytest.
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
     found = []
     for repeats in (False, True):
-        monkeypatch.setattr(attention, "needs_every_head", lambda _device, repeats=repeats: repeats)
+        monkeypatch.setattr(student, "needs_every_head", lambda _device, repeats=repeats: repeats)
         model.zero_grad()
         logits = model(input_ids=ids, use_cache=False).logits
         logits.square().sum().backward()

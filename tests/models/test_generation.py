@@ -19,7 +19,6 @@ from stillroom.core.errors import ConfigError
 from stillroom.data.chat import chat_ids, turn_end_ids
 from stillroom.data.records import Turn
 from stillroom.models import generate as module
-from stillroom.models.attention import NAME, attend_causally
 from stillroom.models.generate import (
     Conversation,
     Piece,
@@ -34,6 +33,7 @@ from stillroom.models.generate import (
     stream,
     until,
 )
+from stillroom.models.student import NAME, attend_causally
 
 WINDOW = {"sliding_window": 4}
 # name, what is set, whether prompts are padded in one batch

@@ -9,7 +9,7 @@ import pytest
 import tiny
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config
 
-from stillroom.models.attention import num_positions
+from stillroom.models.student import num_positions
 
 SMALL: dict[str, Any] = {
     "vocab_size": 32, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,

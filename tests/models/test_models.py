@@ -10,8 +10,8 @@ import tiny
 import torch
 from transformers import AutoModelForCausalLM
 
-from stillroom.builtin import corpus
-from stillroom.config.teacher import TeacherConfig
+from stillroom import builtin
+from stillroom.config.schema import TeacherConfig
 from stillroom.core.errors import BrokenAtStart, ConfigError
 from stillroom.core.types import IGNORED, Batch, Needs
 from stillroom.models import (
@@ -24,8 +24,8 @@ from stillroom.models import (
     vocabulary_hash,
 )
 from stillroom.models.anatomy import anatomy_of, head_of, layers_of
-from stillroom.models.attention import attend_causally
 from stillroom.models.generate import generate
+from stillroom.models.student import attend_causally
 
 FAMILIES = [
     "llama", "gpt2", "qwen3", "qwen3_moe", "mixtral", "olmoe", "gemma2", "granite", "phi", "opt", "gpt_neox",
@@ -160,7 +160,7 @@ def test_the_builtin_mixture_spreads_its_choices_in_every_layer() -> None:
     """
     config = TeacherConfig(model="builtin:moe-teacher")
     model, words = load_teacher(config, torch.float32)[0], load_tokenizer(config, config.model)
-    held_out = [found for found in corpus.modules() if corpus.split_of(found.group) == "eval"]
+    held_out = [found for found in builtin.modules() if builtin.split_of(found.group) == "eval"]
     texts = [words(found.text[:2000])["input_ids"][:128] for found in held_out if len(found.text) > 2000]
     with torch.no_grad():
         logits = model(torch.tensor(texts[:16]), output_router_logits=True).router_logits

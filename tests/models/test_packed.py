@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from stillroom.core.types import Batch, Needs
 from stillroom.models import try_model
-from stillroom.models.attention import NAME, block_mask, packing_error, positions_of, sequences_of, show_attention
+from stillroom.models.student import NAME, block_mask, packing_error, positions_of, sequences_of, show_attention
 
 # The attention each of them uses here: ours without a mask, sdpa with masks of its own, and eager.
 CAN = {"llama": NAME, "deepseek_v3": NAME, "opt": NAME, "gemma3_text": "sdpa", "llama4_text": "sdpa", "gptj": "eager"}

@@ -48,8 +48,10 @@ def test_eight_micro_batches_of_one_equal_one_batch_of_eight(world: Path, log: E
 def test_eval_equals_train_on_the_same_batch(world: Path, log: EventLog, over: dict[str, Any]) -> None:
     run = make_run(world, log, {**over, "train.gradient_accumulation_steps": 2})
     window = run.loader.window(0)
-    evidence, lesson = attempt(run, RunState(), window)
-    found = evaluate(run.student, window, precision=run.precision, teacher=run.teacher, mix=run.mix, lesson=lesson)
+    evidence, loss_weights = attempt(run, RunState(), window)
+    found = evaluate(
+        run.student, window, precision=run.precision, teacher=run.teacher, mix=run.mix, loss_weights=loss_weights
+    )
     assert found.objective == pytest.approx(evidence.loss, rel=1e-6)
     assert {name: term.raw for name, term in found.terms.items()} == pytest.approx(dict(evidence.terms), rel=1e-6)
 

@@ -13,15 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from refusals import refused
 
-from stillroom.config.objectives import Divergence, KdConfig, ObjectivesConfig
-from stillroom.config.sections import Ramp
+from stillroom.config.schema import Divergence, KdConfig, ObjectivesConfig, Ramp
 from stillroom.core.errors import ConfigError
-from stillroom.core.types import Batch, Lesson, StudentView
+from stillroom.core.types import Batch, LossWeights, StudentView
 from stillroom.losses.head.kernel import KernelName
 from stillroom.losses.mix import Mix
 
 MIX = Mix(ObjectivesConfig(chunk_tokens=3))
-LESSON = Lesson("train", {"kd": 0.9, "ce": 0.1}, {"kd.temperature": 2.0, "kd.beta": 0.5})
+LESSON = LossWeights("train", {"kd": 0.9, "ce": 0.1}, {"kd.temperature": 2.0, "kd.beta": 0.5})
 
 
 def part_of(case: Case, part: slice) -> tuple[StudentView, object, Batch]:
@@ -100,10 +99,10 @@ def test_settings_of_the_lesson_rule() -> None:
     counts = {"kd": 16, "ce": 16}
     jsd = Mix(ObjectivesConfig(kd=KdConfig(divergence="jsd")))
     forward = Mix(ObjectivesConfig(kd=KdConfig(divergence="forward_kl")))
-    at_end = Lesson("train", {"kd": 1.0}, {"kd.temperature": 3.0, "kd.beta": 0.0})
+    at_end = LossWeights("train", {"kd": 1.0}, {"kd.temperature": 3.0, "kd.beta": 0.0})
     one = jsd.score(case.view, case.teacher, case.batch, at_end, counts)
     assert torch.equal(one.loss, forward.score(case.view, case.teacher, case.batch, at_end, counts).loss)
-    few = Lesson("train", {"kd": 1.0}, {"kd.temperature": 3.0, "kd.top_k": 2})
+    few = LossWeights("train", {"kd": 1.0}, {"kd.temperature": 3.0, "kd.top_k": 2})
     assert forward.score(case.view, case.teacher, case.batch, few, counts).loss < one.loss
 
 

@@ -14,18 +14,15 @@ from refusals import refused
 from torch import nn
 
 from stillroom.config import Config, load_config
-from stillroom.config.objectives import ObjectivesConfig
-from stillroom.config.registry import OBJECTIVES, Recipe
-from stillroom.config.sections import ObjectiveSection, Ramp, Scalar
+from stillroom.config.schema import OBJECTIVES, ObjectivesConfig, ObjectiveSection, Ramp, Recipe, Scalar
 from stillroom.core.errors import ConfigError
-from stillroom.core.types import Batch, Lesson, Score, Signal, StudentView
-from stillroom.losses.mix import Mix
-from stillroom.losses.objective import Inside, Objective, Plan, plan_objectives, register
+from stillroom.core.types import Batch, LossWeights, Score, Signal, StudentView
+from stillroom.losses.mix import Mix, ModelDims, Objective, Plan, plan_objectives, register
 from stillroom.precision.device import find_device
 from stillroom.telemetry import EventLog
 from stillroom.training.build import build_run, load_models
-from stillroom.training.curriculum import Curriculum
 from stillroom.training.run import Run, RunState, capture
+from stillroom.training.schedule import Curriculum
 from stillroom.training.step import attempt, train_step
 
 
@@ -44,9 +41,14 @@ class Quiet(Objective):
         self.modules = {"matrix": self._matrix}
 
     def score(
-        self, view: StudentView, signal: Signal | None, batch: Batch, lesson: Lesson, shares: Mapping[str, float]
+        self,
+        view: StudentView,
+        signal: Signal | None,
+        batch: Batch,
+        loss_weights: LossWeights,
+        shares: Mapping[str, float],
     ) -> Score:
-        sizes = self._matrix(view.hidden.float()).abs().pow(self.setting(lesson, "power")).mean(-1)
+        sizes = self._matrix(view.hidden.float()).abs().pow(self.setting(loss_weights, "power")).mean(-1)
         return self.scored(sizes.sum(), torch.tensor(float(len(sizes))), shares[self.name])
 
 
@@ -90,12 +92,12 @@ def test_its_gradient_does_not_depend_on_micro_batches(world: Path, log: EventLo
 def test_a_curriculum_moves_what_its_section_lets_move() -> None:
     ramp = {"start": 1.0, "end": 3.0}
     config = load_config(overrides={"objectives.quiet.weight": ramp, "objectives.quiet.power": ramp})
-    lesson = Curriculum.of(config).at(0.5)
-    assert lesson.weights["quiet"] == 2.0 and lesson.settings["quiet.power"] == 2.0
-    objective = plan_objectives(config.objectives, Inside(1, 8), None).objectives[0]
-    assert objective.setting(lesson, "power") == 2.0
+    loss_weights = Curriculum.of(config).at(0.5)
+    assert loss_weights.weights["quiet"] == 2.0 and loss_weights.settings["quiet.power"] == 2.0
+    objective = plan_objectives(config.objectives, ModelDims(1, 8), None).objectives[0]
+    assert objective.setting(loss_weights, "power") == 2.0
     with refused(ConfigError, "", "objectives.quiet.power"):
-        objective.setting(Lesson("", {}), "power")
+        objective.setting(LossWeights("", {}), "power")
 
 
 def test_the_settings_of_kd_that_move_are_those_that_take_a_ramp() -> None:
@@ -127,14 +129,14 @@ def test_an_objective_without_a_teacher_asks_for_none() -> None:
 def test_a_weight_of_zero_is_not_computed_and_no_teacher_is_no_hindrance() -> None:
     config = ObjectivesConfig.model_validate({"quiet": {"weight": 1.0}})
     case = make_case(1, 16).copy(torch.float32)
-    mix = Mix(config, planned=plan_objectives(config, Inside(1, case.hidden.shape[1]), None))
+    mix = Mix(config, planned=plan_objectives(config, ModelDims(1, case.hidden.shape[1]), None))
     counts = mix.counts([case.batch])
     for weights, signal, terms in (
         ({"ce": 1.0, "quiet": 0.0}, case.teacher, {"ce"}),
         ({"ce": 1.0, "quiet": 1.0}, None, {"ce", "quiet"}),
         ({"kd": 1.0, "quiet": 1.0}, case.teacher, {"kd", "quiet"}),
     ):
-        assert set(mix.score(case.view, signal, case.batch, Lesson("", weights), counts).terms) == terms
+        assert set(mix.score(case.view, signal, case.batch, LossWeights("", weights), counts).terms) == terms
 
 
 class Twin(Quiet):
@@ -159,19 +161,19 @@ def test_a_term_belongs_to_one_objective_that_counts_it(kind: type[Objective]) -
     OBJECTIVES._things["quiet"] = Recipe(QuietConfig, kind)  # type: ignore[arg-type]
     config = ObjectivesConfig.model_validate({"quiet": {"weight": 1.0}})
     with refused(ConfigError, "objectives"):
-        Mix(config, planned=plan_objectives(config, Inside(1, 8), None))
+        Mix(config, planned=plan_objectives(config, ModelDims(1, 8), None))
 
 
 def test_a_term_that_nobody_announced_is_refused() -> None:
     OBJECTIVES._things["quiet"] = Recipe(QuietConfig, Babbling)
     config = ObjectivesConfig.model_validate({"quiet": {"weight": 1.0}})
     case = make_case(1, 16).copy(torch.float32)
-    mix = Mix(config, planned=plan_objectives(config, Inside(1, case.hidden.shape[1]), None))
+    mix = Mix(config, planned=plan_objectives(config, ModelDims(1, case.hidden.shape[1]), None))
     with refused(ConfigError, "objectives", "babble"):
-        mix.score(case.view, case.teacher, case.batch, Lesson("", {"quiet": 1.0}), mix.counts([case.batch]))
+        mix.score(case.view, case.teacher, case.batch, LossWeights("", {"quiet": 1.0}), mix.counts([case.batch]))
 
 
 def test_what_a_recipe_makes_must_be_an_objective_of_its_name() -> None:
     OBJECTIVES._things["quiet"] = Recipe(QuietConfig, lambda plan: Objective("loud", plan.section))
     with refused(ConfigError, "Objective", "objectives.quiet"):
-        plan_objectives(ObjectivesConfig.model_validate({"quiet": {"weight": 1.0}}), Inside(1, 8), None)
+        plan_objectives(ObjectivesConfig.model_validate({"quiet": {"weight": 1.0}}), ModelDims(1, 8), None)

@@ -14,18 +14,18 @@ from hypothesis import strategies as st
 from refusals import refused
 from torch import Tensor
 
-from stillroom.config.objectives import KdConfig, ObjectivesConfig
+from stillroom.config.schema import KdConfig, ObjectivesConfig
 from stillroom.core.errors import ConfigError
-from stillroom.core.types import Lesson, StudentView, TopKSignal
+from stillroom.core.types import LossWeights, StudentView, TopKSignal
 from stillroom.losses import divergences
-from stillroom.losses import kd as token_weights
+from stillroom.losses import mix as token_weights
 from stillroom.losses.head.loss import score_head
 from stillroom.losses.head.rows import give_rest_to_label, keep_top_k
 from stillroom.losses.head.token_stats import survey
 from stillroom.losses.mix import Mix
 
 LENGTHS = (3, 1, 6, 2, 4)  # scored positions of five sequences: masks are ragged
-LESSON = Lesson("train", {"kd": 0.9, "ce": 0.1}, {})
+LESSON = LossWeights("train", {"kd": 0.9, "ce": 0.1}, {})
 SETTINGS = {
     "entropy": {"token_weight": "entropy"},
     "fraction by distance": {"token_fraction": 0.5},

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stillroom.config.sections import TrainConfig
+from stillroom.config.schema import TrainConfig
 from stillroom.core.errors import Interrupted
 from stillroom.parallel import Replicated
 from stillroom.precision import AdamW, ParameterGroup, resolve

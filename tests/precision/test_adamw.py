@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stillroom.config.schema import PrecisionConfig
-from stillroom.config.sections import TrainConfig
+from stillroom.config.schema import PrecisionConfig, TrainConfig
 from stillroom.precision import AdamW, ParameterGroup, resolve, storage
 from stillroom.precision.policy import POLICIES
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from stillroom.config.schema import PrecisionConfig
-from stillroom.config.sections import TrainConfig
+from stillroom.config.schema import PrecisionConfig, TrainConfig
 from stillroom.precision import AdamW, ParameterGroup, bytes_per_parameter, resolve
 from stillroom.precision.policy import POLICIES
 

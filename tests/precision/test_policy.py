@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from refusals import refused
 from torch import nn
 
-from stillroom.config.schema import PrecisionConfig
-from stillroom.config.sections import TrainConfig
+from stillroom.config.schema import PrecisionConfig, TrainConfig
 from stillroom.core.errors import BrokenAtStart, ConfigError
 from stillroom.precision import AdamW, LossScale, ParameterGroup, choose, resolve, storage
 from stillroom.precision.device import DeviceFacts

@@ -12,8 +12,7 @@ import tiny
 import torch
 from safetensors.torch import load_file, save_file
 
-from stillroom.config.schema import StudentConfig
-from stillroom.config.teacher import TeacherConfig
+from stillroom.config.schema import StudentConfig, TeacherConfig
 from stillroom.core.errors import StillroomError
 from stillroom.models import LoadedModel, open_student, open_teacher
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stillroom.config.sections import TrainConfig
+from stillroom.config.schema import TrainConfig
 from stillroom.parallel import Parallel
 from stillroom.precision import ParameterGroup, resolve
 

@@ -11,7 +11,7 @@ import pair_tokenizers
 import tiny
 import torch
 
-from stillroom.config.data import DataConfig
+from stillroom.config.schema import DataConfig
 from stillroom.core.types import Batch, HeadWeights, PairedSignal, StudentView
 from stillroom.data import Corpus, open_data
 

@@ -22,7 +22,7 @@ from stillroom.losses.head.loss import DenseTeacher, fused_head_loss
 WIDTH, VOCAB, ROWS, LENGTH = 16, 61, 3, 9
 
 
-class Lesson(nn.Module):
+class LossWeights(nn.Module):
     """A student and its loss: hidden states from the body, the rest from the fused head, or by hand."""
 
     def __init__(self, is_tied: bool, *, is_fused: bool = True) -> None:
@@ -67,17 +67,17 @@ def batches(rank: int) -> list[tuple[Tensor, Tensor, DenseTeacher]]:
     return found
 
 
-def gradients(lesson: nn.Module, parts: list[Any]) -> dict[str, Tensor]:
-    lesson.train()
+def gradients(loss_weights: nn.Module, parts: list[Any]) -> dict[str, Tensor]:
+    loss_weights.train()
     for part in parts:
-        lesson(*part).backward()
-    named = {name.removeprefix("module."): parameter.grad for name, parameter in lesson.named_parameters()}
+        loss_weights(*part).backward()
+    named = {name.removeprefix("module."): parameter.grad for name, parameter in loss_weights.named_parameters()}
     return {name: grad.full_tensor() if hasattr(grad, "full_tensor") else grad for name, grad in named.items()}
 
 
 def expected(is_tied: bool) -> dict[str, Tensor]:
     """In one process and by plain autograd: the mean over both of what each would find."""
-    sides = [gradients(Lesson(is_tied, is_fused=False), batches(rank)) for rank in (0, 1)]
+    sides = [gradients(LossWeights(is_tied, is_fused=False), batches(rank)) for rank in (0, 1)]
     return {name: (sides[0][name] + sides[1][name]) / 2 for name in sides[0]}
 
 
@@ -86,7 +86,7 @@ def main(out: Path) -> None:
     mine = batches(dist.get_rank())
     found = {}
     for is_tied in (False, True):
-        alone = Lesson(is_tied)
+        alone = LossWeights(is_tied)
         found[f"ddp {is_tied}"] = gradients(nn.parallel.DistributedDataParallel(copy.deepcopy(alone)), mine)
         sharded = copy.deepcopy(alone)
         for layer in sharded.model.base_model.layers:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from stillroom.config.teacher import TeacherConfig
+from stillroom.config.schema import TeacherConfig
 from stillroom.core.errors import BrokenAtStart
 from stillroom.core.types import IGNORED, Batch, Needs
 from stillroom.models import LoadedModel, open_teacher

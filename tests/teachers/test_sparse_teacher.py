@@ -10,7 +10,7 @@ import packed_texts
 import pytest
 import torch
 
-from stillroom.config.teacher import TeacherConfig
+from stillroom.config.schema import TeacherConfig
 from stillroom.core.types import Batch, DenseSignal, Needs, SampledSignal
 from stillroom.data import Rows
 from stillroom.models import open_teacher

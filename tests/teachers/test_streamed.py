@@ -12,7 +12,7 @@ import tiny
 import torch
 from transformers import AutoModelForCausalLM
 
-from stillroom.config.teacher import TeacherConfig
+from stillroom.config.schema import TeacherConfig
 from stillroom.core.errors import BrokenAtStart
 from stillroom.core.types import IGNORED, Batch, Needs
 from stillroom.models import open_teacher

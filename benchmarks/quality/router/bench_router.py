@@ -32,7 +32,7 @@ import verdicts
 from book import Book
 from regimes import REGIMES, warm_student
 
-from stillroom.config.teacher import RouterConfig
+from stillroom.config.schema import RouterConfig
 from stillroom.core.types import Score
 from stillroom.data import Loader, fixed_batches
 from stillroom.losses.mix import Mix
@@ -42,7 +42,7 @@ from stillroom.teachers.router.gates import GateOptions
 from stillroom.teachers.router.lookahead import both_ways, lookahead_direction
 from stillroom.teachers.router.teacher import RouterTeacher
 from stillroom.training.build import make_schedule
-from stillroom.training.curriculum import Curriculum
+from stillroom.training.schedule import Curriculum
 
 RESULTS = Path(__file__).parent / "results"
 ALARMS = 6  # times a run looks at its teacher's held-out loss, on 128 rows of dev
@@ -186,17 +186,17 @@ def _train(job: RouterJob, model: Any, teacher: RouterTeacher | None) -> float:
     student.train()
     for step in range(job.steps):
         [batch] = loader.window(step)
-        lesson = curriculum.at(step / job.steps)
+        loss_weights = curriculum.at(step / job.steps)
         counts = mix.counts([batch])
         if teacher is None:
-            lab.score_batch(student, None, mix, lesson, counts, batch, precision)
+            lab.score_batch(student, None, mix, loss_weights, counts, batch, precision)
         else:
             teacher.training.begin([batch], step)
             direction = None
             if teacher.config.mode == "sar-meta" and teacher.training.is_due:  # look at the next batch: no other text
                 ahead = loader.window(step + 1)[0]
                 direction = lookahead_direction(student, optimizer, precision, ahead, job.learning_rate)
-            _learn(student, teacher, mix, lesson, counts, batch, precision, direction)
+            _learn(student, teacher, mix, loss_weights, counts, batch, precision, direction)
         norm = float(optimizer.squared_norms()["student"].sqrt())
         factor = schedule.factor(step)
         if teacher is not None:
@@ -211,15 +211,15 @@ def _train(job: RouterJob, model: Any, teacher: RouterTeacher | None) -> float:
 
 
 def _learn(
-    student: Student, teacher: RouterTeacher, mix: Mix, lesson: Any, counts: dict[str, int], batch: Any, precision: Any,
-    direction: Any,
+    student: Student, teacher: RouterTeacher, mix: Mix, loss_weights: Any, counts: dict[str, int], batch: Any,
+    precision: Any, direction: Any,
 ) -> None:  # fmt: skip
-    needs = mix.needs(lesson)
+    needs = mix.needs(loss_weights)
     with teacher.training.joint_graph(batch):
         answers = teacher.training.answers(batch, needs.teacher)
         view = student.observe(batch, needs.student)
         signals = teacher.training.signals_after_student(answers, batch, view, needs.teacher)
-        score = Score.average([mix.score(view, signal, batch, lesson, counts) for signal in signals])
+        score = Score.average([mix.score(view, signal, batch, loss_weights, counts) for signal in signals])
         precision.backward(score.loss + teacher.training.extra_loss(batch, view, num_targets=counts["ce"]))
     opposite = None
     if teacher.config.mode == "sar-meta":

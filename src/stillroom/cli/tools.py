@@ -134,7 +134,7 @@ def selftest(
 def _advice(failed: tuple[Outcome, ...]) -> list[str]:
     advice = []
     if all(one.group == "kernels" and one.name.startswith("compiled") for one in failed):
-        from stillroom.losses.head.compiled import build
+        from stillroom.losses.head.kernel import build
 
         advice += [
             "use the plain kernel: --set objectives.kernel=plain, or STILLROOM_KERNEL=plain",

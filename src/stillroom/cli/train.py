@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from stillroom.cli.exit import fault_of
 from stillroom.cli.main import (
     AllowAddress,
     AsJson,
@@ -30,7 +31,6 @@ from stillroom.config import load, parse_assignments, shortened
 from stillroom.config.given import refuse_gaps, refuse_unread
 from stillroom.config.schema import FAULTS
 from stillroom.core.errors import ConfigError, FinishedBadly, StillroomError
-from stillroom.core.exit import fault_of
 from stillroom.core.files import new_run_folder
 from stillroom.core.remote import refuse_url
 

@@ -14,9 +14,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stillroom.config.data import Layout
-from stillroom.config.registry import DIVERGENCES
-from stillroom.config.teacher import TRAINING_MODES
+from stillroom.config.schema import DIVERGENCES, TRAINING_MODES, Layout
 from stillroom.core.errors import ConfigError
 
 if TYPE_CHECKING:

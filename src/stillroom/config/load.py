@@ -18,10 +18,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from stillroom.config.data import SOURCE_TAGS
-from stillroom.config.objectives import ObjectivesConfig
-from stillroom.config.registry import OBJECTIVES
-from stillroom.config.schema import Config
+from stillroom.config.schema import OBJECTIVES, SOURCE_TAGS, Config, ObjectivesConfig
 from stillroom.core.errors import ConfigError
 
 # -- legacy json -----------------------------------------------------------------------------------

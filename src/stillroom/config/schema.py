@@ -7,31 +7,1229 @@ constant, or a ramp over the run's progress.
 from __future__ import annotations
 
 import difflib
+import math
 import re
-from collections.abc import Iterable
+import string
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from datetime import date
+from functools import lru_cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, TypeVar, get_args, get_origin
+from urllib.parse import urlsplit
 
-from pydantic import Field, PrivateAttr, model_validator
-
-from stillroom.config.data import DataConfig as DataConfig
-from stillroom.config.objectives import ObjectivesConfig
-from stillroom.config.sections import (
-    MOST,
-    MOST_FLOAT,
-    MOST_ROWS,
-    AdapterConfig,
-    Count,
-    NonNegative,
-    Positive,
-    Section,
-    Size,
-    TrainConfig,
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    Tag,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
 )
-from stillroom.config.teacher import ModelSection as ModelSection
-from stillroom.config.teacher import RouterConfig as RouterConfig
-from stillroom.config.teacher import TeacherConfig as TeacherConfig
+from pydantic_core import InitErrorDetails
+
 from stillroom.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from stillroom.losses.mix import Objective, Plan
+
+
+# -- sections --------------------------------------------------------------------------------------
+# Base classes of config sections: strict frozen records, and numbers that may change during a run.
+
+
+LEAST_TEMPERATURE = 0.01  # colder, a softmax is an argmax
+
+
+MOST = 10**9  # of anything that is counted: rows, steps, tokens. Larger numbers are mistakes and overflow 64 bits
+MOST_ROWS = 2**20  # in a batch, and micro-batches in a step
+MOST_FLOAT = 1e12  # of weights, rates and temperatures: the product of three is finite in FP32
+MOST_MINUTES = 10.0**7  # about 19 years; C libraries refuse much longer waits
+
+Count = Annotated[int, Field(ge=0, le=MOST)]
+Size = Annotated[int, Field(ge=1, le=MOST)]
+Rows = Annotated[int, Field(ge=1, le=MOST_ROWS)]
+Positive = Annotated[float, Field(gt=0, le=MOST_FLOAT)]
+NonNegative = Annotated[float, Field(ge=0, le=MOST_FLOAT)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _is_of_its_type(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse what pydantic would convert: true for 1, "10" for 10, "false" or 0 for false.
+
+        `--set` reads the word none as no value; where "none" is one of a setting's words, that word is meant.
+        """
+        annotation: Any = cls.model_fields[info.field_name or ""].annotation
+        if value is None and get_origin(annotation) is Literal and "none" in get_args(annotation):
+            return "none"
+        kinds = _kinds(annotation)
+        takes_numbers = bool(kinds & {int, float})
+        if isinstance(value, bool):
+            is_wrong = takes_numbers and bool not in kinds
+        elif isinstance(value, str):
+            is_wrong = (takes_numbers or bool in kinds) and str not in kinds
+        else:
+            is_wrong = isinstance(value, int | float) and bool in kinds and not takes_numbers
+        if is_wrong:
+            raise ValueError(f"expected {'a number' if takes_numbers else 'true or false'}")
+        return value
+
+
+@lru_cache(maxsize=512)
+def _kinds(annotation: Any) -> frozenset[Any]:
+    """The plain types that an annotation allows; the type of a literal's values counts."""
+    if get_origin(annotation) is Literal:
+        return frozenset(type(value) for value in get_args(annotation))
+    if get_origin(annotation) in (tuple, dict):
+        return frozenset()
+    parts = get_args(annotation)
+    return frozenset().union(*map(_kinds, parts)) if parts else frozenset({annotation})
+
+
+class Ramp(Section):
+    """A value that changes from `start` to `end` while progress goes from `begin` to `until`."""
+
+    start: float = Field(description="value before and at `begin`")
+    end: float = Field(description="value at and after `until`")
+    begin: Annotated[float, Field(ge=0, le=1)] = Field(0.0, description="progress at which the change begins")
+    until: Annotated[float, Field(ge=0, le=1)] = Field(1.0, description="progress at which it ends")
+    shape: Literal["linear", "cosine", "step"] = Field(
+        "linear", description="step: `start` until `until` is reached, then `end`"
+    )
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Ramp:
+        if self.begin > self.until:
+            raise ValueError(f"begin {self.begin} lies after until {self.until}")
+        return self
+
+
+Scalar = float | Ramp
+
+
+def ends(value: Scalar) -> tuple[float, ...]:
+    """The start and end of a ramp; the one value of a constant."""
+    return (value.start, value.end) if isinstance(value, Ramp) else (float(value),)
+
+
+def between(least: float, most: float = math.inf) -> AfterValidator:
+    """Validate that a scalar is finite and in [least, most] throughout the run."""
+
+    def check(value: Scalar) -> Scalar:
+        for end in ends(value):
+            if not (least <= end <= most and math.isfinite(end)):
+                bounds = f"at least {least:g}" if most >= MOST and end < least else f"between {least:g} and {most:g}"
+                raise ValueError(f"must be {bounds}" + (f", and reaches {end:g}" if isinstance(value, Ramp) else ""))
+        return value
+
+    return AfterValidator(check)
+
+
+Weight = Annotated[Scalar, between(0.0, MOST_FLOAT)]
+Share = Annotated[Scalar, between(0.0, 1.0)]
+Temperature = Annotated[Scalar, between(LEAST_TEMPERATURE, MOST_FLOAT)]
+
+
+class ObjectiveSection(Section):
+    """Base of an objective's section. A field of type `Scalar` may change during a run."""
+
+    needs_teacher: ClassVar[bool] = True  # False: scored without the teacher's answer
+    looks_inside: ClassVar[bool] = True  # False: stored answers of a teacher suffice
+    compares_spans: ClassVar[bool] = False  # True: each model reads the text in its own tokens
+
+    weight: Weight = Field(0.0, description="weight of the term; 0: not computed at all")
+
+    @property
+    def used_weight(self) -> Scalar:
+        """The weight, or 0 where other settings switch the objective off."""
+        return self.weight
+
+    @property
+    def settings(self) -> dict[str, Scalar]:
+        """The scalars other than the weight, by field name."""
+        return {
+            name: getattr(self, name)
+            for name, info in type(self).model_fields.items()
+            if name != "weight" and Ramp in get_args(info.annotation)
+        }
+
+
+# -- train -----------------------------------------------------------------------------------------
+# How a run trains: steps, batches, rates and when it is evaluated and saved.
+
+
+Strategy = Literal["auto", "ddp", "fsdp"]
+STRATEGIES: tuple[str, ...] = get_args(Strategy)
+
+
+class TrainConfig(Section):
+    max_steps: Count = Field(0, description="optimizer steps; 0: as many as `epochs` give")
+    epochs: Annotated[float, Field(gt=0, le=10**6)] = Field(1.0, description="passes over the training data")
+    batch_size: Rows | Literal["auto"] = Field(
+        8,
+        description="rows in a micro-batch; auto: `step_rows` in the largest micro-batches that fit, "
+        "as `stillroom plan` counts",
+    )
+    step_rows: Rows = Field(32, description="rows in a step where batch_size is auto")
+    gradient_accumulation_steps: Rows = Field(1, description="micro-batches in a step")
+    learning_rate: Positive = Field(1e-3, description="peak learning rate of the student")
+    router_learning_rate: NonNegative = Field(0.0, description="0: the student's")
+    projector_learning_rate: NonNegative = Field(
+        0.0, description="peak rate of the matrices that inner objectives train beside the student; 0: the student's"
+    )
+    schedule: Literal["cosine", "linear", "constant"] = Field(
+        "cosine", description="how the learning rate falls after the warm-up; cosine ends low, slowly"
+    )
+    min_learning_rate_ratio: Annotated[float, Field(ge=0, le=1)] = Field(0.1, description="end of the schedule")
+    warmup_steps: Count = Field(0, description="optimizer steps; overrides warmup_ratio")
+    warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = Field(0.1, description="share of the optimizer steps")
+    max_warmup_share: Annotated[float, Field(gt=0, le=1)] = Field(
+        1.0, description="share of the optimizer steps that the warm-up takes at most, whatever warmup_steps says"
+    )
+    weight_decay: NonNegative = Field(
+        0.01, description="of AdamW, on matrices alone; more where the data is seen often"
+    )
+    beta1: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="of AdamW: memory of the gradient")
+    beta2: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.95, description="of AdamW: memory of its square; shorter than 0.999, so that one spike is soon forgotten"
+    )
+    epsilon: Positive = Field(1e-8, description="of AdamW; always used in FP32")
+    max_grad_norm: Positive = Field(
+        1.0,
+        description="the student's gradient as a whole is clipped to this norm; projectors and trained gates, which "
+        "have rates of their own, are clipped to the same norm by themselves",
+    )
+    eval_steps: Count = Field(
+        0, description="0: up to ten evaluations over the run, fewer where they would take more than a tenth of it"
+    )
+    save_steps: Count = Field(
+        0, description="0: with eval_steps, else up to ten checkpoints that take at most a twentieth of the time"
+    )
+    compile: Literal["auto", "off", "student", "both"] = Field(
+        "auto",
+        description="torch.compile for the student, or for both models; auto: the student, in a run on a CPU that is "
+        "long enough to be worth it",
+    )
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(0, description="of random weights, order and rounding")
+    early_stopping: Count = Field(0, description="stop after this many evaluations without a better student; 0: never")
+    max_minutes: Annotated[float, Field(ge=0, le=MOST_MINUTES)] = Field(
+        0.0, description="save and stop with exit code 75, loading and saving included; 0: no limit"
+    )
+    strategy: Strategy = Field(
+        "auto",
+        description="with several processes: ddp, each has the whole student; fsdp, each has a part of its weights and "
+        "optimizer state; auto: ddp",
+    )
+    shard_size: Count = Field(
+        0,
+        description="with fsdp: processes that hold the parts of one copy of the student; the number of processes must "
+        "be a multiple of it, and each further group has a copy of its own. 0: all processes hold one copy",
+    )
+    peer_timeout_minutes: Annotated[float, Field(gt=0, le=MOST_MINUTES)] = Field(
+        30.0, description="with several processes: how long one waits for another before the run ends with exit code 75"
+    )
+
+    @property
+    def rows_per_batch(self) -> int:
+        """Rows in a batch of the loader; where memory is short it is taken in parts."""
+        return self.step_rows if self.batch_size == "auto" else self.batch_size
+
+    @model_validator(mode="after")
+    def _shards_something(self) -> TrainConfig:
+        if self.shard_size and self.strategy != "fsdp":
+            raise ValueError(f"shard_size divides a sharded student: set strategy = 'fsdp', it is {self.strategy!r}")
+        if self.shard_size == 1:
+            raise ValueError("shard_size = 1 gives every process a whole student: set strategy = 'ddp'")
+        return self
+
+    @model_validator(mode="after")
+    def _auto_decides_accumulation(self) -> TrainConfig:
+        if self.batch_size == "auto" and self.gradient_accumulation_steps != 1:
+            raise ValueError(
+                "batch_size = auto decides how many micro-batches a step has: leave "
+                "gradient_accumulation_steps out and set step_rows"
+            )
+        return self
+
+
+# -- adapter ---------------------------------------------------------------------------------------
+# The section of a student that is trained by an adapter.
+
+
+class AdapterConfig(Section):
+    """Train low-rank matrices beside the student's linear layers; its own weights stay as they are."""
+
+    kind: Literal["lora", "dora"] = Field(
+        "lora", description="dora: the length of each row of a weight is trained beside its direction"
+    )
+    rank: Size = Field(16, description="rank of the change to each layer's weight")
+    alpha: Positive | None = Field(None, description="the change is multiplied by alpha / rank; none: twice the rank")
+    targets: tuple[str, ...] = Field(
+        (),
+        description="linear layers by the last parts of their names, or with *: q_proj, mlp.down_proj, *.0.*; empty: "
+        "all linear layers of the decoder's blocks",
+    )
+    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, description="of the adapter's input, in training")
+    base_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8"] = Field(
+        "auto",
+        description="storage of the frozen weights; auto: what the precision multiplies in. int8: linear layers as "
+        "codes with a scale for each output, under fp32, bf16-mixed and fp16-mixed",
+    )
+
+    @field_validator("targets", mode="before")
+    @classmethod
+    def _one_name(cls, value: Any) -> Any:
+        """Names may be given as one text with commas; all-linear is the word other programs use for all."""
+        names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+        return () if names == ["all-linear"] else names
+
+    @model_validator(mode="after")
+    def _numbers_are_there(self) -> AdapterConfig:
+        if self.kind == "dora" and self.base_dtype == "int8":
+            raise ValueError(
+                "kind = 'dora' trains the lengths of the base's rows and needs its numbers: set base_dtype = "
+                "'float16', or kind = 'lora' for a base in int8"
+            )
+        return self
+
+    @property
+    def scaled_alpha(self) -> float:
+        return self.alpha if self.alpha is not None else 2.0 * self.rank
+
+
+# -- teacher ---------------------------------------------------------------------------------------
+# The teacher's section of the configuration, and what every model's section has.
+
+
+# -- served ----------------------------------------------------------------------------------------
+# How a teacher on a server is asked: the `teacher.requests` section.
+
+
+class RequestsConfig(Section):
+    model: str | None = Field(None, description="name of the model on the server; none: the only one it lists")
+    shape: Literal["auto", "prompt_logprobs", "echo", "llama.cpp"] = Field(
+        "auto",
+        description="prompt_logprobs: the field of vLLM; echo: `echo` with `logprobs`, tokens as token_id:N; "
+        "llama.cpp: `/completion` of llama.cpp's server, asked token by token; auto: the first that the server answers",
+    )
+    concurrency: Annotated[int, Field(ge=1, le=512)] = Field(8, description="requests under way at once")
+    timeout_seconds: Annotated[float, Field(gt=0, le=60 * MOST_MINUTES)] = Field(
+        300.0, description="for a whole answer, until asked again; what a server says of itself has 30 at most"
+    )
+    retries: Annotated[int, Field(ge=0, le=100)] = Field(
+        8, description="of a request that got no answer, an answer cut short, or status 408, 429 or 5xx"
+    )
+    pause_seconds: Annotated[float, Field(gt=0, le=60 * MOST_MINUTES)] = Field(
+        0.5, description="before the first retry; doubled with each, up to 60; Retry-After is heeded"
+    )
+    api_key_variable: str | None = Field(
+        None, description="environment variable with the server's key; the key itself is never logged or written"
+    )
+    check_temperature: bool = Field(
+        True,
+        description="refuse answers that fit their own text much better sharpened or flattened, as log-probabilities "
+        "of another temperature do",
+    )
+
+
+def check_url(url: str) -> None:
+    """Raise ValueError for an address that cannot be asked, without repeating it: it may hold a secret."""
+    try:
+        parts = urlsplit(url)
+        is_known = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        is_known = False
+    if not is_known:
+        raise ValueError("teacher.server is no address of a server: write http://HOST:PORT")
+    if parts.username or parts.password or parts.query or parts.fragment:
+        raise ValueError(
+            "teacher.server holds more than scheme, host, port and path, and a run's configuration is written to its "
+            "folder: name a variable with the key in teacher.requests.api_key_variable"
+        )
+
+
+# -- signal ----------------------------------------------------------------------------------------
+# What a teacher's answers are reduced to: the `teacher.signal` section.
+
+
+SparseKind = Literal["top_k", "sampled", "hybrid", "renormalised", "target"]
+
+DEFAULT_K = 64
+DEFAULT_M = 8
+DEFAULT_HYBRID_DRAWS = 12
+DEFAULT_DRAWS = 50  # about twelve different tokens (Anshumann et al. 2025)
+
+
+class SignalConfig(Section):
+    kind: Literal["auto", "dense"] | SparseKind = Field(
+        "auto",
+        description="dense: all tokens; top_k: the k likeliest and the exact mass of the rest, for every divergence; "
+        "sampled: drawn tokens; hybrid: the m likeliest and draws from the rest, unbiased for forward_kl; "
+        "renormalised: k tokens as if no other could come, which is biased; target: the probability of the target "
+        "alone, for objectives.alm. auto: dense live; what a cache holds; for a new cache top_k where "
+        "objectives.kd.top_k is set or the divergence is not forward_kl, else hybrid; with two tokenizers hybrid for "
+        "objectives.prefix_match or exact_match, else target",
+    )
+    k: Size | None = Field(None, description="of top_k (64, or objectives.kd.top_k)")
+    m: Size | None = Field(None, description="of hybrid (8)")
+    draws: Annotated[int, Field(ge=1, le=255)] | None = Field(None, description="of hybrid (12) and sampled (50)")
+    draw_seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
+        0, description="of the draws, beside the content of each row"
+    )
+
+    compare: Literal["stored", "whole"] = Field(
+        "stored",
+        description="with teacher.cache, what the finished student is compared with. stored: the answers of the cache; "
+        "whole: the teacher itself, which is loaded once, at the end",
+    )
+
+    @model_validator(mode="after")
+    def _belonging(self) -> SignalConfig:
+        """A number that the kind does not read would be ignored in silence."""
+        read = {
+            "auto": (),
+            "dense": (),
+            "top_k": ("k",),
+            "renormalised": ("k",),
+            "sampled": ("draws",),
+            "hybrid": ("m", "draws"),
+            "target": (),
+        }[self.kind]
+        for name in ("k", "m", "draws"):
+            if getattr(self, name) is not None and name not in read:
+                raise ValueError(f"{name} is not read with kind = {self.kind!r}")
+        return self
+
+
+class ModelSection(Section):
+    revision: str | None = Field(None, description="commit of a hub model; required with trust_remote_code")
+    trust_remote_code: bool = Field(False, description="run code that comes with this model; needs a pinned revision")
+
+    allow_base: str | None = Field(
+        None,
+        description="address (s3://...) at or below which the base model of an adapter may lie; one that is a folder, "
+        "or a hub id, needs no such word",
+    )
+
+    @model_validator(mode="after")
+    def _pinned(self) -> ModelSection:
+        if self.trust_remote_code and not (self.revision and len(self.revision) == 40):
+            raise ValueError("trust_remote_code needs `revision` set to a 40-digit commit, so that the code is pinned")
+        return self
+
+
+RouterMode = Literal[
+    "frozen", "all-experts", "knowledge-augmentation", "truth", "sar", "sar-joint", "sar-transient", "sar-meta"
+]
+
+
+TRAINING_MODES = frozenset({"truth", "sar", "sar-joint", "sar-meta"})  # those that train the gates
+
+
+class RouterConfig(Section):
+    """The gates of a mixture-of-experts teacher."""
+
+    mode: RouterMode = Field(
+        "frozen",
+        description="frozen: the teacher as it is; all-experts, knowledge-augmentation: other experts answer; truth: "
+        "gates tuned on the labels; sar: on labels and student in turn; sar-joint: in one backward with the student; "
+        "sar-transient and sar-meta are experimental",
+    )
+    patterns: tuple[str, ...] = Field((), description="names of the gate modules, with *; empty: found by structure")
+    truth_weight: NonNegative = Field(
+        1.0, description="cross-entropy of the teacher on the labels: what keeps it a teacher"
+    )
+    student_weight: Annotated[float, Field(ge=-MOST_FLOAT, le=MOST_FLOAT)] = Field(
+        0.1, description="KL(teacher || student): pulls the teacher to the student; below 0 pushes it away"
+    )
+    anchor_weight: NonNegative = Field(
+        1.0, description="KL(original teacher || teacher); costs one more teacher forward when above 0"
+    )
+    load_balance_weight: NonNegative = Field(0.0, description="keeps the experts evenly used")
+    entropy_weight: NonNegative = Field(0.0, description="rewards gates that stay undecided")
+    every: Size = Field(2, description="student steps between router steps")
+    gradient_checkpointing: bool = Field(False, description="recompute the teacher's layers in its backward")
+    augmentation_passes: Size = Field(2, description="teacher passes of knowledge-augmentation")
+    augmentation_lambda: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.05, description="share of tokens whose experts are drawn instead of chosen in knowledge-augmentation"
+    )
+    offset_bound: Positive = Field(0.5, description="length of a token's gate offset in sar-transient, in gate logits")
+    max_degradation: Positive = Field(
+        0.02, description="nats the teacher's held-out loss may rise before its gates are restored and frozen"
+    )
+    probe_steps: Count = Field(
+        0, description="router steps on the labels alone before the run, to see whether training is worthwhile; 0: none"
+    )
+    probe_threshold: NonNegative = Field(
+        0.01, description="nats the teacher's held-out loss must fall in the probe for the router to be trained"
+    )
+    force: bool = Field(False, description="train the router whatever the probe found")
+
+
+class TeacherConfig(ModelSection):
+    model: str = Field(
+        "builtin:teacher",
+        description="folder, hub id, GGUF file, LoRA adapter folder, builtin:teacher or builtin:moe-teacher",
+    )
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
+        "auto",
+        description="storage of the teacher's weights; auto: float32 on a CPU, bfloat16 on a card with native bf16, "
+        "float16 on any other",
+    )
+    placement: Literal["device", "offload", "stream", "shard"] = Field(
+        "device",
+        description="offload: weights live in main memory and visit the device while they answer; stream: layers stay "
+        "in the teacher's files and come to the device one at a time, at most two of them at once; shard: each of "
+        "several processes holds a part of every weight, and a layer is gathered for its forward",
+    )
+    quantisation: Literal["none", "int8", "bnb-8bit", "bnb-4bit"] = Field(
+        "none",
+        description="bits of the teacher's linear layers; the head stays as it is. int8: by torchao, on any device; "
+        "bnb-8bit, bnb-4bit: by bitsandbytes, on a CUDA card",
+    )
+    max_quantisation_kl: Positive = Field(
+        0.05,
+        description="nats a token that quantisation may change the teacher's answers by, KL(full || quantised) on rows "
+        "of the data; above it the run is refused, because the student would learn that error as if the teacher had "
+        "meant it. At 0.05 at most 16 % of a distribution lies elsewhere (Pinsker's inequality)",
+    )
+    cache: str | None = Field(
+        None,
+        description="folder written by `stillroom cache`: the teacher is then not loaded. auto: a folder beside the "
+        "run's, written on first use",
+    )
+    server: str | None = Field(
+        None,
+        description="URL of a server that gives log-probabilities of prompts (vLLM, llama.cpp's server): the teacher "
+        "is asked there and not loaded. teacher.model then names its tokenizer: a folder or hub id, no weights needed",
+    )
+    requests: RequestsConfig = Field(default_factory=RequestsConfig)
+    signal: SignalConfig = Field(default_factory=SignalConfig)
+    router: RouterConfig = Field(default_factory=RouterConfig)
+
+    @model_validator(mode="after")
+    def _live_gates(self) -> TeacherConfig:
+        if self.cache and self.router.mode != "frozen":
+            raise ValueError(f"teacher.router.mode {self.router.mode} needs a live teacher: leave teacher.cache out")
+        if self.signal.kind not in ("auto", "dense") and self.router.mode != "frozen":
+            raise ValueError(f"teacher.router.mode {self.router.mode} needs teacher.signal.kind = 'dense'")
+        if self.quantisation != "none" and self.router.mode != "frozen":
+            raise ValueError(f"teacher.router.mode {self.router.mode} needs teacher.quantisation = 'none'")
+        if self.placement in ("stream", "shard") and self.router.mode != "frozen":
+            raise ValueError(f"teacher.router.mode {self.router.mode} needs teacher.placement = 'device' or 'offload'")
+        if self.quantisation != "none" and self.placement != "device":
+            raise ValueError(
+                f"a quantised teacher stays on the device: teacher.placement = {self.placement!r} needs "
+                "teacher.quantisation = 'none'"
+            )
+        if self.placement == "shard" and self.cache:
+            raise ValueError("teacher.placement = 'shard' is for a teacher that answers live: leave teacher.cache out")
+        if self.placement == "shard" and self.signal.kind not in ("auto", "dense"):
+            raise ValueError(
+                f"teacher.signal.kind = {self.signal.kind!r} asks row by row, and all processes must ask a sharded "
+                "teacher as often: set teacher.signal.kind = 'dense' and objectives.kd.top_k, or teacher.placement"
+            )
+        if self.cache and self.signal.kind == "dense":
+            raise ValueError("a cache holds no dense answers: leave teacher.signal.kind out, or teacher.cache")
+        return self
+
+    @model_validator(mode="after")
+    def _elsewhere(self) -> TeacherConfig:
+        """What a teacher on a server cannot have: its weights are not here."""
+        if self.server is None:
+            return self
+        check_url(self.server)
+        refused = {
+            "placement": self.placement != "device",
+            "quantisation": self.quantisation != "none",
+            "router.mode": self.router.mode != "frozen",
+            "signal.compare": self.signal.compare != "stored",
+        }
+        for name in (name for name, is_set in refused.items() if is_set):
+            raise ValueError(f"teacher.{name} is for weights on this machine: leave it out, or teacher.server")
+        if self.signal.kind not in ("auto", "top_k", "renormalised"):
+            raise ValueError(
+                f"teacher.signal.kind = {self.signal.kind!r} needs the whole distribution, and a server gives the "
+                "likeliest tokens: set teacher.signal.kind = 'top_k'"
+            )
+        return self
+
+
+# -- data ------------------------------------------------------------------------------------------
+# The `data` section: sources, the layout of their records, and how rows are made of them.
+
+
+MOST_TOKENS = 2**24  # in a row
+
+# The fields that records are made of; `columns` names all of one group.
+SHAPES = (
+    ("text",),
+    ("prompt", "completion"),
+    ("question", "answer"),
+    ("instruction", "input", "output"),
+    ("instruction", "output"),
+    ("messages",),
+    ("conversations",),
+)
+Pieces = tuple[tuple[str, str | None], ...]  # (literal text, name of the column that follows it, if any)
+
+
+@lru_cache(maxsize=64)  # asked for each record
+def template_pieces(template: str) -> Pieces:
+    """The pieces of a template such as "Q: {question}". A brace that stands for itself is written twice.
+
+    Raise ValueError where it is no such text or names no column.
+    """
+    pieces: list[tuple[str, str | None]] = []
+    for literal, name, form, conversion in string.Formatter().parse(template):
+        if name is not None and (form or conversion or not name or not name.strip() == name or set(name) & set(".[")):
+            raise ValueError(f"{{{name}}} in the template must be the name of a column, and nothing else")
+        pieces.append((literal, name))
+    if not any(name for _, name in pieces):
+        raise ValueError("the template names no column: write one in braces, as in 'Q: {question}'")
+    return tuple(pieces)
+
+
+class Layout(Section):
+    """How an object of a file becomes a record. Without settings, by the fields it has."""
+
+    columns: dict[str, str] = Field(
+        default_factory=dict,
+        description="which column holds each field of a record, as {prompt = 'question', completion = 'answer'}; the "
+        "others are not read",
+    )
+    template: str = Field(
+        "", description="the text of a record, its columns in braces, as in 'Q: {question}\\nA: {answer}'"
+    )
+    scored: tuple[str, ...] = Field(
+        (), description="columns of the template whose text is learned, with what ends the template; empty: all text"
+    )
+
+    @field_validator("scored", mode="before")
+    @classmethod
+    def _as_names(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+    @field_validator("columns")
+    @classmethod
+    def _are_a_shape(cls, columns: dict[str, str]) -> dict[str, str]:
+        if columns and not any(set(columns) == set(shape) for shape in SHAPES):
+            known = " or ".join(", ".join(shape) for shape in SHAPES)
+            raise ValueError(f"names the fields {', '.join(columns)}; a record is made of {known}")
+        if any(not column for column in columns.values()):
+            raise ValueError("a column has an empty name")
+        return columns
+
+    @field_validator("template")
+    @classmethod
+    def _is_a_template(cls, template: str) -> str:
+        if template:
+            template_pieces(template)
+        return template
+
+    @model_validator(mode="after")
+    def _is_one_way(self) -> Layout:
+        if self.columns and self.template:
+            raise ValueError("columns and template are both set: the template names its columns itself, set only one")
+        if self.scored and not self.template:
+            raise ValueError("scored names columns of a template, and template is not set")
+        names = [name for _, name in template_pieces(self.template) if name] if self.template else []
+        if strange := [name for name in self.scored if name not in names]:
+            raise ValueError(f"scored names {', '.join(strange)}, and the template has {', '.join(names)}")
+        return self
+
+    @property
+    def has_layout(self) -> bool:
+        return bool(self.columns or self.template)
+
+    @property
+    def pieces(self) -> Pieces:
+        return template_pieces(self.template) if self.template else ()
+
+    @property
+    def needed_columns(self) -> tuple[str, ...]:
+        """The columns that must be there. An `input` may be missing from some records."""
+        if self.template:
+            return tuple(dict.fromkeys(name for _, name in self.pieces if name))
+        return tuple(self.columns.values())
+
+
+class SourceConfig(Layout):
+    """One of several sources of training data."""
+
+    path: str = Field(description="file, glob, folder, hf:NAME[:CONFIG[:SPLIT]], builtin:stdlib or builtin:qa")
+    weight: Annotated[float, Field(gt=0, le=1000)] = Field(
+        1.0, description="passes over this source in one epoch of the run; 2: seen twice as often, 0.5: half of it"
+    )
+    objectives: Literal["all", "labels"] = Field(
+        "all", description="labels: learn from the text alone; the teacher is not asked about this source"
+    )
+
+
+SOURCE_TAGS = ("<name>", "<sources>")  # pydantic's names of the two forms of `train`, in its errors
+
+
+def _tag_of(value: Any) -> str:
+    return SOURCE_TAGS[not isinstance(value, str)]
+
+
+def _as_sources(value: Any) -> Any:
+    """One table is a list of one; a name in a list is a source without settings."""
+    if isinstance(value, dict | SourceConfig):
+        value = [value]
+    if isinstance(value, list | tuple):
+        return tuple({"path": one} if isinstance(one, str) else one for one in value)
+    return value
+
+
+Sources = Annotated[
+    Annotated[str, Tag(SOURCE_TAGS[0])] | Annotated[tuple[SourceConfig, ...], Field(min_length=1), Tag(SOURCE_TAGS[1])],
+    Discriminator(_tag_of),
+]
+
+
+class DataConfig(Layout):
+    train: Sources = Field(
+        "builtin:stdlib",
+        description="file, glob, folder, hf:NAME[:CONFIG[:SPLIT]], builtin:stdlib or builtin:qa; or several, as "
+        "[{path = 'a.jsonl', weight = 2}, {path = 'b.jsonl', objectives = 'labels'}]",
+    )
+    eval: str | None = Field(None, description="held-out data; without it a share of `train` is held out")
+    eval_share: Annotated[float, Field(gt=0, lt=1)] = Field(
+        0.05, description="share held out by content hash when `eval` is not given; of few documents more are"
+    )
+    train_share: Annotated[float, Field(gt=0, le=1)] = Field(
+        1.0, description="share of the training documents that is used, chosen by content hash"
+    )
+    max_records: Count = Field(0, description="records read from each source, the first ones; 0: all")
+    streaming: bool = Field(
+        False, description="read hub datasets over the network without storing them; see max_records"
+    )
+    max_length: Annotated[int, Field(ge=8, le=MOST_TOKENS)] = Field(256, description="tokens in a row")
+    packing: Literal["auto", "blocks", "rows", "packed"] = Field(
+        "auto",
+        description="of training data. blocks: documents end to end in full rows; rows: each record in rows of its "
+        "own, padded; packed: several records in a row that do not see each other; auto: blocks for plain text, rows "
+        "where records have a prompt. Held-out records are scored alone",
+    )
+    group_by_length: bool = Field(
+        False, description="put training rows of about equal length into a batch: less padding, another order"
+    )
+    order: Literal["shuffled", "short_first"] = Field(
+        "shuffled",
+        description="of training rows. short_first: the first ones from short to long, see short_first_share; the "
+        "others shuffled",
+    )
+    short_first_share: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.3, description="share of the run's steps that go from short rows to long ones; at most the first epoch"
+    )
+    cache: str = Field(
+        "auto",
+        description="folder of the token store, which keeps large files tokenized; auto: the user's cache folder, for "
+        "files of 32 MB and more together; off: tokenize at every start, in memory",
+    )
+    bos: Literal["auto"] | bool = Field(
+        "auto", description="begin each document with the begin-of-text token; auto: where the tokenizer does by itself"
+    )
+    day: str = Field(
+        "",
+        description="the day that a chat template prints, where it prints one, as 2026-01-31; empty: the day on which "
+        "the run begins, which the run keeps",
+    )
+    train_on_prompt: bool = Field(False, description="score the prompt's tokens too")
+    min_coverage: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.5,
+        description="with a teacher that has a tokenizer of its own: least share of the scored text's bytes that both "
+        "tokenizers read as the same; below it the pair is refused",
+    )
+    max_bad_share: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.01, description="stop when more than this share of the records cannot be used"
+    )
+
+    @field_validator("day", mode="before")
+    @classmethod
+    def _is_a_day(cls, value: Any) -> Any:
+        if isinstance(value, date):  # TOML has dates
+            return value.isoformat()
+        if isinstance(value, str) and value:
+            try:
+                date.fromisoformat(value)
+            except ValueError:
+                raise ValueError(f"{value!r} is no day: write it as 2026-01-31") from None
+        return value
+
+    @field_validator("train", mode="before")
+    @classmethod
+    def _listed(cls, value: Any) -> Any:
+        return _as_sources(value)
+
+    @property
+    def sources(self) -> tuple[SourceConfig, ...]:
+        """The sources of the training data. One without a layout of its own has that of the section."""
+        if isinstance(self.train, str):
+            return (self._with_layout(SourceConfig(path=self.train)),)
+        return tuple(self._with_layout(source) for source in self.train)
+
+    @property
+    def source_names(self) -> tuple[str, ...]:
+        """A name for each source: its path, with a number where a path stands twice."""
+        paths = [source.path for source in self.sources]
+        return tuple(
+            path if paths.count(path) == 1 else f"{path} #{paths[: place + 1].count(path)}"
+            for place, path in enumerate(paths)
+        )
+
+    @property
+    def label_sources(self) -> frozenset[str]:
+        """The names of the sources that are learned from the labels alone."""
+        named = zip(self.source_names, self.sources, strict=True)
+        return frozenset(name for name, source in named if source.objectives == "labels")
+
+    def named(self, spec: str) -> SourceConfig:
+        """A spec such as `eval` as a source with the section's layout."""
+        return self._with_layout(SourceConfig(path=spec))
+
+    def alone(self, source: SourceConfig) -> DataConfig:
+        """The section as if this source, with its layout, were all its training data."""
+        layout = {name: getattr(source, name) for name in Layout.model_fields}
+        return self.model_copy(update={"train": source.path, **layout})
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether the sources' rows are drawn by weight and kept apart. A list of one plain source is that source."""
+        first, *others = self.sources
+        return bool(others) or first.weight != 1.0 or first.objectives != "all"
+
+    def _with_layout(self, source: SourceConfig) -> SourceConfig:
+        layout = {name: getattr(self, name) for name in Layout.model_fields}
+        return source if source.has_layout else source.model_copy(update=layout)
+
+
+# -- registry --------------------------------------------------------------------------------------
+# Registries of objectives, divergences and file readers, which other packages can extend.
+#
+# Names are listed without importing what they stand for, so checking a configuration and `--help` need no torch.
+# Packages add names by entry points, a program by `register`. A built-in name cannot be replaced.
+#
+#     stillroom.losses   name = "package.module:RECIPE"   a Recipe
+#     stillroom.divergences  name = "package.module:MEMBER"   a stillroom.losses.divergences.Member
+#     stillroom.readers      suffix = "package.module:read"   a function (path, name, tally) -> (where, object) ...
+
+
+T = TypeVar("T")
+_NAME = re.compile(r"[a-z0-9][a-z0-9_]*")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to build an objective: the class of its config section, and a factory called when the models are loaded."""
+
+    section: type[ObjectiveSection]
+    make: Callable[[Plan], Objective]
+
+
+class Registry(Generic[T]):
+    """Objects by name: built in, registered by a program, or from the entry points of installed packages.
+
+    `known` are the built-in names; their modules register them on import. `prefix` is put before the name of each
+    entry point.
+    """
+
+    def __init__(
+        self, group: str, noun: str, *, accepts: Callable[[Any], bool], known: tuple[str, ...] = (), prefix: str = ""
+    ) -> None:
+        self._group = group
+        self._noun = noun
+        self._accepts = accepts
+        self._known = known
+        self._prefix = prefix
+        self._things: dict[str, T] = {}
+        self._entries_by_name: dict[str, list[EntryPoint]] | None = None
+
+    def register(self, name: str, thing: T) -> None:
+        """Make `thing` available as `name`. Raise if the name already stands for something else."""
+        self._check(name, thing, "register")
+        if self._things.get(name, thing) is not thing:
+            raise ConfigError(
+                f"there is a {self._noun} {name!r} already, and a name has one meaning",
+                advice=["choose another name"],
+            )
+        self._things[name] = thing
+
+    def names(self) -> tuple[str, ...]:
+        """Every name, sorted. Imports nothing."""
+        return tuple(sorted({*self._known, *self._things, *self._entries()}))
+
+    def loaded(self) -> dict[str, T]:
+        """What is registered already, without entry points that were not imported; in the order of registration."""
+        return dict(self._things)
+
+    def is_built_in(self, name: str) -> bool:
+        return name in self._known
+
+    def is_plugin(self, name: str) -> bool:
+        """Whether looking up a name would import another package. Imports nothing."""
+        return name not in self._known and name not in self._things and name in self._entries()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._known or name in self._things or name in self._entries()
+
+    def find(self, name: str) -> T:
+        """Look up a name. An entry point is imported on its first use."""
+        if name in self._things:
+            return self._things[name]
+        if name not in self._entries():
+            near = difflib.get_close_matches(name, self.names(), n=1)
+            raise ConfigError(
+                f"no {self._noun} is called {name!r}",
+                advice=[f"did you mean {match}?" for match in near] + [f"one of {', '.join(self.names())}"],
+            )
+        first, *others = self._entries()[name]
+        if others:
+            raise ConfigError(
+                f"{len(others) + 1} installed packages bring a {self._noun} {name!r}: "
+                + ", ".join(_origin(entry) for entry in (first, *others)),
+                advice=["uninstall all but one of them"],
+            )
+        self._things[name] = self._imported(first, name)
+        return self._things[name]
+
+    def _imported(self, entry: EntryPoint, name: str) -> T:
+        try:
+            thing: T = entry.load()
+        except Exception as error:  # a foreign module may raise anything on import
+            raise ConfigError(
+                f"the {self._noun} {name!r} of {_origin(entry)} cannot be imported: {type(error).__name__}: {error}",
+                where=entry.value,
+                advice=["mend or update that package", "uninstall it, and leave the name out of the configuration"],
+            ) from error
+        self._check(name, thing, _origin(entry))
+        return thing
+
+    def _check(self, name: str, thing: Any, where: str) -> None:
+        if not name.startswith(self._prefix) or not _NAME.fullmatch(name.removeprefix(self._prefix)):
+            raise ConfigError(
+                f"{name!r} cannot name a {self._noun}", where=where, advice=["small letters, digits and _"]
+            )
+        if not self._accepts(thing):
+            raise ConfigError(
+                f"{name!r} is of type {type(thing).__name__}, which is no {self._noun}",
+                where=where,
+                advice=["docs/extending.md shows one of each kind"],
+            )
+
+    def _entries(self) -> dict[str, list[EntryPoint]]:
+        """Entry points by name, read once. Those with a built-in or registered name are left out."""
+        if self._entries_by_name is None:
+            self._entries_by_name = {}
+            for entry in dict.fromkeys(entry_points(group=self._group)):
+                name = self._prefix + entry.name
+                if name not in self._known and name not in self._things:
+                    self._entries_by_name.setdefault(name, []).append(entry)
+        return self._entries_by_name
+
+
+def _origin(entry: EntryPoint) -> str:
+    return entry.dist.name if entry.dist is not None else entry.value
+
+
+def _is_recipe(thing: Any) -> bool:
+    return isinstance(thing, Recipe) and issubclass(thing.section, ObjectiveSection) and callable(thing.make)
+
+
+OBJECTIVES: Registry[Recipe] = Registry(
+    "stillroom.losses",
+    "objective",
+    accepts=_is_recipe,
+    known=(
+        "kd",
+        "ce",
+        "feature",
+        "layerwise",
+        "attention",
+        "contrastive",
+        "alm",
+        "exact_match",
+        "prefix_match",
+        "uld",
+        "span_hidden",
+    ),
+)
+
+# Only the names, because members import torch; `losses/divergences.py` defines what a member is.
+DIVERGENCES: Registry[Any] = Registry(
+    "stillroom.divergences",
+    "divergence",
+    accepts=lambda thing: callable(getattr(thing, "make", None)) and isinstance(getattr(thing, "settings", 0), tuple),
+    known=(
+        "forward_kl",
+        "reverse_kl",
+        "jsd",
+        "skew_forward_kl",
+        "skew_reverse_kl",
+        "total_variation",
+        "alpha_beta",
+        "taid",
+        "todi",
+        "akl",
+    ),
+)
+
+# By suffix; `data/sources.py` registers the built-in ones on import.
+READERS: Registry[Any] = Registry("stillroom.readers", "reader of files", accepts=callable, prefix=".")
+
+
+# -- objectives ------------------------------------------------------------------------------------
+# The `objectives` section of the configuration.
+
+
+def _known_divergence(name: str) -> str:
+    if name not in DIVERGENCES:
+        near = difflib.get_close_matches(name, DIVERGENCES.names(), n=1)
+        meant = f"did you mean {near[0]}? " if near else ""
+        raise ValueError(f"no divergence has this name: {meant}one of {', '.join(DIVERGENCES.names())}")
+    return name
+
+
+Divergence = Annotated[str, AfterValidator(_known_divergence)]
+
+
+class KdConfig(ObjectiveSection):
+    looks_inside = False
+
+    weight: Weight = Field(1.0, description="weight of the distillation term")
+    divergence: Divergence = Field("forward_kl", description="forward_kl for base models; reverse_kl seeks modes")
+    temperature: Temperature = Field(1.0, description="softens both sides; the term is multiplied by its square")
+    beta: Share = Field(0.5, description="place of the mixture in jsd: 0 is forward, 1 is reverse KL; of alpha_beta")
+    alpha: Share = Field(0.1, description="share of its own side in a skewed KL; power of the teacher in alpha_beta")
+    interpolation: Share = Field(
+        Ramp(start=0.4, end=1.0), description="taid: how far the target is on its way from student (0) to teacher (1)"
+    )
+    top_k: Annotated[int | Ramp, between(0, MOST)] = Field(
+        0, description="use the teacher's k likeliest tokens and the exact mass of the rest; 0: all tokens"
+    )
+    token_weight: Literal["uniform", "entropy"] = Field(
+        "uniform", description="entropy: positions weigh by the student's entropy over its mean in the sequence"
+    )
+    token_fraction: Annotated[Scalar, between(1e-4, 1.0)] = Field(
+        1.0, description="share of each sequence's positions that is distilled: those where token_criterion is largest"
+    )
+    token_criterion: Literal["hellinger", "entropy"] = Field(
+        "hellinger", description="hellinger: distance of teacher and student; entropy: the student's"
+    )
+    token_temperature: Annotated[Scalar, between(0.0, 10.0)] = Field(
+        0.0, description="strength of the temperature by difficulty (AdaKD uses 0.5); 0: one temperature for all"
+    )
+    on_wrong_teacher: Literal["keep", "label_residual", "mft"] = Field(
+        "keep",
+        description="label_residual: the mass a top-k teacher leaves over goes to the label; mft: where the teacher's "
+        "likeliest token is not the label, the label is mixed in until it leads",
+    )
+    label_margin: Annotated[float, Field(gt=0, lt=1)] = Field(0.2, description="by how much it then leads")
+
+    @model_validator(mode="after")
+    def _possible(self) -> KdConfig:
+        if self.on_wrong_teacher == "mft" and self.top_k != 0:
+            raise ValueError("on_wrong_teacher = 'mft' needs the teacher's whole row: set top_k = 0")
+        return self
+
+    @property
+    def needs_both_logits(self) -> bool:
+        """Whether token weights or temperatures depend on both models' logits, which are then computed twice."""
+        return self.token_weight != "uniform" or self.token_fraction != 1.0 or self.token_temperature != 0.0
+
+
+class CeConfig(ObjectiveSection):
+    needs_teacher = False
+    looks_inside = False
+
+    weight: Weight = Field(0.0, description="weight of cross-entropy on the data's own tokens")
+
+
+LayerMap = Literal["last", "proportional"] | tuple[tuple[int, int], ...]
+_PAIRS = "last, proportional, or pairs [[student, teacher], ...] counted from 0, or from the end with -1"
+
+
+class FeatureConfig(ObjectiveSection):
+    weight: Weight = Field(0.0, description="weight of matching hidden states; 0: not computed at all")
+    kind: Literal["mse", "cosine"] = Field(
+        "mse", description="mse: squared error over the teacher's own square; cosine: direction alone"
+    )
+    layers: LayerMap = Field("last", description=f"which layers are matched: {_PAIRS}")
+    projector: Literal["auto", "always"] = Field(
+        "auto", description="a trained matrix from the student's width to the teacher's; auto: where they differ"
+    )
+
+
+class LayerwiseConfig(FeatureConfig):
+    weight: Weight = Field(0.0, description="weight of matching layer by layer; 0: not computed at all")
+    layers: LayerMap = Field("proportional", description=f"which layers are matched: {_PAIRS}")
+
+
+class AttentionConfig(ObjectiveSection):
+    weight: Weight = Field(0.0, description="weight of matching attention maps; 0: not computed at all")
+    layers: LayerMap = Field("proportional", description=f"which layers are matched: {_PAIRS}")
+    attention_layers: Count = Field(
+        2, description="at most so many pairs, the last ones; each keeps [rows, heads, length, length]; 0: none"
+    )
+
+    @property
+    def used_weight(self) -> Scalar:
+        return self.weight if self.attention_layers else 0.0
+
+
+class ContrastiveConfig(ObjectiveSection):
+    weight: Weight = Field(0.0, description="weight of telling the batch's rows apart; 0: not computed at all")
+    layers: LayerMap = Field("last", description=f"which layers are pooled: {_PAIRS}")
+    projector: Literal["auto", "always"] = Field("auto", description="as in objectives.feature")
+    temperature: Positive = Field(0.1, description="sharpness of the comparison between rows")
+
+
+class AlmConfig(ObjectiveSection):
+    looks_inside = False
+    compares_spans = True
+
+    weight: Weight = Field(0.0, description="weight of matching the likelihoods of spans, for two tokenizers")
+    temperature: Annotated[Scalar, between(1.0, MOST_FLOAT)] = Field(
+        100.0, description="both likelihoods are raised to 1 / temperature, and the term is multiplied by it"
+    )
+    divergence: Literal["kl", "total_variation"] = Field(
+        "kl", description="between the teacher's and the student's probability that this span comes, or another"
+    )
+
+
+class ExactMatchConfig(ObjectiveSection):
+    looks_inside = False
+    compares_spans = True
+
+    weight: Weight = Field(
+        0.0, description="weight of forward KL over tokens of the same bytes, all others being one, for two tokenizers"
+    )
+
+
+class PrefixMatchConfig(ObjectiveSection):
+    looks_inside = False
+    compares_spans = True
+
+    weight: Weight = Field(
+        0.0,
+        description="weight of forward KL over groups of tokens that begin a text alike, wherever a span begins, for "
+        "two tokenizers",
+    )
+
+
+class UldConfig(ObjectiveSection):
+    looks_inside = False
+    compares_spans = True
+
+    weight: Weight = Field(0.0, description="weight of the distance of sorted probabilities, for two tokenizers")
+
+
+class SpanHiddenConfig(ObjectiveSection):
+    compares_spans = True
+
+    weight: Weight = Field(0.0, description="weight of matching mean hidden states of spans, for two tokenizers")
+    kind: Literal["mse", "cosine"] = Field("cosine", description="as in objectives.feature")
+    layers: LayerMap = Field("last", description=f"which layers are matched: {_PAIRS}")
+    projector: Literal["auto", "always"] = Field("auto", description="as in objectives.feature")
+
+
+class ObjectivesConfig(Section):
+    """Built-in objectives, and those of other packages under their names (`config/schema.py`)."""
+
+    model_config = ConfigDict(extra="allow")
+
+    kd: KdConfig = Field(default_factory=KdConfig)
+    ce: CeConfig = Field(default_factory=CeConfig)
+    feature: FeatureConfig = Field(default_factory=FeatureConfig)
+    attention: AttentionConfig = Field(default_factory=AttentionConfig)
+    layerwise: LayerwiseConfig = Field(default_factory=LayerwiseConfig)
+    contrastive: ContrastiveConfig = Field(default_factory=ContrastiveConfig)
+    alm: AlmConfig = Field(default_factory=AlmConfig)
+    exact_match: ExactMatchConfig = Field(default_factory=ExactMatchConfig)
+    prefix_match: PrefixMatchConfig = Field(default_factory=PrefixMatchConfig)
+    uld: UldConfig = Field(default_factory=UldConfig)
+    span_hidden: SpanHiddenConfig = Field(default_factory=SpanHiddenConfig)
+    chunk_tokens: Count = Field(
+        0,
+        description="positions the head handles at once; 0: chosen from the vocabulary, on a card from its free memory",
+    )
+    kernel: Literal["auto", "plain", "compiled"] = Field(
+        "auto",
+        description="rows of the head: compiled (C++ on a CPU, torch.compile on a card) where that is possible and "
+        "agrees, else plain PyTorch",
+    )
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _read_registered(cls, table: Any, read_own: ModelWrapValidatorHandler[ObjectivesConfig]) -> ObjectivesConfig:
+        """Validate the section of each registered objective by its own class; refuse an unknown name."""
+        if not isinstance(table, Mapping):
+            return read_own(table)
+        read = {name: value for name, value in table.items() if name in cls.model_fields}
+        problems: list[InitErrorDetails] = []
+        for name in (name for name in table if name not in read):
+            if name not in OBJECTIVES:
+                problems.append({"type": "extra_forbidden", "loc": (name,), "input": table[name]})
+                continue
+            try:
+                read[name] = OBJECTIVES.find(name).section.model_validate(table[name])
+            except ValidationError as error:
+                problems += [_placed(problem, name) for problem in error.errors()]
+        if not problems:
+            return read_own(read)
+        try:
+            read_own(read)  # to report the errors of built-in sections too
+        except ValidationError as error:
+            problems += [_placed(problem) for problem in error.errors()]
+        raise ValidationError.from_exception_data(cls.__name__, problems)
+
+    @property
+    def sections(self) -> dict[str, ObjectiveSection]:
+        """Every objective's section, built-in ones first."""
+        own = {name: getattr(self, name) for name in type(self).model_fields}
+        fields = {**own, **(self.model_extra or {})}
+        return {name: section for name, section in fields.items() if isinstance(section, ObjectiveSection)}
+
+    @property
+    def weights(self) -> dict[str, Scalar]:
+        """Weights of `kd` and `ce`, and of other objectives whose weight is not constantly 0."""
+        weights = {name: section.used_weight for name, section in self.sections.items()}
+        return {name: weight for name, weight in weights.items() if name in ("kd", "ce") or weight != 0.0}
+
+    @property
+    def asks_teacher(self) -> bool:
+        """Whether an objective needs the teacher's answers at any time of the run."""
+        return any(weight != 0.0 and self.sections[name].needs_teacher for name, weight in self.weights.items())
+
+    @property
+    def inner_weights(self) -> dict[str, Scalar]:
+        """The weights of objectives that use hidden states or attention maps."""
+        return {name: weight for name, weight in self.weights.items() if self.sections[name].looks_inside}
+
+    @property
+    def span_weights(self) -> dict[str, Scalar]:
+        """The weights of objectives that compare spans of two tokenizers."""
+        return {name: weight for name, weight in self.weights.items() if self.sections[name].compares_spans}
+
+
+def _placed(problem: Any, *name: str) -> InitErrorDetails:
+    """An error of a section, with the objective's name before its location."""
+    placed: InitErrorDetails = {"type": problem["type"], "loc": (*name, *problem["loc"]), "input": problem["input"]}
+    if "ctx" in problem:
+        placed["ctx"] = problem["ctx"]
+    return placed
+
 
 PrecisionMode = Literal["auto", "fp32", "bf16-mixed", "fp16-mixed", "fp16-master", "fp16-split", "fp16-sr"]
 

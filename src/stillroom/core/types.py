@@ -116,7 +116,7 @@ def _content_keys(batch: Batch) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Needs:
-    """What the objectives of a lesson need from a model besides its last hidden states."""
+    """What the objectives of loss weights need from a model besides its last hidden states."""
 
     hidden_layers: frozenset[int] = frozenset()
     attention_layers: frozenset[int] = frozenset()
@@ -124,7 +124,7 @@ class Needs:
 
 @dataclass(frozen=True)
 class BothNeeds:
-    """What a lesson needs from each model. Layers are numbered separately."""
+    """What loss weights needs from each model. Layers are numbered separately."""
 
     student: Needs = Needs()
     teacher: Needs = Needs()
@@ -220,7 +220,7 @@ Signal = DenseSignal | TopKSignal | SampledSignal | PairedSignal | PairedTokens
 
 
 @dataclass(frozen=True)
-class Lesson:
+class LossWeights:
     """The curriculum at one moment: a weight for each term, and the settings of the objectives."""
 
     phase: str

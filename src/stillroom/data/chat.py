@@ -31,7 +31,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 from transformers.utils import chat_template_utils
 
-from stillroom.config.data import DataConfig
+from stillroom.config.schema import DataConfig
 from stillroom.core.errors import ConfigError, DataError
 from stillroom.data.records import ChatWriter, Segments, Shaper, Tally, Turn, Unusable, is_blank
 from stillroom.data.tokenize import Bos, Tokenizer, opened, opening_ids

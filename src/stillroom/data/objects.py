@@ -16,7 +16,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from stillroom.config.registry import READERS
+from stillroom.config.schema import READERS
 from stillroom.core.errors import ConfigError, DataError
 from stillroom.core.files import reason_of
 from stillroom.data.records import FIELDS, SHAPES

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from stillroom.config.data import DataConfig, SourceConfig
+from stillroom.config.schema import DataConfig, SourceConfig
 from stillroom.data.chat import PlainChat
 from stillroom.data.corpus import Corpus, encode_training, read_records
 from stillroom.data.records import Tally

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from stillroom.config.data import Layout
+from stillroom.config.schema import Layout
 from stillroom.core.errors import DataError
 
 Segments = tuple[tuple[str, bool], ...]  # (text, is scored), in reading order

@@ -25,9 +25,8 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import IO, Any
 
-from stillroom.builtin import corpus as stdlib
-from stillroom.config.data import Layout
-from stillroom.config.registry import READERS
+from stillroom import builtin as stdlib
+from stillroom.config.schema import READERS, Layout
 from stillroom.core.errors import DataError
 from stillroom.core.remote import is_url, local_copy
 from stillroom.data.records import FIELDS, OPTIONAL, Record, Segments, Tally, content_key, is_blank

@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 from filelock import FileLock
 
-from stillroom.config.data import DataConfig, Layout, SourceConfig
+from stillroom.config.schema import DataConfig, Layout, SourceConfig
 from stillroom.core.errors import DataError
 from stillroom.core.files import is_disk_full, reason_of, replaced_folder, write_durably
 from stillroom.data.chat import day_or_today, make_shaper, prints_day

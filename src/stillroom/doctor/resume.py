@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from stillroom.config import Config
-from stillroom.config.schema import StudentConfig
-from stillroom.config.teacher import TeacherConfig
+from stillroom.config.schema import StudentConfig, TeacherConfig
 from stillroom.core.errors import (
     BrokenAtStart,
     CheckpointUnusable,
@@ -38,9 +37,9 @@ from stillroom.teachers.cache.manifest import NAME as CACHE
 from stillroom.teachers.signals import AUTO, uses_cache
 from stillroom.telemetry import read_events
 from stillroom.training.checkpoint import CheckpointStore, Saved
-from stillroom.training.curriculum import Curriculum
 from stillroom.training.distill import resume
 from stillroom.training.finish import FINISHED
+from stillroom.training.schedule import Curriculum
 
 STEPS = 8
 SIGKILL = -9

@@ -27,8 +27,7 @@ from torch import Tensor, nn
 
 from stillroom import builtin
 from stillroom.config import Config, load_config
-from stillroom.config.schema import PrecisionConfig
-from stillroom.config.sections import TrainConfig
+from stillroom.config.schema import PrecisionConfig, TrainConfig
 from stillroom.core.errors import ConfigError, NoBetterStudent, StillroomError
 from stillroom.core.files import reason_of
 from stillroom.core.types import DenseSignal, HeadWeights, SampledSignal, StudentView, TopKSignal
@@ -36,8 +35,7 @@ from stillroom.doctor.resume import SIGKILL, differences, last_state, run_apart
 from stillroom.losses import divergences
 from stillroom.losses import divergences as adaptive
 from stillroom.losses.divergences import Divergence, on_logits
-from stillroom.losses.head.compiled import CompiledKernel, build, knows
-from stillroom.losses.head.kernel import choose_kernel
+from stillroom.losses.head.kernel import CompiledKernel, build, choose_kernel, knows
 from stillroom.losses.head.loss import score_head
 from stillroom.losses.head.rows import Logits, PlainKernel, RowKernel, RowPlan, RowRecord, TeacherRows
 from stillroom.precision import AdamW, ParameterGroup, Precision, resolve

@@ -23,7 +23,7 @@ from stillroom.precision.device import DeviceFacts, facts_of
 from stillroom.precision.policy import choose
 from stillroom.teachers.signals import AUTO
 from stillroom.training.build import Models, load_models
-from stillroom.training.curriculum import Curriculum
+from stillroom.training.schedule import Curriculum
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 _MOST_RECORDS = 5_000  # of each source that are looked at

@@ -30,9 +30,9 @@ from stillroom.doctor.setup import Setup
 from stillroom.losses.head.kernel import choose_kernel
 from stillroom.losses.mix import Clamps
 from stillroom.models import agree_on_vocabulary, find, vocabulary_hash
-from stillroom.models.attention import num_positions
 from stillroom.models.files import Source, check_adapter_files, check_weight_files
 from stillroom.models.routers import describe, find_gates
+from stillroom.models.student import num_positions
 from stillroom.precision.device import check_device
 from stillroom.teachers.signals import teacher_dtype
 from stillroom.telemetry import EventLog

@@ -13,9 +13,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from stillroom.builtin.corpus import own_text, topics
-from stillroom.config.data import DataConfig
-from stillroom.config.teacher import TeacherConfig
+from stillroom.builtin import own_text, topics
+from stillroom.config.schema import DataConfig, TeacherConfig
 from stillroom.core.errors import CannotSave, ConfigError, DataError, StillroomError
 from stillroom.core.files import is_disk_full, reason_of, replaced_folder
 from stillroom.core.remote import is_url
@@ -23,10 +22,10 @@ from stillroom.data import fixed_rows, open_eval, opening_ids
 from stillroom.data.chat import turn_end_ids
 from stillroom.export.card import Origin, model_card
 from stillroom.models import LoadedModel, open_teacher
-from stillroom.models.attention import num_positions
 from stillroom.models.generate import end_ids
 from stillroom.models.load import STUDENT, model_name, quiet_transformers, run_of
 from stillroom.models.objects import reload
+from stillroom.models.student import num_positions
 from stillroom.telemetry.record import Evaluated, LoggedRun, read_evaluation, section
 from stillroom.telemetry.wording import as_number
 

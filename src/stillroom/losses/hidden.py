@@ -17,13 +17,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from stillroom.config.objectives import AttentionConfig, ContrastiveConfig, FeatureConfig, LayerMap, LayerwiseConfig
-from stillroom.config.registry import Recipe
+from stillroom.config.schema import AttentionConfig, ContrastiveConfig, FeatureConfig, LayerMap, LayerwiseConfig, Recipe
 from stillroom.core.errors import ConfigError
 from stillroom.core.numerics import LOG_ZERO, work_dtype
-from stillroom.core.types import IGNORED, Batch, BothNeeds, Lesson, Needs, Score, Signal, StudentView
-from stillroom.losses.arguments import check_number, check_tensor
-from stillroom.losses.objective import Objective, Plan, register
+from stillroom.core.types import IGNORED, Batch, BothNeeds, LossWeights, Needs, Score, Signal, StudentView
+from stillroom.losses.divergences import check_number, check_tensor
+from stillroom.losses.mix import Objective, Plan, register
 
 # -- distances -------------------------------------------------------------------------------------
 # Distances between hidden states, attention maps and pooled rows of two models.
@@ -271,7 +270,12 @@ class InnerObjective(Objective):
         raise NotImplementedError
 
     def score(
-        self, view: StudentView, signal: Signal | None, batch: Batch, lesson: Lesson, shares: Mapping[str, float]
+        self,
+        view: StudentView,
+        signal: Signal | None,
+        batch: Batch,
+        loss_weights: LossWeights,
+        shares: Mapping[str, float],
     ) -> Score:
         assert signal is not None
         mean, counters = self.compare(view, signal)

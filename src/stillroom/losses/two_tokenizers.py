@@ -17,14 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stillroom.config.objectives import AlmConfig, ExactMatchConfig, PrefixMatchConfig, SpanHiddenConfig, UldConfig
-from stillroom.config.registry import Recipe
+from stillroom.config.schema import AlmConfig, ExactMatchConfig, PrefixMatchConfig, Recipe, SpanHiddenConfig, UldConfig
 from stillroom.core.errors import ConfigError
 from stillroom.core.numerics import LOG_ZERO, work_dtype
 from stillroom.core.types import (
     Batch,
     HeadWeights,
-    Lesson,
+    LossWeights,
     PairedSignal,
     PairedTokens,
     SampledSignal,
@@ -38,7 +37,7 @@ from stillroom.losses.divergences import only_once
 from stillroom.losses.head.products import Wanted, products_of
 from stillroom.losses.head.rows import SignalKind, choose_chunk, finish, select_rows
 from stillroom.losses.hidden import InnerObjective
-from stillroom.losses.objective import Objective, Plan, register
+from stillroom.losses.mix import Objective, Plan, register
 
 # -- head values -----------------------------------------------------------------------------------
 # A number for each position from its logits, a chunk of positions at a time.
@@ -410,7 +409,12 @@ class SpanLikelihoods(SpanObjective):
     """Approximate likelihood matching (Minixhofer et al. 2025)."""
 
     def score(
-        self, view: StudentView, signal: Signal | None, batch: Batch, lesson: Lesson, shares: Mapping[str, float]
+        self,
+        view: StudentView,
+        signal: Signal | None,
+        batch: Batch,
+        loss_weights: LossWeights,
+        shares: Mapping[str, float],
     ) -> Score:
         assert isinstance(self.section, AlmConfig) and batch.other is not None
         slots = SpanSlots.of(batch)
@@ -422,7 +426,7 @@ class SpanLikelihoods(SpanObjective):
         divergence = binarised_kl if kl else binarised_total_variation
         # Slots without a span get equal surprisals before the division, so that their gradient is 0 and not NaN.
         ours, theirs = torch.where(is_used, ours, 1.0), torch.where(is_used, theirs, 1.0).to(ours.dtype)
-        values = divergence(theirs, ours, self.setting(lesson, "temperature"))
+        values = divergence(theirs, ours, self.setting(loss_weights, "temperature"))
         values = torch.where(is_used, values, torch.zeros_like(values))
         count = is_used.sum().to(values.dtype)
         return self.scored(values.sum(), count, shares[self.name], {"bad_teacher_rows": is_bad.sum()})
@@ -457,7 +461,12 @@ class BothLogits(SpanObjective):
         return None
 
     def score(
-        self, view: StudentView, signal: Signal | None, batch: Batch, lesson: Lesson, shares: Mapping[str, float]
+        self,
+        view: StudentView,
+        signal: Signal | None,
+        batch: Batch,
+        loss_weights: LossWeights,
+        shares: Mapping[str, float],
     ) -> Score:
         answer = paired(signal)
         if isinstance(answer, PairedTokens):
@@ -573,7 +582,12 @@ class SpanStates(InnerObjective):
         return {self.name: num_spans(batches)}
 
     def score(
-        self, view: StudentView, signal: Signal | None, batch: Batch, lesson: Lesson, shares: Mapping[str, float]
+        self,
+        view: StudentView,
+        signal: Signal | None,
+        batch: Batch,
+        loss_weights: LossWeights,
+        shares: Mapping[str, float],
     ) -> Score:
         answer, slots = whole(signal, self.name), SpanSlots.of(batch)
         assert batch.other is not None

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from stillroom.models.attention import num_positions
 from stillroom.models.generate import ability_of, time_tokens
+from stillroom.models.student import num_positions
 
 _PROMPT, _WRITTEN = 128, 32
 _MOST_SECONDS, _LEAST_STEPS = 5.0, 4  # of writing, for models that take seconds a token

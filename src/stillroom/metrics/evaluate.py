@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from stillroom.config.data import DataConfig
-from stillroom.config.teacher import TeacherConfig
+from stillroom.config.schema import DataConfig, TeacherConfig
 from stillroom.core.errors import ConfigError, DataError
 from stillroom.data import Bos, Corpus, fixed_batches, open_eval, open_held_out
 from stillroom.data.two_tokenizers.align import Coverage

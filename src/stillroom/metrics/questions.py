@@ -24,8 +24,8 @@ from stillroom.data.chat import turn_end_ids
 from stillroom.data.two_tokenizers.align import common_prompt
 from stillroom.metrics.metrics import ratio_interval
 from stillroom.models import LoadedModel
-from stillroom.models.attention import num_positions
 from stillroom.models.generate import END, LENGTH, Piece, write
+from stillroom.models.student import num_positions
 
 # -- question file ---------------------------------------------------------------------------------
 # Questions with known answers, one JSON object a line, in the layouts that question sets are published in.

@@ -18,7 +18,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from stillroom.config.teacher import ModelSection, TeacherConfig
+from stillroom.config.schema import ModelSection, TeacherConfig
 from stillroom.core.errors import StillroomError
 from stillroom.models.load import explained, load_teacher
 

@@ -21,7 +21,7 @@ from huggingface_hub import HfApi, snapshot_download
 from safetensors import safe_open
 
 from stillroom import builtin
-from stillroom.config.teacher import ModelSection, TeacherConfig
+from stillroom.config.schema import ModelSection, TeacherConfig
 from stillroom.core.errors import AddressUnusable, BrokenAtStart, ConfigError, DataError, OutsideName
 from stillroom.core.files import inside
 from stillroom.core.remote import here, is_below, is_url

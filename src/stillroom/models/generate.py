@@ -26,14 +26,14 @@ from torch import Tensor
 from transformers import GenerationConfig, TopPLogitsWarper
 from transformers.generation.streamers import BaseStreamer
 
-from stillroom.config.teacher import TeacherConfig
+from stillroom.config.schema import TeacherConfig
 from stillroom.core.errors import ConfigError
 from stillroom.data import Bos, prompt_ids
 from stillroom.data.chat import chat_ids, turn_end_ids
 from stillroom.data.records import Turn
-from stillroom.models.attention import NAME as MASKLESS
-from stillroom.models.attention import num_positions
 from stillroom.models.load import model_name, open_teacher
+from stillroom.models.student import NAME as MASKLESS
+from stillroom.models.student import num_positions
 
 Prompt = Sequence[int]  # tokens, used as they are
 Give = Callable[["Piece"], bool | None]

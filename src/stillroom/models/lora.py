@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from stillroom.config.sections import AdapterConfig
+from stillroom.config.schema import AdapterConfig
 from stillroom.core.errors import BrokenAtStart, CannotSave, ConfigError
 from stillroom.models.check import BOUND, compare_logits, in_main_memory, logits_of
 from stillroom.models.files import one_line

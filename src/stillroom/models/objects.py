@@ -154,7 +154,7 @@ class GivenModel:
 
 def reload(folder: Path) -> tuple[Any, Any]:
     """(model, tokenizer) of a folder as a user would load them: FP32, evaluation mode, gradients enabled."""
-    from stillroom.config.teacher import TeacherConfig
+    from stillroom.config.schema import TeacherConfig
 
     section = TeacherConfig(model=str(folder))
     model, _notes = load_teacher(section, torch.float32)

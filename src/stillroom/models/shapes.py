@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from stillroom.config.schema import ShrinkConfig, StudentConfig
-from stillroom.config.teacher import ModelSection, TeacherConfig
+from stillroom.config.schema import ModelSection, ShrinkConfig, StudentConfig, TeacherConfig
 from stillroom.core.errors import BrokenAtStart
-from stillroom.models.attention import attend_causally
 from stillroom.models.files import fetch, fetch_base
 from stillroom.models.load import explained, read_config, ready_student
 from stillroom.models.shrink.width import config_of_layers
+from stillroom.models.student import attend_causally
 
 
 def described_model(section: ModelSection, name: str) -> tuple[Any, list[str]]:

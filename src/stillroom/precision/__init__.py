@@ -2,8 +2,7 @@
 
 from stillroom.precision import storage
 from stillroom.precision.adamw import AdamW, ParameterGroup
-from stillroom.precision.budget import BytesPerParameter, bytes_per_parameter
-from stillroom.precision.policy import LossScale, Precision, choose, resolve
+from stillroom.precision.policy import BytesPerParameter, LossScale, Precision, bytes_per_parameter, choose, resolve
 
 __all__ = [
     "AdamW",

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from stillroom.config import Config
-from stillroom.config.teacher import TRAINING_MODES
+from stillroom.config.schema import TRAINING_MODES
 from stillroom.core.errors import ConfigError
 from stillroom.data import Corpus
 from stillroom.data.corpus import other_of
@@ -35,7 +35,7 @@ from stillroom.teachers.router.teacher import PairedRouterTraining, RouterTeache
 from stillroom.teachers.served.teacher import served_rows, served_teacher
 from stillroom.teachers.signals import AUTO, asks_server, check_use, live_spec, served_spec, teacher_dtype, uses_cache
 from stillroom.teachers.sparse import SparseTeacher
-from stillroom.training.curriculum import Curriculum
+from stillroom.training.schedule import Curriculum
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 
 from stillroom.config import Config
-from stillroom.config.teacher import TeacherConfig
+from stillroom.config.schema import TeacherConfig
 from stillroom.core.types import Batch, DenseSignal, Needs
 from stillroom.models import LoadedModel, Student, open_teacher
 from stillroom.models.anatomy import layers_if_any
-from stillroom.models.attention import tapped
 from stillroom.models.compile import CompiledBody
-from stillroom.models.student import last_hidden
+from stillroom.models.student import last_hidden, tapped
 from stillroom.teachers.base import SignalKind, Teacher
 from stillroom.teachers.placement import Offloaded, Placement, StreamedModel, open_streamed
 

@@ -13,7 +13,7 @@ from stillroom.core.types import Batch, DenseSignal, Needs, PairedSignal, Paired
 from stillroom.data.corpus import other_of
 from stillroom.data.two_tokenizers.align import Coverage, by_bytes, token_groups
 from stillroom.data.two_tokenizers.token_bytes import TokenBytes
-from stillroom.losses.objective import Matched
+from stillroom.losses.mix import TokenMatch
 from stillroom.losses.two_tokenizers import needs_live_teacher
 from stillroom.models import Student
 from stillroom.teachers.base import SignalKind, Teacher, TeacherTraining
@@ -157,17 +157,17 @@ def reads_its_own_tokens(config: Config) -> bool:
     return True
 
 
-def matched_tokens(student: Any, teacher: Any) -> Matched:
+def matched_tokens(student: Any, teacher: Any) -> TokenMatch:
     """The tokens of two vocabularies that stand for the same bytes, and the marks for the end of a text.
 
     Of several tokens with the same bytes on one side (a character and <0xNN>) the one that is no single byte counts.
     """
     if student.get_vocab() == teacher.get_vocab():
         everyone, alone = sorted(student.get_vocab().values()), token_groups(student, teacher)
-        return Matched(everyone, everyone, 0, 0, "", alone.student, alone.teacher, alone.num_groups)
+        return TokenMatch(everyone, everyone, 0, 0, "", alone.student, alone.teacher, alone.num_groups)
     tables = TokenBytes.of(student, "student"), TokenBytes.of(teacher, "teacher")
     if any(table.implies_spaces for table in tables):
-        return Matched((), (), 0, 0, "tokens of one stand for a word with or without the space before it")
+        return TokenMatch((), (), 0, 0, "tokens of one stand for a word with or without the space before it")
     ours, theirs = (by_bytes(table) for table in tables)
     shared = [spelled for spelled in ours if spelled in theirs]
     pairs = [(ours[spelled], theirs[spelled]) for spelled in shared]
@@ -178,7 +178,7 @@ def matched_tokens(student: Any, teacher: Any) -> Matched:
             pairs.append((int(student.eos_token_id), int(teacher.eos_token_id)))
     pairs.sort()
     groups = token_groups(student, teacher)
-    return Matched(
+    return TokenMatch(
         [own for own, _ in pairs],
         [their for _, their in pairs],
         rests[0],
@@ -195,11 +195,11 @@ class TokenSpace:
     """The tokens that a teacher answers about, and what they mean to a student of another tokenizer."""
 
     tokenizer: Any
-    matched: Matched | None = None  # None: both models have one tokenizer
+    matched: TokenMatch | None = None  # None: both models have one tokenizer
     by_groups: bool = False  # few tokens are groups that begin a text alike, else tokens that both have
 
     @staticmethod
-    def of(config: Config, tokenizer: Any, matched: Matched | None) -> TokenSpace:
+    def of(config: Config, tokenizer: Any, matched: TokenMatch | None) -> TokenSpace:
         return TokenSpace(tokenizer, matched, "prefix_match" in config.objectives.span_weights)
 
     @property

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from stillroom.config import Config
-from stillroom.config.teacher import TeacherConfig
+from stillroom.config.schema import TeacherConfig
 from stillroom.core.errors import BrokenAtStart, ConfigError, StillroomError
 from stillroom.core.files import reason_of
 from stillroom.core.types import HeadWeights

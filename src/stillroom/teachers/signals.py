@@ -39,8 +39,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from stillroom.config import Config
-from stillroom.config.sections import Ramp
-from stillroom.config.teacher import DEFAULT_DRAWS, DEFAULT_HYBRID_DRAWS, DEFAULT_K, DEFAULT_M
+from stillroom.config.schema import DEFAULT_DRAWS, DEFAULT_HYBRID_DRAWS, DEFAULT_K, DEFAULT_M, Ramp
 from stillroom.core.errors import ConfigError, DataError
 from stillroom.core.numerics import LOG_ZERO, Softmax
 from stillroom.core.types import Batch, HeadWeights, PairedTokens, SampledSignal, TopKSignal
@@ -48,7 +47,7 @@ from stillroom.losses.two_tokenizers import GroupSums
 from stillroom.models.anatomy import head_logits
 from stillroom.precision.device import facts_of
 from stillroom.precision.device import teacher_dtype as dtype_on
-from stillroom.training.curriculum import Curriculum
+from stillroom.training.schedule import Curriculum
 
 
 class Coarse(Protocol):

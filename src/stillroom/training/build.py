@@ -18,8 +18,7 @@ from stillroom.core.types import BothNeeds
 from stillroom.data import Corpus, Loader, open_data, opening_difference
 from stillroom.data.chat import prints_day
 from stillroom.losses.hidden import InnerObjective
-from stillroom.losses.mix import Clamps, Mix
-from stillroom.losses.objective import Inside, Matched, Planned, plan_objectives, union
+from stillroom.losses.mix import Clamps, Mix, ModelDims, Planned, TokenMatch, plan_objectives, union
 from stillroom.models import (
     LoadedModel,
     Student,
@@ -32,12 +31,12 @@ from stillroom.models import (
     vocabulary_hash,
 )
 from stillroom.models.anatomy import layers_if_any
-from stillroom.models.attention import num_positions, packing_error, show_attention
 from stillroom.models.compile import CompiledBody, CompiledLayers, what_to_compile
 from stillroom.models.lora import Adapter
 from stillroom.models.lora_targets import outline_of
 from stillroom.models.routers import has_gates
 from stillroom.models.shrink.cut import Cut
+from stillroom.models.student import num_positions, packing_error, show_attention
 from stillroom.parallel import Parallel
 from stillroom.precision import AdamW, ParameterGroup, Precision, bytes_per_parameter, resolve
 from stillroom.teachers.base import RunContext, Teacher
@@ -53,13 +52,12 @@ from stillroom.teachers.build import (
 )
 from stillroom.telemetry import EventLog
 from stillroom.training.checkpoint import CheckpointSnapshots, CheckpointStore, Saves, SnapshotRing, Snapshots
-from stillroom.training.curriculum import Curriculum
 from stillroom.training.faults import make_hooks
 from stillroom.training.guard import Guard
-from stillroom.training.inputs import InputCheck
 from stillroom.training.memory import Copies, copies_of
+from stillroom.training.preflight import InputCheck
 from stillroom.training.run import Run, held_out_batches
-from stillroom.training.schedule import Schedule, steps_of_run, warmup_of_run
+from stillroom.training.schedule import Curriculum, Schedule, steps_of_run, warmup_of_run
 from stillroom.training.student import (
     adapted,
     check_base,
@@ -210,7 +208,7 @@ def make_objectives(
     device: torch.device,
     *,
     kept: Sequence[int] | None = None,
-    matched: Matched | None = None,
+    matched: TokenMatch | None = None,
 ) -> Planned:
     """Plan the objectives beside `kd` and `ce`, put their projectors on the device, and collect notes for the log."""
     objectives = config.objectives
@@ -237,9 +235,9 @@ def make_objectives(
     return Planned(planned.objectives, tuple(notes))
 
 
-def _inside(model: Any) -> Inside:
+def _inside(model: Any) -> ModelDims:
     anatomy = anatomy_of(model)
-    return Inside(anatomy.num_layers, anatomy.width)
+    return ModelDims(anatomy.num_layers, anatomy.width)
 
 
 def _open_attention(asked: BothNeeds, student: Any, teacher: Any, length: int) -> list[str]:
@@ -411,14 +409,14 @@ def make_snapshots(
 
 
 def make_saves(
-    config: Config, mode: str, optimizer: AdamW, ring: Snapshots, log: EventLog, parallel: Parallel
+    config: Config, mode: str, optimizer: AdamW, snapshots: Snapshots, log: EventLog, parallel: Parallel
 ) -> Saves:
     """Save in the background where that was asked for, or where memory is ample: not where snapshots have no room."""
     asked = config.checkpoint.background
     copies, free = state_copies(config, mode, optimizer), psutil.virtual_memory().available
     num_savers = parallel.num_copies if parallel.is_sharded else 1  # with ddp one process writes, and only it copies
     has_room = copies.with_saves_leave_room(free, num_copies=parallel.num_copies, num_savers=num_savers)
-    is_ample = isinstance(ring, SnapshotRing) and parallel.all_of(has_room)
+    is_ample = isinstance(snapshots, SnapshotRing) and parallel.all_of(has_room)
     if asked == "auto" and not is_ample:
         log.write(
             "note",
@@ -496,20 +494,22 @@ def build_run(
     `inputs` refuses other data than that of the checkpoint.
     """
     parallel = parallel or Parallel()
-    num_shares = begun_with or parallel.size
+    initial_world_size = begun_with or parallel.size
     torch.manual_seed(config.train.seed)
-    corpus = open_corpus(config, models, num_shares, log)
+    corpus = open_corpus(config, models, initial_world_size, log)
     if inputs is not None:
         inputs.data(config, corpus)
-    loader = make_loader(config, corpus, parallel, num_shares)
+    loader = make_loader(config, corpus, parallel, initial_world_size)
     precision = make_precision(config, models, device, begun_in)
     adapter = place_student(config, models, precision, parallel, log)
     planned = objectives_of(config, models, device, parallel)
     optimizer = make_optimizer(models.student, precision, config, planned)
     parallel.prepare(optimizer)
     hooks = make_hooks(inject, tell=lambda text: log.write("note", text=text))
-    schedule = make_schedule(config, loader.num_batches, num_shares)
-    student, teacher_body = compiled_student(config, models, precision, schedule.num_steps * num_shares, parallel, log)
+    schedule = make_schedule(config, loader.num_batches, initial_world_size)
+    student, teacher_body = compiled_student(
+        config, models, precision, schedule.num_steps * initial_world_size, parallel, log
+    )
     context = make_context(config, student, optimizer, precision, loader, corpus, log, parallel)
     teacher = build_teacher(
         config, models.source, models.loaded_teacher, models.vocab_size, corpus, context, teacher_body
@@ -517,7 +517,7 @@ def build_run(
     mix = make_mix(config, models.vocab_size, planned, log)
     check_sparse(config, teacher, mix)
     checkpoints = CheckpointStore(folder / "checkpoints", config.checkpoint.keep, hooks.checkpoint_point)
-    ring = make_snapshots(config, precision.mode, optimizer, checkpoints, log, parallel)
+    snapshots = make_snapshots(config, precision.mode, optimizer, checkpoints, log, parallel)
     return Run(
         config=config,
         folder=folder,
@@ -535,11 +535,11 @@ def build_run(
         guard=Guard(config.guard, vocab_size=models.vocab_size),
         log=log,
         checkpoints=checkpoints,
-        ring=ring,
-        saves=make_saves(config, precision.mode, optimizer, ring, log, parallel),
+        snapshots=snapshots,
+        saves=make_saves(config, precision.mode, optimizer, snapshots, log, parallel),
         hooks=hooks,
         parallel=parallel,
-        num_shares=num_shares,
+        initial_world_size=initial_world_size,
         lock=lock,
         vocabularies=models.vocabularies,
         adapter=adapter,
@@ -548,7 +548,7 @@ def build_run(
 
 
 def objectives_of(config: Config, models: Models, device: torch.device, parallel: Parallel) -> Planned:
-    """The objectives of the lesson. Attention maps are tried, for which a sharded student is gathered."""
+    """The objectives of the loss weights. Attention maps are tried, for which a sharded student is gathered."""
     both = models.student, models.teacher
     with parallel.gathered():
         return make_objectives(config, *both, device, kept=models.kept_layers, matched=models.source.space.matched)
@@ -565,7 +565,7 @@ def compiled_student(
     return models.loaded_student.as_student(models.vocab_size, student_body), teacher_body
 
 
-def open_corpus(config: Config, models: Models, num_shares: int, log: EventLog) -> Corpus:
+def open_corpus(config: Config, models: Models, initial_world_size: int, log: EventLog) -> Corpus:
     """The data, opened unless choosing the models opened it. Log what a user should know about its rows."""
     corpus = models.corpus or open_data(
         config.data,
@@ -574,7 +574,7 @@ def open_corpus(config: Config, models: Models, num_shares: int, log: EventLog) 
         teacher_tokenizer=models.teacher_tokenizer,
     )
     notes = check_rows(models, corpus)
-    if len(config.data.sources) > 1 and config.train.gradient_accumulation_steps * num_shares == 1:
+    if len(config.data.sources) > 1 and config.train.gradient_accumulation_steps * initial_world_size == 1:
         notes.append(
             "each step learns from one source: train.gradient_accumulation_steps above 1 mixes them within a step"
         )
@@ -612,7 +612,7 @@ def place_student(
     return adapter
 
 
-def make_loader(config: Config, corpus: Corpus, parallel: Parallel, num_shares: int = 0) -> Loader:
+def make_loader(config: Config, corpus: Corpus, parallel: Parallel, initial_world_size: int = 0) -> Loader:
     train = config.train
     shuffled = Loader(
         corpus.train,
@@ -621,12 +621,12 @@ def make_loader(config: Config, corpus: Corpus, parallel: Parallel, num_shares: 
         seed=train.seed,
         rank=parallel.rank,
         num_ranks=parallel.size,
-        num_shares=num_shares,
+        initial_world_size=initial_world_size,
         groups_lengths=config.data.group_by_length,
     )
     if config.data.order == "shuffled":
         return shuffled
-    num_steps = make_schedule(config, shuffled.num_batches, num_shares or parallel.size).num_steps
+    num_steps = make_schedule(config, shuffled.num_batches, initial_world_size or parallel.size).num_steps
     return shuffled.short_first(max(1, round(config.data.short_first_share * num_steps)))
 
 

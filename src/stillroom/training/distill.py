@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
+from stillroom.cli.exit import explained
 from stillroom.config import Config
 from stillroom.config.given import unread_notes
-from stillroom.config.sections import STRATEGIES
+from stillroom.config.schema import STRATEGIES
 from stillroom.core.errors import BrokenAtStart, CheckpointUnusable, ConfigError, Fault, StillroomError, is_panic
-from stillroom.core.exit import explained
 from stillroom.core.files import mend, reason_of
 from stillroom.data.preview import row_lengths
 from stillroom.models import Student
@@ -29,10 +29,9 @@ from stillroom.training.build import Models, build_run, load_models, unused_stra
 from stillroom.training.checkpoint import CheckpointStore, Mark, Saved
 from stillroom.training.evaluate import Evaluation
 from stillroom.training.finish import FINISHED, Result, doubts, finish, result_or_error, summary_row
-from stillroom.training.inputs import InputCheck
 from stillroom.training.loop import Adviser, Stop, judge_student, run_evaluation, training
 from stillroom.training.memory import evaluate_held_out, find_micro_batch
-from stillroom.training.preflight import find_loss_scale, first_forward
+from stillroom.training.preflight import InputCheck, find_loss_scale, first_forward
 from stillroom.training.recover import state_to_return_to
 from stillroom.training.run import Run, RunState, restore, restore_history, why_unusable, why_unusable_mark
 from stillroom.training.run_folder import NONE, Claim, Inputs, Trust, opened

@@ -1,7 +1,7 @@
 """Held-out evaluation: the training objective, and yardsticks that do not depend on it.
 
-Score the held-out batches as the window of one training step: by the same `mix.score`, with the lesson of the step
-before, and with counts taken before any forward. So a gap between training and evaluation comes from the data, not
+Score the held-out batches as the window of one training step: by the same `mix.score`, with the loss weights of the
+last step, and with counts taken before any forward. So a gap between training and evaluation comes from the data, not
 from the code. The yardsticks are measured at temperature 1 over the whole vocabulary, a chunk of positions at a time.
 """
 
@@ -20,7 +20,7 @@ from stillroom.core.types import (
     BothNeeds,
     DenseSignal,
     HeadWeights,
-    Lesson,
+    LossWeights,
     PairedSignal,
     PairedTokens,
     SampledSignal,
@@ -92,7 +92,7 @@ def evaluate(
     precision: Precision,
     teacher: Teacher | None = None,
     mix: Mix | None = None,
-    lesson: Lesson | None = None,
+    loss_weights: LossWeights | None = None,
     between: Callable[[], None] = never_stop,
 ) -> Evaluation:
     """Score held-out batches. Without a teacher there is no comparison, without a mix no objective.
@@ -103,7 +103,7 @@ def evaluate(
     held_out = list(batches)
     window = _Window(mix.counts(held_out) if mix else {})
     ledger, unmeasured = Ledger(), frozenset[str]()
-    needs = mix.needs(lesson) if mix and lesson else BothNeeds()
+    needs = mix.needs(loss_weights) if mix and loss_weights else BothNeeds()
     was_training = student.model.training
     student.eval()
     try:
@@ -117,17 +117,17 @@ def evaluate(
             table = _measure(view, compared, on_device, teacher.num_exact if teacher else 0)
             unmeasured = unmeasured_by(compared, teacher.num_exact if teacher else 0)
             ledger.add(batch.documents or batch.sample_ids, table.cpu().numpy())
-            if mix and lesson:
-                _add_terms(window, mix, view, signal, on_device, lesson)
+            if mix and loss_weights:
+                _add_terms(window, mix, view, signal, on_device, loss_weights)
     finally:
         student.model.train(was_training)
-    return _result(ledger, window, lesson if mix else None, time.monotonic() - start, unmeasured)
+    return _result(ledger, window, loss_weights if mix else None, time.monotonic() - start, unmeasured)
 
 
 def _add_terms(
-    window: _Window, mix: Mix, view: StudentView, signal: Signal | None, batch: Batch, lesson: Lesson
+    window: _Window, mix: Mix, view: StudentView, signal: Signal | None, batch: Batch, loss_weights: LossWeights
 ) -> None:
-    score = mix.score(view, signal, batch, lesson, window.counts)
+    score = mix.score(view, signal, batch, loss_weights, window.counts)
     window.loss += float(score.loss)
     for name, term in score.terms.items():
         window.totals[name] = window.totals.get(name, 0.0) + float(term.total)
@@ -288,7 +288,7 @@ def _bins(confidence: Tensor, is_hit: Tensor, is_scored: Tensor) -> Tensor:
 
 
 def _result(
-    ledger: Ledger, window: _Window, lesson: Lesson | None, seconds: float, unmeasured: frozenset[str]
+    ledger: Ledger, window: _Window, loss_weights: LossWeights | None, seconds: float, unmeasured: frozenset[str]
 ) -> Evaluation:
     values = {name: None if name in unmeasured else value for name, value in ledger.values().items()}
     perplexity, bits = values["perplexity"], values["bits_per_byte"]
@@ -302,8 +302,8 @@ def _result(
         kl=values["kl"],
         agreement=values["agreement"],
         acceptance=values["acceptance"],
-        objective=window.loss if lesson else None,
-        terms=TermRecord.table(means, lesson.weights if lesson else {}),
+        objective=window.loss if loss_weights else None,
+        terms=TermRecord.table(means, loss_weights.weights if loss_weights else {}),
         unscored_tokens=int(ledger.total("unscored")),
         tokens=int(num_targets),
         seconds=seconds,

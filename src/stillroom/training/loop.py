@@ -18,21 +18,21 @@ from typing import Any
 from torch import Tensor
 
 from stillroom.core.errors import Interrupted
-from stillroom.core.types import Lesson
+from stillroom.core.types import LossWeights
 from stillroom.doctor.diagnose import diagnose
 from stillroom.doctor.log_rules import Case
 from stillroom.doctor.rules import Finding, roots
-from stillroom.losses.kd import FALLBACK_LOSS
+from stillroom.losses.mix import FALLBACK_LOSS
 from stillroom.precision.device import memory_in_use
 from stillroom.telemetry import EventLog
 from stillroom.telemetry.record import Event, LoggedRun, scan_events, section
 from stillroom.training.checkpoint import CheckpointSnapshots, no_save_left, tell_finished
-from stillroom.training.curriculum import NO_PHASE
 from stillroom.training.evaluate import Evaluation, never_stop
 from stillroom.training.memory import evaluate_held_out, micro_batch_rows, parts_of, within_memory
 from stillroom.training.recover import check_state, is_sound, keep_snapshot, take_snapshot
 from stillroom.training.run import Run, RunState, plan_evaluations, weights_of
 from stillroom.training.save import last_step_saved, record_rollback, save_checkpoint, save_stopped_student
+from stillroom.training.schedule import NO_PHASE
 from stillroom.training.step import StepOutcome, is_due, term_gradients, train_step
 
 # -- stop ------------------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ def _steps(run: Run, state: RunState, stop: Stop) -> Iterator[StepOutcome]:
         save_checkpoint(run, state)
     if state.owes_evaluation:
         with _stoppable(run, state, stop):
-            evaluate_and_save(run, state, run.last_lesson(state), is_eval=True, is_save=True)
+            evaluate_and_save(run, state, run.last_loss_weights(state), is_eval=True, is_save=True)
     while state.applied < run.schedule.num_steps and not state.is_finished:
         if state.cursor in state.quarantined:
             state.cursor += 1
@@ -208,21 +208,23 @@ def plan(run: Run, state: RunState) -> None:
         size = run.config.eval.batch_size or train.rows_per_batch
         rows = len(run.corpus.evaluation)
         rows = min(rows, run.config.eval.max_batches * size) if run.config.eval.max_batches else rows
-        window_rows = train.rows_per_batch * train.gradient_accumulation_steps * run.num_shares
+        window_rows = train.rows_per_batch * train.gradient_accumulation_steps * run.initial_world_size
         state.pace.eval_steps, reason = plan_evaluations(steps, rows, window_rows)
         if reason:
             run.log.write("note", text=reason)
     state.pace.save_steps = train.save_steps or train.eval_steps or math.ceil(steps / 10)
     # A rollback to the newest checkpoint must not depend on the clock.
-    state.pace.is_save_fixed = bool(train.save_steps or train.eval_steps) or isinstance(run.ring, CheckpointSnapshots)
+    state.pace.is_save_fixed = bool(train.save_steps or train.eval_steps) or isinstance(
+        run.snapshots, CheckpointSnapshots
+    )
 
 
 def after_applied_step(run: Run, state: RunState, outcome: StepOutcome) -> None:
     """Do what is due after this step: phase event, snapshot, evaluation, checkpoint."""
-    if outcome.lesson.phase != state.phase:
+    if outcome.loss_weights.phase != state.phase:
         if state.phase:
-            run.log.write("phase", step=state.applied, **{"from": state.phase, "to": outcome.lesson.phase})
-        state.phase = outcome.lesson.phase
+            run.log.write("phase", step=state.applied, **{"from": state.phase, "to": outcome.loss_weights.phase})
+        state.phase = outcome.loss_weights.phase
     is_last = state.applied >= run.schedule.num_steps
     is_eval = is_last or state.applied % state.pace.eval_steps == 0
     is_save = is_last or state.applied % state.pace.save_steps == 0
@@ -242,14 +244,14 @@ def after_applied_step(run: Run, state: RunState, outcome: StepOutcome) -> None:
         state.is_changing = False
     if is_snapshot:
         take_snapshot(run, state, exam)
-    evaluate_and_save(run, state, outcome.lesson, is_eval=is_eval, is_save=is_save)
+    evaluate_and_save(run, state, outcome.loss_weights, is_eval=is_eval, is_save=is_save)
 
 
-def evaluate_and_save(run: Run, state: RunState, lesson: Lesson, *, is_eval: bool, is_save: bool) -> None:
+def evaluate_and_save(run: Run, state: RunState, loss_weights: LossWeights, *, is_eval: bool, is_save: bool) -> None:
     """Evaluate and save if due. A checkpoint records an interrupted evaluation, and a resumed run begins with it."""
     if is_eval:
         state.owes_evaluation = True
-        result = run_evaluation(run, state, lesson)
+        result = run_evaluation(run, state, loss_weights)
         state.owes_evaluation = False
         judge_student(run, state, result)
     is_last = state.applied >= run.schedule.num_steps or state.is_finished
@@ -261,9 +263,9 @@ def evaluate_and_save(run: Run, state: RunState, lesson: Lesson, *, is_eval: boo
 # -- evaluation ------------------------------------------------------------------------------------------
 
 
-def run_evaluation(run: Run, state: RunState, lesson: Lesson | None = None) -> Evaluation:
-    """Evaluate with the lesson of the last step, so that train and eval objectives are comparable."""
-    lesson = lesson or run.lesson(state)
+def run_evaluation(run: Run, state: RunState, loss_weights: LossWeights | None = None) -> Evaluation:
+    """Evaluate with the loss weights of the last step, so that train and eval objectives are comparable."""
+    loss_weights = loss_weights or run.loss_weights(state)
     run.hooks.in_eval()
     result = evaluate_held_out(
         run,
@@ -272,7 +274,7 @@ def run_evaluation(run: Run, state: RunState, lesson: Lesson | None = None) -> E
         precision=run.precision,
         teacher=run.teacher,
         mix=run.mix,
-        lesson=lesson,
+        loss_weights=loss_weights,
         between=state.between_batches,
     )
     result = replace(result, perplexity=run.parallel.broadcast(result.perplexity))
@@ -359,8 +361,8 @@ def step_record(run: Run, state: RunState, outcome: StepOutcome, spent: Spent) -
         "tokens_per_second": outcome.num_targets / max(spent.seconds, 1e-9),
         **vars(spent),
         "eta_seconds": remaining * state.seconds / max(state.attempted, 1),
-        "phase": outcome.lesson.phase,
-        "temperature": outcome.lesson.settings.get("kd.temperature", 1.0),
+        "phase": outcome.loss_weights.phase,
+        "temperature": outcome.loss_weights.settings.get("kd.temperature", 1.0),
         "terms": {name: vars(term) for name, term in outcome.terms.items()},
         **_idle(outcome),
         "bad_teacher_rows": outcome.evidence.bad_teacher_rows,
@@ -375,9 +377,9 @@ def step_record(run: Run, state: RunState, outcome: StepOutcome, spent: Spent) -
 
 def _idle(outcome: StepOutcome) -> dict[str, list[str]]:
     """The terms that a curriculum keeps out of this step and that are not computed, where there are any."""
-    if outcome.lesson.phase == NO_PHASE:
+    if outcome.loss_weights.phase == NO_PHASE:
         return {}
-    idle = [name for name, weight in outcome.lesson.weights.items() if not weight and name not in outcome.terms]
+    idle = [name for name, weight in outcome.loss_weights.weights.items() if not weight and name not in outcome.terms]
     return {"idle_terms": idle} if idle else {}
 
 

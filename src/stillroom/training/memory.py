@@ -5,7 +5,7 @@ and the handler of memory that ran out choose micro-batches by it, `doctor` comp
 
 On the device three moments of a step may be the largest: the teacher answers, the student's forward and backward, the
 update. Each is a sum of parts, and the layout is the largest of them. Bytes of a parameter are from
-`precision/budget.py`, bytes of a micro-batch from `training/trace.py`.
+`precision/policy.py`, bytes of a micro-batch from `training/trace.py`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import numpy as np
 import psutil
 import torch
 
+from stillroom.cli.exit import is_out_of_memory
 from stillroom.config import Config
 from stillroom.core.errors import OutOfMemory, StillroomError
-from stillroom.core.exit import is_out_of_memory
 from stillroom.core.files import reason_of
 from stillroom.core.types import Batch
 from stillroom.losses.head.products import POOL
@@ -34,9 +34,9 @@ from stillroom.precision.device import DeviceFacts, facts_of, teacher_dtype
 from stillroom.precision.policy import choose
 from stillroom.precision.storage import Split, Stochastic
 from stillroom.teachers.signals import cache_spec
-from stillroom.training.curriculum import Curriculum
 from stillroom.training.evaluate import Evaluation, evaluate
 from stillroom.training.run import Run, RunState
+from stillroom.training.schedule import Curriculum
 from stillroom.training.trace import CASTS, DATA, GRADIENTS, HEAD, Micro, Sizes, StudentTrace, TeacherTrace, Traces
 
 AIM = 0.95  # share of a bound that is planned for: predictions are off by a few per cent
@@ -487,18 +487,18 @@ def _predicted(run: Run, ask: Callable[[Shapes], int], otherwise: int) -> int:
 
 def _try(run: Run, state: RunState) -> None:
     """Forward and backward of rows of the greatest length, every position scored."""
-    lesson = run.lesson(state)
-    needs = run.mix.needs(lesson)
+    loss_weights = run.loss_weights(state)
+    needs = run.mix.needs(loss_weights)
     whole = _longest(run)
     devices = [run.device] if run.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         run.student.train()
         batch = next(iter(parts_of([whole], state))).to(run.device)
-        signal = run.teacher_of(lesson, batch).observe(batch, needs.teacher)
+        signal = run.teacher_of(loss_weights, batch).observe(batch, needs.teacher)
         with run.precision.autocast():
             view = run.student.observe(batch, needs.student)
         view = run.hooks.view(view)
-        score = run.mix.score(view, signal, batch, lesson, run.mix.counts([batch]))
+        score = run.mix.score(view, signal, batch, loss_weights, run.mix.counts([batch]))
         run.precision.backward(score.loss)
     run.optimizer.zero_grad()
 

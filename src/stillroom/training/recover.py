@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from stillroom.core.errors import BrokenAtStart, DataError, Diverged, LossScaleAtFloor, StillroomError, TooManySkips
 from stillroom.core.files import LARGEST, Count, Stored, reason_of, strict, write_atomically
-from stillroom.core.types import IGNORED, Batch, DenseSignal, Evidence, Examination, Lesson, Verdict
+from stillroom.core.types import IGNORED, Batch, DenseSignal, Evidence, Examination, LossWeights, Verdict
 from stillroom.models.load import not_finite_advice
 from stillroom.teachers.signals import teacher_dtype
 from stillroom.training.checkpoint import Saved, SnapshotRing, settle
@@ -132,7 +132,7 @@ def _given() -> Iterator[Field[Any]]:
 
 
 @torch.no_grad()
-def locate(run: Run, window: Sequence[Batch], lesson: Lesson) -> str:
+def locate(run: Run, window: Sequence[Batch], loss_weights: LossWeights) -> str:
     """A sentence that names the first non-finite tensor, in the order of computation."""
     for name, parameter in run.student.model.named_parameters():
         if not _is_finite(parameter):
@@ -141,7 +141,7 @@ def locate(run: Run, window: Sequence[Batch], lesson: Lesson) -> str:
         if not _is_finite(parameter):
             return f"projector {name} is not finite"
     for batch in window:
-        fault = _in_forward(run, batch, lesson) if batch.num_scored else ""
+        fault = _in_forward(run, batch, loss_weights) if batch.num_scored else ""
         if fault:
             return fault
     # Backward goes from the last layer to the first, so the last bad gradient was computed first.
@@ -151,10 +151,10 @@ def locate(run: Run, window: Sequence[Batch], lesson: Lesson) -> str:
     return "nothing is left of it: the step is finite when it is computed again"
 
 
-def _in_forward(run: Run, batch: Batch, lesson: Lesson) -> str:
+def _in_forward(run: Run, batch: Batch, loss_weights: LossWeights) -> str:
     batch = batch.to(run.device)
-    needs = run.mix.needs(lesson)
-    signal = run.teacher_of(lesson, batch).observe(batch, needs.teacher)
+    needs = run.mix.needs(loss_weights)
+    signal = run.teacher_of(loss_weights, batch).observe(batch, needs.teacher)
     if isinstance(signal, DenseSignal) and not _is_finite(signal.hidden):
         return "the teacher's last hidden states are not finite"
     first: list[str] = []
@@ -179,7 +179,7 @@ def _in_forward(run: Run, batch: Batch, lesson: Lesson) -> str:
             handle.remove()
     if first:
         return f"the output of {first[0]} of the student is not finite"
-    score = run.mix.score(view, signal, batch, lesson, run.mix.counts([batch]))
+    score = run.mix.score(view, signal, batch, loss_weights, run.mix.counts([batch]))
     for name, term in score.terms.items():
         if not _is_finite(term.total):
             return f"the {name} term is not finite, though student and teacher are"
@@ -372,7 +372,7 @@ def _canary_bounds(run: Run, state: RunState) -> tuple[float, float]:
     Infinite while kd and ce have almost no weight: training hidden states alone may raise the loss on tokens without a
     fault.
     """
-    weights = run.lesson(state).weights
+    weights = run.loss_weights(state).weights
     if sum(weights.get(term, 0.0) for term in ("kd", "ce")) >= _LEAST_TOKEN_SHARE * sum(weights.values()):
         return state.canary_reference, state.canary_best
     return float("inf"), float("inf")
@@ -408,7 +408,7 @@ def take_snapshot(run: Run, state: RunState, exam: Examination | None = None) ->
 
 def keep_snapshot(run: Run, state: RunState) -> None:
     """Keep the present state without a check: that of a resumed run comes from a sealed checkpoint."""
-    run.ring.keep(state_to_return_to(run, state))
+    run.snapshots.keep(state_to_return_to(run, state))
 
 
 def state_to_return_to(run: Run, state: RunState) -> Saved:
@@ -468,7 +468,7 @@ def _located(run: Run, state: RunState, window: Sequence[Batch]) -> str:
         return "not looked for in a sharded student"
     if run.teacher.answers_together:
         return "not looked for where the teacher is sharded"
-    return locate(run, window, run.lesson(state))
+    return locate(run, window, run.loss_weights(state))
 
 
 def _skip_window(
@@ -483,7 +483,7 @@ def _skip_window(
 
 def roll_back(run: Run, state: RunState, verdict: Verdict) -> None:
     """Return to the last good state, data cursor included. Quarantined windows stay skipped."""
-    newest = run.ring.newest()
+    newest = run.snapshots.newest()
     if newest is None:
         raise Diverged(
             f"step {state.applied + 1}: {verdict.reason}, and there is no good state to return to",
@@ -494,9 +494,9 @@ def roll_back(run: Run, state: RunState, verdict: Verdict) -> None:
     # The first rollback to a snapshot repeats the steps unchanged: the fault may not repeat. At the second, go back
     # one snapshot further, and after a divergence lower the learning rate.
     is_second = newest.step == state.rolled_back_to
-    if is_second and len(run.ring) > 1:
-        run.ring.drop_newest()
-        newest = run.ring.newest() or newest
+    if is_second and len(run.snapshots) > 1:
+        run.snapshots.drop_newest()
+        newest = run.snapshots.newest() or newest
     restore(run, state, newest, keeps_history=True)
     state.rolled_back_to = newest.step
     if verdict.backs_off and is_second:
@@ -514,9 +514,9 @@ def _reset(run: Run, state: RunState) -> None:
     restore(run, state, state.initial, keeps_history=True)
     state.rolled_back_to = -1
     state.canary_reference = state.canary_best = canary_loss(run)  # no canary loss was measured for the initial state
-    if isinstance(run.ring, SnapshotRing):  # its snapshots are of the training that was dropped
-        while len(run.ring):
-            run.ring.drop_newest()
+    if isinstance(run.snapshots, SnapshotRing):  # its snapshots are of the training that was dropped
+        while len(run.snapshots):
+            run.snapshots.drop_newest()
         keep_snapshot(run, state)
     run.hooks.after_return(failed_at + 1)
     run.log.write("note", text="began again from the initial weights: all training so far is lost")

@@ -36,7 +36,7 @@ def replay(
             restore_checkpoint(run, state, saved)
         _check_tokens(run, window)
         run.student.train()
-        evidence, lesson = attempt(run, state, window)
+        evidence, loss_weights = attempt(run, state, window)
         is_finite = math.isfinite(evidence.loss) and math.isfinite(evidence.grad_norm)
         result = {
             "step": step,
@@ -53,7 +53,7 @@ def replay(
                 "loss": evidence.loss,
                 "grad_norm": evidence.grad_norm,
                 "terms": dict(evidence.terms),
-                "located": "" if is_finite else locate(run, window, lesson),
+                "located": "" if is_finite else locate(run, window, loss_weights),
             },
             "samples": [name for batch in window for name in batch.sample_ids],
             "text": [text for batch in facts.batches for text in batch.text],

@@ -18,7 +18,7 @@ from stillroom.config import Config
 from stillroom.core.errors import CannotSave
 from stillroom.core.files import LARGEST, Count, Stored, strict
 from stillroom.core.locks import Lock
-from stillroom.core.types import Batch, Lesson, Signal, StudentView
+from stillroom.core.types import Batch, LossWeights, Signal, StudentView
 from stillroom.data import Corpus, Loader, fixed_batches
 from stillroom.losses.mix import Mix
 from stillroom.models import Student
@@ -29,10 +29,9 @@ from stillroom.precision.storage import local
 from stillroom.teachers import NO_TEACHER, Teacher
 from stillroom.telemetry import EventLog
 from stillroom.training.checkpoint import CheckpointStore, Mark, Saved, Saves, Snapshots
-from stillroom.training.curriculum import Curriculum
 from stillroom.training.evaluate import Evaluation, never_stop
 from stillroom.training.guard import Guard
-from stillroom.training.schedule import Schedule
+from stillroom.training.schedule import Curriculum, Schedule
 
 # -- hooks -----------------------------------------------------------------------------------------
 # Hooks at fixed places of a run. All are no-ops; `training/faults.py` overrides them to inject faults.
@@ -205,7 +204,7 @@ def weight_peaks(run: Run) -> Tensor:
 
 
 @dataclass
-class Holdings:
+class TensorGroups:
     """State beside the counters: saved as tensors and values of their own, or not saved."""
 
     best_weights: dict[str, Tensor] = field(default_factory=dict)
@@ -225,11 +224,11 @@ class Holdings:
     between_batches: Callable[[], None] = never_stop  # called between held-out batches; may raise to stop
 
 
-_HELD = {known.name for known in fields(Holdings)}
+_HELD = {known.name for known in fields(TensorGroups)}
 
 
 @dataclass
-class RunState(Holdings):
+class RunState(TensorGroups):
     """The progress of a run. Only the engine writes here."""
 
     applied: int = 0  # optimizer steps applied; schedule and curriculum depend on it
@@ -340,7 +339,7 @@ def capture(run: Run, state: RunState) -> Saved:
         "num_updates": run.optimizer.num_updates,
         "before": strict(state.before),  # a yardstick may be infinite, which JSON cannot store
         "events": run.log.position if state.begun_at is None else state.begun_at,
-        "processes": run.num_shares,
+        "processes": run.initial_world_size,
         "base": run.adapter.base_identity if run.adapter else None,  # the frozen weights are not in the checkpoint
         **({"inputs": run.inputs} if run.inputs else {}),
         "canary": state.canary_reference if math.isfinite(state.canary_reference) else None,
@@ -538,11 +537,11 @@ class Run:
     guard: Guard
     log: EventLog
     checkpoints: CheckpointStore
-    ring: Snapshots
+    snapshots: Snapshots
     saves: Saves = field(default_factory=Saves)
     hooks: Hooks = field(default_factory=Hooks)
     parallel: Parallel = field(default_factory=Parallel)
-    num_shares: int = 1  # processes that the run began with: a window has `accumulation` micro-batches for each
+    initial_world_size: int = 1  # processes that the run began with: a window has `accumulation` micro-batches for each
     vocabularies: dict[str, str] = field(default_factory=dict)  # hash of each model's table of tokens
     lock: Lock | None = None  # of the process that writes
     adapter: Adapter | None = None  # in the student, where that is what is trained
@@ -568,12 +567,12 @@ class Run:
                 advice=["begin again in another folder with --out", "leave a run's folder alone until it has ended"],
             )
 
-    def last_lesson(self, state: RunState) -> Lesson:
-        """The lesson of the last applied step."""
-        return self.lesson(replace(state, applied=max(state.applied - 1, 0)))
+    def last_loss_weights(self, state: RunState) -> LossWeights:
+        """The loss weights of the last applied step."""
+        return self.loss_weights(replace(state, applied=max(state.applied - 1, 0)))
 
-    def lesson(self, state: RunState) -> Lesson:
-        """The curriculum's lesson, or labels alone while the teacher is suspended."""
+    def loss_weights(self, state: RunState) -> LossWeights:
+        """The curriculum's loss weights, or labels alone while the teacher is suspended."""
         curriculum = self.curriculum
         if state.applied < state.fallback_until:
             curriculum = curriculum.without_teacher()
@@ -588,10 +587,10 @@ class Run:
             factor *= backoff + (1.0 - backoff) * since / _RECOVERY_STEPS
         return factor
 
-    def teacher_of(self, lesson: Lesson, batch: Batch) -> Teacher:
-        """The teacher of a lesson; `NO_TEACHER` where no term needs one, or all rows are learned from the labels."""
+    def teacher_of(self, loss_weights: LossWeights, batch: Batch) -> Teacher:
+        """The teacher of a batch; `NO_TEACHER` where no term needs one, or all rows are learned from the labels."""
         is_labels_only = bool(batch.sources) and self.config.data.label_sources.issuperset(batch.sources)
-        return self.teacher if lesson.asks_teacher and not is_labels_only else NO_TEACHER
+        return self.teacher if loss_weights.asks_teacher and not is_labels_only else NO_TEACHER
 
     def eval_batches(self) -> list[Batch]:
         return held_out_batches(self.config, self.corpus)

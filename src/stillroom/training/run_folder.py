@@ -23,10 +23,7 @@ import psutil
 from stillroom import __version__
 from stillroom.config import Config
 from stillroom.config.load import build
-from stillroom.config.objectives import ObjectivesConfig
-from stillroom.config.registry import DIVERGENCES, OBJECTIVES, READERS
-from stillroom.config.schema import StudentConfig
-from stillroom.config.teacher import TeacherConfig
+from stillroom.config.schema import DIVERGENCES, OBJECTIVES, READERS, ObjectivesConfig, StudentConfig, TeacherConfig
 from stillroom.core.errors import BrokenAtStart, CannotSave, ConfigError, DataError, StillroomError
 from stillroom.core.files import (
     TEMPORARY,

@@ -83,7 +83,7 @@ def record_rollback(run: Run, state: RunState) -> None:
     if run.checkpoints.line == state.rollbacks:
         return
     run.checkpoints.line = state.rollbacks
-    run.ring.settle()
+    run.snapshots.settle()
     run.hooks.before_save()
     if run.parallel.is_first:
         run.check_folder()

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stillroom.core.types import Batch, Evidence, Lesson, Score, Signal, StudentView, TermRecord, Verdict
-from stillroom.data.mixing import MixedRows
-from stillroom.losses.kd import LABEL_LOSS, NUM_LABELS
+from stillroom.core.types import Batch, Evidence, LossWeights, Score, Signal, StudentView, TermRecord, Verdict
+from stillroom.data.loader import MixedRows
+from stillroom.losses.mix import LABEL_LOSS, NUM_LABELS
 from stillroom.precision.storage import local
 from stillroom.teachers.base import Signals
 from stillroom.training.memory import parts_of, within_memory
@@ -126,7 +126,7 @@ class StepOutcome:
 
     verdict: Verdict
     evidence: Evidence
-    lesson: Lesson
+    loss_weights: LossWeights
     terms: dict[str, TermRecord]
     learning_rate: float
     num_targets: int
@@ -136,7 +136,7 @@ def train_step(run: Run, state: RunState, window: Sequence[Batch]) -> StepOutcom
     """Attempt one optimizer step over a window of micro-batches."""
     run.hooks.before_step(run, state.applied + 1)
     window = run.hooks.window(window, run.student.vocab_size)
-    evidence, lesson = attempt(run, state, window)
+    evidence, loss_weights = attempt(run, state, window)
     rate = run.hooks.rate_factor(run.rate_factor(state))
     verdict = run.guard.judge(evidence)
     if verdict.action == "examine":
@@ -148,7 +148,7 @@ def train_step(run: Run, state: RunState, window: Sequence[Batch]) -> StepOutcom
     run.teacher.end_window()
     run.teacher.training.end(verdict, evidence, rate)
     if verdict.action == "keep":
-        _tell_fallback(run, state, evidence, lesson)
+        _tell_fallback(run, state, evidence, loss_weights)
         _apply(run, state, evidence, rate)
         run.guard.accept(evidence)
         state.applied += 1
@@ -161,17 +161,17 @@ def train_step(run: Run, state: RunState, window: Sequence[Batch]) -> StepOutcom
     run.optimizer.zero_grad()
     state.is_changing = False
 
-    terms = TermRecord.table(dict(evidence.terms), lesson.weights)
+    terms = TermRecord.table(dict(evidence.terms), loss_weights.weights)
     peak = run.config.train.learning_rate
-    return StepOutcome(verdict, evidence, lesson, terms, peak * rate, evidence.num_targets)
+    return StepOutcome(verdict, evidence, loss_weights, terms, peak * rate, evidence.num_targets)
 
 
-def _tell_fallback(run: Run, state: RunState, evidence: Evidence, lesson: Lesson) -> None:
+def _tell_fallback(run: Run, state: RunState, evidence: Evidence, loss_weights: LossWeights) -> None:
     """Log once in a process what positions without a usable teacher are learned from. Step records count them."""
     if not evidence.bad_teacher_rows or state.has_told_fallback:
         return
     state.has_told_fallback = True
-    even = "" if lesson.weight("ce") else ", though objectives.ce.weight is 0 here"
+    even = "" if loss_weights.weight("ce") else ", though objectives.ce.weight is 0 here"
     run.log.write(
         "note",
         text=f"the teacher gave no usable answer at {evidence.bad_teacher_rows:,} of {evidence.num_targets:,} "
@@ -180,35 +180,39 @@ def _tell_fallback(run: Run, state: RunState, evidence: Evidence, lesson: Lesson
     )
 
 
-def attempt(run: Run, state: RunState, window: Sequence[Batch]) -> tuple[Evidence, Lesson]:
+def attempt(run: Run, state: RunState, window: Sequence[Batch]) -> tuple[Evidence, LossWeights]:
     """Forward and backward of a window. Leave the gradients in place and apply nothing."""
-    lesson = run.lesson(state)
+    loss_weights = run.loss_weights(state)
     # Counts of the whole window over all processes, before any forward: the only divisor.
     counts = run.parallel.counts(run.mix.counts(window) | source_counts(run, window))
-    tally = within_memory(run, state, lambda: _gather(run, state, window, lesson, counts))
+    tally = within_memory(run, state, lambda: _gather(run, state, window, loss_weights, counts))
     run.hooks.gradients(run.optimizer)
     run.parallel.sum_gradients(run.optimizer)
-    return _read_evidence(run, state, tally, lesson, counts), lesson
+    return _read_evidence(run, state, tally, loss_weights, counts), loss_weights
 
 
-def _gather(run: Run, state: RunState, window: Sequence[Batch], lesson: Lesson, counts: dict[str, int]) -> Tally:
+def _gather(
+    run: Run, state: RunState, window: Sequence[Batch], loss_weights: LossWeights, counts: dict[str, int]
+) -> Tally:
     """Forward and backward of every micro-batch of a window."""
     tally = Tally()
     if run.config.data.label_sources:  # a window may hold labels alone
-        tally.totals = {term: torch.zeros((), device=run.device) for term, weight in lesson.weights.items() if weight}
+        tally.totals = {
+            term: torch.zeros((), device=run.device) for term, weight in loss_weights.weights.items() if weight
+        }
     with run.parallel.window():
         run.teacher.begin_window(window, state.cursor)
         run.teacher.training.begin(window, state.applied, state.cursor)
         run.parallel.seed(run.config.train.seed, state.attempted)
         batches = run.parallel.scored(list(parts_of(window, state)))
         for number, batch in enumerate(batches, start=1):
-            tally.add(_learn(run, batch, lesson, counts, is_last=number == len(batches)), batch)
+            tally.add(_learn(run, batch, loss_weights, counts, is_last=number == len(batches)), batch)
     return tally
 
 
-def _learn(run: Run, batch: Batch, lesson: Lesson, counts: dict[str, int], *, is_last: bool) -> Score:
+def _learn(run: Run, batch: Batch, loss_weights: LossWeights, counts: dict[str, int], *, is_last: bool) -> Score:
     """Forward and backward of one micro-batch; gradients of several processes are summed in the last backward."""
-    micro = MicroStep(run, batch.to(run.device), lesson, counts)
+    micro = MicroStep(run, batch.to(run.device), loss_weights, counts)
     training = micro.teacher.training
     with training.joint_graph(micro.batch):
         micro.answers = training.answers(micro.batch, micro.needs.teacher)
@@ -227,9 +231,9 @@ class MicroStep:
     view: StudentView
     score: Score
 
-    def __init__(self, run: Run, batch: Batch, lesson: Lesson, counts: dict[str, int]) -> None:
-        self.run, self.batch, self.lesson, self.counts = run, batch, lesson, counts
-        self.needs, self.teacher = run.mix.needs(lesson), run.teacher_of(lesson, batch)
+    def __init__(self, run: Run, batch: Batch, loss_weights: LossWeights, counts: dict[str, int]) -> None:
+        self.run, self.batch, self.loss_weights, self.counts = run, batch, loss_weights, counts
+        self.needs, self.teacher = run.mix.needs(loss_weights), run.teacher_of(loss_weights, batch)
         self.answers: Signals = ()
 
     def loss(self) -> Tensor:
@@ -239,13 +243,16 @@ class MicroStep:
         self.view = run.hooks.view(view)
         signals = training.signals_after_student(self.answers, batch, self.view, self.needs.teacher)
         scores = [
-            run.mix.score(self.view, run.hooks.signal(signal), batch, self.lesson, self.counts) for signal in signals
+            run.mix.score(self.view, run.hooks.signal(signal), batch, self.loss_weights, self.counts)
+            for signal in signals
         ]
         self.score = Score.average(scores)
         return self.score.loss + training.extra_loss(batch, self.view, num_targets=self.counts["ce"])
 
 
-def _read_evidence(run: Run, state: RunState, tally: Tally, lesson: Lesson, counts: dict[str, int]) -> Evidence:
+def _read_evidence(
+    run: Run, state: RunState, tally: Tally, loss_weights: LossWeights, counts: dict[str, int]
+) -> Evidence:
     """Pack what the guard needs into one tensor and read it: the only host read of a step.
 
     Terms, counters and squared norms are summed over all processes, so all of them read the same.
@@ -279,7 +286,7 @@ def _read_evidence(run: Run, state: RunState, tally: Tally, lesson: Lesson, coun
         bad_teacher_rows=int(counters.pop("bad_teacher_rows")),
         label_loss=_label_loss(counters),
         counters=counters,
-        phase=lesson.phase,
+        phase=loss_weights.phase,
         attempt=state.attempt,
         samples={name: values[f"sample.{name}"] for name in state.sampled},
         sources=source_means(_under("source.", values), counts),
@@ -327,24 +334,26 @@ def term_gradients(run: Run, state: RunState, window: Sequence[Batch]) -> dict[s
     batches = run.parallel.scored(window)
     if not batches:
         return {"terms": {}, "cosines": {}}
-    lesson = run.lesson(state)
+    loss_weights = run.loss_weights(state)
     batch = batches[0].to(run.device)
     devices = [run.device] if run.device.type == "cuda" else []
     gradients: dict[str, list[Tensor]] = {}
     with torch.random.fork_rng(devices=devices):
-        signal = run.teacher_of(lesson, batch).observe(batch, run.mix.needs(lesson).teacher)
-        for term, weight in lesson.weights.items():
+        signal = run.teacher_of(loss_weights, batch).observe(batch, run.mix.needs(loss_weights).teacher)
+        for term, weight in loss_weights.weights.items():
             if weight:
-                gradients[term] = _gradient(run, batch, signal, _alone(lesson, term))
+                gradients[term] = _gradient(run, batch, signal, _alone(loss_weights, term))
     return _compared(run, gradients)
 
 
-def _alone(lesson: Lesson, term: str) -> Lesson:
-    return replace(lesson, weights={name: weight if name == term else 0.0 for name, weight in lesson.weights.items()})
+def _alone(loss_weights: LossWeights, term: str) -> LossWeights:
+    return replace(
+        loss_weights, weights={name: weight if name == term else 0.0 for name, weight in loss_weights.weights.items()}
+    )
 
 
-def _gradient(run: Run, batch: Batch, signal: Signal | None, lesson: Lesson) -> list[Tensor]:
-    """The gradient of one lesson's score, one FP32 tensor for each trained parameter, unscaled."""
+def _gradient(run: Run, batch: Batch, signal: Signal | None, loss_weights: LossWeights) -> list[Tensor]:
+    """The gradient of one loss weights's score, one FP32 tensor for each trained parameter, unscaled."""
     devices = [run.device] if run.device.type == "cuda" else []
     trained = [parameter for parameter in run.student.model.parameters() if parameter.requires_grad]
     # Every term sees the dropout of the step itself.
@@ -352,8 +361,8 @@ def _gradient(run: Run, batch: Batch, signal: Signal | None, lesson: Lesson) -> 
 
     def compute() -> Tensor:
         with run.precision.autocast():
-            view = run.student.observe(batch, run.mix.needs(lesson).student)
-        return run.mix.score(view, signal, batch, lesson, counts).loss
+            view = run.student.observe(batch, run.mix.needs(loss_weights).student)
+        return run.mix.score(view, signal, batch, loss_weights, counts).loss
 
     with torch.random.fork_rng(devices=devices):
         loss, scale = run.parallel.trial(compute), run.precision.loss_scale

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from stillroom.config import Config
-from stillroom.config.sections import Ramp
+from stillroom.config.schema import Ramp
 from stillroom.core.errors import ConfigError, DataError, Interrupted
 from stillroom.data import open_data
 from stillroom.data.chat import day_or_today, prints_day

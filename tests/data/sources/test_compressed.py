@@ -124,7 +124,7 @@ def test_a_file_that_expands_without_end_is_refused_with_numbers(
 def test_a_reader_of_another_package_is_not_handed_compressed_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from stillroom.config.registry import READERS
+    from stillroom.config.schema import READERS
 
     monkeypatch.setattr(READERS, "_things", dict(READERS._things))
     register(".md", lambda path, name, tally: iter([(name, {"text": path.read_text()})]))

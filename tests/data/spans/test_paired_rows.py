@@ -13,7 +13,7 @@ import pytest
 import tiny
 import torch
 
-from stillroom.config.data import DataConfig
+from stillroom.config.schema import DataConfig
 from stillroom.core.errors import ConfigError
 from stillroom.core.types import IGNORED, Batch
 from stillroom.data import Corpus, open_data

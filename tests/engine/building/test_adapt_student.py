@@ -8,7 +8,7 @@ import pytest
 import torch
 from refusals import refused
 
-from stillroom.config.sections import AdapterConfig
+from stillroom.config.schema import AdapterConfig
 from stillroom.core.errors import BrokenAtStart
 from stillroom.parallel import Parallel
 from stillroom.precision import resolve

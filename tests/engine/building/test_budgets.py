@@ -71,9 +71,9 @@ def test_checkpoints_are_written_in_the_background_where_memory_is_ample(
     for free, is_ample in ((int(needed / 0.4) + 10, True), (int(needed / 0.4) - 10, False)):
         monkeypatch.setattr(psutil, "virtual_memory", lambda free=free: type("Memory", (), {"available": free}))
         with EventLog(tmp_path / f"{asked}-{is_ample}.jsonl") as log:
-            ring = make_snapshots(config, "fp32", optimizer, CheckpointStore(tmp_path), log, Parallel())
-            saves = make_saves(config, "fp32", optimizer, ring, log, Parallel())
-        assert isinstance(ring, SnapshotRing)
+            snapshots = make_snapshots(config, "fp32", optimizer, CheckpointStore(tmp_path), log, Parallel())
+            saves = make_saves(config, "fp32", optimizer, snapshots, log, Parallel())
+        assert isinstance(snapshots, SnapshotRing)
         assert saves.is_background == (asked == "on" or (asked == "auto" and is_ample))
         assert len(read_events(log.path)) == (asked == "auto" and not is_ample), "training that waits is told of"
 

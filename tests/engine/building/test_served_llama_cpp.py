@@ -17,7 +17,7 @@ from served_model import serving
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stillroom.config import load_config
-from stillroom.config.teacher import TeacherConfig
+from stillroom.config.schema import TeacherConfig
 from stillroom.core.errors import ConfigError, ServerUnusable
 from stillroom.export.folder import export
 from stillroom.teachers.cache.reader import Cache

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from stillroom.config.sections import AdapterConfig
+from stillroom.config.schema import AdapterConfig
 from stillroom.core.errors import ConfigError
 from stillroom.models.lora import Adapter, attach, try_adapter
 

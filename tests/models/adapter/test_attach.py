@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from stillroom.config.sections import AdapterConfig
+from stillroom.config.schema import AdapterConfig
 from stillroom.core.errors import BrokenAtStart, ConfigError
 from stillroom.models.lora import Adapter, attach
 

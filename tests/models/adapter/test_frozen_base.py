@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from stillroom.config.sections import AdapterConfig
+from stillroom.config.schema import AdapterConfig
 from stillroom.core.errors import BrokenAtStart
 from stillroom.models.lora import CodedLinear, WidenedLinear, attach, store_base, weights_identity, widened
 

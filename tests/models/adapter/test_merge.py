@@ -12,7 +12,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from stillroom.config.sections import AdapterConfig
+from stillroom.config.schema import AdapterConfig
 from stillroom.core.errors import CannotSave
 from stillroom.models.lora import Adapter, attach, compare, merged, save_merged, store_base
 

@@ -6,7 +6,7 @@ import tiny
 import torch
 from transformers import AutoModelForCausalLM
 
-from stillroom.config.sections import AdapterConfig
+from stillroom.config.schema import AdapterConfig
 from stillroom.models.check import logits_of
 from stillroom.models.lora import attach, store_base
 from stillroom.models.lora_targets import fill, outline_of

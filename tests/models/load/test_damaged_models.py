@@ -12,7 +12,7 @@ from damage import ask, cut_short, edit, refused, rewrite, train
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from stillroom.config.teacher import TeacherConfig
+from stillroom.config.schema import TeacherConfig
 from stillroom.models import LoadedModel, open_teacher
 
 # -- weights ---------------------------------------------------------------------------------------------

@@ -15,8 +15,7 @@ import tiny
 import torch
 
 from stillroom.config import load_config
-from stillroom.config.schema import StudentConfig
-from stillroom.config.teacher import TeacherConfig
+from stillroom.config.schema import StudentConfig, TeacherConfig
 from stillroom.core.errors import BrokenAtStart
 from stillroom.metrics.evaluate import assess
 from stillroom.models import load_tokenizer, open_student, open_teacher

@@ -15,15 +15,13 @@ from transformers import AutoModelForCausalLM, RwkvConfig
 from transformers.utils import logging
 
 from stillroom.config import load_config
-from stillroom.config.data import DataConfig
-from stillroom.config.schema import StudentConfig
-from stillroom.config.teacher import TeacherConfig
+from stillroom.config.schema import DataConfig, StudentConfig, TeacherConfig
 from stillroom.core.errors import BrokenAtStart, ConfigError
 from stillroom.core.types import IGNORED
 from stillroom.data import fixed_batches, open_eval
 from stillroom.metrics.evaluate import assess
 from stillroom.models import head_error, open_student, open_teacher, try_model
-from stillroom.models.attention import NAME
+from stillroom.models.student import NAME
 from stillroom.precision.device import find_device
 from stillroom.training import demo
 from stillroom.training.build import load_models

@@ -12,8 +12,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from stillroom.config.schema import StudentConfig
-from stillroom.config.teacher import TeacherConfig
+from stillroom.config.schema import StudentConfig, TeacherConfig
 from stillroom.core.errors import BrokenAtStart
 from stillroom.models.load import load_student, load_teacher
 

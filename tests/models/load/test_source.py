@@ -14,8 +14,7 @@ from damage import cut_short, refused, rewrite, train
 from safetensors.torch import load_file
 
 from stillroom.cli import main
-from stillroom.config.schema import StudentConfig
-from stillroom.config.teacher import TeacherConfig
+from stillroom.config.schema import StudentConfig, TeacherConfig
 from stillroom.core.errors import BrokenAtStart
 from stillroom.metrics.evaluate import assess
 from stillroom.models import files, find, load_student, open_teacher

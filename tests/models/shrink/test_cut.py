@@ -20,10 +20,10 @@ from stillroom.core.errors import ConfigError
 from stillroom.core.types import Batch
 from stillroom.models import anatomy_of
 from stillroom.models.anatomy import layers_of
-from stillroom.models.attention import attend_causally
 from stillroom.models.shrink.cut import cut
 from stillroom.models.shrink.layer_choice import evenly_spaced, settled_layers
 from stillroom.models.shrink.width import measure
+from stillroom.models.student import attend_causally
 from stillroom.telemetry import read_events
 from stillroom.training.distill import distill
 

@@ -18,9 +18,9 @@ from stillroom.config.schema import ShrinkConfig
 from stillroom.core.errors import ConfigError
 from stillroom.core.types import Batch
 from stillroom.models.anatomy import layers_of
-from stillroom.models.attention import attend_causally
 from stillroom.models.shrink.cut import cut
 from stillroom.models.shrink.width import find_period
+from stillroom.models.student import attend_causally
 from stillroom.training.distill import distill
 
 TOKENS = {"vocab_size": tiny.VOCAB, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 1}

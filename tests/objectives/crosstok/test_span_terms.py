@@ -14,13 +14,12 @@ import pytest
 import torch
 from refusals import refused
 
-from stillroom.config.objectives import ObjectivesConfig
+from stillroom.config.schema import ObjectivesConfig
 from stillroom.core.errors import ConfigError
-from stillroom.core.types import Batch, DenseSignal, Lesson, Score
+from stillroom.core.types import Batch, DenseSignal, LossWeights, Score
 from stillroom.losses.divergences import make
 from stillroom.losses.head.loss import score_head
-from stillroom.losses.mix import Mix
-from stillroom.losses.objective import Inside, Matched, plan_objectives
+from stillroom.losses.mix import Mix, ModelDims, TokenMatch, plan_objectives
 from stillroom.losses.two_tokenizers import GroupSums, SpanSlots, num_exact, num_spans
 from stillroom.teachers.paired import matched_tokens
 from stillroom.teachers.signals import Coarse, SharedTokens, SignalSpec, TokenGroups, reduce_row, signal_of
@@ -29,11 +28,11 @@ NAMES = ("alm", "exact_match", "prefix_match", "uld", "span_hidden")
 
 
 @cache
-def matched_of(pair: tuple[str, str]) -> Matched:
+def matched_of(pair: tuple[str, str]) -> TokenMatch:
     return matched_tokens(*map(pair_tokenizers.built, pair))
 
 
-def mix_of(pair: tuple[str, str] = paired_batches.PAIR, width: int = 12, **weights: Any) -> tuple[Mix, Lesson]:
+def mix_of(pair: tuple[str, str] = paired_batches.PAIR, width: int = 12, **weights: Any) -> tuple[Mix, LossWeights]:
     sections: dict[str, Any] = {
         "kd": {"weight": 0.0},
         "ce": {"weight": 0.5},
@@ -42,10 +41,10 @@ def mix_of(pair: tuple[str, str] = paired_batches.PAIR, width: int = 12, **weigh
     }
     config = ObjectivesConfig.model_validate(sections)
     matched = matched_of(pair)
-    planned = plan_objectives(config, Inside(1, width), Inside(1, width + 4), matched=matched)
+    planned = plan_objectives(config, ModelDims(1, width), ModelDims(1, width + 4), matched=matched)
     settings = {"alm.temperature": config.alm.temperature, "kd.temperature": 1.0}
-    lesson = Lesson("x", {name: float(weight) for name, weight in config.weights.items()}, settings)
-    return Mix(config, planned=planned), lesson
+    loss_weights = LossWeights("x", {name: float(weight) for name, weight in config.weights.items()}, settings)
+    return Mix(config, planned=planned), loss_weights
 
 
 @pytest.fixture(scope="module")
@@ -55,10 +54,10 @@ def batch(tmp_path_factory: pytest.TempPathFactory) -> Batch:
 
 
 def scored(batch: Batch, both: paired_batches.Heads, name: str, **setting: Any) -> Score:
-    mix, lesson = mix_of(**{name: {"weight": 0.7, **setting}})
+    mix, loss_weights = mix_of(**{name: {"weight": 0.7, **setting}})
     if mix.projectors:
         mix.projectors.to(both.view.hidden.dtype)
-    return mix.score(both.view, both.signal, batch, lesson, mix.counts([batch]))
+    return mix.score(both.view, both.signal, batch, loss_weights, mix.counts([batch]))
 
 
 def spans_by_hand(batch: Batch) -> list[tuple[int, list[int], list[int], bool]]:
@@ -124,8 +123,8 @@ def test_gradients_are_those_of_the_float64_reference(batch: Batch, name: str) -
     both = paired_batches.heads(batch, dtype=torch.float64)
     score = scored(batch, both, name)
     inputs = [both.view.hidden, both.view.head.weight]
-    mix, lesson = mix_of()
-    plain = mix.score(both.view, both.signal, batch, lesson, mix.counts([batch]))
+    mix, loss_weights = mix_of()
+    plain = mix.score(both.view, both.signal, batch, loss_weights, mix.counts([batch]))
     mine = torch.autograd.grad(score.loss - plain.loss, inputs)
     count = num_exact([batch]) if name == "exact_match" else num_spans([batch])
     right = torch.autograd.grad(0.7 / count * reference(batch, both, name), inputs)
@@ -155,16 +154,16 @@ def test_gradients_are_finite_differences(batch: Batch, name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_eight_rows_at_once_are_eight_of_one_row(batch: Batch, name: str) -> None:
     both = paired_batches.heads(batch, dtype=torch.float64)
-    mix, lesson = mix_of(**{name: 0.7})
+    mix, loss_weights = mix_of(**{name: 0.7})
     mix.projectors.to(torch.float64)
     counts = mix.counts([batch])
-    whole = mix.score(both.view, both.signal, batch, lesson, counts)
+    whole = mix.score(both.view, both.signal, batch, loss_weights, counts)
     parts = list(batch.parts(8))
     assert len(parts) == 8
     scores = []
     for number, part in enumerate(parts):
         own = both.rows(batch, slice(number, number + 1))
-        scores.append(mix.score(own.view, own.signal, part, lesson, counts))
+        scores.append(mix.score(own.view, own.signal, part, loss_weights, counts))
     assert float(sum(score.loss for score in scores)) == pytest.approx(float(whole.loss), rel=1e-10)
     assert sum(mix.counts([part])[name] for part in parts) == counts[name]
 
@@ -208,8 +207,8 @@ def test_a_teacher_that_is_not_finite_is_left_out_and_counted(batch: Batch, name
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_inputs_give_finite_fp32_terms_and_gradients(batch: Batch, name: str, dtype: torch.dtype) -> None:
     both = paired_batches.heads(batch, dtype=dtype)
-    mix, lesson = mix_of(**{name: 0.7})
-    score = mix.score(both.view, both.signal, batch, lesson, mix.counts([batch]))
+    mix, loss_weights = mix_of(**{name: 0.7})
+    score = mix.score(both.view, both.signal, batch, loss_weights, mix.counts([batch]))
     assert score.terms[name].total.dtype == torch.float32 and torch.isfinite(score.terms[name].total)
     score.loss.backward()
     gradient = (both.view.taps["hidden.0"] if name == "span_hidden" else both.view.hidden).grad
@@ -222,8 +221,8 @@ def test_equal_likelihoods_have_no_divergence_and_no_gradient(tmp_path: Path) ->
     batch = paired_batches.corpus(tmp_path, *pair, packing="rows").train.batch(range(4))
     both = paired_batches.heads(batch, pair=pair)
     same = replace(both.signal, hidden=both.view.hidden.detach(), head=replace(both.view.head))
-    mix, lesson = mix_of(pair, alm=1.0, exact_match=1.0, prefix_match=1.0, ce={"weight": 0.0}, kd={"weight": 0.0})
-    score = mix.score(both.view, same, batch, lesson, mix.counts([batch]))
+    mix, loss_weights = mix_of(pair, alm=1.0, exact_match=1.0, prefix_match=1.0, ce={"weight": 0.0}, kd={"weight": 0.0})
+    score = mix.score(both.view, same, batch, loss_weights, mix.counts([batch]))
     assert all(abs(float(score.terms[name].mean)) < 1e-5 for name in ("alm", "exact_match", "prefix_match"))
     score.loss.backward()
     assert both.view.hidden.grad is not None and float(both.view.hidden.grad.abs().max()) < 1e-6
@@ -237,8 +236,8 @@ def test_with_one_tokenizer_a_match_is_the_forward_kl_of_every_target(tmp_path: 
     batch = corpus.train.batch(range(6))
     assert batch.other is not None and torch.equal(batch.input_ids, batch.other.input_ids)
     both = paired_batches.heads(batch, pair=pair)
-    mix, lesson = mix_of(pair, **{name: 1.0})
-    mine = mix.score(both.view, both.signal, batch, lesson, mix.counts([batch])).terms[name]
+    mix, loss_weights = mix_of(pair, **{name: 1.0})
+    mine = mix.score(both.view, both.signal, batch, loss_weights, mix.counts([batch])).terms[name]
     dense = DenseSignal(both.signal.hidden, both.signal.head)
     options: dict[str, Any] = {"kd_weight": 1.0, "ce_weight": 0.0, "divergence": make("forward_kl", {})}
     kd = score_head(both.view, dense, batch.scored_targets, **options).terms["kd"]
@@ -248,31 +247,31 @@ def test_with_one_tokenizer_a_match_is_the_forward_kl_of_every_target(tmp_path: 
 
 def test_vocabularies_that_cannot_be_compared_are_refused_by_name() -> None:
     config = ObjectivesConfig.model_validate({"exact_match": {"weight": 1.0}})
-    for matched in (None, Matched((), (), 3, 3), Matched((1,), (1,), 0, 3), Matched((), (), 0, 0, "because")):
+    for matched in (None, TokenMatch((), (), 3, 3), TokenMatch((1,), (1,), 0, 3), TokenMatch((), (), 0, 0, "because")):
         with refused(ConfigError, "objectives.exact_match.weight"):
-            plan_objectives(config, Inside(1, 4), Inside(1, 4), matched=matched)
+            plan_objectives(config, ModelDims(1, 4), ModelDims(1, 4), matched=matched)
     config = ObjectivesConfig.model_validate({"prefix_match": {"weight": 1.0}})
-    for matched in (None, Matched((1,), (1,), 0, 0), Matched((), (), 0, 0, "because")):
+    for matched in (None, TokenMatch((1,), (1,), 0, 0), TokenMatch((), (), 0, 0, "because")):
         with refused(ConfigError, "objectives.prefix_match.weight"):
-            plan_objectives(config, Inside(1, 4), Inside(1, 4), matched=matched)
+            plan_objectives(config, ModelDims(1, 4), ModelDims(1, 4), matched=matched)
 
 
 def test_a_batch_without_the_teachers_rows_is_refused(batch: Batch) -> None:
     both = paired_batches.heads(batch)
     with refused(ConfigError, "objectives"):
         scored(replace(batch, other=None), both, "uld")
-    mix, lesson = mix_of(alm=1.0)
+    mix, loss_weights = mix_of(alm=1.0)
     dense = DenseSignal(both.signal.hidden, both.signal.head)
     with refused(ConfigError, "objectives"):
-        mix.score(both.view, dense, batch, lesson, mix.counts([batch]))
+        mix.score(both.view, dense, batch, loss_weights, mix.counts([batch]))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_batch_with_nothing_to_score_has_a_loss_and_a_gradient_of_0(batch: Batch, name: str) -> None:
     empty = batch.without_targets()
     both = paired_batches.heads(empty)
-    mix, lesson = mix_of(**{name: 0.7})
-    score = mix.score(both.view, both.signal, empty, lesson, mix.counts([empty]))
+    mix, loss_weights = mix_of(**{name: 0.7})
+    score = mix.score(both.view, both.signal, empty, loss_weights, mix.counts([empty]))
     assert float(score.loss.detach()) == 0.0 and mix.counts([empty])[name] == 0
     score.loss.backward()
     assert both.view.head.weight.grad is not None and not both.view.head.weight.grad.any()

@@ -16,15 +16,14 @@ import torch
 from refusals import refused
 from torch import Tensor
 
-from stillroom.config.objectives import KdConfig, ObjectivesConfig
-from stillroom.config.sections import Ramp
+from stillroom.config.schema import KdConfig, ObjectivesConfig, Ramp
 from stillroom.core.errors import ConfigError
 from stillroom.losses import divergences
 from stillroom.losses.head.kernel import KernelName, choose_kernel
 from stillroom.losses.head.loss import DenseTeacher, TopKTeacher, fused_head_loss
 from stillroom.losses.head.rows import keep_top_k
 from stillroom.losses.mix import Mix
-from stillroom.training.curriculum import value_at
+from stillroom.training.schedule import value_at
 
 CHOICE = choose_kernel("auto")
 both_kernels = pytest.mark.parametrize(

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from process_jobs import Child, wait_for
 
-from stillroom.losses.head import compiled, kernel
-from stillroom.losses.head.compiled import Built
+from stillroom.losses.head import kernel
+from stillroom.losses.head import kernel as compiled
+from stillroom.losses.head.kernel import Built
 
 CONTENT = b"made by the stub"
 STUB = """#!/bin/sh

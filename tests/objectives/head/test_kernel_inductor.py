@@ -17,8 +17,9 @@ from torch._dynamo.utils import counters
 
 from stillroom.losses import divergences
 from stillroom.losses.divergences import Divergence
-from stillroom.losses.head import compiled, kernel
-from stillroom.losses.head.compiled import InductorKernel
+from stillroom.losses.head import kernel
+from stillroom.losses.head import kernel as compiled
+from stillroom.losses.head.kernel import InductorKernel
 from stillroom.losses.head.rows import Logits, PlainKernel, RowKernel, RowPlan, RowRecord
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++ on a CPU")

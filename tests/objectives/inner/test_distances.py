@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from stillroom.config.objectives import LayerMap
+from stillroom.config.schema import LayerMap
 from stillroom.core.errors import ConfigError
 from stillroom.losses.hidden import (
     at_positions,

@@ -84,9 +84,11 @@ def test_eval_equals_train_in_every_phase(make_run: Any, applied: int) -> None:
     run = make_run({**RAMPS, "objectives.ce.weight": 0.3, "curriculum.phases": PHASES})
     state = RunState(applied=applied)
     window = run.loader.window(0)
-    evidence, lesson = attempt(run, state, window)
-    result = evaluate(run.student, window, precision=run.precision, teacher=run.teacher, mix=run.mix, lesson=lesson)
-    assert lesson.phase == {0: "logits", 4: "features", 7: "all"}[applied]
+    evidence, loss_weights = attempt(run, state, window)
+    result = evaluate(
+        run.student, window, precision=run.precision, teacher=run.teacher, mix=run.mix, loss_weights=loss_weights
+    )
+    assert loss_weights.phase == {0: "logits", 4: "features", 7: "all"}[applied]
     assert result.terms.keys() == evidence.terms.keys()
     assert len(result.terms) == {0: 2, 4: 4, 7: 6}[applied]
     for name, term in result.terms.items():
@@ -109,7 +111,7 @@ def test_a_rollback_takes_the_projectors_back(make_run: Any) -> None:
 
 def test_a_projector_that_is_not_finite_is_a_broken_state_and_not_a_bad_batch(make_run: Any) -> None:
     run, state = make_run(ALL), RunState()
-    run.ring.keep(capture(run, state))
+    run.snapshots.keep(capture(run, state))
     train_step(run, state, run.loader.window(0))
     with torch.no_grad():
         next(run.mix.projectors.parameters())[0, 0] = float("nan")

@@ -12,14 +12,13 @@ from refusals import refused
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from stillroom.config.objectives import ObjectivesConfig
+from stillroom.config.schema import ObjectivesConfig
 from stillroom.core.errors import ConfigError
-from stillroom.core.types import IGNORED, Batch, Lesson, Needs, Score
+from stillroom.core.types import IGNORED, Batch, LossWeights, Needs, Score
 from stillroom.losses.hidden import InnerObjective
-from stillroom.losses.mix import Mix
-from stillroom.losses.objective import Inside, Planned, plan_objectives
+from stillroom.losses.mix import Mix, ModelDims, Planned, plan_objectives
 from stillroom.models import Student, anatomy_of, gives_attention
-from stillroom.models.attention import attend_causally, show_attention
+from stillroom.models.student import attend_causally, show_attention
 from stillroom.teachers import LiveTeacher
 
 NAMES = ("feature", "attention", "layerwise", "contrastive")
@@ -27,9 +26,13 @@ FAMILIES = [
     "llama", "gpt2", "qwen3", "qwen3_moe", "mixtral", "olmoe", "gemma2", "granite", "phi", "opt", "gpt_neox",
 ]  # fmt: skip
 PHASES = [
-    Lesson("logits", {"kd": 0.7, "ce": 0.3, "feature": 0.0, "attention": 0.0, "layerwise": 0.0, "contrastive": 0.0}),
-    Lesson("features", {"kd": 0.7, "ce": 0.3, "feature": 0.1, "attention": 0.2, "layerwise": 0.0, "contrastive": 0.0}),
-    Lesson("all", {"kd": 0.7, "ce": 0.3, "feature": 0.1, "attention": 0.2, "layerwise": 0.3, "contrastive": 0.4}),
+    LossWeights(
+        "logits", {"kd": 0.7, "ce": 0.3, "feature": 0.0, "attention": 0.0, "layerwise": 0.0, "contrastive": 0.0}
+    ),
+    LossWeights(
+        "features", {"kd": 0.7, "ce": 0.3, "feature": 0.1, "attention": 0.2, "layerwise": 0.0, "contrastive": 0.0}
+    ),
+    LossWeights("all", {"kd": 0.7, "ce": 0.3, "feature": 0.1, "attention": 0.2, "layerwise": 0.3, "contrastive": 0.4}),
 ]
 
 
@@ -58,11 +61,11 @@ class Pair:
             is_described=True,
         )
 
-    def score(self, batch: Batch, lesson: Lesson, counts: dict[str, int] | None = None) -> Score:
-        needs = self.mix.needs(lesson)
+    def score(self, batch: Batch, loss_weights: LossWeights, counts: dict[str, int] | None = None) -> Score:
+        needs = self.mix.needs(loss_weights)
         signal = self.teacher.observe(batch, needs.teacher)
         view = self.student.observe(batch, needs.student)
-        return self.mix.score(view, signal, batch, lesson, counts or self.mix.counts([batch]))
+        return self.mix.score(view, signal, batch, loss_weights, counts or self.mix.counts([batch]))
 
     def gradients(self) -> dict[str, Tensor]:
         named = [*self.model.named_parameters(), *self.inner.projectors.named_parameters(prefix="projectors")]
@@ -72,8 +75,8 @@ class Pair:
         return found
 
 
-def inside(model: Any) -> Inside:
-    return Inside(anatomy_of(model).num_layers, anatomy_of(model).width)
+def inside(model: Any) -> ModelDims:
+    return ModelDims(anatomy_of(model).num_layers, anatomy_of(model).width)
 
 
 def ragged(num_rows: int = 8, length: int = 12) -> Batch:
@@ -102,8 +105,8 @@ def rows_of(batch: Batch, part: slice, *, cut: bool = False) -> Batch:
     )
 
 
-def without(lesson: Lesson, name: str) -> Lesson:
-    return replace(lesson, weights={**lesson.weights, name: 0.0})
+def without(loss_weights: LossWeights, name: str) -> LossWeights:
+    return replace(loss_weights, weights={**loss_weights.weights, name: 0.0})
 
 
 # -- micro-batches, masks, evaluation --------------------------------------------------------------------
@@ -112,14 +115,14 @@ def without(lesson: Lesson, name: str) -> Lesson:
 @pytest.mark.parametrize("cut", [False, True])
 def test_eight_micro_batches_equal_one(cut: bool) -> None:
     pair, batch = Pair(), ragged()
-    lesson = without(PHASES[2], "contrastive")  # its negatives are the rows of the micro-batch: see the next law
+    loss_weights = without(PHASES[2], "contrastive")  # its negatives are the rows of the micro-batch: see the next law
     counts = pair.mix.counts([batch])
-    one = pair.score(batch, lesson, counts)
+    one = pair.score(batch, loss_weights, counts)
     one.loss.backward()
     whole = pair.gradients()
     totals = dict.fromkeys(one.terms, 0.0)
     for row in range(8):
-        score = pair.score(rows_of(batch, slice(row, row + 1), cut=cut), lesson, counts)
+        score = pair.score(rows_of(batch, slice(row, row + 1), cut=cut), loss_weights, counts)
         score.loss.backward()
         for name, term in score.terms.items():
             totals[name] += float(term.total)
@@ -141,8 +144,8 @@ def test_contrast_depends_on_the_micro_batch_and_a_row_alone_is_counted() -> Non
     assert float(alone.terms["contrastive"].total) == 0 and float(alone.counters["rows_without_contrast"]) == 1
 
 
-@pytest.mark.parametrize("lesson", PHASES, ids=lambda lesson: lesson.phase)
-def test_what_stands_in_the_padding_does_not_matter(lesson: Lesson) -> None:
+@pytest.mark.parametrize("loss_weights", PHASES, ids=lambda loss_weights: loss_weights.phase)
+def test_what_stands_in_the_padding_does_not_matter(loss_weights: LossWeights) -> None:
     pair, batch = Pair(), ragged()
     noise = torch.randint(2, tiny.VOCAB, batch.input_ids.shape, generator=torch.Generator().manual_seed(9))
     other = replace(batch, input_ids=torch.where(batch.input_ids == 1, noise, batch.input_ids))
@@ -154,8 +157,8 @@ def test_what_stands_in_the_padding_does_not_matter(lesson: Lesson) -> None:
         longer(other.target_bytes, (0, 5)),
         other.sample_ids,
     )
-    scores = [pair.score(batch, lesson) for batch in (batch, other, padded)]
-    assert set(scores[0].terms) == {name for name, weight in lesson.weights.items() if weight}
+    scores = [pair.score(batch, loss_weights) for batch in (batch, other, padded)]
+    assert set(scores[0].terms) == {name for name, weight in loss_weights.weights.items() if weight}
     for score in scores[1:]:
         for name, term in scores[0].terms.items():
             torch.testing.assert_close(score.terms[name].total, term.total, rtol=1e-9, atol=0)
@@ -198,7 +201,7 @@ def test_a_weight_of_zero_asks_for_nothing_and_captures_nothing(hooks: list[str]
 
 
 def test_the_attention_maps_of_other_layers_are_never_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    from stillroom.models import attention
+    from stillroom.models import student as attention
 
     opened: list[int] = []
     original = attention._attend_in_the_open
@@ -273,14 +276,14 @@ def test_gradient_checkpointing_gives_the_same_gradients(teacher: str, student: 
 # -- plans -----------------------------------------------------------------------------------------------
 
 
-def planned(student: Inside, teacher: Inside, **sections: Any) -> Planned:
+def planned(student: ModelDims, teacher: ModelDims, **sections: Any) -> Planned:
     return plan_objectives(ObjectivesConfig.model_validate(sections), student, teacher)
 
 
 def test_a_projector_stands_only_where_widths_differ() -> None:
-    same, other = Inside(2, 8), Inside(4, 16)
-    assert not planned(same, Inside(4, 8), feature={"weight": 1.0}).projectors
-    assert set(planned(same, Inside(4, 8), feature={"weight": 1.0, "projector": "always"}).projectors) == {
+    same, other = ModelDims(2, 8), ModelDims(4, 16)
+    assert not planned(same, ModelDims(4, 8), feature={"weight": 1.0}).projectors
+    assert set(planned(same, ModelDims(4, 8), feature={"weight": 1.0, "projector": "always"}).projectors) == {
         "feature_1_3"
     }
     weights = dict(planned(same, other, layerwise={"weight": 1.0}).projectors.named_parameters())
@@ -292,7 +295,7 @@ def test_a_projector_stands_only_where_widths_differ() -> None:
 
 @pytest.mark.parametrize(("narrow", "wide"), [(8, 32), (32, 32)])
 def test_a_fresh_projector_keeps_the_size_of_an_entry(narrow: int, wide: int) -> None:
-    inner = planned(Inside(1, narrow), Inside(1, wide), feature={"weight": 1.0, "projector": "always"})
+    inner = planned(ModelDims(1, narrow), ModelDims(1, wide), feature={"weight": 1.0, "projector": "always"})
     states = torch.randn(100, narrow)
     projected = inner.projectors["feature_0_0"](states)
     torch.testing.assert_close(projected.square().mean(), states.square().mean(), rtol=1e-4, atol=0)
@@ -301,43 +304,43 @@ def test_a_fresh_projector_keeps_the_size_of_an_entry(narrow: int, wide: int) ->
 def test_projectors_depend_on_the_seed_alone() -> None:
     config = ObjectivesConfig.model_validate({"feature": {"weight": 1.0}})
     before = torch.get_rng_state()
-    one, two, other = (plan_objectives(config, Inside(2, 8), Inside(2, 16), seed=seed) for seed in (3, 3, 4))
+    one, two, other = (plan_objectives(config, ModelDims(2, 8), ModelDims(2, 16), seed=seed) for seed in (3, 3, 4))
     assert torch.equal(before, torch.get_rng_state())
     weights = [inner.projectors["feature_1_1"].weight for inner in (one, two, other)]
     assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])  # type: ignore[arg-type]
 
 
 def test_attention_layers_keeps_the_last_pairs() -> None:
-    inner = planned(Inside(4, 8), Inside(8, 8), attention={"weight": 1.0, "attention_layers": 2})
+    inner = planned(ModelDims(4, 8), ModelDims(8, 8), attention={"weight": 1.0, "attention_layers": 2})
     (attention,) = inner.objectives
     assert isinstance(attention, InnerObjective) and attention.pairs == ((2, 5), (3, 7))
-    assert not planned(Inside(4, 8), Inside(8, 8), attention={"weight": 1.0, "attention_layers": 0}).objectives
+    assert not planned(ModelDims(4, 8), ModelDims(8, 8), attention={"weight": 1.0, "attention_layers": 0}).objectives
 
 
 def test_a_layer_out_of_range_is_refused_when_the_run_is_planned() -> None:
     with refused(ConfigError, "objectives.feature.layers", "7"):
-        planned(Inside(4, 8), Inside(4, 8), feature={"weight": 1.0, "layers": [[0, 7]]})
+        planned(ModelDims(4, 8), ModelDims(4, 8), feature={"weight": 1.0, "layers": [[0, 7]]})
 
 
 def test_different_positions_are_refused() -> None:
     pair, batch = Pair(), ragged()
-    lesson = PHASES[1]
-    needs = pair.mix.needs(lesson)
+    loss_weights = PHASES[1]
+    needs = pair.mix.needs(loss_weights)
     view = pair.student.observe(batch, needs.student)
     signal = pair.teacher.observe(rows_of(batch, slice(0, 4)), needs.teacher)
     with refused(ConfigError, "objectives"):
-        pair.inner.objectives[0].score(view, signal, batch, lesson, {"feature": 1.0})
+        pair.inner.objectives[0].score(view, signal, batch, loss_weights, {"feature": 1.0})
 
 
 def test_a_teacher_s_bad_state_counts_as_a_bad_row() -> None:
     pair, batch = Pair(), ragged()
-    lesson = PHASES[1]
-    needs = pair.mix.needs(lesson)
+    loss_weights = PHASES[1]
+    needs = pair.mix.needs(loss_weights)
     signal = pair.teacher.observe(batch, needs.teacher)
     spoiled = {name: tap.clone() for name, tap in signal.taps.items()}
     spoiled["hidden.3"].view(-1, 48)[batch.positions[2]] = float("nan")
     view = pair.student.observe(batch, needs.student)
-    score = pair.mix.score(view, replace(signal, taps=spoiled), batch, lesson, pair.mix.counts([batch]))
+    score = pair.mix.score(view, replace(signal, taps=spoiled), batch, loss_weights, pair.mix.counts([batch]))
     score.loss.backward()
     assert float(score.counters["bad_teacher_rows"]) == 1 and torch.isfinite(score.loss)
     assert float(score.terms["feature"].count) == batch.num_scored - 1
@@ -346,10 +349,10 @@ def test_a_teacher_s_bad_state_counts_as_a_bad_row() -> None:
 
 def test_the_teacher_is_the_goal_and_gets_no_gradient() -> None:
     pair, batch = Pair(), ragged()
-    lesson = PHASES[2]
-    needs = pair.mix.needs(lesson)
+    loss_weights = PHASES[2]
+    needs = pair.mix.needs(loss_weights)
     signal = pair.teacher.observe(batch, needs.teacher)
     taps = {name: tap.clone().requires_grad_() for name, tap in signal.taps.items()}
     view = pair.student.observe(batch, needs.student)
-    pair.mix.score(view, replace(signal, taps=taps), batch, lesson, pair.mix.counts([batch])).loss.backward()
+    pair.mix.score(view, replace(signal, taps=taps), batch, loss_weights, pair.mix.counts([batch])).loss.backward()
     assert len(taps) == 4 and all(tap.grad is None for tap in taps.values())

@@ -16,7 +16,7 @@ import torch
 from pyarrow import parquet
 
 from stillroom.config import load_config
-from stillroom.config.teacher import TeacherConfig
+from stillroom.config.schema import TeacherConfig
 from stillroom.core.errors import ConfigError, DataError
 from stillroom.core.types import Needs, TopKSignal
 from stillroom.data import open_data

@@ -15,13 +15,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from stillroom.config import load_config
-from stillroom.config.objectives import ObjectivesConfig
-from stillroom.config.teacher import RouterConfig
+from stillroom.config.schema import ObjectivesConfig, RouterConfig
 from stillroom.core.errors import ConfigError
-from stillroom.core.types import Batch, DenseSignal, Lesson, Needs, PairedSignal
+from stillroom.core.types import Batch, DenseSignal, LossWeights, Needs, PairedSignal
 from stillroom.data.two_tokenizers.align import Coverage
-from stillroom.losses.mix import Mix
-from stillroom.losses.objective import Inside, plan_objectives
+from stillroom.losses.mix import Mix, ModelDims, plan_objectives
 from stillroom.teachers import GateOptions, RouterTeacher
 from stillroom.teachers.paired import PairedTeacher, matched_tokens
 from stillroom.teachers.router.teacher import PairedRouterTraining, span_divergence
@@ -57,12 +55,14 @@ def router(mode: str, **over: Any) -> PairedTeacher:
     return PairedTeacher(inner, tokenizer, Coverage(), inner.training)
 
 
-def mix_of(name: str, num_layers: int) -> tuple[Mix, Lesson]:
+def mix_of(name: str, num_layers: int) -> tuple[Mix, LossWeights]:
     config = ObjectivesConfig.model_validate({"kd": {"weight": 0.0}, "ce": {"weight": 0.5}, name: {"weight": 0.7}})
     matched = matched_tokens(*(pair_tokenizers.built(one) for one in paired_batches.PAIR))
-    planned = plan_objectives(config, Inside(1, 12), Inside(num_layers, WIDTH), matched=matched)
-    lesson = Lesson("x", {"kd": 0.0, "ce": 0.5, name: 0.7}, {"alm.temperature": 100.0, "kd.temperature": 1.0})
-    return Mix(config, planned=planned), lesson
+    planned = plan_objectives(config, ModelDims(1, 12), ModelDims(num_layers, WIDTH), matched=matched)
+    loss_weights = LossWeights(
+        "x", {"kd": 0.0, "ce": 0.5, name: 0.7}, {"alm.temperature": 100.0, "kd.temperature": 1.0}
+    )
+    return Mix(config, planned=planned), loss_weights
 
 
 def gradients(teacher: PairedTeacher) -> dict[str, torch.Tensor]:
@@ -76,12 +76,12 @@ def test_the_students_backward_goes_on_into_the_gates(batch: Batch, name: str, w
     """The gates' gradient is that of the objective to the teacher's states, sent through the teacher."""
     both = paired_batches.heads(batch)
     teacher = router("sar-joint", student_weight=weight, truth_weight=0.0, anchor_weight=0.0)
-    mix, lesson = mix_of(name, 2)
-    needs, counts = mix.needs(lesson).teacher, mix.counts([batch])
+    mix, loss_weights = mix_of(name, 2)
+    needs, counts = mix.needs(loss_weights).teacher, mix.counts([batch])
     teacher.training.begin([batch], 0)
     with teacher.training.joint_graph(batch):
         (signal,) = teacher.training.answers(batch, needs)
-        score = mix.score(both.view, signal, batch, lesson, counts)
+        score = mix.score(both.view, signal, batch, loss_weights, counts)
         (score.loss + teacher.training.extra_loss(batch, both.view, num_targets=counts["ce"])).backward()
     joint = gradients(teacher)
     assert joint and all(slope.any() for slope in joint.values())
@@ -94,7 +94,7 @@ def test_the_students_backward_goes_on_into_the_gates(batch: Batch, name: str, w
         states = {"hidden": live.hidden, **live.taps}
         leaves = {key: one.detach().requires_grad_() for key, one in states.items()}
         told = replace(live, hidden=leaves.pop("hidden"), taps=leaves)
-        loss = mix.score(both.view, told, batch, lesson, counts).loss
+        loss = mix.score(both.view, told, batch, loss_weights, counts).loss
         given = [told.hidden, *told.taps.values()]
         slopes = torch.autograd.grad(loss, given, allow_unused=True)
         used = [(one, slope) for one, slope in zip(states.values(), slopes, strict=True) if slope is not None]

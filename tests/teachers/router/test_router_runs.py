@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from stillroom.cli import app
 from stillroom.config import load_config
-from stillroom.config.teacher import RouterConfig
+from stillroom.config.schema import RouterConfig
 from stillroom.core.errors import BrokenAtStart, Interrupted
 from stillroom.report import write_report
 from stillroom.teachers import GateOptions, RouterTeacher, merge_gates

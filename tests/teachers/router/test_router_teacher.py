@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM
 
-from stillroom.config.objectives import ObjectivesConfig
-from stillroom.config.teacher import RouterConfig
+from stillroom.config.schema import ObjectivesConfig, RouterConfig
 from stillroom.core.errors import ConfigError
-from stillroom.core.types import IGNORED, Batch, DenseSignal, Lesson, Needs, Score, StudentView, Term
+from stillroom.core.types import IGNORED, Batch, DenseSignal, LossWeights, Needs, Score, StudentView, Term
 from stillroom.losses.mix import Mix
 from stillroom.losses.router import entropy, gate_log_probs, load_balance
 from stillroom.models import Student
@@ -215,11 +214,11 @@ def test_the_joint_backward_reaches_gates_and_student_alike(weight: float) -> No
     )
     count = batch.num_scored
     joint.training.begin([batch], 0)
-    mix, lesson = Mix(ObjectivesConfig()), Lesson("x", {"kd": 1.0, "ce": 0.0})
+    mix, loss_weights = Mix(ObjectivesConfig()), LossWeights("x", {"kd": 1.0, "ce": 0.0})
     with joint.training.joint_graph(batch):
         (signal,) = joint.training.answers(batch, Needs())
         view = student.observe(batch, Needs())
-        score = mix.score(view, signal, batch, lesson, {"kd": count, "ce": count})
+        score = mix.score(view, signal, batch, loss_weights, {"kd": count, "ce": count})
         (score.loss + joint.training.extra_loss(batch, view, num_targets=count)).backward()
     assert all(p.grad is not None for p in student.model.parameters())
     alternating = teacher_of(model, "sar")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from scripted_server import Give, answer, hang_up, scripting, stall
 
-from stillroom.config.teacher import RequestsConfig
+from stillroom.config.schema import RequestsConfig
 from stillroom.core.errors import ServerGone, ServerUnusable
 from stillroom.teachers.served.client import Address, Client, ServerRefused, _seconds
 

@@ -19,7 +19,7 @@ import pytest
 from scripted_server import ENDLESS, Scripted, answer, scripting
 
 from stillroom.config import load_config
-from stillroom.config.teacher import RequestsConfig
+from stillroom.config.schema import RequestsConfig
 from stillroom.core.errors import ConfigError, ServerUnusable
 from stillroom.teachers.served.client import Client, ServerRefused
 

@@ -19,7 +19,7 @@ from mutations import mutated
 from served_model import serving
 from transformers import AutoTokenizer
 
-from stillroom.config.teacher import TeacherConfig
+from stillroom.config.schema import TeacherConfig
 from stillroom.core.errors import ServerUnusable
 from stillroom.teachers.served.shapes import _read
 from stillroom.teachers.served.teacher import ServedTeacher, Server, open_server

@@ -14,7 +14,7 @@ import torch
 from served_model import ServedModel, serving
 from transformers import AutoTokenizer
 
-from stillroom.config.teacher import TeacherConfig
+from stillroom.config.schema import TeacherConfig
 from stillroom.core.errors import ServerGone, ServerUnusable
 from stillroom.core.types import Needs, TopKSignal
 from stillroom.data import Rows

@@ -11,7 +11,7 @@ import tiny
 from served_model import serving
 from transformers import AutoTokenizer
 
-from stillroom.config.teacher import TeacherConfig
+from stillroom.config.schema import TeacherConfig
 from stillroom.core.errors import ConfigError, ServerUnusable, StillroomError
 from stillroom.teachers.served.teacher import Server, open_server
 

@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from stillroom.config.data import DataConfig
+from stillroom.config.schema import DataConfig
 from stillroom.core.errors import ConfigError
 from stillroom.data.chat import Span, chat_writer
 from stillroom.data.records import Record, Segments, Tally, Turn, Unusable, chat_key

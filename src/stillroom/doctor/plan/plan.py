@@ -16,7 +16,7 @@ import torch
 
 from stillroom.config import Config
 from stillroom.config.load import build, put
-from stillroom.config.sections import STRATEGIES
+from stillroom.config.schema import STRATEGIES
 from stillroom.core.errors import BrokenAtStart, ConfigError
 from stillroom.data import open_data
 from stillroom.doctor.plan.cost import Cost, Gpu, cost_of

@@ -7,19 +7,509 @@ with the plain one's. The environment variable STILLROOM_KERNEL overrules `auto`
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import functools
+import hashlib
 import importlib.util
 import os
+import platform
+import shutil
+import stat
+import subprocess
+import tempfile
+import warnings
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from stillroom.core.errors import ConfigError
+from stillroom.core.types import SampledSignal, TopKSignal
 from stillroom.losses import divergences
 from stillroom.losses.divergences import Divergence
-from stillroom.losses.head.compiled import LEAST_CAPABILITY, CompiledKernel, InductorKernel, build, knows
-from stillroom.losses.head.rows import Logits, PlainKernel, RowKernel, RowPlan, RowRecord
+from stillroom.losses.head.rows import (
+    Logits,
+    PlainKernel,
+    RowKernel,
+    RowPlan,
+    RowRecord,
+    TeacherRows,
+    fill_values,
+    finish,
+    give_rest_to_label,
+    keep_top_k,
+    leave_gradient,
+    outside_vocabulary,
+    without_empty_tail,
+)
+
+# -- compiled --------------------------------------------------------------------------------------
+# The row kernel in C++ (native/rows.cpp), called through ctypes: no torch headers, no build tools beyond a compiler.
+#
+# It serves FP32 rows on a CPU. Anything else (FP64, a GPU, a teacher that is being trained, a divergence registered
+# by another package) is left to the plain kernel.
+
+
+class _Head(ctypes.Structure):
+    _fields_ = (
+        ("raw", ctypes.c_void_p),
+        ("stride", ctypes.c_int64),
+        ("bias", ctypes.c_void_p),
+        ("scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+    )
+
+
+class _Job(ctypes.Structure):
+    _fields_ = (
+        ("num_rows", ctypes.c_int64),
+        ("num_columns", ctypes.c_int64),
+        ("num_threads", ctypes.c_int64),
+        ("student", _Head),
+        ("teacher", _Head),
+        ("ids", ctypes.c_void_p),
+        ("values", ctypes.c_void_p),
+        ("side", ctypes.c_void_p),
+        ("num_kept", ctypes.c_int64),
+        ("targets", ctypes.c_void_p),
+        ("temperatures", ctypes.c_void_p),
+        ("kd_weights", ctypes.c_void_p),
+        ("ce_weights", ctypes.c_void_p),
+        ("kd", ctypes.c_void_p),
+        ("ce", ctypes.c_void_p),
+        ("is_bad", ctypes.c_void_p),
+        ("kind", ctypes.c_int32),
+        ("divergence", ctypes.c_int32),
+        ("place", ctypes.c_float),
+        ("rest", ctypes.c_float),
+        ("has_ce", ctypes.c_int32),
+        ("wants_gradient", ctypes.c_int32),
+    )
+
+
+_DENSE, _TOP_K, _SAMPLED = 1, 2, 3
+
+
+class CompiledKernel:
+    """The row kernel of a library that `kernel_build` made."""
+
+    name = "compiled"
+
+    def __init__(self, library: Path) -> None:
+        self._run = ctypes.CDLL(str(library)).stillroom_rows
+        self._run.argtypes, self._run.restype = (ctypes.POINTER(_Job),), ctypes.c_int32
+        self._plain = PlainKernel()
+
+    def run(self, student: Logits, teacher: TeacherRows | None, rows: RowRecord, plan: RowPlan) -> None:
+        code = _code_of(plan.divergence)
+        raw = student.raw
+        is_odd = code is None or plan.wants_teacher or student.clamp is not None or plan.label_margin is not None
+        if is_odd or code is None or raw.dtype != torch.float32 or raw.device.type != "cpu":
+            self._plain.run(student, teacher, rows, plan)
+            return
+        if isinstance(teacher, Logits) and plan.top_k:
+            teacher = keep_top_k(finish(teacher), plan.top_k, rows.temperatures)
+        if isinstance(teacher, TopKSignal):
+            teacher = without_empty_tail(teacher, raw.shape[1])
+            if plan.rest_to_label:
+                teacher = give_rest_to_label(teacher, rows.targets)
+        job, kept_alive = _job(student, teacher, rows, plan, code)
+        status = self._run(ctypes.byref(job))
+        del kept_alive  # the job holds addresses: the tensors must outlive the call
+        if status != 0:
+            raise outside_vocabulary(raw.shape[1])
+
+
+def _job(
+    student: Logits, teacher: TeacherRows | None, rows: RowRecord, plan: RowPlan, code: tuple[int, float]
+) -> tuple[_Job, list[Tensor]]:
+    """The call's arguments, and the tensors they point into. Each has the length that the loops will read."""
+    kept_alive: list[Tensor] = []
+    num_rows, num_columns = student.raw.shape
+
+    def address(tensor: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> int:
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"rows of the head: a tensor of shape {list(tensor.shape)} instead of {list(shape)}")
+        tensor = tensor.to(dtype).contiguous()
+        kept_alive.append(tensor)
+        return tensor.data_ptr()
+
+    def head(logits: Logits) -> _Head:
+        if tuple(logits.raw.shape) != (num_rows, num_columns) or logits.raw.stride(1) != 1:
+            raise ValueError(
+                f"rows of the head: logits of shape {list(logits.raw.shape)} beside {list(student.raw.shape)}"
+            )
+        bias = None if logits.bias is None else address(logits.bias, num_columns)
+        return _Head(logits.raw.data_ptr(), logits.raw.stride(0), bias, logits.scale, logits.softcap or 0.0)
+
+    job = _Job(
+        num_rows=num_rows,
+        num_columns=num_columns,
+        num_threads=torch.get_num_threads(),
+        student=head(student),
+        targets=address(rows.targets, num_rows, dtype=torch.int64),
+        temperatures=address(rows.temperatures, num_rows),
+        kd_weights=address(rows.kd_weights, num_rows),
+        ce_weights=address(rows.ce_weights, num_rows),
+        kd=rows.kd.data_ptr(),
+        ce=rows.ce.data_ptr(),
+        is_bad=rows.is_bad.data_ptr(),
+        divergence=code[0],
+        place=code[1],
+        rest=1.0 - code[1],
+        has_ce=plan.has_ce,
+        wants_gradient=plan.wants_student,
+    )
+    if isinstance(teacher, Logits):
+        job.kind, job.teacher = _DENSE, head(teacher)
+    elif teacher is not None:
+        job.kind = _TOP_K if isinstance(teacher, TopKSignal) else _SAMPLED
+        kept = num_rows, teacher.ids.shape[-1]
+        job.num_kept, job.ids = kept[1], address(teacher.ids, *kept, dtype=torch.int64)
+        job.values = address(teacher.weights if isinstance(teacher, SampledSignal) else teacher.log_probs, *kept)
+        job.side = address(teacher.entropy if isinstance(teacher, SampledSignal) else teacher.tail_log_mass, num_rows)
+    return job, kept_alive
+
+
+def knows(divergence: Divergence) -> bool:
+    """Whether rows.cpp has that divergence; any other goes through the plain kernel."""
+    return _code_of(divergence) is not None
+
+
+def _code_of(divergence: Divergence | None) -> tuple[int, float] | None:
+    """The number of a divergence in rows.cpp and its beta or alpha; None where rows.cpp does not have it."""
+    match divergence:
+        case None | divergences.ForwardKL():
+            return 0, 0.0
+        case divergences.ReverseKL():
+            return 1, 0.0
+        case divergences.JensenShannon(beta):
+            return 2 if beta <= 0.5 else 3, beta
+        case divergences.SkewForwardKL(alpha):
+            return 4, alpha
+        case divergences.SkewReverseKL(alpha):
+            return 5 if alpha <= divergences.STEEP else 6, alpha
+        case divergences.TotalVariation():
+            return 7, 0.0
+        case _:
+            return None
+
+
+# -- kernel inductor -------------------------------------------------------------------------------
+# The row kernel as torch.compile makes it: the plain kernel's formulas, fused into a few passes over the logits.
+#
+# On a card the plain kernel reads and writes a chunk 25 to 60 times, and every trip is one to main memory. Inductor
+# joins these operations into loops over a row. It needs Triton there, which comes with torch for Linux and serves
+# cards from compute capability 7.0 on.
+#
+# A compiled function belongs to one kind of pass: a divergence with its settings, a vocabulary, which gradients are
+# wanted. The number of rows may vary. Compiling takes half a minute on a card, so a process compiles a few kinds and
+# no more: a setting that moves with every step is left to the plain kernel, and so are kinds that come late.
+#
+# Legend: C rows, V vocabulary.
+
+
+LEAST_CAPABILITY = (7, 0)  # of a card, for Triton
+_MOST_KINDS = 6  # dynamo gives a function up after eight
+_LEAST_ROWS = 2  # dynamo compiles sizes of 0 and 1 apart
+
+Run = Callable[[Logits, TeacherRows | None, RowRecord, RowPlan], None]
+
+
+class InductorKernel:
+    """Serves everything the plain kernel does, on the device of its tensors."""
+
+    name = "inductor"
+
+    def __init__(self) -> None:
+        self._is_fused: dict[Hashable, bool] = {}  # by kind of pass
+        self._plain = PlainKernel()
+        self._fused: Run = torch.compile(_run_fused, fullgraph=True)
+
+    def run(self, student: Logits, teacher: TeacherRows | None, rows: RowRecord, plan: RowPlan) -> None:
+        kind = _kind(student, teacher, rows, plan)
+        if student.raw.shape[0] < _LEAST_ROWS or not self._admits(kind):
+            self._plain.run(student, teacher, rows, plan)
+            return
+        # Imported where a first pass needs it: dynamo takes longer to import than torch itself.
+        from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
+        for tensor in _tensors(student, teacher, rows):
+            torch._dynamo.mark_dynamic(tensor, 0)
+        try:
+            self._fused(student, teacher, rows, plan)
+        except (TorchDynamoException, FailOnRecompileLimitHit) as error:  # before anything ran: the rows are untouched
+            first = str(error).strip().partition("\n")[0]
+            warnings.warn(f"rows of the head: plain PyTorch (torch.compile failed: {first})", stacklevel=2)
+            self._is_fused[kind] = False
+            self._plain.run(student, teacher, rows, plan)
+
+    def _admits(self, kind: Hashable) -> bool:
+        try:
+            hash(kind)
+        except TypeError:  # a divergence of another package that has no hash
+            return False
+        if len(self._is_fused) < _MOST_KINDS:
+            self._is_fused.setdefault(kind, True)
+        return self._is_fused.get(kind, False)
+
+
+def _run_fused(student: Logits, teacher: TeacherRows | None, rows: RowRecord, plan: RowPlan) -> None:
+    """The plain kernel's block, its gradient written as one expression: a scatter would end the fusion."""
+    logits, own, gradient, ce_weights = fill_values(student, teacher, rows, plan)
+    if plan.wants_student:
+        column = ce_weights[:, None]
+        tokens = torch.arange(logits.shape[-1], device=logits.device)
+        is_label = tokens[None, :] == rows.targets[:, None]
+        pull = own.probs * column - torch.where(is_label, column, torch.zeros_like(column))
+        leave_gradient(student, logits, pull if gradient is None else pull + gradient)
+
+
+def _kind(student: Logits, teacher: TeacherRows | None, rows: RowRecord, plan: RowPlan) -> Hashable:
+    """What a compiled function is bound to."""
+    form: Hashable = None
+    if isinstance(teacher, Logits):
+        form = _layout(teacher)
+    elif teacher is not None:
+        form = type(teacher).__name__, teacher.ids.shape[1]
+    return plan, _layout(student), form, rows.clamped is None, rows.corrected is None
+
+
+def _layout(logits: Logits) -> Hashable:
+    raw = logits.raw
+    head = logits.bias is None, logits.scale, logits.softcap, logits.clamp
+    return raw.device, raw.dtype, raw.shape[1], raw.stride(), head
+
+
+def _tensors(student: Logits, teacher: TeacherRows | None, rows: RowRecord) -> list[Tensor]:
+    """Those whose first axis is the chunk's rows."""
+    found: list[Tensor | None] = [student.raw, rows.targets, rows.temperatures, rows.kd_weights, rows.ce_weights]
+    found += [rows.kd, rows.ce, rows.is_bad, rows.clamped, rows.corrected]
+    match teacher:
+        case Logits():
+            found.append(teacher.raw)
+        case TopKSignal():
+            found += [teacher.ids, teacher.log_probs, teacher.tail_log_mass]
+        case SampledSignal():
+            found += [teacher.ids, teacher.weights, teacher.entropy]
+    return [tensor for tensor in found if tensor is not None]
+
+
+# -- kernel cache ----------------------------------------------------------------------------------
+# Where built kernels are kept, and which of them may be loaded.
+#
+# A library that is loaded runs with all the user's rights, and a truncated one ends the process with SIGBUS. So
+# nothing is loaded but a regular file of this user that nobody else can write to, in a folder of which the same is
+# true, and whose SHA-256 is the one in its name. The sum is part of the name because one rename then puts both in
+# place: processes that build at the same time cannot mix them up.
+
+
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+def choose_folder() -> tuple[Path, str]:
+    """A folder that only this user can write to, and why it is not the usual one where it is not."""
+    doubts: list[str] = []
+    for folder in _candidates():
+        doubt = _prepare(folder)
+        if not doubt:
+            return folder, "; ".join(doubts)
+        doubts.append(doubt)
+    folder = Path(tempfile.mkdtemp(prefix="stillroom-kernels-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder, "; ".join(doubts or ["there is no home folder"])
+
+
+def find(folder: Path, stem: str) -> tuple[Path | None, str]:
+    """A kept library that may be loaded, and what was wrong with one that may not: that one is removed."""
+    doubt = ""
+    for path in sorted(folder.glob(f"{stem}-*.so")):
+        found = fault_of(path)
+        if not found:
+            return path, doubt
+        doubt = f"{path} {found} and was removed"
+        path.unlink(missing_ok=True)
+    return None, doubt
+
+
+def keep(made: Path, folder: Path, stem: str) -> Path:
+    """Put a library into the folder, whole or not at all."""
+    made.chmod(stat.S_IRUSR | stat.S_IWUSR)
+    path = folder / f"{stem}-{hashlib.sha256(made.read_bytes()).hexdigest()}.so"
+    made.replace(path)
+    return path
+
+
+def fault_of(path: Path) -> str:
+    """Why a library may not be loaded; empty where it may."""
+    try:
+        with os.fdopen(os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0)), "rb") as file:
+            details = os.fstat(file.fileno())
+            if not stat.S_ISREG(details.st_mode):
+                return "is no regular file"
+            doubt = _foreign(details)
+            if doubt:
+                return doubt
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    return "" if path.stem.endswith(f"-{digest}") else "does not have the checksum in its name"
+
+
+def _candidates() -> Iterator[Path]:
+    home = os.environ.get("STILLROOM_CACHE") or _absolute(os.environ.get("XDG_CACHE_HOME")) or _home_cache()
+    if home:
+        yield Path(home).absolute() / "stillroom" / "kernels"
+    user = _user()
+    if user is not None:
+        yield Path(tempfile.gettempdir()) / f"stillroom-kernels-{user}"
+
+
+def _absolute(path: str | None) -> str | None:
+    """The XDG specification has relative paths ignored."""
+    return path if path and Path(path).is_absolute() else None
+
+
+def _home_cache() -> Path | None:
+    try:
+        home = Path.home()
+    except RuntimeError:  # HOME is not set, and the user is not in the password file
+        return None
+    return home / ".cache" if home.is_absolute() else None
+
+
+def _user() -> int | None:
+    """None on systems without user numbers: there a folder in the user's profile is the user's own."""
+    return os.geteuid() if hasattr(os, "geteuid") else None
+
+
+def _prepare(folder: Path) -> str:
+    """Make the folder where it does not exist. Why it cannot be used; empty where it can."""
+    try:
+        for path in (*reversed(folder.parents), folder):  # one by one: `parents=True` would not pass on the mode
+            path.mkdir(exist_ok=True, mode=stat.S_IRWXU)
+        details = folder.lstat()
+        doubt = "is no folder" if not stat.S_ISDIR(details.st_mode) else _foreign(details)
+        if not doubt and not os.access(folder, os.W_OK | os.X_OK):
+            doubt = "cannot be written to"
+        if doubt:
+            return f"{folder} {doubt}"
+        open_parent = next((path for path in folder.resolve().parents if _can_be_renamed_in(path.stat())), None)
+    except OSError as error:
+        return f"{folder} cannot be made ({error.strerror})"
+    return f"{folder} can be replaced by others, who may write to {open_parent}" if open_parent else ""
+
+
+def _foreign(details: os.stat_result) -> str:
+    user = _user()
+    if user is None:
+        return ""
+    if details.st_uid != user:
+        return "belongs to another user"
+    return "can be written to by other users" if details.st_mode & _OTHERS_WRITE else ""
+
+
+def _can_be_renamed_in(details: os.stat_result) -> bool:
+    """Whether anyone but this user and root may rename entries of a folder above ours: /tmp is sticky, so no."""
+    user = _user()
+    if user is None:
+        return False
+    is_open = details.st_mode & stat.S_IWOTH and not details.st_mode & stat.S_ISVTX
+    return bool(is_open) or details.st_uid not in (0, user)
+
+
+# -- kernel build ----------------------------------------------------------------------------------
+# Building the C++ row kernel: once for each machine, into the user's cache.
+#
+# The build takes about two seconds. It is done when first asked for and not in the background, so that which kernel a
+# run uses depends on the machine and not on timing: a resumed run must repeat its numbers to the last bit.
+#
+# The library's name holds a hash of everything it was made from (source, flags, compiler, processor, torch), so a
+# stale one is never loaded, and its own checksum, without which none is (`kernel_cache.py`). OpenMP calls are left
+# unresolved on purpose: they bind to the runtime that torch has loaded, and the two share one pool of threads.
+
+
+_SOURCE = Path(__file__).with_name("native")
+_COMMON = ("-std=c++17", "-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
+# From best to most modest; the first that compiles is taken.
+_ATTEMPTS = (
+    (*_COMMON, "-fopenmp", "-march=native", "-mprefer-vector-width=512"),
+    (*_COMMON, "-fopenmp", "-march=native"),
+    (*_COMMON, "-fopenmp"),
+)
+_TIMEOUT_SECONDS = 120
+
+
+@dataclass(frozen=True)
+class Built:
+    """A library, or None with the reason why there is none."""
+
+    path: Path | None
+    reason: str
+
+
+@functools.cache
+def build() -> Built:
+    """The kernel's library for this machine, from the cache or made now."""
+    compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", "g++"), "c++", "clang++"))), None)
+    if compiler is None:
+        return Built(None, "no C++ compiler found (g++, c++, clang++)")
+    try:
+        folder, doubt = choose_folder()
+    except OSError as error:
+        return Built(None, f"no folder to build in: {error}")
+    try:
+        stem = f"rows-{_fingerprint(compiler)}"
+        path, damage = find(folder, stem)
+        built = Built(path, f"built earlier: {path}") if path else _compile(compiler, folder, stem)
+    except (OSError, subprocess.SubprocessError) as error:
+        return Built(None, f"cannot build into {folder}: {error}")
+    place = f"kept in {folder}, because {doubt}" if doubt else ""
+    return Built(built.path, "; ".join(filter(None, (built.reason, damage, place))))
+
+
+def _compile(compiler: str, folder: Path, stem: str) -> Built:
+    complaint = ""
+    with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as scratch:
+        made = Path(scratch) / "rows.o", Path(scratch) / "rows.so"
+        for flags in _ATTEMPTS:
+            # Linked without -fopenmp, so that no second OpenMP runtime comes in.
+            for command in (
+                [compiler, *flags, "-c", str(_SOURCE / "rows.cpp"), "-o", str(made[0])],
+                [compiler, "-shared", str(made[0]), "-o", str(made[1])],
+            ):
+                done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=False)
+                if done.returncode != 0:
+                    complaint = done.stderr.strip().partition("\n")[0]
+                    break
+            else:
+                path = keep(made[1], folder, stem)
+                fault = fault_of(path)  # a full disk may say nothing
+                return Built(None, f"{path} {fault}") if fault else Built(path, f"built with {Path(compiler).name}")
+    return Built(None, f"{Path(compiler).name} failed: {complaint}")
+
+
+def _fingerprint(compiler: str) -> str:
+    digest = hashlib.sha256()
+    for source in sorted(_SOURCE.iterdir()):
+        digest.update(source.read_bytes())
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=30, check=False).stdout
+    for part in (version, repr(_ATTEMPTS), _processor(), torch.__version__):
+        digest.update(part.encode())
+    return digest.hexdigest()[:20]
+
+
+def _processor() -> str:
+    """What `-march=native` looks at: the cache may be shared by different machines."""
+    information = Path("/proc/cpuinfo")
+    lines = information.read_text().splitlines() if information.exists() else []
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return f"{platform.machine()} {platform.processor()} {flags}"
+
 
 KernelName = Literal["auto", "plain", "compiled"]
 

@@ -18,8 +18,7 @@ from torch import Tensor
 from stillroom.core.errors import ConfigError, DataError
 from stillroom.core.numerics import Softmax, head_and_tail, is_distribution, softcap, softcap_slope
 from stillroom.core.types import SampledSignal, Signal, TopKSignal
-from stillroom.losses.arguments import check_number, check_tensor
-from stillroom.losses.divergences import Divergence, softmax_pullback, student_gradient
+from stillroom.losses.divergences import Divergence, check_number, check_tensor, softmax_pullback, student_gradient
 
 # -- row kernel ------------------------------------------------------------------------------------
 # The interface of a row kernel: it computes values of a chunk's rows and overwrites their logits with gradients.

@@ -19,7 +19,6 @@ from stillroom.config.schema import ShrinkConfig
 from stillroom.core.errors import BrokenAtStart, ConfigError
 from stillroom.core.types import Batch
 from stillroom.models.anatomy import anatomy_of, layers_of
-from stillroom.models.attention import NAME
 from stillroom.models.load import not_finite_advice
 from stillroom.models.shrink.layer_choice import Bypass, Choice, Tell, blocks_of, cannot_be_cut, choose_layers, passages
 from stillroom.models.shrink.width import (
@@ -31,6 +30,7 @@ from stillroom.models.shrink.width import (
     shrink_config,
     shrink_tensor,
 )
+from stillroom.models.student import NAME
 
 # -- proof -----------------------------------------------------------------------------------------
 # Check that a student cut in depth equals its teacher without the removed layers.

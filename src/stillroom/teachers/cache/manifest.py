@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from stillroom.config.schema import StudentConfig
-from stillroom.config.teacher import TeacherConfig
+from stillroom.config.schema import StudentConfig, TeacherConfig
 from stillroom.core.errors import BrokenAtStart, CacheDamaged, ConfigError
 from stillroom.core.files import reason_of
 from stillroom.models.files import check_weight_files, fetch, fetch_base, read_json

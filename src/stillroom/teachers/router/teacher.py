@@ -13,7 +13,7 @@ A teacher outside of a run:
     for step, batch in enumerate(batches):
         training.begin([batch], step)
         view = student.observe(batch, Needs())
-        score = Score.average([mix.score(view, signal, batch, lesson, counts)
+        score = Score.average([mix.score(view, signal, batch, loss weights, counts)
                          for signal in training.answers(batch, Needs())])
         score.loss.backward(); optimizer.step(...)
         training.learn(batch, view, num_targets=batch.num_scored)
@@ -36,9 +36,9 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from stillroom.config.teacher import TRAINING_MODES, RouterConfig
+from stillroom.cli.exit import explained
+from stillroom.config.schema import TRAINING_MODES, RouterConfig
 from stillroom.core.errors import CannotSave, ConfigError
-from stillroom.core.exit import explained
 from stillroom.core.files import reason_of, replaced_folder
 from stillroom.core.types import Batch, DenseSignal, Evidence, Needs, PairedSignal, StudentView, Term, Verdict
 from stillroom.data.corpus import other_of

@@ -31,7 +31,7 @@ from functools import partial
 from typing import Any, cast
 from urllib.parse import urlsplit
 
-from stillroom.config.teacher import RequestsConfig
+from stillroom.config.schema import RequestsConfig
 from stillroom.core.errors import ServerGone, ServerUnusable, hide, masked
 from stillroom.core.files import reason_of
 

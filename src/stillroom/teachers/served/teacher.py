@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from stillroom.config import Config
-from stillroom.config.teacher import TeacherConfig
+from stillroom.config.schema import TeacherConfig
 from stillroom.core.errors import ConfigError, ServerGone, ServerUnusable, masked
 from stillroom.core.types import IGNORED, Batch, Needs, Signal
 from stillroom.data import Rows, fixed_batches
