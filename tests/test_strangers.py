@@ -83,11 +83,13 @@ OUTSIDE = {
     "parallel/shards.py": set(),
     # A word of ours (the kind of copies), numbers, and names that were listed in the run's own folder.
     "core/remote.py": {"key_of(url)", "name", "path.relative_to(self.folder)"},
-    "training/run_folder.py": {"key_of(url)", "place"},  # a checkpoint's folder by its number
+    # A checkpoint's folder by its number, constants, and a path of the run's own record that is normalised first.
+    "training/run_folder.py": {"key_of(url)", "place", "name", "_PLACES[role][1]", "str(forms['relative'])"},
     "teachers/cache/in_store.py": {"path.name", "name", "key_of(url)"},  # notes of a joined path; constants
-    "teachers/cache/manifest.py": set(),
+    "teachers/cache/manifest.py": {"file"},  # shards that `_check_index` passed
     "teachers/cache/reader.py": {"positions"},  # a number
-    "models/files.py": {"file", "name"},  # shards that `_check_index` passed; names that callers write out
+    # Shards that `_check_index` passed, names that callers write out, a folder that was listed (for an advice).
+    "models/files.py": {"file", "name", "near"},
     "teachers/placement.py": {"file", "tensor.file"},  # the same shards
 }
 
@@ -385,11 +387,11 @@ def test_no_loader_decides_about_code_by_itself() -> None:
                     (path.name, ast.unparse(one.value)) for one in node.keywords if one.arg == "trust_remote_code"
                 }
     assert given == {
-        ("kinds.py", "may_run"),
-        ("open.py", "runs_code(section, source)"),
+        ("load.py", "may_run"),
+        ("load.py", "runs_code(section, source)"),
         ("placement.py", "runs_code(section, source)"),
-        ("empty.py", "trust_remote_code"),
-        ("shape_only.py", "section.trust_remote_code"),  # of a configuration that `read_config` read: see kinds.py
+        ("gguf.py", "trust_remote_code"),
+        ("shapes.py", "section.trust_remote_code"),  # of a configuration that `read_config` read
     }
 
 

@@ -31,6 +31,7 @@ from stillroom.losses.head import kernel as compiled
 from stillroom.models import LoadedModel
 from stillroom.models.anatomy import anatomy_of
 from stillroom.models.student import attend_causally
+from stillroom.teachers.build import find_source
 from stillroom.telemetry import EventLog
 from stillroom.training.build import Models, build_run
 from stillroom.training.run import RunState
@@ -68,7 +69,8 @@ def stillroom(problem: Problem, recorder: Recorder, dtype: torch.dtype, **over: 
             "telemetry.log_steps": 1000, "train.compile": "off",
         }  # fmt: skip
         config = load_config(overrides={**settings, **over})
-        models = Models(tokenizer, loaded[0], loaded[1], VOCABULARY, ())
+        source = find_source(config, DEVICE, folder, tokenizer, None)
+        models = Models(source, loaded[0], loaded[1], VOCABULARY, ())
         log = stack.enter_context(EventLog(folder / "events.jsonl"))
         run = build_run(config, folder, log, device=DEVICE, models=models)
         run.student.train()
@@ -116,7 +118,7 @@ def _mark_phases(stack: ExitStack, run: Any, recorder: Recorder) -> None:
 
         stack.enter_context(mock.patch.object(owner, method, marked))
 
-    within(type(run.teacher), "answers", "teacher")
+    within(type(run.teacher), "observe", "teacher")
     within(type(run.mix), "score", "head")
     within(type(run.optimizer), "step", "optimizer")
     within(type(run.optimizer), "squared_norms", "optimizer")

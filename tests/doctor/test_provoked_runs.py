@@ -16,8 +16,7 @@ from stillroom.core.locks import is_held
 from stillroom.doctor.diagnose import diagnose, read_case
 from stillroom.doctor.log_rules import Case
 from stillroom.doctor.rules import Finding, rules_for
-from stillroom.telemetry.record import read_events
-from stillroom.training.run_folder import LOCK
+from stillroom.telemetry.record import LOCK, read_events
 
 HEALTHY = ("base", "student-aware", "sar", "instruct")
 

@@ -60,13 +60,13 @@ def test_the_teacher_is_not_asked_about_labels_alone(
 ) -> None:
     run = make_run(data__train=sources, train__gradient_accumulation_steps=4, **WEIGHTS)
     asked: list[str] = []
-    original = type(run.teacher).answers
+    original = type(run.teacher).observe
 
-    def answers(self: Any, batch: Any, needs: Any) -> Any:
+    def observe(self: Any, batch: Any, needs: Any) -> Any:
         asked.extend(batch.sources)
         return original(self, batch, needs)
 
-    monkeypatch.setattr(type(run.teacher), "answers", answers)
+    monkeypatch.setattr(type(run.teacher), "observe", observe)
     for index in range(run.loader.num_windows):
         attempt(run, RunState(), run.loader.window(index))
     assert set(asked) == {sources[0]["path"]} and len(asked) == len(run.corpus.train.parts[0].rows)

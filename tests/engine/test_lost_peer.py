@@ -14,9 +14,9 @@ from stillroom.core.errors import PeerGone
 from stillroom.core.locks import hold
 from stillroom.parallel import Parallel
 from stillroom.telemetry import SilentLog, read_events
+from stillroom.telemetry.record import LOCK
 from stillroom.training.checkpoint import CheckpointStore
 from stillroom.training.run import Hooks, Run, RunState, weights_of
-from stillroom.training.run_folder import LOCK
 from stillroom.training.save import last_step_saved
 from stillroom.training.step import train_step
 

@@ -69,6 +69,6 @@ def test_what_the_package_reads_at_run_time_is_among_its_files() -> None:
         "builtin/models/teacher/model.safetensors",
         "builtin/models/moe-teacher/tokenizer.json",
         "builtin/models/student/config.json",
-        "objectives/head/native/rows.cpp",
+        "losses/head/native/rows.cpp",
     ):
         assert f"stillroom/{name}" in found, name

@@ -53,6 +53,7 @@ from stillroom.core.remote import (
 )
 from stillroom.data.objects import write_records
 from stillroom.models.objects import GivenModel
+from stillroom.telemetry.record import LOCK
 from stillroom.training.checkpoint import MANIFEST, CheckpointStore
 
 # -- inputs ----------------------------------------------------------------------------------------
@@ -164,8 +165,8 @@ def _digests(folder: Path) -> dict[str, str]:
 
 
 def is_ours(path: Path) -> bool:
-    """Whether a path is the inputs of a run, complete or half-written."""
-    return _is_complete(path) or (path.name.startswith(f"{TEMPORARY}{FOLDER}-") and path.is_dir())
+    """Whether a path is the inputs of a run, complete or half-written, or the lock of such."""
+    return _is_complete(path) or path.name.startswith(f"{TEMPORARY}{FOLDER}-")
 
 
 def _is_complete(path: Path) -> bool:
@@ -177,7 +178,10 @@ def remove(folder: Path, *, keeps_complete: bool = False) -> None:
     if folder.is_dir():
         for path in folder.iterdir():
             if is_ours(path) and not (keeps_complete and _is_complete(path)):
-                shutil.rmtree(path, ignore_errors=True)
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink(missing_ok=True)
 
 
 # -- paths -----------------------------------------------------------------------------------------
@@ -369,7 +373,6 @@ def _has_plugin_reader(path: str) -> bool:
 
 
 CONFIG, EVENTS, SUMMARY = "config.json", "events.jsonl", "summary.json"
-LOCK = "run.lock"
 LOCK_FILES = (LOCK, f"{LOCK}.soft")
 _CUT = "cut.json"  # written by training/student.py before config.json
 

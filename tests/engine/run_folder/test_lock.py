@@ -16,9 +16,10 @@ import tiny
 
 from stillroom.config import Config, load_config
 from stillroom.core.errors import BrokenAtStart, CannotSave, ConfigError, Interrupted, StillroomError
+from stillroom.telemetry.record import LOCK
 from stillroom.training.distill import distill, resume
 from stillroom.training.loop import Stop
-from stillroom.training.run_folder import LOCK, owned, read_config, take_lock
+from stillroom.training.run_folder import owned, read_config, take_lock
 
 
 @pytest.fixture
