@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 figures: Any = importlib.import_module("figures")
 PAGE = figures.without_marks((ROOT / "docs" / "gpu.md").read_text(encoding="utf-8"))

@@ -14,7 +14,7 @@ import tiny
 from stillroom.config import load_config
 from stillroom.training.distill import distill
 
-PLACE = Path(__file__).resolve().parent.parent / "benchmarks" / "real"
+PLACE = Path(__file__).resolve().parents[2] / "benchmarks" / "real"
 # The arms' own settings, at the size of the tiny teacher.
 SMALL = {"student.shrink.layers": 1, "student.shrink.width": 16, "student.shrink.mlp_width": 32}
 ARMS = ["plain", "kl", "lora", "int8", "inner", "narrow-plain", "narrow-kl"]

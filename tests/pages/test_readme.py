@@ -19,7 +19,7 @@ import typer
 from stillroom.cli import app
 from stillroom.config.load import build
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 figures: Any = importlib.import_module("figures")
 README = figures.without_marks((ROOT / "README.md").read_text(encoding="utf-8"))
