@@ -20,6 +20,7 @@ import cache_cases as cases
 import pytest
 import tiny
 from faulty_store import FaultyStore, faulty_store
+from refusals import refused
 
 import stillroom
 from stillroom.cli.exit import fault_of
@@ -323,7 +324,7 @@ def test_a_plug_in_named_by_a_run_s_folder_is_not_imported(store: Path, monkeypa
     entry = SimpleNamespace(load=load, dist=None, value="stranger:RECIPE", name="stranger")
     monkeypatch.setattr(OBJECTIVES, "_entries_by_name", {"stranger": [entry]})
     _edit(store, objectives__stranger={"weight": 1.0})
-    with pytest.raises(ConfigError, match="plug-in stranger"):
+    with refused(ConfigError, "config.json", "stranger"):
         read_config(store)
 
 
@@ -358,7 +359,7 @@ def test_code_of_another_repository_is_not_pinned_and_not_run(
     table["auto_map"] = {"AutoModelForCausalLM": "other/name--code.M", "AutoTokenizer": [None, "other/name--code.T"]}
     (model_folder / file).write_text(json.dumps(table))
     _hub(monkeypatch, model_folder)
-    with pytest.raises(BrokenAtStart, match="another repository"):
+    with refused(BrokenAtStart, "trust_remote_code", "other/name--code.M"):
         load_tokenizer(TRUSTED, "org/name")
     sources._ask_hub.cache_clear()
 
@@ -415,7 +416,7 @@ def test_an_adapter_s_base_by_address_needs_the_user_s_word(model_folder: Path, 
 def test_an_adapter_of_the_hub_names_no_folder_of_this_machine(model_folder: Path, tmp_path: Path) -> None:
     adapter = _adapter(tmp_path / "adapter", str(model_folder))
     assert fetch_base(TeacherConfig(), sources.find(str(adapter)), weights=False).is_local
-    with pytest.raises(BrokenAtStart, match="folder here"):
+    with refused(BrokenAtStart, "base_model_name_or_path", "org/adapter"):
         fetch_base(TeacherConfig(), Source("org/adapter", str(adapter), True, is_of_hub=True), weights=False)
 
 

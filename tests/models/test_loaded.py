@@ -10,6 +10,7 @@ import families
 import pytest
 import tiny
 import torch
+from refusals import refused
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, RwkvConfig
 from transformers.utils import logging
@@ -127,7 +128,7 @@ def test_a_head_of_zeros_does_not_hide_an_encoder() -> None:
     with torch.no_grad():
         model.get_output_embeddings().weight.zero_()
         model.get_output_embeddings().bias.zero_()
-    with pytest.raises(BrokenAtStart, match="not causal"):
+    with refused(BrokenAtStart, "BertLMHeadModel"):
         try_model(model, tiny.tokenizer(), name="bert", role="teacher")
 
 
@@ -179,7 +180,7 @@ def test_a_tokenizer_that_does_not_fit_is_refused_without_a_teacher(odd: Path, t
     tiny.tokenizer(400).save_pretrained(tmp_path / "student")
     over = tiny.settings(odd, student__model=str(tmp_path / "student"))
     over |= {"objectives.kd.weight": 0.0, "objectives.ce.weight": 1.0}
-    with pytest.raises(ConfigError, match=r"token id 377.*320 embeddings"):
+    with refused(ConfigError, "", "377", "320"):
         load_models(load_config(overrides=over), find_device("cpu"))
 
 
@@ -210,7 +211,7 @@ def test_loading_leaves_the_logging_of_transformers_as_it_was(tmp_path: Path) ->
 def test_a_student_whose_steps_cannot_be_repeated_is_refused() -> None:
     """Reformer draws the seeds of its hashes from the machine, and sets torch's own random state with them."""
     model, state = families.build("reformer"), torch.random.get_rng_state()
-    with pytest.raises(BrokenAtStart, match="do not come from torch's random state") as caught:
+    with refused(BrokenAtStart, "ReformerModelWithLMHead") as caught:
         try_model(model, tiny.tokenizer(), name="reformer", role="student")
     assert caught.value.exit_code == 20 and torch.equal(torch.random.get_rng_state(), state)
     try_model(model, tiny.tokenizer(), name="reformer", role="teacher")

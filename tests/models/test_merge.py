@@ -10,6 +10,7 @@ import pytest
 import tiny
 import torch
 from peft import PeftModel
+from refusals import refused
 from transformers import AutoModelForCausalLM
 
 from stillroom.config.schema import AdapterConfig
@@ -101,7 +102,7 @@ def test_a_merge_that_changes_the_answers_is_refused_with_both_numbers(
     first = next(layer for _name, layer in adapter.layers())
     right = type(first).get_delta_weight
     monkeypatch.setattr(type(first), "get_delta_weight", lambda self, name: 1.5 * right(self, name))
-    with pytest.raises(CannotSave, match="logits differ by") as caught:
+    with refused(CannotSave, "student.adapter") as caught:
         save_merged(adapter, tmp_path / "student", IDS)
     assert caught.value.exit_code == 24
 

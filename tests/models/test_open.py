@@ -10,6 +10,7 @@ import pytest
 import tiny
 import torch
 from peft import LoraConfig, get_peft_model
+from refusals import refused
 from transformers import AutoModelForCausalLM
 
 from stillroom.config.schema import StudentConfig, TeacherConfig
@@ -61,7 +62,7 @@ def test_an_adapter_on_a_tied_head_is_refused(tmp_path: Path, target: str) -> No
         lambda: load_teacher(TeacherConfig(model=str(path)), torch.float32),
         lambda: load_student(StudentConfig(model=str(path)), seed=0),
     ):
-        with pytest.raises(BrokenAtStart, match=f"adapts .*{target}, whose weight is tied"):
+        with refused(BrokenAtStart, "", target, "tied"):
             load()
 
 

@@ -11,6 +11,7 @@ import cache_cases
 import pytest
 import tiny
 import torch
+from refusals import refused
 from safetensors.torch import load_file
 
 from stillroom.config import load_config
@@ -110,7 +111,7 @@ def test_answers_of_a_quantised_teacher_are_cached_under_its_own_identity(small:
     assert_same_run(cached, live)
     assert summary(cached)["teacher_quantisation"] == mine["teacher_quantisation"]
     assert summary(live)["teacher_quantisation"]["kind"] == "int8"
-    with pytest.raises(ConfigError, match="quantisation") as caught:
+    with refused(ConfigError, "teacher.cache", "teacher.quantisation") as caught:
         run(small, tmp_path / "mixed", teacher__cache=str(tmp_path / "cache"))
     assert caught.value.exit_code == 2
 
@@ -125,13 +126,13 @@ def test_an_automatic_cache_names_the_package_that_is_missing(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "torchao", None)
-    with pytest.raises(BrokenAtStart, match="needs torchao") as caught:
+    with refused(BrokenAtStart, "teacher.quantisation", "torchao") as caught:
         run(small, tmp_path / "auto", **INT8, teacher__cache="auto")
     assert caught.value.exit_code == 20
 
 
 def test_a_run_is_refused_above_the_bound(small: Path, tmp_path: Path) -> None:
-    with pytest.raises(BrokenAtStart, match=r"above teacher\.max_quantisation_kl = 1e-09") as caught:
+    with refused(BrokenAtStart, "", "teacher.max_quantisation_kl = 1e-09") as caught:
         run(small, tmp_path / "refused", **INT8, teacher__max_quantisation_kl=1e-9)
     assert caught.value.exit_code == 20
 

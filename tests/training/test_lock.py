@@ -83,8 +83,9 @@ def test_a_folder_deleted_under_a_run_ends_it_with_24(world: Path, tmp_path: Pat
             if made_again:
                 folder.mkdir()
 
+    config = load_config(overrides=tiny.settings(world, eval__samples=1))
     with pytest.raises(CannotSave):
-        distill(load_config(overrides=tiny.settings(world)), folder, device="cpu", listeners=(delete,))
+        distill(config, folder, device="cpu", listeners=(delete,))
     assert not folder.exists() or list(folder.iterdir()) == []
 
 

@@ -189,7 +189,7 @@ def test_the_end_of_a_run_stands_once_in_the_record(
     """Killed after the samples were written, before the summary was."""
     from stillroom.training import finish as room
 
-    config = load_config(overrides=tiny.settings(world))
+    config = load_config(overrides=tiny.settings(world, eval__samples=1))
     with monkeypatch.context() as patch:
 
         def fail(*_args: Any) -> None:

@@ -58,7 +58,7 @@ def run(folder: Path, out: Path, **over: Any) -> Result:
 def test_a_teacher_of_another_tokenizer_teaches(
     pair: Path, tmp_path: Path, precision: str, over: dict[str, Any]
 ) -> None:
-    summary = run(pair, tmp_path / "run", precision__mode=precision, **over).summary
+    summary = run(pair, tmp_path / "run", precision__mode=precision, eval__samples=1, **over).summary
     assert summary["status"] == "done" and summary["skipped"] == 0
     assert summary["two_tokenizers"]["share"] == 1.0 and summary["two_tokenizers"]["left_out_bytes"] == 0
     assert summary["student"]["bits_per_byte"] < summary["student_before"]["bits_per_byte"]

@@ -12,6 +12,7 @@ import paired_batches
 import pytest
 import tiny
 import torch
+from refusals import refused
 
 from stillroom.config.schema import DataConfig
 from stillroom.core.errors import ConfigError
@@ -143,7 +144,7 @@ def test_answers_are_aligned_by_their_contents_and_marks_are_in_no_span(
 
 def test_a_chat_that_the_teacher_cannot_print_is_learned_from_the_labels_alone(tmp_path: Path) -> None:
     refuses = "{{ raise_exception('no') }}"
-    with pytest.raises(ConfigError, match="as the same bytes"):
+    with refused(ConfigError, "teacher.model, student.model", "0.0%"):
         chats(tmp_path, (CHAT_A, refuses))
     one = "{% if messages[-1].content == '3' %}" + refuses + "{% endif %}"
     corpus, *_both = chats(tmp_path, (CHAT_A, one + CHAT_B))
