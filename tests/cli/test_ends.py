@@ -191,7 +191,7 @@ def test_a_run_whose_console_is_closed_goes_on(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def finished(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("finished") / "run"
-    distill(load_config(overrides=tiny.settings(world, eval__samples=0)), folder, device="cpu")
+    distill(load_config(overrides=tiny.settings(world, eval__max_batches=4)), folder, device="cpu")
     return folder
 
 
@@ -245,7 +245,7 @@ def test_a_stopped_run_leaves_the_best_student_to_try(
 ) -> None:
     from safetensors.torch import load_file
 
-    config = load_config(overrides=tiny.settings(world, train__eval_steps=2, eval__samples=0))
+    config = load_config(overrides=tiny.settings(world, train__eval_steps=2, eval__max_batches=4))
     wanted = iter([False] * 15 + [True])  # in the evaluation of step 4, after that of step 2 chose a best
     with monkeypatch.context() as patch:
         patch.setattr(Stop, "is_wanted", lambda _self: next(wanted, True))
@@ -263,7 +263,7 @@ def test_a_stop_at_any_moment_changes_nothing_that_is_trained(
     world: Path, tmp_path: Path, moment: int, monkeypatch: pytest.MonkeyPatch, finished: Path
 ) -> None:
     """Between steps and between the batches of an evaluation, that of the last step included."""
-    config = load_config(overrides=tiny.settings(world, eval__samples=0))
+    config = load_config(overrides=tiny.settings(world, eval__max_batches=4))
     wanted = iter([False] * moment + [True])
     with monkeypatch.context() as patch:
         patch.setattr(Stop, "is_wanted", lambda _self: next(wanted, False))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from refusals import refused
 
 from stillroom.config import load_config
 from stillroom.core.errors import ConfigError
@@ -15,18 +16,18 @@ def test_an_address_is_scheme_host_port_and_path(url: str) -> None:
 
 @pytest.mark.parametrize("url", ["box:8000", "ftp://box", "http://", "http://box:port", "/tmp/socket", ""])
 def test_what_is_no_address_is_refused(url: str) -> None:
-    with pytest.raises(ConfigError, match="no address of a server"):
+    with refused(ConfigError, "", "teacher.server"):
         load_config(overrides={"teacher.server": url})
 
 
 @pytest.mark.parametrize("url", ["http://me:sesame@box", "http://box/?key=sesame", "http://box/#sesame"])
 def test_a_secret_in_an_address_is_refused_and_not_repeated(url: str) -> None:
-    with pytest.raises(ConfigError, match="api_key_variable") as caught:
+    with refused(ConfigError, "", "teacher.requests.api_key_variable") as caught:
         load_config(overrides={"teacher.server": url})
     assert "sesame" not in str(caught.value)
 
 
 @pytest.mark.parametrize("kind", ["dense", "sampled", "hybrid", "target"])
 def test_signals_of_the_whole_distribution_are_refused(kind: str) -> None:
-    with pytest.raises(ConfigError, match="needs the whole distribution"):
+    with refused(ConfigError, "", "teacher.signal.kind"):
         load_config(overrides={"teacher.server": "http://box:8000", "teacher.signal.kind": kind})

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import tiny
+from refusals import refused
 from transformers import PreTrainedTokenizerFast
 
 from stillroom.config.schema import DataConfig
@@ -356,9 +357,9 @@ def test_a_template_that_fails_or_runs_away_refuses_its_chats_with_the_reason(
     harm: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     tokenizer.chat_template = SAID + harm
-    with pytest.raises(DataError, match=HARMFUL[harm]) as refused:
+    with pytest.raises(DataError, match=HARMFUL[harm]) as caught:
         show(tmp_path, tokenizer, [chat("u: q", "a: x")])
-    assert refused.value.exit_code == 2
+    assert caught.value.exit_code == 2
 
 
 def test_a_template_that_runs_away_ends_the_reading_after_a_few_chats(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -375,7 +376,7 @@ def test_a_template_that_runs_away_ends_the_reading_after_a_few_chats(tokenizer:
 @pytest.mark.parametrize("harm", ["{{ 1 / 0 }}", "{{ 'a' * 10 ** 10 }}"])
 def test_a_prompt_is_printed_within_the_same_bounds(harm: str, tokenizer: PreTrainedTokenizerFast) -> None:
     tokenizer.chat_template = SAID + harm
-    with pytest.raises(ConfigError, match=r"refuses the prompt: (Zero|it builds)"):
+    with refused(ConfigError, "--prompt"):
         prompt_ids(tokenizer, "q")
 
 

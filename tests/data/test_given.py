@@ -13,6 +13,7 @@ import datasets
 import pandas
 import pytest
 import torch
+from refusals import refused
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from stillroom.core.errors import ConfigError, DataError, StillroomError
@@ -145,9 +146,9 @@ def test_what_is_no_data_is_refused_with_what_to_give_instead(tmp_path: Path) ->
 def test_data_without_a_record_is_no_data(tmp_path: Path) -> None:
     spent = iter(RECORDS)
     list(spent)
-    with pytest.raises(DataError, match="fresh one"):
+    with refused(DataError, "data"):
         write_records(spent, tmp_path / "train.jsonl", "data")
-    with pytest.raises(StillroomError, match="no record"):
+    with refused(StillroomError, "data"):
         write_records([], tmp_path / "train.jsonl", "data")
 
 

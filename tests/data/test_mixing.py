@@ -111,6 +111,7 @@ def test_a_list_of_one_source_is_the_source(tmp_path: Path, order: str) -> None:
     assert all(one == windows[0] for one in windows)
 
 
+@pytest.mark.usefixtures("small_library")
 def test_one_source_with_a_weight_or_labels_alone_is_drawn_as_a_mixture(tmp_path: Path) -> None:
     for over in ({"weight": 0.5}, {"objectives": "labels"}):
         assert DataConfig(train=[{"path": "a.jsonl", **over}]).is_mixed
@@ -228,6 +229,7 @@ def test_the_split_does_not_move_when_a_source_is_added(tmp_path: Path, order: t
     assert not alone & trained
 
 
+@pytest.mark.usefixtures("small_library")
 def test_embedded_text_may_stand_beside_files(tmp_path: Path) -> None:
     corpus = opened("builtin:qa", source(tmp_path / "a.jsonl", 60, "heat", weight=0.5), max_length=64)
     assert [part.name for part in corpus.train.parts] == ["builtin:qa", str(tmp_path / "a.jsonl")]

@@ -112,6 +112,7 @@ def test_stored_mixtures_are_those_of_memory(
     assert num_entries(folder / "cache") == len(counts) + has_eval
 
 
+@pytest.mark.usefixtures("small_library")
 def test_embedded_text_may_stand_beside_a_stored_file(tmp_path: Path) -> None:
     train = [{"path": file_of(tmp_path / "a.jsonl"), **LAYOUTS[1]}, "builtin:qa"]
     stored, in_memory = (opened(cache, train, max_length=128) for cache in (tmp_path / "cache", "off"))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import commands
+import process_jobs
 import pytest
 import tiny
 import torch
@@ -16,6 +18,20 @@ from safetensors.torch import load_file, save_file
 from stillroom.config import Config, load_config
 from stillroom.core.errors import BrokenAtStart, ConfigError
 from stillroom.doctor.resume import Difference, Proof, gap, refusals, shortened, verify_resume
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its runs are forks of this process: each is one of its own, and none imports torch again.
+
+    The run that fails is started as the command starts it, in a new interpreter.
+    """
+
+    def run_apart(words: list[str], device: str) -> subprocess.CompletedProcess[str]:
+        ended = process_jobs.command([*words, "--device", device, "--no-progress", "--json"]).wait()
+        return subprocess.CompletedProcess(words, ended.code, ended.out, ended.err)
+
+    monkeypatch.setattr("stillroom.doctor.resume.run_apart", run_apart)
 
 
 def config(world: Path, **over: Any) -> Config:
@@ -28,6 +44,7 @@ def written(world: Path, folder: Path, **over: Any) -> Path:
     return path
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_configuration_that_resumes_is_proven_and_leaves_nothing(
     world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -59,6 +76,7 @@ def spoil(folder: Path, group: str, name: str) -> None:
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
 
 
+@pytest.mark.usefixtures("forked")
 def test_the_first_tensor_that_differs_is_named(world: Path) -> None:
     """One bit of one moment, of the smallest weight: no loss shows it, the tensor does."""
     spoiled = "model.norm.weight.second"

@@ -12,8 +12,6 @@ import hashlib
 import json
 import os
 import platform
-import socket
-import subprocess
 import sys
 import tempfile
 from importlib import metadata
@@ -24,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import process_jobs
 import tiny
 import torch
 from safetensors.torch import load_file, save_file
@@ -127,13 +126,10 @@ def run_case(name: str, folder: Path) -> dict[str, Any]:
 
 def _run_two(folder: Path) -> dict[str, Any]:
     preset, overrides, _inject = settings_of({"data.packing": "rows", **_BOTH})
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port]
-    words += ["-m", "stillroom", "distill", "--preset", preset, "--out", str(folder), "--device", "cpu"]
+    words = ["distill", "--preset", preset, "--out", str(folder), "--device", "cpu"]
     words += [word for key, value in overrides.items() for word in ("--set", f"{key}={value}")]
-    subprocess.run(words, check=True, capture_output=True, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    ends = process_jobs.wait_for(process_jobs.commands([words, words]))
+    assert [ended.code for ended in ends] == [0, 0], ends
     return numbers_of(folder)
 
 

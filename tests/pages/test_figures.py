@@ -16,7 +16,7 @@ figures: Any = importlib.import_module("figures")
 
 # Pages on which every figure is marked, and the numbers there that are no measurements.
 WHOLE = {
-    "README.md": {"0.3", "0.7"},  # weights of kd and ce, held by tests/test_readme.py
+    "README.md": {"0.3", "0.7"},  # weights of kd and ce, held by tests/pages/test_readme.py
     "docs/explanation.md": {
         "65,504",  # the largest FP16 number
         "2.5", "50,000", "340",  # a clamp, a vocabulary, and what follows: 50,000 / exp(5) = 337

@@ -40,8 +40,8 @@ HELD_COMMANDS = {
     "--import answers.jsonl": "tests/teachers/cache/test_importing.py",
     "--install-completion": "tests/cli/test_completion.py",
     "http://": "tests/teachers/served/test_served_teacher.py",  # on another machine, like those below
-    "s3://": "tests/test_remote.py",
-    "/shared/": "tests/test_remote.py",
+    "s3://": "tests/core/test_remote.py",
+    "/shared/": "tests/core/test_remote.py",
 }
 
 # What a reader replaces by names of their own, and what the folder of the test has in its place.

@@ -299,9 +299,7 @@ def test_what_is_not_trained_is_stored_as_it_is_multiplied(mode: str) -> None:
         if dtype == own or not policy.keeps_half_weights:
             assert policy.frozen_storage(asked) == dtype
         else:
-            with pytest.raises(
-                ConfigError, match=f"{mode} computes with FP16 weights and cannot have a base in {asked}"
-            ):
+            with refused(ConfigError, "student.adapter.base_dtype", mode, asked):
                 policy.frozen_storage(asked)
 
 

@@ -98,7 +98,7 @@ class Fault:
 
 def run(world: Path, out: Path, fault: Fault) -> Path:
     """Carry out the run. It may end as it likes: the record is what counts."""
-    base = {"train.max_steps": 16, "train.eval_steps": 8, "train.save_steps": 1000, "eval.samples": 0}
+    base = {"train.max_steps": 16, "train.eval_steps": 8, "train.save_steps": 1000, "eval.max_batches": 4}
     files = {key: str(world / name) for key, name in fault.files.items()}
     config = load_config(None, preset=fault.preset, overrides=tiny.settings(world) | base | files | fault.over)
     listeners = (fault.listener(),) if fault.listener else ()

@@ -218,8 +218,8 @@ def settings(folder: Path, **over: Any) -> dict[str, Any]:
         "train.batch_size": 4,
         "train.learning_rate": 3e-3,
         "train.eval_steps": 4,
-        "eval.max_batches": 4,
-        "eval.samples": 1,
+        "eval.max_batches": 2,
+        "eval.samples": 0,
         "eval.sample_tokens": 8,
     }
     return {**base, **{key.replace("__", "."): value for key, value in over.items()}}

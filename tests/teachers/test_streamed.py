@@ -10,6 +10,7 @@ import families
 import pytest
 import tiny
 import torch
+from refusals import refused
 from transformers import AutoModelForCausalLM
 
 from stillroom.config.schema import TeacherConfig
@@ -132,7 +133,7 @@ def test_a_file_that_went_away_is_an_error_and_not_another_answer(folder: Path, 
     copy = tiny.save_model(tmp_path / "copy", "llama", num_layers=2)
     found = opened(copy)
     (copy / "model.safetensors").unlink()
-    with pytest.raises(BrokenAtStart, match=r"layers\.0\..* of the teacher cannot be read from its file") as caught:
+    with refused(BrokenAtStart, "model.safetensors", "layers.0.") as caught:
         logits(found.network)
     assert caught.value.exit_code == 20 and "model.safetensors" in caught.value.where
 
@@ -180,7 +181,7 @@ def test_a_streamed_teacher_answers_with_taps_and_without(folder: Path) -> None:
 
 def test_a_model_that_is_no_list_of_layers_is_refused_by_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stillroom.teachers.placement.layers_if_any", lambda _network: [])
-    with pytest.raises(BrokenAtStart, match=r"LlamaForCausalLM\) cannot be streamed") as caught:
+    with refused(BrokenAtStart, "teacher.placement", "LlamaForCausalLM") as caught:
         open_streamed(section(folder), torch.float32)
     assert caught.value.exit_code == 20 and "teacher.placement=device" in caught.value.advice[0]
 
@@ -197,7 +198,7 @@ def test_a_model_that_uses_layers_past_their_forward_is_refused_by_name(
         return forward(self, *args, **options)
 
     monkeypatch.setattr(LlamaModel, "forward", peeking)
-    with pytest.raises(BrokenAtStart, match=r"LlamaForCausalLM\) cannot be streamed"):
+    with refused(BrokenAtStart, "teacher.placement", "LlamaForCausalLM"):
         open_streamed(section(folder), torch.float32)
 
 
@@ -209,6 +210,6 @@ def test_quantised_files_are_refused(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "coded" / "config.json").write_text(
         text.replace("{", '{"quantization_config": {"quant_method": "awq", "bits": 4},', 1)
     )
-    with pytest.raises(BrokenAtStart, match="are quantised: they cannot be read layer by layer") as caught:
+    with refused(BrokenAtStart, "teacher.placement") as caught:
         open_streamed(section(tmp_path / "coded"), torch.float32)
     assert caught.value.exit_code == 20

@@ -11,6 +11,7 @@ import tiny
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refused
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig, Qwen2Config
 
@@ -251,7 +252,7 @@ def test_widths_that_cannot_be_cut_are_refused(family: str, wanted: dict[str, in
 
 
 def test_a_width_without_text_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no text"):
+    with refused(ConfigError, "student.shrink"):
         cut(wide_teacher("llama"), ShrinkConfig(width=16))
 
 
@@ -285,5 +286,5 @@ def test_a_student_may_be_cut_for_labels_alone(world: Path, tmp_path: Path) -> N
 
 
 def test_a_cut_that_is_not_asked_for_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"set student\.init = 'shrink'"):
+    with refused(ConfigError, "", "student.init = 'shrink'"):
         load_config(overrides={"student.shrink.layers": 2})

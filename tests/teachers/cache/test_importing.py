@@ -14,6 +14,7 @@ import pytest
 import tiny
 import torch
 from pyarrow import parquet
+from refusals import refused
 
 from stillroom.config import load_config
 from stillroom.config.schema import TeacherConfig
@@ -225,9 +226,9 @@ def test_what_cannot_be_believed_is_refused_by_name(
 def test_a_file_of_other_texts_and_an_unknown_format_are_refused(small: Path, said: list[Line], tmp_path: Path) -> None:
     path = write(tmp_path / "file.jsonl", [vllm(line) for line in said])
     other = tiny.save_text(tmp_path / "other.jsonl", count=30, seed=8)
-    with pytest.raises(DataError, match="is a row of the data"):
+    with refused(DataError, "file.jsonl", "39"):
         import_cache(load_config(overrides=settings(small, data__train=str(other))), tmp_path / "cache", path, "vllm")
-    with pytest.raises(ConfigError, match="no format"):
+    with refused(ConfigError, "--format", "gguf"):
         import_cache(load_config(overrides=settings(small)), tmp_path / "cache", path, "gguf")
 
 
@@ -235,5 +236,5 @@ def test_a_file_of_other_texts_and_an_unknown_format_are_refused(small: Path, sa
 def test_compressed_columns_are_refused_with_the_way_to_unpack_them(tmp_path: Path, columns: list[str]) -> None:
     path = tmp_path / "file.jsonl"
     path.write_text(json.dumps({"input_ids": [1, 2], **{name: [[0], [0]] for name in columns}}), encoding="utf-8")
-    with pytest.raises(DataError, match="LogprobCompressor"):
+    with refused(DataError, "file.jsonl:1", "LogprobCompressor"):
         list(read_distillkit(path, int))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from refusals import refused
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
@@ -63,7 +64,7 @@ def test_every_mode_runs_to_the_end(moe_world: Path, tmp_path: Path, mode: str) 
 
 
 def test_a_dense_teacher_cannot_train_a_router(world: Path, tmp_path: Path) -> None:
-    with pytest.raises(BrokenAtStart, match="no gate was found") as caught:
+    with refused(BrokenAtStart, "teacher.model", "LlamaForCausalLM") as caught:
         run(world, tmp_path / "run", teacher__router__mode="sar")
     assert caught.value.exit_code == 20
 
@@ -186,7 +187,7 @@ def test_trained_gates_can_be_merged_into_the_teacher(moe_world: Path, tmp_path:
     assert merge_gates(model, tmp_path / "run" / "router") == 2
     changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
     assert changed == {"model.layers.0.mlp.gate.weight", "model.layers.1.mlp.gate.weight"}
-    with pytest.raises(BrokenAtStart, match="not those the training began with"):
+    with refused(BrokenAtStart, "router"):
         merge_gates(model, tmp_path / "run" / "router")
 
 

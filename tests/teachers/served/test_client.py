@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from refusals import refused
 from scripted_server import Give, answer, hang_up, scripting, stall
 
 from stillroom.config.schema import RequestsConfig
@@ -68,7 +69,7 @@ def test_a_server_that_never_answered_is_a_broken_start_and_one_that_did_is_resu
     script, url, _times = scripted
     script += [FAULTS["repeated_server_error"]] * 4
     client = Client(url, FAST)
-    with pytest.raises(ServerUnusable, match=r"4 tries: status 500: dead") as broken:
+    with refused(ServerUnusable, "http://", "4 tries", "status 500") as broken:
         client.ask("POST", "/", {})
     client.ask("POST", "/", {})
     script += [FAULTS["repeated_server_error"]] * 4
@@ -79,7 +80,7 @@ def test_a_server_that_never_answered_is_a_broken_start_and_one_that_did_is_resu
 
 def test_an_address_where_nobody_listens_is_named() -> None:
     client = Client("http://127.0.0.1:9", RequestsConfig(retries=1, pause_seconds=0.01))
-    with pytest.raises(ServerUnusable, match="the connection failed") as caught:
+    with refused(ServerUnusable, "http://127.0.0.1:9", "2 tries") as caught:
         client.ask("GET", "/v1/models")
     assert caught.value.where == "http://127.0.0.1:9"
 
@@ -88,7 +89,7 @@ def test_an_address_where_nobody_listens_is_named() -> None:
 def test_a_refusal_is_final_and_tells_what_the_server_said(scripted: Any, status: int) -> None:
     script, url, times = scripted
     script += [answer(status, b'{"error": {"message": "no, because"}}', Location="http://elsewhere/")]
-    with pytest.raises(ServerRefused, match=rf"status {status}: no, because") as caught:
+    with refused(ServerRefused, "http://", f"status {status}") as caught:
         Client(url, FAST).ask("POST", "/", {})
     assert caught.value.status == status and len(times) == 1
 
@@ -113,7 +114,7 @@ def test_a_wish_for_hours_ends_the_asking(scripted: Any) -> None:
     script += [answer(200, b"{}"), answer(429, b"", Retry_After="86400")]
     client = Client(url, FAST)
     client.ask("POST", "/", {})
-    with pytest.raises(ServerGone, match="86,400 seconds"):
+    with refused(ServerGone, "http://", "86,400"):
         client.ask("POST", "/", {})
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from refusals import refused
 from scripted_server import ENDLESS, Scripted, answer, scripting
 
 from stillroom.config import load_config
@@ -60,7 +61,7 @@ def test_proxies_of_the_environment_are_not_used(server: Scripted, monkeypatch: 
 def test_a_redirection_is_refused_with_its_place_and_the_key_stays(server: Scripted) -> None:
     with scripting() as elsewhere:
         server.script.append(answer(307, b"", Location=f"{elsewhere.url}/v1"))
-        with pytest.raises(ServerRefused, match="status 307") as caught:
+        with refused(ServerRefused, "http://", "status 307") as caught:
             Client(server.url, FAST, "sk-secret").ask("POST", "/", {})
         assert f"it points to {elsewhere.url}/v1" in str(caught.value)
         assert not elsewhere.paths
@@ -77,7 +78,7 @@ def test_a_certificate_that_does_not_hold_is_final_and_a_trusted_one_is_not(
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")
     with scripting(secured=context) as found:
-        with pytest.raises(ServerUnusable, match="its certificate does not hold: self") as caught:
+        with refused(ServerUnusable, "https://", "certificate") as caught:
             Client(found.url, FAST).ask("POST", "/", {})
         assert "SSL_CERT_FILE" in str(caught.value) and not found.paths
         monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "cert.pem"))
@@ -87,7 +88,7 @@ def test_a_certificate_that_does_not_hold_is_final_and_a_trusted_one_is_not(
 def test_a_name_that_is_not_known_and_a_server_without_tls_are_final_at_the_start(server: Scripted) -> None:
     for url in ("http://no-such-host.invalid:1", server.url.replace("http://", "https://")):
         client = Client(url, RequestsConfig(retries=9, pause_seconds=60.0))
-        with pytest.raises(ServerUnusable, match="the connection failed") as caught:
+        with refused(ServerUnusable, url) as caught:
             client.ask("POST", "/", {})
         assert "http or https" in str(caught.value) and client.counters == {"requests": 1}
 
@@ -95,7 +96,7 @@ def test_a_name_that_is_not_known_and_a_server_without_tls_are_final_at_the_star
 def test_a_page_for_people_is_final_at_the_start_and_a_passing_one_later(server: Scripted) -> None:
     page = answer(200, b"<!doctype html><title>welcome to the proxy</title>", Content_Type="text/html")
     server.script.append(page)
-    with pytest.raises(ServerUnusable, match=r"is no JSON: .*welcome to the proxy"):
+    with refused(ServerUnusable, "http://", "welcome to the proxy"):
         Client(server.url, FAST).ask("POST", "/", {})
     assert len(server.paths) == 1
     client = Client(server.url, FAST)
@@ -112,7 +113,7 @@ def test_gzip_that_was_not_asked_for_is_read_and_other_codings_are_refused(serve
     ]
     client = Client(server.url, FAST)
     assert client.ask("POST", "/", {}) == {"fine": "packed"}
-    with pytest.raises(ServerUnusable, match="coding 'br'"):
+    with refused(ServerUnusable, "http://", "'br'"):
         client.ask("POST", "/", {})
     assert client.counters["repeated_dropped"] == 1  # the broken one was asked for again
 
@@ -142,7 +143,7 @@ def test_no_more_of_an_answer_is_held_than_it_may_have(server: Scripted, packed:
     client = Client(server.url, FAST)
     tracemalloc.start()
     try:
-        with pytest.raises(ServerUnusable, match="more than 1,000,000 bytes"):
+        with refused(ServerUnusable, "http://", "1,000,000"):
             client.ask("POST", "/", {}, most_bytes=1_000_000)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
@@ -159,7 +160,7 @@ def test_an_answer_of_the_very_size_is_read(server: Scripted) -> None:
 
 def test_an_object_that_names_a_token_twice_is_refused(server: Scripted) -> None:
     server.script.append(answer(200, b'{"prompt_logprobs": [null, {"5": -1.0, "5": -2.0}]}'))
-    with pytest.raises(ServerUnusable, match="has a name twice"):
+    with refused(ServerUnusable, "http://", "twice"):
         Client(server.url, FAST).ask("POST", "/", {})
 
 
@@ -221,6 +222,6 @@ def test_an_address_that_cannot_be_sent_is_refused(url: str) -> None:
     ],
 )
 def test_an_address_that_holds_a_secret_or_is_none_is_refused_without_repeating_it(url: str) -> None:
-    with pytest.raises(ConfigError, match=r"teacher\.server") as caught:
+    with refused(ConfigError, "", "teacher.server") as caught:
         load_config(overrides={"teacher.server": url})
     assert "word" not in str(caught.value) and "sk-1" not in str(caught.value)
