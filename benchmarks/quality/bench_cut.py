@@ -28,6 +28,7 @@ from stillroom.data import fixed_batches, open_data
 from stillroom.models.load import load_teacher, load_tokenizer
 from stillroom.models.shrink.cut import cut
 from stillroom.models.shrink.layer_choice import Choice, mean_loss, num_scored, passages
+from stillroom.models.shrink.width import CALIBRATION_BATCHES
 from stillroom.training.run_folder import machine, versions
 
 RESULTS = Path(__file__).parent / "results"
@@ -53,7 +54,7 @@ class Cutter:
         section = TeacherConfig(model=str(model))
         corpus = open_data(DataConfig(train=str(data), max_length=LENGTH), load_tokenizer(section, section.model))
         self.teacher = load_teacher(section, torch.float32)[0]
-        self.batches = list(fixed_batches(corpus.train, BATCH, ShrinkConfig().calibration_batches))
+        self.batches = list(fixed_batches(corpus.train, BATCH, CALIBRATION_BATCHES))
         held_out = fixed_batches(corpus.evaluation, BATCH, 2 * HELD_OUT_TOKENS // (BATCH * LENGTH))
         self.held_out = passages(held_out, HELD_OUT_TOKENS, torch.device("cpu"))
 

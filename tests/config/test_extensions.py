@@ -153,7 +153,7 @@ def test_a_name_that_two_packages_bring_is_refused_when_it_is_used(installed: Pa
     about = installed / "other-1.0.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
-    (about / "entry_points.txt").write_text("[stillroom.losses]\nloudness = elsewhere:LOUDNESS\n")
+    (about / "entry_points.txt").write_text("[stillroom.objectives]\nloudness = elsewhere:LOUDNESS\n")
     assert load_config().objectives.kd.weight == 1.0, "whoever does not use the name does not care"
     with refused(ConfigError, "", "drams", "other"):
         load_config(overrides=KEYS)

@@ -70,8 +70,6 @@ SETTINGS = [
     amber("warm-up for most of the run", "configuration", "never_out_of_warmup", settings={"train__warmup_ratio": 0.8}),
     amber("a rate that FP16 cannot follow", "configuration", "noop_updates",
           settings={"train__learning_rate": 1e-7, "precision__mode": "fp16-sr"}),
-    red("a loss scale below its floor", "configuration", "loss_scale_below_floor",
-        settings={"precision__initial_loss_scale": 4.0, "precision__min_loss_scale": 8.0}),
     red("draws for reverse KL", "configuration", "impossible_estimate",
         settings={"objectives__kd__divergence": "reverse_kl", "teacher__signal__kind": "hybrid"}),
     red("bf16 on a T4", "configuration", "ConfigError", "no native bf16", settings={"precision__mode": "bf16-mixed"},

@@ -37,7 +37,6 @@ HARMFUL = [
     ("clipped_to_nothing", {"train.max_grad_norm": 0.01}),
     ("unbounded_steps", {"train.beta1": 0.99, "train.beta2": 0.5}),
     ("large_epsilon", {"train.epsilon": 1e-3}),
-    ("loss_scale_below_floor", {"precision.initial_loss_scale": 4.0, "precision.min_loss_scale": 8.0}),
     ("skipped_norms", {"guard.skip_grad_norm": 2.0}),
     ("never_out_of_warmup", {"train.warmup_ratio": 0.9}),
     ("never_out_of_warmup", {"train.warmup_ratio": 0.4}),

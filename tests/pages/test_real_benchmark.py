@@ -63,7 +63,7 @@ def test_arms_made_with_other_settings_are_not_put_into_one_table(drawing: Any, 
 def test_the_settings_of_an_arm_train_a_student(arms: Any, world: Path, tmp_path: Path, name: str) -> None:
     asked = {**tiny.settings(world), **arms.SHARED, **arms.ARMS[name].settings, "train.max_steps": 2}
     asked |= {key: value for key, value in SMALL.items() if key in asked}
-    asked |= {"student.shrink.choice_tokens": 64, "train.eval_steps": 2, "train.save_steps": 2, "data.max_length": 32}
+    asked |= {"train.eval_steps": 2, "train.save_steps": 2, "data.max_length": 32}
     del asked["student.model"]
     summary = distill(load_config(overrides=asked), tmp_path / "run", device="cpu").summary
     assert summary["status"] == "done" and summary["steps"] == 2

@@ -52,7 +52,7 @@ def config() -> dict[str, Any]:
         "objectives": {"kd": {"weight": 0.9, "divergence": "forward_kl", "temperature": 1.0}, "ce": {"weight": 0.1}},
         "train": {"learning_rate": 0.001, "max_grad_norm": 1.0, "batch_size": 8, "seed": 0, "schedule": "cosine"},
         "guard": {"on_nonfinite": "recover", "max_consecutive": 20},
-        "telemetry": {"first_steps": 5, "log_steps": 10},
+        "telemetry": {"log_steps": 10},
     }
 
 

@@ -25,7 +25,7 @@ def of(over: dict[str, Any]) -> Any:
         ({"objectives.kd.divergence": "reverse_kl"}, SignalSpec("top_k", 64, 0)),
         ({"objectives.kd.on_wrong_teacher": "label_residual"}, SignalSpec("top_k", 64, 0)),
         ({"objectives.kd.temperature": 2.0}, SignalSpec("hybrid", 8, 12, 2.0)),
-        ({"teacher.signal": {"kind": "sampled", "draw_seed": 3}}, SignalSpec("sampled", 0, 50, 1.0, 3)),
+        ({"teacher.signal": {"kind": "sampled"}}, SignalSpec("sampled", 0, 50)),
         ({"teacher.signal": {"kind": "renormalised", "k": 9}}, SignalSpec("renormalised", 9, 0)),
     ],
 )

@@ -41,7 +41,7 @@ def run_start(**changes: Any) -> dict[str, Any]:
     return {
         "event": "run_start",
         "run": "demo",
-        "config": {"telemetry": {"first_steps": 2, "log_steps": 10}},
+        "config": {"telemetry": {"log_steps": 10}},
         "precision": {"mode": "fp32", "reason": "the device is a CPU"},
         "schedule": {
             "total_batches": 74823,
@@ -290,8 +290,8 @@ def test_plain_output_fits_and_has_no_control_characters() -> None:
 
 def test_plain_steps_appear_every_log_steps_and_first_steps_in_full() -> None:
     told = shown(whole_run(), io.StringIO())
-    assert re.findall(r"^step (\d+)", told, flags=re.MULTILINE) == ["1", "2", "10", "20"]
-    assert told.count("  term ") == 2
+    assert re.findall(r"^step (\d+)", told, flags=re.MULTILINE) == ["1", "2", "3", "4", "5", "10", "20"]
+    assert told.count("  term ") == 5
     assert re.search(r"^  kd +0\.824 +0\.5 +0\.412 +17\.8%$", told, flags=re.MULTILINE)
 
 

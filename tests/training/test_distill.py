@@ -176,7 +176,7 @@ def test_the_best_student_is_kept_not_the_last(world: Path, tmp_path: Path) -> N
         train__learning_rate=0.3,  # sends the student away after a good start, not so far that the guard steps in
         train__warmup_steps=6,
         train__eval_steps=1,
-        guard__spike_warmup=1000,
+        guard__spike_z=1e6,
         objectives__ce__weight=1.0,
     )
     evaluations = [e for e in read_events(result.folder / "events.jsonl") if e["event"] == "eval" and e["step"] > 0]
@@ -188,7 +188,7 @@ def test_the_best_student_is_kept_not_the_last(world: Path, tmp_path: Path) -> N
 def test_early_stopping_ends_the_run(world: Path, tmp_path: Path) -> None:
     result = run(
         world, tmp_path / "run", train__max_steps=30, train__eval_steps=2, train__early_stopping=1,
-        train__learning_rate=0.2, guard__spike_warmup=1000,
+        train__learning_rate=0.2, guard__spike_z=1e6,
     )  # fmt: skip
     assert result.summary["steps"] < 30
 

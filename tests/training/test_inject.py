@@ -33,7 +33,6 @@ BASE = {
     "train__eval_steps": 20,
     "train__learning_rate": 1e-2,
     "guard__snapshot_steps": 5,
-    "guard__spike_warmup": 5,
     "objectives__ce__weight": 0.5,
     "objectives__kd__weight": 0.5,
 }

@@ -1,4 +1,4 @@
-"""Settings that a person gave: which of them this run never reads, and which are missing beside them.
+"""Settings that a person gave: which of them this run never reads, and which are missing next to them.
 
 `Config.given` holds the dotted keys that came from a file, an option, `--set` or Python; those of a preset and the
 schema's defaults are not among them. `RULES` says under which condition a key is read. A key without a rule is always
@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stillroom.config.schema import DIVERGENCES, TRAINING_MODES, Layout
 from stillroom.core.errors import ConfigError
@@ -32,186 +31,125 @@ DIVERGENCE_SETTINGS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-@dataclass(frozen=True)
-class Rule:
-    """`why_not` returns why keys that match a pattern are not read, or an empty text where they are."""
+class Rule(NamedTuple):
+    """Keys, with *, and the condition under which a run reads them. `reason` is why not otherwise; {c}: the config."""
 
-    patterns: tuple[str, ...]
-    why_not: Callable[[Config], str]
+    keys: str  # separated by spaces
+    is_read: Callable[[Config], Any]
+    reason: str
 
     def covers(self, key: str) -> bool:
-        return any(fnmatchcase(key, pattern) for pattern in self.patterns)
+        return any(fnmatchcase(key, pattern) for pattern in self.keys.split())
 
 
-def _unless(is_read: Callable[[Config], Any], reason: str) -> Callable[[Config], str]:
-    return lambda config: "" if is_read(config) else reason.format(c=config)
-
-
-def _only_in(*modes: str) -> Callable[[Config], str]:
-    return _unless(lambda c: c.teacher.router.mode in modes, "teacher.router.mode is {c.teacher.router.mode}")
-
-
-def _of_divergence(setting: str) -> Callable[[Config], str]:
-    def why_not(config: Config) -> str:
-        name = config.objectives.kd.divergence
-        if DIVERGENCES.is_built_in(name):
-            settings = DIVERGENCE_SETTINGS.get(name, ())
-        else:  # of another package: known once it is imported
-            settings = getattr(DIVERGENCES.loaded().get(name), "settings", (setting,))
-        return "" if setting in settings else f"objectives.kd.divergence is {name}, which has no {setting}"
-
-    return why_not
-
-
-def _not_a_hub_id(role: str) -> Callable[[Config], str]:
-    def why_not(config: Config) -> str:
-        name = getattr(config, role).model
-        if name.startswith("builtin:"):
-            return f"{name} comes with the package"
-        return "" if is_hub_id(name) else f"{name} is on this disk and has no commits"
-
-    return why_not
-
-
-def _is_loaded(config: Config) -> bool:
+def _is_loaded(c: Config) -> bool:
     """Whether the teacher's weights are loaded on this machine at any time."""
-    if config.teacher.server:
+    if c.teacher.server:
         return False
-    is_stored = config.teacher.cache not in (None, "auto") and config.teacher.signal.compare == "stored"
-    return config.student.init == "shrink" or (config.objectives.asks_teacher and not is_stored)
+    is_stored = c.teacher.cache not in (None, "auto") and c.teacher.signal.compare == "stored"
+    return c.student.init == "shrink" or (c.objectives.asks_teacher and not is_stored)
 
 
-def _draws(config: Config) -> bool:
-    """Whether a kind of signal may be drawn at random; a cache without a kind may hold draws."""
-    kind = config.teacher.signal.kind
-    return kind in ("sampled", "hybrid") or (
-        kind == "auto" and bool(config.teacher.cache) and not config.teacher.server
-    )
-
-
-def _needs_layout(config: Config) -> bool:
+def _needs_layout(c: Config) -> bool:
     """Whether any source has no layout of its own, held-out data included."""
-    data = config.data
-    return bool(data.eval) or isinstance(data.train, str) or any(not source.has_layout for source in data.train)
+    return bool(c.data.eval) or isinstance(c.data.train, str) or any(not one.has_layout for one in c.data.train)
 
 
-def _reads_hub_data(config: Config) -> bool:
-    specs = [source.path for source in config.data.sources] + [config.data.eval or ""]
-    return any(spec.startswith("hf:") for spec in specs)
+def _reads_hub_data(c: Config) -> bool:
+    return any(spec.startswith("hf:") for spec in (*(one.path for one in c.data.sources), c.data.eval or ""))
 
 
-_ASKS = _unless(lambda c: c.objectives.asks_teacher, "no objective asks the teacher")
-_SCALES = _unless(lambda c: c.precision.mode not in ("fp32", "bf16-mixed"), "precision.mode is {c.precision.mode}")
+def _has_setting(setting: str) -> Callable[[Config], bool]:
+    """Whether the chosen divergence takes a setting."""
+
+    def is_read(c: Config) -> bool:
+        name = c.objectives.kd.divergence
+        if DIVERGENCES.is_built_in(name):
+            return setting in DIVERGENCE_SETTINGS.get(name, ())
+        # Of another package: known once it is imported.
+        return setting in getattr(DIVERGENCES.loaded().get(name), "settings", (setting,))
+
+    return is_read
+
+
+_SAR_MODES = {"sar", "sar-joint", "sar-meta", "sar-transient"}
+_ROUTER_MODE = "teacher.router.mode is {c.teacher.router.mode}"
+_DIVERGENCE = "objectives.kd.divergence is {c.objectives.kd.divergence}, which has no "
 
 RULES: tuple[Rule, ...] = (
-    Rule(("student.model", "student.revision"), _unless(lambda c: c.student.init != "shrink", "the student is cut")),
-    Rule(("teacher.revision",), _not_a_hub_id("teacher")),
-    Rule(("student.revision",), _not_a_hub_id("student")),
-    Rule(("teacher.cache", "teacher.server", "teacher.signal.*", "teacher.router.*", "teacher.requests.*"), _ASKS),
-    Rule(("guard.fallback_after", "guard.fallback_steps"), _ASKS),
-    Rule(("teacher.requests.*",), _unless(lambda c: c.teacher.server, "teacher.server is not set")),
+    Rule("student.model student.revision", lambda c: c.student.init != "shrink", "the student is cut"),
+    Rule("teacher.revision", lambda c: is_hub_id(c.teacher.model), "{c.teacher.model} is not a model of a hub"),
+    Rule("student.revision", lambda c: is_hub_id(c.student.model), "{c.student.model} is not a model of a hub"),
     Rule(
-        ("teacher.placement", "teacher.quantisation", "teacher.max_quantisation_kl"),
-        _unless(_is_loaded, "the teacher is not loaded"),
+        "teacher.cache teacher.server teacher.signal.* teacher.router.* teacher.requests.*",
+        lambda c: c.objectives.asks_teacher,
+        "no objective asks the teacher",
+    ),
+    Rule("teacher.requests.*", lambda c: c.teacher.server, "teacher.server is not set"),
+    Rule("teacher.placement teacher.quantisation teacher.max_quantisation_kl", _is_loaded, "the teacher is not loaded"),
+    # A named cache is compared with the dtype that is asked for, so it is read there.
+    Rule(
+        "teacher.dtype",
+        lambda c: _is_loaded(c) or (c.teacher.cache and not c.teacher.server),
+        "the teacher is not loaded",
+    ),
+    Rule("teacher.max_quantisation_kl", lambda c: c.teacher.quantisation != "none", "teacher.quantisation is none"),
+    Rule("teacher.signal.compare", lambda c: c.teacher.cache, "teacher.cache is not set"),
+    Rule("teacher.router.patterns", lambda c: c.teacher.router.mode != "frozen", _ROUTER_MODE),
+    Rule(
+        "teacher.router.truth_weight teacher.router.gradient_checkpointing",
+        lambda c: c.teacher.router.mode in TRAINING_MODES | {"sar-transient"},
+        _ROUTER_MODE,
+    ),
+    Rule("teacher.router.student_weight", lambda c: c.teacher.router.mode in _SAR_MODES, _ROUTER_MODE),
+    Rule(
+        "teacher.router.anchor_weight teacher.router.load_balance_weight teacher.router.entropy_weight "
+        "teacher.router.every teacher.router.max_degradation teacher.router.probe_* teacher.router.force "
+        "train.router_learning_rate",
+        lambda c: c.teacher.router.mode in TRAINING_MODES,
+        _ROUTER_MODE,
     ),
     Rule(
-        # A named cache is compared with the dtype that is asked for, so it is read there.
-        ("teacher.dtype",),
-        _unless(
-            lambda c: _is_loaded(c) or (c.teacher.cache and not c.teacher.server),
-            "the teacher is not loaded",
-        ),
+        "teacher.router.probe_threshold teacher.router.force",
+        lambda c: c.teacher.router.probe_steps,
+        "teacher.router.probe_steps is 0",
     ),
+    Rule("student.shrink.*", lambda c: c.student.init == "shrink", "student.init is {c.student.init}"),
     Rule(
-        ("teacher.max_quantisation_kl",),
-        _unless(lambda c: c.teacher.quantisation != "none", "teacher.quantisation is none"),
+        "student.shrink.method",
+        lambda c: c.student.shrink.layers and isinstance(c.student.shrink.layers, int),
+        "no layers are chosen",
     ),
-    Rule(("teacher.signal.draw_seed",), _unless(_draws, "a signal of this kind draws nothing")),
-    Rule(("teacher.signal.compare",), _unless(lambda c: c.teacher.cache, "teacher.cache is not set")),
+    Rule(" ".join(f"data.{name}" for name in Layout.model_fields), _needs_layout, "every source has its own layout"),
+    Rule("data.eval_share", lambda c: c.data.eval is None, "data.eval is the held-out data"),
+    Rule("data.streaming", _reads_hub_data, "no data comes from a hub (hf:NAME)"),
+    Rule("data.min_coverage", lambda c: c.objectives.span_weights, "no objective compares two tokenizers"),
+    *(Rule(f"objectives.kd.{name}", _has_setting(name), _DIVERGENCE + name) for name in ("alpha", "beta")),
+    Rule("objectives.kd.interpolation", _has_setting("interpolation"), _DIVERGENCE + "interpolation"),
     Rule(
-        ("teacher.router.patterns",),
-        _unless(lambda c: c.teacher.router.mode != "frozen", "teacher.router.mode is frozen"),
+        "objectives.kd.token_criterion",
+        lambda c: c.objectives.kd.token_fraction != 1.0,
+        "objectives.kd.token_fraction is 1",
     ),
+    Rule("train.epochs", lambda c: not c.train.max_steps, "train.max_steps is {c.train.max_steps}"),
+    Rule("train.step_rows", lambda c: c.train.batch_size == "auto", "train.batch_size is {c.train.batch_size}"),
+    Rule("train.projector_learning_rate", lambda c: c.objectives.inner_weights, "no inner objective is used"),
+    Rule("train.min_learning_rate_ratio", lambda c: c.train.schedule != "constant", "train.schedule is constant"),
+    Rule("train.warmup_ratio", lambda c: not c.train.warmup_steps, "train.warmup_steps is {c.train.warmup_steps}"),
     Rule(
-        ("teacher.router.truth_weight", "teacher.router.gradient_checkpointing"),
-        _only_in(*TRAINING_MODES, "sar-transient"),
+        "precision.*loss_scale*",
+        lambda c: c.precision.mode not in ("fp32", "bf16-mixed"),
+        "precision.mode is {c.precision.mode}",
     ),
-    Rule(("teacher.router.student_weight",), _only_in("sar", "sar-joint", "sar-meta", "sar-transient")),
-    Rule(
-        (
-            "teacher.router.anchor_weight",
-            "teacher.router.load_balance_weight",
-            "teacher.router.entropy_weight",
-            "teacher.router.every",
-            "teacher.router.max_degradation",
-            "teacher.router.probe_*",
-            "teacher.router.force",
-            "train.router_learning_rate",
-        ),
-        _only_in(*TRAINING_MODES),
-    ),
-    Rule(
-        ("teacher.router.probe_threshold", "teacher.router.force"),
-        _unless(lambda c: c.teacher.router.probe_steps, "teacher.router.probe_steps is 0"),
-    ),
-    Rule(("teacher.router.augmentation_*",), _only_in("knowledge-augmentation")),
-    Rule(("teacher.router.offset_bound",), _only_in("sar-transient")),
-    Rule(("student.shrink.*",), _unless(lambda c: c.student.init == "shrink", "student.init is {c.student.init}")),
-    Rule(
-        ("student.shrink.method", "student.shrink.choice_tokens"),
-        _unless(lambda c: c.student.shrink.layers and isinstance(c.student.shrink.layers, int), "no layers are chosen"),
-    ),
-    Rule(
-        ("student.shrink.choice_tokens",),
-        _unless(lambda c: c.student.shrink.method != "even", "student.shrink.method is even"),
-    ),
-    Rule(("student.shrink.calibration_batches",), _unless(lambda c: c.student.shrink.cuts_width, "no width is cut")),
-    Rule(
-        tuple(f"data.{name}" for name in Layout.model_fields),
-        _unless(_needs_layout, "every source has a layout of its own"),
-    ),
-    Rule(("data.eval_share",), _unless(lambda c: c.data.eval is None, "data.eval is the held-out data")),
-    Rule(("data.streaming",), _unless(_reads_hub_data, "no data comes from a hub (hf:NAME)")),
-    Rule(
-        ("data.short_first_share",),
-        _unless(lambda c: c.data.order == "short_first", "data.order is {c.data.order}"),
-    ),
-    Rule(("data.min_coverage",), _unless(lambda c: c.objectives.span_weights, "no objective compares two tokenizers")),
-    *(Rule((f"objectives.kd.{name}",), _of_divergence(name)) for name in ("alpha", "beta", "interpolation")),
-    Rule(
-        ("objectives.kd.token_criterion",),
-        _unless(lambda c: c.objectives.kd.token_fraction != 1.0, "objectives.kd.token_fraction is 1"),
-    ),
-    Rule(
-        ("objectives.kd.label_margin",),
-        _unless(lambda c: c.objectives.kd.on_wrong_teacher == "mft", "objectives.kd.on_wrong_teacher is not mft"),
-    ),
-    Rule(("train.epochs",), _unless(lambda c: not c.train.max_steps, "train.max_steps is {c.train.max_steps}")),
-    Rule(
-        ("train.step_rows",),
-        _unless(lambda c: c.train.batch_size == "auto", "train.batch_size is {c.train.batch_size}"),
-    ),
-    Rule(
-        ("train.projector_learning_rate",), _unless(lambda c: c.objectives.inner_weights, "no inner objective is used")
-    ),
-    Rule(
-        ("train.min_learning_rate_ratio",),
-        _unless(lambda c: c.train.schedule != "constant", "train.schedule is constant"),
-    ),
-    Rule(
-        ("train.warmup_ratio",),
-        _unless(lambda c: not c.train.warmup_steps, "train.warmup_steps is {c.train.warmup_steps}"),
-    ),
-    Rule(("precision.*loss_scale*",), _SCALES),
-    Rule(("eval.sample_tokens",), _unless(lambda c: c.eval.samples, "eval.samples is 0")),
+    Rule("eval.sample_tokens", lambda c: c.eval.samples, "eval.samples is 0"),
 )
 
 
 def unread(config: Config) -> Iterator[tuple[str, str]]:
     """(key, why it is not read) of each setting that was given and that this run never reads."""
     for key in sorted(config.given):
-        why = next((why for rule in RULES if rule.covers(key) and (why := rule.why_not(config))), "")
-        why = why or _why_objective_is_off(key, config)
+        rule = next((rule for rule in RULES if rule.covers(key) and not rule.is_read(config)), None)
+        why = rule.reason.format(c=config) if rule else _why_objective_is_off(key, config)
         if why:
             yield key, why
 

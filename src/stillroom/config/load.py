@@ -1,7 +1,8 @@
 """Load and validate a configuration from a file, a preset and `a.b=c` overrides.
 
 Schema defaults, preset, file and overrides are merged field by field; the later one wins. An error names the key
-as the user wrote it, and its source.
+as the user wrote it, and its source. Below, in order: load, paths, files and presets, tables, messages, and the three
+other forms of a configuration: a dry run's, TOML, and legacy JSON.
 """
 
 from __future__ import annotations
@@ -21,169 +22,38 @@ from pydantic import BaseModel, ValidationError
 from stillroom.config.schema import OBJECTIVES, SOURCE_TAGS, Config, ObjectivesConfig
 from stillroom.core.errors import ConfigError
 
-# -- legacy json -----------------------------------------------------------------------------------
-# Legacy JSON: translate the flat configurations of the student-aware distillation project.
-#
-# Each key is mapped to ours and each mapping is noted, because some change meaning: a micro-step there is an
-# optimizer step here.
-
-
-_DIRECT = {
-    "teacher_model": "teacher.model",
-    "student_model": "student.model",
-    "teacher_model_name": "teacher.model",
-    "student_model_name": "student.model",
-    "train_data": "data.train",
-    "eval_data": "data.eval",
-    "max_length": "data.max_length",
-    "batch_size": "train.batch_size",
-    "gradient_accumulation_steps": "train.gradient_accumulation_steps",
-    "learning_rate": "train.learning_rate",
-    "router_lr": "train.router_learning_rate",
-    "warmup_ratio": "train.warmup_ratio",
-    "weight_decay": "train.weight_decay",
-    "max_grad_norm": "train.max_grad_norm",
-    "num_epochs": "train.epochs",
-    "epochs": "train.epochs",
-    "max_steps": "train.max_steps",
-    "eval_steps": "train.eval_steps",
-    "save_steps": "train.save_steps",
-    "seed": "train.seed",
-    "temperature": "objectives.kd.temperature",
-    "alpha_kd": "objectives.kd.weight",
-    "alpha_ce": "objectives.ce.weight",
-    "alpha_feature": "objectives.feature.weight",
-    "alpha_attention": "objectives.attention.weight",
-    "alpha_layerwise": "objectives.layerwise.weight",
-    "alpha_contrastive": "objectives.contrastive.weight",
-    "attention_layers": "objectives.attention.attention_layers",
-    "use_gradient_checkpointing": "student.gradient_checkpointing",
-}
-
-# Keys whose meaning differs from ours: (our key, our value, the difference).
-_MAX_WARMUP = 0.1  # of the optimizer steps
-
-_TRANSLATED: dict[str, Callable[[Any], tuple[str, Any, str]]] = {
-    "kd_top_k": lambda value: (
-        "objectives.kd.top_k",
-        value,
-        "the teacher's k likeliest tokens with the exact mass of the rest; the original renormalised both sides",
-    ),
-    "warmup_steps": lambda value: (
-        "train.warmup_steps",
-        value,
-        "at most a tenth of the optimizer steps, as in the original: train.max_warmup_share",
-    ),
-    "router_anchor_weight": lambda value: (
-        "teacher.router.anchor_weight",
-        value,
-        "KL to the original teacher's answers; the original took the squared distance of the gates",
-    ),
-    "router_load_balance_weight": lambda value: (
-        "teacher.router.load_balance_weight",
-        value,
-        "from live gates; the original's had no gradient",
-    ),
-    "router_entropy_weight": lambda value: (
-        "teacher.router.entropy_weight",
-        value,
-        "from live gates; the original's had no gradient",
-    ),
-}
-
-_IGNORED = {
-    "num_workers": "batches are made in the training process",
-    "fp16": "use precision.mode",
-}
-
-
-def is_legacy(table: Table) -> bool:
-    """True when the table is flat and has at least two legacy keys."""
-    legacy_keys = set(_DIRECT) | set(_TRANSLATED) | {"use_curriculum"}
-    return not any(isinstance(value, dict) for value in table.values()) and len(legacy_keys & set(table)) >= 2
-
-
-def translate(table: Table, where: str = "") -> tuple[Table, list[str]]:
-    """Return our nested table and one note for each legacy key. Values are checked with the other settings later."""
-    nested: Table = {}
-    notes: list[str] = []
-    for key, value in table.items():
-        if key in _DIRECT:
-            _put(nested, _DIRECT[key], value)
-            notes.append(f"{key} = {value!r} -> {_DIRECT[key]}")
-        elif key in _TRANSLATED:
-            target, mapped, why = _TRANSLATED[key](value)
-            _put(nested, target, mapped)
-            if key == "warmup_steps":
-                _put(nested, "train.max_warmup_share", _MAX_WARMUP)
-            notes.append(f"{key} = {value!r} -> {target} ({why})")
-        elif key == "use_curriculum":
-            continue  # below, because it needs all weights
-        elif key in _IGNORED:
-            notes.append(f"{key} = {value!r} is not used: {_IGNORED[key]}")
-        else:
-            nested[key] = value  # validation reports it as unknown
-    if "use_curriculum" in table:
-        is_on = table["use_curriculum"]
-        if not isinstance(is_on, bool):
-            raise ConfigError(f"use_curriculum: expected true or false, got {is_on!r}"[:200], where=where)
-        notes.append(_curriculum(nested, is_on))
-    return nested, notes
-
-
-# Default weight, begin and end of each ramp, as in the student-aware preset.
-_RAMPS = {
-    "feature": (0.1, 0.3, 0.6),
-    "attention": (0.1, 0.3, 0.6),
-    "layerwise": (0.05, 0.6, 0.8),
-    "contrastive": (0.05, 0.6, 0.8),
-}
-
-
-def _curriculum(nested: Table, is_on: bool) -> str:
-    """Three phases: logits alone, then features and attention, then the rest."""
-    if not is_on:
-        return "use_curriculum = False -> constant weights"
-    nested["curriculum"] = {
-        "phases": [
-            {"name": "logits", "until": 0.3},
-            {"name": "features", "until": 0.6},
-            {"name": "all", "until": 1.0},
-        ]
-    }
-    objectives = nested.setdefault("objectives", {})
-    if "weight" not in objectives.get("kd", {}):
-        _put(nested, "objectives.kd.weight", 0.7)
-        _put(nested, "objectives.ce.weight", 0.3)
-    ramps = []
-    for name, (weight, begin, until) in _RAMPS.items():
-        end = objectives.get(name, {}).get("weight", weight)
-        if isinstance(end, int | float) and end != 0:  # validation reports what is not a number
-            ramp = {"start": 0.0, "end": end, "begin": begin, "until": until}
-            _put(nested, f"objectives.{name}.weight", ramp)
-            ramps.append(f"{name} to {end} from {begin:.0%}")
-    inner = ", ".join(ramps) or "no inner objective"
-    return f"use_curriculum = True -> phases 0-30-60-100 %, kd {objectives['kd']['weight']} from the start, {inner}"
-
-
-def _put(table: Table, key: str, value: Any) -> None:
-    *folders, last = key.split(".")
-    for folder in folders:
-        table = table.setdefault(folder, {})
-    table[last] = value
-
+# -- load -------------------------------------------------------------------------------------------------
+# Merge the sources and validate the result.
 
 Table = dict[str, Any]
-
 _MAX_BYTES = 1_000_000
 _SHOWN = 120  # characters of a value in a message
 _NUMBERS = ("float", "int", "constrained-int")  # pydantic's names of union branches
 
-# Settings that older versions had, and what became of each.
-REMOVED = {
-    "teacher.ranks": "teacher.ranks was removed: cache the teacher (teacher.cache) or serve it (teacher.server); "
-    "teacher.placement = 'shard' shares its weights",
-}
+# Settings that older versions had: (the default, which their run folders store; what became of it).
+REMOVED: dict[str, tuple[Any, str]] = {
+    "teacher.ranks": (0, "cache the teacher (teacher.cache) or serve it (teacher.server); teacher.placement = 'shard' "
+                      "shares its weights"),
+    "teacher.router.augmentation_lambda": (0.05, "knowledge-augmentation draws the experts of 0.05 of the tokens"),
+    "teacher.router.augmentation_passes": (2, "knowledge-augmentation takes 2 teacher passes"),
+    "teacher.router.offset_bound": (0.5, "an offset of sar-transient is 0.5 gate logits long"),
+    "teacher.signal.draw_seed": (0, "draws depend on the content of each row alone"),
+    "student.shrink.calibration_batches": (8, "widths are ranked on 8 batches of training data"),
+    "student.shrink.choice_tokens": (768, "layers are chosen by 768 tokens of training data"),
+    "data.short_first_share": (0.3, "data.order = 'short_first' sorts the rows of the first 0.3 of the steps"),
+    "objectives.kd.label_margin": (0.2, "with on_wrong_teacher = 'mft' the label leads by 0.2"),
+    **{
+        f"objectives.{name}.projector": ("auto", "a projector is trained where the widths of the two models differ")
+        for name in ("feature", "layerwise", "contrastive", "span_hidden")
+    },
+    "precision.min_loss_scale": (1.0, "the smallest loss scale is 1"),
+    "guard.spike_window": (50, "medians are over the last 50 accepted steps; guard.spike_z says what a spike is"),
+    "guard.spike_warmup": (10, "statistics begin after 10 accepted steps; guard.spike_z says what a spike is"),
+    "guard.learning_rate_backoff": (0.5, "after a divergence the learning rate is halved for a while"),
+    "guard.fallback_after": (20, "the teacher is left out after 20 steps in a row with it at fault"),
+    "guard.fallback_steps": (50, "the teacher is left out for 50 steps"),
+    "telemetry.first_steps": (5, "the components of the first 5 steps are printed in full"),
+}  # fmt: skip
 
 
 class Loaded:
@@ -251,22 +121,26 @@ def build(table: Table, where: str, overrides: Collection[str] = ()) -> Config:
 
 
 def _without_removed(table: Table, where: str, overrides: Collection[str]) -> Table:
-    """Raise for a removed setting that is in use. Drop one that is off: run folders of older versions name them all."""
-    for key, what in REMOVED.items():
+    """Raise for a removed setting with another value than its old default; drop one that has it.
+
+    Run folders of older versions store every setting, so their defaults must still be readable.
+    """
+    for key, (default, what) in REMOVED.items():
         *sections, name = key.split(".")
-        below: Any = table
-        for section in sections:
-            below = below.get(section) if isinstance(below, dict) else None
-        if not isinstance(below, dict) or name not in below:
+        section: Any = table
+        for part in sections:
+            section = section.get(part) if isinstance(section, dict) else None
+        if not isinstance(section, dict) or name not in section:
             continue
-        if below[name]:
-            raise ConfigError(what, where="command line" if key in overrides else where, advice=[f"leave {key} out"])
+        if type(section[name]) is bool or section[name] != default:
+            raise ConfigError(
+                f"{key} = {_shortened(section[name])} was removed: {what}",
+                where="command line" if _is_override(key, overrides) else where,
+                advice=[f"leave {key} out"],
+            )
+        kept = {other: value for other, value in section.items() if other != name}
         table = merge(table, {})
-        below = table
-        for section in sections:
-            below[section] = dict(below[section])
-            below = below[section]
-        del below[name]
+        put(table, ".".join(sections), kept)
     return table
 
 
@@ -292,6 +166,9 @@ def flat_leaves(overrides: Mapping[str, Any]) -> Iterator[str]:
     yield from leaves(table)
 
 
+# -- paths ------------------------------------------------------------------------------------------------
+# Relative paths are relative to the current folder, not to the configuration.
+
 _PATHS = ("data.train", "data.eval", "teacher.model", "student.model", "teacher.cache")
 
 
@@ -300,7 +177,7 @@ def _refuse_other_folder(table: Table, from_file: Table, file: Path) -> None:
 
     Paths are relative to the current folder. A name such as org/model may be a hub id and is left alone.
     """
-    beside = file.expanduser().parent
+    own_folder = file.expanduser().parent
     for key in _PATHS:
         section, name = key.split(".")
         value = _below(from_file, section, name)
@@ -308,12 +185,12 @@ def _refuse_other_folder(table: Table, from_file: Table, file: Path) -> None:
             continue  # replaced by --set or an option
         for path in _paths_of(value):
             may_be_hub = section != "data" and name == "model" and not path.startswith(".") and path.count("/") <= 1
-            if not may_be_hub and _is_there(beside / path) and not _is_there(Path(path)):
+            if not may_be_hub and _is_there(own_folder / path) and not _is_there(Path(path)):
                 raise ConfigError(
                     f"{key} = {path!r} is not in the current folder {Path.cwd()}; paths are relative to it, and not to "
-                    f"the configuration, beside which {beside / path} is",
+                    f"the configuration, next to which {own_folder / path} is",
                     where=str(file),
-                    advice=[f"cd {beside}", f"write the whole path: {(beside / path).resolve()}"],
+                    advice=[f"cd {own_folder}", f"write the whole path: {(own_folder / path).resolve()}"],
                 )
 
 
@@ -337,6 +214,9 @@ def _is_there(path: Path) -> bool:
         return path.exists()
     except (OSError, ValueError):
         return False
+
+
+# -- files and presets ------------------------------------------------------------------------------------
 
 
 def read_file(path: Path) -> Table:
@@ -398,9 +278,6 @@ def _names(folder: Path) -> list[str]:
     return sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
 
 
-# -- presets ---------------------------------------------------------------------------------------------
-
-
 def preset_names() -> list[str]:
     folder = resources.files("stillroom.config") / "presets"
     return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
@@ -420,7 +297,7 @@ def read_preset(name: str) -> Table:
     return tomllib.loads(preset_text(name))
 
 
-# -- tables ----------------------------------------------------------------------------------------------
+# -- tables -----------------------------------------------------------------------------------------------
 
 
 def merge(base: Table, over: Table) -> Table:
@@ -465,7 +342,28 @@ def _value(text: str) -> Any:
         return {"none": None, "True": True, "False": False}.get(text, text)
 
 
-# -- messages --------------------------------------------------------------------------------------------
+def all_keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
+    for name, info in model.model_fields.items():
+        kind = _section_of(info.annotation)
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from all_keys(kind, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+    if model is ObjectivesConfig:
+        loaded = OBJECTIVES.loaded()
+        for name in (name for name in OBJECTIVES.names() if name not in model.model_fields):
+            # An entry point that was not imported yields its name alone: composing a message imports nothing.
+            yield from all_keys(loaded[name].section, f"{prefix}{name}.") if name in loaded else (f"{prefix}{name}",)
+
+
+def _section_of(annotation: Any) -> Any:
+    """The section of a field that may also be none; any other annotation as it is."""
+    kinds = get_args(annotation)
+    return kinds[0] if len(kinds) == 2 and kinds[1] is NoneType else annotation
+
+
+# -- messages ---------------------------------------------------------------------------------------------
+# Errors with the user's keys, and the key that was meant.
 
 
 def explain(error: ValidationError, where: str, overrides: Collection[str] = ()) -> ConfigError:
@@ -479,8 +377,7 @@ def explain(error: ValidationError, where: str, overrides: Collection[str] = ())
         # pydantic puts the union branch into the location; leave it out.
         path = [str(part) for part in problem["loc"] if not _is_type(str(part))]
         key = ".".join(path) or "configuration"
-        is_override = any(f"{key}.".startswith(f"{one}.") or f"{one}.".startswith(f"{key}.") for one in overrides)
-        places.append("command line" if is_override and path else where)
+        places.append("command line" if path and _is_override(key, overrides) else where)
         if problem["type"] == "extra_forbidden":
             lines.append(f"unknown key {key}")
             near = nearest_key(key)
@@ -495,6 +392,11 @@ def explain(error: ValidationError, where: str, overrides: Collection[str] = ())
     unique = list(dict.fromkeys(lines))
     found_in = " and ".join(dict.fromkeys(places)) or where
     return ConfigError("; ".join(unique), where=found_in, advice=list(dict.fromkeys(advice)))
+
+
+def _is_override(key: str, overrides: Collection[str]) -> bool:
+    """Whether a key, a section that it is in, or a part of it came from the command line."""
+    return any(f"{key}.".startswith(f"{one}.") or f"{one}.".startswith(f"{key}.") for one in overrides)
 
 
 def _shortened(value: Any) -> str:
@@ -516,26 +418,6 @@ def _is_unintended_branch(problem: Mapping[str, Any]) -> bool:
 
 def _is_type(part: str) -> bool:
     return part in (*_NUMBERS, "Ramp", *SOURCE_TAGS) or part.startswith(("literal[", "tuple[", "function-after["))
-
-
-def all_keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
-    for name, info in model.model_fields.items():
-        kind = _section_of(info.annotation)
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            yield from all_keys(kind, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}"
-    if model is ObjectivesConfig:
-        loaded = OBJECTIVES.loaded()
-        for name in (name for name in OBJECTIVES.names() if name not in model.model_fields):
-            # An entry point that was not imported yields its name alone: composing a message imports nothing.
-            yield from all_keys(loaded[name].section, f"{prefix}{name}.") if name in loaded else (f"{prefix}{name}",)
-
-
-def _section_of(annotation: Any) -> Any:
-    """The section of a field that may also be none; any other annotation as it is."""
-    kinds = get_args(annotation)
-    return kinds[0] if len(kinds) == 2 and kinds[1] is NoneType else annotation
 
 
 # What other programs call our sections and settings.
@@ -605,9 +487,8 @@ def _section_keys(section: str) -> list[str]:
     return keys or list(Config.model_fields)
 
 
-# -- dry run ---------------------------------------------------------------------------------------
-# Shorten a configuration for `--dry-run`: the same code path, five steps.
-
+# -- dry run ----------------------------------------------------------------------------------------------
+# The same code path as a run, in five steps.
 
 _STEPS = 5
 _BATCHES = 2  # held-out batches in an evaluation
@@ -636,7 +517,7 @@ def shortened(loaded: Loaded) -> Loaded:
     return Loaded(short, (*loaded.notes, f"dry run: {', '.join(cut)}"))
 
 
-# -- toml ------------------------------------------------------------------------------------------
+# -- TOML -------------------------------------------------------------------------------------------------
 # Write a configuration as TOML, which the standard library can only read.
 
 
@@ -678,3 +559,143 @@ def _literal(value: Any) -> str:
     if isinstance(value, float):
         return repr(value)
     return json.dumps(value)
+
+
+# -- legacy JSON ------------------------------------------------------------------------------------------
+# Translate the flat configurations of the student-aware distillation project. Each mapping is noted, because some
+# change meaning: a micro-step there is an optimizer step here.
+
+_DIRECT = {
+    "teacher_model": "teacher.model",
+    "student_model": "student.model",
+    "teacher_model_name": "teacher.model",
+    "student_model_name": "student.model",
+    "train_data": "data.train",
+    "eval_data": "data.eval",
+    "max_length": "data.max_length",
+    "batch_size": "train.batch_size",
+    "gradient_accumulation_steps": "train.gradient_accumulation_steps",
+    "learning_rate": "train.learning_rate",
+    "router_lr": "train.router_learning_rate",
+    "warmup_ratio": "train.warmup_ratio",
+    "weight_decay": "train.weight_decay",
+    "max_grad_norm": "train.max_grad_norm",
+    "num_epochs": "train.epochs",
+    "epochs": "train.epochs",
+    "max_steps": "train.max_steps",
+    "eval_steps": "train.eval_steps",
+    "save_steps": "train.save_steps",
+    "seed": "train.seed",
+    "temperature": "objectives.kd.temperature",
+    "alpha_kd": "objectives.kd.weight",
+    "alpha_ce": "objectives.ce.weight",
+    "alpha_feature": "objectives.feature.weight",
+    "alpha_attention": "objectives.attention.weight",
+    "alpha_layerwise": "objectives.layerwise.weight",
+    "alpha_contrastive": "objectives.contrastive.weight",
+    "attention_layers": "objectives.attention.attention_layers",
+    "use_gradient_checkpointing": "student.gradient_checkpointing",
+}
+_MAX_WARMUP = 0.1  # of the optimizer steps
+# Keys whose meaning differs from ours: (our key, our value, the difference).
+_TRANSLATED: dict[str, Callable[[Any], tuple[str, Any, str]]] = {
+    "kd_top_k": lambda value: (
+        "objectives.kd.top_k",
+        value,
+        "the teacher's k most likely tokens with the exact mass of the rest; the original renormalised both sides",
+    ),
+    "warmup_steps": lambda value: (
+        "train.warmup_steps",
+        value,
+        "at most a tenth of the optimizer steps, as in the original: train.max_warmup_share",
+    ),
+    "router_anchor_weight": lambda value: (
+        "teacher.router.anchor_weight",
+        value,
+        "KL to the original teacher's answers; the original took the squared distance of the gates",
+    ),
+    "router_load_balance_weight": lambda value: (
+        "teacher.router.load_balance_weight",
+        value,
+        "from live gates; the original's had no gradient",
+    ),
+    "router_entropy_weight": lambda value: (
+        "teacher.router.entropy_weight",
+        value,
+        "from live gates; the original's had no gradient",
+    ),
+}
+_IGNORED = {
+    "num_workers": "batches are made in the training process",
+    "fp16": "use precision.mode",
+}
+
+
+def is_legacy(table: Table) -> bool:
+    """True when the table is flat and has at least two legacy keys."""
+    legacy_keys = set(_DIRECT) | set(_TRANSLATED) | {"use_curriculum"}
+    return not any(isinstance(value, dict) for value in table.values()) and len(legacy_keys & set(table)) >= 2
+
+
+def translate(table: Table, where: str = "") -> tuple[Table, list[str]]:
+    """Return our nested table and one note for each legacy key. Values are checked with the other settings later."""
+    nested: Table = {}
+    notes: list[str] = []
+    for key, value in table.items():
+        if key in _DIRECT:
+            put(nested, _DIRECT[key], value)
+            notes.append(f"{key} = {value!r} -> {_DIRECT[key]}")
+        elif key in _TRANSLATED:
+            target, mapped, why = _TRANSLATED[key](value)
+            put(nested, target, mapped)
+            if key == "warmup_steps":
+                put(nested, "train.max_warmup_share", _MAX_WARMUP)
+            notes.append(f"{key} = {value!r} -> {target} ({why})")
+        elif key == "use_curriculum":
+            continue  # below, because it needs all weights
+        elif key in _IGNORED:
+            notes.append(f"{key} = {value!r} is not used: {_IGNORED[key]}")
+        else:
+            nested[key] = value  # validation reports it as unknown
+    if "use_curriculum" in table:
+        is_on = table["use_curriculum"]
+        if not isinstance(is_on, bool):
+            raise ConfigError(f"use_curriculum: expected true or false, got {is_on!r}"[:200], where=where)
+        notes.append(_curriculum(nested, is_on))
+    return nested, notes
+
+
+# Default weight, begin and end of each ramp, as in the student-aware preset.
+_RAMPS = {
+    "feature": (0.1, 0.3, 0.6),
+    "attention": (0.1, 0.3, 0.6),
+    "layerwise": (0.05, 0.6, 0.8),
+    "contrastive": (0.05, 0.6, 0.8),
+}
+
+
+def _curriculum(nested: Table, is_on: bool) -> str:
+    """Three phases: logits alone, then features and attention, then the rest."""
+    if not is_on:
+        return "use_curriculum = False -> constant weights"
+    nested["curriculum"] = {
+        "phases": [
+            {"name": "logits", "until": 0.3},
+            {"name": "features", "until": 0.6},
+            {"name": "all", "until": 1.0},
+        ]
+    }
+    given = nested.get("objectives", {})
+    if "weight" not in given.get("kd", {}):
+        put(nested, "objectives.kd.weight", 0.7)
+        put(nested, "objectives.ce.weight", 0.3)
+    ramps = []
+    for name, (weight, begin, until) in _RAMPS.items():
+        end = given.get(name, {}).get("weight", weight)
+        if isinstance(end, int | float) and end != 0:  # validation reports what is not a number
+            ramp = {"start": 0.0, "end": end, "begin": begin, "until": until}
+            put(nested, f"objectives.{name}.weight", ramp)
+            ramps.append(f"{name} to {end} from {begin:.0%}")
+    inner = ", ".join(ramps) or "no inner objective"
+    kd_weight = nested["objectives"]["kd"]["weight"]
+    return f"use_curriculum = True -> phases 0-30-60-100 %, kd {kd_weight} from the start, {inner}"

@@ -1,7 +1,15 @@
 """The configuration schema. Imports no torch, so that `stillroom --help` and the doctor are fast.
 
-Each field's description is what a user needs to set it. A number that may change during a run is a `Scalar`: a
-constant, or a ramp over the run's progress.
+Each field's description is what a user needs to set it; `docs/reference/configuration.md` is made of them. In order:
+
+    values      bounds, `Section`, and `Scalar`: a constant, or a ramp over the run's progress
+    teacher     where the teacher is, what is kept of its answers, the gates of a mixture of experts
+    student     its weights, how it is cut from the teacher, adapters
+    data        sources, layouts of records, rows
+    objectives  registries of objectives, divergences and readers; one section for each objective
+    training    steps and rates, phases, precision, guard, evaluation, checkpoints, telemetry
+    config      `Config`: all of them, and what cannot be set together
+    faults      what `--inject` can break
 """
 
 from __future__ import annotations
@@ -14,8 +22,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import date
 from functools import lru_cache
-from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args, get_origin
 from urllib.parse import urlsplit
 
 from pydantic import (
@@ -34,24 +41,21 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails
 
+from stillroom.config.registry import Registry
 from stillroom.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from stillroom.losses.mix import Objective, Plan
 
 
-# -- sections --------------------------------------------------------------------------------------
-# Base classes of config sections: strict frozen records, and numbers that may change during a run.
-
-
-LEAST_TEMPERATURE = 0.01  # colder, a softmax is an argmax
-
+# -- values -----------------------------------------------------------------------------------------------
+# Bounds of numbers, the base class of a section, and numbers that may change during a run.
 
 MOST = 10**9  # of anything that is counted: rows, steps, tokens. Larger numbers are mistakes and overflow 64 bits
 MOST_ROWS = 2**20  # in a batch, and micro-batches in a step
 MOST_FLOAT = 1e12  # of weights, rates and temperatures: the product of three is finite in FP32
 MOST_MINUTES = 10.0**7  # about 19 years; C libraries refuse much longer waits
-
+LEAST_TEMPERATURE = 0.01  # colder, a softmax is an argmax
 Count = Annotated[int, Field(ge=0, le=MOST)]
 Size = Annotated[int, Field(ge=1, le=MOST)]
 Rows = Annotated[int, Field(ge=1, le=MOST_ROWS)]
@@ -140,179 +144,25 @@ Share = Annotated[Scalar, between(0.0, 1.0)]
 Temperature = Annotated[Scalar, between(LEAST_TEMPERATURE, MOST_FLOAT)]
 
 
-class ObjectiveSection(Section):
-    """Base of an objective's section. A field of type `Scalar` may change during a run."""
-
-    needs_teacher: ClassVar[bool] = True  # False: scored without the teacher's answer
-    looks_inside: ClassVar[bool] = True  # False: stored answers of a teacher suffice
-    compares_spans: ClassVar[bool] = False  # True: each model reads the text in its own tokens
-
-    weight: Weight = Field(0.0, description="weight of the term; 0: not computed at all")
-
-    @property
-    def used_weight(self) -> Scalar:
-        """The weight, or 0 where other settings switch the objective off."""
-        return self.weight
-
-    @property
-    def settings(self) -> dict[str, Scalar]:
-        """The scalars other than the weight, by field name."""
-        return {
-            name: getattr(self, name)
-            for name, info in type(self).model_fields.items()
-            if name != "weight" and Ramp in get_args(info.annotation)
-        }
+# -- teacher ----------------------------------------------------------------------------------------------
+# What is read of a teacher and how: [teacher], with .requests, .signal and .router.
 
 
-# -- train -----------------------------------------------------------------------------------------
-# How a run trains: steps, batches, rates and when it is evaluated and saved.
+class ModelSection(Section):
+    revision: str | None = Field(None, description="commit of a hub model; required with trust_remote_code")
+    trust_remote_code: bool = Field(False, description="run code that comes with this model; needs a pinned revision")
 
-
-Strategy = Literal["auto", "ddp", "fsdp"]
-STRATEGIES: tuple[str, ...] = get_args(Strategy)
-
-
-class TrainConfig(Section):
-    max_steps: Count = Field(0, description="optimizer steps; 0: as many as `epochs` give")
-    epochs: Annotated[float, Field(gt=0, le=10**6)] = Field(1.0, description="passes over the training data")
-    batch_size: Rows | Literal["auto"] = Field(
-        8,
-        description="rows in a micro-batch; auto: `step_rows` in the largest micro-batches that fit, "
-        "as `stillroom plan` counts",
+    allow_base: str | None = Field(
+        None,
+        description="address (s3://...) at or below which the base model of an adapter may lie; one that is a folder, "
+        "or a hub id, needs no such word",
     )
-    step_rows: Rows = Field(32, description="rows in a step where batch_size is auto")
-    gradient_accumulation_steps: Rows = Field(1, description="micro-batches in a step")
-    learning_rate: Positive = Field(1e-3, description="peak learning rate of the student")
-    router_learning_rate: NonNegative = Field(0.0, description="0: the student's")
-    projector_learning_rate: NonNegative = Field(
-        0.0, description="peak rate of the matrices that inner objectives train beside the student; 0: the student's"
-    )
-    schedule: Literal["cosine", "linear", "constant"] = Field(
-        "cosine", description="how the learning rate falls after the warm-up; cosine ends low, slowly"
-    )
-    min_learning_rate_ratio: Annotated[float, Field(ge=0, le=1)] = Field(0.1, description="end of the schedule")
-    warmup_steps: Count = Field(0, description="optimizer steps; overrides warmup_ratio")
-    warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = Field(0.1, description="share of the optimizer steps")
-    max_warmup_share: Annotated[float, Field(gt=0, le=1)] = Field(
-        1.0, description="share of the optimizer steps that the warm-up takes at most, whatever warmup_steps says"
-    )
-    weight_decay: NonNegative = Field(
-        0.01, description="of AdamW, on matrices alone; more where the data is seen often"
-    )
-    beta1: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="of AdamW: memory of the gradient")
-    beta2: Annotated[float, Field(ge=0, lt=1)] = Field(
-        0.95, description="of AdamW: memory of its square; shorter than 0.999, so that one spike is soon forgotten"
-    )
-    epsilon: Positive = Field(1e-8, description="of AdamW; always used in FP32")
-    max_grad_norm: Positive = Field(
-        1.0,
-        description="the student's gradient as a whole is clipped to this norm; projectors and trained gates, which "
-        "have rates of their own, are clipped to the same norm by themselves",
-    )
-    eval_steps: Count = Field(
-        0, description="0: up to ten evaluations over the run, fewer where they would take more than a tenth of it"
-    )
-    save_steps: Count = Field(
-        0, description="0: with eval_steps, else up to ten checkpoints that take at most a twentieth of the time"
-    )
-    compile: Literal["auto", "off", "student", "both"] = Field(
-        "auto",
-        description="torch.compile for the student, or for both models; auto: the student, in a run on a CPU that is "
-        "long enough to be worth it",
-    )
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(0, description="of random weights, order and rounding")
-    early_stopping: Count = Field(0, description="stop after this many evaluations without a better student; 0: never")
-    max_minutes: Annotated[float, Field(ge=0, le=MOST_MINUTES)] = Field(
-        0.0, description="save and stop with exit code 75, loading and saving included; 0: no limit"
-    )
-    strategy: Strategy = Field(
-        "auto",
-        description="with several processes: ddp, each has the whole student; fsdp, each has a part of its weights and "
-        "optimizer state; auto: ddp",
-    )
-    shard_size: Count = Field(
-        0,
-        description="with fsdp: processes that hold the parts of one copy of the student; the number of processes must "
-        "be a multiple of it, and each further group has a copy of its own. 0: all processes hold one copy",
-    )
-    peer_timeout_minutes: Annotated[float, Field(gt=0, le=MOST_MINUTES)] = Field(
-        30.0, description="with several processes: how long one waits for another before the run ends with exit code 75"
-    )
-
-    @property
-    def rows_per_batch(self) -> int:
-        """Rows in a batch of the loader; where memory is short it is taken in parts."""
-        return self.step_rows if self.batch_size == "auto" else self.batch_size
 
     @model_validator(mode="after")
-    def _shards_something(self) -> TrainConfig:
-        if self.shard_size and self.strategy != "fsdp":
-            raise ValueError(f"shard_size divides a sharded student: set strategy = 'fsdp', it is {self.strategy!r}")
-        if self.shard_size == 1:
-            raise ValueError("shard_size = 1 gives every process a whole student: set strategy = 'ddp'")
+    def _pinned(self) -> ModelSection:
+        if self.trust_remote_code and not (self.revision and len(self.revision) == 40):
+            raise ValueError("trust_remote_code needs `revision` set to a 40-digit commit, so that the code is pinned")
         return self
-
-    @model_validator(mode="after")
-    def _auto_decides_accumulation(self) -> TrainConfig:
-        if self.batch_size == "auto" and self.gradient_accumulation_steps != 1:
-            raise ValueError(
-                "batch_size = auto decides how many micro-batches a step has: leave "
-                "gradient_accumulation_steps out and set step_rows"
-            )
-        return self
-
-
-# -- adapter ---------------------------------------------------------------------------------------
-# The section of a student that is trained by an adapter.
-
-
-class AdapterConfig(Section):
-    """Train low-rank matrices beside the student's linear layers; its own weights stay as they are."""
-
-    kind: Literal["lora", "dora"] = Field(
-        "lora", description="dora: the length of each row of a weight is trained beside its direction"
-    )
-    rank: Size = Field(16, description="rank of the change to each layer's weight")
-    alpha: Positive | None = Field(None, description="the change is multiplied by alpha / rank; none: twice the rank")
-    targets: tuple[str, ...] = Field(
-        (),
-        description="linear layers by the last parts of their names, or with *: q_proj, mlp.down_proj, *.0.*; empty: "
-        "all linear layers of the decoder's blocks",
-    )
-    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, description="of the adapter's input, in training")
-    base_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8"] = Field(
-        "auto",
-        description="storage of the frozen weights; auto: what the precision multiplies in. int8: linear layers as "
-        "codes with a scale for each output, under fp32, bf16-mixed and fp16-mixed",
-    )
-
-    @field_validator("targets", mode="before")
-    @classmethod
-    def _one_name(cls, value: Any) -> Any:
-        """Names may be given as one text with commas; all-linear is the word other programs use for all."""
-        names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
-        return () if names == ["all-linear"] else names
-
-    @model_validator(mode="after")
-    def _numbers_are_there(self) -> AdapterConfig:
-        if self.kind == "dora" and self.base_dtype == "int8":
-            raise ValueError(
-                "kind = 'dora' trains the lengths of the base's rows and needs its numbers: set base_dtype = "
-                "'float16', or kind = 'lora' for a base in int8"
-            )
-        return self
-
-    @property
-    def scaled_alpha(self) -> float:
-        return self.alpha if self.alpha is not None else 2.0 * self.rank
-
-
-# -- teacher ---------------------------------------------------------------------------------------
-# The teacher's section of the configuration, and what every model's section has.
-
-
-# -- served ----------------------------------------------------------------------------------------
-# How a teacher on a server is asked: the `teacher.requests` section.
 
 
 class RequestsConfig(Section):
@@ -358,12 +208,7 @@ def check_url(url: str) -> None:
         )
 
 
-# -- signal ----------------------------------------------------------------------------------------
-# What a teacher's answers are reduced to: the `teacher.signal` section.
-
-
 SparseKind = Literal["top_k", "sampled", "hybrid", "renormalised", "target"]
-
 DEFAULT_K = 64
 DEFAULT_M = 8
 DEFAULT_HYBRID_DRAWS = 12
@@ -373,8 +218,8 @@ DEFAULT_DRAWS = 50  # about twelve different tokens (Anshumann et al. 2025)
 class SignalConfig(Section):
     kind: Literal["auto", "dense"] | SparseKind = Field(
         "auto",
-        description="dense: all tokens; top_k: the k likeliest and the exact mass of the rest, for every divergence; "
-        "sampled: drawn tokens; hybrid: the m likeliest and draws from the rest, unbiased for forward_kl; "
+        description="dense: all tokens; top_k: the k most likely and the exact mass of the rest, for every divergence; "
+        "sampled: drawn tokens; hybrid: the m most likely and draws from the rest, unbiased for forward_kl; "
         "renormalised: k tokens as if no other could come, which is biased; target: the probability of the target "
         "alone, for objectives.alm. auto: dense live; what a cache holds; for a new cache top_k where "
         "objectives.kd.top_k is set or the divergence is not forward_kl, else hybrid; with two tokenizers hybrid for "
@@ -383,9 +228,6 @@ class SignalConfig(Section):
     k: Size | None = Field(None, description="of top_k (64, or objectives.kd.top_k)")
     m: Size | None = Field(None, description="of hybrid (8)")
     draws: Annotated[int, Field(ge=1, le=255)] | None = Field(None, description="of hybrid (12) and sampled (50)")
-    draw_seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
-        0, description="of the draws, beside the content of each row"
-    )
 
     compare: Literal["stored", "whole"] = Field(
         "stored",
@@ -411,28 +253,9 @@ class SignalConfig(Section):
         return self
 
 
-class ModelSection(Section):
-    revision: str | None = Field(None, description="commit of a hub model; required with trust_remote_code")
-    trust_remote_code: bool = Field(False, description="run code that comes with this model; needs a pinned revision")
-
-    allow_base: str | None = Field(
-        None,
-        description="address (s3://...) at or below which the base model of an adapter may lie; one that is a folder, "
-        "or a hub id, needs no such word",
-    )
-
-    @model_validator(mode="after")
-    def _pinned(self) -> ModelSection:
-        if self.trust_remote_code and not (self.revision and len(self.revision) == 40):
-            raise ValueError("trust_remote_code needs `revision` set to a 40-digit commit, so that the code is pinned")
-        return self
-
-
 RouterMode = Literal[
     "frozen", "all-experts", "knowledge-augmentation", "truth", "sar", "sar-joint", "sar-transient", "sar-meta"
 ]
-
-
 TRAINING_MODES = frozenset({"truth", "sar", "sar-joint", "sar-meta"})  # those that train the gates
 
 
@@ -459,11 +282,6 @@ class RouterConfig(Section):
     entropy_weight: NonNegative = Field(0.0, description="rewards gates that stay undecided")
     every: Size = Field(2, description="student steps between router steps")
     gradient_checkpointing: bool = Field(False, description="recompute the teacher's layers in its backward")
-    augmentation_passes: Size = Field(2, description="teacher passes of knowledge-augmentation")
-    augmentation_lambda: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.05, description="share of tokens whose experts are drawn instead of chosen in knowledge-augmentation"
-    )
-    offset_bound: Positive = Field(0.5, description="length of a token's gate offset in sar-transient, in gate logits")
     max_degradation: Positive = Field(
         0.02, description="nats the teacher's held-out loss may rise before its gates are restored and frozen"
     )
@@ -483,7 +301,7 @@ class TeacherConfig(ModelSection):
     )
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
         "auto",
-        description="storage of the teacher's weights; auto: float32 on a CPU, bfloat16 on a card with native bf16, "
+        description="storage of the teacher's weights; auto: float32 on a CPU, bfloat16 on a GPU with native bf16, "
         "float16 on any other",
     )
     placement: Literal["device", "offload", "stream", "shard"] = Field(
@@ -495,7 +313,7 @@ class TeacherConfig(ModelSection):
     quantisation: Literal["none", "int8", "bnb-8bit", "bnb-4bit"] = Field(
         "none",
         description="bits of the teacher's linear layers; the head stays as it is. int8: by torchao, on any device; "
-        "bnb-8bit, bnb-4bit: by bitsandbytes, on a CUDA card",
+        "bnb-8bit, bnb-4bit: by bitsandbytes, on a CUDA GPU",
     )
     max_quantisation_kl: Positive = Field(
         0.05,
@@ -505,7 +323,7 @@ class TeacherConfig(ModelSection):
     )
     cache: str | None = Field(
         None,
-        description="folder written by `stillroom cache`: the teacher is then not loaded. auto: a folder beside the "
+        description="folder written by `stillroom cache`: the teacher is then not loaded. auto: a folder next to the "
         "run's, written on first use",
     )
     server: str | None = Field(
@@ -560,17 +378,128 @@ class TeacherConfig(ModelSection):
         if self.signal.kind not in ("auto", "top_k", "renormalised"):
             raise ValueError(
                 f"teacher.signal.kind = {self.signal.kind!r} needs the whole distribution, and a server gives the "
-                "likeliest tokens: set teacher.signal.kind = 'top_k'"
+                "top tokens: set teacher.signal.kind = 'top_k'"
             )
         return self
 
 
-# -- data ------------------------------------------------------------------------------------------
-# The `data` section: sources, the layout of their records, and how rows are made of them.
+# -- student ----------------------------------------------------------------------------------------------
+# [student], with .shrink (cut from the teacher) and .adapter (low-rank training).
 
+
+class ShrinkConfig(Section):
+    layers: Count | tuple[int, ...] = Field(
+        0, description="how many of the teacher's layers are kept, or which, counted from 0; 0: all"
+    )
+    method: Literal["auto", "loss", "influence", "even"] = Field(
+        "auto",
+        description="how so many layers are chosen. loss: take out one at a time, the one whose absence raises the "
+        "loss least; influence: keep those that change the hidden states most; even: at equal steps, without looking "
+        "at text; auto: loss where it takes at most 1e14 operations on a CPU, 1e16 on a GPU, else influence",
+    )
+    width: Count = Field(0, description="channels kept, by importance; 0: all")
+    mlp_width: Count = Field(0, description="neurons kept in each layer, by importance; 0: all")
+    heads: Count = Field(0, description="attention heads kept whole in each layer; 0: all")
+
+    @property
+    def cuts_width(self) -> bool:
+        return bool(self.width or self.mlp_width or self.heads)
+
+
+class AdapterConfig(Section):
+    """Train low-rank matrices next to the student's linear layers; the student's weights stay frozen."""
+
+    kind: Literal["lora", "dora"] = Field("lora", description="dora: the length of each row of a weight is trained too")
+    rank: Size = Field(16, description="rank of the change to each layer's weight")
+    alpha: Positive | None = Field(None, description="the change is multiplied by alpha / rank; none: twice the rank")
+    targets: tuple[str, ...] = Field(
+        (),
+        description="linear layers by the last parts of their names, or with *: q_proj, mlp.down_proj, *.0.*; empty: "
+        "all linear layers of the decoder's blocks",
+    )
+    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, description="of the adapter's input, in training")
+    base_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8"] = Field(
+        "auto",
+        description="storage of the frozen weights; auto: what the precision multiplies in. int8: linear layers as "
+        "codes with a scale for each output, under fp32, bf16-mixed and fp16-mixed",
+    )
+
+    @field_validator("targets", mode="before")
+    @classmethod
+    def _one_name(cls, value: Any) -> Any:
+        """Names may be given as one text with commas; all-linear is the word other programs use for all."""
+        names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+        return () if names == ["all-linear"] else names
+
+    @model_validator(mode="after")
+    def _numbers_are_there(self) -> AdapterConfig:
+        if self.kind == "dora" and self.base_dtype == "int8":
+            raise ValueError(
+                "kind = 'dora' trains the lengths of the base's rows and needs its numbers: set base_dtype = "
+                "'float16', or kind = 'lora' for a base in int8"
+            )
+        return self
+
+    @property
+    def scaled_alpha(self) -> float:
+        return self.alpha if self.alpha is not None else 2.0 * self.rank
+
+
+class StudentConfig(ModelSection):
+    model: str = Field("builtin:student", description="folder, hub id, or builtin:student; not read with init = shrink")
+    init: Literal["auto", "pretrained", "random", "shrink"] = Field(
+        "auto",
+        description="random: take only the configuration; shrink: cut from the teacher as `shrink` says; "
+        "auto: random where the folder has no weights",
+    )
+    shrink: ShrinkConfig = Field(default_factory=ShrinkConfig)
+    vocabulary: Literal["own", "teacher"] = Field(
+        "own",
+        description="teacher: give a loaded student the teacher's tokenizer; its embeddings are copied where tokens "
+        "are the same bytes, and averaged over its own tokens otherwise",
+    )
+    gradient_checkpointing: bool = Field(False, description="trade a third more compute for activation memory")
+    adapter: AdapterConfig | None = Field(
+        None, description="train an adapter and leave the student's own weights alone"
+    )
+
+    @model_validator(mode="after")
+    def _shrink_needs_init(self) -> StudentConfig:
+        if self.shrink != ShrinkConfig() and self.init != "shrink":
+            raise ValueError(f"shrink is set and init is {self.init!r}: set student.init = 'shrink' to cut the student")
+        return self
+
+    @model_validator(mode="after")
+    def _has_embeddings_to_keep(self) -> StudentConfig:
+        if self.vocabulary == "own":
+            return self
+        if self.init == "shrink":
+            raise ValueError(
+                "vocabulary = 'teacher' changes the tokens of a student, and one that is cut from its teacher has the "
+                "teacher's: leave vocabulary out"
+            )
+        if self.init == "random":
+            raise ValueError(
+                "vocabulary = 'teacher' keeps embeddings that were learned, and init = 'random' has none: leave "
+                "vocabulary out, and give a configuration with the teacher's vocab_size"
+            )
+        if self.adapter is not None:
+            raise ValueError(
+                "vocabulary = 'teacher' changes the student's embeddings, and an adapter leaves them as they are: "
+                "leave student.adapter out to train all weights, or leave vocabulary out"
+            )
+        return self
+
+    @property
+    def reads_as_teacher(self) -> bool:
+        """Whether its text is read in the teacher's tokens, whatever tokenizer its folder has."""
+        return self.init == "shrink" or self.vocabulary == "teacher"
+
+
+# -- data -------------------------------------------------------------------------------------------------
+# [data]: sources, the layout of their records, and how rows are made of them.
 
 MOST_TOKENS = 2**24  # in a row
-
 # The fields that records are made of; `columns` names all of one group.
 SHAPES = (
     ("text",),
@@ -718,8 +647,8 @@ class DataConfig(Layout):
     max_length: Annotated[int, Field(ge=8, le=MOST_TOKENS)] = Field(256, description="tokens in a row")
     packing: Literal["auto", "blocks", "rows", "packed"] = Field(
         "auto",
-        description="of training data. blocks: documents end to end in full rows; rows: each record in rows of its "
-        "own, padded; packed: several records in a row that do not see each other; auto: blocks for plain text, rows "
+        description="of training data. blocks: documents end to end in full rows; rows: each record in its own "
+        "rows, padded; packed: several records in a row that do not see each other; auto: blocks for plain text, rows "
         "where records have a prompt. Held-out records are scored alone",
     )
     group_by_length: bool = Field(
@@ -727,11 +656,8 @@ class DataConfig(Layout):
     )
     order: Literal["shuffled", "short_first"] = Field(
         "shuffled",
-        description="of training rows. short_first: the first ones from short to long, see short_first_share; the "
-        "others shuffled",
-    )
-    short_first_share: Annotated[float, Field(gt=0, le=1)] = Field(
-        0.3, description="share of the run's steps that go from short rows to long ones; at most the first epoch"
+        description="of training rows. short_first: from short to long for the first 0.3 of the steps, at most the "
+        "first epoch; then shuffled",
     )
     cache: str = Field(
         "auto",
@@ -749,7 +675,7 @@ class DataConfig(Layout):
     train_on_prompt: bool = Field(False, description="score the prompt's tokens too")
     min_coverage: Annotated[float, Field(ge=0, le=1)] = Field(
         0.5,
-        description="with a teacher that has a tokenizer of its own: least share of the scored text's bytes that both "
+        description="with a teacher of another tokenizer: least share of the scored text's bytes that both "
         "tokenizers read as the same; below it the pair is refused",
     )
     max_bad_share: Annotated[float, Field(ge=0, le=1)] = Field(
@@ -815,19 +741,32 @@ class DataConfig(Layout):
         return source if source.has_layout else source.model_copy(update=layout)
 
 
-# -- registry --------------------------------------------------------------------------------------
-# Registries of objectives, divergences and file readers, which other packages can extend.
-#
-# Names are listed without importing what they stand for, so checking a configuration and `--help` need no torch.
-# Packages add names by entry points, a program by `register`. A built-in name cannot be replaced.
-#
-#     stillroom.losses   name = "package.module:RECIPE"   a Recipe
-#     stillroom.divergences  name = "package.module:MEMBER"   a stillroom.losses.divergences.Member
-#     stillroom.readers      suffix = "package.module:read"   a function (path, name, tally) -> (where, object) ...
+# -- objectives -------------------------------------------------------------------------------------------
+# [objectives]: what can be registered by other packages, one class for each built-in objective, and all together.
 
 
-T = TypeVar("T")
-_NAME = re.compile(r"[a-z0-9][a-z0-9_]*")
+class ObjectiveSection(Section):
+    """Base of an objective's section. A field of type `Scalar` may change during a run."""
+
+    needs_teacher: ClassVar[bool] = True  # False: scored without the teacher's answer
+    looks_inside: ClassVar[bool] = True  # False: stored answers of a teacher suffice
+    compares_spans: ClassVar[bool] = False  # True: each model reads the text in its own tokens
+
+    weight: Weight = Field(0.0, description="weight of the term; 0: not computed at all")
+
+    @property
+    def used_weight(self) -> Scalar:
+        """The weight, or 0 where other settings switch the objective off."""
+        return self.weight
+
+    @property
+    def settings(self) -> dict[str, Scalar]:
+        """The scalars other than the weight, by field name."""
+        return {
+            name: getattr(self, name)
+            for name, info in type(self).model_fields.items()
+            if name != "weight" and Ramp in get_args(info.annotation)
+        }
 
 
 @dataclass(frozen=True)
@@ -838,117 +777,12 @@ class Recipe:
     make: Callable[[Plan], Objective]
 
 
-class Registry(Generic[T]):
-    """Objects by name: built in, registered by a program, or from the entry points of installed packages.
-
-    `known` are the built-in names; their modules register them on import. `prefix` is put before the name of each
-    entry point.
-    """
-
-    def __init__(
-        self, group: str, noun: str, *, accepts: Callable[[Any], bool], known: tuple[str, ...] = (), prefix: str = ""
-    ) -> None:
-        self._group = group
-        self._noun = noun
-        self._accepts = accepts
-        self._known = known
-        self._prefix = prefix
-        self._things: dict[str, T] = {}
-        self._entries_by_name: dict[str, list[EntryPoint]] | None = None
-
-    def register(self, name: str, thing: T) -> None:
-        """Make `thing` available as `name`. Raise if the name already stands for something else."""
-        self._check(name, thing, "register")
-        if self._things.get(name, thing) is not thing:
-            raise ConfigError(
-                f"there is a {self._noun} {name!r} already, and a name has one meaning",
-                advice=["choose another name"],
-            )
-        self._things[name] = thing
-
-    def names(self) -> tuple[str, ...]:
-        """Every name, sorted. Imports nothing."""
-        return tuple(sorted({*self._known, *self._things, *self._entries()}))
-
-    def loaded(self) -> dict[str, T]:
-        """What is registered already, without entry points that were not imported; in the order of registration."""
-        return dict(self._things)
-
-    def is_built_in(self, name: str) -> bool:
-        return name in self._known
-
-    def is_plugin(self, name: str) -> bool:
-        """Whether looking up a name would import another package. Imports nothing."""
-        return name not in self._known and name not in self._things and name in self._entries()
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._known or name in self._things or name in self._entries()
-
-    def find(self, name: str) -> T:
-        """Look up a name. An entry point is imported on its first use."""
-        if name in self._things:
-            return self._things[name]
-        if name not in self._entries():
-            near = difflib.get_close_matches(name, self.names(), n=1)
-            raise ConfigError(
-                f"no {self._noun} is called {name!r}",
-                advice=[f"did you mean {match}?" for match in near] + [f"one of {', '.join(self.names())}"],
-            )
-        first, *others = self._entries()[name]
-        if others:
-            raise ConfigError(
-                f"{len(others) + 1} installed packages bring a {self._noun} {name!r}: "
-                + ", ".join(_origin(entry) for entry in (first, *others)),
-                advice=["uninstall all but one of them"],
-            )
-        self._things[name] = self._imported(first, name)
-        return self._things[name]
-
-    def _imported(self, entry: EntryPoint, name: str) -> T:
-        try:
-            thing: T = entry.load()
-        except Exception as error:  # a foreign module may raise anything on import
-            raise ConfigError(
-                f"the {self._noun} {name!r} of {_origin(entry)} cannot be imported: {type(error).__name__}: {error}",
-                where=entry.value,
-                advice=["mend or update that package", "uninstall it, and leave the name out of the configuration"],
-            ) from error
-        self._check(name, thing, _origin(entry))
-        return thing
-
-    def _check(self, name: str, thing: Any, where: str) -> None:
-        if not name.startswith(self._prefix) or not _NAME.fullmatch(name.removeprefix(self._prefix)):
-            raise ConfigError(
-                f"{name!r} cannot name a {self._noun}", where=where, advice=["small letters, digits and _"]
-            )
-        if not self._accepts(thing):
-            raise ConfigError(
-                f"{name!r} is of type {type(thing).__name__}, which is no {self._noun}",
-                where=where,
-                advice=["docs/extending.md shows one of each kind"],
-            )
-
-    def _entries(self) -> dict[str, list[EntryPoint]]:
-        """Entry points by name, read once. Those with a built-in or registered name are left out."""
-        if self._entries_by_name is None:
-            self._entries_by_name = {}
-            for entry in dict.fromkeys(entry_points(group=self._group)):
-                name = self._prefix + entry.name
-                if name not in self._known and name not in self._things:
-                    self._entries_by_name.setdefault(name, []).append(entry)
-        return self._entries_by_name
-
-
-def _origin(entry: EntryPoint) -> str:
-    return entry.dist.name if entry.dist is not None else entry.value
-
-
 def _is_recipe(thing: Any) -> bool:
     return isinstance(thing, Recipe) and issubclass(thing.section, ObjectiveSection) and callable(thing.make)
 
 
 OBJECTIVES: Registry[Recipe] = Registry(
-    "stillroom.losses",
+    "stillroom.objectives",
     "objective",
     accepts=_is_recipe,
     known=(
@@ -965,7 +799,6 @@ OBJECTIVES: Registry[Recipe] = Registry(
         "span_hidden",
     ),
 )
-
 # Only the names, because members import torch; `losses/divergences.py` defines what a member is.
 DIVERGENCES: Registry[Any] = Registry(
     "stillroom.divergences",
@@ -984,13 +817,8 @@ DIVERGENCES: Registry[Any] = Registry(
         "akl",
     ),
 )
-
 # By suffix; `data/sources.py` registers the built-in ones on import.
 READERS: Registry[Any] = Registry("stillroom.readers", "reader of files", accepts=callable, prefix=".")
-
-
-# -- objectives ------------------------------------------------------------------------------------
-# The `objectives` section of the configuration.
 
 
 def _known_divergence(name: str) -> str:
@@ -1016,7 +844,7 @@ class KdConfig(ObjectiveSection):
         Ramp(start=0.4, end=1.0), description="taid: how far the target is on its way from student (0) to teacher (1)"
     )
     top_k: Annotated[int | Ramp, between(0, MOST)] = Field(
-        0, description="use the teacher's k likeliest tokens and the exact mass of the rest; 0: all tokens"
+        0, description="use the teacher's k most likely tokens and the exact mass of the rest; 0: all tokens"
     )
     token_weight: Literal["uniform", "entropy"] = Field(
         "uniform", description="entropy: positions weigh by the student's entropy over its mean in the sequence"
@@ -1033,9 +861,8 @@ class KdConfig(ObjectiveSection):
     on_wrong_teacher: Literal["keep", "label_residual", "mft"] = Field(
         "keep",
         description="label_residual: the mass a top-k teacher leaves over goes to the label; mft: where the teacher's "
-        "likeliest token is not the label, the label is mixed in until it leads",
+        "most likely token is not the label, the label is mixed in until it leads by 0.2",
     )
-    label_margin: Annotated[float, Field(gt=0, lt=1)] = Field(0.2, description="by how much it then leads")
 
     @model_validator(mode="after")
     def _possible(self) -> KdConfig:
@@ -1066,9 +893,6 @@ class FeatureConfig(ObjectiveSection):
         "mse", description="mse: squared error over the teacher's own square; cosine: direction alone"
     )
     layers: LayerMap = Field("last", description=f"which layers are matched: {_PAIRS}")
-    projector: Literal["auto", "always"] = Field(
-        "auto", description="a trained matrix from the student's width to the teacher's; auto: where they differ"
-    )
 
 
 class LayerwiseConfig(FeatureConfig):
@@ -1091,7 +915,6 @@ class AttentionConfig(ObjectiveSection):
 class ContrastiveConfig(ObjectiveSection):
     weight: Weight = Field(0.0, description="weight of telling the batch's rows apart; 0: not computed at all")
     layers: LayerMap = Field("last", description=f"which layers are pooled: {_PAIRS}")
-    projector: Literal["auto", "always"] = Field("auto", description="as in objectives.feature")
     temperature: Positive = Field(0.1, description="sharpness of the comparison between rows")
 
 
@@ -1141,11 +964,10 @@ class SpanHiddenConfig(ObjectiveSection):
     weight: Weight = Field(0.0, description="weight of matching mean hidden states of spans, for two tokenizers")
     kind: Literal["mse", "cosine"] = Field("cosine", description="as in objectives.feature")
     layers: LayerMap = Field("last", description=f"which layers are matched: {_PAIRS}")
-    projector: Literal["auto", "always"] = Field("auto", description="as in objectives.feature")
 
 
 class ObjectivesConfig(Section):
-    """Built-in objectives, and those of other packages under their names (`config/schema.py`)."""
+    """Built-in objectives, and those of other packages under their names."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -1162,11 +984,11 @@ class ObjectivesConfig(Section):
     span_hidden: SpanHiddenConfig = Field(default_factory=SpanHiddenConfig)
     chunk_tokens: Count = Field(
         0,
-        description="positions the head handles at once; 0: chosen from the vocabulary, on a card from its free memory",
+        description="positions the head handles at once; 0: chosen from the vocabulary, on a GPU from its free memory",
     )
     kernel: Literal["auto", "plain", "compiled"] = Field(
         "auto",
-        description="rows of the head: compiled (C++ on a CPU, torch.compile on a card) where that is possible and "
+        description="rows of the head: compiled (C++ on a CPU, torch.compile on a GPU) where that is possible and "
         "agrees, else plain PyTorch",
     )
 
@@ -1231,83 +1053,104 @@ def _placed(problem: Any, *name: str) -> InitErrorDetails:
     return placed
 
 
-PrecisionMode = Literal["auto", "fp32", "bf16-mixed", "fp16-mixed", "fp16-master", "fp16-split", "fp16-sr"]
+# -- training ---------------------------------------------------------------------------------------------
+# [train], [curriculum], [precision], [guard], [eval], [checkpoint] and [telemetry].
+
+Strategy = Literal["auto", "ddp", "fsdp"]
+STRATEGIES: tuple[str, ...] = get_args(Strategy)
 
 
-class ShrinkConfig(Section):
-    layers: Count | tuple[int, ...] = Field(
-        0, description="how many of the teacher's layers are kept, or which, counted from 0; 0: all"
+class TrainConfig(Section):
+    max_steps: Count = Field(0, description="optimizer steps; 0: as many as `epochs` give")
+    epochs: Annotated[float, Field(gt=0, le=10**6)] = Field(1.0, description="passes over the training data")
+    batch_size: Rows | Literal["auto"] = Field(
+        8,
+        description="rows in a micro-batch; auto: `step_rows` in the largest micro-batches that fit, "
+        "as `stillroom plan` counts",
     )
-    method: Literal["auto", "loss", "influence", "even"] = Field(
+    step_rows: Rows = Field(32, description="rows in a step where batch_size is auto")
+    gradient_accumulation_steps: Rows = Field(1, description="micro-batches in a step")
+    learning_rate: Positive = Field(1e-3, description="peak learning rate of the student")
+    router_learning_rate: NonNegative = Field(0.0, description="0: the student's")
+    projector_learning_rate: NonNegative = Field(
+        0.0, description="peak rate of the matrices that inner objectives train with the student; 0: the student's"
+    )
+    schedule: Literal["cosine", "linear", "constant"] = Field(
+        "cosine", description="how the learning rate falls after the warm-up; cosine ends low, slowly"
+    )
+    min_learning_rate_ratio: Annotated[float, Field(ge=0, le=1)] = Field(0.1, description="end of the schedule")
+    warmup_steps: Count = Field(0, description="optimizer steps; overrides warmup_ratio")
+    warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = Field(0.1, description="share of the optimizer steps")
+    max_warmup_share: Annotated[float, Field(gt=0, le=1)] = Field(
+        1.0, description="share of the optimizer steps that the warm-up takes at most, whatever warmup_steps says"
+    )
+    weight_decay: NonNegative = Field(
+        0.01, description="of AdamW, on matrices alone; more where the data is seen often"
+    )
+    beta1: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="of AdamW: memory of the gradient")
+    beta2: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.95, description="of AdamW: memory of its square; shorter than 0.999, so that one spike is soon forgotten"
+    )
+    epsilon: Positive = Field(1e-8, description="of AdamW; always used in FP32")
+    max_grad_norm: Positive = Field(
+        1.0,
+        description="the student's gradient as a whole is clipped to this norm; projectors and trained gates, which "
+        "have their own rates, are clipped to the same norm separately",
+    )
+    eval_steps: Count = Field(
+        0, description="0: up to ten evaluations over the run, fewer where they would take more than a tenth of it"
+    )
+    save_steps: Count = Field(
+        0, description="0: with eval_steps, else up to ten checkpoints that take at most a twentieth of the time"
+    )
+    compile: Literal["auto", "off", "student", "both"] = Field(
         "auto",
-        description="how so many layers are chosen. loss: take out one at a time, the one whose absence raises the "
-        "loss least; influence: keep those that change the hidden states most; even: at equal steps, without looking "
-        "at text; auto: loss where it takes at most 1e14 operations on a CPU, 1e16 on a GPU, else influence",
+        description="torch.compile for the student, or for both models; auto: the student, in a run on a CPU that is "
+        "long enough to be worth it",
     )
-    choice_tokens: Annotated[int, Field(ge=16, le=MOST)] = Field(
-        768, description="tokens of training data that layers are chosen by"
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
+        0, description="random seed: initial weights, order of the data, stochastic rounding"
     )
-    width: Count = Field(0, description="channels kept, by importance; 0: all")
-    mlp_width: Count = Field(0, description="neurons kept in each layer, by importance; 0: all")
-    heads: Count = Field(0, description="attention heads kept whole in each layer; 0: all")
-    calibration_batches: Size = Field(
-        8, description="batches of training data that the importance of widths is measured on"
+    early_stopping: Count = Field(0, description="stop after this many evaluations without a better student; 0: never")
+    max_minutes: Annotated[float, Field(ge=0, le=MOST_MINUTES)] = Field(
+        0.0,
+        description="checkpoint and stop after N minutes, loading and saving included; exit code 75; 0: no limit",
+    )
+    strategy: Strategy = Field(
+        "auto",
+        description="with several processes: ddp, each has the whole student; fsdp, each has a part of its weights and "
+        "optimizer state; auto: ddp",
+    )
+    shard_size: Count = Field(
+        0,
+        description="with fsdp: processes that hold the parts of one copy of the student; the number of processes must "
+        "be a multiple of it, and each further group has another copy. 0: all processes hold one copy",
+    )
+    peer_timeout_minutes: Annotated[float, Field(gt=0, le=MOST_MINUTES)] = Field(
+        30.0, description="with several processes: how long one waits for another before the run ends with exit code 75"
     )
 
     @property
-    def cuts_width(self) -> bool:
-        return bool(self.width or self.mlp_width or self.heads)
-
-
-class StudentConfig(ModelSection):
-    model: str = Field("builtin:student", description="folder, hub id, or builtin:student; not read with init = shrink")
-    init: Literal["auto", "pretrained", "random", "shrink"] = Field(
-        "auto",
-        description="random: take only the configuration; shrink: cut from the teacher as `shrink` says; "
-        "auto: random where the folder has no weights",
-    )
-    shrink: ShrinkConfig = Field(default_factory=ShrinkConfig)
-    vocabulary: Literal["own", "teacher"] = Field(
-        "own",
-        description="teacher: give a loaded student the teacher's tokenizer; its embeddings are copied where tokens "
-        "are the same bytes, and averaged over its own tokens otherwise",
-    )
-    gradient_checkpointing: bool = Field(False, description="trade a third more compute for activation memory")
-    adapter: AdapterConfig | None = Field(
-        None, description="train an adapter and leave the student's own weights alone"
-    )
+    def rows_per_batch(self) -> int:
+        """Rows in a batch of the loader; where memory is short it is taken in parts."""
+        return self.step_rows if self.batch_size == "auto" else self.batch_size
 
     @model_validator(mode="after")
-    def _shrink_needs_init(self) -> StudentConfig:
-        if self.shrink != ShrinkConfig() and self.init != "shrink":
-            raise ValueError(f"shrink is set and init is {self.init!r}: set student.init = 'shrink' to cut the student")
+    def _shards_something(self) -> TrainConfig:
+        if self.shard_size and self.strategy != "fsdp":
+            raise ValueError(f"shard_size divides a sharded student: set strategy = 'fsdp', it is {self.strategy!r}")
+        if self.shard_size == 1:
+            raise ValueError("shard_size = 1 gives every process a whole student: set strategy = 'ddp'")
         return self
 
     @model_validator(mode="after")
-    def _has_embeddings_to_keep(self) -> StudentConfig:
-        if self.vocabulary == "own":
-            return self
-        if self.init == "shrink":
+    def _auto_decides_accumulation(self) -> TrainConfig:
+        if self.batch_size == "auto" and self.gradient_accumulation_steps != 1:
             raise ValueError(
-                "vocabulary = 'teacher' changes the tokens of a student, and one that is cut from its teacher has the "
-                "teacher's: leave vocabulary out"
-            )
-        if self.init == "random":
-            raise ValueError(
-                "vocabulary = 'teacher' keeps embeddings that were learned, and init = 'random' has none: leave "
-                "vocabulary out, and give a configuration with the teacher's vocab_size"
-            )
-        if self.adapter is not None:
-            raise ValueError(
-                "vocabulary = 'teacher' changes the student's embeddings, and an adapter leaves them as they are: "
-                "leave student.adapter out to train all weights, or leave vocabulary out"
+                "batch_size = auto decides how many micro-batches a step has: leave "
+                "gradient_accumulation_steps out and set step_rows"
             )
         return self
-
-    @property
-    def reads_as_teacher(self) -> bool:
-        """Whether its text is read in the teacher's tokens, whatever tokenizer its folder has."""
-        return self.init == "shrink" or self.vocabulary == "teacher"
 
 
 class PhaseConfig(Section):
@@ -1326,6 +1169,9 @@ class CurriculumConfig(Section):
         return self
 
 
+PrecisionMode = Literal["auto", "fp32", "bf16-mixed", "fp16-mixed", "fp16-master", "fp16-split", "fp16-sr"]
+
+
 class PrecisionConfig(Section):
     mode: PrecisionMode = Field("auto", description="chosen from what the device can natively do")
     moments: Literal["float32", "bfloat16"] = Field(
@@ -1334,9 +1180,10 @@ class PrecisionConfig(Section):
     initial_loss_scale: Annotated[float, Field(ge=1, le=MOST_FLOAT)] = Field(
         65536.0, description="the largest to begin with: one backward pass before the first step finds what fits"
     )
-    loss_scale_growth_steps: Size = Field(2000, description="good steps before it doubles")
-    min_loss_scale: Positive = Field(
-        1.0, description="where batch after batch overflows at this scale, the run stops with exit code 23"
+    loss_scale_growth_steps: Size = Field(
+        2000,
+        description="good steps before it doubles. Where batch after batch overflows at 1, the run stops with "
+        "exit code 23",
     )
 
 
@@ -1359,14 +1206,6 @@ class GuardConfig(Section):
         description="0: off. Harmful: a step is skipped whose gradient norm before clipping is above this, whatever "
         "the run's norms are; spike_z follows them",
     )
-    spike_window: Annotated[int, Field(ge=4, le=MOST)] = Field(
-        50, description="accepted steps the median is taken over"
-    )
-    spike_warmup: Size = Field(
-        10,
-        description="accepted steps before there are statistics; until then a loss is examined at three times the "
-        "largest so far",
-    )
     max_rollbacks: Count = Field(5, description="returns to a good state before the run stops")
     on_exhausted: Literal["halt", "reset"] = Field(
         "halt", description="reset: begin again from the initial weights once when the rollbacks are spent"
@@ -1376,13 +1215,6 @@ class GuardConfig(Section):
         description="applied steps between snapshots; before the first, the state is examined after 1, 2, 4, 8 ...",
     )
     snapshot_ring: Size = Field(2, description="snapshots kept in memory")
-    learning_rate_backoff: Annotated[float, Field(gt=0, le=1)] = Field(
-        0.5, description="factor on the learning rate when a stretch diverges twice, recovering over 50 steps"
-    )
-    fallback_after: Size = Field(
-        20, description="steps in a row with the teacher at fault before a stretch of cross-entropy alone"
-    )
-    fallback_steps: Size = Field(50, description="length of that stretch")
     logit_clamp: NonNegative = Field(
         0.0, description="0: off. Harmful: puts a floor under the perplexity, which is printed"
     )
@@ -1406,20 +1238,24 @@ class CheckpointConfig(Section):
     keep: Size = Field(2, description="checkpoints kept on disk")
     background: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="write checkpoints while training goes on, from a copy of weights and moments in main memory; "
+        description="write checkpoints while training continues, from a copy of weights and moments in main memory; "
         "auto: where that copy and the snapshots together take at most 0.4 of the free main memory",
     )
 
 
 class TelemetryConfig(Section):
-    first_steps: Count = Field(5, description="steps whose components are printed in full")
     log_steps: Size = Field(10, description="steps between plain log lines")
     gradient_steps: Count = Field(
         0, description="steps between measurements of each term's gradient; 0: never. Costs a backward pass a term"
     )
     tracker: Literal["none", "tensorboard", "trackio", "wandb"] = Field(
-        "none", description="also hand figures to this tracker, where it is installed; one that fails stops no run"
+        "none",
+        description="also log to this tracker, where it is installed; a tracker that fails does not stop the run",
     )
+
+
+# -- config -----------------------------------------------------------------------------------------------
+# All sections, and what cannot be set together.
 
 
 class Config(Section):
@@ -1513,9 +1349,8 @@ class Config(Section):
         return self.model_dump(mode="json")
 
 
-# -- faults ----------------------------------------------------------------------------------------
+# -- faults -----------------------------------------------------------------------------------------------
 # The faults of `--inject`, and their syntax: fault@step, or fault@stepxN for N attempts.
-
 
 FAULTS = {
     "nan_weight": "one weight of the student becomes NaN",
@@ -1543,7 +1378,6 @@ FAULTS = {
     "kill_while_retiring": "the process is killed while checkpoints that a rollback abandoned are removed",
     "kill_in_eval": "the process is killed during an evaluation",
 }
-
 _WORD = re.compile(r"^(?P<name>[a-z_]+)@(?P<step>\d{1,9})(?:x(?P<times>[1-9]\d{0,8}))?$")
 
 

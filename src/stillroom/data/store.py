@@ -108,7 +108,6 @@ _AFTER_TOKENIZING = frozenset(
         "packing",
         "group_by_length",
         "order",
-        "short_first_share",
         "max_bad_share",
         "cache",
         "day",  # in the variant of the entry, where a template prints it

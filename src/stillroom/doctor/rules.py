@@ -425,15 +425,6 @@ def large_epsilon(settings: Settings) -> Finding | None:
     return found("warning", what, "take the usual one", "train.epsilon=1e-8", epsilon=epsilon)
 
 
-@rule("settings", is_red=True)
-def loss_scale_below_floor(settings: Settings) -> Finding | None:
-    first, least = settings.number("precision.initial_loss_scale"), settings.number("precision.min_loss_scale")
-    if first >= least:
-        return None
-    what = f"the loss scale begins at {first:g}, below its floor of {least:g}"
-    return found("problem", what, "lower the floor", "precision.min_loss_scale=1")
-
-
 # -- the schedule ----------------------------------------------------------------------------------------
 
 USUAL_WARMUP = (0.01, 0.2)  # of the run

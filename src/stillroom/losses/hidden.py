@@ -254,7 +254,7 @@ class InnerObjective(Objective):
 
     def _make_projectors(self, plan: Plan) -> dict[tuple[int, int], nn.Module]:
         assert plan.teacher is not None
-        if plan.student.width == plan.teacher.width and getattr(plan.section, "projector", "auto") == "auto":
+        if plan.student.width == plan.teacher.width:
             return {}
         return {pair: _projector(plan.student.width, plan.teacher.width) for pair in self.pairs}
 

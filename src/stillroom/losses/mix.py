@@ -302,6 +302,8 @@ def top_fraction(criterion: Tensor, sequences: Sequences, fraction: float) -> Te
 
 # Counters: the cross-entropy of a batch in which it has no weight, and its number of positions.
 LABEL_LOSS, NUM_LABELS = "label_loss", "num_labels"
+# By how much the label leads with on_wrong_teacher = "mft": clearly, and the rest of the row still says something.
+_LABEL_MARGIN = 0.2
 FALLBACK_LOSS = "fallback_loss"  # counter: cross-entropy of positions without a usable teacher, taught by their labels
 
 
@@ -384,7 +386,7 @@ class KdAndCe(Objective):
             token_temperature=emphasis.temperatures,
             top_k=top_k,
             rest_to_label=kd.on_wrong_teacher == "label_residual",
-            label_margin=kd.label_margin if kd.on_wrong_teacher == "mft" else None,
+            label_margin=_LABEL_MARGIN if kd.on_wrong_teacher == "mft" else None,
             chunk_tokens=self._config.chunk_tokens,
             kernel=self._kernel,
         )

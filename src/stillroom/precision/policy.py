@@ -151,9 +151,7 @@ class Precision:
         self.device = device
         self.reason = reason
         self.moment_dtype = torch.bfloat16 if config.moments == "bfloat16" else torch.float32
-        self.scaler = LossScale(
-            scale=config.initial_loss_scale, growth_steps=config.loss_scale_growth_steps, floor=config.min_loss_scale
-        )
+        self.scaler = LossScale(scale=config.initial_loss_scale, growth_steps=config.loss_scale_growth_steps)
 
     # -- what the step calls -----------------------------------------------------------------------------
 

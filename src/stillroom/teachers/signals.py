@@ -519,7 +519,7 @@ def served_spec(config: Config) -> SignalSpec:
 
 
 def _spec(config: Config, kind: str) -> SignalSpec:
-    signal, seed = config.teacher.signal, config.teacher.signal.draw_seed
+    signal = config.teacher.signal
     temperature, top_k = _temperature(config), _top_k(config, kind)
     match kind:
         case "target":
@@ -538,10 +538,10 @@ def _spec(config: Config, kind: str) -> SignalSpec:
             k = signal.k or top_k or DEFAULT_K
             return SignalSpec("renormalised" if kind == "renormalised" else "top_k", k, 0, temperature)
         case "sampled":
-            return SignalSpec("sampled", 0, signal.draws or DEFAULT_DRAWS, temperature, seed)
+            return SignalSpec("sampled", 0, signal.draws or DEFAULT_DRAWS, temperature)
         case _:
             draws = signal.draws or DEFAULT_HYBRID_DRAWS
-            return SignalSpec("hybrid", signal.m or DEFAULT_M, draws, temperature, seed)
+            return SignalSpec("hybrid", signal.m or DEFAULT_M, draws, temperature)
 
 
 def _paired_spec(config: Config, kind: str, shared: str) -> SignalSpec:
@@ -565,10 +565,10 @@ def _paired_spec(config: Config, kind: str, shared: str) -> SignalSpec:
         case "top_k":
             return SignalSpec("top_k", signal.k or DEFAULT_K, 0, is_paired=True, shared=shared)
         case "sampled":
-            return SignalSpec("sampled", 0, signal.draws or DEFAULT_DRAWS, 1.0, signal.draw_seed, True, shared)
+            return SignalSpec("sampled", 0, signal.draws or DEFAULT_DRAWS, is_paired=True, shared=shared)
         case "hybrid":
             draws = signal.draws or DEFAULT_HYBRID_DRAWS
-            return SignalSpec("hybrid", signal.m or DEFAULT_M, draws, 1.0, signal.draw_seed, True, shared)
+            return SignalSpec("hybrid", signal.m or DEFAULT_M, draws, is_paired=True, shared=shared)
     raise ConfigError(
         f"teacher.signal.kind = {kind!r} does not go with two tokenizers: without the mass of its other tokens the "
         "teacher's distribution over the tokens that both have is biased",

@@ -34,6 +34,7 @@ __all__ = ["ConsoleMode", "ConsoleView", "clean", "format_lr", "is_notebook", "r
 
 ConsoleMode = Literal["auto", "plain", "quiet"]
 
+_FIRST_STEPS = 5  # whose components are printed in full
 LINE_WIDTH = 100  # prose is wrapped here; lines of numbers are shorter
 ERROR_WIDTH = 80
 REDRAW_SECONDS = 0.1
@@ -189,7 +190,6 @@ class ConsoleView:
         self._screen = _screen_for(mode, self._stream, width)
         self._num_steps = 0
         self._num_skipped = 0
-        self._first_steps = 5
         self._log_steps = 10
         self._temperature: float | None = None
 
@@ -243,7 +243,7 @@ class ConsoleView:
             event,
             num_steps=self._num_steps,
             num_skipped=self._num_skipped,
-            components=say.component_lines(event, temperature, self._num_steps) if place <= self._first_steps else [],
+            components=say.component_lines(event, temperature, self._num_steps) if place <= _FIRST_STEPS else [],
             is_due=place % self._log_steps == 0 or place == self._num_steps,
         )
 
@@ -287,7 +287,6 @@ class ConsoleView:
     def _begin(self, event: Mapping[str, Any]) -> None:
         telemetry = section(section(event, "config"), "telemetry")
         self._num_steps = int(as_number(section(event, "schedule").get("optimizer_steps")) or 0)
-        self._first_steps = int(as_number(telemetry.get("first_steps", self._first_steps)) or 0)
         self._log_steps = max(1, int(as_number(telemetry.get("log_steps", self._log_steps)) or 1))
 
 

@@ -612,6 +612,10 @@ def place_student(
     return adapter
 
 
+# Share of the steps that go from short rows to long ones with data.order = "short_first"; at most the first epoch.
+_SHORT_FIRST_SHARE = 0.3
+
+
 def make_loader(config: Config, corpus: Corpus, parallel: Parallel, initial_world_size: int = 0) -> Loader:
     train = config.train
     shuffled = Loader(
@@ -627,7 +631,7 @@ def make_loader(config: Config, corpus: Corpus, parallel: Parallel, initial_worl
     if config.data.order == "shuffled":
         return shuffled
     num_steps = make_schedule(config, shuffled.num_batches, initial_world_size or parallel.size).num_steps
-    return shuffled.short_first(max(1, round(config.data.short_first_share * num_steps)))
+    return shuffled.short_first(max(1, round(_SHORT_FIRST_SHARE * num_steps)))
 
 
 def make_precision(config: Config, models: Models, device: torch.device, begun_in: str = "") -> Precision:

@@ -21,6 +21,11 @@ from stillroom.config.schema import GuardConfig
 from stillroom.core.types import Evidence, Examination, Verdict
 
 _BUDGET_STEPS = 200
+# Medians are over the last 50 accepted steps: long enough to be steady, short enough to follow the run. With fewer than
+# ten values the spread is not known.
+_WINDOW_STEPS = 50
+_WARMUP_STEPS = 10
+_FALLBACK_AFTER = 20  # steps in a row with the teacher at fault; fewer may be one bad stretch of data
 _LEVEL_STEPS = 15
 _JUMP_TO_SIGMA = 1.0 / 0.9539  # median |x - y| of two normal draws, in standard deviations
 # A spike must also be large in itself: in a steady run the spread is so small that any change is many sigmas.
@@ -85,7 +90,7 @@ class Guard:
         self.config = config
         self._guess = math.log(vocab_size) if vocab_size else math.inf  # loss of a guess among all tokens
         self._losses: dict[str, History] = {}  # the weighted sum and each term by itself
-        self._norms = History(config.spike_window)
+        self._norms = History(_WINDOW_STEPS)
         self._phase = ""
         self._recent: deque[bool] = deque(maxlen=_BUDGET_STEPS)  # True: refused
         self.consecutive = 0
@@ -151,7 +156,7 @@ class Guard:
         if not evidence.bad_teacher_rows:
             for name, value in _values(evidence).items():
                 if math.isfinite(value):  # one NaN would make every later threshold NaN
-                    self._losses.setdefault(name, History(self.config.spike_window)).add(value)
+                    self._losses.setdefault(name, History(_WINDOW_STEPS)).add(value)
             if math.isfinite(evidence.grad_norm):
                 self._norms.add(math.log(max(evidence.grad_norm, 1e-30)))
             self.consecutive_teacher = 0
@@ -164,7 +169,7 @@ class Guard:
     def _spike(self, evidence: Evidence) -> str:
         if spike := self._loss_spike(evidence):
             return spike
-        if len(self._norms) < self.config.spike_warmup:
+        if len(self._norms) < _WARMUP_STEPS:
             return ""
         bound = self._norms.threshold(self.config.spike_z, _LEAST_NORM_RISE)
         if math.log(max(evidence.grad_norm, 1e-30)) > bound:
@@ -188,7 +193,7 @@ class Guard:
         spread = _TOKEN_SPREAD if name in _IN_NATS else level
         sigmas = self.config.spike_z / math.sqrt(max(num_targets, 1))
         least = spread * (sigmas + sigmas * sigmas / 2.0)
-        if len(history) >= self.config.spike_warmup:
+        if len(history) >= _WARMUP_STEPS:
             return history.threshold(self.config.spike_z, max(_LEAST_LOSS_RISE * max(level, 0.1), least))
         # Only the weighted sum: a single term may be 0 at first and then begin.
         return history.early_threshold(least) if name == "loss" else math.inf
@@ -196,10 +201,10 @@ class Guard:
     def _without_teacher(self, evidence: Evidence) -> Verdict:
         """Rows with a bad teacher were scored on their labels: sound, but not comparable with other steps."""
         self.consecutive_teacher += 1
-        if self.consecutive_teacher < self.config.fallback_after:
+        if self.consecutive_teacher < _FALLBACK_AFTER:
             return Verdict("keep", f"{evidence.bad_teacher_rows} rows without a usable teacher")
         self.consecutive_teacher = 0
-        return Verdict("fallback", f"{self.config.fallback_after} steps in a row without a usable teacher")
+        return Verdict("fallback", f"{_FALLBACK_AFTER} steps in a row without a usable teacher")
 
     def _may_retry(self, evidence: Evidence) -> bool:
         # Before the first accepted step the scale is still too large; later, a batch that overflows at several scales
@@ -217,7 +222,7 @@ class Guard:
         refused = sum(self._recent)
         if len(self._recent) == _BUDGET_STEPS and refused > self.config.max_skip_share * _BUDGET_STEPS:
             return Verdict("halt", f"{refused} of the last {_BUDGET_STEPS} steps refused: {reason}", exit_code=21)
-        if self.consecutive_teacher >= self.config.fallback_after:
+        if self.consecutive_teacher >= _FALLBACK_AFTER:
             self.consecutive_teacher = 0
             return Verdict("fallback", f"the teacher is at fault: {reason}")
         return Verdict("skip", reason)
@@ -252,10 +257,10 @@ class Guard:
         return {"losses": losses, "norms": list(self._norms.values), "phase": self._phase}
 
     def restore_statistics(self, state: Mapping[str, Any]) -> None:
-        self._losses = {name: History(self.config.spike_window) for name in state["losses"]}
+        self._losses = {name: History(_WINDOW_STEPS) for name in state["losses"]}
         for name, values in state["losses"].items():
             self._losses[name].values.extend(values)
-        self._norms.values = deque(state["norms"], maxlen=self.config.spike_window)
+        self._norms.values = deque(state["norms"], maxlen=_WINDOW_STEPS)
         self._phase = str(state["phase"])
 
     def state_dict(self) -> dict[str, Any]:

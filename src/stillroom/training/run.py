@@ -509,6 +509,7 @@ def _best(run: Run, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 _RECOVERY_STEPS = 50
+_BACKOFF = 0.5  # factor on the learning rate after a divergence; it returns to 1 over the recovery steps
 _CANARY_ROWS = 4
 
 
@@ -583,8 +584,7 @@ class Run:
         factor = self.schedule.factor(state.applied)
         since = state.applied - state.backoff_at
         if state.backoff_at >= 0 and since < _RECOVERY_STEPS:
-            backoff = self.config.guard.learning_rate_backoff
-            factor *= backoff + (1.0 - backoff) * since / _RECOVERY_STEPS
+            factor *= _BACKOFF + (1.0 - _BACKOFF) * since / _RECOVERY_STEPS
         return factor
 
     def teacher_of(self, loss_weights: LossWeights, batch: Batch) -> Teacher:

@@ -27,7 +27,8 @@ from stillroom.models import LoadedModel, find
 from stillroom.models.load import ready_student, replace_vocabulary, take_marks
 from stillroom.models.lora import Adapter, attach, store_base, try_adapter
 from stillroom.models.shrink.cut import Cut, cut
-from stillroom.models.shrink.layer_choice import Choice, blocks_of, settled_layers
+from stillroom.models.shrink.layer_choice import CHOICE_TOKENS, Choice, blocks_of, settled_layers
+from stillroom.models.shrink.width import CALIBRATION_BATCHES
 from stillroom.parallel import Parallel
 from stillroom.precision import Precision
 
@@ -74,9 +75,8 @@ def cut_student(
 
 def _num_batches(config: Config) -> int:
     """Enough batches for the widths, and enough tokens for the choice of layers."""
-    wanted = config.student.shrink
     tokens_per_batch = config.train.rows_per_batch * min(config.data.max_length, 128)
-    return max(wanted.calibration_batches, -(-wanted.choice_tokens // tokens_per_batch))
+    return max(CALIBRATION_BATCHES, -(-CHOICE_TOKENS // tokens_per_batch))
 
 
 # -- the choice in the run's folder ----------------------------------------------------------------------

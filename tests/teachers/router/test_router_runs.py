@@ -138,7 +138,7 @@ def test_the_alarm_restores_and_freezes_a_teacher_that_got_worse(moe_world: Path
 
 
 def test_a_rollback_takes_the_gates_back_too(moe_world: Path, tmp_path: Path) -> None:
-    over = {"teacher__router__mode": "sar", "guard__snapshot_steps": 2, "guard__spike_warmup": 20}
+    over = {"teacher__router__mode": "sar", "guard__snapshot_steps": 2}
     clean = run(moe_world, tmp_path / "clean", **over)
     hurt = run(moe_world, tmp_path / "hurt", "nan_weight@6", **over)
     assert hurt.summary["rollbacks"] == 1

@@ -241,13 +241,14 @@ def test_all_experts_change_the_answer_and_train_nothing() -> None:
     assert teacher.gates.optimizer.num_updates == 0
 
 
-def test_augmented_passes_differ_and_come_again_the_same() -> None:
+def test_augmented_passes_differ_and_come_again_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stillroom.teachers.router.teacher._DRAWN_SHARE", 0.5)  # 0.05 of a tiny batch may be no token
     batch, other = batch_of(), batch_of(seed=3)
-    teacher = teacher_of(model_of("mixtral"), "knowledge-augmentation", augmentation_lambda=0.5, augmentation_passes=3)
+    teacher = teacher_of(model_of("mixtral"), "knowledge-augmentation")
     first = [signal.hidden for signal in teacher.training.answers(batch, Needs())]
     teacher.training.answers(other, Needs())
     again = [signal.hidden for signal in teacher.training.answers(batch, Needs())]
-    assert len(first) == 3 and not torch.equal(first[0], first[1])
+    assert len(first) == 2 and not torch.equal(first[0], first[1])
     assert all(torch.equal(one, two) for one, two in zip(first, again, strict=True))
 
 
@@ -280,7 +281,7 @@ def kl_to(view: StudentView, signal: DenseSignal) -> float:
 def test_a_transient_step_moves_this_answer_alone(weight: float) -> None:
     model, batch = model_of("mixtral"), batch_of()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    teacher = teacher_of(model, "sar-transient", truth_weight=0.0, student_weight=weight, offset_bound=0.1)
+    teacher = teacher_of(model, "sar-transient", truth_weight=0.0, student_weight=weight)
     view = student_view(batch)
     (moved,) = teacher.training.signals_after_student([], batch, view, Needs())
     plain = teacher.observe(batch, Needs())

@@ -20,7 +20,16 @@ from stillroom.core.errors import BrokenAtStart, ConfigError
 from stillroom.core.types import Batch
 from stillroom.models.anatomy import anatomy_of, layers_of
 from stillroom.models.load import not_finite_advice
-from stillroom.models.shrink.layer_choice import Bypass, Choice, Tell, blocks_of, cannot_be_cut, choose_layers, passages
+from stillroom.models.shrink.layer_choice import (
+    CHOICE_TOKENS,
+    Bypass,
+    Choice,
+    Tell,
+    blocks_of,
+    cannot_be_cut,
+    choose_layers,
+    passages,
+)
 from stillroom.models.shrink.width import (
     Keep,
     check_widths,
@@ -222,7 +231,7 @@ def cut(
 def _cut(teacher: Any, wanted: ShrinkConfig, batches: list[Batch], choice: Choice | None, tell: Tell) -> Cut:
     if choice is None:
         device = next(teacher.parameters()).device
-        texts = passages(batches, wanted.choice_tokens, device)
+        texts = passages(batches, CHOICE_TOKENS, device)
         choice = choose_layers(teacher, wanted, texts, Fit(teacher), tell)
     layers = choice.layers
     keep = Keep()

@@ -32,6 +32,7 @@ from stillroom.models.load import not_finite_advice
 
 
 _LONGEST = 128  # positions of a passage: many short passages rank layers better and sooner than few long ones
+CHOICE_TOKENS = 768  # of training data that layers are chosen by
 _LEAD = 32  # positions before the first scored one, as context
 
 

@@ -65,6 +65,8 @@ from stillroom.teachers.router.terms import Aims, Assessment, TermSums, assess, 
 EXPERIMENTAL_MODES = frozenset({"sar-transient", "sar-meta"})
 
 _TRIAL_TOKENS = 32
+_AUGMENTED_PASSES = 2  # passes of knowledge-augmentation: each costs a whole teacher forward
+_DRAWN_SHARE = 0.05  # of the tokens, whose experts are then drawn from the gate instead of chosen
 _PROBE_FLOOR = 0.1  # the probe's learning rate falls along a cosine to this share
 
 
@@ -200,9 +202,9 @@ class RouterTraining(TeacherTraining):
             return []
         if self.config.mode == "knowledge-augmentation":
             signals = []
-            for number in range(self.config.augmentation_passes):
+            for number in range(_AUGMENTED_PASSES):
                 routing = teacher.routing()
-                routing.sampled_share = self.config.augmentation_lambda
+                routing.sampled_share = _DRAWN_SHARE
                 # Seed by the batch: a resumed run draws the same experts.
                 routing.seed = (teacher.seed * 1_000_003 + batch.index) * 101 + number
                 with routed(teacher.moe_gates, routing):

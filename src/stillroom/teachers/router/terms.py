@@ -23,6 +23,7 @@ from stillroom.parallel import Parallel
 if TYPE_CHECKING:
     from stillroom.teachers.router.teacher import RouterTeacher
 
+_OFFSET_LENGTH = 0.5  # of a token's gate offset in sar-transient, in gate logits
 _META_STEP = 2.0  # width of the central difference, in lookahead steps
 
 
@@ -152,7 +153,7 @@ def downhill_offsets(teacher: RouterTeacher, batch: Batch, view: StudentView) ->
     for name, slope in zip(offsets, slopes, strict=True):
         length = slope.norm(dim=1, keepdim=True)
         is_usable = torch.isfinite(length) & (length > 0)
-        step = -config.offset_bound * slope / torch.where(is_usable, length, torch.ones_like(length))
+        step = -_OFFSET_LENGTH * slope / torch.where(is_usable, length, torch.ones_like(length))
         moved[name] = torch.where(is_usable, step, torch.zeros_like(step))
         unmoved.append(Term((~is_usable).sum().float(), torch.tensor(float(len(length)))))
     return moved, unmoved
