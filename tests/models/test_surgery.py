@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from stillroom.core.errors import BrokenAtStart
-from stillroom.models.load import new_rows, replace_vocabulary, take_marks
+from stillroom.models.vocabulary import new_rows, replace_vocabulary, take_marks
 
 PIECES = [(7,), (3, 5, 9), (), (3,), (2, 2)]
 USED = range(4, 10)
