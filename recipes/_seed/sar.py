@@ -100,8 +100,8 @@ def _gate_settings(teacher: str) -> dict[str, Any]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from stillroom.config.schema import TeacherConfig
+    from stillroom.models.load import teacher_shape
     from stillroom.models.routers import has_gates
-    from stillroom.models.shapes import teacher_shape
 
     with FakeTensorMode():
         network, _notes = teacher_shape(TeacherConfig(model=teacher), torch.float32)

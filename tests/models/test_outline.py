@@ -8,8 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from stillroom.config.schema import AdapterConfig
 from stillroom.models.check import logits_of
-from stillroom.models.lora import attach, store_base
-from stillroom.models.lora_targets import fill, outline_of
+from stillroom.models.lora import attach, fill, outline_of, store_base
 
 
 def test_an_outline_has_no_values_and_filled_it_answers_as_the_network_did() -> None:

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from stillroom.core.errors import ConfigError
 from stillroom.models.anatomy import layers_of
-from stillroom.models.lora_targets import choose_targets, is_linear
+from stillroom.models.lora import choose_targets, is_linear
 
 LLAMA = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 

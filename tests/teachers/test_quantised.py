@@ -169,7 +169,8 @@ def test_a_quantised_teacher_answers_a_batch(folder: Path) -> None:
 def test_bitsandbytes_is_refused_without_a_card(folder: Path, kind: Any) -> None:
     with refused(BrokenAtStart, "teacher.quantisation", f"'{kind}'", "cpu") as caught:
         check_quantisation(TeacherConfig(model=str(folder), quantisation=kind), CPU)
-    assert caught.value.exit_code == 20 and "int8" in caught.value.advice[0]
+    assert caught.value.exit_code == 20 and caught.value.where == "teacher.quantisation"
+    assert kind in caught.value.what and "int8" in caught.value.advice[0]
 
 
 @pytest.mark.parametrize(

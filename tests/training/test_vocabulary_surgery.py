@@ -21,7 +21,7 @@ from stillroom.core.errors import ConfigError, Interrupted
 from stillroom.data.two_tokenizers.align import pieces_of
 from stillroom.export.folder import export
 from stillroom.metrics.evaluate import assess
-from stillroom.models.shapes import student_shape
+from stillroom.models.load import student_shape
 from stillroom.telemetry import read_events
 from stillroom.training.distill import distill, resume
 from stillroom.training.finish import Result

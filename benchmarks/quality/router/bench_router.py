@@ -39,8 +39,8 @@ from stillroom.losses.mix import Mix
 from stillroom.models import Student
 from stillroom.precision import resolve
 from stillroom.teachers.router.gates import GateOptions
-from stillroom.teachers.router.lookahead import both_ways, lookahead_direction
 from stillroom.teachers.router.teacher import RouterTeacher
+from stillroom.teachers.router.terms import both_ways, lookahead_direction
 from stillroom.training.build import make_schedule
 from stillroom.training.schedule import Curriculum
 

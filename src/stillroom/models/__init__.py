@@ -4,18 +4,16 @@ from stillroom.models.anatomy import Anatomy, anatomy_of, head_error
 from stillroom.models.files import find
 from stillroom.models.load import (
     LoadedModel,
-    agree_on_vocabulary,
     has_tokenizer,
     load_student,
     load_teacher,
     load_tokenizer,
-    num_ids,
     open_student,
     open_teacher,
     try_model,
-    vocabulary_hash,
 )
 from stillroom.models.student import Student, gives_attention
+from stillroom.models.vocabulary import agree_on_vocabulary, num_ids, vocabulary_hash
 
 __all__ = [
     "Anatomy",

@@ -60,7 +60,7 @@ def anatomy_of(model: Any) -> Anatomy:
 
 
 def _num_elements(parameter: Tensor) -> int:
-    """bitsandbytes packs two weights of four bits into a byte, and keeps their shape beside them."""
+    """bitsandbytes packs two weights of four bits into a byte, and keeps their shape next to them."""
     packed = getattr(parameter, "quant_state", None)
     return math.prod(packed.shape) if packed is not None else parameter.numel()
 
@@ -166,9 +166,7 @@ def head_error(model: Any, input_ids: Tensor) -> float:
     Make the head's product in FP32 both times, whatever the dtype of the weights: rounded half logits would look like a
     head that is described wrongly.
     """
-    was_training = model.training
-    model.eval()
-    try:
+    with in_eval_mode(model):
         hidden = getattr(backbone(model)(input_ids=input_ids, use_cache=False), "last_hidden_state", None)
         head = head_of(model)
         if hidden is None or head.weight.ndim != 2 or hidden.shape[-1] != head.weight.shape[1]:
@@ -178,8 +176,6 @@ def head_error(model: Any, input_ids: Tensor) -> float:
         factor = max(1.0, _LARGE_LOGIT / max(float(own.float().abs().max()), 1e-6))
         own, is_called = _wide_logits(model, input_ids, factor)
         return max(error, _difference(own, head_logits(head, hidden.float() * factor))) if is_called else error
-    finally:
-        model.train(was_training)
 
 
 def _wide_logits(model: Any, input_ids: Tensor, factor: float = 1.0) -> tuple[Tensor, bool]:
@@ -223,6 +219,17 @@ def _head_in_fp32(head: nn.Module, factor: float) -> Iterator[list[int]]:
             del head.forward
         else:
             handle.remove()
+
+
+@contextmanager
+def in_eval_mode(network: Any) -> Iterator[None]:
+    """Put a network in evaluation mode in the body, and restore its mode after it."""
+    was_training = network.training
+    network.eval()
+    try:
+        yield
+    finally:
+        network.train(was_training)
 
 
 def _difference(own: Tensor, described: Tensor) -> float:

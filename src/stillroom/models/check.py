@@ -20,6 +20,7 @@ from torch import Tensor
 
 from stillroom.config.schema import ModelSection, TeacherConfig
 from stillroom.core.errors import StillroomError
+from stillroom.models.anatomy import in_eval_mode
 from stillroom.models.load import explained, load_teacher
 
 # Of the logits' standard deviation: what two orders of summation in FP32 differ by stays far below.
@@ -52,10 +53,8 @@ def read_back(network: Any, folder: Path, ids: Tensor, *, code: ModelSection | N
         return compare_tensors(network, folder)  # code is run from a commit of the hub, never from a folder
     if _copy_bytes(network) > _FREE_SHARE * psutil.virtual_memory().available:
         return compare_tensors(network, folder)
-    was_training = network.training
-    network.eval()
     try:
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
+        with in_eval_mode(network), torch.random.fork_rng(devices=[]), torch.no_grad():
             with in_main_memory(network):
                 own = logits_of(network, ids)
             copy, _notes = load_teacher(TeacherConfig(model=str(folder)), torch.float32)
@@ -63,8 +62,6 @@ def read_back(network: Any, folder: Path, ids: Tensor, *, code: ModelSection | N
                 written = logits_of(copy, ids)
     except StillroomError as error:
         return ReadBack("logits", None, None, is_equal=False, reason=str(error.what))
-    finally:
-        network.train(was_training)
     return compare_logits(own, written)
 
 

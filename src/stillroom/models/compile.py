@@ -29,7 +29,7 @@ def what_to_compile(wanted: str, device_type: str, student_flops: float) -> str:
     return "student" if device_type == "cpu" and student_flops >= _WORTH_COMPILING else "off"
 
 
-# Dynamo, inductor and the C++ compiler each raise kinds of their own, most of them RuntimeErrors.
+# Dynamo, inductor and the C++ compiler each raise their own kinds, most of them RuntimeErrors.
 COMPILER_ERRORS = (RuntimeError, ImportError, AssertionError, TypeError, ValueError, AttributeError)
 
 
@@ -63,21 +63,16 @@ class CompiledBody:
         raise_recompile_limit(1)
         began = time.monotonic()
         try:
-            with torch.random.fork_rng(devices=[ids.device] if ids.is_cuda else []):
-                seed = torch.initial_seed()
-                torch.manual_seed(seed)
-                answer = _last_hidden(self._compiled, ids)
-                torch.manual_seed(seed)
-                plain = _last_hidden(self._body, ids)
+            error_size, is_close = compare(
+                lambda: _last_hidden(self._compiled, ids), lambda: _last_hidden(self._body, ids), self._body, ids
+            )
         except torch.OutOfMemoryError:
             raise
         except COMPILER_ERRORS as error:
             self._is_usable = False
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            self._tell(f"compile: the {self._role} cannot be compiled and runs as it is: {reason}")
+            self._tell(f"compile: the {self._role} cannot be compiled and runs as it is: {_first_line(error)}")
             return False
-        error_size = float(((answer - plain).abs().max() / plain.abs().max().clamp_min(1e-30)).detach())
-        if not has_chance(self._body) and error_size > TOLERANCE.get(plain.dtype, 1e-4):
+        if not is_close:
             self._is_usable = False
             self._tell(f"compile: the compiled {self._role} differs by {error_size:.1e} and is not used")
             return False
@@ -86,9 +81,26 @@ class CompiledBody:
         return True
 
 
-def has_chance(network: nn.Module) -> bool:
-    """Dropout draws other random numbers once it is compiled."""
-    return any(isinstance(one, nn.Dropout) and one.training and one.p > 0 for one in network.modules())
+def compare(
+    compiled: Callable[[], Tensor], plain: Callable[[], Tensor], network: nn.Module, inputs: Tensor
+) -> tuple[float, bool]:
+    """Run both from one random state. Return their difference relative to the largest value, and if it is rounding.
+
+    With dropout any difference passes: it draws other random numbers once it is compiled.
+    """
+    with torch.random.fork_rng(devices=[inputs.device] if inputs.is_cuda else []):
+        seed = torch.initial_seed()
+        torch.manual_seed(seed)
+        answer = compiled()
+        torch.manual_seed(seed)
+        own = plain()
+    apart = float(((answer - own).abs().max() / own.abs().max().clamp_min(1e-30)).detach())
+    has_dropout = any(isinstance(one, nn.Dropout) and one.training and one.p > 0 for one in network.modules())
+    return apart, has_dropout or apart <= TOLERANCE.get(own.dtype, 1e-4)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def raise_recompile_limit(num_parts: int) -> None:
@@ -173,19 +185,18 @@ class _Layer:
     def _compare(self, hidden: Tensor, *others: Any, **named: Any) -> None:
         """Compile for one shape and compare with the plain layer."""
         try:
-            with torch.random.fork_rng(devices=[hidden.device] if hidden.is_cuda else []):
-                seed = torch.initial_seed()
-                torch.manual_seed(seed)
-                answer = _states(self._compiled(hidden, *others, **named))
-                torch.manual_seed(seed)
-                plain = _states(self._plain(hidden, *others, **named))
+            apart, is_close = compare(
+                lambda: _states(self._compiled(hidden, *others, **named)),
+                lambda: _states(self._plain(hidden, *others, **named)),
+                self._block,
+                hidden,
+            )
         except torch.OutOfMemoryError:
             raise
         except COMPILER_ERRORS as error:
-            self._refuse(str(error).strip().partition("\n")[0] or type(error).__name__)
+            self._refuse(_first_line(error))
             return
-        apart = float(((answer - plain).abs().max() / plain.abs().max().clamp_min(1e-30)).detach())
-        if not has_chance(self._block) and not apart <= TOLERANCE.get(plain.dtype, 1e-4):
+        if not is_close:
             self._refuse(f"a compiled one differs by {apart:.1e}")
 
 

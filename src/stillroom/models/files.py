@@ -10,7 +10,9 @@ import difflib
 import json
 import os
 import re
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -38,7 +40,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 _SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 # Not downloaded: variants, and consolidated copies for other programs.
 _WEIGHT_FILES = ("model.safetensors", "model-*-of-*.safetensors", "adapter_model.safetensors")
-_LEFT_OUT = ("*/*",)
+_ANY_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth")
 _HUB_SECONDS = 10.0
 _FILE_ENDINGS = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".ckpt", ".json", ".toml", ".onnx", ".zip", ".tar.gz")
 
@@ -69,21 +71,7 @@ class Source:
     @property
     def has_weights(self) -> bool:
         """Whether the folder has weights of any kind. Pickled ones count, and are refused when read."""
-        return (
-            not self.is_local
-            or self.is_gguf
-            or any(
-                any(self.folder.glob(pattern))
-                for pattern in (
-                    "*.safetensors",
-                    "*.safetensors.index.json",
-                    "*.bin",
-                    "*.bin.index.json",
-                    "*.pt",
-                    "*.pth",
-                )
-            )
-        )
+        return not self.is_local or self.is_gguf or any(any(self.folder.glob(one)) for one in _ANY_WEIGHTS)
 
     @property
     def has_tokenizer(self) -> bool:
@@ -185,7 +173,7 @@ def runs_code(section: ModelSection, source: Source) -> bool:
     if not places:
         return False
     raise BrokenAtStart(
-        f"{source.name} brings code of its own, which trust_remote_code runs only from a pinned commit of the hub: "
+        f"{source.name} brings its own code, which trust_remote_code runs only from a pinned commit of the hub: "
         + (f"{foreign[0]} is of another repository" if foreign else "a revision pins no folder"),
         where="trust_remote_code",
         advice=["name the hub id of the model and its commit", "or use a model that transformers knows"],
@@ -196,7 +184,7 @@ _MAPS = ("config.json", "tokenizer_config.json")
 
 
 def _mapped(path: Path) -> list[str]:
-    """The classes that a file names as code of its own. A broken file is refused when it is read."""
+    """The classes that a file names as its own code. A broken file is refused when it is read."""
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
         named = table.get("auto_map") or {}
@@ -208,7 +196,7 @@ def _mapped(path: Path) -> list[str]:
 
 @lru_cache(maxsize=64)
 def _ask_hub(name: str, revision: str | None) -> str | Exception:
-    """The current commit of a hub model, or the error. Asked once, so that all files are of one commit.
+    """The current commit of a hub model, or the error. Cached, so that all files are of one commit.
 
     The downloader's own request has no time limit, and transformers retries for over a minute.
     """
@@ -222,15 +210,14 @@ def _download(source: Source, section: ModelSection, patterns: list[str]) -> str
     answer = _ask_hub(source.name, section.revision)
     is_away = isinstance(answer, Exception)
     try:
-        return str(
-            snapshot_download(
-                source.name,
-                revision=section.revision if is_away else str(answer),
-                allow_patterns=patterns,
-                ignore_patterns=list(_LEFT_OUT),
-                local_files_only=is_away,
-            )
+        folder = snapshot_download(
+            source.name,
+            revision=section.revision if is_away else str(answer),
+            allow_patterns=patterns,
+            ignore_patterns=["*/*"],
+            local_files_only=is_away,
         )
+        return str(folder)
     except MemoryError:
         raise
     except Exception as error:  # the hub raises many classes
@@ -272,13 +259,13 @@ _PICKLES = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
 def check_weight_files(source: Source) -> list[str]:
-    """The safetensors that will be read. Refuse a folder whose weights are not safetensors of its own."""
+    """The safetensors that will be read. Refuse a folder whose weights are not its own safetensors."""
     if (source.folder / "generation_config.json").exists():
         read_json(source, "generation_config.json")  # a loader silently ignores a broken one
     named = read_json(source, "config.json").get("transformers_weights")
     if named is not None and str(named) not in (_SINGLE, _INDEX):
         raise BrokenAtStart(
-            f"config.json of {source.name} names weights of its own, {named!r}: only {_SINGLE} and {_INDEX} are read",
+            f"config.json of {source.name} names its own weights, {named!r}: only {_SINGLE} and {_INDEX} are read",
             advice=["remove transformers_weights from config.json"],
         )
     if (source.folder / _SINGLE).is_file() and named != _INDEX:
@@ -307,6 +294,49 @@ def check_adapter_files(source: Source) -> None:
             f"adapter_config.json of {source.name} names modules or files of other programs, which peft would load",
             advice=["give a model with the adapter merged"],
         )
+
+
+# Regular expressions come with an adapter, and one that backtracks without end would hang the process: Python cannot
+# interrupt a match. So they are tried in a process that can be ended, before peft matches names with them.
+_PATTERN_SECONDS = 5.0  # ordinary patterns take milliseconds for ten thousand names
+_PLAIN = re.compile(r"[\w.\-]*")
+# In the forms in which peft uses a pattern. One that does not compile is left for peft to report.
+_TRIAL = r"""
+import json, re, sys
+patterns, names = json.load(sys.stdin)
+for pattern in patterns:
+    start, end = rf"(?:^|.*?\.){pattern}", rf"{pattern}($|\..*)"
+    for form in (pattern, rf"(.*\.)?({pattern})$", rf"(^|.*\.){end}", rf"{start}\.(?P<i>\d+)\."):
+        for name in names:
+            re.match(form, name), re.fullmatch(form, name)
+"""
+
+
+def check_patterns(config: Mapping[str, Any], names: Sequence[str], adapter: str) -> None:
+    """Raise if a pattern does not come to an end on the names of a network's parts."""
+    patterns = [pattern for pattern in _patterns(config) if not _PLAIN.fullmatch(pattern)]
+    if not patterns:
+        return
+    trial = json.dumps([patterns, list(names)]).encode()
+    command = [sys.executable, "-I", "-c", _TRIAL]
+    try:
+        subprocess.run(command, input=trial, timeout=_PATTERN_SECONDS, capture_output=True, check=False)
+    except subprocess.TimeoutExpired:
+        raise BrokenAtStart(
+            f"adapter_config.json of {adapter} has a pattern that does not come to an end on the names of its base",
+            where="target_modules, exclude_modules, rank_pattern ...",
+            advice=["list the names of the layers in target_modules", "get the adapter from a place you trust"],
+        ) from None
+
+
+def _patterns(config: Mapping[str, Any]) -> list[str]:
+    """Every string of a configuration that peft may use as a pattern."""
+    keys = ("target_modules", "exclude_modules", "modules_to_save", "layers_pattern", "target_parameters")
+    found: list[Any] = []
+    for key in (*keys, "rank_pattern", "alpha_pattern"):
+        value = config.get(key)
+        found += value if isinstance(value, list | dict) else [value]  # of a table, its keys
+    return [pattern for pattern in found if isinstance(pattern, str)]
 
 
 def fetch_base(section: ModelSection, source: Source, *, weights: bool) -> Source:
@@ -357,20 +387,17 @@ def _without_safetensors(source: Source, wanted: str) -> BrokenAtStart:
     pickles = sorted(path.name for pattern in _PICKLES for path in source.folder.glob(pattern))
     if pickles:
         return BrokenAtStart(
-            f"{source.name} has its weights only as {_listed(pickles)}, which is a pickle: reading one runs its code",
+            f"{source.name} has its weights only as {listed(pickles)}, which is a pickle: reading one runs its code",
             advice=[
                 "convert it where you trust it: load it with transformers and call save_pretrained(folder)",
                 f"or get the {wanted} of the same model",
             ],
         )
     others = sorted(path.name for path in source.folder.glob("*.safetensors"))
-    held = f"; it holds {_listed(others)}" if others else ""
+    held = f"; it holds {listed(others)}" if others else ""
     return BrokenAtStart(
         f"{source.name} has no {wanted} and no index of shards{held}",
-        advice=[
-            COMPLETE,
-            "to train a student from scratch on its config.json: --set student.init=random",
-        ],
+        advice=[COMPLETE, "to train a student from scratch on its config.json: --set student.init=random"],
     )
 
 
@@ -383,13 +410,13 @@ def _check_index(source: Source) -> list[str]:
     foreign = [name for name in shards if not name.endswith(".safetensors") or not _is_within(source, name)]
     if foreign:
         raise BrokenAtStart(
-            f"{_INDEX} of {source.name} names {_listed(foreign)}: only *.safetensors of the folder itself are read",
+            f"{_INDEX} of {source.name} names {listed(foreign)}: only *.safetensors of the folder itself are read",
             advice=["get the folder from a place you trust"],
         )
     missing = [name for name in shards if not inside(source.folder, name).is_file()]
     if missing:
         raise BrokenAtStart(
-            f"{source.name} lacks {len(missing)} of {len(shards)} shards: {_listed(missing)}",
+            f"{source.name} lacks {len(missing)} of {len(shards)} shards: {listed(missing)}",
             advice=["copy or download the missing files"],
         )
     return shards
@@ -425,13 +452,7 @@ def read_json(source: Source, name: str) -> dict[str, Any]:
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise BrokenAtStart(
-            f"{source.name} has no {name}",
-            advice=[
-                COMPLETE,
-                *_below(path),
-            ],
-        ) from error
+        raise BrokenAtStart(f"{source.name} has no {name}", advice=[COMPLETE, *_below(path)]) from error
     except OSError as error:
         raise BrokenAtStart(f"{path} cannot be read: {error.strerror}", advice=["check its permissions"]) from error
     except ValueError as error:  # not JSON, or not UTF-8
@@ -450,17 +471,18 @@ def _below(path: Path) -> list[str]:
     return [f"did you mean {match.parent}?" for match in inner[:2]] if path.name == "config.json" else []
 
 
-def _listed(names: list[str], most: int = 3) -> str:
+def listed(names: list[str], most: int = 3) -> str:
+    """The first names of a list, and how many more there are."""
     rest = f" and {len(names) - most:,} more" if len(names) > most else ""
     return ", ".join(names[:most]) + rest
 
 
 # -- written ---------------------------------------------------------------------------------------
-# The folder of a model whose weights another program writes: everything beside them, and the model read back.
+# The folder of a model whose weights another program writes: everything except them, and the model read back.
 
 
 def save_configuration(model: Any, folder: Path, dtype: torch.dtype | None = None) -> None:
-    """What `save_pretrained` writes beside the weights; `dtype` where they are written in another than the model's."""
+    """What `save_pretrained` writes besides the weights; `dtype` where they are written in another than the model's."""
     model.config.architectures = [type(model).__name__]
     model.config.dtype = dtype or model.dtype
     model.config.save_pretrained(folder)

@@ -3,7 +3,7 @@
 What is added to the library, and why:
 - A family's cache or left padding may change the logits. Each model is tried once against full forward passes; what
   does not hold is not used.
-- Each prompt draws from a random generator of its own. The random state of a run stays as it is, and what a prompt
+- Each prompt draws from its own random generator. The random state of a run stays as it is, and what a prompt
   gets does not depend on the prompts it is batched with.
 - Text is streamed for several prompts at once. `transformers.TextStreamer` takes one, and drops the space before the
   first word with SentencePiece tokenizers.

@@ -231,7 +231,7 @@ _LOW, _HIGH, _ORIGINAL = 1.0, 4.0, 8192  # of every Llama 3 that scales
 
 
 def scaled_rotation(header: GgufHeader) -> dict[str, Any]:
-    """The `rope_parameters` that the file asks for beside its base; empty where nothing is scaled."""
+    """The `rope_parameters` that the file asks for besides its base; empty where nothing is scaled."""
     if header.architecture in _READ_BY_TRANSFORMERS:
         return {}
     kind, factor = header.own("rope.scaling.type"), header.own("rope.scaling.factor")
@@ -366,7 +366,7 @@ def _without_bar() -> Iterator[None]:
 
 @contextmanager
 def _alone() -> Iterator[str]:
-    """An empty folder: a loader would also read what lies beside the file, which may be of another model."""
+    """An empty folder: a loader would also read what lies next to the file, which may be of another model."""
     with tempfile.TemporaryDirectory() as folder:
         yield folder
 

@@ -1,12 +1,14 @@
-"""Load a model and test it before use.
+"""Load models and tokenizers from a folder, a hub id, an adapter folder or a builtin name, and test them before use.
 
-Run it once on a few tokens: does an earlier output depend on a later token, does the described head give the model's
-own logits, does maskless attention give the same outputs? Conclude nothing from the name of its family.
+Safetensors only, and no code from a model repository unless the user pinned it. A weight that the file lacks would be
+random, so it is an error. Any failure of a loader becomes one error with the model's name and advice.
+
+A model is run once on a few tokens: does an earlier output depend on a later token, does the described head give the
+model's own logits, does maskless attention give the same outputs? Nothing is concluded from the name of its family.
 """
 
 from __future__ import annotations
 
-import hashlib
 import re
 import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,601 +31,36 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from stillroom.config.schema import ModelSection, StudentConfig, TeacherConfig
-from stillroom.core.errors import BrokenAtStart, ConfigError, foreign_errors
+from stillroom.config.schema import ModelSection, ShrinkConfig, StudentConfig, TeacherConfig
+from stillroom.core.errors import BrokenAtStart, foreign_errors
 from stillroom.core.remote import here, is_in_store
 from stillroom.core.types import HeadWeights
-from stillroom.models.anatomy import Anatomy, anatomy_of, backbone, head_error, head_of
+from stillroom.models.anatomy import Anatomy, anatomy_of, backbone, head_error, head_of, in_eval_mode
 from stillroom.models.compile import CompiledBody
 from stillroom.models.files import (
     COMPLETE,
     Source,
     check_adapter_files,
+    check_patterns,
     check_weight_files,
     coded_weights,
     fetch,
     fetch_base,
+    listed,
     one_line,
     read_json,
     runs_code,
 )
 from stillroom.models.gguf import gguf_config, gguf_network, gguf_tokenizer, read_header
-from stillroom.models.lora_targets import check_patterns, tied_layers
+from stillroom.models.shrink.width import config_of_layers
 from stillroom.models.student import Student, attend_causally
-
-# -- vocabulary ------------------------------------------------------------------------------------
-# Compare the vocabularies of two models.
-#
-# Equal sizes prove nothing and different sizes may be padding, so compare tokenizers by content.
-
-
-def vocabulary_hash(tokenizer: Any) -> str:
-    """A hash of the mapping from tokens to ids."""
-    digest = hashlib.sha256()
-    for token, index in sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0])):
-        digest.update(f"{index}\t{token}\n".encode("utf-8", errors="surrogatepass"))
-    return digest.hexdigest()[:16]
-
-
-def num_ids(tokenizer: Any) -> int:
-    """The number of ids from 0 to the highest in use."""
-    return int(max(tokenizer.get_vocab().values())) + 1
-
-
-def agree_on_vocabulary(teacher: Any, student: Any, teacher_rows: int, student_rows: int) -> int:
-    """The number of ids that both models share. Raise if the vocabularies differ.
-
-    `teacher` and `student` are tokenizers, the row counts those of the heads. Of heads padded to different multiples
-    the smaller counts, if every real token fits.
-    """
-    mine, theirs = student.get_vocab(), teacher.get_vocab()
-    if mine != theirs:
-        shared = len(mine.keys() & theirs.keys())
-        moved = sum(1 for token in mine.keys() & theirs.keys() if mine[token] != theirs[token])
-        raise ConfigError(
-            f"teacher and student have different vocabularies: {len(theirs):,} and {len(mine):,} tokens "
-            f"(hashes {vocabulary_hash(teacher)} and {vocabulary_hash(student)}), "
-            f"{shared:,} in common, {moved:,} of them under another id",
-            where="teacher.model, student.model",
-            advice=[
-                "teach across tokenizers: --preset cross-tokenizer",
-                "or give a pretrained student the teacher's tokens: --set student.vocabulary=teacher",
-                "choose a student of the teacher's family",
-                "or train a student from scratch on the teacher's tokenizer: --set student.init=random with a "
-                "configuration whose vocab_size is the teacher's",
-            ],
-        )
-    size = min(teacher_rows, student_rows)
-    highest = num_ids(student) - 1
-    if highest >= size:
-        raise ConfigError(
-            f"token id {highest:,} has no row in a head of {size:,} rows",
-            where="teacher.model, student.model",
-            advice=["resize the smaller model's embeddings to the tokenizer"],
-        )
-    return size
-
-
-def check_rows(tokenizer: Any, head_rows: int, embedding_rows: int, name: str) -> None:
-    """Raise if a token of the tokenizer has no row in the model's embeddings or head."""
-    num_rows = min(head_rows, embedding_rows)
-    highest = num_ids(tokenizer) - 1 if tokenizer is not None else -1
-    if highest >= num_rows:
-        raise ConfigError(
-            f"the tokenizer goes up to token id {highest:,}, and {name} has {embedding_rows:,} embeddings and "
-            f"a head of {head_rows:,} rows",
-            where=name,
-            advice=["use the tokenizer the model was made with", "or resize the model's embeddings to the tokenizer"],
-        )
-
-
-# -- surgery ---------------------------------------------------------------------------------------
-# Give a model the vocabulary of another tokenizer: new rows of its embeddings and its head, made from the old ones.
-#
-# A token that consists of one old token takes its row, one of several the mean of theirs, in the embeddings, the head
-# and the head's bias alike. One that consists of none takes the mean of all old tokens, which favours no other.
-#
-# # V new ids, O old rows, D width
-
-
-@torch.no_grad()
-def replace_vocabulary(network: Any, pieces: Sequence[Sequence[int]], used: Sequence[int]) -> None:
-    """Change the network in place. `pieces` are the old tokens of each new id, `used` the old ids that are tokens."""
-    inputs, head = network.get_input_embeddings(), network.get_output_embeddings()
-    is_tied = head.weight is inputs.weight
-    bias = getattr(head, "bias", None)
-    tables = [new_rows(table, pieces, used) for table in (inputs.weight, head.weight)]
-    new_bias = None if bias is None else new_rows(bias.unsqueeze(1), pieces, used).squeeze(1)
-    network.resize_token_embeddings(len(pieces), mean_resizing=False)
-    inputs, head = network.get_input_embeddings(), network.get_output_embeddings()
-    _check_agreement(network, inputs.weight, head.weight, len(pieces), is_tied=is_tied)
-    inputs.weight.copy_(tables[0])
-    if not is_tied:
-        head.weight.copy_(tables[1])
-    if new_bias is not None:
-        head.bias.copy_(new_bias)
-    if hasattr(inputs, "padding_idx"):
-        inputs.padding_idx = None  # the old padding's id is an ordinary token now, and would get no gradient
-
-
-def new_rows(table: Tensor, pieces: Sequence[Sequence[int]], used: Sequence[int]) -> Tensor:
-    """[V, D] The mean of the old rows [O, D] of each new id, summed in FP32."""
-    rows = table.detach().float()
-    sizes = torch.tensor([len(one) for one in pieces])
-    flat = torch.tensor([old for one in pieces for old in one], dtype=torch.long)
-    owners = torch.repeat_interleave(torch.arange(len(pieces)), sizes)
-    sums = torch.zeros(len(pieces), rows.shape[1]).index_add(0, owners, rows.index_select(0, flat))
-    average = rows.index_select(0, torch.tensor(used)).mean(0)
-    means = torch.where(sizes[:, None] > 0, sums / sizes.clamp_min(1)[:, None], average)
-    return means.to(table.dtype)
-
-
-def take_marks(network: Any, tokenizer: Any) -> None:
-    """Write the tokenizer's begin, end and padding marks into the network's configuration, as its files will say."""
-    marks = {f"{role}_token_id": getattr(tokenizer, f"{role}_token_id", None) for role in ("bos", "eos", "pad")}
-    for config in (network.config, network.config.get_text_config(), getattr(network, "generation_config", None)):
-        for name, value in marks.items() if config is not None else ():
-            setattr(config, name, value)
-
-
-def _check_agreement(network: Any, embeddings: Tensor, head: Tensor, size: int, *, is_tied: bool) -> None:
-    sizes = {"embeddings": embeddings.shape[0], "head": head.shape[0]}
-    wrong = [f"{name} {rows:,}" for name, rows in sizes.items() if rows != size]
-    if wrong or (head is embeddings) != is_tied:
-        what = ", ".join(wrong) or f"a head that is {'no longer' if is_tied else 'now'} tied to the embeddings"
-        raise BrokenAtStart(
-            f"{type(network).__name__} cannot take a vocabulary of {size:,} tokens: it has {what} after the change",
-            where="student.vocabulary",
-            advice=["leave student.vocabulary out, and teach across tokenizers: --preset cross-tokenizer"],
-        )
-
-
-# -- quiet -----------------------------------------------------------------------------------------
-# Transformers without its progress bars and warnings, which would interleave with our log.
-
-
-@contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Silence both in the body, and restore them after it."""
-    level, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if has_bars:
-            logging.enable_progress_bar()
-
-
-# -- names -----------------------------------------------------------------------------------------
-# The folder or address of a run names the student in it.
-
-
-STUDENT = "student"
-
-
-def model_name(name: str) -> str:
-    """The student's folder if `name` is the folder of a run, else the name unchanged. An address is copied here."""
-    folder = here(name).expanduser()
-    if not folder.is_dir() or not is_run(folder):
-        return str(folder) if is_in_store(name) else name
-    student = folder / STUDENT
-    if not (student / "config.json").exists():
-        raise BrokenAtStart(
-            f"{name} is the folder of a run that has no student yet",
-            where=str(student),
-            advice=[f"finish it: stillroom resume {name}", "name the folder of a model"],
-        )
-    return str(student)
-
-
-def run_of(name: str) -> Path | None:
-    """The folder of the run whose student a name means: the run's own folder, or the student's in it."""
-    folder = here(name).expanduser()
-    owner = folder.resolve().parent if folder.name == STUDENT else folder
-    return owner if folder.is_dir() and is_run(owner) else None
-
-
-def is_run(folder: Path) -> bool:
-    """Whether a folder has a file of events and no weights beside it."""
-    return (folder / "events.jsonl").exists() and not any(folder.glob("*.safetensors"))
-
-
-# -- kinds -----------------------------------------------------------------------------------------
-# Read a model's configuration, and refuse one that is not a causal language model.
-
-
-_IMPLEMENTATIONS = (
-    "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", "grouped_mm", "batched_mm",
-)  # fmt: skip
-# What a network has so many objects of; the deepest models have some hundreds.
-_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_local_experts", "num_experts",
-           "n_routed_experts", "moe_num_experts", "block_count", "expert_count")  # fmt: skip
-_MOST = 2000
-_SENSES = ("vision_config", "audio_config", "vision_encoder_config", "speech_config")
-
-
-def read_config(section: ModelSection, source: Source) -> Any:
-    """Read the configuration of a causal language model. Raise with what the model is instead."""
-    if source.is_gguf:
-        _check_size(source, {key.rpartition(".")[2]: value for key, value in read_header(source.folder).fields.items()})
-        described = gguf_config(source.folder)
-        _check_kind(source, described)
-        return described
-    table = read_json(source, "config.json")
-    _check_size(source, table)
-    kind = table.get("model_type")
-    if not isinstance(kind, str):
-        raise _without_kind(source, table)
-    _check_kernels(source, table)
-    may_run = runs_code(section, source)
-    brings_code = may_run and "AutoModelForCausalLM" in (table.get("auto_map") or {})
-    if kind not in CONFIG_MAPPING and not brings_code:
-        raise _unknown(source, kind, table)
-    config = AutoConfig.from_pretrained(source.path, trust_remote_code=may_run)
-    if not brings_code:
-        _check_kind(source, config)
-    if not may_run and hasattr(config, "auto_map"):
-        del config.auto_map  # so that no network is made of code, whoever makes it
-    return config
-
-
-def _check_kernels(source: Source, table: Any) -> None:
-    """Refuse an implementation that is not one of transformers' own: it takes other names for kernels to download."""
-    if isinstance(table, list):
-        for value in table:
-            _check_kernels(source, value)
-    if not isinstance(table, dict):
-        return
-    for key, value in table.items():
-        if key.removesuffix("_internal").endswith(("attn_implementation", "experts_implementation")):
-            names = value.values() if isinstance(value, dict) else (value,)
-            strange = [name for name in names if name is not None and name not in _IMPLEMENTATIONS]
-            if strange:
-                raise BrokenAtStart(
-                    f"config.json of {source.name} names an implementation that is not known: {key} = {strange[0]!r}",
-                    advice=[f"remove it from config.json, or name one of {', '.join(_IMPLEMENTATIONS)}"],
-                )
-        _check_kernels(source, value)
-
-
-def _check_size(source: Source, table: dict[str, Any]) -> None:
-    """Raise for a number of layers or experts that no model has: building so many objects would take hours."""
-    inner = [part for part in table.values() if isinstance(part, dict)]  # the text part of a larger model
-    for part in (table, *inner):
-        for key in _COUNTS:
-            value = part.get(key)
-            if isinstance(value, int | float) and value > _MOST:
-                raise BrokenAtStart(
-                    f"{source.name} has {key} = {str(value)[:12]}, and at most {_MOST:,} are built",
-                    advice=["get the file again, from a place you trust"],
-                )
-
-
-def _without_kind(source: Source, table: dict[str, Any]) -> BrokenAtStart:
-    if (source.folder / "events.jsonl").is_file():
-        return BrokenAtStart(
-            f"{source.name} is the folder of a run, not of a model",
-            advice=[f"give the student in it: {source.folder / 'student'}"],
-        )
-    return BrokenAtStart(
-        f"config.json of {source.name} names no model_type",
-        advice=["check that it is the configuration of a transformers model"],
-    )
-
-
-def _unknown(source: Source, kind: str, table: dict[str, Any]) -> BrokenAtStart:
-    advice = [f"pip install -U transformers: {transformers.__version__} is installed"]
-    if table.get("auto_map"):
-        advice.append(
-            "it brings code of its own: read it, then name its hub id with trust_remote_code = true and a revision"
-        )
-    return BrokenAtStart(f"{source.name} is a {kind!r}, which this transformers does not know", advice=advice)
-
-
-def _check_kind(source: Source, config: Any) -> None:
-    kind = config.model_type
-    if getattr(config, "is_encoder_decoder", False):
-        raise BrokenAtStart(
-            f"{source.name} is an encoder-decoder model ({kind}): this version distils causal language models only",
-            advice=["use a decoder-only model"],
-        )
-    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return
-    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING or any(getattr(config, name, None) for name in _SENSES):
-        raise BrokenAtStart(
-            f"{source.name} is a vision-language or audio model ({kind}): this version distils text-only causal "
-            "language models",
-            advice=[_text_part(config), "use a text-only model of the same family"],
-        )
-    raise BrokenAtStart(
-        f"{source.name} is a {kind}, which has no causal language model in transformers {transformers.__version__}",
-        advice=["use a model that AutoModelForCausalLM can load"],
-    )
-
-
-def _text_part(config: Any) -> str:
-    """Advice about the text part of a multimodal model."""
-    try:
-        text = config.get_text_config()
-    except ValueError:  # several text parts
-        return "it has several text parts, none of which can be used by itself"
-    if type(text) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return (
-            f"its text part is a {text.model_type}: load the model with transformers, put its language model and head "
-            f"into a {MODEL_FOR_CAUSAL_LM_MAPPING[type(text)].__name__} and save that as a folder"
-        )
-    return f"its text part ({text.model_type}) has no causal class of its own in transformers"
-
-
-# -- tokenizer trial -------------------------------------------------------------------------------
-# Try a tokenizer on short texts before it is used: does it encode and decode them, in a size that can be?
-#
-# A tokenizer's files come from elsewhere. A part of them that is damaged may panic at the first text, and a
-# normaliser may write a million letters for one.
-
-
-_LONGEST = 1000  # characters for a text or a token of a few
-_TEXTS = (*string.printable, "\u00e9", "\u4e2d", "The quick brown fox jumps over the lazy dog, 10 times.\n")
-_NUM_DECODED = 256
-
-
-def try_tokenizer(tokenizer: Any, name: str) -> None:
-    """Raise what the tokenizer raises, or BrokenAtStart where it blows up a text."""
-    if not getattr(tokenizer, "is_fast", False):
-        return
-    normalizer = tokenizer.backend_tokenizer.normalizer
-    for text in _TEXTS if normalizer is not None else ():
-        for step in _steps(normalizer):  # one at a time: each is bounded by its own file, a chain of them is not
-            text = step.normalize_str(text)
-            _check(text, "normalizer", name)
-    tokenizer(_TEXTS[-1], add_special_tokens=False)
-    ids = sorted(set(tokenizer.get_vocab().values()))
-    for token in ids[:: max(1, len(ids) // _NUM_DECODED)]:
-        _check(tokenizer.decode([token]), "decoder", name)
-
-
-def _steps(normalizer: Any) -> list[Any]:
-    """The parts of a sequence of normalisers, itself where it is none."""
-    return list(normalizer) if type(normalizer).__name__ == "Sequence" else [normalizer]
-
-
-def _check(text: str, part: str, name: str) -> None:
-    if len(text) > _LONGEST:
-        raise BrokenAtStart(
-            f"the {part} of the tokenizer of {name} writes {len(text):,} characters for a few",
-            where="tokenizer.json",
-            advice=["get its files from a place you trust"],
-        )
-
-
-# -- open ------------------------------------------------------------------------------------------
-# Load models and tokenizers from a folder, a hub id, an adapter folder, or a builtin name.
-#
-# Safetensors only, and no code from a model repository unless the user pinned it. A weight that the file lacks would
-# be random, so it is an error. Any failure of a loader becomes one error with the model's name and advice.
-
+from stillroom.models.vocabulary import check_rows
 
 # Masks, positions and rotary tables that older versions of transformers saved with the weights; the model computes
 # them. `attn.bias` is a mask: real biases of an attention carry the names of its projections.
 CONSTANTS = re.compile(
     r"(inv_freq|position_ids|masked_bias|(attn|attention)\.bias|causal_mask|(cos|sin)_cached|embed_positions\.weights)$"
 )
-_NAMED = 4  # names shown of a longer list
-
-
-@contextmanager
-def explained(name: str, part: str) -> Iterator[None]:
-    """Convert any error of a loader to ours, with its cause and advice.
-
-    Damaged files raise a dozen classes of several libraries, so catch them all.
-    """
-
-    def unusable(error: BaseException) -> BrokenAtStart:
-        return BrokenAtStart(
-            f"cannot use the {part} of {name}: {one_line(error)}",
-            where=type(error).__name__,
-            advice=["install the package it asks for"] if isinstance(error, ImportError) else [COMPLETE],
-        )
-
-    with foreign_errors(unusable), quiet_transformers():
-        yield
-
-
-def load_tokenizer(section: ModelSection, name: str) -> Any:
-    source = fetch(section, name, weights=False)
-    if not source.has_tokenizer:
-        raise BrokenAtStart(
-            f"{name} has no tokenizer", advice=["copy the tokenizer's files of the same model into the folder"]
-        )
-    if source.is_gguf or (source.folder / "config.json").exists():
-        _read_config(section, source)  # the tokenizer's loader reads it too: report its errors first
-    with explained(name, "tokenizer"):
-        tokenizer = _tokenizer(section, source)
-        if not tokenizer.get_vocab():
-            raise BrokenAtStart(f"the tokenizer of {name} has no tokens", advice=["get its files again"])
-        try_tokenizer(tokenizer, name)
-        return tokenizer
-
-
-def _tokenizer(section: ModelSection, source: Source) -> Any:
-    if source.is_gguf:
-        return gguf_tokenizer(source.folder)
-    return AutoTokenizer.from_pretrained(source.path, trust_remote_code=runs_code(section, source))
-
-
-def _read_config(section: ModelSection, source: Source) -> Any:
-    with explained(source.name, "configuration"):
-        return read_config(section, source)
-
-
-def has_tokenizer(section: ModelSection, name: str) -> bool:
-    """Whether the model's folder has a tokenizer."""
-    return fetch(section, name, weights=False).has_tokenizer
-
-
-def load_teacher(section: TeacherConfig, dtype: torch.dtype) -> tuple[Any, list[str]]:
-    """A model for inference, and notes about its files."""
-    source = fetch(section, section.model, weights=True)
-    with explained(section.model, "weights"):
-        model, notes = _load(section, source, dtype)
-    model.requires_grad_(False)
-    model.eval()
-    return model, notes
-
-
-def load_student(section: StudentConfig, *, seed: int) -> tuple[Any, list[str]]:
-    """The student in FP32, and notes, first where its weights come from. The precision policy casts it later."""
-    init = section.init
-    source = fetch(section, section.model, weights=init != "random")
-    if init == "auto":
-        init = "pretrained" if source.has_weights else "random"
-    if init == "random":
-        with explained(section.model, "configuration"):
-            model = _draw(section, source, seed)
-        notes = [f"student weights drawn at random (seed {seed}) from the configuration of {source.name}"]
-    else:
-        with explained(section.model, "weights"):
-            model, notes = _load(section, source, torch.float32)
-        if getattr(model, "is_quantized", False):
-            raise BrokenAtStart(
-                f"the weights of {source.name} are quantised and cannot be trained",
-                advice=["use the model as it was before it was quantised"],
-            )
-        notes = [f"student weights loaded from {source.name}", *notes]
-    ready_student(model, section)
-    return model, notes
-
-
-def _draw(section: StudentConfig, source: Source, seed: int) -> Any:
-    config = _read_config(section, source)
-    # The student's weights depend on the run's seed alone, not on earlier draws.
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=runs_code(section, source))
-    return model.float()
-
-
-def ready_student(model: Any, section: StudentConfig) -> None:
-    """Prepare a student for training."""
-    if section.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model.config.use_cache = False
-    if getattr(model.config, "rescale_every", 0):
-        # In evaluation mode RWKV halves weights of its later layers in place, against overflow in half precision: a
-        # student saved after an evaluation would have other weights.
-        model.config.rescale_every = 0
-
-
-def _load(section: ModelSection, source: Source, dtype: torch.dtype) -> tuple[Any, list[str]]:
-    if source.is_gguf:
-        _read_config(section, source)  # report what is wrong with the file or its kind first
-        model, report, notes = gguf_network(source.folder, dtype)
-        return model, [*notes, *_check_keys(source, report)]
-    load = _load_adapter if source.is_adapter else _load_weights
-    model, notes = load(section, source, dtype)
-    return model, [*([source.note] if source.note else []), *notes]
-
-
-def _load_weights(section: ModelSection, source: Source, dtype: torch.dtype) -> tuple[Any, list[str]]:
-    config = _read_config(section, source)
-    files = check_weight_files(source)
-    model, report = AutoModelForCausalLM.from_pretrained(
-        source.path,
-        config=config,
-        dtype=dtype,
-        use_safetensors=True,
-        trust_remote_code=runs_code(section, source),
-        ignore_mismatched_sizes=True,  # not ignored: refused below with both sizes
-        output_loading_info=True,
-    )
-    notes = _check_keys(source, report)
-    if getattr(model, "is_quantized", False):
-        return model, notes
-    if getattr(config, "quantization_config", None) is not None:
-        notes.append(f"{source.name}: the quantization_config of its config.json is not used")
-    own = model.state_dict()
-    coded = coded_weights(source, files, lambda name: name in own and own[name].is_floating_point())
-    if coded:
-        raise BrokenAtStart(
-            f"the weights of {source.name} are stored as codes and its config.json does not say how to read them: "
-            f"{_listed(coded)}",
-            advice=["use the model as it was before it was quantised"],
-        )
-    return model, notes
-
-
-def _check_keys(source: Source, report: dict[str, Any]) -> list[str]:
-    """Refuse a file whose weights are not the model's. Return a note about constants that were ignored.
-
-    The loader's report omits tied weights and those that transformers ignores for the family.
-    """
-    unexpected = sorted(report["unexpected_keys"])
-    constants = [name for name in unexpected if CONSTANTS.search(name)]
-    faults = {
-        "misses": sorted(report["missing_keys"]),
-        "has in another size": [
-            f"{name} ({_shape(held)} in the file, {_shape(wanted)} in config.json)"
-            for name, held, wanted in sorted(report["mismatched_keys"])
-        ],
-        "also holds, though the model has no such weight,": [name for name in unexpected if name not in constants],
-    }
-    problems = [f"{what} {_listed(names)}" for what, names in faults.items() if names]
-    if problems:
-        raise BrokenAtStart(
-            f"the weights of {source.name} are not those of its config.json: the file {'; it '.join(problems)}",
-            advice=[
-                "check that config.json and the weights belong together, and that every file was copied whole",
-                "a missing lm_head.weight of a model with tied embeddings: set tie_word_embeddings in config.json",
-                "to train a student from scratch instead: --set student.init=random",
-            ],
-        )
-    if not constants:
-        return []
-    return [f"{source.name}: the file holds constants that the model makes itself: {_listed(constants)}"]
-
-
-def _shape(size: Any) -> str:
-    return " x ".join(f"{number:,}" for number in size) or "scalar"
-
-
-def _listed(names: list[str]) -> str:
-    rest = f" and {len(names) - _NAMED:,} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + rest
-
-
-def _load_adapter(section: ModelSection, source: Source, dtype: torch.dtype) -> tuple[Any, list[str]]:
-    """Load the base model of a LoRA adapter like any other model, and merge the adapter into it."""
-    check_adapter_files(source)
-    described = read_json(source, "adapter_config.json")
-    base = fetch_base(section, source, weights=True)
-    try:
-        from peft import PeftModel
-    except ImportError:
-        raise BrokenAtStart(
-            f"{source.name} is a LoRA adapter and needs peft", advice=["pip install 'stillroom[peft]'"]
-        ) from None
-    model, notes = _load_weights(TeacherConfig(), base, dtype)
-    check_patterns(described, [part for part, _module in model.named_modules()], source.name)
-    adapted = PeftModel.from_pretrained(model, source.path)
-    tied = tied_layers(model)
-    if tied:
-        raise BrokenAtStart(
-            f"{source.name} adapts {tied[0]}, whose weight is tied to another layer's: merged, it would change both",
-            advice=["give a model with the adapter merged, saved with tie_word_embeddings = false"],
-        )
-    merged = adapted.merge_and_unload()
-    merged.requires_grad_(True)  # peft froze what is now the whole model
-    return merged, [f"{source.name} is an adapter, merged into {base.name}", *notes]
-
-
-_LENGTH = 24
-_SEED = 20_240
-_FREE_SHARE = 0.5
-# In standard deviations of the logits. FP32 outputs differ by the order of summation, half precision by rounding too.
-_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
-_HALF_TOLERANCE = 0.05
 
 
 @dataclass(frozen=True)
@@ -666,6 +103,204 @@ def open_student(
     network, notes = load_student(section, seed=seed)
     notes += change(network)
     return try_model(network, tokenizer, name=section.model, role="student", notes=notes)
+
+
+def load_tokenizer(section: ModelSection, name: str) -> Any:
+    source = fetch(section, name, weights=False)
+    if not source.has_tokenizer:
+        raise BrokenAtStart(
+            f"{name} has no tokenizer", advice=["copy the tokenizer's files of the same model into the folder"]
+        )
+    if source.is_gguf or (source.folder / "config.json").exists():
+        read_config(section, source)  # the tokenizer's loader reads it too: report its errors first
+    with explained(name, "tokenizer"):
+        if source.is_gguf:
+            tokenizer = gguf_tokenizer(source.folder)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(source.path, trust_remote_code=runs_code(section, source))
+        if not tokenizer.get_vocab():
+            raise BrokenAtStart(f"the tokenizer of {name} has no tokens", advice=["get its files again"])
+        try_tokenizer(tokenizer, name)
+        return tokenizer
+
+
+def has_tokenizer(section: ModelSection, name: str) -> bool:
+    """Whether the model's folder has a tokenizer."""
+    return fetch(section, name, weights=False).has_tokenizer
+
+
+def load_teacher(section: TeacherConfig, dtype: torch.dtype) -> tuple[Any, list[str]]:
+    """A model for inference, and notes about its files."""
+    source = fetch(section, section.model, weights=True)
+    with explained(section.model, "weights"):
+        model, notes = _load(section, source, dtype)
+    model.requires_grad_(False)
+    model.eval()
+    return model, notes
+
+
+def load_student(section: StudentConfig, *, seed: int) -> tuple[Any, list[str]]:
+    """The student in FP32, and notes, first where its weights come from. The precision policy casts it later."""
+    init = section.init
+    source = fetch(section, section.model, weights=init != "random")
+    if init == "auto":
+        init = "pretrained" if source.has_weights else "random"
+    if init == "random":
+        with explained(section.model, "configuration"):
+            model = _draw(section, source, seed)
+        notes = [f"student weights drawn at random (seed {seed}) from the configuration of {source.name}"]
+    else:
+        with explained(section.model, "weights"):
+            model, notes = _load(section, source, torch.float32)
+        if getattr(model, "is_quantized", False):
+            raise BrokenAtStart(
+                f"the weights of {source.name} are quantised and cannot be trained",
+                advice=["use the model as it was before it was quantised"],
+            )
+        notes = [f"student weights loaded from {source.name}", *notes]
+    ready_student(model, section)
+    return model, notes
+
+
+def _draw(section: StudentConfig, source: Source, seed: int) -> Any:
+    config = read_config(section, source)
+    # The student's weights depend on the run's seed alone, not on earlier draws.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=runs_code(section, source))
+    return model.float()
+
+
+def ready_student(model: Any, section: StudentConfig) -> None:
+    """Prepare a student for training."""
+    if section.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.config.use_cache = False
+    if getattr(model.config, "rescale_every", 0):
+        # In evaluation mode RWKV halves weights of its later layers in place, against overflow in half precision: a
+        # student saved after an evaluation would have other weights.
+        model.config.rescale_every = 0
+
+
+def _load(section: ModelSection, source: Source, dtype: torch.dtype) -> tuple[Any, list[str]]:
+    if source.is_gguf:
+        read_config(section, source)  # report what is wrong with the file or its kind first
+        model, report, notes = gguf_network(source.folder, dtype)
+        return model, [*notes, *_check_keys(source, report)]
+    load = _load_adapter if source.is_adapter else _load_weights
+    model, notes = load(section, source, dtype)
+    return model, [*([source.note] if source.note else []), *notes]
+
+
+def _load_weights(section: ModelSection, source: Source, dtype: torch.dtype) -> tuple[Any, list[str]]:
+    config = read_config(section, source)
+    files = check_weight_files(source)
+    model, report = AutoModelForCausalLM.from_pretrained(
+        source.path,
+        config=config,
+        dtype=dtype,
+        use_safetensors=True,
+        trust_remote_code=runs_code(section, source),
+        ignore_mismatched_sizes=True,  # not ignored: refused below with both sizes
+        output_loading_info=True,
+    )
+    notes = _check_keys(source, report)
+    if getattr(model, "is_quantized", False):
+        return model, notes
+    if getattr(config, "quantization_config", None) is not None:
+        notes.append(f"{source.name}: the quantization_config of its config.json is not used")
+    own = model.state_dict()
+    coded = coded_weights(source, files, lambda name: name in own and own[name].is_floating_point())
+    if coded:
+        raise BrokenAtStart(
+            f"the weights of {source.name} are stored as codes and its config.json does not say how to read them: "
+            f"{listed(coded, 4)}",
+            advice=["use the model as it was before it was quantised"],
+        )
+    return model, notes
+
+
+def _check_keys(source: Source, report: dict[str, Any]) -> list[str]:
+    """Refuse a file whose weights are not the model's. Return a note about constants that were ignored.
+
+    The loader's report omits tied weights and those that transformers ignores for the family.
+    """
+    unexpected = sorted(report["unexpected_keys"])
+    constants = [name for name in unexpected if CONSTANTS.search(name)]
+    faults = {
+        "misses": sorted(report["missing_keys"]),
+        "has in another size": [
+            f"{name} ({_shape(held)} in the file, {_shape(wanted)} in config.json)"
+            for name, held, wanted in sorted(report["mismatched_keys"])
+        ],
+        "also holds, though the model has no such weight,": [name for name in unexpected if name not in constants],
+    }
+    problems = [f"{what} {listed(names, 4)}" for what, names in faults.items() if names]
+    if problems:
+        raise BrokenAtStart(
+            f"the weights of {source.name} are not those of its config.json: the file {'; it '.join(problems)}",
+            advice=[
+                "check that config.json and the weights belong together, and that every file was copied whole",
+                "a missing lm_head.weight of a model with tied embeddings: set tie_word_embeddings in config.json",
+                "to train a student from scratch instead: --set student.init=random",
+            ],
+        )
+    if not constants:
+        return []
+    return [f"{source.name}: the file holds constants that the model makes itself: {listed(constants, 4)}"]
+
+
+def _shape(size: Any) -> str:
+    return " x ".join(f"{number:,}" for number in size) or "scalar"
+
+
+def _load_adapter(section: ModelSection, source: Source, dtype: torch.dtype) -> tuple[Any, list[str]]:
+    """Load the base model of a LoRA adapter like any other model, and merge the adapter into it."""
+    check_adapter_files(source)
+    described = read_json(source, "adapter_config.json")
+    base = fetch_base(section, source, weights=True)
+    try:
+        from peft import PeftModel
+    except ImportError:
+        raise BrokenAtStart(
+            f"{source.name} is a LoRA adapter and needs peft", advice=["pip install 'stillroom[peft]'"]
+        ) from None
+    model, notes = _load_weights(TeacherConfig(), base, dtype)
+    check_patterns(described, [part for part, _module in model.named_modules()], source.name)
+    adapted = PeftModel.from_pretrained(model, source.path)
+    tied = tied_layers(model)
+    if tied:
+        raise BrokenAtStart(
+            f"{source.name} adapts {tied[0]}, whose weight is tied to another layer's: merged, it would change both",
+            advice=["give a model with the adapter merged, saved with tie_word_embeddings = false"],
+        )
+    merged = adapted.merge_and_unload()
+    merged.requires_grad_(True)  # peft froze what is now the whole model
+    return merged, [f"{source.name} is an adapter, merged into {base.name}", *notes]
+
+
+def tied_layers(network: Any) -> list[str]:
+    """Layers of a network with an adapter whose frozen weight is also another layer's. They cannot be merged."""
+    owners: dict[int, int] = {}
+    for _name, parameter in network.named_parameters(remove_duplicate=False):
+        owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+    found = []
+    for name, module in network.named_modules():
+        weight = getattr(getattr(module, "base_layer", None), "weight", None)
+        if owners.get(id(weight), 0) > 1:
+            found.append(name)
+    return found
+
+
+# -- the trial -------------------------------------------------------------------------------------------
+
+
+_LENGTH = 24
+_SEED = 20_240
+_FREE_SHARE = 0.5
+# In standard deviations of the logits. FP32 outputs differ by the order of summation, half precision by rounding too.
+_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
+_HALF_TOLERANCE = 0.05
 
 
 def try_model(network: Any, tokenizer: Any, *, name: str, role: str, notes: Sequence[str] = ()) -> LoadedModel:
@@ -770,7 +405,7 @@ def _check_causality(network: Any, ids: Tensor, own: Tensor, tolerance: float, n
 def _check_training(network: Any, ids: Tensor, name: str) -> None:
     """Run it in training mode, twice from one random state: what needs more inputs, or cannot be repeated, fails here.
 
-    Reformer seeds its hashes from the machine: a run of it that is resumed is another run.
+    Reformer seeds its hashes from the machine: its resume would not be bit-exact.
     """
     network.train()
     answers = []
@@ -802,16 +437,6 @@ def _change(one: Tensor, other: Tensor) -> float:
 
 
 @contextmanager
-def in_eval_mode(network: Any) -> Iterator[None]:
-    was_training = network.training
-    network.eval()
-    try:
-        yield
-    finally:
-        network.train(was_training)
-
-
-@contextmanager
 def _in_fp32(network: Any, notes: list[str], role: str) -> Iterator[None]:
     """Cast the network to FP32 in the body, and restore the original tensors after it.
 
@@ -837,3 +462,319 @@ def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return int(psutil.virtual_memory().available)
+
+
+# -- the configuration -----------------------------------------------------------------------------------
+# Read it, and refuse a model that is not a causal language model.
+
+
+_IMPLEMENTATIONS = (
+    "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", "grouped_mm", "batched_mm",
+)  # fmt: skip
+# What a network has so many objects of; the deepest models have some hundreds.
+_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_local_experts", "num_experts",
+           "n_routed_experts", "moe_num_experts", "block_count", "expert_count")  # fmt: skip
+_MOST = 2000
+_SENSES = ("vision_config", "audio_config", "vision_encoder_config", "speech_config")
+
+
+def read_config(section: ModelSection, source: Source) -> Any:
+    """Read the configuration of a causal language model. Raise with what the model is instead."""
+    with explained(source.name, "configuration"):
+        return _read_config(section, source)
+
+
+def _read_config(section: ModelSection, source: Source) -> Any:
+    if source.is_gguf:
+        _check_size(source, {key.rpartition(".")[2]: value for key, value in read_header(source.folder).fields.items()})
+        described = gguf_config(source.folder)
+        _check_kind(source, described)
+        return described
+    table = read_json(source, "config.json")
+    _check_size(source, table)
+    kind = table.get("model_type")
+    if not isinstance(kind, str):
+        raise _without_kind(source)
+    _check_kernels(source, table)
+    may_run = runs_code(section, source)
+    brings_code = may_run and "AutoModelForCausalLM" in (table.get("auto_map") or {})
+    if kind not in CONFIG_MAPPING and not brings_code:
+        raise _unknown(source, kind, table)
+    config = AutoConfig.from_pretrained(source.path, trust_remote_code=may_run)
+    if not brings_code:
+        _check_kind(source, config)
+    if not may_run and hasattr(config, "auto_map"):
+        del config.auto_map  # so that no network is made of code, whoever makes it
+    return config
+
+
+def _check_kernels(source: Source, table: Any) -> None:
+    """Refuse an implementation that is not one of transformers' own: it takes other names for kernels to download."""
+    if isinstance(table, list):
+        for value in table:
+            _check_kernels(source, value)
+    if not isinstance(table, dict):
+        return
+    for key, value in table.items():
+        if key.removesuffix("_internal").endswith(("attn_implementation", "experts_implementation")):
+            names = value.values() if isinstance(value, dict) else (value,)
+            strange = [name for name in names if name is not None and name not in _IMPLEMENTATIONS]
+            if strange:
+                raise BrokenAtStart(
+                    f"config.json of {source.name} names an implementation that is not known: {key} = {strange[0]!r}",
+                    advice=[f"remove it from config.json, or name one of {', '.join(_IMPLEMENTATIONS)}"],
+                )
+        _check_kernels(source, value)
+
+
+def _check_size(source: Source, table: dict[str, Any]) -> None:
+    """Raise for a number of layers or experts that no model has: building so many objects would take hours."""
+    inner = [part for part in table.values() if isinstance(part, dict)]  # the text part of a larger model
+    for part in (table, *inner):
+        for key in _COUNTS:
+            value = part.get(key)
+            if isinstance(value, int | float) and value > _MOST:
+                raise BrokenAtStart(
+                    f"{source.name} has {key} = {str(value)[:12]}, and at most {_MOST:,} are built",
+                    advice=["get the file again, from a place you trust"],
+                )
+
+
+def _without_kind(source: Source) -> BrokenAtStart:
+    if (source.folder / "events.jsonl").is_file():
+        return BrokenAtStart(
+            f"{source.name} is the folder of a run, not of a model",
+            advice=[f"give the student in it: {source.folder / 'student'}"],
+        )
+    return BrokenAtStart(
+        f"config.json of {source.name} names no model_type",
+        advice=["check that it is the configuration of a transformers model"],
+    )
+
+
+def _unknown(source: Source, kind: str, table: dict[str, Any]) -> BrokenAtStart:
+    advice = [f"pip install -U transformers: {transformers.__version__} is installed"]
+    if table.get("auto_map"):
+        advice.append(
+            "it brings its own code: read it, then name its hub id with trust_remote_code = true and a revision"
+        )
+    return BrokenAtStart(f"{source.name} is a {kind!r}, which this transformers does not know", advice=advice)
+
+
+def _check_kind(source: Source, config: Any) -> None:
+    kind = config.model_type
+    if getattr(config, "is_encoder_decoder", False):
+        raise BrokenAtStart(
+            f"{source.name} is an encoder-decoder model ({kind}): this version distils causal language models only",
+            advice=["use a decoder-only model"],
+        )
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return
+    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING or any(getattr(config, name, None) for name in _SENSES):
+        raise BrokenAtStart(
+            f"{source.name} is a vision-language or audio model ({kind}): this version distils text-only causal "
+            "language models",
+            advice=[_text_part(config), "use a text-only model of the same family"],
+        )
+    raise BrokenAtStart(
+        f"{source.name} is a {kind}, which has no causal language model in transformers {transformers.__version__}",
+        advice=["use a model that AutoModelForCausalLM can load"],
+    )
+
+
+def _text_part(config: Any) -> str:
+    """Advice about the text part of a multimodal model."""
+    try:
+        text = config.get_text_config()
+    except ValueError:  # several text parts
+        return "it has several text parts, none of which can be used by itself"
+    if type(text) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return (
+            f"its text part is a {text.model_type}: load the model with transformers, put its language model and head "
+            f"into a {MODEL_FOR_CAUSAL_LM_MAPPING[type(text)].__name__} and save that as a folder"
+        )
+    return f"its text part ({text.model_type}) has no causal class in transformers"
+
+
+# -- the tokenizer's trial -------------------------------------------------------------------------------
+# Try a tokenizer on short texts before it is used. Its files come from elsewhere: a damaged part may panic at the first
+# text, and a normaliser may write a million letters for one.
+
+
+_LONGEST = 1000  # characters for a text or a token of a few
+_TEXTS = (*string.printable, "\u00e9", "\u4e2d", "The quick brown fox jumps over the lazy dog, 10 times.\n")
+_NUM_DECODED = 256
+
+
+def try_tokenizer(tokenizer: Any, name: str) -> None:
+    """Raise what the tokenizer raises, or BrokenAtStart where it blows up a text."""
+    if not getattr(tokenizer, "is_fast", False):
+        return
+    normalizer = tokenizer.backend_tokenizer.normalizer
+    for text in _TEXTS if normalizer is not None else ():
+        for step in _steps(normalizer):  # one at a time: each is bounded by its own file, a chain of them is not
+            text = step.normalize_str(text)
+            _check(text, "normalizer", name)
+    tokenizer(_TEXTS[-1], add_special_tokens=False)
+    ids = sorted(set(tokenizer.get_vocab().values()))
+    for token in ids[:: max(1, len(ids) // _NUM_DECODED)]:
+        _check(tokenizer.decode([token]), "decoder", name)
+
+
+def _steps(normalizer: Any) -> list[Any]:
+    """The parts of a sequence of normalisers, itself where it is none."""
+    return list(normalizer) if type(normalizer).__name__ == "Sequence" else [normalizer]
+
+
+def _check(text: str, part: str, name: str) -> None:
+    if len(text) > _LONGEST:
+        raise BrokenAtStart(
+            f"the {part} of the tokenizer of {name} writes {len(text):,} characters for a few",
+            where="tokenizer.json",
+            advice=["get its files from a place you trust"],
+        )
+
+
+# -- shapes without weights ------------------------------------------------------------------------------
+# A network of the right shapes, for counting bytes: call these under a `FakeTensorMode`. Only the configuration is
+# read, from a folder, a GGUF header, an adapter's base or a builtin name.
+
+
+def described_model(section: ModelSection, name: str) -> tuple[Any, list[str]]:
+    """The configuration of a model and notes. An adapter has that of its base, into which it is merged."""
+    source = fetch(section, name, weights=False)
+    notes = []
+    if source.is_adapter:
+        source = fetch_base(section, source, weights=False)
+        section = TeacherConfig(model=source.name)
+        notes.append(f"{name} is an adapter: counted as its base model {source.name}, into which it is merged")
+    if source.is_gguf:
+        notes.append(f"{name}: sizes are from the header of the GGUF file; its weights are unpacked when loaded")
+    return read_config(section, source), notes
+
+
+def teacher_shape(section: TeacherConfig, dtype: torch.dtype) -> tuple[Any, list[str]]:
+    config, notes = described_model(section, section.model)
+    network = _network(config, section, dtype)
+    return network.eval().requires_grad_(False), notes
+
+
+def student_shape(
+    section: StudentConfig, teacher: TeacherConfig, *, recomputes: bool, is_open: bool = False
+) -> tuple[Any, list[str]]:
+    """The student in FP32, as it is loaded. `recomputes`: with checkpointed activations; `is_open`: attention that
+    keeps its probabilities."""
+    if section.init == "shrink":
+        config, notes = described_model(teacher, teacher.model)
+        config = _cut(config, section.shrink)
+        notes.append("the student is cut from the teacher: its sizes are from the teacher's configuration")
+    else:
+        config, notes = described_model(section, section.model)
+    if section.vocabulary == "teacher":
+        rows = int(described_model(teacher, teacher.model)[0].get_text_config().vocab_size)
+        config.get_text_config().vocab_size = rows
+        notes.append(f"the student takes the teacher's vocabulary: counted with {rows:,} rows")
+    network = _network(config, section, torch.float32, is_open=is_open)
+    with explained(section.model, "configuration"):
+        ready_student(network, section.model_copy(update={"gradient_checkpointing": recomputes}))
+    return network.train(), notes
+
+
+def _network(config: Any, section: ModelSection, dtype: torch.dtype, *, is_open: bool = False) -> Any:
+    with explained(str(config.model_type), "configuration"), torch.random.fork_rng(devices=[]):
+        network = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=section.trust_remote_code)
+        network.tie_weights()
+        if is_open:
+            network.set_attn_implementation("eager")
+        else:
+            attend_causally(network)
+    return network
+
+
+def _cut(config: Any, shrink: ShrinkConfig) -> Any:
+    """The configuration of a student cut from the teacher of this one."""
+    text = config.get_text_config()
+    num_layers = int(text.num_hidden_layers)
+    kept = shrink.layers if isinstance(shrink.layers, tuple) else range(shrink.layers or num_layers)
+    if kept and max(kept) >= num_layers:
+        raise BrokenAtStart(
+            f"student.shrink.layers asks for layer {max(kept)}, and the teacher has {num_layers}, counted from 0",
+            where="student.shrink.layers",
+            advice=[f"--set student.shrink.layers={num_layers}"],
+        )
+    new = config_of_layers(config, tuple(kept))
+    text = new.get_text_config()
+    sizes = {"hidden_size": shrink.width, "intermediate_size": shrink.mlp_width, "num_attention_heads": shrink.heads}
+    for name, size in sizes.items():
+        if size:
+            setattr(text, name, size)
+    return new
+
+
+# -- names of runs ---------------------------------------------------------------------------------------
+# The folder or address of a run names the student in it.
+
+
+STUDENT = "student"
+
+
+def model_name(name: str) -> str:
+    """The student's folder if `name` is the folder of a run, else the name unchanged. An address is copied here."""
+    folder = here(name).expanduser()
+    if not folder.is_dir() or not is_run(folder):
+        return str(folder) if is_in_store(name) else name
+    student = folder / STUDENT
+    if not (student / "config.json").exists():
+        raise BrokenAtStart(
+            f"{name} is the folder of a run that has no student yet",
+            where=str(student),
+            advice=[f"finish it: stillroom resume {name}", "name the folder of a model"],
+        )
+    return str(student)
+
+
+def run_of(name: str) -> Path | None:
+    """The folder of the run whose student a name means: the run's own folder, or the student's in it."""
+    folder = here(name).expanduser()
+    owner = folder.resolve().parent if folder.name == STUDENT else folder
+    return owner if folder.is_dir() and is_run(owner) else None
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder has a file of events and no weights."""
+    return (folder / "events.jsonl").exists() and not any(folder.glob("*.safetensors"))
+
+
+# -- errors and output of the libraries ------------------------------------------------------------------
+
+
+@contextmanager
+def explained(name: str, part: str) -> Iterator[None]:
+    """Convert any error of a loader to ours, with its cause and advice.
+
+    Damaged files raise a dozen classes of several libraries, so catch them all.
+    """
+
+    def unusable(error: BaseException) -> BrokenAtStart:
+        return BrokenAtStart(
+            f"cannot use the {part} of {name}: {one_line(error)}",
+            where=type(error).__name__,
+            advice=["install the package it asks for"] if isinstance(error, ImportError) else [COMPLETE],
+        )
+
+    with foreign_errors(unusable), quiet_transformers():
+        yield
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Silence both in the body, and restore them after it."""
+    level, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if has_bars:
+            logging.enable_progress_bar()

@@ -5,12 +5,14 @@ The adapter is made of layers inside the network, which keeps its class: whoever
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +20,235 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
 
 from stillroom.config.schema import AdapterConfig
 from stillroom.core.errors import BrokenAtStart, CannotSave, ConfigError
-from stillroom.models.check import BOUND, compare_logits, in_main_memory, logits_of
-from stillroom.models.files import one_line
+from stillroom.models.anatomy import in_eval_mode, layers_if_any
+from stillroom.models.check import ReadBack, compare_logits, in_main_memory, logits_of
+from stillroom.models.files import listed, one_line
 from stillroom.models.load import explained
-from stillroom.models.lora_targets import choose_targets
+
+_WHERE = "student.adapter.targets"
+NAME = "default"  # peft's name of the one adapter
+_SHOWN = 4
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter in a network."""
+
+    network: Any
+    peft_config: Any  # as peft writes it to adapter_config.json
+    targets: tuple[str, ...]  # full names of the layers
+    base_name: str  # what the base is loaded from; empty where it has no folder
+    base_identity: str  # hash of the frozen weights as they were loaded, in FP32
+    notes: tuple[str, ...]
+    outline: Any = None  # the network without values, where the network itself is sharded
+
+    def layers(self) -> Iterator[tuple[str, Any]]:
+        """The adapted layers by name. Each has its frozen layer as `base_layer`."""
+        for name in self.targets:
+            yield name, self.network.get_submodule(name)
+
+    @property
+    def num_trained(self) -> int:
+        return sum(parameter.numel() for parameter in self.network.parameters() if parameter.requires_grad)
+
+
+def attach(network: Any, config: AdapterConfig, *, name: str, base_name: str, seed: int) -> Adapter:
+    """Freeze a network and attach an adapter to it. Before the first update it changes no answer.
+
+    Its weights depend on the seed alone. `base_name` is what peft may load the base from.
+    """
+    targets, left_out = adapted_layers(network, config, name=name)
+    num_base = sum(parameter.numel() for parameter in network.parameters())
+    network.requires_grad_(False)
+    identity = weights_identity(network)
+    peft_config = insert(network, config, targets, name=name, seed=seed)
+    peft_config.base_model_name_or_path = base_name
+    adapter = Adapter(network, peft_config, targets, base_name, identity, ())
+    _check_layers(adapter)
+    notes = [
+        f"adapter: {config.kind} of rank {config.rank} on {len(targets)} linear layers, "
+        f"{adapter.num_trained:,} parameters are trained and {num_base:,} are frozen "
+        f"({100 * adapter.num_trained / num_base:.2f} %)"
+    ]
+    if left_out:
+        notes.append(f"adapter: not on layers that peft takes for parts of stacked experts: {listed(left_out, _SHOWN)}")
+    return replace(adapter, notes=tuple(notes))
+
+
+def adapted_layers(network: Any, config: AdapterConfig, *, name: str) -> tuple[tuple[str, ...], list[str]]:
+    """The layers that get an adapter, and those that peft cannot adapt under their own names."""
+    _inject_in_model, make_config = _peft(name)
+    targets, left_out = _named_as_layers(network, choose_targets(network, config.targets), make_config)
+    if left_out and (config.targets or not targets):
+        raise ConfigError(
+            f"peft takes {left_out[0]} for a part of stacked experts, and would adapt those instead",
+            where=_WHERE,
+            advice=["leave it out of student.adapter.targets", "name the layers of the attention alone"],
+        )
+    return targets, left_out
+
+
+def insert(network: Any, config: AdapterConfig, targets: Sequence[str], *, name: str, seed: int) -> Any:
+    """Put the adapter's layers into a frozen network. Return peft's configuration."""
+    inject, make_config = _peft(name)
+    peft_config = make_config(
+        r=config.rank,
+        lora_alpha=config.scaled_alpha,
+        lora_dropout=config.dropout,
+        target_modules=list(targets),
+        use_dora=config.kind == "dora",
+        fan_in_fan_out=not isinstance(network.get_submodule(targets[0]), nn.Linear),
+        bias="none",
+        task_type="CAUSAL_LM",
+    )
+    with explained(name, "adapter"), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # fan_in_fan_out of mixed layers, which peft then sets right
+        torch.manual_seed(seed)
+        try:
+            inject(peft_config, network)
+        except ValueError as error:  # peft's word for a layer that it does not adapt
+            raise ConfigError(
+                f"no adapter for {name}: {one_line(error)}",
+                where=_WHERE,
+                advice=["name the layers in student.adapter.targets, without this one"],
+            ) from error
+    return peft_config
+
+
+def _peft(name: str) -> tuple[Any, Any]:
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError:
+        raise BrokenAtStart(f"student.adapter on {name} needs peft", advice=["pip install 'stillroom[peft]'"]) from None
+    return inject_adapter_in_model, LoraConfig
+
+
+def _named_as_layers(network: Any, names: Sequence[str], make_config: Any) -> tuple[tuple[str, ...], list[str]]:
+    """The names that mean a layer to peft, and those that mean something else.
+
+    In families whose experts became stacked tensors, peft reads names like gate_proj, anywhere, as those tensors. It
+    does so again when an adapter is loaded, so such layers cannot be adapted under their own names.
+    """
+    try:
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers as convert
+    except ImportError:  # a version that does not do this
+        return tuple(names), []
+    kept: list[str] = []
+    left_out: list[str] = []
+    for name in names:
+        alone = make_config(target_modules=[name])
+        try:
+            convert(alone, network, None)
+        except ValueError:  # it is a part of what is stacked, and the other parts are not named
+            alone.target_modules = ()
+        (kept if name in alone.target_modules else left_out).append(name)
+    return tuple(kept), left_out
+
+
+def _check_layers(adapter: Adapter) -> None:
+    """peft chooses by its own rules for names: they must have found the same layers."""
+    found = {name for name, part in adapter.network.named_modules() if hasattr(part, "lora_A")}
+    if found != set(adapter.targets):
+        odd = sorted(found ^ set(adapter.targets))[:_SHOWN]
+        raise BrokenAtStart(
+            f"peft attaches the adapter to other layers than were chosen: {', '.join(odd)}",
+            where=_WHERE,
+            advice=["name the layers in full in student.adapter.targets"],
+        )
+
+
+# -- targets ---------------------------------------------------------------------------------------------
+# Choose the linear layers that get an adapter, by name. A layer whose weight is also another layer's (a tied head) is
+# refused: merged, the change would reach both, while the adapter reaches one. peft warns and merges wrongly.
+
+
+def choose_targets(network: Any, patterns: Sequence[str]) -> tuple[str, ...]:
+    """Full names of the layers, in the network's order. No pattern: all linear layers of the decoder's blocks."""
+    linear = {name: module for name, module in network.named_modules() if is_linear(module)}
+    if patterns:
+        chosen = _matching(network, list(linear), patterns)
+    else:
+        blocks = {id(part) for block in layers_if_any(network) for part in block.modules()}
+        head = network.get_output_embeddings()
+        chosen = [name for name, part in linear.items() if (id(part) in blocks if blocks else part is not head)]
+    if not chosen:
+        raise ConfigError(
+            f"{type(network).__name__} has no linear layer in its blocks for an adapter",
+            where=_WHERE,
+            advice=["leave student.adapter out to train all weights"],
+        )
+    for name in chosen:
+        _check_sharing(network, name)
+    return tuple(chosen)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """A linear layer. A subclass must also answer as one does: the routers of some families are such subclasses."""
+    if type(module) in (nn.Linear, Conv1D):
+        return True
+    return isinstance(module, nn.Linear) and _answers_linearly(module)
+
+
+@torch.no_grad()
+def _answers_linearly(layer: nn.Linear) -> bool:
+    try:
+        answer = layer(layer.weight.new_zeros(1, 1, layer.in_features))
+    except (RuntimeError, TypeError, ValueError, IndexError):  # it wants another input
+        return False
+    return isinstance(answer, Tensor) and answer.shape == (1, 1, layer.out_features)
+
+
+def _matching(network: Any, linear: Sequence[str], patterns: Sequence[str]) -> list[str]:
+    named = [name for name, module in network.named_modules() if name and not isinstance(module, nn.ModuleList)]
+    for pattern in patterns:
+        if any(_matches(name, pattern) for name in linear):
+            continue
+        others = [name for name in named if _matches(name, pattern)]
+        if not others:
+            what = f"no linear layer of the student is called {pattern!r}"
+            raise ConfigError(what, where=_WHERE, advice=[_available(linear)])
+        _check_sharing(network, others[0])
+        kind = type(network.get_submodule(others[0])).__name__
+        raise ConfigError(
+            f"{others[0]} is a {kind} and no linear layer: an adapter is attached to linear layers only",
+            where=_WHERE,
+            advice=[_available(linear)],
+        )
+    return [name for name in linear if any(_matches(name, pattern) for pattern in patterns)]
+
+
+def _matches(name: str, pattern: str) -> bool:
+    if "*" in pattern:
+        return fnmatchcase(name, pattern)
+    return name == pattern or name.endswith(f".{pattern}")
+
+
+def _available(linear: Sequence[str]) -> str:
+    names = list(dict.fromkeys(name.rsplit(".", 1)[-1] for name in linear))
+    return f"linear layers of the student: {listed(names, 24)}"
+
+
+def _check_sharing(network: Any, name: str) -> None:
+    """Raise if the layer, or its weight, is in the network under a second name."""
+    layer = network.get_submodule(name)
+    twice = [other for other, part in network.named_modules(remove_duplicate=False) if part is layer and other != name]
+    weight = getattr(layer, "weight", None)
+    if weight is not None and not twice:
+        everywhere = network.named_parameters(remove_duplicate=False)
+        names = [other.rpartition(".")[0] for other, part in everywhere if part is weight]
+        twice = [other for other in names if other != name]
+    if twice:
+        raise ConfigError(
+            f"{name} has the same weight as {twice[0]} (they are tied): an adapter on one of them, merged, would "
+            "change both",
+            where=_WHERE,
+            advice=["leave it out of student.adapter.targets", "leave targets out: all linear layers of the blocks"],
+        )
+
 
 # -- frozen base -----------------------------------------------------------------------------------
 # The weights under an adapter: their identity, and the dtype they are stored in.
@@ -108,22 +332,22 @@ class WidenedLinear(nn.Linear):
     def forward(self, inputs: Tensor) -> Tensor:
         if inputs.dtype == self.weight.dtype or torch.is_autocast_enabled(inputs.device.type):
             return functional.linear(inputs, self.weight, self.bias)
-        answer: Tensor = _WidenedProduct.apply(inputs, self.weight)  # type: ignore[no-untyped-call]
+        answer: Tensor = _WidenedProduct.apply(inputs, self.weight, None)  # type: ignore[no-untyped-call]
         return answer if self.bias is None else answer + self.bias
 
 
 class _WidenedProduct(torch.autograd.Function):
-    """inputs @ weight.T; the wide copy of the weight is made again in the backward and not kept until then."""
+    """inputs @ weight.T; the wide weight is made again in the backward and not kept until then. With scales: codes."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(weight)
-        return functional.linear(inputs, weight.to(inputs.dtype))
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, scales: Tensor | None) -> Tensor:
+        ctx.save_for_backward(weight, scales)
+        return functional.linear(inputs, (weight if scales is None else weight * scales).to(inputs.dtype))
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
-        (weight,) = ctx.saved_tensors
-        return upstream[0] @ weight.to(upstream[0].dtype), None
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None]:
+        weight, scales = ctx.saved_tensors
+        return upstream[0] @ (weight if scales is None else weight * scales).to(upstream[0].dtype), None, None
 
 
 # -- eight bits ------------------------------------------------------------------------------------------
@@ -160,23 +384,8 @@ class CodedLinear(nn.Linear):
     def forward(self, inputs: Tensor) -> Tensor:
         device = inputs.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else inputs.dtype
-        cast = inputs.to(dtype)
-        answer: Tensor = _CodedProduct.apply(cast, self.weight, self.scales)  # type: ignore[no-untyped-call]
+        answer: Tensor = _WidenedProduct.apply(inputs.to(dtype), self.weight, self.scales)  # type: ignore[no-untyped-call]
         return answer if self.bias is None else answer + self.bias.to(dtype)
-
-
-class _CodedProduct(torch.autograd.Function):
-    """inputs @ weight.T; the weight is made from its codes again in the backward and not kept until then."""
-
-    @staticmethod
-    def forward(ctx: Any, inputs: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
-        ctx.save_for_backward(codes, scales)
-        return functional.linear(inputs, (codes * scales).to(inputs.dtype))
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None]:
-        codes, scales = ctx.saved_tensors
-        return upstream[0] @ (codes * scales).to(upstream[0].dtype), None, None
 
 
 @contextmanager
@@ -192,154 +401,10 @@ def widened(network: Any) -> Iterator[None]:
             network.set_submodule(name, part)
 
 
-NAME = "default"  # peft's name of the one adapter
-_SHOWN = 4
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """An adapter in a network."""
-
-    network: Any
-    peft_config: Any  # as peft writes it to adapter_config.json
-    targets: tuple[str, ...]  # full names of the layers
-    base_name: str  # what the base is loaded from; empty where it is in no folder of its own
-    base_identity: str  # hash of the frozen weights as they were loaded, in FP32
-    notes: tuple[str, ...]
-    outline: Any = None  # the network without values, where the network itself is sharded
-
-    def layers(self) -> Iterator[tuple[str, Any]]:
-        """The adapted layers by name. Each has its frozen layer as `base_layer`."""
-        for name in self.targets:
-            yield name, self.network.get_submodule(name)
-
-    @property
-    def num_trained(self) -> int:
-        return sum(parameter.numel() for parameter in self.network.parameters() if parameter.requires_grad)
-
-
-def attach(network: Any, config: AdapterConfig, *, name: str, base_name: str, seed: int) -> Adapter:
-    """Freeze a network and attach an adapter to it. Before the first update it changes no answer.
-
-    Its weights depend on the seed alone. `base_name` is what peft may load the base from.
-    """
-    targets, left_out = adapted_layers(network, config, name=name)
-    num_base = sum(parameter.numel() for parameter in network.parameters())
-    network.requires_grad_(False)
-    identity = weights_identity(network)
-    peft_config = insert(network, config, targets, name=name, seed=seed)
-    peft_config.base_model_name_or_path = base_name
-    adapter = Adapter(network, peft_config, targets, base_name, identity, ())
-    _check_layers(adapter)
-    notes = [_describe(config, adapter, num_base)]
-    if left_out:
-        notes.append(f"adapter: not on layers that peft takes for parts of stacked experts: {listed(left_out)}")
-    return Adapter(network, peft_config, targets, base_name, identity, tuple(notes))
-
-
-def adapted_layers(network: Any, config: AdapterConfig, *, name: str) -> tuple[tuple[str, ...], list[str]]:
-    """The layers that get an adapter, and those that peft cannot adapt under their own names."""
-    _inject_in_model, make_config = _peft(name)
-    targets, left_out = _named_as_layers(network, choose_targets(network, config.targets), make_config)
-    if left_out and (config.targets or not targets):
-        raise ConfigError(
-            f"peft takes {left_out[0]} for a part of stacked experts, and would adapt those instead",
-            where="student.adapter.targets",
-            advice=["leave it out of student.adapter.targets", "name the layers of the attention alone"],
-        )
-    return targets, left_out
-
-
-def insert(network: Any, config: AdapterConfig, targets: Sequence[str], *, name: str, seed: int) -> Any:
-    """Put the adapter's layers into a frozen network. Return peft's configuration."""
-    inject, make_config = _peft(name)
-    peft_config = make_config(
-        r=config.rank,
-        lora_alpha=config.scaled_alpha,
-        lora_dropout=config.dropout,
-        target_modules=list(targets),
-        use_dora=config.kind == "dora",
-        fan_in_fan_out=not isinstance(network.get_submodule(targets[0]), nn.Linear),
-        bias="none",
-        task_type="CAUSAL_LM",
-    )
-    with explained(name, "adapter"), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # fan_in_fan_out of mixed layers, which peft then sets right
-        torch.manual_seed(seed)
-        _inject(inject, peft_config, network, name)
-    return peft_config
-
-
-def _peft(name: str) -> tuple[Any, Any]:
-    try:
-        from peft import LoraConfig, inject_adapter_in_model
-    except ImportError:
-        raise BrokenAtStart(f"student.adapter on {name} needs peft", advice=["pip install 'stillroom[peft]'"]) from None
-    return inject_adapter_in_model, LoraConfig
-
-
-def _named_as_layers(network: Any, names: Sequence[str], make_config: Any) -> tuple[tuple[str, ...], list[str]]:
-    """The names that mean a layer to peft, and those that mean something else.
-
-    In families whose experts became stacked tensors, peft reads names like gate_proj, anywhere, as those tensors. It
-    does so again when an adapter is loaded, so such layers cannot be adapted under their own names.
-    """
-    try:
-        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers as convert
-    except ImportError:  # a version that does not do this
-        return tuple(names), []
-    kept: list[str] = []
-    left_out: list[str] = []
-    for name in names:
-        alone = make_config(target_modules=[name])
-        try:
-            convert(alone, network, None)
-        except ValueError:  # it is a part of what is stacked, and the other parts are not named
-            alone.target_modules = ()
-        (kept if name in alone.target_modules else left_out).append(name)
-    return tuple(kept), left_out
-
-
-def _inject(inject: Any, peft_config: Any, network: Any, name: str) -> None:
-    try:
-        inject(peft_config, network)
-    except ValueError as error:  # peft's word for a layer that it does not adapt
-        raise ConfigError(
-            f"no adapter for {name}: {one_line(error)}",
-            where="student.adapter.targets",
-            advice=["name the layers in student.adapter.targets, without this one"],
-        ) from error
-
-
-def _check_layers(adapter: Adapter) -> None:
-    """peft chooses by its own rules for names: they must have found the same layers."""
-    found = {name for name, part in adapter.network.named_modules() if hasattr(part, "lora_A")}
-    if found != set(adapter.targets):
-        odd = sorted(found ^ set(adapter.targets))[:_SHOWN]
-        raise BrokenAtStart(
-            f"peft attaches the adapter to other layers than were chosen: {', '.join(odd)}",
-            where="student.adapter.targets",
-            advice=["name the layers in full in student.adapter.targets"],
-        )
-
-
-def _describe(config: AdapterConfig, adapter: Adapter, num_base: int) -> str:
-    trained = adapter.num_trained
-    return (
-        f"adapter: {config.kind} of rank {config.rank} on {len(adapter.targets)} linear layers, "
-        f"{trained:,} parameters are trained and {num_base:,} are frozen ({100 * trained / num_base:.2f} %)"
-    )
-
-
-def listed(names: list[str]) -> str:
-    rest = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + rest
-
-
 # -- merge -----------------------------------------------------------------------------------------
 # Write a student with an adapter as a plain folder: merged, read back, and compared by its answers.
 #
-# Merged in FP32 whatever the base is stored in: a change that is small beside a weight would be rounded away in FP16.
+# Merged in FP32 whatever the base is stored in: a change far smaller than its weight would be rounded away in FP16.
 
 
 FOLDER = "adapter"  # inside the student's folder
@@ -351,18 +416,13 @@ def save_merged(adapter: Adapter, folder: Path, ids: Tensor) -> str:
     `ids` [B, L] are tokens that both are compared on. Raise if they differ. The network is left as it was.
     """
     network = adapter.network
-    was_training = network.training
-    network.eval()
-    try:
-        with torch.random.fork_rng(devices=[]), torch.no_grad(), widened(network), in_main_memory(network):
+    with in_eval_mode(network), torch.random.fork_rng(devices=[]), torch.no_grad():
+        with widened(network), in_main_memory(network):
             trained = logits_of(network, ids)
             with merged(adapter):
                 network.save_pretrained(folder)
             save_adapter(adapter, folder / FOLDER)
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            written = logits_of(type(network).from_pretrained(folder, dtype=torch.float32).eval(), ids)
-    finally:
-        network.train(was_training)
+        written = logits_of(type(network).from_pretrained(folder, dtype=torch.float32).eval(), ids)
     return compare(trained, written)
 
 
@@ -430,36 +490,31 @@ def try_adapter(adapter: Adapter, name: str) -> list[str]:
     Weights, random state and mode of the network are left as they were.
     """
     network = adapter.network
-    was_training = network.training
     ids = (torch.arange(2 * _LENGTH) % int(network.get_input_embeddings().weight.shape[0])).view(2, _LENGTH)
     ids = ids.to(next(network.parameters()).device)
-    network.eval()
-    try:
-        with explained(name, "adapter"), torch.random.fork_rng(devices=[]):
-            idle = _without_gradient(adapter, ids)
-            difference, spread = _difference_of_merging(adapter, ids)
-    finally:
-        network.train(was_training)
+    with in_eval_mode(network), explained(name, "adapter"), torch.random.fork_rng(devices=[]):
+        idle = _without_gradient(adapter, ids)
+        found = _compare_merged(adapter, ids)
     if len(idle) == len(adapter.targets):
         raise ConfigError(
-            f"no adapted layer of {name} has a gradient: the network does not call {listed(idle)} as a layer",
-            where="student.adapter.targets",
+            f"no adapted layer of {name} has a gradient: the network does not call {listed(idle, _SHOWN)} as a layer",
+            where=_WHERE,
             advice=["name other layers", "leave student.adapter out to train all weights"],
         )
-    if not difference <= BOUND * max(spread, 1e-6):
+    if not found.is_equal:
         raise ConfigError(
-            f"merged, the adapter of {name} would not answer as it was trained: logits differ by {difference:.2g} at a "
-            f"spread of {spread:.2g}" + (f"; the network does not call {listed(idle)} as a layer" if idle else ""),
-            where="student.adapter.targets",
+            f"merged, the adapter of {name} would not answer as it was trained: {found.reason}"
+            + (f"; the network does not call {listed(idle, _SHOWN)} as a layer" if idle else ""),
+            where=_WHERE,
             advice=["name other layers: the projections of the attention, say"],
         )
-    return [f"adapter: without a gradient on a trial row: {listed(idle)}"] if idle else []
+    return [f"adapter: without a gradient on a trial row: {listed(idle, _SHOWN)}"] if idle else []
 
 
 def _without_gradient(adapter: Adapter, ids: Tensor) -> list[str]:
     """Adapted layers that a backward pass on the rows does not reach."""
     with torch.enable_grad():
-        logits = _logits(adapter.network, ids)
+        logits = logits_of(adapter.network, ids)
         if logits.requires_grad:
             logits.square().mean().backward()  # type: ignore[no-untyped-call]
     idle = [target for target, layer in adapter.layers() if layer.lora_B[NAME].weight.grad is None]
@@ -468,23 +523,47 @@ def _without_gradient(adapter: Adapter, ids: Tensor) -> list[str]:
 
 
 @torch.no_grad()
-def _difference_of_merging(adapter: Adapter, ids: Tensor) -> tuple[float, float]:
-    """The largest difference of the logits when an adapter that does something is merged, and their spread."""
+def _compare_merged(adapter: Adapter, ids: Tensor) -> ReadBack:
+    """Compare the logits before and after an adapter that does something is merged."""
     generator = torch.Generator().manual_seed(_SEED)
     zeros = [layer.lora_B[NAME].weight for _name, layer in adapter.layers()]
     try:
         for weight in zeros:
-            drawn = torch.randn(weight.shape, generator=generator)
-            weight.copy_(_SCALE * drawn)
-        trained = _logits(adapter.network, ids)
+            weight.copy_(_SCALE * torch.randn(weight.shape, generator=generator))
+        trained = logits_of(adapter.network, ids)
         with merged(adapter):
-            written = _logits(adapter.network, ids)
+            written = logits_of(adapter.network, ids)
     finally:
         for weight in zeros:
             weight.zero_()
-    return float((trained - written).abs().max()), float(trained.std())
+    return compare_logits(trained, written)
 
 
-def _logits(network: Any, ids: Tensor) -> Tensor:
-    answer: Tensor = network(input_ids=ids, use_cache=False).logits.float()
-    return answer
+# -- outline ---------------------------------------------------------------------------------------
+# A network without values: its layers as they are, its parameters without memory, to be filled from a file.
+#
+# Where a student is sharded, no process has a network that could be merged and written. An outline is taken before it
+# is sharded, with the adapter and the stored base in place, and filled at the end.
+
+
+def outline_of(network: Any) -> Any:
+    """A copy whose parameters are on the meta device, tied ones tied. Buffers are copied: they are small."""
+    memo: dict[int, Any] = {
+        id(one): nn.Parameter(one.detach().to("meta"), requires_grad=one.requires_grad) for one in network.parameters()
+    }
+    return copy.deepcopy(network, memo)
+
+
+@torch.no_grad()
+def fill(outline: Any, values: Mapping[str, Tensor]) -> None:
+    """Give every parameter its value, and every buffer that has one; a tied parameter has one name."""
+    made = {
+        id(one): nn.Parameter(values[name], requires_grad=one.requires_grad) for name, one in outline.named_parameters()
+    }
+    for module in outline.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = made[id(parameter)]
+    for name, buffer in outline.named_buffers():
+        if name in values:
+            buffer.copy_(values[name])

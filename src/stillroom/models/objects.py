@@ -85,7 +85,7 @@ class GivenModel:
         if changed:
             raise _wrong(
                 self.role,
-                f"has a forward of its own in {changed[0] or kind.__name__}, which a saved copy does not have",
+                f"has its own forward in {changed[0] or kind.__name__}, which a saved copy does not have",
                 "make it part of a class, and that class known to AutoModelForCausalLM",
             )
         return self._notes()

@@ -1,6 +1,6 @@
 """Find the gates of a mixture of experts; intercept their logits and top-k.
 
-A gate is found by structure: the module beside a bank of experts whose only matrix has a row for each expert and a
+A gate is found by structure: the module next to a bank of experts whose only matrix has a row for each expert and a
 column for each feature. Names mislead ("gate_proj" is a part of every expert), and each family has its own class.
 
 In every gate one product gives the logits and one top-k chooses. `routed` intercepts those two calls, to read the
@@ -26,8 +26,8 @@ from torch.overrides import TorchFunctionMode
 from stillroom.core.errors import BrokenAtStart, ConfigError
 
 LOOKED_FOR = (
-    "a module beside a bank of experts (3-d weights with a row for each expert, or a list of equal modules) whose only "
-    "matrix is [experts, width]"
+    "a module next to a bank of experts (3-d weights with a row for each expert, or a list of equal modules) whose "
+    "only matrix is [experts, width]"
 )
 _CHOSEN_NAMES = ("top_k", "num_experts_per_tok", "moe_top_k", "moe_topk", "top_k_experts", "num_selected_experts")
 

@@ -18,7 +18,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from stillroom.core.errors import BrokenAtStart
 from stillroom.core.numerics import work_dtype
 from stillroom.core.types import Batch, HeadWeights, Needs, StudentView
-from stillroom.models.anatomy import anatomy_of, backbone, head_of, layers_if_any, layers_of
+from stillroom.models.anatomy import anatomy_of, backbone, head_of, in_eval_mode, layers_if_any, layers_of
 from stillroom.models.compile import CompiledBody
 
 # -- attention -------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ def attend_openly(blocks: Sequence[nn.Module], layers: Collection[int]) -> None:
 
 
 def show_attention(model: Any) -> str:
-    """Make a model able to give its attention maps; says how. One with masks of its own turns to eager attention."""
+    """Make a model able to give its attention maps; says how. One with its own masks turns to eager attention."""
     if model.config.get_text_config()._attn_implementation == NAME:
         return "computes the attention of the chosen layers openly, without the fast kernel"
     model.set_attn_implementation("eager")
@@ -180,7 +180,7 @@ def positions_of(segments: Tensor) -> Tensor:
 
 
 def block_mask(segments: Tensor) -> Tensor:
-    """[B, 1, L, L] Which position may attend to which: to earlier ones of its own text, and itself."""
+    """[B, 1, L, L] Which position may attend to which: to earlier ones in the same text, and itself."""
     is_same = segments.unsqueeze(2) == segments.unsqueeze(1)
     return is_same.tril().unsqueeze(1)
 
@@ -205,13 +205,10 @@ def packing_error(model: Any) -> float:
     ids = torch.cat(texts, dim=1)
     ones = torch.ones_like(ids)
     batch = Batch(ids, ones, ids, ones, ("trial",), segments=segments)
-    was_training, body = model.training, backbone(model)
-    model.eval()
-    try:
+    body = backbone(model)
+    with in_eval_mode(model):
         together = body(**model_inputs(model, batch), use_cache=False).last_hidden_state.float()
         alone = [body(input_ids=text, use_cache=False).last_hidden_state.float() for text in texts]
-    finally:
-        model.train(was_training)
     expected = torch.cat(alone, dim=1)
     return float((together - expected).abs().max() / expected.std().clamp_min(1e-6))
 
@@ -301,15 +298,11 @@ def gives_attention(model: Any, layers: Collection[int]) -> bool:
     """Whether the taps of these layers give causal attention maps. Tested on a few tokens."""
     device = next(model.parameters()).device
     ids = torch.arange(4, device=device).unsqueeze(0)
-    was_training = model.training
-    model.eval()
     try:
-        with tapped(layers_of(model), Needs(attention_layers=frozenset(layers))) as taps:
+        with in_eval_mode(model), tapped(layers_of(model), Needs(attention_layers=frozenset(layers))) as taps:
             backbone(model)(input_ids=ids, use_cache=False)
     except LookupError:  # a block without an attention module
         return False
-    finally:
-        model.train(was_training)
     maps = [taps.get(f"attention.{layer}") for layer in layers]
     return all(
         weights is not None

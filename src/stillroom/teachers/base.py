@@ -2,13 +2,13 @@
 
 A teacher answers batches. A run opens and closes each window of micro-batches with `begin_window` and `end_window`, and
 calls `verify` before it saves anything. What a teacher does beyond answering while a student trains (several answers,
-answers that depend on the student, weights of its own that learn) is in its `training`, which does nothing by default.
+answers that depend on the student, own weights that learn) is in its `training`, which does nothing by default.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -34,6 +34,7 @@ from stillroom.parallel import Parallel
 from stillroom.precision import AdamW, Precision
 
 SignalKind = Literal["none", "dense", "top-k", "sampled", "paired"]
+Window = Callable[[int], Sequence[Batch]]  # the batches of a window of the data order, by its number
 Signals = Sequence[Signal | None]  # several are averaged; None: the student is scored on the labels alone
 
 
@@ -95,18 +96,17 @@ class Teacher:
         """Its network, to be evaluated and to generate text; None where there is none on this machine."""
         return None
 
-    @contextmanager
-    def at_work(self) -> Iterator[None]:
+    def at_work(self) -> AbstractContextManager[None]:
         """Keep the network of `as_model` on the run's device in the body."""
-        yield
+        return nullcontext()
 
-    def own_yardsticks(self, batches: Sequence[Batch]) -> dict[str, Any] | None:
+    def own_metrics(self, batches: Sequence[Batch]) -> dict[str, Any] | None:
         """Its own results on held-out batches where it has no network that could be scored; None: not known."""
         return None
 
-    def comparable(self, yardsticks: dict[str, Any]) -> dict[str, Any]:
-        """Its yardsticks without those that cannot be compared with a student's."""
-        return yardsticks
+    def comparable(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        """Its metrics without those that cannot be compared with a student's."""
+        return metrics
 
     def summary(self) -> dict[str, Any]:
         """Entries for the run's summary."""
@@ -194,7 +194,7 @@ class RunContext:
     optimizer: AdamW  # the student's
     precision: Precision
     learning_rate: float  # the student's, at its peak
-    window: Callable[[int], Sequence[Batch]]  # a window of the data order, by number
+    window: Window
     held_out: Callable[[], Sequence[Batch]]
     write: Callable[..., object]  # writes an event: its name, then its fields
     parallel: Parallel

@@ -23,15 +23,14 @@ from stillroom.models import LoadedModel, agree_on_vocabulary
 from stillroom.models.compile import CompiledBody
 from stillroom.models.routers import find_gates
 from stillroom.parallel import Parallel
-from stillroom.teachers.base import NO_TEACHER, RunContext, Teacher, TeacherTraining
+from stillroom.teachers.base import NO_TEACHER, RunContext, Teacher
 from stillroom.teachers.cache.build import cache_folder, cached_teacher, check_tokenizer, rows_asked, stored_vocabulary
 from stillroom.teachers.cache.manifest import is_there, read_manifest
 from stillroom.teachers.live import live_teacher, open_live
 from stillroom.teachers.paired import PairedTeacher, TokenSpace, matched_tokens, reads_its_own_tokens
 from stillroom.teachers.placement import open_streamed, reads_layers_one_by_one, shard_teacher
 from stillroom.teachers.quantize import check_quantisation, quantise_teacher
-from stillroom.teachers.router.gates import GateOptions
-from stillroom.teachers.router.teacher import PairedRouterTraining, RouterTeacher, RouterTraining
+from stillroom.teachers.router.teacher import RouterTeacher, router_teacher
 from stillroom.teachers.served.teacher import served_rows, served_teacher
 from stillroom.teachers.signals import AUTO, asks_server, check_use, live_spec, served_spec, teacher_dtype, uses_cache
 from stillroom.teachers.sparse import SparseTeacher
@@ -138,9 +137,13 @@ def build_teacher(
     compiled: CompiledBody | None = None,
 ) -> Teacher:
     """The teacher of a run. One with its own tokenizer is given its own rows wherever the run has rows."""
-    device, space, training = run.precision.device, source.space, None
+    device, space = run.precision.device, source.space
     if source.is_paired:
-        vocab_size, run = _own_vocabulary(source, loaded), _on_own_rows(run)
+        run = _on_own_rows(run)
+        if loaded is not None:
+            vocab_size = loaded.anatomy.vocab_rows
+        elif source.cache is not None:
+            vocab_size = read_manifest(source.cache).vocab_size
     if source.cache is not None:
         teacher: Teacher = cached_teacher(
             config, source.cache, space, corpus, device, source.dtype,
@@ -155,54 +158,16 @@ def build_teacher(
         loaded = quantise_teacher(config, loaded, rows, vocab_size, device, write=run.write)
         placement = shard_teacher(config, loaded, run.parallel, device, tell=run.tell)
         if config.teacher.router.mode != "frozen":
-            teacher, training = _router_teacher(config, loaded, vocab_size, run, is_paired=source.is_paired)
+            teacher = router_teacher(config, loaded, vocab_size, run, is_paired=source.is_paired)
         elif (spec := live_spec(config, space.shared)) is not None:
             live, notes = live_teacher(config, loaded, vocab_size, device), check_use(config, spec)
             teacher = SparseTeacher(live, spec, notes=notes, coarse=space.coarse(spec, vocab_size))
         else:
             teacher = live_teacher(config, loaded, vocab_size, device, compiled, placement)
     if source.is_paired:
+        training = teacher.training if isinstance(teacher, RouterTeacher) else None
         return PairedTeacher(teacher, source.own_tokenizer, corpus.coverage or Coverage(), training)
     return teacher
-
-
-def _router_teacher(
-    config: Config, loaded: LoadedModel, vocab_size: int, run: RunContext, *, is_paired: bool
-) -> tuple[RouterTeacher, TeacherTraining]:
-    num_processes, train = run.parallel.size, config.train
-    if num_processes > 1 and config.teacher.router.mode == "sar-meta":
-        raise ConfigError(
-            f"teacher.router.mode = 'sar-meta' moves the student by hand in one process, and there are {num_processes}",
-            where="teacher.router.mode",
-            advice=["--set teacher.router.mode=sar", "start a single process"],
-        )
-    teacher = RouterTeacher(
-        loaded.network,
-        config.teacher.router,
-        vocab_size=vocab_size,
-        device=run.precision.device,
-        options=GateOptions(
-            learning_rate=train.router_learning_rate or train.learning_rate,
-            max_grad_norm=train.max_grad_norm,
-            betas=(train.beta1, train.beta2),
-            epsilon=train.epsilon,
-        ),
-        offload=config.teacher.placement == "offload",
-        is_described=loaded.is_described,
-        seed=train.seed,
-        tell=run.tell,
-        parallel=run.parallel,
-    )
-    teacher.training = (PairedRouterTraining if is_paired else RouterTraining)(teacher, run)
-    return teacher, teacher.training
-
-
-def _own_vocabulary(source: TeacherSource, loaded: LoadedModel | None) -> int:
-    """The teacher's rows of logits, where its tokens are its own."""
-    if loaded is not None:
-        return loaded.anatomy.vocab_rows
-    assert source.cache is not None
-    return read_manifest(source.cache).vocab_size
 
 
 def _on_own_rows(run: RunContext) -> RunContext:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -74,11 +74,8 @@ class LiveTeacher(Teacher):
     def as_model(self) -> Student:
         return Student(self.model, vocab_size=self.vocab_size, is_described=self.is_described)
 
-    @contextmanager
-    def at_work(self) -> Iterator[None]:
-        """The weights are on the device in the body."""
-        with self._placement.at_work():
-            yield
+    def at_work(self) -> AbstractContextManager[None]:
+        return self._placement.at_work()
 
     def summary(self) -> dict[str, Any]:
         return {**self._facts, **self._placement.facts()}

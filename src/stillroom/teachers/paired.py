@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,19 +77,17 @@ class PairedTeacher(Teacher):
     def as_model(self) -> Student | None:
         return self.inner.as_model()
 
-    @contextmanager
-    def at_work(self) -> Iterator[None]:
-        with self.inner.at_work():
-            yield
+    def at_work(self) -> AbstractContextManager[None]:
+        return self.inner.at_work()
 
-    def own_yardsticks(self, batches: Sequence[Batch]) -> dict[str, Any] | None:
-        found = self.inner.own_yardsticks([other_of(batch) for batch in batches])
+    def own_metrics(self, batches: Sequence[Batch]) -> dict[str, Any] | None:
+        found = self.inner.own_metrics([other_of(batch) for batch in batches])
         return None if found is None else self.comparable(found)
 
-    def comparable(self, yardsticks: dict[str, Any]) -> dict[str, Any]:
+    def comparable(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """Perplexity and the like are means over tokens, and its tokens are others."""
-        intervals = {name: ends for name, ends in yardsticks.get("intervals", {}).items() if name in _PER_BYTE}
-        kept = {name: value if name in _PER_BYTE else None for name, value in yardsticks.items()}
+        intervals = {name: ends for name, ends in metrics.get("intervals", {}).items() if name in _PER_BYTE}
+        kept = {name: value if name in _PER_BYTE else None for name, value in metrics.items()}
         return {**kept, "intervals": intervals}
 
     def summary(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -37,6 +37,9 @@ from stillroom.models.gguf import empty_network
 from stillroom.models.load import CONSTANTS, explained, read_config
 from stillroom.parallel import Parallel
 from stillroom.parallel.base import Processes, check_torch
+
+if TYPE_CHECKING:
+    from stillroom.parallel.fsdp import FrozenParts
 
 _HOME = torch.device("cpu")
 _NUMBERS = {"F32", "F16", "BF16"}
@@ -86,9 +89,9 @@ class Offloaded(Placement):
 
     They are never copied back: they do not change, so the copy is dropped.
 
-    On CUDA the values at home are pinned: the copies are queued behind the work that is under way, and the program goes
-    on. They come on the same stream, so that what the student's backward pass has freed is where they go: fetched
-    earlier, beside that pass, they would need as much memory as a teacher that stays.
+    On CUDA the values at home are pinned: the copies are queued behind the work that is under way, and the program
+    continues. They come on the same stream, so that what the student's backward pass has freed is where they go:
+    fetched earlier, during that pass, they would need as much memory as a teacher that stays.
     """
 
     def __init__(self, network: Any, device: torch.device) -> None:
@@ -118,7 +121,7 @@ class Offloaded(Placement):
     def _bring(self) -> None:
         known, self._kept = self._kept, {}
         for tensor in self._tensors():
-            kept = known.get(id(tensor)) or _Kept(tensor, _pinned(tensor.data, self._device))
+            kept = known.get(id(tensor)) or _Kept(tensor, self._pinned(tensor.data))
             self._kept[id(tensor)] = kept
             tensor.data = _fetched(kept.home, self._device)
             kept.version = tensor._version
@@ -133,13 +136,12 @@ class Offloaded(Placement):
                 kept.home.copy_(tensor.data)
             tensor.data = kept.home
 
+    def _pinned(self, values: Tensor) -> Tensor:
+        values = values.to(_HOME)
+        return values.pin_memory() if self._device.type == "cuda" else values
+
     def _tensors(self) -> list[Tensor]:
         return [*self._network.parameters(), *self._network.buffers()]
-
-
-def _pinned(values: Tensor, device: torch.device) -> Tensor:
-    values = values.to(_HOME)
-    return values.pin_memory() if device.type == "cuda" else values
 
 
 def _fetched(home: Tensor, device: torch.device) -> Tensor:
@@ -155,7 +157,7 @@ class Shelf(Protocol):
     where: str
 
     def read(self, name: str, dtype: torch.dtype, *, is_pinned: bool) -> Tensor:
-        """A weight in main memory; pinned where it will be copied to a card."""
+        """A weight in main memory; pinned where it will be copied to a GPU."""
 
 
 class FileShelf:
@@ -227,7 +229,10 @@ class Streamed(Placement):
         self._network, self._shelf = network, shelf
         self._device = torch.device("cpu")
         self._weights = _weights_of(network, layers)
-        self._placeholders = [[_placeholder(weight.here) for weight in held] for held in self._weights]
+        self._placeholders = [
+            [nn.Parameter(torch.empty_like(weight.here, device="meta"), requires_grad=False) for weight in held]
+            for held in self._weights
+        ]
         self._reader: ThreadPoolExecutor | None = None
         self._ahead: tuple[int, Future[list[Tensor]]] | None = None
         self._bytes: dict[int, int] = {}  # of the layers that are in memory or being read
@@ -277,7 +282,7 @@ class Streamed(Placement):
         two = max((sum(pair) for pair in pairwise(sizes)), default=sum(sizes))
         return (
             f"the teacher's {len(sizes)} layers ({sum(sizes) / 1e6:,.1f} MB) stay {self._shelf.where}; at most two "
-            f"({two / 1e6:,.1f} MB) are brought in at once, beside {stays / 1e6:,.1f} MB that stay on the device"
+            f"({two / 1e6:,.1f} MB) are brought in at once, next to {stays / 1e6:,.1f} MB that stay on the device"
         )
 
     def facts(self) -> dict[str, Any]:
@@ -375,10 +380,6 @@ def _owners(network: Any) -> dict[int, list[tuple[nn.Module, str]]]:
     return owners
 
 
-def _placeholder(parameter: Tensor) -> nn.Parameter:
-    return nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
-
-
 def _bytes_of(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
@@ -390,17 +391,8 @@ def _bytes_of(tensor: Tensor) -> int:
 # needs it is not read from disk, and the caller is told why.
 
 
-@dataclass(frozen=True)
-class _OnDisk:
-    """A network without weights, and the file of each of its tensors."""
-
-    network: Any
-    files: Mapping[str, Path]
-    notes: tuple[str, ...] = ()
-
-
-def _open_on_disk(section: TeacherConfig, dtype: torch.dtype) -> _OnDisk | str:
-    """The network and its files, or the reason why its weights have to be loaded and converted first."""
+def _open_on_disk(section: TeacherConfig, dtype: torch.dtype) -> tuple[Any, FileShelf, list[str]] | str:
+    """The network without weights, their files and notes, or why the weights must be loaded and converted first."""
     source = fetch(section, section.model, weights=True)
     if source.is_gguf:
         return "the weights of a GGUF file are unpacked when they are loaded"
@@ -420,7 +412,7 @@ def _open_on_disk(section: TeacherConfig, dtype: torch.dtype) -> _OnDisk | str:
     if reason:
         return reason
     files = {name: source.folder / tensor.file for name, tensor in stored.items()}
-    return _OnDisk(network, files, (source.note,) if source.note else ())
+    return network, FileShelf(files), [source.note] if source.note else []
 
 
 @dataclass(frozen=True)
@@ -485,8 +477,8 @@ def open_streamed(
     """
     tokenizer = tokenizer or load_tokenizer(section, section.model)
     found = _open_on_disk(section, dtype)
-    if isinstance(found, _OnDisk):
-        network, notes, shelf = found.network, list(found.notes), FileShelf(found.files)
+    if not isinstance(found, str):
+        network, shelf, notes = found
         network.requires_grad_(False)
         stream = _streamed(section, network, shelf)
         _load_rest(network, stream, shelf)
@@ -540,20 +532,6 @@ def _load_rest(network: Any, stream: Streamed, shelf: Shelf) -> None:
 # A teacher of which each process of a run holds a part.
 
 
-_WHERE = "teacher.placement"
-
-
-class Parts(Protocol):
-    """A network in parts, whose layers come and go by themselves."""
-
-    def gather(self) -> None:
-        """Make what is outside of layers whole."""
-
-    def release(self) -> None: ...
-
-    def facts(self) -> dict[str, int]: ...
-
-
 class Shards(Placement):
     """What is outside of layers is whole while the teacher is asked, and from the first answer of a window to its end.
 
@@ -563,7 +541,7 @@ class Shards(Placement):
     writes_text = False  # each token would gather every layer
     is_shared = True
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: FrozenParts) -> None:
         self._parts = parts
         self._visits = 0
         self._is_whole = False
@@ -634,7 +612,7 @@ def shard_teacher(
     from stillroom.parallel.fsdp import shard_frozen  # it takes half a second to import
 
     blocks = layers_if_any(loaded.network)
-    options: dict[str, Any] = {"device": device.type, "where": _WHERE}
+    options: dict[str, Any] = {"device": device.type, "where": "teacher.placement"}
     if isinstance(loaded, StreamedModel) and loaded.stream is not None:
         loaded.stream.settle(device)
         loaded.stream.stop()

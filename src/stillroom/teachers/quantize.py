@@ -1,4 +1,4 @@
-"""A teacher whose weights are stored in fewer bits, measured against itself before it is used.
+"""Store a teacher's weights in fewer bits, and measure it against itself before it is used.
 
 The full teacher answers a few rows of the data, its linear layers are quantised in place, it answers the same rows
 again, and KL(full || quantised) decides. The head and the embeddings stay as they are: the fused head multiplies with
@@ -60,7 +60,7 @@ def check_quantisation(section: TeacherConfig, device: torch.device) -> None:
     package = _PACKAGES[kind]
     if package == "bitsandbytes" and device.type != "cuda":
         raise BrokenAtStart(
-            f"teacher.quantisation = {kind!r} is computed by kernels for a CUDA card, and the run is on {device}",
+            f"teacher.quantisation = {kind!r} is computed by kernels for a CUDA GPU, and the run is on {device}",
             where="teacher.quantisation",
             advice=["--set teacher.quantisation=int8, which runs on any device", "--device cuda"],
         )
@@ -94,20 +94,13 @@ def quantised(
     num_layers = quantise_layers(network, section.quantisation, device, name=section.model)
     network.to(device)
     kl, positions = probe.divergence(full, device)
-    found = Quantisation(
-        section.quantisation,
-        kl,
-        section.max_quantisation_kl,
-        positions,
-        num_layers,
-        full_bytes,
-        stored_bytes(network),
-    )
-    if not kl <= section.max_quantisation_kl:
+    bound, num_bytes = section.max_quantisation_kl, stored_bytes(network)
+    found = Quantisation(section.quantisation, kl, bound, positions, num_layers, full_bytes, num_bytes)
+    if not kl <= bound:
         raise BrokenAtStart(
             f"teacher.quantisation = {found.kind!r} changes the teacher's answers by {kl:.4g} nats a token (KL of the "
             f"full to the quantised teacher, {positions:,} positions of the data), above "
-            f"teacher.max_quantisation_kl = {section.max_quantisation_kl:g}",
+            f"teacher.max_quantisation_kl = {bound:g}",
             where=section.model,
             advice=[
                 "use more bits, or none: --set teacher.quantisation=none",
@@ -125,14 +118,17 @@ def quantise_layers(network: Any, kind: str, device: torch.device, *, name: str)
     layers = _layers_of(network)
     if not layers:
         raise BrokenAtStart(
-            f"{name} has no linear layers that could be quantised: its products are made by modules of its own "
+            f"{name} has no linear layers that could be quantised: its products are made by its own modules "
             f"({type(network).__name__})",
             where="teacher.quantisation",
             advice=["--set teacher.quantisation=none"],
         )
     with _quiet():
         if kind == "int8":
-            _to_int8(network, set(layers))
+            # Eight bits a weight with a scale for each output, multiplied in the dtype of the activations.
+            from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+            quantize_(network, Int8WeightOnlyConfig(), filter_fn=lambda _module, name: name in layers)
         else:
             _to_bitsandbytes(network, layers, kind, device)
     return len(layers)
@@ -143,15 +139,8 @@ def _layers_of(network: Any) -> dict[str, nn.Linear]:
     return {part: layer for part, layer in network.named_modules() if type(layer) is nn.Linear and layer is not head}
 
 
-def _to_int8(network: Any, names: set[str]) -> None:
-    """Eight bits a weight with a scale for each output, multiplied in the dtype of the activations."""
-    from torchao.quantization import Int8WeightOnlyConfig, quantize_
-
-    quantize_(network, Int8WeightOnlyConfig(), filter_fn=lambda _module, name: name in names)
-
-
 def _to_bitsandbytes(network: Any, layers: dict[str, nn.Linear], kind: str, device: torch.device) -> None:
-    """Replace each layer by that of bitsandbytes, which quantises its weight on the way to the card."""
+    """Replace each layer by that of bitsandbytes, which quantises its weight on the way to the GPU."""
     bnb: Any = importlib.import_module("bitsandbytes")
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it logs a line for each layer
     for name, layer in layers.items():
@@ -204,12 +193,7 @@ def _bytes_of(tensor: Tensor) -> int:
 # -- measuring -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Answer:
-    """The hidden states of a row at its scored positions. [N, D]"""
-
-    batch: Batch
-    hidden: Tensor
+_Answer = tuple[Batch, Tensor]  # a row, and its hidden states at the scored positions [N, D]
 
 
 class _Probe:
@@ -225,8 +209,8 @@ class _Probe:
         left = self._most
         for batch in rows:
             if batch.num_scored:
-                found.append(_Answer(batch, self._ask(batch, device)[0][:left].clone()))
-                left -= found[-1].hidden.shape[0]
+                found.append((batch, self._ask(batch, device)[0][:left].clone()))
+                left -= len(found[-1][1])
             if left <= 0:
                 break
         return found
@@ -235,11 +219,11 @@ class _Probe:
     def divergence(self, full: Sequence[_Answer], device: torch.device) -> tuple[float, int]:
         """KL(full || now) in nats a position, and the number of positions; NaN where one cannot be compared."""
         total, count, unusable = 0.0, 0, 0
-        for answer in full:
-            num = answer.hidden.shape[0]
-            hidden, head = self._ask(answer.batch, device)
-            signal = DenseSignal(answer.hidden.to(device), head)
-            targets = answer.batch.scored_targets[:num].to(device)
+        for batch, before in full:
+            num = len(before)
+            hidden, head = self._ask(batch, device)
+            signal = DenseSignal(before.to(device), head)
+            targets = batch.scored_targets[:num].to(device)
             scored = score_head(
                 StudentView(hidden[:num], head), signal, targets,
                 kd_weight=1.0, ce_weight=0.0, divergence=make("forward_kl"),
@@ -258,7 +242,7 @@ class _Probe:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Both libraries log about cards and Python versions when they are imported."""
+    """Both libraries log about GPUs and Python versions when they are imported."""
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

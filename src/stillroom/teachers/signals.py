@@ -1,4 +1,4 @@
-"""What a teacher's distribution is reduced to: a few tokens, their log-probabilities, and the mass of the rest.
+"""Reduce a teacher's distribution to a few tokens, their log-probabilities, and the mass of the rest.
 
 top_k         the top k tokens and the exact mass of all others: serves every divergence.
 sampled       tokens drawn from the whole distribution (RS-KD, Anshumann et al. 2025): unbiased for forward KL.
@@ -152,7 +152,7 @@ class SignalSpec:
     temperature: float = 1.0
     seed: int = 0
     is_paired: bool = False  # for a student of another tokenizer: the targets' probabilities are kept in FP32
-    shared: str = ""  # which tokens both have, see `shared_hash`
+    shared: str = ""  # which tokens both have, see `ids_hash`
 
     @property
     def is_sampled(self) -> bool:
@@ -289,7 +289,7 @@ def _reduce(logits: Tensor, targets: Tensor, uniforms: Tensor, spec: SignalSpec,
         ids=_ids(ids, is_bad),
         log_probs=_log_codes(kept - whole.log_norm[:, None], is_bad),
         tail=_log_codes(cumulative[:, -1].log(), is_bad),
-        entropy=_entropy_codes(entropy, is_bad),
+        entropy=_whole(torch.where(is_bad, NOTHING, (entropy.double() / ENTROPY_STEP).round_().clamp_(0, _FLOOR))),
         label=_log_codes(label, is_bad),
         drawn=_ids(drawn, is_bad),
         surprisals=_surprisals(label, is_bad) if spec.is_paired else np.zeros(0, np.float32),
@@ -347,15 +347,11 @@ def _ids(ids: Tensor, is_bad: Tensor) -> Ids:
 
 
 def _log_codes(log_probs: Tensor, is_bad: Tensor) -> Codes:
-    """Rounded to a step. Below -255 the lowest code is given, which is 0 to any sum; -inf has a code of its own."""
+    """Rounded to a step. Below -255 the lowest code is given, which is 0 to any sum; -inf has its own code."""
     is_bad = is_bad if log_probs.ndim == 1 else is_bad[:, None]
     steps = (log_probs.double() / -LOG_STEP).round_().clamp_(0, _FLOOR)
     steps = torch.where(is_bad | (log_probs <= LOG_ZERO / 2), NOTHING, steps)
     return _whole(steps)
-
-
-def _entropy_codes(entropy: Tensor, is_bad: Tensor) -> Codes:
-    return _whole(torch.where(is_bad, NOTHING, (entropy.double() / ENTROPY_STEP).round_().clamp_(0, _FLOOR)))
 
 
 def _whole(steps: Tensor) -> Codes:
@@ -424,7 +420,7 @@ def _sampled(
 # -- what answers say of the teacher itself ----------------------------------------------------------------
 
 
-def label_yardsticks(
+def label_metrics(
     answers: Sequence[RowAnswer], batches: Sequence[Batch], *, parameters: int | None, source: str
 ) -> dict[str, Any] | None:
     """Perplexity and bits per byte, from the log-probabilities of the targets; None where there are none."""
@@ -444,8 +440,8 @@ def label_yardsticks(
     }
 
 
-# -- spec ------------------------------------------------------------------------------------------
-# Which signal a configuration asks for, and what it cannot be used with.
+# -- the signal of a configuration -----------------------------------------------------------------------
+# Which signal it asks for, and what that cannot be used with.
 
 
 AUTO = "auto"  # teacher.cache: next to the run's folder, written on first use
@@ -466,7 +462,7 @@ def teacher_dtype(config: Config, device: torch.device) -> torch.dtype:
 def live_spec(config: Config, shared: str = "") -> SignalSpec | None:
     """The signal of a live teacher; None: its whole distribution, which `objectives.kd.top_k` reduces in the head.
 
-    `shared` names the tokens that both models have, where each has a tokenizer of its own.
+    `shared` names the tokens that both models have, where each has its own tokenizer.
     """
     if config.teacher.server:
         return served_spec(config)
@@ -582,39 +578,43 @@ def _span_tokens(config: Config) -> list[str]:
     return [name for name in config.objectives.span_weights if name in ("exact_match", "prefix_match")]
 
 
-def _temperature(config: Config) -> float:
-    found = config.objectives.kd.temperature
-    if isinstance(found, Ramp):
+def _constant(setting: float | Ramp, name: str) -> float:
+    """A setting of objectives.kd that a sparse signal has one value of."""
+    if isinstance(setting, Ramp):
         raise ConfigError(
-            "a sparse signal has one temperature, and objectives.kd.temperature moves",
-            where="objectives.kd.temperature",
+            f"a sparse signal has one {name}, and objectives.kd.{name} moves",
+            where=f"objectives.kd.{name}",
             advice=["set it to a number", "use the live teacher with teacher.signal.kind = 'dense'"],
         )
-    return float(found)
+    return float(setting)
+
+
+def _temperature(config: Config) -> float:
+    return _constant(config.objectives.kd.temperature, "temperature")
 
 
 def _top_k(config: Config, kind: str) -> int:
-    found = config.objectives.kd.top_k
-    if isinstance(found, Ramp):
-        raise ConfigError(
-            "a stored signal has one k, and objectives.kd.top_k moves",
-            where="objectives.kd.top_k",
-            advice=["set it to a number", "use the live teacher with teacher.signal.kind = 'dense'"],
-        )
+    found = int(_constant(config.objectives.kd.top_k, "top_k"))
     if found and kind in ("sampled", "hybrid"):
         raise ConfigError(
             f"objectives.kd.top_k asks for likely tokens and their tail, teacher.signal.kind = {kind!r} for draws",
             where="teacher.signal.kind",
             advice=["set objectives.kd.top_k = 0", "set teacher.signal.kind = 'top_k'"],
         )
-    return int(found)
+    return found
 
 
 def check_use(config: Config, spec: SignalSpec) -> list[str]:
     """Refuse settings that would do nothing, or harm, with this signal. Answers with what should be said."""
     kd = config.objectives.kd
     if spec.is_paired:
-        return _check_paired_use(config, spec)
+        for name in _span_tokens(config) if spec.kind == "target" else ():
+            raise ConfigError(
+                f"objectives.{name} compares distributions, and answers of kind target hold one probability a token",
+                where="teacher.signal.kind",
+                advice=["set it to 'hybrid' or 'top_k'", f"set objectives.{name}.weight = 0"],
+            )
+        return []
     if spec.is_sampled and kd.token_fraction != 1.0 and kd.token_criterion == "hellinger":
         raise ConfigError(
             "the distance of teacher and student cannot be told from drawn tokens",
@@ -632,18 +632,8 @@ def check_use(config: Config, spec: SignalSpec) -> list[str]:
     return []
 
 
-def _check_paired_use(config: Config, spec: SignalSpec) -> list[str]:
-    for name in _span_tokens(config) if spec.kind == "target" else ():
-        raise ConfigError(
-            f"objectives.{name} compares distributions, and answers of kind target hold one probability a token",
-            where="teacher.signal.kind",
-            advice=["set it to 'hybrid' or 'top_k'", f"set objectives.{name}.weight = 0"],
-        )
-    return []
-
-
-# -- entries ---------------------------------------------------------------------------------------
-# Log-probabilities that another program gave: what was said about each token, as the answers of a row.
+# -- log-probabilities of another program ----------------------------------------------------------------
+# What was said about each token, as the answers of a row.
 #
 # Legend: a sequence has T tokens; `entries[t]` is what was said about token t before it was seen.
 

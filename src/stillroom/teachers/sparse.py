@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import fields, replace
 from typing import Any
 
@@ -99,15 +99,11 @@ class SparseTeacher(Teacher):
         signals = [replace(whole, hidden=part) for part in torch.split(whole.hidden, counts)]
         return signals, list(torch.split(batch.scored_targets, counts))
 
-    # -- passed on ---------------------------------------------------------------------------------------
-
     def as_model(self) -> Student | None:
         return self.live.as_model()
 
-    @contextmanager
-    def at_work(self) -> Iterator[None]:
-        with self.live.at_work():
-            yield
+    def at_work(self) -> AbstractContextManager[None]:
+        return self.live.at_work()
 
     def summary(self) -> dict[str, Any]:
         mass = self._mass / self._positions if self._positions and self.spec.exact else None

@@ -32,8 +32,7 @@ from stillroom.models import (
 )
 from stillroom.models.anatomy import layers_if_any
 from stillroom.models.compile import CompiledBody, CompiledLayers, what_to_compile
-from stillroom.models.lora import Adapter
-from stillroom.models.lora_targets import outline_of
+from stillroom.models.lora import Adapter, outline_of
 from stillroom.models.routers import has_gates
 from stillroom.models.shrink.cut import Cut
 from stillroom.models.student import num_positions, packing_error, show_attention

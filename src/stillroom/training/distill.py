@@ -383,7 +383,7 @@ def _teacher_before(run: Run, state: RunState) -> dict[str, Any]:
                 where=run.config.teacher.model,
                 advice=not_finite_advice(teacher_dtype(run.config, run.device)),
             )
-    elif (stored := run.teacher.own_yardsticks(run.eval_batches())) is not None:
+    elif (stored := run.teacher.own_metrics(run.eval_batches())) is not None:
         before["teacher"] = stored
     if "teacher" in before:
         run.log.write("teacher_eval", **before["teacher"])

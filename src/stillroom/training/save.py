@@ -19,8 +19,7 @@ from stillroom.core.locks import LockHeld
 from stillroom.models import Student
 from stillroom.models.files import open_written, save_configuration
 from stillroom.models.load import quiet_transformers
-from stillroom.models.lora import Adapter, save_merged
-from stillroom.models.lora_targets import fill
+from stillroom.models.lora import Adapter, fill, save_merged
 from stillroom.parallel import Parallel
 from stillroom.parallel.shards import WHOLE_FILE, write_whole
 from stillroom.telemetry import EventLog

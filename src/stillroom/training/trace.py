@@ -29,8 +29,8 @@ from stillroom.core.errors import BrokenAtStart
 from stillroom.losses.head.kernel import choose_kernel
 from stillroom.losses.head.rows import TEMPORARIES, chunk_size, padded
 from stillroom.models.anatomy import backbone, layers_if_any
+from stillroom.models.load import student_shape, teacher_shape
 from stillroom.models.lora import adapted_layers, insert, store_base
-from stillroom.models.shapes import student_shape, teacher_shape
 from stillroom.precision.device import DeviceFacts
 from stillroom.precision.policy import POLICIES, Precision
 from stillroom.teachers.quantize import quantised_bytes

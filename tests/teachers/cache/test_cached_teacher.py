@@ -141,7 +141,7 @@ def test_its_own_perplexity_is_that_of_the_stored_targets(stored: tuple[Rows, Ca
     teacher = CachedTeacher(cache, device=CPU)
     live = [answer for batch in batches for answer in cases.Matrices().answers(batch)]
     losses = [-value for answer in live for value in answer.label_log_probs]
-    told = teacher.own_yardsticks(batches)
+    told = teacher.own_metrics(batches)
     assert told is not None and told["perplexity"] == pytest.approx(math.exp(sum(losses) / len(losses)))
     assert told["bits_per_byte"] == pytest.approx(sum(losses) / math.log(2) / len(losses))
 

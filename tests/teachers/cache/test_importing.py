@@ -129,7 +129,7 @@ def test_a_file_becomes_the_top_k_answers_of_its_rows(
     assert torch.equal(signal.ids, expected.indices)
     assert torch.allclose(signal.log_probs.double(), expected.values, atol=0.004)
     assert torch.allclose(signal.tail_log_mass.double().exp(), 1 - expected.values.exp().sum(-1), atol=0.004)
-    known = teacher.own_yardsticks([batch])
+    known = teacher.own_metrics([batch])
     if kind == "vllm":
         losses = [-float(line["log_probs"][place, line["ids"][place + 1]]) for place in places]
         assert known is not None and math.log(known["perplexity"]) == pytest.approx(sum(losses) / len(losses), abs=3e-3)

@@ -23,8 +23,7 @@ from stillroom.precision import AdamW, ParameterGroup, resolve
 from stillroom.precision.storage import Direct
 from stillroom.teachers import GateOptions, RouterTeacher, probe_gates
 from stillroom.teachers.placement import Offloaded
-from stillroom.teachers.router.lookahead import both_ways, lookahead_direction
-from stillroom.teachers.router.terms import Aims
+from stillroom.teachers.router.terms import Aims, both_ways, lookahead_direction
 
 CPU = torch.device("cpu")
 FAMILIES = [

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from stillroom.config.schema import ShrinkConfig
 from stillroom.core.errors import BrokenAtStart, ConfigError
 from stillroom.core.types import Batch
-from stillroom.models.anatomy import anatomy_of, layers_of
+from stillroom.models.anatomy import anatomy_of, in_eval_mode, layers_of
 from stillroom.models.load import not_finite_advice
 from stillroom.models.shrink.layer_choice import (
     CHOICE_TOKENS,
@@ -131,8 +131,6 @@ def check_layers(teacher: Any, student: Any, layers: Sequence[int], *, with_numb
 def check_logits(teacher: Any, student: Any, layers: Sequence[int]) -> None:
     """Raise if the student's logits, with or without a cache, differ from the teacher's without its other layers."""
     device, dtype = next(teacher.parameters()).device, next(teacher.parameters()).dtype
-    was_training = student.training
-    student.eval()
     ids = torch.arange(2, 2 + _NUM_TRIED).remainder(student.get_output_embeddings().weight.shape[0]).unsqueeze(0)
     bypass = Bypass(teacher)
     with bypass.without(set(range(bypass.num_layers)) - set(layers)):
@@ -146,7 +144,8 @@ def check_logits(teacher: Any, student: Any, layers: Sequence[int]) -> None:
     tolerance = _TOLERANCE if dtype in (torch.float32, torch.float64) else _TOLERANCE_HALF
     for uses_cache in (False, True):
         try:
-            logits = student(input_ids=ids, use_cache=uses_cache).logits[0].float()
+            with in_eval_mode(student):
+                logits = student(input_ids=ids, use_cache=uses_cache).logits[0].float()
         except _NO_MODEL as error:
             raise _makes_no_model(teacher, layers, error) from error
         error_rms = float((logits - expected).square().mean().sqrt() / expected.std().clamp_min(1e-30))
@@ -157,7 +156,6 @@ def check_logits(teacher: Any, student: Any, layers: Sequence[int]) -> None:
                 "with the other layers left out",
                 _advice(teacher),
             )
-    student.train(was_training)
 
 
 def _traits(block: nn.Module, *, with_numbers: bool) -> dict[str, Any]:
@@ -220,12 +218,8 @@ def cut(
     """
     if wanted.cuts_width:
         check_widths(teacher, wanted)
-    was_training = teacher.training
-    teacher.eval()
-    try:
+    with in_eval_mode(teacher):
         return _cut(teacher, wanted, list(batches), choice, tell)
-    finally:
-        teacher.train(was_training)
 
 
 def _cut(teacher: Any, wanted: ShrinkConfig, batches: list[Batch], choice: Choice | None, tell: Tell) -> Cut:

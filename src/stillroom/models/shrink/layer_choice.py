@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from stillroom.config.schema import ShrinkConfig
 from stillroom.core.errors import BrokenAtStart, ConfigError
 from stillroom.core.types import IGNORED, Batch
-from stillroom.models.anatomy import layers_of
+from stillroom.models.anatomy import in_eval_mode, layers_of
 from stillroom.models.load import not_finite_advice
 
 # -- passages --------------------------------------------------------------------------------------
@@ -87,14 +87,12 @@ def num_positions(texts: Sequence[Passage]) -> int:
 @torch.no_grad()
 def mean_loss(model: Any, texts: Sequence[Passage]) -> float:
     """Mean cross-entropy of a model over the passages; infinity if it is not finite."""
-    was_training = model.training
-    model.eval()
     device = next(model.parameters()).device
     total = 0.0
-    for text in texts:
-        logits = model(input_ids=text.ids.to(device), use_cache=False).logits[0].float()
-        total += float(text.losses(logits).sum())
-    model.train(was_training)
+    with in_eval_mode(model):
+        for text in texts:
+            logits = model(input_ids=text.ids.to(device), use_cache=False).logits[0].float()
+            total += float(text.losses(logits).sum())
     return finite(total / num_scored(texts))
 
 
@@ -162,8 +160,14 @@ class Bypass:
 
             return hook
 
+        with self._hooked(record):
+            yield
+
+    @contextmanager
+    def _hooked(self, make_hook: Callable[[int], Any]) -> Iterator[None]:
+        """Call each layer's hook after its forward in the body."""
         handles = [
-            block.register_forward_hook(record(layer), with_kwargs=True) for layer, block in enumerate(self.blocks)
+            block.register_forward_hook(make_hook(layer), with_kwargs=True) for layer, block in enumerate(self.blocks)
         ]
         try:
             yield
@@ -187,15 +191,8 @@ class Bypass:
 
             return hook
 
-        handles = [
-            block.register_forward_hook(look(layer), with_kwargs=True) for layer, block in enumerate(self.blocks)
-        ]
-        try:
-            device = next(self.model.parameters()).device
-            self.logits(torch.arange(_NUM_TRIED, device=device).unsqueeze(0))
-        finally:
-            for handle in handles:
-                handle.remove()
+        with self._hooked(look):
+            self.logits(torch.arange(_NUM_TRIED, device=next(self.model.parameters()).device).unsqueeze(0))
         if odd or len(rests) != len(self.blocks):
             reason = odd[0] if odd else "not every layer is called in a forward pass"
             raise cannot_be_cut(self.model, reason)

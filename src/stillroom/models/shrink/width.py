@@ -26,7 +26,7 @@ from torch import Tensor
 from stillroom.config.schema import ShrinkConfig
 from stillroom.core.errors import ConfigError
 from stillroom.core.types import Batch
-from stillroom.models.anatomy import backbone, layers_of
+from stillroom.models.anatomy import backbone, in_eval_mode, layers_of
 
 CALIBRATION_BATCHES = 8  # of training data that the importance of widths is measured on
 # Families whose blocks match the table below exactly, and whose forward pass uses no other width.
@@ -121,15 +121,12 @@ def check_widths(teacher: Any, wanted: ShrinkConfig) -> None:
 def measure(teacher: Any, batches: Iterable[Batch]) -> Importance:
     """Run the batches through the teacher; sum the activations of channels, neurons and heads, without padding."""
     importance = Importance()
-    was_training = teacher.training
-    teacher.eval()
     device = next(teacher.parameters()).device
     for batch in batches:
         places = batch.attention_mask.reshape(-1).nonzero().squeeze(-1).to(device)
         importance.num_positions += int(places.numel())
-        with _recording(teacher, importance, places):
+        with in_eval_mode(teacher), _recording(teacher, importance, places):
             backbone(teacher)(input_ids=batch.input_ids.to(device), use_cache=False)
-    teacher.train(was_training)
     if not importance.num_positions:
         raise ConfigError(
             "a width is cut by what the teacher says on real text, and there is no text",

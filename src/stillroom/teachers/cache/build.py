@@ -18,7 +18,7 @@ from stillroom.core.errors import BrokenAtStart, ConfigError, DataError
 from stillroom.data import Corpus, Rows, fixed_rows
 from stillroom.data.corpus import TeacherRows
 from stillroom.models import LoadedModel, load_tokenizer, vocabulary_hash
-from stillroom.teachers.base import Teacher
+from stillroom.teachers.base import Teacher, Window
 from stillroom.teachers.cache.in_store import folder_of
 from stillroom.teachers.cache.manifest import (
     SHARD_TOKENS,
@@ -28,7 +28,7 @@ from stillroom.teachers.cache.manifest import (
     read_manifest,
     teacher_identity,
 )
-from stillroom.teachers.cache.reader import Cache, CachedTeacher, Window
+from stillroom.teachers.cache.reader import Cache, CachedTeacher
 from stillroom.teachers.cache.writer import NeededRow, Progress, missing_rows, needed_rows, open_store, write_missing
 from stillroom.teachers.live import live_teacher, open_live
 from stillroom.teachers.paired import TokenSpace
@@ -47,13 +47,12 @@ Tell = Callable[[str], object]
 
 
 def cache_folder(config: Config, folder: Path | None, space: TokenSpace, dtype: torch.dtype) -> Path:
-    """Where the cache of a run is. An automatic one lies next to the run's folder, under a name of its own teacher.
+    """Where the cache of a run is. An automatic one lies next to the run's folder, named for its teacher.
 
     So runs that lie side by side share it, and a run with another teacher or another signal makes another one.
     """
     if config.teacher.cache != AUTO:
-        named = str(config.teacher.cache)
-        place = folder_of(named)
+        place = folder_of(str(config.teacher.cache))
         read_manifest(place)  # before anything is loaded
         return place
     if folder is None:
@@ -135,7 +134,9 @@ def cached_teacher(
     here = Manifest(asked, cache.manifest.vocab_size, vocabulary_hash(space.tokenizer), identity)
     check_same(cache.manifest, here, place)
     _check_coverage(cache, needed, place, config.data.day)
-    for text in (*notes, *whose_answers(cache.manifest), *check_use(config, asked)):
+    if served := cache.manifest.teacher.get("served_model"):  # there are no weights to compare a server's answers with
+        notes.append(f"the answers are those of {cache.manifest.about.get('teacher', served)}")
+    for text in (*notes, *check_use(config, asked)):
         tell(text)
 
     def load_whole() -> Teacher:
@@ -259,17 +260,12 @@ def fill(
         is_done = write_missing(place, needed, teacher, beside=tuple(others), tell=on_progress, is_stopped=is_stopped)
     else:
         is_done = True
-    if loaded is not None:
-        _let_go(loaded)
+    if loaded is not None:  # free the weights; names and shapes stay for whoever still has the network
+        loaded.network.to("meta")
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
     return is_done
-
-
-def _let_go(loaded: LoadedModel) -> None:
-    """Free the weights. What describes the network (names, shapes) stays for whoever still has it."""
-    loaded.network.to("meta")
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 # -- from a server ---------------------------------------------------------------------------------------
@@ -321,10 +317,3 @@ def fill_served(
         teacher.close()
     tell(", ".join(f"{name.replace('_', ' ')} {count:,}" for name, count in teacher.facts().items()))
     return is_done
-
-
-def whose_answers(manifest: Manifest) -> list[str]:
-    """For the log, where a cache was written from a server's answers: they cannot be held against weights."""
-    if "served_model" not in manifest.teacher:
-        return []
-    return [f"the answers are those of {manifest.about.get('teacher', manifest.teacher['served_model'])}"]

@@ -279,7 +279,7 @@ def _check_alignment(given: Sequence[Given]) -> None:
     if best and hits[best] - hits[0] > _LEAST_LEAD * total:
         raise DataError(
             f"the answers fit the token {'after' if best > 0 else 'before'} better than their own: it is among the "
-            f"likeliest in {hits[best] / total:.0%} of positions, their own in {hits[0] / total:.0%}",
+            f"top ones in {hits[best] / total:.0%} of positions, their own in {hits[0] / total:.0%}",
             advice=["the file is shifted by one: check how it was written"],
         )
 

@@ -139,7 +139,7 @@ _NOT_THE_MODEL = ("_name_or_path", "transformers_version", "torch_dtype", "dtype
 
 
 def teacher_identity(section: TeacherConfig, dtype: torch.dtype | str | None) -> dict[str, Any]:
-    """What must be the same for the answers to be the same. `dtype` None: not said."""
+    """What must be the same for the answers to be the same. `dtype` None: missing."""
     if section.server:
         return {"served_model": section.requests.model}
     files, config = _of_files(section)

@@ -22,12 +22,12 @@ import torch
 from stillroom.core.errors import CacheDamaged, StillroomError
 from stillroom.core.files import TEMPORARY, reason_of
 from stillroom.core.types import Batch, Needs, Signal
-from stillroom.teachers.base import SignalKind, Teacher
+from stillroom.teachers.base import SignalKind, Teacher, Window
 from stillroom.teachers.cache.format import SUFFIX, Shard, damaged, unpack
 from stillroom.teachers.cache.in_store import Origin
 from stillroom.teachers.cache.manifest import SHARDS, Manifest, read_manifest
 from stillroom.teachers.quantize import SUMMARY as QUANTISATION
-from stillroom.teachers.signals import RowAnswer, label_yardsticks, signal_of
+from stillroom.teachers.signals import RowAnswer, label_metrics, signal_of
 from stillroom.teachers.sparse import describe, each_tensor, kind_of_spec, to_device
 
 _OPEN_FILES = 64
@@ -191,13 +191,12 @@ def _sorted(shards: Iterable[Shard]) -> tuple[Keys, npt.NDArray[np.int64]]:
 
 
 Rows = dict[str, RowAnswer]
-Window = Callable[[int], Sequence[Batch]]
 
 _LEAST_MASS = 0.98  # of a renormalised distribution: below it the student learns that likely tokens cannot come
 
 
 class CachedTeacher(Teacher):
-    """Reads a window ahead in a thread of its own, so that a step does not wait for the disk.
+    """Reads a window ahead in its own thread, so that a step does not wait for the disk.
 
     It keeps what it read for the window at hand and for the next one, and nothing else; what was not read ahead is read
     when it is asked for. A row that the cache does not know (the data was changed after the cache was checked) has an
@@ -282,14 +281,14 @@ class CachedTeacher(Teacher):
 
     # -- what it knows of itself -------------------------------------------------------------------------
 
-    def own_yardsticks(self, batches: Sequence[Batch]) -> dict[str, Any] | None:
+    def own_metrics(self, batches: Sequence[Batch]) -> dict[str, Any] | None:
         """Perplexity and bits per byte, from the stored log-probabilities of the targets."""
         if not self.cache.manifest.about.get("labels", True):
             return None
         known = [(batch.keys, self._read(batch)) for batch in batches]
         answers = [rows[key] for keys, rows in known for key in keys]
         parameters = self.cache.manifest.about.get("parameters")
-        return label_yardsticks(answers, batches, parameters=parameters, source="stored answers")
+        return label_metrics(answers, batches, parameters=parameters, source="stored answers")
 
     def summary(self) -> dict[str, Any]:
         about = self.cache.manifest.about
@@ -328,7 +327,7 @@ def _notes(cache: Cache, *, is_loaded_at_end: bool) -> tuple[str, ...]:
 
 def _what_kl_means(kind: str, temperature: float) -> str:
     if temperature != 1.0:
-        return f"none, because they are at temperature {temperature:g} and yardsticks are at 1"
+        return f"none, because they are at temperature {temperature:g} and metrics are at 1"
     return {
         "top_k": "KL over kept tokens and tail, a lower bound",
         "sampled": "KL is an unbiased estimate, agreement is not known",

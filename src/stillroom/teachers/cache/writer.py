@@ -1,4 +1,4 @@
-"""Writing a cache: the missing shards, one at a time, whole or not at all, by one process or by several.
+"""Write a cache: the missing shards, one at a time, whole or not at all, by one process or by several.
 
 A writer locks the shard that it writes; in a store it also claims it (`in_store.py`). Shards of other writers are
 skipped and looked for again at the end. Locks and claims only share the work: a shard that two processes wrote has the
@@ -29,13 +29,13 @@ from stillroom.teachers.cache.manifest import NAME, SHARDS, Manifest, check_same
 from stillroom.teachers.cache.reader import Cache, shard_paths
 from stillroom.teachers.signals import NOTHING, RowAnswer, SignalSpec
 
-# -- plan ------------------------------------------------------------------------------------------
+# -- the plan --------------------------------------------------------------------------------------------
 # Which rows a cache needs, and which of them share a shard.
 #
 # The plan follows from the rows that are missing and from nothing else: neither from who asks, nor from what was
 # tried before. Rows are ordered by length, then by key, and cut where a shard is full; a shard that is already there
-# takes whole stretches out of that order, and the others stay as they were. So a writer that was killed goes on with
-# the same shards, several writers plan the same ones, and rows that were added later make shards of their own.
+# takes whole stretches out of that order, and the others stay as they were. So a writer that was killed continues with
+# the same shards, several writers plan the same ones, and rows that were added later make new shards.
 
 
 _KEYED = 64  # rows that are looked at together
@@ -72,15 +72,15 @@ class ShardPlan:
         """The rows as batches of at most so many tokens, padding included; one row at least."""
         start = 0
         for end in range(1, len(self.rows) + 1):
-            is_last = end == len(self.rows)
-            # Ascending lengths: the last row of a batch is its longest.
-            if is_last or self.rows[end].num_tokens * (end + 1 - start) > max_tokens or not self._continues(end):
+            following = self.rows[end] if end < len(self.rows) else None
+            # Ascending lengths: the last row of a batch is its longest. A batch is made from one source of rows.
+            if (
+                following is None
+                or following.num_tokens * (end + 1 - start) > max_tokens
+                or following.rows is not self.rows[end - 1].rows
+            ):
                 yield self.rows[start].rows.batch([row.index for row in self.rows[start:end]])
                 start = end
-
-    def _continues(self, end: int) -> bool:
-        """Whether the row at `end` comes from the same rows as the one before: a batch is made from one source."""
-        return self.rows[end].rows is self.rows[end - 1].rows
 
 
 def needed_rows(sides: Iterable[tuple[Rows, Sequence[int]]]) -> list[NeededRow]:
@@ -110,6 +110,8 @@ def plan_shards(missing: Sequence[NeededRow], shard_tokens: int) -> list[ShardPl
             chosen, size = [], 0
     return [*plans, ShardPlan(tuple(chosen))] if chosen else plans
 
+
+# -- writing ---------------------------------------------------------------------------------------------
 
 LOCK = "writers.lock"
 PATIENCE_SECONDS = 180.0  # network file systems show another machine's changes after up to 60
@@ -211,7 +213,7 @@ def write_missing(
 ) -> bool:
     """Write every needed row that is not there. Answers False where it was stopped before all of them were.
 
-    `beside` are caches of other signals for the same rows: the teacher is asked once for all of them.
+    `beside` are caches of other signals for the same rows: one pass of the teacher serves all of them.
     """
     folders = (folder, *beside)
     missing = {row.key: row for place in folders for row in missing_rows(Cache(place), needed)}
@@ -247,7 +249,7 @@ def _claimed(folders: Sequence[Path], plan: ShardPlan, *, is_patient: bool) -> I
     origins = [origin for origin in map(Origin.of, folders) if origin is not None]
     with contextlib.ExitStack() as ending:
         try:
-            ending.enter_context(hold(_lock(folders[0], plan.name)))
+            ending.enter_context(hold(folders[0] / SHARDS / f"{TEMPORARY}{plan.name}.lock"))
         except LockHeld as error:
             if is_patient or has_ended(error.owner) is not None:  # on this machine: its lock ends with its process
                 yield False
@@ -261,10 +263,6 @@ def _claimed(folders: Sequence[Path], plan: ShardPlan, *, is_patient: bool) -> I
                 return
             ending.callback(origins[0].give_back, plan.name)
         yield True
-
-
-def _lock(folder: Path, name: str) -> Path:
-    return folder / SHARDS / f"{TEMPORARY}{name}.lock"
 
 
 def _sweep(folders: Sequence[Path]) -> None:
@@ -335,22 +333,18 @@ def commit_shard(folder: Path, plan: ShardPlan, contents: bytes) -> None:
 
 
 def _commit(path: Path, contents: bytes) -> None:
+    """Write a file and upload it. A writer that finds the shard written may remove our temporary file."""
+    folder = path.parent.parent if path.name.endswith(SUFFIX) else path.parent
     try:
-        _put(path, contents)
+        try:
+            write_atomically(path, contents, mark=secrets.token_hex(6))
+        except FileNotFoundError:
+            if not path.exists():
+                raise
+        if (origin := Origin.of(folder)) is not None:
+            origin.send(path)
     except OSError as error:
         raise _unwritable(path, error) from error
-
-
-def _put(path: Path, contents: bytes) -> None:
-    """Write a file and upload it. A writer that finds the shard written may remove our temporary file."""
-    try:
-        write_atomically(path, contents, mark=secrets.token_hex(6))
-    except FileNotFoundError:
-        if not path.exists():
-            raise
-    folder = path.parent.parent if path.name.endswith(SUFFIX) else path.parent
-    if (origin := Origin.of(folder)) is not None:
-        origin.send(path)
 
 
 def _unwritable(path: Path, error: OSError) -> CannotSave:

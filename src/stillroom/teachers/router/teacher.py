@@ -13,8 +13,8 @@ A teacher outside of a run:
     for step, batch in enumerate(batches):
         training.begin([batch], step)
         view = student.observe(batch, Needs())
-        score = Score.average([mix.score(view, signal, batch, loss weights, counts)
-                         for signal in training.answers(batch, Needs())])
+        score = Score.average([mix.score(view, signal, batch, weights, counts)
+                               for signal in training.answers(batch, Needs())])
         score.loss.backward(); optimizer.step(...)
         training.learn(batch, view, num_targets=batch.num_scored)
         training.update_gates(is_kept=True, rate_factor=1.0)
@@ -37,6 +37,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from stillroom.cli.exit import explained
+from stillroom.config import Config
 from stillroom.config.schema import TRAINING_MODES, RouterConfig
 from stillroom.core.errors import CannotSave, ConfigError
 from stillroom.core.files import reason_of, replaced_folder
@@ -50,7 +51,7 @@ from stillroom.losses.two_tokenizers import (
     taken_log_probs,
     teacher_surprisals,
 )
-from stillroom.models import Student
+from stillroom.models import LoadedModel, Student
 from stillroom.models.anatomy import layers_if_any
 from stillroom.models.routers import Routing, describe, find_gates, routed
 from stillroom.models.student import recomputed
@@ -59,8 +60,19 @@ from stillroom.teachers.base import RunContext, SignalKind, Signals, Teacher, Te
 from stillroom.teachers.live import LiveTeacher
 from stillroom.teachers.paired import as_paired
 from stillroom.teachers.router.gates import GateOptions, TrainedGates
-from stillroom.teachers.router.lookahead import Direction, both_ways, check_precision, lookahead_direction
-from stillroom.teachers.router.terms import Aims, Assessment, TermSums, assess, downhill_offsets, own_terms, weighted
+from stillroom.teachers.router.terms import (
+    Aims,
+    Assessment,
+    Direction,
+    TermSums,
+    assess,
+    both_ways,
+    check_precision,
+    downhill_offsets,
+    lookahead_direction,
+    own_terms,
+    weighted,
+)
 
 EXPERIMENTAL_MODES = frozenset({"sar-transient", "sar-meta"})
 
@@ -148,10 +160,8 @@ class RouterTeacher(Teacher):
     def as_model(self) -> Student:
         return self.original.as_model()
 
-    @contextmanager
-    def at_work(self) -> Iterator[None]:
-        with self.original.at_work():
-            yield
+    def at_work(self) -> AbstractContextManager[None]:
+        return self.original.at_work()
 
     def summary(self) -> dict[str, Any]:
         return {
@@ -459,6 +469,41 @@ class RouterTraining(TeacherTraining):
             ) from error
 
 
+# -- for a run ---------------------------------------------------------------------------------------
+
+
+def router_teacher(
+    config: Config, loaded: LoadedModel, vocab_size: int, run: RunContext, *, is_paired: bool
+) -> RouterTeacher:
+    """The router teacher of a run. `is_paired`: it has its own tokenizer."""
+    num_processes, train = run.parallel.size, config.train
+    if num_processes > 1 and config.teacher.router.mode == "sar-meta":
+        raise ConfigError(
+            f"teacher.router.mode = 'sar-meta' moves the student by hand in one process, and there are {num_processes}",
+            where="teacher.router.mode",
+            advice=["--set teacher.router.mode=sar", "start a single process"],
+        )
+    teacher = RouterTeacher(
+        loaded.network,
+        config.teacher.router,
+        vocab_size=vocab_size,
+        device=run.precision.device,
+        options=GateOptions(
+            learning_rate=train.router_learning_rate or train.learning_rate,
+            max_grad_norm=train.max_grad_norm,
+            betas=(train.beta1, train.beta2),
+            epsilon=train.epsilon,
+        ),
+        offload=config.teacher.placement == "offload",
+        is_described=loaded.is_described,
+        seed=train.seed,
+        tell=run.tell,
+        parallel=run.parallel,
+    )
+    teacher.training = (PairedRouterTraining if is_paired else RouterTraining)(teacher, run)
+    return teacher
+
+
 # -- before training -------------------------------------------------------------------------------------
 
 
@@ -556,7 +601,7 @@ def probe_verdict(probed: dict[str, Any]) -> str:
 # Training of a teacher's gates where the teacher has its own tokenizer.
 #
 # The gates learn from the teacher's own rows: labels, anchor, balance and entropy are counted in its own tokens. What
-# the student has to do with it is compared on spans. In `sar-joint` the gradient of every objective on spans goes on
+# the student has to do with it is compared on spans. In `sar-joint` the gradient of every objective on spans continues
 # into the gates; in `sar` the student's term is the KL between "this span comes" and "another does" of teacher and
 # student, in place of the KL of their distributions over tokens, which they do not share.
 

@@ -278,7 +278,7 @@ def _other_tokens(named: tuple[Any, ...], ids: tuple[int, ...], where: str) -> S
     return bad(
         f"the server read other tokens than were sent: {told}, and was {sent}",
         where,
-        ["it puts a mark of its own before a prompt, or has another tokenizer"],
+        ["it puts its own mark before a prompt, or has another tokenizer"],
     )
 
 
@@ -373,7 +373,8 @@ class LlamaCpp:
         with self._slot() as slot:
             for place in prompt.places:
                 answer = self._forced(model, prompt, place, slot, prompt.ids[place], prompt.num_wanted)
-                if _is_partial(answer) and self._whole is not None:
+                is_partial = isinstance(answer, Mapping) and "completion_probabilities" not in answer
+                if is_partial and "tokens_evaluated" in answer and self._whole is not None:
                     entries[place] = self._around(model, prompt, place, slot, texts, where)
                     continue
                 entries[place] = _read(answer, place, prompt.ids[place], texts, where)
@@ -404,9 +405,9 @@ class LlamaCpp:
             entry = _read(answer, place, self._whole, texts, where)
             if prompt.ids[place] in entry:
                 break
-        likeliest = sorted(entry.items(), key=lambda item: (-item[1], item[0]))[: prompt.num_wanted]
+        top = sorted(entry.items(), key=lambda item: (-item[1], item[0]))[: prompt.num_wanted]
         own = {token: value for token, value in entry.items() if token == prompt.ids[place]}
-        return {**dict(likeliest), **own}
+        return {**dict(top), **own}
 
     def _forced(
         self,
@@ -460,10 +461,6 @@ def _props(client: Client) -> Mapping[str, Any]:
     return found
 
 
-def _is_partial(answer: Any) -> bool:
-    return isinstance(answer, Mapping) and "completion_probabilities" not in answer and "tokens_evaluated" in answer
-
-
 def _read(answer: Any, place: int, generated: int, texts: dict[int, str], where: str) -> Entry:
     """What was said about the token at `place`. Adds to `texts` what tokens spell."""
     held = answer.get("completion_probabilities") if isinstance(answer, Mapping) else None
@@ -500,7 +497,7 @@ def _table(own: Mapping[str, Any], place: int, texts: dict[int, str], where: str
     mine = number(own.get("logprob"), f"the log-probability of token {place}", where)
     token = own["id"]
     if token in entry and abs(entry[token] - mine) > 1e-3:
-        raise bad(f"{column} gives token {token} {entry[token]:.5g}, and beside it {mine:.5g}", where)
+        raise bad(f"{column} gives token {token} {entry[token]:.5g}, and next to it {mine:.5g}", where)
     entry.setdefault(token, mine)
     return entry
 

@@ -20,7 +20,7 @@ from stillroom.core.errors import ConfigError, ServerGone, ServerUnusable, maske
 from stillroom.core.types import IGNORED, Batch, Needs, Signal
 from stillroom.data import Rows, fixed_batches
 from stillroom.models.files import fetch, read_json
-from stillroom.teachers.base import SignalKind, Teacher
+from stillroom.teachers.base import SignalKind, Teacher, Window
 from stillroom.teachers.served.client import Client, ServerRefused
 from stillroom.teachers.served.shapes import (
     ECHO,
@@ -39,7 +39,7 @@ from stillroom.teachers.signals import (
     SignalSpec,
     Spelling,
     check_use,
-    label_yardsticks,
+    label_metrics,
     position_answer,
     served_spec,
     signal_of,
@@ -109,7 +109,7 @@ def check_causal(one: Given, other: Given, changed: int, num_kept: int) -> None:
     not. A share of the largest change would not do: the letter after a changed one may hardly change, the next a lot.
     """
     changes = {
-        place: _change(_likeliest(one.entries[place], num_kept), _likeliest(other.entries[place], num_kept))
+        place: _change(_top(one.entries[place], num_kept), _top(other.entries[place], num_kept))
         for place in one.entries
     }
     most = max(changes.values())
@@ -128,7 +128,7 @@ def check_causal(one: Given, other: Given, changed: int, num_kept: int) -> None:
     raise _wrong(f"{told}: {meaning}")
 
 
-def _likeliest(entry: Entry, num_kept: int) -> Entry:
+def _top(entry: Entry, num_kept: int) -> Entry:
     """Without the token that came where it is none of these: it is another one in the other prompt."""
     return dict(sorted(entry.items(), key=lambda item: (-item[1], item[0]))[:num_kept])
 
@@ -174,8 +174,8 @@ def fitted_temperature(given: Sequence[Given], num_kept: int) -> tuple[float, fl
     """(temperature, gain, standard error): the temperature that answers seem to have been given at.
 
     Among the kept tokens, those that came have probability softmax(log_probs) at the given temperature and
-    softmax(d * log_probs) at d times a colder one, whatever the tail is. The d under which they were likeliest is that
-    temperature; `gain` is by how much, in nats a token. A model that knows its text has d near 1.
+    softmax(d * log_probs) at d times a colder one, whatever the tail is. The d under which they were most likely is
+    that temperature; `gain` is by how much, in nats a token. A model that knows its text has d near 1.
     """
     gains = []
     for one in given:
@@ -185,7 +185,7 @@ def fitted_temperature(given: Sequence[Given], num_kept: int) -> tuple[float, fl
                 gains.append(_scaled(np.array([kept[came], *kept.values()])))
     if not gains:
         return 1.0, 0.0, 0.0
-    table = np.stack(gains)  # [positions, degrees], beside the answers as they are
+    table = np.stack(gains)  # [positions, degrees], compared with the answers as they are
     best = int(table.mean(axis=0).argmax())
     chosen = table[:, best]
     return float(_DEGREES[best]), float(chosen.mean()), float(chosen.std() / math.sqrt(len(chosen)))
@@ -408,8 +408,6 @@ def _check_spelling(server: Server, given: Given, tokenizer: Any) -> tuple[str, 
     )
 
 
-ServedWindow = Callable[[int], Sequence[Batch]]
-
 _LEAST_TAIL = 1e-6  # what is left of 1 after some dozens of FP32 log-probabilities is rounding below this
 _COMPARED = (
     "held-out KL and agreement are taken from these tokens and what they leave over, not from the whole vocabulary: "
@@ -435,7 +433,7 @@ class ServedTeacher(Teacher):
         vocab_size: int,
         device: torch.device,
         concurrency: int,
-        window: ServedWindow | None = None,
+        window: Window | None = None,
         notes: Sequence[str] = (),
     ) -> None:
         self.server, self.spec = server, spec.within(vocab_size)
@@ -541,9 +539,9 @@ class ServedTeacher(Teacher):
 
     # -- what is known of it -----------------------------------------------------------------------------
 
-    def own_yardsticks(self, batches: Sequence[Batch]) -> dict[str, Any] | None:
+    def own_metrics(self, batches: Sequence[Batch]) -> dict[str, Any] | None:
         answers = [answer for batch in batches for answer in self._rows(batch)]
-        return label_yardsticks(answers, batches, parameters=None, source=f"answers of {self.server.facts.url}")
+        return label_metrics(answers, batches, parameters=None, source=f"answers of {self.server.facts.url}")
 
     def check_stored(self, probed: Sequence[float]) -> None:
         """Raise where the probe was answered otherwise when a cache was begun."""
@@ -610,7 +608,7 @@ def served_teacher(
     rows: Rows,
     device: torch.device,
     *,
-    window: ServedWindow | None = None,
+    window: Window | None = None,
 ) -> ServedTeacher:
     """The server as a teacher, after its probe and a trial on rows of the data."""
     spec, section = served_spec(config), config.teacher
