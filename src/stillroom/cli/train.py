@@ -252,13 +252,12 @@ def diagnose(
 
 
 def _diagnose_run(run: Path, as_json: bool) -> None:
-    from stillroom.core.locks import is_held
+    from stillroom.core.locks import RUN_LOCK, is_held
     from stillroom.core.remote import here, is_in_store, may_be_owned
     from stillroom.doctor.diagnose import as_dict, read_case, run_lines
     from stillroom.doctor.diagnose import diagnose as find_causes
-    from stillroom.training.run_folder import LOCK
 
-    is_owned = may_be_owned(run) if is_in_store(run) else is_held(run / LOCK)
+    is_owned = may_be_owned(run) if is_in_store(run) else is_held(run / RUN_LOCK)
     case = read_case(here(run, needs="record"), is_owned=is_owned)
     findings = find_causes(case)
     if as_json:

@@ -37,6 +37,7 @@ from stillroom.core.files import (
     write_atomically,
     write_durably,
 )
+from stillroom.core.locks import RUN_LOCK as LOCK
 from stillroom.core.locks import Lock, LockHeld, alone, describe_owner, hold_again
 from stillroom.core.remote import (
     Known,
@@ -369,7 +370,6 @@ def _has_plugin_reader(path: str) -> bool:
 
 
 CONFIG, EVENTS, SUMMARY = "config.json", "events.jsonl", "summary.json"
-LOCK = "run.lock"
 LOCK_FILES = (LOCK, f"{LOCK}.soft")
 _CUT = "cut.json"  # written by training/student.py before config.json
 
