@@ -109,7 +109,8 @@ def repeat(path: Path, big: Path, cache: Path, tokenizer: str, times: int) -> No
     from transformers import AutoTokenizer
 
     from stillroom.config.schema import DataConfig
-    from stillroom.data.store import MANIFEST, entry_key, file_digest, tokenizer_digest
+    from stillroom.core.files import sum_of_file
+    from stillroom.data.store import MANIFEST, entry_key, tokenizer_digest
 
     contents = path.read_bytes()
     with big.open("wb") as file:
@@ -117,7 +118,7 @@ def repeat(path: Path, big: Path, cache: Path, tokenizer: str, times: int) -> No
             file.write(contents)
     digest = tokenizer_digest(AutoTokenizer.from_pretrained(tokenizer))
     assert digest is not None
-    key = entry_key(file_digest(big), name=big.name, variant="", tokenizer=digest, config=DataConfig())
+    key = entry_key(sum_of_file(big).sha256, name=big.name, variant="", tokenizer=digest, config=DataConfig())
     (small,) = (found.parent for found in cache.glob(f"*/*/{MANIFEST}"))
     entry = cache / key[:2] / key
     entry.mkdir(parents=True)
@@ -133,7 +134,7 @@ def repeat(path: Path, big: Path, cache: Path, tokenizer: str, times: int) -> No
                     file.write((values + number * values[-1]).tobytes())
                 else:
                     file.write(values.tobytes())
-        array["sha256"] = file_digest(entry / f"{name}.bin")
+        array["sha256"] = sum_of_file(entry / f"{name}.bin").sha256
     text = json.dumps({**manifest, "key": key, "of": big.name}).encode()
     (entry / MANIFEST).write_bytes(text + b"\n" + hashlib.sha256(text).hexdigest().encode() + b"\n")
 

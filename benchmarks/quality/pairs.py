@@ -26,7 +26,7 @@ from stillroom.config.schema import DataConfig
 from stillroom.core.types import Batch, DenseSignal, HeadWeights, Needs, PairedSignal
 from stillroom.data import Encoder, Record, Rows, Tally, fixed_batches, pack
 from stillroom.data.two_tokenizers.align import Coverage
-from stillroom.data.two_tokenizers.encode import two_readings
+from stillroom.data.two_tokenizers.encode import PairEncoder, TwoTokenizers
 from stillroom.models import Student
 from stillroom.precision import resolve
 from stillroom.teachers import Teacher
@@ -163,9 +163,8 @@ class Sides:
         own, tally = tokenizer(self.student), Tally()
         if not self.teacher:
             return pack(Encoder(own, tally)(records), "rows", MAX_LENGTH, tally), Coverage()
-        both = two_readings(own, tokenizer(self.teacher), DataConfig(), tally)
-        assert both is not None
-        rows = pack(both.encoder(records), "rows", MAX_LENGTH, tally)
+        both = PairEncoder.make(TwoTokenizers(own, tokenizer(self.teacher)), DataConfig(), tally)
+        rows = pack(both(records), "rows", MAX_LENGTH, tally)
         return rows, sum(both.covered, Coverage())
 
 

@@ -9,7 +9,7 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -21,17 +21,20 @@ from stillroom.core.files import new_run_folder, reason_of
 
 if TYPE_CHECKING:
     import torch
+    from torch.utils.data import Dataset as TorchDataset
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from stillroom.api_objects import Model, Records
     from stillroom.metrics.evaluate import Assessment
+    from stillroom.models.load import LoadedModel
     from stillroom.training.finish import Result
+    from stillroom.training.run_folder import Inputs
 
+    Model: TypeAlias = str | Path | PreTrainedModel | tuple[PreTrainedModel, PreTrainedTokenizerBase]
+    Records: TypeAlias = str | Path | Iterable[Mapping[str, Any] | str] | TorchDataset[Any]
 
-# -- arguments -------------------------------------------------------------------------------------
-# Check the arguments of the package's functions before anything is loaded.
+Listener: TypeAlias = Callable[[dict[str, Any]], None]
 
-
-# The setting that each argument replaces.
+# The setting that each argument of `distill` replaces.
 SETTING = {
     "teacher": "teacher.model",
     "student": "student.model",
@@ -39,172 +42,7 @@ SETTING = {
     "eval_data": "data.eval",
 }
 
-
-def _wrong(name: str, value: object, expected: str) -> ConfigError:
-    shown = repr(value)
-    shown = shown if len(shown) <= 60 else f"a {type(value).__name__}"
-    return ConfigError(f"{name} is {shown}: expected {expected}", where=name)
-
-
-def check_text(value: object, name: str) -> str:
-    if not isinstance(value, str):
-        raise _wrong(name, value, "a text")
-    return value
-
-
-def check_path(value: object, name: str) -> Path:
-    if not isinstance(value, str | Path) or not str(value):
-        raise _wrong(name, value, "the path of a folder")
-    return Path(value).expanduser()
-
-
-def check_flag(value: object, name: str, *, may_be_none: bool = True) -> None:
-    if not isinstance(value, bool) and not (value is None and may_be_none):
-        raise _wrong(name, value, "True, False or None" if may_be_none else "True or False")
-
-
-def check_whole(value: object, name: str, *, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise _wrong(name, value, f"a whole number of at least {least}")
-
-
-def check_number(value: object, name: str, *, least: float) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not (isinstance(value, int | float) and least <= value < math.inf):
-        raise _wrong(name, value, f"a number of at least {least:g}")
-
-
-def check_bos(value: object) -> None:
-    if value != "auto" and not isinstance(value, bool):
-        raise _wrong("bos", value, "'auto', True or False")
-
-
-def check_device(value: object) -> str:
-    """The name of a device, from a string or a `torch.device`."""
-    if isinstance(value, str) and value:
-        return value
-    if type(value).__name__ == "device" and hasattr(value, "type"):
-        return str(value)
-    raise _wrong("device", value, "a torch.device, or 'auto', 'cpu', 'cuda', 'cuda:1'")
-
-
-def check_listeners(value: object) -> tuple[Callable[[dict[str, Any]], None], ...]:
-    if not isinstance(value, Sequence) or not all(callable(listener) for listener in value):
-        raise _wrong("listeners", value, "a list of functions, each called with an event")
-    return tuple(value)
-
-
-def check_settings(value: object, given: Collection[str]) -> dict[str, Any]:
-    """Dotted keys with their values. Raise if one repeats an argument."""
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        raise _wrong("settings", value, "a mapping of dotted keys to values, such as {'train.max_steps': 100}")
-    twice = [role for role in given if SETTING[role] in value]
-    if twice:
-        raise ConfigError(f"{twice[0]} is given, and settings name {SETTING[twice[0]]}", where="settings")
-    return dict(value)
-
-
-# -- processes -------------------------------------------------------------------------------------------
-
-
-def num_processes() -> int:
-    """How many processes torchrun or accelerate started for one run."""
-    return _environment("WORLD_SIZE", 1)
-
-
-def is_first_process() -> bool:
-    """Whether this process writes and prints for all."""
-    return num_processes() == 1 or _environment("RANK", 0) == 0
-
-
-def _environment(name: str, default: int) -> int:
-    word = os.environ.get(name, str(default))
-    try:
-        return int(word)
-    except ValueError:
-        raise ConfigError(f"{name} is {word!r}, not a number", where="environment", advice=[f"unset {name}"]) from None
-
-
-# -- configuration ---------------------------------------------------------------------------------
-# Build the configuration of a call: a given one or a preset, with the call's settings on top.
-
-
-def configured(
-    config: Config | None, preset: str | None, settings: Mapping[str, Any], given: Mapping[str, object]
-) -> Config:
-    """The configuration without the models and data of the call, which are added later."""
-    if config is not None and not isinstance(config, Config):
-        advice = ["read a file with stillroom.load_config(path)"] if isinstance(config, str | Path) else []
-        raise ConfigError(
-            f"config is a {type(config).__name__}, not a stillroom.Config",
-            where="config",
-            advice=[*advice, "or give teacher, student and data as keywords"],
-        )
-    if config is not None and preset is not None:
-        raise ConfigError(
-            "a configuration and a preset are both given",
-            where="preset",
-            advice=["stillroom.load_config(path, preset=...) reads a file on top of a preset"],
-        )
-    if config is None:
-        table = read_preset(check_text(preset, "preset")) if preset is not None else {}
-        chosen = _put(table, settings)
-        if preset is None:
-            _refuse_gaps(chosen, settings, given)
-    else:
-        chosen = with_settings(config, settings)
-    if chosen.student.init == "shrink" and "student" in given:
-        raise ConfigError(
-            "student is given, and student.init = 'shrink' cuts the student from the teacher",
-            where="student",
-            advice=["leave student out", "or leave student.init out"],
-        )
-    refuse_gaps(chosen, also=frozenset(given))
-    return chosen
-
-
-def _refuse_gaps(config: Config, settings: Mapping[str, Any], given: Mapping[str, object]) -> None:
-    """Raise if a model or data is missing: without a configuration, do not silently use the embedded default."""
-    is_cut = config.student.init == "shrink"
-    needed = {"teacher": is_cut or config.objectives.asks_teacher, "student": not is_cut, "data": True}
-    missing = [
-        role for role, is_needed in needed.items() if is_needed and role not in given and SETTING[role] not in settings
-    ]
-    if missing:
-        raise ConfigError(
-            f"{' and '.join(missing)} not given",
-            where="distill",
-            advice=["give teacher, student and data", "or a configuration", "or a preset, such as preset='demo'"],
-        )
-
-
-def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
-    if not settings:
-        return config
-    return _put(config.model_dump(mode="json", exclude_unset=True), settings, config.given)
-
-
-def _put(table: dict[str, Any], settings: Mapping[str, Any], given: frozenset[str] = frozenset()) -> Config:
-    for key, value in settings.items():
-        put(table, key, value)
-    return build(table, "settings").with_given({*given, *flat_leaves(settings)})
-
-
-def new_folder(out: str | Path | None) -> Path:
-    if out is not None:
-        return check_path(out, "out")
-    if num_processes() > 1:
-        raise ConfigError(
-            "several processes train one run in one folder, and none is named",
-            where="out",
-            advice=["name the folder with out"],
-        )
-    return new_run_folder("run")
-
-
-Listener: TypeAlias = Callable[[dict[str, Any]], None]
+# -- the public functions ---------------------------------------------------------------------------------
 
 
 def distill(
@@ -242,9 +80,7 @@ def distill(
     check_text(inject, "inject")
     check_flag(progress, "progress")
 
-    from stillroom.api_objects import split_inputs
-
-    names, inputs = split_inputs(given)
+    names, inputs = _split_inputs(given)
 
     from stillroom.training.distill import distill as run
     from stillroom.training.run_folder import folder_of
@@ -332,14 +168,13 @@ def evaluate(
     check_bos(bos)
     wanted = check_device(device)
 
-    from stillroom.api_objects import opened
     from stillroom.data.objects import is_name, write_records
     from stillroom.metrics.evaluate import Assessment, compare
     from stillroom.precision.device import find_device
 
     where = find_device(wanted)
     has_name = is_name(data, "data")
-    student, beside = opened(model, teacher)
+    name, student, reference = _open_models(model, teacher)
     with tempfile.TemporaryDirectory(prefix="stillroom-") as scratch:
         spec, shown = str(data), str(data)
         if not has_name:
@@ -350,8 +185,8 @@ def evaluate(
                 advice = ["free some space there", "or name another place in TMPDIR", "or give the data by name"]
                 raise CannotSave(f"cannot write data: {reason_of(error)}", where=scratch, advice=advice) from error
         scores = compare(
-            student[1],
-            beside,
+            student,
+            reference,
             spec,
             max_length=max_length,
             batch_size=batch_size,
@@ -359,7 +194,7 @@ def evaluate(
             bos=bos,
             where=where,
         )
-    return Assessment.of({"model": student[0], "data": shown, **scores})
+    return Assessment.of({"model": name, "data": shown, **scores})
 
 
 def generate(
@@ -387,7 +222,6 @@ def generate(
     check_bos(bos)
     where = check_device(device)
 
-    from stillroom.api_objects import without_tokenizer
     from stillroom.models.generate import Writer, open_writer
     from stillroom.models.objects import GivenModel
     from stillroom.precision.device import find_device
@@ -400,12 +234,12 @@ def generate(
     if where != "auto":
         raise ConfigError("a model object stays on its device", where="device", advice=["leave device out"])
     if given.tokenizer is None:
-        raise without_tokenizer("model")
+        raise _without_tokenizer("model")
     (made,) = Writer(given.network, given.tokenizer, bos).continuations([prompt], is_raw=raw, **options)
     return made.text + made.stopped
 
 
-# -- the run ---------------------------------------------------------------------------------------------
+# -- running ---------------------------------------------------------------------------------------------
 
 
 def _reported(job: Callable[..., Result], out: Path, progress: bool | None) -> Result:
@@ -435,3 +269,229 @@ def _reported(job: Callable[..., Result], out: Path, progress: bool | None) -> R
         if is_first:
             view.finish(result.summary, write_report(result.folder, live.foot()))
     return result
+
+
+# -- models and data given as objects ----------------------------------------------------------------------
+
+
+def _split_inputs(given: Mapping[str, Any]) -> tuple[dict[str, str], Inputs]:
+    """Split models and data into (settings for those given by name, those given as objects)."""
+    from stillroom.data.objects import is_name
+    from stillroom.models.objects import GivenModel
+    from stillroom.training.run_folder import Inputs
+
+    names: dict[str, str] = {}
+    models: dict[str, GivenModel] = {}
+    data: dict[str, Any] = {}
+    notes: list[str] = []
+    for role, value in given.items():
+        model = GivenModel.of(value, role) if role in ("teacher", "student") else None
+        if model is not None:
+            models[role] = model
+            notes += model.check_kept()
+        elif role in ("teacher", "student") or is_name(value, role):
+            names[SETTING[role]] = str(value)
+        else:
+            data[role] = value
+    teacher, student = models.get("teacher"), models.get("student")
+    if teacher is not None and teacher.tokenizer is None:
+        if student is None or student.tokenizer is None:
+            raise _without_tokenizer("teacher")
+        models["teacher"] = GivenModel("teacher", teacher.network, student.tokenizer)
+        notes.append("the teacher was given without a tokenizer: it takes the student's")
+    return names, Inputs(models, data, tuple(notes))
+
+
+def _open_models(model: Model, teacher: Model | None) -> tuple[str, LoadedModel, LoadedModel | None]:
+    """Open (name of the model, model, teacher) for evaluation. If only one of them has a tokenizer, both use it."""
+    from stillroom.metrics.evaluate import open_model
+    from stillroom.models.load import model_name
+    from stillroom.models.objects import GivenModel
+
+    values = {"model": model} if teacher is None else {"model": model, "teacher": teacher}
+    given = {role: GivenModel.of(value, role) for role, value in values.items()}
+    loaded = {role: open_model(model_name(str(values[role]))) for role, one in given.items() if one is None}
+    models = [one for one in (*given.values(), *loaded.values()) if one is not None]
+    tokenizers = [one.tokenizer for one in models if one.tokenizer is not None]
+    for role, one in given.items():
+        if one is not None and not tokenizers:
+            raise _without_tokenizer(role)
+        if one is not None:
+            loaded[role] = one.copied(one.tokenizer if one.tokenizer is not None else tokenizers[0])
+    own = given["model"]
+    return own.name if own is not None else model_name(str(model)), loaded["model"], loaded.get("teacher")
+
+
+def _without_tokenizer(role: str) -> ConfigError:
+    return ConfigError(
+        f"{role} comes without a tokenizer", where=role, advice=[f"give a pair: {role}=(model, tokenizer)"]
+    )
+
+
+# -- arguments: checked before anything is loaded -----------------------------------------------------------
+
+
+def _wrong(name: str, value: object, expected: str) -> ConfigError:
+    shown = repr(value)
+    shown = shown if len(shown) <= 60 else f"a {type(value).__name__}"
+    return ConfigError(f"{name} is {shown}: expected {expected}", where=name)
+
+
+def check_text(value: object, name: str) -> str:
+    if not isinstance(value, str):
+        raise _wrong(name, value, "a text")
+    return value
+
+
+def check_path(value: object, name: str) -> Path:
+    if not isinstance(value, str | Path) or not str(value):
+        raise _wrong(name, value, "the path of a folder")
+    return Path(value).expanduser()
+
+
+def check_flag(value: object, name: str, *, may_be_none: bool = True) -> None:
+    if not isinstance(value, bool) and not (value is None and may_be_none):
+        raise _wrong(name, value, "True, False or None" if may_be_none else "True or False")
+
+
+def check_whole(value: object, name: str, *, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise _wrong(name, value, f"a whole number of at least {least}")
+
+
+def check_number(value: object, name: str, *, least: float) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not (isinstance(value, int | float) and least <= value < math.inf):
+        raise _wrong(name, value, f"a number of at least {least:g}")
+
+
+def check_bos(value: object) -> None:
+    if value != "auto" and not isinstance(value, bool):
+        raise _wrong("bos", value, "'auto', True or False")
+
+
+def check_device(value: object) -> str:
+    """The name of a device, from a string or a `torch.device`."""
+    if isinstance(value, str) and value:
+        return value
+    if type(value).__name__ == "device" and hasattr(value, "type"):
+        return str(value)
+    raise _wrong("device", value, "a torch.device, or 'auto', 'cpu', 'cuda', 'cuda:1'")
+
+
+def check_listeners(value: object) -> tuple[Callable[[dict[str, Any]], None], ...]:
+    if not isinstance(value, Sequence) or not all(callable(listener) for listener in value):
+        raise _wrong("listeners", value, "a list of functions, each called with an event")
+    return tuple(value)
+
+
+def check_settings(value: object, given: Collection[str]) -> dict[str, Any]:
+    """Dotted keys with their values. Raise if one repeats an argument."""
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise _wrong("settings", value, "a mapping of dotted keys to values, such as {'train.max_steps': 100}")
+    twice = [role for role in given if SETTING[role] in value]
+    if twice:
+        raise ConfigError(f"{twice[0]} is given, and settings name {SETTING[twice[0]]}", where="settings")
+    return dict(value)
+
+
+# -- processes -------------------------------------------------------------------------------------------
+
+
+def num_processes() -> int:
+    """Return how many processes torchrun or accelerate started for one run."""
+    return _environment("WORLD_SIZE", 1)
+
+
+def is_first_process() -> bool:
+    """Whether this process writes and prints for all."""
+    return num_processes() == 1 or _environment("RANK", 0) == 0
+
+
+def _environment(name: str, default: int) -> int:
+    word = os.environ.get(name, str(default))
+    try:
+        return int(word)
+    except ValueError:
+        raise ConfigError(f"{name} is {word!r}, not a number", where="environment", advice=[f"unset {name}"]) from None
+
+
+# -- configuration ---------------------------------------------------------------------------------------
+
+
+def configured(
+    config: Config | None, preset: str | None, settings: Mapping[str, Any], given: Mapping[str, object]
+) -> Config:
+    """Build the configuration of a call: a given one or a preset, with the call's settings on top.
+
+    The models and data of the call are added later.
+    """
+    if config is not None and not isinstance(config, Config):
+        advice = ["read a file with stillroom.load_config(path)"] if isinstance(config, str | Path) else []
+        raise ConfigError(
+            f"config is a {type(config).__name__}, not a stillroom.Config",
+            where="config",
+            advice=[*advice, "or give teacher, student and data as keywords"],
+        )
+    if config is not None and preset is not None:
+        raise ConfigError(
+            "a configuration and a preset are both given",
+            where="preset",
+            advice=["stillroom.load_config(path, preset=...) reads a file on top of a preset"],
+        )
+    if config is None:
+        table = read_preset(check_text(preset, "preset")) if preset is not None else {}
+        chosen = _put(table, settings)
+        if preset is None:
+            _refuse_gaps(chosen, settings, given)
+    else:
+        chosen = with_settings(config, settings)
+    if chosen.student.init == "shrink" and "student" in given:
+        raise ConfigError(
+            "student is given, and student.init = 'shrink' cuts the student from the teacher",
+            where="student",
+            advice=["leave student out", "or leave student.init out"],
+        )
+    refuse_gaps(chosen, also=frozenset(given))
+    return chosen
+
+
+def _refuse_gaps(config: Config, settings: Mapping[str, Any], given: Mapping[str, object]) -> None:
+    """Raise if a model or data is missing: without a configuration, do not silently use the embedded default."""
+    is_cut = config.student.init == "shrink"
+    needed = {"teacher": is_cut or config.objectives.asks_teacher, "student": not is_cut, "data": True}
+    missing = [
+        role for role, is_needed in needed.items() if is_needed and role not in given and SETTING[role] not in settings
+    ]
+    if missing:
+        raise ConfigError(
+            f"{' and '.join(missing)} not given",
+            where="distill",
+            advice=["give teacher, student and data", "or a configuration", "or a preset, such as preset='demo'"],
+        )
+
+
+def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
+    if not settings:
+        return config
+    return _put(config.model_dump(mode="json", exclude_unset=True), settings, config.given)
+
+
+def _put(table: dict[str, Any], settings: Mapping[str, Any], given: frozenset[str] = frozenset()) -> Config:
+    for key, value in settings.items():
+        put(table, key, value)
+    return build(table, "settings").with_given({*given, *flat_leaves(settings)})
+
+
+def new_folder(out: str | Path | None) -> Path:
+    if out is not None:
+        return check_path(out, "out")
+    if num_processes() > 1:
+        raise ConfigError(
+            "several processes train one run in one folder, and none is named",
+            where="out",
+            advice=["name the folder with out"],
+        )
+    return new_run_folder("run")

@@ -13,11 +13,18 @@ from hypothesis import strategies as st
 
 from stillroom.config.schema import DataConfig
 from stillroom.data import Record, open_data
-from stillroom.data.corpus import ENOUGH_HELD_OUT, hold_out
+from stillroom.data.corpus import ENOUGH_HELD_OUT, ReadDocuments, held_out
 
 
 def records(count: int, seed: int = 0) -> list[Record]:
     return [Record(f"r{number}", ((f"text {seed} {number}", True),), f"{seed}/{number}") for number in range(count)]
+
+
+def hold_out(records: list[Record], share: float, spec: str, *, enough: int = 1) -> tuple[list[Record], list[Record]]:
+    """`held_out` of records: (training, held out)."""
+    documents = ReadDocuments(records)
+    is_held = held_out(documents.groups(), share, spec, enough=enough)
+    return list(documents.take(~is_held).records), list(documents.take(is_held).records)
 
 
 def keys(found: list[Record]) -> set[str]:
@@ -29,9 +36,9 @@ def keys(found: list[Record]) -> set[str]:
 )
 def test_enough_is_held_out_to_measure_with(count: int, least: int) -> None:
     for seed in range(5):
-        train, held_out = hold_out(records(count, seed), 0.05, "spec", enough=ENOUGH_HELD_OUT)
-        assert len(held_out) >= least and len(held_out) + len(train) == count
-        assert len(held_out) == max(least, len(hold_out(records(count, seed), 0.05, "spec")[1]))
+        train, held = hold_out(records(count, seed), 0.05, "spec", enough=ENOUGH_HELD_OUT)
+        assert len(held) >= least and len(held) + len(train) == count
+        assert len(held) == max(least, len(hold_out(records(count, seed), 0.05, "spec")[1]))
 
 
 @given(

@@ -24,6 +24,7 @@ from transformers import AutoTokenizer
 
 from stillroom.config.schema import DataConfig
 from stillroom.core.errors import DataError
+from stillroom.core.files import sum_of_file
 from stillroom.data import Corpus, Loader, Rows, open_data
 from stillroom.data import store as store_module
 from stillroom.data.store import MANIFEST, DataFile, TokenStore, tokenizer_digest
@@ -283,7 +284,7 @@ def test_a_finished_entry_is_read_where_nothing_can_be_written(tmp_path: Path, m
     def read_only(*_: Any, **__: Any) -> None:
         raise PermissionError(errno.EROFS, "Read-only file system")
 
-    for name in ("FileLock", "replaced_folder"):
+    for name in ("hold", "replaced_folder"):
         monkeypatch.setattr(store_module, name, read_only)
     assert same_corpus(first, open_data(config, tiny.tokenizer()))
     entry_files(tmp_path / "cache", "ids.bin")[0].unlink()
@@ -369,7 +370,7 @@ def test_an_id_or_size_beyond_the_small_dtype_is_kept(tmp_path: Path) -> None:
             column.append(np.array(values, np.int32))
     written = column.to_dict()
     assert store_module._mapped(tmp_path / "ids.bin", written["dtype"]).tolist() == expected
-    assert written["sha256"] == store_module.file_digest(tmp_path / "ids.bin")
+    assert written["sha256"] == sum_of_file(tmp_path / "ids.bin").sha256
     assert [path.name for path in tmp_path.iterdir()] == ["ids.bin"]
 
 

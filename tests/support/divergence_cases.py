@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 import pytest
+from torch import Tensor
 
 from stillroom.losses import divergences
+
+
+def value_of(
+    name: str, student_logits: Tensor, teacher_logits: Tensor, temperature: float = 1.0, **over: float
+) -> Tensor:
+    """The divergence of that name for each row of logits."""
+    return divergences.on_logits(divergences.make(name, over), student_logits, teacher_logits, temperature)
+
 
 MEMBERS = [
     divergences.make("forward_kl"),

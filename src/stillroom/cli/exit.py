@@ -22,8 +22,7 @@ from stillroom.config.load import nearest_key
 from stillroom.core.errors import CannotSave, ConfigError, Fault, Interrupted, OutOfMemory, StillroomError, masked
 from stillroom.core.files import is_disk_full, reason_of
 
-# -- exit ------------------------------------------------------------------------------------------
-# Unexpected ends: signals outside of training, too little memory or disk, and bugs.
+# -- unexpected errors and signals -------------------------------------------------------------------------
 
 
 _NO_MEMORY = re.compile(r"out of memory|can't allocate memory|cannot allocate memory|alloc_cpu", re.IGNORECASE)
@@ -128,7 +127,10 @@ def with_dashes(arguments: list[str]) -> list[str]:
     return out
 
 
-# transformers imports torchao where it is installed, and both print about cards and Python versions that are not ours.
+# -- running a command -------------------------------------------------------------------------------------
+
+
+# transformers imports torchao where it is installed, and both print about GPUs and Python versions that are not ours.
 _NOISY_WHEN_IMPORTED = ("torchao", "torch.utils._pytree")
 _STOPPED_AT_ONCE = 130  # Ctrl-C outside of training, and a second one within it
 _NOBODY_READS = 141  # as a shell reports a command whose output was closed

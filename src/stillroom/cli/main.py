@@ -13,7 +13,7 @@ from stillroom.core.errors import ConfigError
 
 app = typer.Typer(
     name="stillroom",
-    help="Distil a large language model into a small one, and do not fall over.",
+    help="Distil a large language model into a small one: fault-tolerant knowledge distillation.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -39,7 +39,7 @@ def options(
 
 
 def _presets_beginning(incomplete: str) -> list[str]:
-    """What a shell offers for `--preset`."""
+    """Complete `--preset` in a shell."""
     return [name for name in preset_names() if name.startswith(incomplete)]
 
 

@@ -1,4 +1,4 @@
-"""Commands that show: data, presets, and what a run left behind."""
+"""Commands that show: data, presets, what a run left behind, and what models write."""
 
 from __future__ import annotations
 
@@ -134,8 +134,7 @@ def report(
     echo(str(write_reports(folders, out or Path("compared.html"))))
 
 
-# -- side by side ----------------------------------------------------------------------------------
-# Texts of several models while they are written: in columns on a wide terminal, else one below the other.
+# -- texts of several models side by side, while they are written ------------------------------------------
 
 
 LEAST_WIDTH = 80  # of a terminal for two columns
@@ -211,8 +210,7 @@ class _Tail:
             yield Segment.line()
 
 
-# -- watch -----------------------------------------------------------------------------------------
-# The command that follows a run from another terminal.
+# -- watch: follow a run from another terminal -------------------------------------------------------------
 
 
 _WATCH_SECONDS = 0.5
@@ -222,7 +220,7 @@ _LATE_EVENTS = 200  # of what a run wrote before it was watched
 @app.command(short_help="Follow a run from another terminal.")
 def watch(
     run: Annotated[Path, typer.Argument(help="folder of a run; one that has not begun yet is waited for")],
-    wait: Annotated[bool, typer.Option(help="wait for a run that has not begun, and follow one that goes on")] = True,
+    wait: Annotated[bool, typer.Option(help="wait for a run that has not begun, and follow a running one")] = True,
     progress: Annotated[bool, typer.Option(help="live progress on a terminal")] = True,
 ) -> None:
     """Follow a run: what it has done so far, then each event as it is written, until it ends.
@@ -248,7 +246,7 @@ def watch(
             _follow(follower, view, run, waits=wait)
         except KeyboardInterrupt:
             view.close()
-            echo("stopped watching; the run goes on", err=True)
+            echo("stopped watching; the run continues", err=True)
 
 
 def _follow(follower: Follower, view: ConsoleView, run: Path, *, waits: bool) -> None:
@@ -298,8 +296,7 @@ def _finish(view: ConsoleView, run: Path) -> None:
         view.finish(summary, report if report.exists() else None)
 
 
-# -- write -----------------------------------------------------------------------------------------
-# Commands that let a model write: generate and chat.
+# -- generate and chat -------------------------------------------------------------------------------------
 
 
 Temperature = Annotated[float, typer.Option(help="0: the most probable token each time")]
@@ -356,8 +353,7 @@ _NOTHING = "the model wrote nothing: its first token ends the text"
 
 
 def _show(number: int, voices: dict[str, Iterable[str]]) -> None:
-    """One prompt's texts, below those of the prompts before it."""
-
+    """Show one prompt's texts, below those of the prompts before it."""
     if number:
         echo("")
     show(voices)
@@ -454,7 +450,6 @@ def _questions() -> Iterator[str]:
 
 
 def _answer(talks: dict[str, Conversation], question: str, options: dict[str, Any], as_json: bool) -> None:
-
     # An empty line is answered by an empty line, so that answers in a pipe stay beside their questions.
     voices = {role: talk.ask(question, note=_note, **options) if question else () for role, talk in talks.items()}
     texts = {role: "".join(pieces) for role, pieces in voices.items()} if as_json else show(voices)

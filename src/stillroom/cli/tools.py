@@ -1,11 +1,13 @@
-"""Commands that check: this machine and its arithmetic, a configuration, and the resumption of a run."""
+"""Commands other than training: check, plan, cache, eval and export."""
 
 from __future__ import annotations
 
 import os
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -34,8 +36,6 @@ from stillroom.config.given import refuse_gaps, unread_notes
 from stillroom.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from stillroom.config import Config
-    from stillroom.config.load import Loaded
     from stillroom.doctor.plan.plan import Plan
     from stillroom.doctor.selftest import Outcome, Trial
     from stillroom.metrics.evaluate import HeldOut
@@ -57,27 +57,19 @@ def doctor(
 ) -> None:
     """Look at machine, installation, configuration, models, data and tokenizers before a run is begun.
 
-    Ends with one real step in the chosen precision beside the same step in FP32. Each finding is green (sound), amber
-    (works, could be better) or red (will fail, or give a wrong student), and ends in a command or a setting to try.
-    Nothing is trained and nothing is left behind. Exit code 0, or 2 where something is red.
+    Ends with one real step in the chosen precision, compared with the same step in FP32. Each finding is green (sound),
+    amber (works, could be better) or red (will fail, or give a wrong student), and ends in a command or a setting to
+    try. Nothing is trained and nothing is left behind. Exit code 0, or 2 where something is red.
     """
     from stillroom.doctor.examine import examine
 
     named = {"teacher.model": teacher, "student.model": student, "data.train": data, "data.eval": eval_data}
-    given = {key: value for key, value in named.items() if value is not None}
-
-    def read() -> Loaded:
-        overrides = given | parse_assignments(set_ or [])
-        is_demo = config is None and preset is None and not given
-        loaded = load(config, preset="demo" if is_demo else preset, overrides=overrides)
-        refuse_gaps(loaded.config)
-        return loaded
-
-    def say(subject: str) -> None:
-        if not as_json:
-            echo(f"looking at {subject} ...", err=True)
-
-    report = examine(read, device=device, is_quick=quick, on_subject=say)
+    report = examine(
+        lambda: _load_or_demo(config, preset, named, set_),
+        device=device,
+        is_quick=quick,
+        on_subject=partial(_say_subject, is_quiet=as_json),
+    )
     if as_json:
         print_json(report.to_dict())
     else:
@@ -87,6 +79,23 @@ def doctor(
             echo(line, fg=_COLOURS.get(level) if "NO_COLOR" not in os.environ else None)
     if report.of("red"):
         raise typer.Exit(2)
+
+
+def _load_or_demo(
+    path: Path | None, preset: str | None, named: Mapping[str, str | None], assignments: list[str] | None
+) -> Loaded:
+    """Load a configuration with the settings that have an option; if nothing is named, the embedded demo."""
+    given = {key: value for key, value in named.items() if value is not None}
+    is_demo = path is None and preset is None and not given
+    overrides = given | parse_assignments(assignments or [])
+    loaded = load(path, preset="demo" if is_demo else preset, overrides=overrides)
+    refuse_gaps(loaded.config)
+    return loaded
+
+
+def _say_subject(subject: str, *, is_quiet: bool) -> None:
+    if not is_quiet:
+        echo(f"looking at {subject} ...", err=True)
 
 
 _COLOURS = {"red": typer.colors.RED, "amber": typer.colors.YELLOW, "green": typer.colors.GREEN}
@@ -104,7 +113,7 @@ def selftest(
     one; every precision policy against float64; the guard against injected faults; a run that is killed and resumed.
     Exit code 0, or 20 where something is wrong: it is named.
     """
-    from stillroom.core.errors import ConfigError, SelftestFailed
+    from stillroom.core.errors import SelftestFailed
     from stillroom.doctor.selftest import GROUPS, selftest
     from stillroom.doctor.show import selftest_lines
     from stillroom.precision.device import find_device
@@ -234,8 +243,7 @@ class _Progress:
         sys.stderr.write("\r\x1b[2K")  # our own escape: go to the line's begin and clear it
 
 
-# -- plan ------------------------------------------------------------------------------------------
-# The command that plans: what a run takes and costs, before anything is loaded.
+# -- plan: what a run takes and costs, before anything is loaded -------------------------------------------
 
 
 @app.command(short_help="Say what a run takes, and what makes it fit.")
@@ -271,20 +279,12 @@ def plan(
 
     bound = parse_bytes(device_memory) if device_memory is not None else None
     named = {"teacher.model": teacher, "student.model": student, "data.train": data, "data.eval": eval_data}
-    given = {key: value for key, value in named.items() if value is not None}
-    is_demo = config is None and preset is None and not given
-    loaded = load(config, preset="demo" if is_demo else preset, overrides=given | parse_assignments(set_ or []))
-
-    refuse_gaps(loaded.config)
-
-    def say(subject: str) -> None:
-        if not as_json:
-            echo(f"looking at {subject} ...", err=True)
-
+    loaded = _load_or_demo(config, preset, named, set_)
     train = loaded.config.train
     gpu = find_gpu(card) if card is not None else None
     target = with_processes(find_target(device, bound, gpu), processes, strategy or train.strategy, train.shard_size)
-    made = make_plan(loaded.config, target, gpu=gpu, is_quick=quick, probes=probe, tell=say)
+    tell = partial(_say_subject, is_quiet=as_json)
+    made = make_plan(loaded.config, target, gpu=gpu, is_quick=quick, probes=probe, tell=tell)
     if as_json:
         print_json(made.to_dict())
     else:
@@ -320,8 +320,7 @@ def _write(made: Plan, path: Path, *, is_quiet: bool) -> None:
         echo(f"written: {path}")
 
 
-# -- cache -----------------------------------------------------------------------------------------
-# The command that stores a teacher's answers, and looks at what was stored.
+# -- cache: store a teacher's answers, and look at what was stored -----------------------------------------
 
 
 _EVERY_SECONDS = 5.0
@@ -441,7 +440,7 @@ def _cache_print(result: dict[str, Any], *, as_json: bool) -> None:
         f"size  {size / 1e6:,.1f} MB{per}",
     ]
     if result["mean_mass"] is not None:
-        lines.append(f"mass  the likeliest tokens hold {result['mean_mass']:.4f} of the teacher's on average")
+        lines.append(f"mass  the top tokens hold {result['mean_mass']:.4f} of the teacher's on average")
     if result["unusable_positions"]:
         lines.append(f"unusable  {result['unusable_positions']:,} positions have no answer")
     for name in ("missing_rows", "unmatched_records", "unanswered_positions", "short_positions"):
@@ -453,8 +452,7 @@ def _cache_print(result: dict[str, Any], *, as_json: bool) -> None:
         echo(line)
 
 
-# -- evaluate --------------------------------------------------------------------------------------
-# The command that measures a model, alone or beside its teacher.
+# -- eval: measure a model, alone or compared with its teacher ---------------------------------------------
 
 
 _MAX_LENGTH = 256
@@ -471,7 +469,7 @@ class _Asked:
     bos: Any
 
 
-@app.command("eval", short_help="Measure a model, alone or beside its teacher.")
+@app.command("eval", short_help="Measure a model, alone or compared with its teacher.")
 def eval_(
     run: Annotated[
         Path | None, typer.Argument(help="folder of a run: its student beside its teacher, on its held-out data")
@@ -602,8 +600,7 @@ def _kept(owner: Path | None, measured: str, result: dict[str, Any]) -> Path | N
         return None
 
 
-# -- keep ------------------------------------------------------------------------------------------
-# Commands for what is kept of a run.
+# -- export ------------------------------------------------------------------------------------------------
 
 
 _FORMATS = ("hf", "gguf", "onnx")

@@ -1,15 +1,15 @@
-"""Commands that train: distill and resume."""
+"""Commands that train, and commands about finished runs: distill, resume, diagnose, compare."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from stillroom.api import is_first_process, num_processes
 from stillroom.cli.exit import fault_of
 from stillroom.cli.main import (
     AllowAddress,
@@ -68,9 +68,9 @@ def distill(
     max_steps: Annotated[int | None, typer.Option(help="optimizer steps")] = None,
     precision: Annotated[str | None, typer.Option(help="auto, fp32, fp16-mixed, fp16-master, fp16-split ...")] = None,
     device: Device = "auto",
-    seed: Annotated[int | None, typer.Option(help="of weights, order and rounding")] = None,
+    seed: Annotated[int | None, typer.Option(help="random seed")] = None,
     dry_run: Annotated[bool, typer.Option(help="five real steps with evaluation, save and report")] = False,
-    max_minutes: Annotated[float | None, typer.Option(help="save and stop after so long, exit code 75")] = None,
+    max_minutes: Annotated[float | None, typer.Option(help="checkpoint and stop after N minutes, exit code 75")] = None,
     strict: Annotated[
         bool, typer.Option(help="halt at the first value that is not finite; refuse settings that nothing reads")
     ] = False,
@@ -107,7 +107,7 @@ def distill(
         refuse_unread(loaded.config)
     if dry_run:
         loaded = shortened(loaded)
-    if _num_processes() > 1 and (is_demo or out is None):
+    if num_processes() > 1 and (is_demo or out is None):
         raise ConfigError(
             "several processes train one run in one folder; the demo is three runs, and without --out there is none",
             advice=["name a configuration or a preset, and the folder with --out"],
@@ -135,7 +135,7 @@ def distill(
 def resume(
     run: Annotated[Path, typer.Argument(help="folder or address of a run")],
     device: Device = "auto",
-    max_minutes: Annotated[float | None, typer.Option(help="save and stop after so long, exit code 75")] = None,
+    max_minutes: Annotated[float | None, typer.Option(help="checkpoint and stop after N minutes, exit code 75")] = None,
     strategy: Annotated[str | None, typer.Option(help="auto, ddp or fsdp, where there are several processes")] = None,
     shard_size: Annotated[
         int | None, typer.Option(min=0, help="with fsdp: processes that hold one copy; 0: all; else train.shard_size")
@@ -178,7 +178,7 @@ def _run_and_report(job: Callable[[Path, Listeners], Result], folder: Path, *, a
     from stillroom.telemetry.console import ConsoleView
     from stillroom.training.run_folder import opened
 
-    is_first = _num_processes() == 1 or os.environ.get("RANK", "0") == "0"
+    is_first = is_first_process()
     failure: FinishedBadly | None = None
     was_finished = False
     try:
@@ -215,20 +215,12 @@ def _run_and_report(job: Callable[[Path, Listeners], Result], folder: Path, *, a
         raise failure
 
 
-def _num_processes() -> int:
-    try:
-        return int(os.environ.get("WORLD_SIZE", "1"))
-    except ValueError:
-        raise ConfigError("WORLD_SIZE is not a number", where="environment", advice=["unset WORLD_SIZE"]) from None
-
-
-# -- after -----------------------------------------------------------------------------------------
-# Commands for the time after a run: what went wrong in it, and how two runs differ.
+# -- after a run: what went wrong in it, and how two runs differ -------------------------------------------
 
 
 _DIAGNOSE = """Say what went wrong in a run, or what could be better, and which setting to change.
 
-Reads events.jsonl, config.json and summary.json of a run that is finished, stopped or still going on. Each finding
+Reads events.jsonl, config.json and summary.json of a run that is finished, stopped or still running. Each finding
 names the steps, the numbers it rests on, and a setting; the most likely root cause is first. A problem has harmed the
 result, a warning may have, a hint costs time. A .toml or .json file is searched for harmful settings alone.
 
@@ -260,13 +252,12 @@ def diagnose(
 
 
 def _diagnose_run(run: Path, as_json: bool) -> None:
-    from stillroom.core.locks import is_held
+    from stillroom.core.locks import RUN_LOCK, is_held
     from stillroom.core.remote import here, is_in_store, may_be_owned
     from stillroom.doctor.diagnose import as_dict, read_case, run_lines
     from stillroom.doctor.diagnose import diagnose as find_causes
-    from stillroom.telemetry.record import LOCK
 
-    is_owned = may_be_owned(run) if is_in_store(run) else is_held(run / LOCK)
+    is_owned = may_be_owned(run) if is_in_store(run) else is_held(run / RUN_LOCK)
     case = read_case(here(run, needs="record"), is_owned=is_owned)
     findings = find_causes(case)
     if as_json:

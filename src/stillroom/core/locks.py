@@ -23,6 +23,7 @@ from typing import Any
 import psutil
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
+RUN_LOCK = "run.lock"  # in a run's folder: held by the process that trains there
 _UNSUPPORTED = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
 _SOFT = ".soft"  # suffix of the SoftFileLock
 _SOFT_SECONDS = 600.0  # wait at most so long for it: its owner may be on a machine that is gone

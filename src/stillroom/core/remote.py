@@ -39,7 +39,7 @@ from stillroom.core.files import (
     sum_of_file,
     write_atomically,
 )
-from stillroom.core.locks import alone, describe_owner, describe_process, has_ended
+from stillroom.core.locks import RUN_LOCK, alone, describe_owner, describe_process, has_ended
 
 HIDDEN = ".stillroom"  # folder for our own files at an address: owner and last commit
 OWNER, COMMIT = f"{HIDDEN}/owner.json", f"{HIDDEN}/commit.json"
@@ -55,7 +55,7 @@ _CREATE = {"s3", "s3a", "gs", "gcs", "memory"}  # file systems that create a fil
 _MARKS = ("ETag", "etag", "md5Hash", "md5", "checksum", "sha256", "version_id", "generation", "last_commit",
           "LastModified", "last_modified", "mtime", "updated", "created")  # fmt: skip
 _MANIFEST, _CHECKPOINTS, _STUDENT = "manifest.json", "checkpoints/", "student/"
-_NEVER_SENT = ("run.lock", "events.jsonl.tmp")
+_NEVER_SENT = (RUN_LOCK, "events.jsonl.tmp")
 _LINKED = (_CHECKPOINTS, _STUDENT, "inputs/")  # files there are never written to again, only replaced
 
 

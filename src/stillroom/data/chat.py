@@ -3,7 +3,7 @@
 The segments joined are exactly the template's print. Scored: what it prints of each answer, and the end mark of the
 answer's turn. Not scored: what the template adds (headers, an empty thought, the line break after the end mark).
 
-- Answers are found by marks in a second print (`alignment`), never by their words.
+- Answers are found by marks in a second print, never by their words.
 - A thought, in a field of its own or inside the content, is part of the answer, with the tags around it. What the
   template leaves out of an answer (thoughts of earlier turns) is counted.
 - The end mark is what the template prints between an answer and the opening of an answer that directly follows it,
@@ -31,12 +31,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 from transformers.utils import chat_template_utils
 
-from stillroom.config.schema import DataConfig
 from stillroom.core.errors import ConfigError, DataError
-from stillroom.data.records import ChatWriter, Segments, Shaper, Tally, Turn, Unusable, is_blank
+from stillroom.data.records import Segments, Tally, Turn, Unusable, is_blank
 from stillroom.data.tokenize import Bos, Tokenizer, opened, opening_ids
 
-# -- template --------------------------------------------------------------------------------------
+# -- running a template ------------------------------------------------------------------------------------
+#
 # Run chat templates in the sandbox of transformers, within bounds of work and memory.
 #
 # A template is a foreign program: it may divide by zero, loop for hours or build a string of 10^10 characters. The
@@ -332,7 +332,8 @@ class ChatPrinter:
             return None
 
 
-# -- alignment -------------------------------------------------------------------------------------
+# -- finding the turns in the print ------------------------------------------------------------------------
+#
 # Find where the turns of a chat stand in the text that a template prints.
 #
 # Do not search for an answer's words: the question may contain them. Print the chat a second time with marks
@@ -347,6 +348,7 @@ class ChatPrinter:
 _TAG = re.compile(r"<[^<>\s]{1,60}>|\[[^\[\]\s]{1,60}\]")
 _ATOM = re.compile(r"<[^<>\s]{1,60}>|\[[^\[\]\s]{1,60}\]|\w+|\s+|.", re.DOTALL)
 _FIRST_MARK, _LAST_MARK = 0xF0000, 0x10FFFD  # private-use code points
+_MARKS = re.compile(f"[{chr(_FIRST_MARK)}-{chr(_LAST_MARK)}]")
 
 Span = tuple[int, int]  # characters [start, end) of the printed chat
 
@@ -442,8 +444,8 @@ def align(printer: ChatPrinter, turns: Sequence[Turn], whole: str, *, in_parts: 
             )
 
 
-def generated_spans(printer: ChatPrinter, turns: Sequence[Turn]) -> tuple[Span, ...]:
-    """The spans that the template marks with `{% generation %}`; empty if it marks none."""
+def _generation_spans(printer: ChatPrinter, turns: Sequence[Turn]) -> tuple[Span, ...]:
+    """Find the spans that the template marks with `{% generation %}`; none if it marks none."""
     marks = _free_marks([printer.source, *(turn.content + turn.thought for turn in turns)])
     generation = (next(marks), next(marks))
     printed = printer.try_print(messages_of(turns, in_parts=False), generation_marks=generation)
@@ -535,9 +537,6 @@ def _without_marks(printed: str, marks: frozenset[str]) -> tuple[str, dict[str, 
     return "".join([*pieces, printed[cursor:]]), positions
 
 
-_MARKS = re.compile(f"[{chr(_FIRST_MARK)}-{chr(_LAST_MARK)}]")
-
-
 def _places(stretches: Sequence[Stretch], positions: dict[str, list[int]]) -> list[Place]:
     """The places of the stretches that are printed whole and exactly once."""
     places = []
@@ -550,6 +549,9 @@ def _places(stretches: Sequence[Stretch], positions: dict[str, list[int]]) -> li
 
 def _generated(positions: dict[str, list[int]], marks: tuple[str, str]) -> tuple[Span, ...]:
     return tuple(zip(positions.get(marks[0], []), positions.get(marks[1], []), strict=False))
+
+
+# -- writing chats -----------------------------------------------------------------------------------------
 
 
 _QUESTION = Turn("user", "\U000f0001")  # a character that no template prints by itself
@@ -584,9 +586,13 @@ class TemplateChat:
             raise
         self._runaways = 0
         if aligned is None:
-            return _cut(whole, self._generated_spans(turns)), True
-        self._count_unprinted(turns, aligned)
-        spans: list[Span] = []
+            spans = list(_generation_spans(self._printer, turns))
+            if not spans:
+                raise Unusable("the chat template prints the answers so that they cannot be found again")
+            return _cut(whole, spans), True
+        others = {stretch.turn for stretch in aligned.stretches if turns[stretch.turn].role != "assistant"}
+        self.tally.counters["unprinted_turns"] += len(others - aligned.printed_turns)
+        spans = []
         for number, turn in enumerate(turns):
             if turn.role == "assistant" and not turn.is_empty_answer:
                 spans += self._answer(number, aligned)
@@ -660,18 +666,7 @@ class TemplateChat:
                 advice=["mend chat_template in the model's folder", "write the chats as text yourself"],
             ) from error
 
-    def _count_unprinted(self, turns: Sequence[Turn], aligned: Aligned) -> None:
-        others = {stretch.turn for stretch in aligned.stretches if turns[stretch.turn].role != "assistant"}
-        self.tally.counters["unprinted_turns"] += len(others - aligned.printed_turns)
-
     # -- spans ---------------------------------------------------------------------------------------------
-
-    def _generated_spans(self, turns: Sequence[Turn]) -> list[Span]:
-        """The template's own generation marks, for answers that could not be aligned."""
-        spans = list(generated_spans(self._printer, turns))
-        if not spans:
-            raise Unusable("the chat template prints the answers so that they cannot be found again")
-        return spans
 
     def _answer(self, number: int, aligned: Aligned) -> list[Span]:
         """The scored spans of one answer: its text with the end mark, and an end-of-text token that ends the print."""
@@ -773,11 +768,6 @@ def day_or_today(day: str) -> str:
     return day or date.today().isoformat()
 
 
-def question_text(tokenizer: Tokenizer, question: str) -> str:
-    """Print one question with the opening of an answer. Raise `Unusable` with the template's reason."""
-    return conversation_text(tokenizer, [Turn("user", question)])
-
-
 def conversation_text(tokenizer: Tokenizer, turns: Sequence[Turn], *, opens_answer: bool = True) -> str:
     """Print turns, with the opening of an answer if asked for. Raise `Unusable` with the template's reason."""
     printer = _printer(tokenizer)
@@ -848,23 +838,12 @@ def _joined(pieces: Sequence[tuple[str, bool]]) -> Segments:
     return tuple(joined)
 
 
-# -- from an object of a data file to a record -------------------------------------------------------------------
-
-
 def chat_writer(tokenizer: Tokenizer, tally: Tally, day: str = "") -> TemplateChat | PlainChat:
     """Print chats with the tokenizer's template, where it has one. `day` is what a template prints that asks for it."""
     return TemplateChat(tokenizer, tally, day) if tokenizer.chat_template else PlainChat(tally)
 
 
-def make_shaper(config: DataConfig, tokenizer: Tokenizer, tally: Tally, write_chat: ChatWriter | None = None) -> Shaper:
-    """The shaper of the one source that `config` has; `write_chat` writes chats where it is not the tokenizer's."""
-    (source,) = config.sources
-    write_chat = write_chat or chat_writer(tokenizer, tally, config.day)
-    return Shaper(write_chat, tally, train_on_prompt=config.train_on_prompt, layout=source)
-
-
-# -- prompts ---------------------------------------------------------------------------------------
-# Tokenize a prompt, with the opening that a run's documents have.
+# -- prompts: tokenized with the opening that a run's documents have ---------------------------------------
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str, *, bos: Bos = "auto", is_raw: bool = False) -> tuple[list[int], bool]:
@@ -874,7 +853,7 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str, *, bos: Bos = "auto", is_raw: 
     else. An empty raw prompt is the opening alone, or else BOS or the end-of-text token.
     """
     is_chat = bool(tokenizer.chat_template) and not is_raw
-    text = _printed(tokenizer, prompt) if is_chat else prompt
+    text = _question_text(tokenizer, [Turn("user", prompt)], "prompt") if is_chat else prompt
     options = {"add_special_tokens": False, "split_special_tokens": not is_chat, "verbose": False}
     ids = tokenizer([text], **options)["input_ids"][0] if text else []
     opened_ids = opened(list(ids), opening_ids(tokenizer, bos))
@@ -895,10 +874,7 @@ def chat_ids(tokenizer: Tokenizer, turns: Sequence[Turn], *, bos: Bos = "auto") 
     if not tokenizer.chat_template:
         lines = [f"{turn.role}: {turn.content}\n" for turn in turns]
         return prompt_ids(tokenizer, "".join([*lines, "assistant:"]), bos=bos, is_raw=True)[0]
-    try:
-        text = conversation_text(tokenizer, turns)
-    except Unusable as error:
-        raise _refused(error, "conversation") from error
+    text = _question_text(tokenizer, turns, "conversation")
     options = {"add_special_tokens": False, "split_special_tokens": False, "verbose": False}
     return opened(list(tokenizer([text], **options)["input_ids"][0]), opening_ids(tokenizer, bos))
 
@@ -924,17 +900,14 @@ def turn_end_ids(tokenizer: Tokenizer) -> set[int]:
     return {int(ids[0])} if is_special and first and after.lstrip().startswith(first) else set()
 
 
-def _printed(tokenizer: Tokenizer, prompt: str) -> str:
+def _question_text(tokenizer: Tokenizer, turns: Sequence[Turn], what: str) -> str:
+    """Print turns with the opening of an answer, for a command. `what` names them in the error."""
     try:
-        return question_text(tokenizer, prompt)
+        return conversation_text(tokenizer, turns)
     except Unusable as error:
-        raise _refused(error, "prompt") from error
-
-
-def _refused(error: Unusable, what: str) -> ConfigError:
-    reason = str(error).removeprefix("the chat template refuses it: ")
-    return ConfigError(
-        f"the tokenizer's chat template refuses the {what}: {reason}",
-        where="--prompt" if what == "prompt" else "",
-        advice=["--raw continues the text as it stands, without the template"],
-    )
+        reason = str(error).removeprefix("the chat template refuses it: ")
+        raise ConfigError(
+            f"the tokenizer's chat template refuses the {what}: {reason}",
+            where="--prompt" if what == "prompt" else "",
+            advice=["--raw continues the text as it stands, without the template"],
+        ) from error

@@ -21,8 +21,8 @@ from stillroom.core.types import Batch
 from stillroom.data.chat import chat_writer
 from stillroom.data.loader import MixedRows, Part
 from stillroom.data.packing import Packing, Rows, pack
-from stillroom.data.records import ChatWriter, Record, Shaper, Tally, Unusable, content_key
-from stillroom.data.sources import BUILTIN_PREFIX, checked, data_suffix, embedded_records, pieces_of, read_spec
+from stillroom.data.records import ChatWriter, Record, Shaper, Tally, content_key
+from stillroom.data.sources import BUILTIN_PREFIX, checked, cut_text, data_suffix, embedded_records, read_spec
 from stillroom.data.store import (
     StoredFile,
     digests_of,
@@ -35,13 +35,12 @@ from stillroom.data.store import (
 )
 from stillroom.data.tokenize import Encoded, Encoder, Ints, Numbers, Tokenizer
 from stillroom.data.two_tokenizers.align import Coverage
-from stillroom.data.two_tokenizers.encode import TwoReadings, two_readings
+from stillroom.data.two_tokenizers.encode import PairEncoder, TwoTokenizers
 from stillroom.metrics.metrics import MIN_DOCUMENTS
 
-# -- split -----------------------------------------------------------------------------------------
-# Split documents by hashes of their contents, as records in memory or as files of the token store.
-#
-# # D documents
+# D documents
+
+# -- documents: records in memory, or files of the token store ---------------------------------------------
 
 
 _SHARE_FOR_ENOUGH = 5  # to hold out enough documents, take at most one of this many
@@ -161,6 +160,9 @@ def _joined(arrays: Sequence[npt.NDArray[Any]], nothing: npt.NDArray[Any]) -> np
     return arrays[0] if len(arrays) == 1 else np.concatenate([nothing, *arrays])
 
 
+# -- splitting by hashes of contents -----------------------------------------------------------------------
+
+
 def held_out(groups: Digests, share: float, spec: str, *, enough: int = 1) -> Flags:
     """[D] Which documents are held out, by the hash of each one's group or content; neither side is empty.
 
@@ -198,29 +200,13 @@ def share_of(hashes: npt.NDArray[np.uint64], share: float) -> Flags:
     return is_taken
 
 
-def hold_out(
-    records: Sequence[Record], share: float, spec: str, *, enough: int = 1
-) -> tuple[list[Record], list[Record]]:
-    """`held_out` of records: (training, held out)."""
-    documents = ReadDocuments(records)
-    is_held = held_out(documents.groups(), share, spec, enough=enough)
-    return list(documents.take(~is_held).records), list(documents.take(is_held).records)
-
-
-def note_overlap(train: Documents, evaluation: Documents, tally: Tally) -> None:
-    if count := int(np.isin(evaluation.contents(), train.contents()).sum()):
-        tally.counters["overlapping_records"] += count
-        tally.note(f"{count:,} of {len(evaluation):,} evaluation records also stand in the training data")
-
-
 def _as_shares(hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
     shares: npt.NDArray[np.float64] = hashes.astype(np.float64)
     shares /= 2.0**64
     return shares
 
 
-# -- reading ---------------------------------------------------------------------------------------
-# Read the records of one source, one after another.
+# -- reading the sources of a configuration ----------------------------------------------------------------
 
 
 def read_records(
@@ -231,30 +217,19 @@ def read_records(
     *,
     is_evaluation: bool = False,
 ) -> Iterator[Record]:
-    """The records of a source that is no embedded corpus. Count in the tally what is refused."""
+    """Read the records of a source other than an embedded corpus. Count in the tally what is refused."""
     columns = source.needed_columns
     items = read_spec(source.path, tally, is_evaluation=is_evaluation, streams=config.streaming, columns=columns)
     items = checked(items, source, source.path)
     if config.max_records:
         items = _first(items, config.max_records, source.path, tally)
-    shape = Shaper(write_chat, tally, train_on_prompt=config.train_on_prompt, layout=source)
-    for where, value in items:
-        try:
-            record = shape(where, value)
-        except Unusable as error:
-            tally.refuse(where, str(error))
-            continue
-        yield record
+    return Shaper(write_chat, tally, train_on_prompt=config.train_on_prompt, layout=source).records(items)
 
 
 def _first(items: Iterator[tuple[str, object]], limit: int, spec: str, tally: Tally) -> Iterator[tuple[str, object]]:
     yield from itertools.islice(items, limit)
     if next(items, None) is not None:
         tally.note(f"{spec} holds more than data.max_records = {limit:,}: the rest is not read")
-
-
-# -- specs -----------------------------------------------------------------------------------------
-# Read every source of a configuration into documents, and split off what is held out.
 
 
 Tell = Callable[[str], object]
@@ -270,7 +245,7 @@ class SpecReader:
     tokenizer: Tokenizer
     tally: Tally
     tell: Tell | None = None
-    pair: TwoReadings | None = None
+    pair: PairEncoder | None = None  # where the teacher has its own tokenizer
 
     def both_sides(self) -> tuple[SourceDocuments, SourceDocuments]:
         """Training and held-out documents of each source. Of all sources but embedded ones, split together."""
@@ -314,7 +289,7 @@ class SpecReader:
 
     def _outside(self, source: SourceConfig, *, is_evaluation: bool = False, splits_text: bool = False) -> Documents:
         tally, spec = Tally(), source.path
-        options: dict[str, Any] = {"teacher": None if self.pair is None else self.pair.teacher, "tell": self.tell}
+        options: dict[str, Any] = {"teacher": None if self.pair is None else self.pair.two.teacher, "tell": self.tell}
         files = stored_files(source, self.config, self.tokenizer, tally, splits_text=splits_text, **options)
         documents: Documents
         if files is not None:
@@ -359,12 +334,13 @@ class SpecReader:
 def _cut_up(record: Record, tally: Tally) -> list[Record]:
     """Cut one text into several records, so that part of it can be held out."""
     name = record.id.rpartition(":")[0]
-    pieces = [(line, text) for line, text in pieces_of(record.text) if text.strip()]
-    if len(pieces) > 1:
-        tally.note(f"{name} is one document: it is cut between paragraphs into {len(pieces):,} to hold some out")
     return [
-        replace(record, id=f"{name}:{line}", segments=((text, True),), key=content_key(text)) for line, text in pieces
+        replace(record, id=f"{name}:{line}", segments=((text, True),), key=content_key(text))
+        for line, text in cut_text(name, record.text, tally)
     ]
+
+
+# -- a run's data ------------------------------------------------------------------------------------------
 
 
 COUNTERS = (
@@ -400,18 +376,19 @@ class Corpus:
 def open_data(
     config: DataConfig, tokenizer: Tokenizer, *, tell: Tell | None = None, teacher_tokenizer: Tokenizer | None = None
 ) -> Corpus:
-    """Read, split and encode a run's training and held-out data. `tell` hears how long work goes on, meanwhile.
+    """Read, split and encode a run's training and held-out data. `tell` is told about long work meanwhile.
 
-    With a tokenizer of the teacher's own each batch has the teacher's rows beside the student's.
+    If the teacher has its own tokenizer, each batch has the teacher's rows next to the student's.
     """
-    tally = Tally()
-    reader = SpecReader(config, tokenizer, tally, tell, two_readings(tokenizer, teacher_tokenizer, config, tally))
+    reader = _reader(config, tokenizer, teacher_tokenizer, tell)
     evaluation: Documents
     if _is_split(config):
         train, evaluation = reader.both_sides()
     else:
         train, evaluation = reader.training(), reader.evaluation(str(config.eval))
-        note_overlap(train, evaluation, tally)
+        if count := int(np.isin(evaluation.contents(), train.contents()).sum()):
+            reader.tally.counters["overlapping_records"] += count
+            reader.tally.note(f"{count:,} of {len(evaluation):,} evaluation records also stand in the training data")
     if config.train_share < 1:
         train = train.take(share_of(train.share_hashes(), config.train_share))
     return _packed(train, evaluation, reader)
@@ -421,8 +398,7 @@ def open_eval(
     spec: str, tokenizer: Tokenizer, config: DataConfig, *, teacher_tokenizer: Tokenizer | None = None
 ) -> Corpus:
     """Read all of a spec as evaluation data (of an embedded corpus: its held-out side). `train` is empty."""
-    tally = Tally()
-    reader = SpecReader(config, tokenizer, tally, None, two_readings(tokenizer, teacher_tokenizer, config, tally))
+    reader = _reader(config, tokenizer, teacher_tokenizer)
     return _packed(SourceDocuments([]), reader.evaluation(spec), reader)
 
 
@@ -430,9 +406,18 @@ def open_held_out(config: DataConfig, tokenizer: Tokenizer, *, teacher_tokenizer
     """Read what `open_data` holds out: `eval`, or the share of `train` that the split takes. `train` is empty."""
     if not _is_split(config):
         return open_eval(str(config.eval), tokenizer, config, teacher_tokenizer=teacher_tokenizer)
-    tally = Tally()
-    reader = SpecReader(config, tokenizer, tally, None, two_readings(tokenizer, teacher_tokenizer, config, tally))
+    reader = _reader(config, tokenizer, teacher_tokenizer)
     return _packed(SourceDocuments([]), reader.both_sides()[1], reader)
+
+
+def _reader(
+    config: DataConfig, tokenizer: Tokenizer, teacher_tokenizer: Tokenizer | None, tell: Tell | None = None
+) -> SpecReader:
+    tally = Tally()
+    pair = None
+    if teacher_tokenizer is not None:
+        pair = PairEncoder.make(TwoTokenizers(tokenizer, teacher_tokenizer), config, tally)
+    return SpecReader(config, tokenizer, tally, tell, pair)
 
 
 def _is_split(config: DataConfig) -> bool:
@@ -455,7 +440,7 @@ def encode_training(config: DataConfig, tokenizer: Tokenizer) -> tuple[Encoded, 
 def _packed(train: SourceDocuments, evaluation: Documents, reader: SpecReader) -> Corpus:
     config, tokenizer, tally = reader.config, reader.tokenizer, reader.tally
     pad_id = next((id_ for id_ in (tokenizer.pad_token_id, tokenizer.eos_token_id) if id_ is not None), 0)
-    encode = Encoder(tokenizer, tally, config.bos) if reader.pair is None else reader.pair.encoder
+    encode = Encoder(tokenizer, tally, config.bos) if reader.pair is None else reader.pair
     sides: dict[str, Rows] = {}
     for side, documents in (("train", train), ("eval", evaluation)):
         if side == "train" and config.is_mixed and len(train):
@@ -528,7 +513,7 @@ def _asked_packing(config: DataConfig, encoded: Encoded, tally: Tally) -> Packin
     if config.packing != "auto":
         return config.packing
     if num_prompted:
-        tally.note(f"each record is trained in rows of its own: {num_prompted:,} of {num_documents:,} have a prompt")
+        tally.note(f"each record is trained in its own rows: {num_prompted:,} of {num_documents:,} have a prompt")
         return "rows"
     tally.note(f"documents are joined end to end in training rows of {config.max_length:,} tokens: all are plain text")
     return "blocks"
@@ -582,12 +567,11 @@ def _note_counts(tally: Tally) -> None:
             tally.note(sentence.format(count))
 
 
-# -- teacher rows ----------------------------------------------------------------------------------
-# The teacher's rows that stand beside a student's, as rows of their own.
+# -- the rows of a teacher with its own tokenizer ----------------------------------------------------------
 
 
 class TeacherRows(Rows):
-    """Row r is what a teacher with a tokenizer of its own reads beside row r of the student."""
+    """Row r is what a teacher with its own tokenizer reads for row r of the student."""
 
     def __init__(self, rows: Rows) -> None:
         self._rows = rows
@@ -611,7 +595,7 @@ def other_of(batch: Batch) -> Batch:
     """The teacher's side of a batch."""
     if batch.other is None:
         raise ConfigError(
-            "the teacher has a tokenizer of its own, and a batch has no rows for it",
+            "the teacher has its own tokenizer, and a batch has no rows for it",
             where="data.train",
             advice=["open the data with both tokenizers"],
         )

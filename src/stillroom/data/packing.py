@@ -116,7 +116,7 @@ class Rows:
     def groups(self) -> tuple[str, ...]:
         """For each row, the group of the document it starts in: the unit of a bootstrap."""
         starts = self._starts if self._firsts is None else self._starts[self._firsts[:-1]]
-        return tuple(self._encoded.groups[document] for document in self._documents_at(starts))
+        return tuple(self._encoded.groups[document] for document in self._encoded.documents_at(starts))
 
     @property
     def num_documents(self) -> int:
@@ -161,9 +161,6 @@ class Rows:
         pieces = slice(row, row + 1) if self._firsts is None else slice(self._firsts[row], self._firsts[row + 1])
         return list(zip(self._starts[pieces].tolist(), self._ends[pieces].tolist(), strict=True))
 
-    def _documents_at(self, places: Ints) -> Ints:
-        return self._encoded.documents_at(places)
-
     def question(self, index: int) -> tuple[list[int], list[int]]:
         """The tokens before the first scored target, and the run of scored tokens from there.
 
@@ -192,7 +189,7 @@ class Rows:
     def opens_document(self, index: int) -> bool:
         """Whether a row begins with its document."""
         start = self._pieces(index)[0][0]
-        return bool(self._encoded.bounds[self._documents_at(np.array([start]))[0]] == start)
+        return bool(self._encoded.bounds[self._encoded.documents_at(np.array([start]))[0]] == start)
 
     def sample_id(self, index: int) -> str:
         """The document a row starts in, and the token offset if it may not be 0: "asyncio.base@1024".
@@ -200,7 +197,7 @@ class Rows:
         "train.jsonl:17+4" is a row of that record and four other pieces.
         """
         pieces = self._pieces(index)
-        document = int(self._documents_at(np.array([pieces[0][0]]))[0])
+        document = int(self._encoded.documents_at(np.array([pieces[0][0]]))[0])
         offset = pieces[0][0] - int(self._encoded.bounds[document])
         others = f"+{len(pieces) - 1}" if len(pieces) > 1 else ""
         name = self._encoded.names[document]
@@ -210,7 +207,7 @@ class Rows:
         """These rows as tensors, padded on the right to the longest."""
         self._check(indices)
         rows = [self._pieces(int(row)) for row in indices]
-        documents = self._documents_at(np.array([pieces[0][0] for pieces in rows]))
+        documents = self._encoded.documents_at(np.array([pieces[0][0] for pieces in rows]))
         names = {
             "sample_ids": tuple(self.sample_id(int(row)) for row in indices),
             "documents": tuple(self._encoded.names[document] for document in documents.tolist()),

@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,7 +105,7 @@ class Tally:
 
     @property
     def named_bad(self) -> str:
-        """The first bad records with their reasons."""
+        """Name the first bad records with their reasons."""
         return "; ".join(f"{bad.where}: {bad.why}" for bad in self.bad[:_NUM_BAD_NAMED])
 
     def judge(self, spec: str, max_bad_share: float) -> None:
@@ -128,7 +128,7 @@ class Tally:
                 "--set \"data.columns={prompt = 'COLUMN', completion = 'COLUMN'}\", or data.template",
             )
         if self.counters["records"]:
-            advice.append(f"set data.max_bad_share={share:g} to go on without them")
+            advice.append(f"set data.max_bad_share={share:g} to continue without them")
         raise DataError(f"{unusable}, more than data.max_bad_share={max_bad_share:g} allows: {named}", advice=advice)
 
 
@@ -168,7 +168,7 @@ class Turn:
 
 
 def chat_key(turns: tuple[Turn, ...]) -> str:
-    """The key of a chat: a digest of its turns, before any template."""
+    """Digest the turns of a chat, before any template."""
     content = [[turn.role, turn.content, *([turn.thought] if turn.thought else [])] for turn in turns]
     return content_key(json.dumps(content))
 
@@ -209,6 +209,16 @@ class Shaper:
         record = self._shaped(where, value, shape)
         self.tally.shapes[shape] += 1
         return record
+
+    def records(self, items: Iterable[tuple[str, object]]) -> Iterator[Record]:
+        """Turn objects into records. Count in the tally what is refused."""
+        for where, value in items:
+            try:
+                record = self(where, value)
+            except Unusable as error:
+                self.tally.refuse(where, str(error))
+            else:
+                yield record
 
     def _shaped(self, where: str, value: Mapping[str, Any], shape: str) -> Record:
         match shape:
@@ -285,16 +295,14 @@ class Shaper:
         return clean(text, self.tally)
 
     def _full(self, value: Mapping[str, Any], name: str) -> str:
-        return self._filled(name, self._text(value, name))
-
-    def _filled(self, name: str, text: str) -> str:
+        text = self._text(value, name)
         if is_blank(text):
             raise Unusable(f"{name} is empty")
-        return clean(text, self.tally)
+        return text
 
 
 def _parts_joined(where: str, content: object) -> object:
-    """The text of a content given as parts. Raise `Unusable` if a part is not text."""
+    """Join a content given as parts. Raise `Unusable` if a part is not text."""
     if not isinstance(content, list | tuple) or not all(isinstance(part, Mapping) for part in content):
         return content
     kinds = [str(part.get("type", "text")) for part in content]
@@ -324,18 +332,18 @@ OPTIONAL = "input"  # a field that records may lack
 
 
 def missing_columns(value: Mapping[str, Any], layout: Layout) -> list[str]:
-    """The columns of a layout that an object lacks and must have."""
+    """List the columns of a layout that an object lacks and must have."""
     optional = layout.columns.get(OPTIONAL)
     return [column for column in layout.needed_columns if column not in value and column != optional]
 
 
 def renamed(value: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
-    """The fields of a record, each from its column."""
+    """Take the fields of a record, each from its column."""
     return {field: value[column] for field, column in columns.items() if column in value}
 
 
 def filled(value: Mapping[str, str], layout: Layout) -> Segments:
-    """The segments of a template. `value` holds the text of each column.
+    """Fill a template and cut it into segments. `value` holds the text of each column.
 
     Scored are the columns that the layout names, and the text after the last column if that is one of them: what ends
     an answer is learned with it. If none is named, all is scored.

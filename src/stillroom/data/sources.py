@@ -31,12 +31,14 @@ from stillroom.core.errors import DataError
 from stillroom.core.remote import is_url, local_copy
 from stillroom.data.records import FIELDS, OPTIONAL, Record, Segments, Tally, content_key, is_blank
 
-# -- needed ----------------------------------------------------------------------------------------
-# Import a package that only some sources need.
+# -- opening files -----------------------------------------------------------------------------------------
+#
+# What a compressed file may expand to is bounded by its size: a few kilobytes can otherwise expand without end. zstd
+# is read by pyarrow, which `datasets` installs.
 
 
 def needed(module: str, where: str) -> Any:
-    """The module. Raise `DataError` with the package to install if it is missing."""
+    """Import a module that only some sources need. Raise `DataError` with the package to install if it is missing."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -44,13 +46,6 @@ def needed(module: str, where: str) -> Any:
         raise DataError(
             f"{package} is not installed", where=where, advice=[f"pip install {package}", "convert the data to .jsonl"]
         ) from error
-
-
-# -- compressed ------------------------------------------------------------------------------------
-# Open a data file as bytes, decompressed where its name ends in .gz or .zst.
-#
-# What a compressed file may expand to is bounded by its size: a few kilobytes can otherwise expand without end. zstd
-# is read by pyarrow, which `datasets` installs.
 
 
 COMPRESSED = (".gz", ".zst")
@@ -69,7 +64,7 @@ def data_suffix(name: str | Path) -> str:
 
 
 def open_bytes(path: Path) -> IO[bytes]:
-    """The content of a file, decompressed. Raise `DataError` where the compressed data is damaged or goes on and on."""
+    """Open a file as bytes, decompressed if it ends in .gz or .zst. Raise `DataError` for damaged or endless data."""
     if not is_compressed(path):
         return path.open("rb")
     source = gzip.open(path, "rb") if path.suffix.lower() == ".gz" else _open_zstd(path)  # noqa: SIM115 - closed by _Expanded
@@ -134,8 +129,7 @@ class _Expanded(io.RawIOBase):
         )
 
 
-# -- finding ---------------------------------------------------------------------------------------
-# Find the files of a spec: a file, a glob or a folder, here or behind a URL.
+# -- finding the files of a spec: a file, a glob or a folder, here or behind a URL -------------------------
 
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-]+")  # org/name, without the suffix of a file
@@ -190,12 +184,6 @@ def _copied(url: str) -> Path:
     return local_copy(url)
 
 
-def unread(spec: str, paths: list[Path]) -> list[Path]:
-    """The files of a folder that are not among `paths`; of any other spec none."""
-    folder = Path(spec).expanduser()
-    return sorted(set(_files(folder)) - set(paths)) if folder.is_dir() else []
-
-
 def _inside(folder: Path, spec: str) -> list[Path]:
     """The data files of a folder and its folders. Raise unless all have one format: a README.txt is no data."""
     paths = [path for path in _files(folder) if data_suffix(path) in READERS]
@@ -237,8 +225,9 @@ def _similar_names(path: Path) -> list[str]:
     return [f"{path.parent} holds no data files; for a hub dataset write hf:NAME, for embedded text builtin:stdlib"]
 
 
-# -- readers ---------------------------------------------------------------------------------------
-# Readers of the file formats. Each yields (where, object) and counts in the tally what it refuses.
+# -- readers of the file formats ---------------------------------------------------------------------------
+#
+# Each yields (where, object) and counts in the tally what it refuses.
 #
 # `where` is "file:number": the line in JSONL, CSV and text, the item in JSON and Parquet. JSONL, CSV, Parquet and
 # text are read piece by piece; JSON is read whole.
@@ -417,8 +406,7 @@ register(".txt", _read_text)
 OURS = (_read_csv, _read_json, _read_jsonl, read_parquet, _read_text)  # they decompress
 
 
-# -- checked ---------------------------------------------------------------------------------------
-# Check the layout of records against the first objects of a source.
+# -- checking the layout against the first objects ---------------------------------------------------------
 #
 # A mistyped column stops a run with the columns there are, and not as thousands of bad records.
 
@@ -447,8 +435,7 @@ def checked(items: Iterable[Item], layout: Layout, spec: str) -> Iterator[Item]:
     yield from items
 
 
-# -- datasets --------------------------------------------------------------------------------------
-# Read datasets of the hub, and folders that `datasets.save_to_disk` wrote.
+# -- datasets of the hub, and folders that `datasets.save_to_disk` wrote -----------------------------------
 
 
 HUB_PREFIX = "hf:"
@@ -538,6 +525,9 @@ def _numbered(items: Iterable[object], name: str, where: str) -> Iterator[Item]:
         yield f"{name}:{number}", item
 
 
+# -- any spec ----------------------------------------------------------------------------------------------
+
+
 PIECE_CHARACTERS = 8_000
 _NUM_NAMED = 3
 
@@ -571,7 +561,8 @@ def read_files(spec: str, tally: Tally, columns: Collection[str] = ()) -> Iterat
 
 def note_unread(spec: str, paths: list[Path], tally: Tally) -> None:
     """Note the files of a folder that are not among those that are read."""
-    if others := unread(spec, paths):
+    folder = Path(spec).expanduser()
+    if folder.is_dir() and (others := sorted(set(_files(folder)) - set(paths))):
         named = ", ".join(path.name for path in others[:_NUM_NAMED]) + (", ..." if len(others) > _NUM_NAMED else "")
         tally.note(f"{len(others):,} files of the folder {spec} are of no format that is read: {named}")
 
@@ -616,6 +607,14 @@ def _reader(path: Path, columns: Collection[str]) -> Reader:
     return reader
 
 
+def cut_text(name: str, text: str, tally: Tally) -> list[tuple[int, str]]:
+    """Cut the only document of a file into pieces that are not blank, so that part of it can be held out."""
+    pieces = [(line, piece) for line, piece in pieces_of(text) if piece.strip()]
+    if len(pieces) > 1:
+        tally.note(f"{name} is one document: it is cut between paragraphs into {len(pieces):,} to hold some out")
+    return pieces
+
+
 def pieces_of(text: str) -> list[tuple[int, str]]:
     """Cut a text between paragraphs into (first line, piece). The pieces joined are the text.
 
@@ -637,8 +636,7 @@ def pieces_of(text: str) -> list[tuple[int, str]]:
     return pieces
 
 
-# -- embedded --------------------------------------------------------------------------------------
-# The records of the embedded corpora: the text of the Python installation that runs this.
+# -- embedded corpora: the text of the Python installation that runs this ----------------------------------
 
 
 BUILTIN_PREFIX = "builtin:"
@@ -679,8 +677,8 @@ def embedded_records(spec: str, *, train_on_prompt: bool) -> tuple[list[Record],
         documents = list(_questions(_OWN_ROOT, train_on_prompt) if name == "qa" else _whole(stdlib.own_text()))
     elif name in _WITH_TOPICS:
         documents = [*_whole(stdlib.topics()), *documents]
-    return [_embedded(document, segments) for document, segments in documents], is_stdlib
-
-
-def _embedded(document: stdlib.Document, segments: Segments) -> Record:
-    return Record(document.name, segments, content_key("".join(text for text, _ in segments)), document.group)
+    records = [
+        Record(document.name, segments, content_key("".join(text for text, _ in segments)), document.group)
+        for document, segments in documents
+    ]
+    return records, is_stdlib

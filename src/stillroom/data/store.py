@@ -14,7 +14,6 @@ import contextlib
 import hashlib
 import itertools
 import json
-import os
 import tempfile
 import time
 from abc import abstractmethod
@@ -29,28 +28,29 @@ from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
-from filelock import FileLock
 
 from stillroom.config.schema import DataConfig, Layout, SourceConfig
 from stillroom.core.errors import DataError
-from stillroom.core.files import is_disk_full, reason_of, replaced_folder, write_durably
-from stillroom.data.chat import day_or_today, make_shaper, prints_day
-from stillroom.data.records import BadRecord, Record, Tally, Unusable
+from stillroom.core.files import is_disk_full, reason_of, replaced_folder, sum_of_file, write_durably
+from stillroom.core.locks import hold
+from stillroom.core.remote import copies_folder
+from stillroom.data.chat import chat_writer, day_or_today, prints_day
+from stillroom.data.records import BadRecord, Shaper, Tally
 from stillroom.data.sources import (
     Item,
     checked,
+    cut_text,
     data_suffix,
     is_compressed,
     is_files,
     named_files,
     note_unread,
-    pieces_of,
     read_file,
     read_files,
 )
 from stillroom.data.tokenize import Encoded, Encoder, Ints, Numbers, TokenizedRecord, Tokenizer, Tokens, opening_ids
 from stillroom.data.two_tokenizers.align import Coverage, Spans
-from stillroom.data.two_tokenizers.encode import Paired, TwoTokenizers, readings_of
+from stillroom.data.two_tokenizers.encode import Paired, PairEncoder, TwoTokenizers
 
 FORMAT = 3  # of entries, and of how records are made and tokenized: raise it when either changes
 SPANS_FORMAT = 1  # of how spans of two tokenizers are found and stored: raise it when that changes
@@ -115,11 +115,6 @@ _AFTER_TOKENIZING = frozenset(
 )
 _ORIGIN = ("is_local", "local_files_only", "name_or_path", "revision", "trust_remote_code", "token", "cache_dir")
 _PACKAGES = ("tokenizers", "transformers")
-
-
-def file_digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def tokenizer_digest(tokenizer: Tokenizer) -> str | None:
@@ -233,10 +228,13 @@ def stored_files(
     if digest is None:
         tally.note("the token store is not used: the tokenizer cannot be saved, so it cannot be recognised")
         return None
-    if why := _why_not(source, config, cuts=cuts):
-        tally.note(f"the token store is not used for {spec}: {why}")
+    why_not = "data.max_records may end inside of a file" if config.max_records else ""
+    if cuts and source.has_layout:
+        why_not = why_not or "a lone text with a layout is cut into pieces after it was laid out"
+    if why_not:
+        tally.note(f"the token store is not used for {spec}: {why_not}")
         return None
-    folder = default_folder() if config.cache == "auto" else Path(config.cache).expanduser()
+    folder = copies_folder("tokens") if config.cache == "auto" else Path(config.cache).expanduser()
     store = TokenStore(folder, config.alone(source), tokenizer, digest, tell or tally.note, teacher)
     if source.has_layout:  # raise if the first objects lack a column of the layout, as `read_records` does
         next(checked(read_files(spec, Tally(), source.needed_columns), source, spec), None)
@@ -253,20 +251,6 @@ def stored_files(
     return opened
 
 
-def default_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "stillroom" / "tokens"
-
-
-def _why_not(source: SourceConfig, config: DataConfig, *, cuts: bool) -> str:
-    """Say why a source cannot be stored as whole files of records; empty if it can."""
-    if config.max_records:
-        return "data.max_records may end inside of a file"
-    if cuts and source.has_layout:
-        return "a lone text with a layout is cut into pieces after it was laid out"
-    return ""
-
-
 def _cut_items(name: str, read: Callable[[Tally], Iterator[Item]], tally: Tally) -> Iterator[Item]:
     """Read the objects of a text file; if it is one document, its pieces, so that part of it can be held out."""
     items = list(itertools.islice(found := read(tally), 2))
@@ -275,10 +259,7 @@ def _cut_items(name: str, read: Callable[[Tally], Iterator[Item]], tally: Tally)
         return
     value = items[0][1]
     text = str(value["text"]) if isinstance(value, dict) else ""
-    pieces = [(line, piece) for line, piece in pieces_of(text) if piece.strip()]
-    if len(pieces) > 1:
-        tally.note(f"{name} is one document: it is cut between paragraphs into {len(pieces):,} to hold some out")
-    for line, piece in pieces:
+    for line, piece in cut_text(name, text, tally):
         yield f"{name}:{line}", {"text": piece}
 
 
@@ -317,7 +298,7 @@ class TokenStore:
         at the same time wait for the first one to build it.
         """
         key = entry_key(
-            file_digest(source.path),
+            sum_of_file(source.path).sha256,
             name=source.name,
             variant=source.variant,
             tokenizer=self.tokenizer_digest,
@@ -328,7 +309,7 @@ class TokenStore:
             with contextlib.suppress(Damaged, FileNotFoundError):
                 return self._read(entry)
             entry.parent.mkdir(parents=True, exist_ok=True)
-            with FileLock(entry.with_name(f"{key}.lock")):
+            with hold(entry.with_name(f"{key}.lock"), waits=True):
                 try:
                     return self._read(entry)
                 except FileNotFoundError:
@@ -338,7 +319,7 @@ class TokenStore:
                 with replaced_folder(entry) as folder:
                     self._build(folder, key, source)
                 return self._read(entry, is_checked=True)
-        except (OSError, NotImplementedError) as error:  # the second: older filelock, on a disk without locks
+        except OSError as error:
             why = "the disk is full" if is_disk_full(error) else reason_of(error)
             raise DataError(
                 f"the token store in {self.folder} cannot be used: {why}",
@@ -403,17 +384,14 @@ class TokenStore:
     def _tokenized(self, items: Sequence[Item], tally: Tally) -> list[Document]:
         """Make records of objects and tokenize them. The teacher's side of one tokenizer is empty."""
         # Made anew for each batch: it keeps the teacher's print of every chat it has seen.
-        pair = None if self._two is None else readings_of(self._two, self.config, tally)
-        shape = make_shaper(self.config, self.tokenizer, tally, pair.chats if pair is not None else None)
-        records: list[Record] = []
-        for where, value in items:
-            try:
-                records.append(shape(where, value))
-            except Unusable as error:
-                tally.refuse(where, str(error))
+        pair = None if self._two is None else PairEncoder.make(self._two, self.config, tally)
+        write_chat = chat_writer(self.tokenizer, tally, self.config.day) if pair is None else pair.chats
+        (source,) = self.config.sources
+        shape = Shaper(write_chat, tally, train_on_prompt=self.config.train_on_prompt, layout=source)
+        records = list(shape.records(items))
         tally.counters["records"] += len(records)
         if pair is not None:
-            return list(pair.encoder.documents(records))
+            return list(pair.documents(records))
         encoder, spans, coverage = Encoder(self.tokenizer, tally, self.config.bos), Spans.none(), Coverage()
         return [(document, document, spans, coverage) for document in encoder.tokenized(records)]
 
@@ -440,6 +418,9 @@ def _num_characters(value: object) -> int:
     if isinstance(value, list | tuple):
         return sum(_num_characters(inner) for inner in value)
     return 1
+
+
+# -- writing an entry ------------------------------------------------------------------------------------------
 
 
 def _arrays_of(documents: Sequence[Document], *, is_paired: bool) -> dict[str, Array]:
@@ -521,7 +502,7 @@ class _Column:
 
 def _digest_or_none(path: Path) -> str | None:
     try:
-        return file_digest(path)
+        return sum_of_file(path).sha256
     except FileNotFoundError:
         return None
 

@@ -30,10 +30,7 @@ if TYPE_CHECKING:
     from stillroom.data.two_tokenizers.encode import Paired
 
 
-# -- encoded ---------------------------------------------------------------------------------------
-# Tokenized documents as flat arrays, in memory or read from the token store.
-#
-# # T tokens of all documents end to end, D documents
+# -- tokenized documents as flat arrays, in memory or read from the token store ----------------------------
 
 
 Ints = npt.NDArray[np.int64]
@@ -59,7 +56,7 @@ class Encoded:
     names: Sequence[str]  # D
     groups: Sequence[str]  # D, documents of a group are held out together
     has_prompt: Sequence[bool] | npt.NDArray[np.bool_] = ()  # D, a chat or a prompt with an answer; empty: none is
-    paired: Paired | None = None  # the same documents in the teacher's tokens, where it has a tokenizer of its own
+    paired: Paired | None = None  # the same documents in the teacher's tokens, if it has its own tokenizer
 
     def __post_init__(self) -> None:
         num_tokens, num_documents = len(self.ids), len(self.names)
@@ -90,12 +87,12 @@ class Encoded:
         return num_true_between(self.is_scored, begins, ends)
 
 
-def documents_at(bounds: Ints, places: Ints, guess: int = 0) -> Ints:
-    """The document that each place is in. Fast where they are one in each, beginning with document `guess`."""
-    end = guess + len(places)
-    is_guessed = end < len(bounds) and bool((bounds[guess:end] <= places).all())
-    if is_guessed and bool((places < bounds[guess + 1 : end + 1]).all()):
-        return np.arange(guess, end)
+def documents_at(bounds: Ints, places: Ints) -> Ints:
+    """Find the document that each place is in. Fast if document n has place n, as in rows of whole documents."""
+    count = len(places)
+    is_guessed = count < len(bounds) and bool((bounds[:count] <= places).all())
+    if is_guessed and bool((places < bounds[1 : count + 1]).all()):
+        return np.arange(count)
     documents: Ints = np.searchsorted(bounds, places, side="right")
     documents -= 1
     return documents
@@ -126,8 +123,9 @@ def _num_true_from(flags: Tokens, places: Ints, low: int) -> Ints:
     return counts
 
 
-# -- bos -------------------------------------------------------------------------------------------
-# The opening of a document: the tokens that a tokenizer adds before a text by default.
+# -- the opening of a document -----------------------------------------------------------------------------
+#
+# These are the tokens that a tokenizer adds before a text by default.
 #
 # Most models of the Llama kind were trained with a begin-of-text token (BOS) before each document and answer badly
 # without it. Tokenize a short text to learn whether a tokenizer adds one: its class and settings do not tell. An
@@ -201,6 +199,9 @@ def _added_before_text(tokenizer: Tokenizer) -> tuple[int, ...]:
     return tuple(int(number) for number in whole[: next(starts, 0)])
 
 
+# -- tokenizing --------------------------------------------------------------------------------------------
+
+
 # Put before a continuation, so that a tokenizer that marks the beginning of a text with a space does not mark it.
 _ANCHORS = ("\n", "|", ".", "0", "a", "e", "x", "\u4e00")
 _BATCH_CHARACTERS = 1 << 20  # bounds memory: offsets are Python tuples
@@ -263,12 +264,18 @@ def even_ends(text: str, num_tokens: int) -> Ints:
     return np.arange(1, num_tokens + 1, dtype=np.int64) * len(text) // max(num_tokens, 1)
 
 
+def byte_places(text: str) -> Ints:
+    """The byte of UTF-8 at which each character begins, and the end of the text."""
+    points = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
+    widths = 1 + (points >= 0x80).astype(np.int64) + (points >= 0x800) + (points >= 0x10000)
+    places: Ints = np.concatenate([[0], np.cumsum(widths)])
+    return places
+
+
 def bytes_between(text: str, ends: Ints) -> npt.NDArray[np.int32]:
     """UTF-8 bytes between consecutive ends; they sum to the length of the text."""
     if not text.isascii():
-        points = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
-        widths = 1 + (points >= 0x80).astype(np.int64) + (points >= 0x800) + (points >= 0x10000)
-        ends = np.concatenate([[0], np.cumsum(widths)])[ends]
+        ends = byte_places(text)[ends]
     sizes = ends.astype(np.int32)
     sizes[1:] -= ends[:-1].astype(np.int32)
     return sizes

@@ -15,8 +15,7 @@ from stillroom.config.schema import DIVERGENCES, LEAST_TEMPERATURE
 from stillroom.core.errors import ConfigError
 from stillroom.core.numerics import LOG_PROB_FLOOR, Softmax, log1p_rest
 
-# -- arguments -------------------------------------------------------------------------------------
-# Check single arguments; errors name the argument. No check reads a tensor's values.
+# -- checks of single arguments; none reads a tensor's values ----------------------------------------------
 
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -93,8 +92,7 @@ def check_tensor(
         )
 
 
-# -- base ------------------------------------------------------------------------------------------
-# The interface of a divergence between rows of probabilities.
+# -- the interface of a divergence between rows of probabilities -------------------------------------------
 #
 # Legend: ... rows, V vocabulary.
 
@@ -124,8 +122,7 @@ class Divergence(Protocol):
     def evaluate(self, student: Softmax, teacher: Softmax, *, wants_teacher: bool) -> Slopes: ...
 
 
-# -- named -----------------------------------------------------------------------------------------
-# Divergences by name: ours, and those of other packages (`config/schema.py`).
+# -- divergences by name: ours, and those of other packages (`config/schema.py`) ---------------------------
 
 
 Factory = Callable[[Mapping[str, float]], Divergence]
@@ -166,8 +163,7 @@ def make(name: str, settings: Mapping[str, float] | None = None) -> Divergence:
     return member.make(settings or {})
 
 
-# -- family ----------------------------------------------------------------------------------------
-# One family of divergences between a teacher p and a student q, with closed-form slopes.
+# -- one family of divergences between a teacher p and a student q -----------------------------------------
 #
 # A member computes, for two rows, its value summed over the vocabulary and the slopes dD/dlog q and dD/dlog p. The
 # slopes treat log q (log p) as free variables; `softmax_pullback` turns them into gradients of the logits, d/dz =
@@ -182,7 +178,7 @@ def make(name: str, settings: Mapping[str, float] | None = None) -> Divergence:
 # | skew_reverse_kl(a)  | KL(q, (1-a) p + a q)                   | log-ratio bounded by -log a                      |
 # | total_variation     | sum |p - q| / 2                        | between 0 and 1; not smooth at p = q             |
 # | alpha_beta(a, b)    | sum [a p^s + b q^s - s p^a q^b] / s a b | s = a + b; (1, 0) is forward, (0, 1) reverse KL   |
-# | taid, todi, akl     | see adaptive.py                        | weights or target depend on the rows             |
+# | taid, todi, akl     | see below                              | weights or target depend on the rows             |
 #
 # The Jensen-Shannon divergence of Agarwal et al. (2024) vanishes like beta(1 - beta) at its ends; ours is divided by
 # that, so its limits are forward and reverse KL (at beta = 0.5 it is 4 times theirs).
@@ -397,7 +393,7 @@ def _power_gap(upper: Tensor, lower: Tensor, log_ratio: Tensor, power: float) ->
     return gap.mul_(torch.maximum(upper, lower)).div_(power)
 
 
-# -- by name ---------------------------------------------------------------------------------------------
+# -- making a member of the family from its settings -------------------------------------------------------
 
 
 def unit_setting(settings: Mapping[str, float], key: str, default: float) -> float:
@@ -447,14 +443,13 @@ register("total_variation", lambda settings: TotalVariation())
 register("alpha_beta", _make_alpha_beta, ("alpha", "beta"))
 
 
-# -- adaptive --------------------------------------------------------------------------------------
-# Divergences with a target or weights that depend on the two rows.
+# -- divergences with a target or weights that depend on the two rows --------------------------------------
 #
 # | member | D                                           | what depends on the rows, held fixed for the gradient       |
 # |--------|---------------------------------------------|-------------------------------------------------------------|
 # | taid(t)| KL(r, q), r ~ q^(1-t) p^t                   | the target r, between student (t = 0) and teacher (t = 1) |
 # | todi   | sum s p log(p/q) + (1-s) q log(q/p)         | s = p / (p + q) for each token |
-# | akl    | w KL(p, q) + (1-w) KL(q, p)                 | w, the share of |p - q| in the teacher's likeliest half |
+# | akl    | w KL(p, q) + (1-w) KL(q, p)                 | w, the share of |p - q| in the teacher's top half |
 #
 # TAID: Shing et al. (2025); its t is a setting that the curriculum moves, so there is no hidden state. ToDi: Jung et
 # al. (2025). AKL: Wu et al. (2024).
@@ -530,7 +525,7 @@ class TokenWise:
 
 @dataclass(frozen=True)
 class HeadAndTail:
-    """AKL: forward KL weighted by the share of |p - q| on the teacher's likeliest half, reverse KL by the rest."""
+    """AKL: forward KL weighted by the share of |p - q| on the teacher's top half, reverse KL by the rest."""
 
     name: ClassVar[str] = "akl"
 
@@ -550,7 +545,7 @@ class HeadAndTail:
 
 
 def _head_share(student_probs: Tensor, teacher_probs: Tensor) -> Tensor:
-    """The share of sum |p - q| on the likeliest tokens with half of the teacher's mass. [...]"""
+    """The share of sum |p - q| on the top tokens with half of the teacher's mass. [...]"""
     ordered, order = teacher_probs.sort(dim=-1, descending=True)
     gap = (student_probs.gather(-1, order) - ordered).abs_()
     is_head = ordered.cumsum(-1) - ordered < _HEAD_MASS  # the mass before a token: the head has at least one
@@ -569,8 +564,7 @@ register("todi", lambda settings: TokenWise())
 register("akl", lambda settings: HeadAndTail())
 
 
-# -- second derivative -----------------------------------------------------------------------------
-# Raise on a second derivative of hand-written gradients, instead of silently returning 0.
+# -- a second derivative of hand-written gradients raises, instead of being 0 ------------------------------
 
 
 class _NoSecondDerivative(torch.autograd.Function):
@@ -600,8 +594,7 @@ def only_once(gradients: Iterable[Tensor | None]) -> tuple[Tensor | None, ...]:
     )
 
 
-# -- on logits -------------------------------------------------------------------------------------
-# A divergence as a differentiable function of two tensors of logits.
+# -- a divergence as a differentiable function of two tensors of logits ------------------------------------
 #
 # Legend: ... rows, V vocabulary.
 
@@ -659,41 +652,3 @@ def on_logits(
     check_temperature(temperature)
     result: Tensor = _OnLogits.apply(student_logits, teacher_logits, float(temperature), divergence)  # type: ignore[no-untyped-call]
     return result
-
-
-# -- functions -------------------------------------------------------------------------------------
-# The divergences as functions of two tensors of logits, for use without the rest of the library.
-
-
-def forward_kl(student_logits: Tensor, teacher_logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """T^2 KL(teacher, student) for each row."""
-    return on_logits(ForwardKL(), student_logits, teacher_logits, temperature)
-
-
-def reverse_kl(student_logits: Tensor, teacher_logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """T^2 KL(student, teacher) for each row; the teacher's log-probs are floored at -50."""
-    return on_logits(ReverseKL(), student_logits, teacher_logits, temperature)
-
-
-def jsd(student_logits: Tensor, teacher_logits: Tensor, temperature: float = 1.0, *, beta: float = 0.5) -> Tensor:
-    """T^2 times the normalised Jensen-Shannon of each row: beta 0 is forward KL, beta 1 reverse KL."""
-    return on_logits(make("jsd", {"beta": beta}), student_logits, teacher_logits, temperature)
-
-
-def skew_forward_kl(
-    student_logits: Tensor, teacher_logits: Tensor, temperature: float = 1.0, *, alpha: float = 0.1
-) -> Tensor:
-    """T^2 KL(p, alpha p + (1 - alpha) q) for each row."""
-    return on_logits(make("skew_forward_kl", {"alpha": alpha}), student_logits, teacher_logits, temperature)
-
-
-def skew_reverse_kl(
-    student_logits: Tensor, teacher_logits: Tensor, temperature: float = 1.0, *, alpha: float = 0.1
-) -> Tensor:
-    """T^2 KL(q, (1 - alpha) p + alpha q) for each row."""
-    return on_logits(make("skew_reverse_kl", {"alpha": alpha}), student_logits, teacher_logits, temperature)
-
-
-def total_variation(student_logits: Tensor, teacher_logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """T^2 times half the L1 distance of each row."""
-    return on_logits(TotalVariation(), student_logits, teacher_logits, temperature)

@@ -22,10 +22,9 @@ from stillroom.core.errors import ConfigError
 from stillroom.core.numerics import LOG_ZERO, work_dtype
 from stillroom.core.types import IGNORED, Batch, BothNeeds, LossWeights, Needs, Score, Signal, StudentView
 from stillroom.losses.divergences import check_number, check_tensor
-from stillroom.losses.mix import Objective, Plan, register
+from stillroom.losses.mix import Objective, Plan, Shares, register
 
-# -- distances -------------------------------------------------------------------------------------
-# Distances between hidden states, attention maps and pooled rows of two models.
+# -- distances between hidden states, attention maps and pooled rows ---------------------------------------
 #
 # Each function returns a value for every position (or row) and marks those where the teacher is unusable; none
 # divides by a count. Everything is FP32 or better: the square of an FP16 activation above 256 is infinite in FP16.
@@ -160,8 +159,7 @@ def _unit(states: Tensor) -> Tensor:
     return states * torch.where(energy > tiny, energy.clamp_min(tiny).rsqrt(), 0.0)
 
 
-# -- layer map -------------------------------------------------------------------------------------
-# Pair layers of the student with layers of the teacher.
+# -- pairing layers of the student with layers of the teacher ----------------------------------------------
 
 
 Pairs = tuple[tuple[int, int], ...]
@@ -172,7 +170,7 @@ def resolve_pairs(
 ) -> Pairs:
     """Pairs (student's layer, teacher's layer), counted from 0.
 
-    `proportional` spaces the student's layers evenly over the teacher's, the last beside the last. For a student cut
+    `proportional` spaces the student's layers evenly over the teacher's, the last with the last. For a student cut
     from the teacher, `kept` gives the teacher's layer that each of its layers was.
     """
     if spec == "last":
@@ -202,6 +200,9 @@ def _place(layer: int, number: int, role: str, where: str) -> int:
     return layer % number
 
 
+# -- the objectives ----------------------------------------------------------------------------------------
+
+
 def _taps(view: StudentView, signal: Signal, kind: str, pair: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
     """Student's tap, teacher's tap (detached) and the scored positions."""
     student, teacher = view.taps[f"{kind}.{pair[0]}"], signal.taps[f"{kind}.{pair[1]}"].detach()
@@ -215,21 +216,15 @@ def _taps(view: StudentView, signal: Signal, kind: str, pair: tuple[int, int]) -
     return student, teacher, view.positions
 
 
-@dataclass(frozen=True)
-class _Mean:
-    """The sum over positions (or rows) of the mean over pairs, their count, and how many had a bad teacher."""
-
-    total: Tensor
-    count: Tensor
-    num_bad: Tensor
+Compared = tuple[Tensor, Tensor, dict[str, Tensor]]  # total over positions or rows, their count, counters
 
 
-def _mean_of_pairs(of_pairs: Sequence[Distances]) -> _Mean:
+def mean_of_pairs(of_pairs: Sequence[Distances]) -> Compared:
     """Mean over pairs, sum over positions. Leave out and count positions with a bad teacher in any pair."""
     values = torch.stack([one.values for one in of_pairs]).mean(0)
     is_bad = torch.stack([one.is_bad for one in of_pairs]).any(0)
     total = torch.where(is_bad, torch.zeros_like(values), values).sum()
-    return _Mean(total, (~is_bad).sum().to(values.dtype), is_bad.sum())
+    return total, (~is_bad).sum().to(values.dtype), {"bad_teacher_rows": is_bad.sum()}
 
 
 class InnerObjective(Objective):
@@ -265,21 +260,16 @@ class InnerObjective(Objective):
         projected: Tensor = self._projectors[pair](states)
         return projected
 
-    def compare(self, view: StudentView, signal: Signal) -> tuple[_Mean, Mapping[str, Tensor]]:
-        """The distance of the paired layers, and further counters."""
+    def compare(self, view: StudentView, signal: Signal) -> Compared:
+        """Compare the paired layers."""
         raise NotImplementedError
 
     def score(
-        self,
-        view: StudentView,
-        signal: Signal | None,
-        batch: Batch,
-        loss_weights: LossWeights,
-        shares: Mapping[str, float],
+        self, view: StudentView, signal: Signal | None, batch: Batch, loss_weights: LossWeights, shares: Shares
     ) -> Score:
         assert signal is not None
-        mean, counters = self.compare(view, signal)
-        return self.scored(mean.total, mean.count, shares[self.name], {"bad_teacher_rows": mean.num_bad, **counters})
+        total, count, counters = self.compare(view, signal)
+        return self.scored(total, count, shares[self.name], counters)
 
 
 class States(InnerObjective):
@@ -292,15 +282,13 @@ class States(InnerObjective):
             cosine_distance if plan.section.kind == "cosine" else relative_error
         )
 
-    def compare(self, view: StudentView, signal: Signal) -> tuple[_Mean, Mapping[str, Tensor]]:
-        return _mean_of_pairs([self._distance_at(view, signal, pair) for pair in self.pairs]), {}
-
-    def _distance_at(self, view: StudentView, signal: Signal, pair: tuple[int, int]) -> Distances:
-        student, teacher, positions = _taps(view, signal, "hidden", pair)
-        return self._distance(
-            self._project(pair, at_positions(student, positions)),
-            at_positions(teacher, positions),
-        )
+    def compare(self, view: StudentView, signal: Signal) -> Compared:
+        of_pairs = []
+        for pair in self.pairs:
+            student, teacher, positions = _taps(view, signal, "hidden", pair)
+            states = self._project(pair, at_positions(student, positions))
+            of_pairs.append(self._distance(states, at_positions(teacher, positions)))
+        return mean_of_pairs(of_pairs)
 
 
 class AttentionMaps(InnerObjective):
@@ -316,9 +304,8 @@ class AttentionMaps(InnerObjective):
     def _make_projectors(self, plan: Plan) -> dict[tuple[int, int], nn.Module]:
         return {}
 
-    def compare(self, view: StudentView, signal: Signal) -> tuple[_Mean, Mapping[str, Tensor]]:
-        of_pairs = [attention_distance(*_taps(view, signal, "attention", pair)) for pair in self.pairs]
-        return _mean_of_pairs(of_pairs), {}
+    def compare(self, view: StudentView, signal: Signal) -> Compared:
+        return mean_of_pairs([attention_distance(*_taps(view, signal, "attention", pair)) for pair in self.pairs])
 
 
 class Contrast(InnerObjective):
@@ -333,7 +320,7 @@ class Contrast(InnerObjective):
         rows = (int((batch.targets.cpu().numpy() != IGNORED).any(axis=1).sum()) for batch in batches)
         return {self.name: sum(rows)}
 
-    def compare(self, view: StudentView, signal: Signal) -> tuple[_Mean, Mapping[str, Tensor]]:
+    def compare(self, view: StudentView, signal: Signal) -> Compared:
         of_pairs = []
         for pair in self.pairs:
             student, teacher, positions = _taps(view, signal, "hidden", pair)
@@ -341,10 +328,10 @@ class Contrast(InnerObjective):
             teacher, _same = pooled(teacher, positions)
             student = self._project(pair, student)
             of_pairs.append(info_nce(student, teacher, is_row, self._temperature))
-        mean = _mean_of_pairs(of_pairs)
-        num_rows = is_row.sum() - mean.num_bad
-        counters = {"rows_without_contrast": torch.where(num_rows == 1, num_rows, torch.zeros_like(num_rows))}
-        return _Mean(mean.total, num_rows.to(mean.total.dtype), mean.num_bad), counters
+        total, _positions, counters = mean_of_pairs(of_pairs)
+        num_rows = is_row.sum() - counters["bad_teacher_rows"]
+        counters["rows_without_contrast"] = torch.where(num_rows == 1, num_rows, torch.zeros_like(num_rows))
+        return total, num_rows.to(total.dtype), counters
 
 
 def _projector(student_width: int, teacher_width: int) -> nn.Linear:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from stillroom.config.schema import OBJECTIVES, KdConfig, ObjectivesConfig, ObjectiveSection, Ramp, Scalar, ends
+from stillroom.config.schema import OBJECTIVES, ObjectivesConfig, ObjectiveSection, Ramp, Scalar, ends
 from stillroom.config.schema import Recipe as Recipe
 from stillroom.core.errors import ConfigError
 from stillroom.core.types import (
@@ -34,11 +34,13 @@ from stillroom.losses.head.loss import score_head
 from stillroom.losses.head.rows import SignalKind, check_pair
 from stillroom.losses.head.token_stats import survey
 
-# -- objective -------------------------------------------------------------------------------------
-# The base class of objectives: terms, needs, counts and score.
+# -- what an objective is ----------------------------------------------------------------------------------
 #
 # An objective is made once, when both models are known, by the recipe registered under its name
 # (`config/schema.py`). The mix loops over the objectives and divides; it knows none by name.
+
+
+Shares = Mapping[str, float]  # of each term: what one target of it weighs in the loss of the whole window
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class Plan:
 class Objective:
     """One or several terms of the loss. A subclass overrides `score` and whatever else differs.
 
-    `asked` is what it needs of both models while it has a weight. `modules` are networks trained beside the student:
+    `asked` is what it needs of both models while it has a weight. `modules` are networks trained with the student:
     they are in checkpoints, have the projectors' learning rate, stay FP32, and are not part of the exported student.
     """
 
@@ -96,12 +98,12 @@ class Objective:
         return self.section.settings
 
     def setting(self, loss_weights: LossWeights, name: str) -> float:
-        """The loss weights's value of a setting, else the configured one."""
+        """Return the value that the loss weights give a setting, else the configured one."""
         key, configured = f"{self.name}.{name}", self.settings[name]
         if key in loss_weights.settings:
             return loss_weights.settings[key]
         if isinstance(configured, Ramp):
-            raise ConfigError(f"objectives.{key} moves, but the lesson does not say where it is now")
+            raise ConfigError(f"objectives.{key} moves, but the loss weights do not say where it is now")
         return configured
 
     def has_weight(self, loss_weights: LossWeights) -> bool:
@@ -112,7 +114,7 @@ class Objective:
         return self.has_weight(loss_weights) and (signal is not None or not self.section.needs_teacher)
 
     def needs(self, loss_weights: LossWeights) -> BothNeeds:
-        """What it needs of each model beside the last hidden states."""
+        """What it needs of each model besides the last hidden states."""
         return self.asked if self.has_weight(loss_weights) else BothNeeds()
 
     def counts(self, batches: Sequence[Batch]) -> Mapping[str, int]:
@@ -120,14 +122,9 @@ class Objective:
         return dict.fromkeys(self.terms, num_scored(batches))
 
     def score(
-        self,
-        view: StudentView,
-        signal: Signal | None,
-        batch: Batch,
-        loss_weights: LossWeights,
-        shares: Mapping[str, float],
+        self, view: StudentView, signal: Signal | None, batch: Batch, loss_weights: LossWeights, shares: Shares
     ) -> Score:
-        """The loss of a micro-batch, with weight `shares[term]` for one target of a term, and its unweighted terms."""
+        """Compute the loss of a micro-batch, and its unweighted terms."""
         raise NotImplementedError
 
     def scored(self, total: Tensor, count: Tensor, share: float, counters: Mapping[str, Tensor] | None = None) -> Score:
@@ -159,7 +156,7 @@ def _union(needs: Sequence[Needs]) -> Needs:
     )
 
 
-# -- by name ---------------------------------------------------------------------------------------------
+# -- the objectives of a run -------------------------------------------------------------------------------
 
 
 def register(name: str, recipe: Recipe) -> None:
@@ -169,7 +166,7 @@ def register(name: str, recipe: Recipe) -> None:
 
 @dataclass(frozen=True)
 class Planned:
-    """The objectives of a run beside `kd` and `ce`, and notes for the log."""
+    """The objectives of a run other than `kd` and `ce`, and notes for the log."""
 
     objectives: tuple[Objective, ...] = ()
     notes: tuple[str, ...] = ()
@@ -203,33 +200,23 @@ def plan_objectives(
         torch.manual_seed(seed)
         for name in dict.fromkeys((*own, *used)):
             plan = Plan(name, config.sections[name], student, teacher, kept, matched, config.chunk_tokens)
-            made.append(_checked(OBJECTIVES.find(name).make(plan), name))
+            one = OBJECTIVES.find(name).make(plan)
+            if not isinstance(one, Objective) or one.name != name or not one.terms:
+                raise ConfigError(
+                    f"what was made for objectives.{name} is no objective of that name",
+                    where=type(one).__qualname__,
+                    advice=["return an Objective(plan.name, plan.section) from `make`: docs/extending.md shows one"],
+                )
+            made.append(one)
     return Planned(tuple(made))
 
 
-def _checked(made: Objective, name: str) -> Objective:
-    if not isinstance(made, Objective) or made.name != name or not made.terms:
-        raise ConfigError(
-            f"what was made for objectives.{name} is no objective of that name",
-            where=type(made).__qualname__,
-            advice=["return an Objective(plan.name, plan.section) from `make`: docs/extending.md shows one"],
-        )
-    return made
-
-
-# -- kd --------------------------------------------------------------------------------------------
-# Distillation ("kd") and cross-entropy ("ce"): two terms of one pass over the head.
+# -- weights and temperatures of positions in the kd term --------------------------------------------------
 #
-# They are one objective, because they share the student's logits, and because the weight of kd moves to ce for a row
-# whose teacher is not a distribution and for a batch without a signal.
-
-
-# -- token weights ---------------------------------------------------------------------------------
-# Weights and temperatures of positions in the kd term, from statistics of both models' distributions.
-#
-# Everything is relative to the position's own sequence (median, mean, rank). A sequence is never split over micro-
-# batches, so eight micro-batches equal one; the published methods compare within the batch. Weights have mean 1 in
-# each sequence, so the counts that divide the loss are known before any forward.
+# They depend on statistics of both models' distributions. Everything is relative to the position's own sequence
+# (median, mean, rank). A sequence is never split over micro-batches, so eight micro-batches equal one; the published
+# methods compare within the batch. Weights have mean 1 in each sequence, so the counts that divide the loss are known
+# before any forward.
 #
 # Nothing here carries gradient.
 #
@@ -300,19 +287,17 @@ def top_fraction(criterion: Tensor, sequences: Sequences, fraction: float) -> Te
     return torch.where(is_kept, (size / kept)[sequences.index], torch.zeros_like(criterion))
 
 
+# -- distillation (kd) and cross-entropy (ce) --------------------------------------------------------------
+#
+# They are two terms of one objective, because they share the student's logits, and because the weight of kd moves to
+# ce for a row whose teacher is not a distribution and for a batch without a signal.
+
+
 # Counters: the cross-entropy of a batch in which it has no weight, and its number of positions.
 LABEL_LOSS, NUM_LABELS = "label_loss", "num_labels"
 # By how much the label leads with on_wrong_teacher = "mft": clearly, and the rest of the row still says something.
 _LABEL_MARGIN = 0.2
 FALLBACK_LOSS = "fallback_loss"  # counter: cross-entropy of positions without a usable teacher, taught by their labels
-
-
-@dataclass(frozen=True)
-class Emphasis:
-    """Weight and temperature of each position in the kd term; None: the same for all."""
-
-    weights: Tensor | None = None  # [N], mean 1 in each sequence
-    temperatures: Tensor | None = None  # [N]
 
 
 class KdAndCe(Objective):
@@ -323,8 +308,9 @@ class KdAndCe(Objective):
         self.terms = ("kd", "ce")
         self._config = config
         self._kernel: KernelName = kernel or config.kernel
-        for settings in _extremes(config.kd):  # raises if an end of a ramp is out of bounds
-            divergences.make(config.kd.divergence, settings)
+        names = divergences.settings_of(config.kd.divergence)
+        for end in (0, -1):  # raises if an end of a ramp is out of bounds
+            divergences.make(config.kd.divergence, {name: ends(getattr(config.kd, name))[end] for name in names})
 
     def is_scored(self, loss_weights: LossWeights, signal: Signal | None) -> bool:
         """Always, so that the head has a gradient even where both weights are 0."""
@@ -346,22 +332,15 @@ class KdAndCe(Objective):
         check_pair(kind, kd.divergence, temperature, stored_temperature)
 
     def notes(self, device_type: str) -> tuple[str, ...]:
-        twice = "token weights look at both models' rows first: the head's logits are made twice"
-        return self._kernel_note(device_type), *((twice,) if self._config.kd.needs_both_logits else ())
-
-    def _kernel_note(self, device_type: str) -> str:
         kd = self._config.kd
         given = {name: getattr(kd, name) for name in divergences.settings_of(kd.divergence)}
         settings = {name: 0.5 if isinstance(value, Ramp) else value for name, value in given.items()}
-        return describe_kernel(self._kernel, divergences.make(kd.divergence, settings), device_type)
+        kernel = describe_kernel(self._kernel, divergences.make(kd.divergence, settings), device_type)
+        twice = "token weights look at both models' rows first: the head's logits are made twice"
+        return kernel, *((twice,) if kd.needs_both_logits else ())
 
     def score(
-        self,
-        view: StudentView,
-        signal: Signal | None,
-        batch: Batch,
-        loss_weights: LossWeights,
-        shares: Mapping[str, float],
+        self, view: StudentView, signal: Signal | None, batch: Batch, loss_weights: LossWeights, shares: Shares
     ) -> Score:
         """Without a signal (the teacher is suspended) the weight of kd moves to ce."""
         kd_weight, ce_weight = shares["kd"], shares["ce"]
@@ -371,9 +350,11 @@ class KdAndCe(Objective):
         settings = {name: self.setting(loss_weights, name) for name in divergences.settings_of(kd.divergence)}
         temperature = self.setting(loss_weights, "temperature")
         top_k = round(self.setting(loss_weights, "top_k"))
-        emphasis = Emphasis()
+        token_weights: Tensor | None = None
+        token_temperatures: Tensor | None = None
         if kd.needs_both_logits and signal is not None and kd_weight != 0.0:
-            emphasis = self._emphasise(view, signal, loss_weights, temperature, top_k)
+            found = self._emphasise(view, signal, loss_weights, temperature, top_k)
+            token_weights, token_temperatures = found
         scored = score_head(
             view,
             signal,
@@ -382,8 +363,8 @@ class KdAndCe(Objective):
             ce_weight=ce_weight,
             divergence=divergences.make(kd.divergence, settings),
             temperature=temperature,
-            kd_token_weights=emphasis.weights,
-            token_temperature=emphasis.temperatures,
+            kd_token_weights=token_weights,
+            token_temperature=token_temperatures,
             top_k=top_k,
             rest_to_label=kd.on_wrong_teacher == "label_residual",
             label_margin=_LABEL_MARGIN if kd.on_wrong_teacher == "mft" else None,
@@ -399,8 +380,8 @@ class KdAndCe(Objective):
 
     def _emphasise(
         self, view: StudentView, signal: Signal, loss_weights: LossWeights, temperature: float, top_k: int
-    ) -> Emphasis:
-        """Weights and temperatures of the positions, from statistics of both models' distributions."""
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Compute weights [N] (mean 1 in each sequence) and temperatures [N]; None: the same for all positions."""
         kd = self._config.kd
         stats = survey(view, signal, chunk_tokens=self._config.chunk_tokens, top_k=top_k)
         index = view.sequences
@@ -417,18 +398,13 @@ class KdAndCe(Objective):
             weights = chosen if weights is None else weights * chosen
         strength = self.setting(loss_weights, "token_temperature")
         if strength == 0.0:
-            return Emphasis(weights)
-        return Emphasis(weights, temperatures(hellinger, sequences, temperature, strength))
+            return weights, None
+        return weights, temperatures(hellinger, sequences, temperature, strength)
 
 
-def _extremes(kd: KdConfig) -> list[dict[str, float]]:
-    """The settings of the divergence at both ends of their ramps."""
-    names = divergences.settings_of(kd.divergence)
-    return [{name: ends(getattr(kd, name))[place] for name in names} for place in (0, -1)]
-
-
-# -- clamps ----------------------------------------------------------------------------------------
-# Optional clamps on logits and loss, as older guides recommend. Off by default, because both do harm.
+# -- optional clamps on logits and loss --------------------------------------------------------------------
+#
+# Older guides recommend them. They are off by default, because both do harm.
 #
 # A clamp of +-c on the logits bounds the largest probability over V tokens by 1 / (1 + (V - 1) e^-2c), so every
 # token's cross-entropy has a floor. A clamp on the loss makes its gradient zero above the bound. Raise if the floor
@@ -486,8 +462,11 @@ class Clamps:
         return loss.clamp(max=bound), (loss.detach() > bound).float()
 
 
+# -- the mix -----------------------------------------------------------------------------------------------
+
+
 class Mix:
-    """The objectives of a run: `kd` and `ce`, and those planned beside them."""
+    """The objectives of a run: `kd` and `ce`, and those that were planned."""
 
     def __init__(
         self,
@@ -504,7 +483,7 @@ class Mix:
 
     @property
     def projectors(self) -> nn.ModuleDict:
-        """Networks trained beside the student; not part of it."""
+        """Networks trained with the student; not part of it."""
         return self.planned.projectors
 
     def check_signal(self, kind: SignalKind, stored_temperature: float = 1.0) -> None:
@@ -517,7 +496,7 @@ class Mix:
         return (*(note for one in self.objectives for note in one.notes(device_type)), *self.planned.notes)
 
     def needs(self, loss_weights: LossWeights) -> BothNeeds:
-        """What the terms of this loss weights ask of each model beyond its last hidden states."""
+        """What the terms with a weight need of each model besides its last hidden states."""
         return union(objective.needs(loss_weights) for objective in self.objectives)
 
     def counts(self, batches: Sequence[Batch]) -> dict[str, int]:
@@ -534,11 +513,12 @@ class Mix:
     ) -> Score:
         """The loss of one micro-batch, already divided by the counts of the window, and its terms."""
         view, signal = self._clamps.on_view(view), self._clamps.on_signal(signal)
-        scores = [
-            objective.score(view, signal, batch, loss_weights, _shares(objective, loss_weights, counts))
-            for objective in self.objectives
-            if objective.is_scored(loss_weights, signal)
-        ]
+        scores = []
+        for objective in self.objectives:
+            if objective.is_scored(loss_weights, signal):
+                # The only division by a count.
+                shares = {term: loss_weights.weight(term) / max(1.0, counts[term]) for term in objective.terms}
+                scores.append(objective.score(view, signal, batch, loss_weights, shares))
         first, *others = scores
         loss, terms, counters = first.loss, dict(first.terms), dict(first.counters)
         for score in others:
@@ -574,11 +554,6 @@ def _check_terms(objectives: Sequence[Objective]) -> None:
             where="objectives",
             advice=["name a term for its objective, and give it a count in `counts`"],
         )
-
-
-def _shares(objective: Objective, loss_weights: LossWeights, counts: Mapping[str, float]) -> dict[str, float]:
-    """The weight of one target of each term in the window. The only division by a count."""
-    return {term: loss_weights.weight(term) / max(1.0, counts[term]) for term in objective.terms}
 
 
 def _add_counters(counters: dict[str, Tensor], more: Mapping[str, Tensor]) -> None:

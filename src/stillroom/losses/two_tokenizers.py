@@ -35,12 +35,11 @@ from stillroom.core.types import (
 from stillroom.losses import hidden as distances
 from stillroom.losses.divergences import only_once
 from stillroom.losses.head.products import Wanted, products_of
-from stillroom.losses.head.rows import SignalKind, choose_chunk, finish, select_rows
+from stillroom.losses.head.rows import SignalKind, choose_chunk, finish, parts, select_rows
 from stillroom.losses.hidden import InnerObjective
-from stillroom.losses.mix import Objective, Plan, register
+from stillroom.losses.mix import Objective, Plan, Shares, register
 
-# -- head values -----------------------------------------------------------------------------------
-# A number for each position from its logits, a chunk of positions at a time.
+# -- a number for each position from its logits, a chunk of positions at a time ----------------------------
 #
 # The forward keeps the values [N] and drops the logits of each chunk; the backward makes them again. So no [N, V]
 # tensor outlives its chunk, for any law of a row. Values and gradients are FP32 or better; a gradient is cast to its
@@ -76,7 +75,7 @@ class _HeadValues(torch.autograd.Function):
         values = torch.zeros(hidden.shape[0], dtype=dtype, device=hidden.device)
         with torch.autocast(hidden.device.type, enabled=False):
             products = products_of(hidden, head, dtype, task.chunk_tokens)
-            for part in _parts(len(hidden), task.chunk_tokens):
+            for part in parts(len(hidden), task.chunk_tokens):
                 values[part] = task.law(finish(products.logits(part)), part)
         return values
 
@@ -88,7 +87,7 @@ class _HeadValues(torch.autograd.Function):
         with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
             wanted = Wanted(*ctx.needs_input_grad[:3])
             products = products_of(hidden, head, work_dtype(hidden, weight), task.chunk_tokens, wanted)
-            for part in _parts(len(hidden), task.chunk_tokens):
+            for part in parts(len(hidden), task.chunk_tokens):
                 logits = products.logits(part)
                 raw = logits.raw.clone().requires_grad_()
                 with torch.enable_grad():
@@ -101,12 +100,7 @@ class _HeadValues(torch.autograd.Function):
         return (*only_once(results), None)
 
 
-def _parts(num_rows: int, size: int) -> list[slice]:
-    return [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
-
-
-# -- laws ------------------------------------------------------------------------------------------
-# The maths of objectives for two tokenizers, on plain tensors.
+# -- the maths, on plain tensors ---------------------------------------------------------------------------
 #
 # Legend: N positions, C positions of a chunk, S slots for spans, V vocabulary of the student, U of the teacher, M
 # tokens that both have. A surprisal is -log probability, in nats.
@@ -115,7 +109,7 @@ def _parts(num_rows: int, size: int) -> list[slice]:
 FLOOR = 1e-6  # nats, added to both surprisals: a certain span has no finite divergence (tokenkit uses the same)
 
 
-def taken_log_probs(targets: Tensor) -> Callable[[Tensor, slice], Tensor]:
+def taken_log_probs(targets: Tensor) -> RowLaw:
     """The law of a row's log-probability of its target."""
 
     def law(logits: Tensor, part: slice) -> Tensor:
@@ -125,7 +119,7 @@ def taken_log_probs(targets: Tensor) -> Callable[[Tensor, slice], Tensor]:
     return law
 
 
-def told_log_probs(targets: Tensor) -> Callable[[Tensor, slice], Tensor]:
+def told_log_probs(targets: Tensor) -> RowLaw:
     """The same law for a teacher: a row that is no distribution gives NaN, and has a gradient of 0."""
 
     def law(logits: Tensor, part: slice) -> Tensor:
@@ -257,11 +251,10 @@ def _others(kept: Tensor, size: int) -> Tensor:
     return is_other.index_fill(0, kept, False).nonzero().squeeze(-1)
 
 
-# -- slots -----------------------------------------------------------------------------------------
-# The spans of a batch as slots: one for each position of the student's rows, as no row has more spans than that.
+# -- the spans of a batch as slots -------------------------------------------------------------------------
 #
-# So sums over spans have a shape that is known without asking the device, and both sides find a span under one
-# number.
+# There is one slot for each position of the student's rows, as no row has more spans than that. So sums
+# over spans have a shape that is known without asking the device, and both sides find a span under one number.
 #
 # Legend: B rows, L positions of the student's rows, N and M scored positions of student and teacher, S = B * L slots.
 
@@ -348,6 +341,9 @@ def _is_first(batch: Batch) -> Tensor:
     return _scored(batch) & (batch.spans != before)
 
 
+# -- the objectives ----------------------------------------------------------------------------------------
+
+
 FewLaw = Callable[[TopKSignal | SampledSignal, Tensor], tuple[Tensor, Tensor]]  # the same, of a few tokens' answers
 PairLaw = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # logits of teacher and student -> values, is unusable
 
@@ -409,12 +405,7 @@ class SpanLikelihoods(SpanObjective):
     """Approximate likelihood matching (Minixhofer et al. 2025)."""
 
     def score(
-        self,
-        view: StudentView,
-        signal: Signal | None,
-        batch: Batch,
-        loss_weights: LossWeights,
-        shares: Mapping[str, float],
+        self, view: StudentView, signal: Signal | None, batch: Batch, loss_weights: LossWeights, shares: Shares
     ) -> Score:
         assert isinstance(self.section, AlmConfig) and batch.other is not None
         slots = SpanSlots.of(batch)
@@ -461,12 +452,7 @@ class BothLogits(SpanObjective):
         return None
 
     def score(
-        self,
-        view: StudentView,
-        signal: Signal | None,
-        batch: Batch,
-        loss_weights: LossWeights,
-        shares: Mapping[str, float],
+        self, view: StudentView, signal: Signal | None, batch: Batch, loss_weights: LossWeights, shares: Shares
     ) -> Score:
         answer = paired(signal)
         if isinstance(answer, PairedTokens):
@@ -523,6 +509,14 @@ def _logits_by_chunk(
     return logits
 
 
+def _cannot_compare(name: str, problem: str) -> ConfigError:
+    return ConfigError(
+        f"objectives.{name} cannot compare these vocabularies: {problem or 'their tokens are not known'}",
+        where=f"objectives.{name}.weight",
+        advice=[f"set objectives.{name}.weight = 0; objectives.alm compares any two tokenizers"],
+    )
+
+
 class ExactMatch(BothLogits):
     """Forward KL over tokens of the same bytes, with all others as one, where a span is one token on each side."""
 
@@ -538,11 +532,7 @@ class ExactMatch(BothLogits):
                     "every token of the student is one of the teacher's, and nothing stands for the teacher's others"
                 )
         if matched is None or problem:
-            raise ConfigError(
-                f"objectives.exact_match cannot compare these vocabularies: {problem or 'their tokens are not known'}",
-                where="objectives.exact_match.weight",
-                advice=["set objectives.exact_match.weight = 0; objectives.alm compares any two tokenizers"],
-            )
+            raise _cannot_compare(plan.name, problem)
         self._matched = matched
 
     def counts(self, batches: Sequence[Batch]) -> Mapping[str, int]:
@@ -582,12 +572,7 @@ class SpanStates(InnerObjective):
         return {self.name: num_spans(batches)}
 
     def score(
-        self,
-        view: StudentView,
-        signal: Signal | None,
-        batch: Batch,
-        loss_weights: LossWeights,
-        shares: Mapping[str, float],
+        self, view: StudentView, signal: Signal | None, batch: Batch, loss_weights: LossWeights, shares: Shares
     ) -> Score:
         answer, slots = whole(signal, self.name), SpanSlots.of(batch)
         assert batch.other is not None
@@ -596,22 +581,20 @@ class SpanStates(InnerObjective):
             slots.sum_student(torch.ones_like(slots.student)).index_select(0, chosen),
             slots.sum_teacher(torch.ones_like(slots.teacher)).index_select(0, chosen),
         ]
-        of_pairs, is_bad = [], torch.zeros_like(chosen, dtype=torch.bool)
+        of_pairs = []
         for pair in self.pairs:
             student = distances.at_positions(view.taps[f"hidden.{pair[0]}"], batch.positions)
             teacher = distances.at_positions(answer.taps[f"hidden.{pair[1]}"], batch.other.positions)
             # Taken out before the sums: behind them the gradient of a trained teacher would be NaN.
             is_lost = ~torch.isfinite(teacher.detach()).all(-1)
-            is_bad = is_bad | (slots.sum_teacher(is_lost.long()).index_select(0, chosen) > 0)
+            is_bad = slots.sum_teacher(is_lost.long()).index_select(0, chosen) > 0
             teacher = torch.where(is_lost[:, None], torch.zeros_like(teacher), teacher)
             means = slots.sum_student(student), slots.sum_teacher(teacher)
             ours, theirs = (one.index_select(0, chosen) / size[:, None] for one, size in zip(means, sizes, strict=True))
-            of_pairs.append(self._distance(self._project(pair, ours), theirs))
-        values = torch.stack([one.values for one in of_pairs]).mean(0)
-        is_bad = is_bad | torch.stack([one.is_bad for one in of_pairs]).any(0)
-        total = torch.where(is_bad, torch.zeros_like(values), values).sum()
-        count = (~is_bad).sum().to(values.dtype)
-        return self.scored(total, count, shares[self.name], {"bad_teacher_rows": is_bad.sum()})
+            distance = self._distance(self._project(pair, ours), theirs)
+            of_pairs.append(replace(distance, is_bad=distance.is_bad | is_bad))
+        total, count, counters = distances.mean_of_pairs(of_pairs)
+        return self.scored(total, count, shares[self.name], counters)
 
 
 register("alm", Recipe(AlmConfig, SpanLikelihoods))
@@ -620,8 +603,7 @@ register("uld", Recipe(UldConfig, SortedDistance))
 register("span_hidden", Recipe(SpanHiddenConfig, SpanStates))
 
 
-# -- prefix groups ---------------------------------------------------------------------------------
-# Forward KL over groups of tokens that begin a text alike, wherever a span begins.
+# -- forward KL over groups of tokens that begin a text alike, wherever a span begins ----------------------
 #
 # `exact_match` compares tokens that both vocabularies have and calls all others one. But a teacher's " therefore" is
 # no other: a student without that token writes " there" first. Here its mass counts where the student writes it
@@ -678,17 +660,10 @@ class PrefixMatch(BothLogits):
         super().__init__(plan)
         matched = plan.matched
         if matched is None or matched.problem or not matched.num_groups:
-            problem = (matched.problem if matched is not None else "") or "their tokens are not known"
-            raise ConfigError(
-                f"objectives.{plan.name} cannot compare these vocabularies: {problem}",
-                where=f"objectives.{plan.name}.weight",
-                advice=[f"set objectives.{plan.name}.weight = 0; objectives.alm compares any two tokenizers"],
-            )
+            raise _cannot_compare(plan.name, matched.problem if matched is not None else "")
         self._matched = matched
 
-    def law(
-        self, device: torch.device, num_student: int, num_teacher: int
-    ) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    def law(self, device: torch.device, num_student: int, num_teacher: int) -> PairLaw:
         matched = self._matched
         student = GroupSums.of(matched.student_groups, matched.num_groups, num_student, device)
         teacher = GroupSums.of(matched.teacher_groups, matched.num_groups, num_teacher, device)

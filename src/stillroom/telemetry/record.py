@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from stillroom.core.errors import DataError
-from stillroom.core.files import strict, write_atomically
+from stillroom.core.files import strict, sum_of_file, write_atomically
 from stillroom.telemetry.wording import as_number, clean
 
 Event = dict[str, Any]
@@ -406,8 +406,7 @@ def student_sum(run: Path) -> str:
     whole = hashlib.sha256()
     try:
         for path in files:
-            with path.open("rb") as file:
-                whole.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+            whole.update(f"{path.name} {sum_of_file(path).sha256}\n".encode())
     except OSError:  # replaced while it was read
         return ""
     return whole.hexdigest()

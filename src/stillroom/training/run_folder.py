@@ -37,6 +37,7 @@ from stillroom.core.files import (
     write_atomically,
     write_durably,
 )
+from stillroom.core.locks import RUN_LOCK as LOCK
 from stillroom.core.locks import Lock, LockHeld, alone, describe_owner, hold_again
 from stillroom.core.remote import (
     Known,

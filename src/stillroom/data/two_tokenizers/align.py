@@ -19,10 +19,10 @@ import numpy.typing as npt
 
 from stillroom.core.errors import ConfigError, DataError
 from stillroom.core.types import IGNORED, Batch
+from stillroom.data.tokenize import byte_places
 from stillroom.data.two_tokenizers.token_bytes import Bytes, Ints, TokenBytes
 
-# -- common prompt ---------------------------------------------------------------------------------
-# The same beginning of a text in the tokens of two models, cut where a token begins on both sides.
+# -- the same beginning of a text for both models ----------------------------------------------------------
 
 
 _PROMPT_TOKENS = 32  # of plain text, in the student's tokens; a short text is cut in the middle
@@ -59,8 +59,7 @@ def common_prompt(row: Batch, *, opens_document: bool = True) -> CommonPrompt | 
     return CommonPrompt(ours, told, opens_answer) if ours and told else None
 
 
-# -- places ----------------------------------------------------------------------------------------
-# Where the tokens of a text stand in its bytes.
+# -- where the tokens of a text are in its bytes -----------------------------------------------------------
 #
 # If the tokens' own bytes are the text, or a space and the text, their places follow by addition. Otherwise the
 # tokenizer has changed the text (lower case, NFKC, dropped spaces, unknown characters): then the offsets that it
@@ -124,9 +123,7 @@ def _added_up(sizes: Ints, num_invented: int) -> Placed:
 
 def _byte_claims(text: str, starts: Ints, ends: Ints) -> tuple[Ints, Ints]:
     """Character offsets as byte offsets; ends never fall."""
-    points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
-    widths = 1 + (points >= 0x80).astype(np.int64) + (points >= 0x800) + (points >= 0x10000)
-    places = np.concatenate([[0], np.cumsum(widths)])
+    places = byte_places(text)
     ends = np.maximum.accumulate(np.maximum(ends, starts)) if len(ends) else ends
     return places[starts], places[ends]
 
@@ -234,16 +231,17 @@ class _Groups:
 
 def _word_bytes(text: str) -> Flags:
     """For each byte, whether its character is a letter or a digit of a script that writes words apart."""
-    points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
-    widths = 1 + (points >= 0x80).astype(np.int64) + (points >= 0x800) + (points >= 0x10000)
-    distinct, place = np.unique(points, return_inverse=True)
+    distinct, place = np.unique(np.frombuffer(text.encode("utf-32-le"), np.uint32), return_inverse=True)
     is_word = np.array([chr(point).isalnum() and not _is_ideograph(point) for point in distinct.tolist()], np.bool_)
-    of_bytes: Flags = np.repeat(is_word[place], widths)
+    of_bytes: Flags = np.repeat(is_word[place], np.diff(byte_places(text)))
     return of_bytes
 
 
 def _is_ideograph(point: int) -> bool:
     return 0x2E80 <= point <= 0x9FFF or 0xF900 <= point <= 0xFAFF or 0x20000 <= point <= 0x3FFFF
+
+
+# -- spans -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -386,8 +384,7 @@ class _Side:
         return is_covered
 
 
-# -- pieces ----------------------------------------------------------------------------------------
-# For every token of one vocabulary, the tokens of another one that stand for its bytes.
+# -- the tokens of one vocabulary in those of another ------------------------------------------------------
 #
 # Marks (begin, end, padding, unknown) are matched by their role, because their names differ. Any other token is one
 # token of the same bytes where there is one. Otherwise it is cut as the other tokenizer cuts it inside of a text;
@@ -524,8 +521,7 @@ def _longest_first(text: bytes, known: dict[bytes, int], longest: int) -> tuple[
     return tuple(found)
 
 
-# -- groups ----------------------------------------------------------------------------------------
-# Groups of tokens of two vocabularies that say the same about how a text goes on.
+# -- groups of tokens that say the same about how a text continues -----------------------------------------
 #
 # Where both models stand at the same byte, a token of one is the beginning of tokens of the other, or begins with
 # one. A token and the first piece it is cut into by the other tokenizer are in one group, so a group of the teacher's

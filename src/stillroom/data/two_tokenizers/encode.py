@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
@@ -14,12 +14,13 @@ from stillroom.config.schema import DataConfig
 from stillroom.core.errors import ConfigError
 from stillroom.data.chat import Span, chat_writer
 from stillroom.data.records import Record, Segments, Tally, Turn, Unusable, chat_key
-from stillroom.data.tokenize import Bos, Encoded, Encoder, Ints, TokenizedRecord, Tokenizer, end_to_end
+from stillroom.data.tokenize import Encoded, Encoder, Ints, TokenizedRecord, Tokenizer, byte_places, end_to_end
 from stillroom.data.two_tokenizers.align import Coverage, Placed, Spans, common_spans, coverage_of, place_tokens
 from stillroom.data.two_tokenizers.token_bytes import TokenBytes
 
-# -- chats -----------------------------------------------------------------------------------------
-# Chats printed twice: each tokenizer has its own template, and the contents of the turns are what both share.
+# -- chats -------------------------------------------------------------------------------------------------
+#
+# Each tokenizer has its own template, so a chat is printed twice; both prints share the contents of the turns.
 
 
 Range = tuple[int, int, int, int]  # characters [start, end) of the student's text and of the teacher's: equal contents
@@ -108,12 +109,11 @@ def _core(text: str, span: Span) -> Span:
     return start + len(inside) - len(inside.lstrip()), end - len(inside) + len(inside.rstrip())
 
 
-# -- paired ----------------------------------------------------------------------------------------
-# Documents in the tokens of two models, with the spans that both have.
+# -- documents in the tokens of two models -----------------------------------------------------------------
 #
-# The teacher's tokens are flat arrays of their own, document by document as the student's. A row of the student has a
-# row of the teacher beside it: the tokens of the same stretch of text. A span is in a pair of rows if all its tokens
-# are targets in both, so that both models give each a probability.
+# The teacher's tokens are separate flat arrays, document by document like the student's. Each row of the student is
+# paired with a row of the teacher: the tokens of the same stretch of text. A span is in a pair of rows if all its
+# tokens are targets in both, so that both models give each a probability.
 #
 # # T tokens of the student, S spans, P pieces of rows
 
@@ -251,6 +251,9 @@ def span_flags(
     return found
 
 
+# -- encoding ----------------------------------------------------------------------------------------------
+
+
 _BATCH = 256  # documents whose records are held at once, tokenized on both sides
 
 
@@ -266,25 +269,24 @@ class TwoTokenizers:
         return TokenBytes.of(self.student, "student"), TokenBytes.of(self.teacher, "teacher")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PairEncoder(Encoder):
-    """An `Encoder` of the student's tokens that keeps the teacher's beside them, in `Encoded.paired`."""
+    """An `Encoder` of the student's tokens that keeps the teacher's with them, in `Encoded.paired`.
 
-    two: TwoTokenizers | None = None
-    chats: PairedChats | None = None
-    tell_coverage: Callable[[Coverage], object] = lambda _coverage: None
+    `covered` collects the coverage of all that was encoded.
+    """
+
+    two: TwoTokenizers
+    chats: PairedChats
+    covered: list[Coverage] = field(default_factory=list)
 
     @staticmethod
-    def of(
-        two: TwoTokenizers,
-        chats: PairedChats,
-        tally: Tally,
-        bos: Bos,
-        tell_coverage: Callable[[Coverage], object] = lambda _coverage: None,
-    ) -> PairEncoder:
-        return PairEncoder(
-            two.student, tally, bos, keeps_places=True, two=two, chats=chats, tell_coverage=tell_coverage
-        )
+    def make(two: TwoTokenizers, config: DataConfig, tally: Tally) -> PairEncoder:
+        """Make an encoder for both tokenizers. Raise `ConfigError` for one that cannot be used, before data is read."""
+        _ = two.tables
+        printers = chat_writer(two.student, tally, config.day), chat_writer(two.teacher, Tally(), config.day)
+        chats = PairedChats(*printers, tally, train_on_prompt=config.train_on_prompt)
+        return PairEncoder(two.student, tally, config.bos, keeps_places=True, two=two, chats=chats)
 
     def __call__(self, records: Sequence[Record]) -> Encoded:
         self.note_limits()
@@ -304,9 +306,9 @@ class PairEncoder(Encoder):
         return self.found(replace(end_to_end(students), paired=paired))
 
     def found(self, encoded: Encoded) -> Encoded:
-        """Tell the coverage, and pad the teacher's rows as its tokenizer does."""
-        assert self.two is not None and encoded.paired is not None
-        self.tell_coverage(encoded.paired.coverage)
+        """Note the coverage, and pad the teacher's rows as its tokenizer does."""
+        assert encoded.paired is not None
+        self.covered.append(encoded.paired.coverage)
         marks = (self.two.teacher.pad_token_id, self.two.teacher.eos_token_id)
         pad = next((one for one in marks if one is not None), 0)
         return replace(encoded, paired=replace(encoded.paired, pad_id=int(pad)))
@@ -315,7 +317,6 @@ class PairEncoder(Encoder):
         self, records: Sequence[Record]
     ) -> Iterator[tuple[TokenizedRecord, TokenizedRecord, Spans, Coverage]]:
         """Each record in the tokens of both, its spans, numbered from its own first tokens, and their coverage."""
-        assert self.two is not None
         theirs = Encoder(self.two.teacher, Tally(), self.bos, keeps_places=True)
         for student, teacher, ranges in self._both(records, theirs):
             spans, covered = Spans.none(), Coverage()
@@ -327,7 +328,6 @@ class PairEncoder(Encoder):
         self, records: Sequence[Record], theirs: Encoder
     ) -> Iterator[tuple[TokenizedRecord, TokenizedRecord, tuple[Range, ...]]]:
         """Each record in the tokens of both; without a print for the teacher it has no tokens and no ranges there."""
-        assert self.chats is not None
         for start in range(0, len(records), _BATCH):
             batch = records[start : start + _BATCH]
             others = [self.chats.paired(record) for record in batch]
@@ -338,6 +338,23 @@ class PairEncoder(Encoder):
                     yield student, TokenizedRecord(student.record, nothing, nothing, nothing != 0), ()
                 else:
                     yield student, next(read), other[1]
+
+    def judged(self, least: float) -> Coverage:
+        """Note the coverage of all documents. Raise if it is below `least`."""
+        coverage = sum(self.covered, Coverage())
+        for note in (coverage_note(coverage), *shorter_notes(coverage)):
+            self.tally.note(note)
+        if coverage.num_bytes and (coverage.share < least or not coverage.num_spans):
+            raise ConfigError(
+                f"the tokenizers of teacher and student read {coverage.share:.1%} of the text as the same bytes: "
+                f"{coverage.left_out:,} of {coverage.num_bytes:,} bytes are dropped or changed by one of them",
+                where="teacher.model, student.model",
+                advice=[
+                    "use a teacher or a student whose tokenizer keeps every byte, as byte-level BPE does",
+                    f"accept less with --set data.min_coverage={max(coverage.share - 0.01, 0.0):.2f}",
+                ],
+            )
+        return coverage
 
 
 def document_spans(
@@ -350,7 +367,7 @@ def document_spans(
     texts = student.record.text, teacher.record.text
     if not len(teacher.ids) or not ranges:
         return Spans.none(), Coverage(int(_scored_bytes(student.record).sum()))
-    bytes_at = [_byte_places(text) for text in texts]
+    bytes_at = [byte_places(text) for text in texts]
     limits = np.array(ranges, np.int64).reshape(-1, 4)
     own = bytes_at[0][limits[:, 0]], bytes_at[0][limits[:, 1]]
     their = bytes_at[1][limits[:, 2]], bytes_at[1][limits[:, 3]]
@@ -424,51 +441,10 @@ def _scored_bytes(record: Record) -> npt.NDArray[np.bool_]:
     return np.repeat(np.array([flag for _, flag in record.segments], np.bool_), sizes)
 
 
-def _byte_places(text: str) -> Ints:
-    """The byte at which each character begins, and the end of the text."""
-    points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
-    widths = 1 + (points >= 0x80).astype(np.int64) + (points >= 0x800) + (points >= 0x10000)
-    places: Ints = np.concatenate([[0], np.cumsum(widths)]).astype(np.int64)
-    return places
-
-
-# -- reading ---------------------------------------------------------------------------------------
-# What a reader of data needs for two tokenizers: a writer of chats for both, an encoder for both, and a verdict.
+# -- notes about the coverage ------------------------------------------------------------------------------
 
 
 _SHORT = 2.0  # tokens of the student in a span: terms on spans helped at 1.4, and harmed a student of characters
-
-
-@dataclass(frozen=True)
-class TwoReadings:
-    """Both readings of the data of one run. `covered` gathers the coverage of all that was encoded."""
-
-    chats: PairedChats
-    encoder: PairEncoder
-    tally: Tally
-    covered: list[Coverage] = field(default_factory=list)
-
-    @property
-    def teacher(self) -> Tokenizer:
-        assert self.encoder.two is not None
-        return self.encoder.two.teacher
-
-    def judged(self, least: float) -> Coverage:
-        """The coverage of all documents, in a note. Raise where it is below `least`."""
-        coverage = sum(self.covered, Coverage())
-        for note in (coverage_note(coverage), *shorter_notes(coverage)):
-            self.tally.note(note)
-        if coverage.num_bytes and (coverage.share < least or not coverage.num_spans):
-            raise ConfigError(
-                f"the tokenizers of teacher and student read {coverage.share:.1%} of the text as the same bytes: "
-                f"{coverage.left_out:,} of {coverage.num_bytes:,} bytes are dropped or changed by one of them",
-                where="teacher.model, student.model",
-                advice=[
-                    "use a teacher or a student whose tokenizer keeps every byte, as byte-level BPE does",
-                    f"accept less with --set data.min_coverage={max(coverage.share - 0.01, 0.0):.2f}",
-                ],
-            )
-        return coverage
 
 
 def coverage_note(coverage: Coverage) -> str:
@@ -495,18 +471,3 @@ def shorter_notes(coverage: Coverage) -> list[str]:
         "by where its own tokens end, the student cannot know, and it learns wrongly. compare with objectives.ce "
         "alone before you rely on it"
     ]
-
-
-def two_readings(student: Tokenizer, teacher: Tokenizer | None, config: DataConfig, tally: Tally) -> TwoReadings | None:
-    """None where both models have one tokenizer. Raise `ConfigError` for a tokenizer that cannot be used."""
-    if teacher is None:
-        return None
-    return readings_of(TwoTokenizers(student, teacher), config, tally)
-
-
-def readings_of(two: TwoTokenizers, config: DataConfig, tally: Tally) -> TwoReadings:
-    _ = two.tables  # raise for a tokenizer that cannot be used, before anything is read
-    printers = chat_writer(two.student, tally, config.day), chat_writer(two.teacher, Tally(), config.day)
-    chats = PairedChats(*printers, tally, train_on_prompt=config.train_on_prompt)
-    covered: list[Coverage] = []
-    return TwoReadings(chats, PairEncoder.of(two, chats, tally, config.bos, covered.append), tally, covered)

@@ -42,15 +42,15 @@ from stillroom.losses.head.rows import (
     check_pair,
     choose_chunk,
     kind_of,
+    parts,
     select_rows,
     without_empty_tail,
 )
 
-# -- borders ---------------------------------------------------------------------------------------
-# What the public functions of this room accept. Whatever they cannot compute is refused here, before any row is read.
+# -- checks of shapes, dtypes, devices and plain numbers ---------------------------------------------------
 #
-# Shapes, dtypes, devices and plain numbers are known without looking at a tensor's values: they are checked on every
-# call, and both kernels then rely on them. What only the values can say is in `border_values.py`.
+# They are known without looking at a tensor's values: they are checked on every call, before any row is read, and all
+# kernels then rely on them.
 #
 # Legend: N positions, V vocabulary, K kept ids, D width.
 
@@ -203,8 +203,7 @@ def check_labels(signal: Signal | None, top_k: int, rest_to_label: bool, label_m
         )
 
 
-# -- border values ---------------------------------------------------------------------------------
-# Checks of tensor values: labels and ids inside the vocabulary, masses that sum to 1.
+# -- checks of tensor values: labels and ids inside the vocabulary, masses that sum to 1 -------------------
 #
 # They are computed on the tensors' device and read in one copy. The mix does not call them: its labels and its
 # teacher's answers are checked where they are made, because a training step may read from the device only once.
@@ -239,7 +238,13 @@ def check_values(
     """Refuse values that no pass can use. `positions` [N] are the places of the rows in the caller's tensors."""
     if labels.numel() == 0:
         return
-    findings = [_label_finding(labels, num_tokens)]
+    outside = _Finding(
+        "labels",
+        (labels < 0) | (labels >= num_tokens),
+        lambda row: f"the label {labels[row].tolist():,} lies outside the vocabulary of {num_tokens:,} tokens",
+        ("-100 where a position is not scored", "vocab_size or the head's weight is that of another tokenizer"),
+    )
+    findings = [outside]
     if token_weights is not None:
         findings.append(_number_finding("token_weights", token_weights, 0.0, "weights are finite and 0 or above"))
     if token_temperature is not None:
@@ -257,15 +262,6 @@ def check_values(
             raise ConfigError(
                 f"position {place:,}: {finding.say(row)}", where=finding.argument, advice=list(finding.advice)
             )
-
-
-def _label_finding(labels: Tensor, num_tokens: int) -> _Finding:
-    return _Finding(
-        "labels",
-        (labels < 0) | (labels >= num_tokens),
-        lambda row: f"the label {labels[row].tolist():,} lies outside the vocabulary of {num_tokens:,} tokens",
-        ("-100 where a position is not scored", "vocab_size or the head's weight is that of another tokenizer"),
-    )
 
 
 def _number_finding(name: str, values: Tensor, least: float, advice: str) -> _Finding:
@@ -329,8 +325,7 @@ def _sampled_findings(signal: SampledSignal, num_tokens: int) -> Iterator[_Findi
     )
 
 
-# -- inputs ----------------------------------------------------------------------------------------
-# What a caller of the fused head gives: a teacher's answer in one of three forms, and values for each position.
+# -- what a caller gives: a teacher's answer in one of three forms, and values for each position -----------
 #
 # Legend: N positions, V real vocabulary, K kept ids, D width.
 
@@ -355,7 +350,7 @@ class DenseTeacher:
 
 @dataclass(frozen=True)
 class TopKTeacher:
-    """The teacher's K likeliest tokens and the log mass of all others, at the temperature of the call."""
+    """The teacher's top K tokens and the log mass of all others, at the temperature of the call."""
 
     ids: Tensor  # [N, K], distinct in each row
     log_probs: Tensor  # [N, K]
@@ -442,8 +437,7 @@ def flattened(
     return Positions(flat(hidden, 1), flat(labels), signal, flat(weights), flat(temperatures))
 
 
-# -- passes ----------------------------------------------------------------------------------------
-# The chunked pass as one autograd node.
+# -- the chunked pass as one autograd node -----------------------------------------------------------------
 #
 # Gradients are computed in the forward, while the chunk's logits are in memory. The backward multiplies them by the
 # upstream scalar in FP32 and casts them to the input's dtype after that, so that a loss scale keeps FP16 gradients
@@ -469,17 +463,9 @@ class HeadTask:
     corrected: Tensor | None = None  # [N], filled by the pass where the plan has a label margin
 
 
-def run_pass(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, teacher_hidden: Tensor | None, task: HeadTask
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The differentiable loss, and for each row its kd, its cross-entropy and whether its teacher was unusable."""
-    result: tuple[Tensor, Tensor, Tensor, Tensor] = _HeadPass.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, teacher_hidden, task
-    )
-    return result
-
-
 class _HeadPass(torch.autograd.Function):
+    """The differentiable loss, and for each row its kd, its cross-entropy and whether its teacher was unusable."""
+
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, teacher_hidden: Tensor | None, task: HeadTask
@@ -550,7 +536,7 @@ class _ChunkedPass:
         plan = self.task.plan
         if plan.divergence is None and not plan.has_ce:
             return
-        for part in self._parts():
+        for part in parts(len(self.rows.targets), self.task.chunk_tokens):
             student = self.student.logits(part)
             self.task.kernel.run(student, self._teacher_rows(part), self.rows.rows(part), plan)
             if plan.wants_student:
@@ -570,16 +556,14 @@ class _ChunkedPass:
         teacher = None if self.teacher is None else self.teacher.gradients()[0]
         return *self.student.gradients(), teacher
 
-    def _parts(self) -> Iterator[slice]:
-        num_rows = int(self.rows.targets.shape[0])
-        for start in range(0, num_rows, self.task.chunk_tokens):
-            yield slice(start, min(start + self.task.chunk_tokens, num_rows))
-
     def _teacher_rows(self, part: slice) -> TeacherRows | None:
         if self.teacher is not None:
             return self.teacher.logits(part)
         signal = self.task.signal
         return select_rows(signal, part) if isinstance(signal, TopKSignal | SampledSignal) else None
+
+
+# -- the loss ----------------------------------------------------------------------------------------------
 
 
 Weight = float | Tensor
@@ -625,7 +609,7 @@ def fused_head_loss(
     `student_hidden` is [N, D] (or [..., D], and what belongs to positions then has the same leading axes or is flat),
     `student_weight` [V, D]. `labels` [N] are already shifted; those of -100 are dropped before the head. Positions
     whose `token_weights` [N] are 0 are dropped too, but counted. `vocab_size` is the real vocabulary where the weight
-    has padding rows. `top_k` > 0 sees a dense teacher through its k likeliest tokens and the mass of the rest.
+    has padding rows. `top_k` > 0 sees a dense teacher through its top k tokens and the mass of the rest.
     `chunk_tokens` 0 chooses. With nothing to score the loss is 0 and so are its gradients.
 
     Settings of a divergence that is given by name: `beta` of jsd (0.5) and alpha_beta (0.7), `alpha` of the skewed ones
@@ -645,8 +629,15 @@ def fused_head_loss(
     check_number("ce_weight", ce_weight, least=0.0)
     head = HeadWeights(student_weight, student_bias, student_scale, student_softcap, vocab_size)
     signal = as_signal(teacher, temperature) if kd_weight != 0.0 else None
-    _check_top_k(top_k, signal)
-    chosen = _chosen(divergence, {"beta": beta, "alpha": alpha, "interpolation": interpolation})
+    if top_k and signal is not None and not isinstance(signal, DenseSignal):
+        raise ConfigError(
+            "top_k belongs to a dense teacher; this one has its tokens already",
+            where="top_k",
+            advice=["leave top_k out"],
+        )
+    settings = {"beta": beta, "alpha": alpha, "interpolation": interpolation}
+    given_settings = {name: value for name, value in settings.items() if value is not None}
+    chosen = divergences.make(divergence, given_settings) if isinstance(divergence, str) else divergence
     given = flattened(student_hidden, labels, signal, token_weights, token_temperature)
     options: dict[str, Any] = {"divergence": chosen, "temperature": temperature, "top_k": top_k}
     options["chunk_tokens"] = chunk_tokens
@@ -661,15 +652,6 @@ def fused_head_loss(
         token_weights=scored.weights, token_temperature=scored.temperatures, kernel=kernel, **options,
     )  # fmt: skip
     return _with_fallback(result, count - scored.labels.numel())
-
-
-def _check_top_k(top_k: int, signal: Signal | None) -> None:
-    if top_k and signal is not None and not isinstance(signal, DenseSignal):
-        raise ConfigError(
-            "top_k belongs to a dense teacher; this one has its tokens already",
-            where="top_k",
-            advice=["leave top_k out"],
-        )
 
 
 def _scored(given: Positions) -> tuple[Positions, Tensor, int]:
@@ -720,7 +702,8 @@ def score_head(
     check_pass(view, signal, targets, divergence, temperature, token_weights, token_temperature, top_k, chunk_tokens)
     if has_kd:
         check_labels(signal, top_k, rest_to_label, label_margin)
-    signal = _with_long_ids(signal)
+    if isinstance(signal, TopKSignal | SampledSignal):
+        signal = replace(signal, ids=signal.ids.long())
     wants_student, wants_teacher = _wanted_gradients(view, signal)
     plan = RowPlan(
         divergence=divergence if has_kd else None,
@@ -776,8 +759,13 @@ def _wanted_gradients(view: StudentView, signal: Signal | None) -> tuple[bool, b
 def _result(view: StudentView, task: HeadTask, weighing: _Weighing) -> HeadLoss:
     """Run the pass and add up its rows."""
     teacher_hidden = task.signal.hidden if isinstance(task.signal, DenseSignal) else None
-    loss, kd, ce, is_bad = run_pass(view.hidden, view.head.weight, view.head.bias, teacher_hidden, task)
-    counters = {"bad_teacher_rows": is_bad.sum(), **_filled_counters(task)}
+    inputs = view.hidden, view.head.weight, view.head.bias, teacher_hidden
+    loss, kd, ce, is_bad = _HeadPass.apply(*inputs, task)  # type: ignore[no-untyped-call]
+    counters = {"bad_teacher_rows": is_bad.sum()}
+    if task.clamped is not None:
+        counters["clamped_fraction_sum"] = task.clamped.sum() / task.head.num_real
+    if task.corrected is not None:
+        counters["corrected_rows"] = task.corrected.sum()
     terms = {}
     if task.plan.has_ce:
         terms["ce"] = Term(masked_sum(ce * weighing.ce, weighing.ce != 0), weighing.ones.sum())
@@ -790,32 +778,12 @@ def _result(view: StudentView, task: HeadTask, weighing: _Weighing) -> HeadLoss:
     return HeadLoss(loss, {"kd": taught, **terms}, counters, fallback, unweighted)
 
 
-def _filled_counters(task: HeadTask) -> dict[str, Tensor]:
-    """Counts of what the pass changed, where it was told to change anything."""
-    counters = {}
-    if task.clamped is not None:
-        counters["clamped_fraction_sum"] = task.clamped.sum() / task.head.num_real
-    if task.corrected is not None:
-        counters["corrected_rows"] = task.corrected.sum()
-    return counters
-
-
 def _is_zero(weight: Weight) -> bool:
     return not isinstance(weight, Tensor) and weight == 0.0
 
 
 def _any_requires_grad(*tensors: Tensor | None) -> bool:
     return any(tensor is not None and tensor.requires_grad for tensor in tensors)
-
-
-def _with_long_ids(signal: Signal | None) -> Signal | None:
-    return replace(signal, ids=signal.ids.long()) if isinstance(signal, TopKSignal | SampledSignal) else signal
-
-
-def _chosen(divergence: str | Divergence, settings: Mapping[str, float | None]) -> Divergence:
-    if not isinstance(divergence, str):
-        return divergence
-    return divergences.make(divergence, {name: value for name, value in settings.items() if value is not None})
 
 
 def _with_fallback(result: HeadLoss, num_weightless: int) -> HeadLoss:

@@ -20,8 +20,9 @@ from stillroom.core.numerics import Softmax, head_and_tail, is_distribution, sof
 from stillroom.core.types import SampledSignal, Signal, TopKSignal
 from stillroom.losses.divergences import Divergence, check_number, check_tensor, softmax_pullback, student_gradient
 
-# -- row kernel ------------------------------------------------------------------------------------
-# The interface of a row kernel: it computes values of a chunk's rows and overwrites their logits with gradients.
+# -- the interface of a row kernel -------------------------------------------------------------------------
+#
+# A kernel computes values of a chunk's rows and overwrites their logits with gradients.
 #
 # Legend: C rows of a chunk, V vocabulary, K kept ids.
 
@@ -86,7 +87,7 @@ class RowPlan:
     wants_teacher: bool
     top_k: int = 0  # keep only so many of a dense teacher's tokens, and the mass of the rest
     rest_to_label: bool = False  # what a top-k teacher leaves over goes to the label
-    label_margin: float | None = None  # by how much the label leads where a dense teacher's likeliest token is another
+    label_margin: float | None = None  # by how much the label leads where a dense teacher's top token is another
 
 
 class RowKernel(Protocol):
@@ -98,8 +99,7 @@ class RowKernel(Protocol):
     def run(self, student: Logits, teacher: TeacherRows | None, rows: RowRecord, plan: RowPlan) -> None: ...
 
 
-# -- sparse ----------------------------------------------------------------------------------------
-# Teachers that answer with a few tokens: top-k with the exact tail, and unbiased samples.
+# -- teachers that answer with a few tokens: top-k with the exact tail, and unbiased samples ---------------
 #
 # Top-k + tail. The K kept tokens and one bucket for all others are two (K+1)-way distributions; any divergence of the
 # family applies to them, and by the data-processing inequality bounds the full one from below. The kept values are
@@ -206,9 +206,6 @@ def select_rows(signal: TopKSignal | SampledSignal, part: slice | Tensor) -> Top
     return replace(signal, ids=signal.ids[part], weights=signal.weights[part], entropy=signal.entropy[part])
 
 
-# -- what does not go together -----------------------------------------------------------------------------
-
-
 def kind_of(signal: Signal) -> SignalKind:
     if isinstance(signal, TopKSignal):
         return "top-k"
@@ -239,8 +236,7 @@ def check_pair(kind: SignalKind, divergence: str, temperature: float, stored_tem
         )
 
 
-# -- chunks ----------------------------------------------------------------------------------------
-# How many positions a chunk has, and what a pass over chunks holds in memory.
+# -- how many positions a chunk has, and what a pass over chunks holds in memory ---------------------------
 #
 # Legend: C positions of a chunk, V real vocabulary.
 
@@ -249,7 +245,7 @@ _STRIDE = 64  # an odd row length makes the logits product a third slower: rows 
 _SCRATCH_BYTES = 128 * 2**20  # on a CPU, for student and teacher together
 _LEAST_CHUNK, _MOST_CHUNK = 64, 1024  # products of fewer rows waste half the machine; of more gain nothing
 _MOST_ON_DEVICE = 2048  # each chunk adds to the whole weight gradient once more, which is a matter of memory traffic
-_FREE_SHARE = 8  # a pass may take one part in so many of a device's free memory: activations come and go beside it
+_FREE_SHARE = 8  # a pass may take one part in so many of a device's free memory: activations come and go meanwhile
 # Blocks [C, V] of four bytes: logits of student and teacher, temporaries of the plain kernel, a half operand.
 _LOGITS, TEMPORARIES, _OPERAND = 2, 3, 0.5
 
@@ -278,7 +274,7 @@ def chunk_size(asked: int, num_rows: int, num_tokens: int, width: int, free_byte
 
 
 def pass_bytes(chunk_tokens: int, num_tokens: int) -> int:
-    """What a pass on a device holds at most beside inputs, operands cast once, and gradients."""
+    """What a pass on a device holds at most besides inputs, operands cast once, and gradients."""
     return int((_LOGITS + TEMPORARIES + _OPERAND) * 4 * chunk_tokens * padded(num_tokens))
 
 
@@ -304,6 +300,14 @@ def forget_free_memory() -> None:
     _free_bytes.cache_clear()
 
 
+def parts(num_rows: int, size: int) -> list[slice]:
+    """Cut rows into slices of `size`; the last may be shorter."""
+    return [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
+
+
+# -- the plain kernel --------------------------------------------------------------------------------------
+
+
 _BLOCK_ELEMENTS = 1 << 19  # on a CPU: 2 MB of FP32 for each temporary
 _MOST_TEMPORARIES = 26  # [rows, V] of four bytes alive at once, in the divergence that has most of them
 _LEAST_ELEMENTS = 1 << 20  # on a device: kernels on less take no longer to run than to launch
@@ -321,9 +325,7 @@ class PlainKernel:
         if kind == "cpu":
             _keep_freed_memory()
             _check_inside(rows.targets, teacher, num_tokens)
-        block = rows_at_once(num_rows, num_tokens, kind)
-        for start in range(0, num_rows, block):
-            part = slice(start, min(start + block, num_rows))
+        for part in parts(num_rows, rows_at_once(num_rows, num_tokens, kind)):
             _run_block(student.rows(part), _teacher_rows(teacher, part), rows.rows(part), plan)
 
 
@@ -449,7 +451,7 @@ def _dense_rows(own: Softmax, teacher_logits: Logits, rows: RowRecord, plan: Row
 
 
 def _lead_to_label(teacher: Softmax, rows: RowRecord, margin: float) -> None:
-    """Where the likeliest token is not the label, mix in the label until it leads by the margin, in place.
+    """Where the top token is not the label, mix in the label until it leads by the margin, in place.
 
     p' = (1 - a) p + a [label] with a = (margin + max p - p_label) / (1 + max p - p_label): the corrective teacher of
     minifinetuning (Belcak et al. 2025).

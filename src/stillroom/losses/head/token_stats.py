@@ -15,7 +15,7 @@ from torch import Tensor
 from stillroom.core.numerics import Softmax, head_and_tail, work_dtype
 from stillroom.core.types import DenseSignal, Signal, StudentView, TopKSignal
 from stillroom.losses.head.products import products_of
-from stillroom.losses.head.rows import choose_chunk, finish, keep_top_k, select_rows, without_empty_tail
+from stillroom.losses.head.rows import choose_chunk, finish, keep_top_k, parts, select_rows, without_empty_tail
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,7 @@ def survey(view: StudentView, signal: Signal | None, *, chunk_tokens: int, top_k
     teacher = products_of(signal.hidden, signal.head, dtype, chunk) if isinstance(signal, DenseSignal) else None
     entropy = torch.zeros(num_rows, dtype=dtype, device=view.hidden.device)
     hellinger = torch.full_like(entropy, torch.nan)
-    for start in range(0, num_rows, chunk):
-        part = slice(start, min(start + chunk, num_rows))
+    for part in parts(num_rows, chunk):
         logits = finish(student.logits(part))
         own = Softmax.of_logits(logits)
         entropy[part] = own.log_norm - (own.probs * own.scores).sum(-1)
