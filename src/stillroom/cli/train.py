@@ -117,7 +117,7 @@ def distill(
 
     def job(place: Path, listeners: Listeners) -> Result:
         if is_demo and not dry_run and not inject:
-            from stillroom.training.demo import run_demo
+            from stillroom.demo import run_demo
 
             return run_demo(loaded.config, place, device=device, listeners=listeners, **accepts)
         from stillroom.training.distill import distill as run
@@ -153,7 +153,7 @@ def resume(
     accepts: dict[str, Any] = {"accept_changed_inputs": accept_changed_inputs}
 
     def job(place: Path, listeners: Listeners) -> Result:
-        from stillroom.training.demo import is_demo_run, resume_demo
+        from stillroom.demo import is_demo_run, resume_demo
         from stillroom.training.distill import resume as resume_run
         from stillroom.training.run_folder import Trust
 

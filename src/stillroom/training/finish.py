@@ -27,12 +27,12 @@ from stillroom.precision.storage import local
 from stillroom.telemetry.record import Event, scan_events, section, show
 from stillroom.telemetry.show import RESULT_COLUMNS, RESULT_ROWS
 from stillroom.telemetry.wording import as_number, clean, format_result
+from stillroom.training.by_source import source_rows
 from stillroom.training.evaluate import Evaluation
 from stillroom.training.loop import Stop, advice_of
 from stillroom.training.memory import evaluate_held_out, micro_batch_rows
 from stillroom.training.run import Run, RunState
 from stillroom.training.save import gather_student, load_best, save_student, whole_again
-from stillroom.training.step import source_rows
 from stillroom.training.token_view import save_tokens, view_of_all
 
 if TYPE_CHECKING:

@@ -41,8 +41,11 @@ SHIFTS = ("as_given", "one_back", "one_ahead")
 
 
 @torch.no_grad()
-def first_forward(run: Run, state: RunState) -> None:
-    """Run both models on the first batch and log shapes and alignment. Raise where the labels are certainly wrong."""
+def first_forward(run: Run, state: RunState, vocabularies: Mapping[str, str] | None = None) -> None:
+    """Run both models on the first batch and log shapes and alignment. Raise where the labels are certainly wrong.
+
+    `vocabularies` are hashes of the models' tables of tokens, for the log.
+    """
     batch = run.loader.window(0)[0]
     check_targets(batch)
     check_targets(run.teacher.own_batch(batch))
@@ -70,7 +73,7 @@ def first_forward(run: Run, state: RunState) -> None:
         student_logits=[view.hidden.shape[0], view.head.num_real],
         teacher_logits=[dense.hidden.shape[0], dense.head.num_real] if dense else None,
         vocabulary=run.student.vocab_size,
-        vocabulary_hash=run.vocabularies,
+        vocabulary_hash=dict(vocabularies or {}),
         alignment={"model": judge, **means, "positions": losses.shape[1], "doubt": doubt},
         temperature=loss_weights.settings.get("kd.temperature", 1.0),
         weights=dict(loss_weights.weights),
