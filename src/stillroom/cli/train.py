@@ -242,7 +242,7 @@ def diagnose(
     preset: Annotated[str | None, typer.Option(help="of a configuration: the preset it is based on")] = None,
     as_json: AsJson = False,
 ) -> None:
-    from stillroom.core.remote import is_in_store
+    from stillroom.core.files import is_in_store
     from stillroom.doctor.diagnose import config_lines
     from stillroom.doctor.rules import Settings, judge_settings
 
@@ -260,8 +260,9 @@ def diagnose(
 
 
 def _diagnose_run(run: Path, as_json: bool) -> None:
+    from stillroom.core.files import is_in_store
     from stillroom.core.locks import is_held
-    from stillroom.core.remote import here, is_in_store, may_be_owned
+    from stillroom.core.remote import here, may_be_owned
     from stillroom.doctor.diagnose import as_dict, read_case, run_lines
     from stillroom.doctor.diagnose import diagnose as find_causes
     from stillroom.training.run_folder import LOCK

@@ -31,7 +31,8 @@ from transformers.utils import logging
 
 from stillroom.config.schema import ModelSection, StudentConfig, TeacherConfig
 from stillroom.core.errors import BrokenAtStart, ConfigError, foreign_errors
-from stillroom.core.remote import here, is_in_store
+from stillroom.core.files import is_in_store
+from stillroom.core.remote import here
 from stillroom.core.types import HeadWeights
 from stillroom.models.anatomy import Anatomy, anatomy_of, backbone, head_error, head_of
 from stillroom.models.compile import CompiledBody

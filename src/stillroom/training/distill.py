@@ -17,7 +17,7 @@ from stillroom.config.schema import STRATEGIES
 from stillroom.core.errors import BrokenAtStart, CheckpointUnusable, ConfigError, Fault, StillroomError, is_panic
 from stillroom.core.files import mend, reason_of
 from stillroom.data.chat import prints_day
-from stillroom.data.preview import row_lengths
+from stillroom.data.corpus import row_lengths
 from stillroom.models import Student
 from stillroom.models.load import not_finite_advice
 from stillroom.parallel import Parallel, join
@@ -28,12 +28,12 @@ from stillroom.telemetry.trackers import open_tracking
 from stillroom.training import run_folder as run_folder
 from stillroom.training.build import build_run
 from stillroom.training.checkpoint import CheckpointStore, Mark, Saved
-from stillroom.training.evaluate import Evaluation
-from stillroom.training.finish import FINISHED, Result, doubts, finish, result_or_error, summary_row
+from stillroom.training.evaluate import Evaluation, summary_row
+from stillroom.training.finish import FINISHED, Result, finish, result_or_error
 from stillroom.training.loop import Adviser, Stop, judge_student, run_evaluation, training
 from stillroom.training.memory import evaluate_held_out, find_micro_batch
 from stillroom.training.models import Models, load_models, student_name, unused_strategy
-from stillroom.training.preflight import InputCheck, find_loss_scale, first_forward
+from stillroom.training.preflight import InputCheck, doubts, find_loss_scale, first_forward
 from stillroom.training.recover import state_to_return_to
 from stillroom.training.run import Run, RunState, restore, restore_history, why_unusable, why_unusable_mark
 from stillroom.training.run_folder import NONE, Claim, Inputs, Trust, opened
@@ -240,9 +240,10 @@ def _run(
         log.listen(listener)
     if parallel.is_first:
         Adviser(log)
-        tracking = open_tracking(config, folder, lambda text: log.write("note", text=text))
-        if tracking is not None:
-            log.listen(tracking)
+        if config.telemetry.tracker != "none":
+            tracking = open_tracking(config, folder, lambda text: log.write("note", text=text))
+            if tracking is not None:
+                log.listen(tracking)
         if claim.sender is not None:
             claim.sender.attach(log)
     with log, recorded_end(log, folder), ExitStack() as ending:

@@ -32,25 +32,15 @@ from stillroom.core.files import (
     flush_folder,
     inside,
     is_hidden,
+    is_in_store,
+    is_url,
     reason_of,
     replaced_folder,
     write_atomically,
     write_durably,
 )
 from stillroom.core.locks import Lock, LockHeld, alone, describe_owner, hold_again
-from stillroom.core.remote import (
-    Known,
-    Owner,
-    Sender,
-    Store,
-    as_url,
-    copies_folder,
-    is_below,
-    is_in_store,
-    is_url,
-    key_of,
-    read_commit,
-)
+from stillroom.core.remote import Known, Owner, Sender, Store, as_url, copies_folder, is_below, key_of, read_commit
 from stillroom.data.objects import write_records
 from stillroom.models.objects import GivenModel
 from stillroom.training.checkpoint import MANIFEST, CheckpointStore
