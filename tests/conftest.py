@@ -100,7 +100,8 @@ def make_run(world: Path, tmp_path: Path) -> Iterator[Callable[..., Any]]:
     from stillroom.config import load_config
     from stillroom.precision.device import find_device
     from stillroom.telemetry import EventLog
-    from stillroom.training.build import build_run, load_models
+    from stillroom.training.build import build_run
+    from stillroom.training.models import load_models
 
     with ExitStack() as logs:
 

@@ -25,7 +25,7 @@ LAYERS = [
     {"training"},
     {"report", "metrics", "export"}
     | {f"doctor.{name}" for name in ("examine", "plan", "resume", "selftest", "setup", "setup_rules")},
-    {"api", "cli", "guard", "objectives", "__main__", "__init__"},
+    {"api", "cli", "demo", "guard", "objectives", "__main__", "__init__"},
 ]
 # A package, or a module of a package that has another level than the rest of it.
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}

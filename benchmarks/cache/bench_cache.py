@@ -133,7 +133,8 @@ def step_share(num_steps: int, over: dict[str, Any]) -> dict[str, Any]:
     from stillroom.precision.device import find_device
     from stillroom.teachers.cache.reader import CachedTeacher
     from stillroom.telemetry import EventLog
-    from stillroom.training.build import build_run, load_models
+    from stillroom.training.build import build_run
+    from stillroom.training.models import load_models
     from stillroom.training.run import RunState
     from stillroom.training.step import attempt
 

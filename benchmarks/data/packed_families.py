@@ -33,7 +33,7 @@ from packed_texts import batch_of, texts  # noqa: E402
 from stillroom.core.errors import BrokenAtStart, ConfigError  # noqa: E402
 from stillroom.core.types import Batch, Needs  # noqa: E402
 from stillroom.models import try_model  # noqa: E402
-from stillroom.training.build import check_packing  # noqa: E402
+from stillroom.training.models import check_packing  # noqa: E402
 
 RESULT = Path(__file__).parent / "results" / "packed_families.json"
 TOLERANCE = 1e-5

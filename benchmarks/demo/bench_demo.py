@@ -32,7 +32,7 @@ def one_run(job: dict[str, Any]) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     from stillroom.config import load_config
-    from stillroom.training.demo import baseline_config, compute_ratio
+    from stillroom.demo import baseline_config, compute_ratio
     from stillroom.training.distill import distill
 
     config = load_config(preset="demo", overrides={"train.seed": job["seed"], **job.get("set", {})})
@@ -60,7 +60,7 @@ def parameters() -> dict[str, int]:
     from stillroom.config import load_config
     from stillroom.models import anatomy_of
     from stillroom.precision.device import find_device
-    from stillroom.training.build import load_models
+    from stillroom.training.models import load_models
 
     models = load_models(load_config(preset="demo"), find_device("cpu"))
     return {
@@ -97,7 +97,7 @@ def _results(name: str) -> list[dict[str, Any]]:
 
 def seeds(count: int) -> None:
     from stillroom.config import load_config
-    from stillroom.training.demo import run_demo
+    from stillroom.demo import run_demo
 
     rows = []
     for seed in range(count):

@@ -33,7 +33,8 @@ from stillroom.models.anatomy import anatomy_of
 from stillroom.models.student import attend_causally
 from stillroom.teachers.build import find_source
 from stillroom.telemetry import EventLog
-from stillroom.training.build import Models, build_run
+from stillroom.training.build import build_run
+from stillroom.training.models import Models
 from stillroom.training.run import RunState
 from stillroom.training.step import train_step
 

@@ -33,8 +33,9 @@ from stillroom.doctor.plan.cost import find_gpu
 from stillroom.doctor.plan.plan import find_target
 from stillroom.losses.head.products import POOL
 from stillroom.telemetry import EventLog
-from stillroom.training.build import build_run, load_models
+from stillroom.training.build import build_run
 from stillroom.training.memory import CONTEXT, Shapes, lay_out
+from stillroom.training.models import load_models
 from stillroom.training.run import RunState
 from stillroom.training.step import train_step
 from stillroom.training.trace import LiveTensors

@@ -29,9 +29,10 @@ from stillroom.models import Student
 from stillroom.models.anatomy import head_logits
 from stillroom.precision import resolve
 from stillroom.teachers import Teacher
-from stillroom.training.build import make_objectives, make_optimizer, make_schedule
+from stillroom.training.build import make_optimizer
 from stillroom.training.evaluate import evaluate
-from stillroom.training.schedule import Curriculum
+from stillroom.training.models import make_objectives
+from stillroom.training.schedule import Curriculum, Schedule
 
 _EVAL_BATCH = 64
 _ECE_BINS = 15
@@ -145,7 +146,7 @@ def train(job: Job, model: Any, source: Teacher | None, lessons: Lessons | None 
     optimizer = make_optimizer(model, precision, config, planned)
     loader = Loader(lessons.train, batch_size=texts.BATCH, seed=job.seed)
     schedule, curriculum, mix = (
-        make_schedule(config, loader.num_batches),
+        Schedule.of(config, loader.num_batches),
         Curriculum.of(config),
         Mix(config.objectives, planned=planned),
     )

@@ -27,7 +27,7 @@ from stillroom.data import Loader, Rows
 from stillroom.models.student import attend_causally
 from stillroom.precision import AdamW, ParameterGroup, Precision, resolve
 from stillroom.teachers import LiveTeacher, Teacher
-from stillroom.training.build import make_schedule
+from stillroom.training.schedule import Schedule
 
 CPU = torch.device("cpu")
 BALANCE_WEIGHT = 0.01  # of the load-balancing term while a mixture is trained
@@ -131,7 +131,7 @@ def train_teacher(model: Any, sets: list[tuple[Rows, int]], steps: int = _TEACHE
     config = Config(train=train)
     precision = resolve("fp32")
     optimizer = optimizer_of(model, precision, config)
-    schedule = make_schedule(config, 1)
+    schedule = Schedule.of(config, 1)
     loaders = [Loader(rows, batch_size=count, seed=0) for rows, count in sets]
     extra = {"output_router_logits": True} if hasattr(model.config, "num_experts_per_tok") else {}
     start = time.process_time()

@@ -29,9 +29,9 @@ from stillroom.models.generate import Writer
 from stillroom.models.load import in_eval_mode
 from stillroom.precision import resolve
 from stillroom.telemetry.record import scan_events
-from stillroom.training.build import load_models
 from stillroom.training.distill import distill
 from stillroom.training.evaluate import evaluate
+from stillroom.training.models import load_models
 from stillroom.training.write_cache import make_cache
 
 CPU = torch.device("cpu")

@@ -52,8 +52,9 @@ def one_run(steps: int) -> dict[str, float]:
     from stillroom.precision.device import find_device
     from stillroom.telemetry import EventLog
     from stillroom.training import loop
-    from stillroom.training.build import build_run, load_models
+    from stillroom.training.build import build_run
     from stillroom.training.loop import Stop, training
+    from stillroom.training.models import load_models
     from stillroom.training.run import RunState
 
     folder = Path(tempfile.mkdtemp())

@@ -41,7 +41,7 @@ def prepare() -> tuple[Any, Any, Any, list[Any], list[Any]]:
     from stillroom.config import load_config
     from stillroom.data import Loader, fixed_batches, open_data
     from stillroom.precision.device import find_device
-    from stillroom.training.build import load_models
+    from stillroom.training.models import load_models
 
     config = load_config(preset="demo", overrides={**SETTING, **OBJECTIVE})
     models = load_models(config, find_device("cpu"))

@@ -106,7 +106,8 @@ def serve(folder: Path, size: str, strategy: str, num_micro: int, place: int) ->
     from stillroom.config import load_config
     from stillroom.parallel import join
     from stillroom.telemetry import EventLog
-    from stillroom.training.build import build_run, load_models
+    from stillroom.training.build import build_run
+    from stillroom.training.models import load_models
     from stillroom.training.recover import keep_snapshot
     from stillroom.training.run import RunState
     from stillroom.training.step import train_step

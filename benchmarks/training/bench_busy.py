@@ -59,7 +59,8 @@ def serve() -> None:
     from stillroom.config import load_config
     from stillroom.precision.device import find_device
     from stillroom.telemetry import EventLog
-    from stillroom.training.build import build_run, load_models
+    from stillroom.training.build import build_run
+    from stillroom.training.models import load_models
     from stillroom.training.run import RunState
     from stillroom.training.step import train_step
 

@@ -24,7 +24,8 @@ from stillroom.losses.head.rows import keep_top_k
 from stillroom.precision.device import find_device
 from stillroom.teachers import Teacher
 from stillroom.telemetry import EventLog
-from stillroom.training.build import build_run, load_models
+from stillroom.training.build import build_run
+from stillroom.training.models import load_models
 from stillroom.training.run import Run, RunState
 from stillroom.training.step import train_step
 

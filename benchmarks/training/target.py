@@ -67,7 +67,8 @@ def _run(**over: Any) -> Any:
     from stillroom.config import load_config
     from stillroom.precision.device import find_device
     from stillroom.telemetry import EventLog
-    from stillroom.training.build import build_run, load_models
+    from stillroom.training.build import build_run
+    from stillroom.training.models import load_models
 
     config = load_config(preset="demo", overrides={**SETTING, **over})
     out, device = Path(tempfile.mkdtemp()), find_device("cpu")

@@ -121,7 +121,7 @@ def resume(
     check_flag(trust_remote_code, "trust_remote_code", may_be_none=False)
     addresses = tuple(check_text(one, "allow_addresses") for one in allow_addresses)
 
-    from stillroom.training.demo import is_demo_run, resume_demo
+    from stillroom.demo import is_demo_run, resume_demo
     from stillroom.training.distill import resume as resume_run
     from stillroom.training.run_folder import Trust
 

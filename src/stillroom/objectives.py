@@ -1,5 +1,5 @@
-"""Names of `stillroom.losses` that programs import from here: the public address of the fused loss."""
+"""The public address of the objectives: what `stillroom.losses` exports, for programs and for packages that add one."""
 
-from stillroom.losses import DenseTeacher, HeadLoss, SampledTeacher, TopKTeacher, divergences, fused_head_loss
-
-__all__ = ["DenseTeacher", "HeadLoss", "SampledTeacher", "TopKTeacher", "divergences", "fused_head_loss"]
+from stillroom.losses import *  # noqa: F403
+from stillroom.losses import __all__ as __all__
+from stillroom.losses import divergences as divergences

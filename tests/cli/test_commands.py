@@ -11,7 +11,7 @@ from commands import output
 
 from stillroom.cli import main
 from stillroom.config import load_config, preset_names
-from stillroom.training.demo import baseline_config, compute_ratio, story_of
+from stillroom.demo import baseline_config, compute_ratio, story_of
 from stillroom.training.distill import distill
 
 

@@ -22,7 +22,8 @@ from stillroom.core.types import IGNORED
 from stillroom.data import Encoder, Record, Tally, fixed_batches, open_data, open_eval, opening_ids, pack, prompt_ids
 from stillroom.precision.device import find_device
 from stillroom.telemetry import EventLog
-from stillroom.training.build import build_run, load_models
+from stillroom.training.build import build_run
+from stillroom.training.models import load_models
 from stillroom.training.student import cut_student
 
 QUESTION = {"prompt": "the still room", "completion": " keeps spirits and waters"}

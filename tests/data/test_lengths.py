@@ -8,7 +8,7 @@ import tiny
 
 from stillroom.config import load_config
 from stillroom.data import open_data
-from stillroom.data.preview import length_quantiles, row_lengths
+from stillroom.data.corpus import length_quantiles, row_lengths
 
 
 def test_quantiles_are_lengths_that_occur() -> None:

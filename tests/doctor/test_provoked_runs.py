@@ -12,11 +12,11 @@ import pytest
 import tiny
 from provoked import FAULTS, Fault, make_world, run, stopping_listener
 
-from stillroom.core.locks import is_held
+from stillroom.core.locks import RUN_LOCK, is_held
 from stillroom.doctor.diagnose import diagnose, read_case
 from stillroom.doctor.log_rules import Case
 from stillroom.doctor.rules import Finding, rules_for
-from stillroom.telemetry.record import LOCK, read_events
+from stillroom.telemetry.record import read_events
 
 HEALTHY = ("base", "student-aware", "sar", "instruct")
 
@@ -40,7 +40,7 @@ def folder_of(name: str, world: Path, runs: dict[str, Path]) -> Path:
 
 def findings_of(folder: Path) -> list[Finding]:
     """The findings of a run. None proposes a setting that the run has already."""
-    case = read_case(folder, is_owned=is_held(folder / LOCK))
+    case = read_case(folder, is_owned=is_held(folder / RUN_LOCK))
     findings = diagnose(case)
     assert not [one.setting for one in findings if one.setting and case.has(one.setting)]
     return findings
@@ -71,7 +71,7 @@ def test_a_suspended_run_has_stalled_and_one_that_goes_on_has_not(world: Path, t
         os._exit(0)
     try:
         os.waitpid(child, os.WUNTRACED)  # returns when it is suspended
-        case = read_case(tmp_path / "run", is_owned=is_held(tmp_path / "run" / LOCK))
+        case = read_case(tmp_path / "run", is_owned=is_held(tmp_path / "run" / RUN_LOCK))
         assert case.is_owned is True
         now = [one.cause for one in diagnose(case) if one.is_alarming]
         later = Case(case.record, now=datetime.now(UTC) + timedelta(hours=1), is_owned=True)
@@ -80,7 +80,7 @@ def test_a_suspended_run_has_stalled_and_one_that_goes_on_has_not(world: Path, t
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    assert is_held(tmp_path / "run" / LOCK) is False
+    assert is_held(tmp_path / "run" / RUN_LOCK) is False
 
 
 @pytest.mark.parametrize("preset", HEALTHY)

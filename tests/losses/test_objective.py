@@ -20,7 +20,8 @@ from stillroom.core.types import Batch, LossWeights, Score, Signal, StudentView
 from stillroom.losses.mix import Mix, ModelDims, Objective, Plan, plan_objectives, register
 from stillroom.precision.device import find_device
 from stillroom.telemetry import EventLog
-from stillroom.training.build import build_run, load_models
+from stillroom.training.build import build_run
+from stillroom.training.models import load_models
 from stillroom.training.run import Run, RunState, capture
 from stillroom.training.schedule import Curriculum
 from stillroom.training.step import attempt, train_step

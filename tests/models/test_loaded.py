@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, RwkvConfig
 from transformers.utils import logging
 
+from stillroom import demo
 from stillroom.config import load_config
 from stillroom.config.schema import DataConfig, StudentConfig, TeacherConfig
 from stillroom.core.errors import BrokenAtStart, ConfigError
@@ -24,10 +25,9 @@ from stillroom.metrics.evaluate import assess
 from stillroom.models import head_error, open_student, open_teacher, try_model
 from stillroom.models.student import NAME
 from stillroom.precision.device import find_device
-from stillroom.training import demo
-from stillroom.training.build import load_models
 from stillroom.training.distill import distill
 from stillroom.training.finish import Result
+from stillroom.training.models import load_models
 
 ODD = ["recurrent_gemma", "modernbert-decoder", "doge"]  # a cap, a head with layers of its own, masks of its own
 

@@ -24,10 +24,13 @@ from stillroom.models.compile import CompiledBody
 from stillroom.parallel import Parallel, join
 from stillroom.precision.device import find_device
 from stillroom.telemetry import EventLog, read_events
-from stillroom.training.build import build_run, load_models
+from stillroom.training.build import build_run
 from stillroom.training.distill import distill, resume
+from stillroom.training.gradients import term_gradients
+from stillroom.training.loop import gradients_due
+from stillroom.training.models import load_models
 from stillroom.training.run import Run, RunState
-from stillroom.training.step import is_due, term_gradients, train_step
+from stillroom.training.step import train_step
 
 STEPS = 2
 STRATEGIES = ("ddp", "fsdp")
@@ -189,7 +192,7 @@ def _trained(config: Any, log: EventLog, parallel: Parallel, models: Any) -> dic
     run.student.train()
     state, losses, norms = RunState(), [], []
     while state.applied < STEPS:
-        if is_due(run, state):
+        if gradients_due(run, state):
             term_gradients(run, state, run.loader.window(state.cursor))
         outcome = train_step(run, state, run.loader.window(state.cursor))
         losses.append(outcome.evidence.loss)

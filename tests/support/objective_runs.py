@@ -14,7 +14,8 @@ from stillroom.losses import divergences
 from stillroom.parallel import Parallel, join
 from stillroom.precision.device import find_device
 from stillroom.telemetry import EventLog
-from stillroom.training.build import build_run, load_models
+from stillroom.training.build import build_run
+from stillroom.training.models import load_models
 from stillroom.training.run import Run, RunState
 from stillroom.training.step import attempt
 

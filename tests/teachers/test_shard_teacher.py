@@ -18,8 +18,8 @@ from stillroom.parallel import Parallel
 from stillroom.parallel.base import Processes
 from stillroom.teachers.placement import shard_teacher
 from stillroom.telemetry import read_events
-from stillroom.training.build import load_models
 from stillroom.training.distill import distill
+from stillroom.training.models import load_models
 
 SHARD = {"teacher.placement": "shard"}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

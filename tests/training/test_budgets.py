@@ -15,8 +15,8 @@ from stillroom.parallel import Parallel
 from stillroom.precision import AdamW, ParameterGroup, resolve
 from stillroom.precision.policy import POLICIES
 from stillroom.telemetry import EventLog, SilentLog, read_events
-from stillroom.training.build import make_saves, make_snapshots, state_copies
 from stillroom.training.checkpoint import CheckpointSnapshots, CheckpointStore, SnapshotRing
+from stillroom.training.memory import make_saves, make_snapshots, state_copies
 
 
 def parts(mode: str, moments: str) -> tuple[torch.nn.Module, AdamW]:

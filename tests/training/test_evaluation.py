@@ -21,8 +21,9 @@ from stillroom.losses.head import products
 from stillroom.losses.head.products import WideMultiplier
 from stillroom.precision.device import find_device
 from stillroom.telemetry import EventLog
-from stillroom.training.build import build_run, load_models
+from stillroom.training.build import build_run
 from stillroom.training.evaluate import Evaluation, evaluate
+from stillroom.training.models import load_models
 from stillroom.training.run import Run, RunState
 from stillroom.training.step import attempt
 

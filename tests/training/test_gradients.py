@@ -16,10 +16,12 @@ from stillroom.core.errors import Interrupted
 from stillroom.precision.device import find_device
 from stillroom.report import write_report
 from stillroom.telemetry import EventLog, read_events
-from stillroom.training.build import build_run, load_models
+from stillroom.training.build import build_run
 from stillroom.training.distill import distill, resume
+from stillroom.training.gradients import term_gradients
+from stillroom.training.models import load_models
 from stillroom.training.run import RunState
-from stillroom.training.step import attempt, term_gradients
+from stillroom.training.step import attempt
 
 MIXED = {"objectives__kd__weight": 0.6, "objectives__ce__weight": 0.4, "objectives__kd__temperature": 2.0}
 

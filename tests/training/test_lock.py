@@ -16,7 +16,7 @@ import tiny
 
 from stillroom.config import Config, load_config
 from stillroom.core.errors import BrokenAtStart, CannotSave, ConfigError, Interrupted, StillroomError
-from stillroom.telemetry.record import LOCK
+from stillroom.core.locks import RUN_LOCK
 from stillroom.training.distill import distill, resume
 from stillroom.training.loop import Stop
 from stillroom.training.run_folder import owned, read_config, take_lock
@@ -44,7 +44,7 @@ def test_a_second_process_is_told_who_owns_the_folder(world: Path, tmp_path: Pat
         distill(load_config(overrides=tiny.settings(world)), tmp_path / "run", device="cpu")
     assert caught.value.exit_code == 2 and caught.value.advice
     assert str(other) in caught.value.what and socket.gethostname() in caught.value.what
-    assert [path.name for path in (tmp_path / "run").iterdir()] == [LOCK], "nothing is written beside the owner"
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [RUN_LOCK], "nothing is written beside the owner"
 
 
 def test_a_folder_left_by_a_process_killed_while_loading_can_be_used(world: Path, tmp_path: Path) -> None:

@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from stillroom.core.errors import PeerGone
-from stillroom.core.locks import hold
+from stillroom.core.locks import RUN_LOCK, hold
 from stillroom.parallel import Parallel
 from stillroom.telemetry import SilentLog, read_events
-from stillroom.telemetry.record import LOCK
 from stillroom.training.checkpoint import CheckpointStore
 from stillroom.training.run import Hooks, Run, RunState, weights_of
 from stillroom.training.save import last_step_saved
@@ -70,12 +69,12 @@ def test_the_process_that_is_left_saves_the_last_step(begun: Any, rank: int) -> 
     if rank == 1:
         events = [event["event"] for event in read_events(run.folder / "events.jsonl")]
         assert events[2:] == ["checkpoint", "note", "run_end"], "it writes the log in place of the first one"
-        assert not (run.folder / LOCK).exists()
+        assert not (run.folder / RUN_LOCK).exists()
 
 
 def test_only_one_of_those_that_are_left_saves(begun: Any) -> None:
     run, state = begun(1)
-    with hold(run.folder / LOCK):  # as another process would
+    with hold(run.folder / RUN_LOCK):  # as another process would
         lose_a_peer(run, state)
         assert steps_saved(run) == [], "the first process holds the lock: it is there, or frozen"
     lose_a_peer(run, state)

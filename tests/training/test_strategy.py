@@ -14,7 +14,8 @@ from torch.distributed.fsdp import FSDPModule
 from stillroom.config import load_config
 from stillroom.core.errors import ConfigError
 from stillroom.parallel import Parallel
-from stillroom.training.build import check_strategy, load_models, make_precision, unused_strategy
+from stillroom.training.build import make_precision
+from stillroom.training.models import check_strategy, load_models, unused_strategy
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "residuals": ({"precision.mode": "fp16-split"}, "fp16-split"),

@@ -41,8 +41,7 @@ from stillroom.precision import resolve
 from stillroom.teachers.router.gates import GateOptions
 from stillroom.teachers.router.teacher import RouterTeacher
 from stillroom.teachers.router.terms import both_ways, lookahead_direction
-from stillroom.training.build import make_schedule
-from stillroom.training.schedule import Curriculum
+from stillroom.training.schedule import Curriculum, Schedule
 
 RESULTS = Path(__file__).parent / "results"
 ALARMS = 6  # times a run looks at its teacher's held-out loss, on 128 rows of dev
@@ -177,7 +176,7 @@ def _train(job: RouterJob, model: Any, teacher: RouterTeacher | None) -> float:
     precision = resolve("fp32")
     optimizer = nets.optimizer_of(model, precision, config)
     loader = Loader(texts.transfer_set(job.domain, job.transfer_tokens), batch_size=texts.BATCH, seed=job.seed)
-    schedule, curriculum, mix = make_schedule(config, loader.num_batches), Curriculum.of(config), Mix(config.objectives)
+    schedule, curriculum, mix = Schedule.of(config, loader.num_batches), Curriculum.of(config), Mix(config.objectives)
     watched = list(fixed_batches(texts.domain(job.domain).dev, 64, 2))
     if teacher is not None:
         teacher.training.start(watched)

@@ -119,7 +119,8 @@ def report(
     out: Annotated[Path | None, typer.Option(help="the page; else RUN/report.html, or compared.html here")] = None,
 ) -> None:
     """Write (or rewrite) report.html of a run, or one page that compares several."""
-    from stillroom.core.remote import add, as_url, here, is_in_store
+    from stillroom.core.files import is_in_store
+    from stillroom.core.remote import add, as_url, here
     from stillroom.report import write_report, write_reports
 
     folders = [here(run, needs="record") for run in runs]
@@ -227,7 +228,7 @@ def watch(
 
     Reads the run's log and changes nothing. Ctrl-C ends the watching, not the run.
     """
-    from stillroom.core.remote import is_in_store
+    from stillroom.core.files import is_in_store
     from stillroom.telemetry.console import ConsoleView
     from stillroom.telemetry.record import Follower
 

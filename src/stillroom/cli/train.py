@@ -117,7 +117,7 @@ def distill(
 
     def job(place: Path, listeners: Listeners) -> Result:
         if is_demo and not dry_run and not inject:
-            from stillroom.training.demo import run_demo
+            from stillroom.demo import run_demo
 
             return run_demo(loaded.config, place, device=device, listeners=listeners, **accepts)
         from stillroom.training.distill import distill as run
@@ -153,7 +153,7 @@ def resume(
     accepts: dict[str, Any] = {"accept_changed_inputs": accept_changed_inputs}
 
     def job(place: Path, listeners: Listeners) -> Result:
-        from stillroom.training.demo import is_demo_run, resume_demo
+        from stillroom.demo import is_demo_run, resume_demo
         from stillroom.training.distill import resume as resume_run
         from stillroom.training.run_folder import Trust
 
@@ -234,7 +234,7 @@ def diagnose(
     preset: Annotated[str | None, typer.Option(help="of a configuration: the preset it is based on")] = None,
     as_json: AsJson = False,
 ) -> None:
-    from stillroom.core.remote import is_in_store
+    from stillroom.core.files import is_in_store
     from stillroom.doctor.diagnose import config_lines
     from stillroom.doctor.rules import Settings, judge_settings
 
@@ -252,8 +252,9 @@ def diagnose(
 
 
 def _diagnose_run(run: Path, as_json: bool) -> None:
+    from stillroom.core.files import is_in_store
     from stillroom.core.locks import RUN_LOCK, is_held
-    from stillroom.core.remote import here, is_in_store, may_be_owned
+    from stillroom.core.remote import here, may_be_owned
     from stillroom.doctor.diagnose import as_dict, read_case, run_lines
     from stillroom.doctor.diagnose import diagnose as find_causes
 

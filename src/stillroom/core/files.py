@@ -331,3 +331,17 @@ def _word(number: float) -> str:
     if math.isnan(number):
         return "nan"
     return "inf" if number > 0 else "-inf"
+
+
+# ---- Addresses of stores
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # one slash is left of two where a URL was taken for a path
+
+
+def is_url(spec: object) -> bool:
+    return bool(_URL.match(str(spec)))
+
+
+def is_in_store(place: object) -> bool:
+    """Whether a place is the address of a store, and not a local folder of that name."""
+    return is_url(place) and not Path(str(place)).exists()

@@ -35,6 +35,7 @@ from stillroom.core.files import (
     Stored,
     inside,
     is_hidden,
+    is_in_store,
     reason_of,
     sum_of_file,
     write_atomically,
@@ -48,7 +49,6 @@ _RENEWALS = 6  # in that time
 _TRIES, _PAUSE = 5, 0.2  # seconds, doubled
 _AT_ONCE = 8  # files that are copied together
 _READ_BACK = 1 << 20  # bytes up to which a file that was sent is read again
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # one slash is left of two where a URL was taken for a path
 # Packages whose errors are not OSErrors and mean that a store could not be asked.
 _CLIENTS = ("botocore", "aiobotocore", "aiohttp", "gcsfs", "google", "huggingface_hub", "httpx", "httpcore", "requests")
 _CREATE = {"s3", "s3a", "gs", "gcs", "memory"}  # file systems that create a file only where there is none
@@ -60,10 +60,6 @@ _LINKED = (_CHECKPOINTS, _STUDENT, "inputs/")  # files there are never written t
 
 
 # -- addresses -------------------------------------------------------------------------------------------
-
-
-def is_url(spec: object) -> bool:
-    return bool(_URL.match(str(spec)))
 
 
 def as_url(place: object) -> str:
@@ -78,11 +74,6 @@ def is_below(address: str, allowed: str | None) -> bool:
     if not allowed or {"..", "."} & {*address.split("/")}:
         return False
     return as_url(address) == as_url(allowed) or as_url(address).startswith(f"{as_url(allowed)}/")
-
-
-def is_in_store(place: object) -> bool:
-    """Whether a place is the address of a store, and not a local folder of that name."""
-    return is_url(place) and not Path(str(place)).exists()
 
 
 def refuse_url(place: object, what: str, where: str) -> None:

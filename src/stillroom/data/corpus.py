@@ -152,6 +152,8 @@ class SourceDocuments:
 
     def encoded(self, encode: Encoder) -> Encoded:
         several = [documents.encoded(encode) for documents in self.sources if len(documents)]
+        if len(several) == 1:
+            return several[0]
         return end_to_end(several) if several else encode([])
 
 
@@ -600,3 +602,20 @@ def other_of(batch: Batch) -> Batch:
             advice=["open the data with both tokenizers"],
         )
     return batch.other
+
+
+QUANTILES = {"shortest": 0, "first_decile": 0.1, "median": 0.5, "ninth_decile": 0.9, "longest": 1}
+
+
+def length_quantiles(counts: Any) -> dict[str, int]:
+    """Quantiles of lengths, each of them one that occurs."""
+    if not len(counts):
+        return {}
+    found = np.quantile(counts, list(QUANTILES.values()), method="nearest").tolist()
+    return {name: int(value) for name, value in zip(QUANTILES, found, strict=True)}
+
+
+def row_lengths(corpus: Corpus) -> dict[str, dict[str, int]]:
+    """Quantiles of the rows' lengths in tokens, by side."""
+    sides = {"train": corpus.train, "eval": corpus.evaluation}
+    return {side: length_quantiles(rows.lengths) for side, rows in sides.items() if len(rows)}

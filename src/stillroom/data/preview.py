@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from stillroom.config.schema import DataConfig, SourceConfig
 from stillroom.data.chat import PlainChat
-from stillroom.data.corpus import Corpus, encode_training, read_records
+from stillroom.data.corpus import encode_training, length_quantiles, read_records
 from stillroom.data.records import Tally
 from stillroom.data.sources import BUILTIN_PREFIX, embedded_records
 from stillroom.data.tokenize import Encoded, Tokenizer, num_shared, spell
@@ -131,23 +131,6 @@ def token_pieces(tokenizer: Tokenizer, ids: Sequence[int], is_scored: Sequence[b
 
 
 # -- lengths -----------------------------------------------------------------------------------------------------
-
-
-QUANTILES = {"shortest": 0, "first_decile": 0.1, "median": 0.5, "ninth_decile": 0.9, "longest": 1}
-
-
-def length_quantiles(counts: Any) -> dict[str, int]:
-    """Quantiles of lengths, each of them one that occurs."""
-    if not len(counts):
-        return {}
-    found = np.quantile(counts, list(QUANTILES.values()), method="nearest").tolist()
-    return {name: int(value) for name, value in zip(QUANTILES, found, strict=True)}
-
-
-def row_lengths(corpus: Corpus) -> dict[str, dict[str, int]]:
-    """Quantiles of the rows' lengths in tokens, by side."""
-    sides = {"train": corpus.train, "eval": corpus.evaluation}
-    return {side: length_quantiles(rows.lengths) for side, rows in sides.items() if len(rows)}
 
 
 # -- duplicates --------------------------------------------------------------------------------------------------

@@ -28,7 +28,8 @@ from typing import IO, Any
 from stillroom import builtin as stdlib
 from stillroom.config.schema import READERS, Layout
 from stillroom.core.errors import DataError
-from stillroom.core.remote import is_url, local_copy
+from stillroom.core.files import is_url
+from stillroom.core.remote import local_copy
 from stillroom.data.records import FIELDS, OPTIONAL, Record, Segments, Tally, content_key, is_blank
 
 # -- opening files -----------------------------------------------------------------------------------------

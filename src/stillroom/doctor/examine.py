@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from stillroom.cli.exit import explained
 from stillroom.config import Loaded
 from stillroom.core.errors import StillroomError
+from stillroom.core.shortages import explained
 from stillroom.doctor import setup_rules
 from stillroom.doctor.rules import Finding, Rule, rules_for
 from stillroom.doctor.setup import NotLooked, PartFailed, Setup, read_machine

@@ -22,7 +22,7 @@ from stillroom.models.files import Source, fetch
 from stillroom.precision.device import DeviceFacts, facts_of
 from stillroom.precision.policy import choose
 from stillroom.teachers.signals import AUTO
-from stillroom.training.build import Models, load_models
+from stillroom.training.models import Models, load_models
 from stillroom.training.schedule import Curriculum
 
 _DRIVER = Path("/proc/driver/nvidia/version")

@@ -36,8 +36,9 @@ from stillroom.models.student import num_positions
 from stillroom.precision.device import check_device
 from stillroom.teachers.signals import teacher_dtype
 from stillroom.telemetry import EventLog
-from stillroom.training.build import Models, build_run, load_models
+from stillroom.training.build import build_run
 from stillroom.training.memory import AIM, Shapes, Target, chosen_mode, lay_out
+from stillroom.training.models import Models, load_models
 from stillroom.training.preflight import find_loss_scale, first_forward
 from stillroom.training.run import RunState
 from stillroom.training.schedule import steps_of_run

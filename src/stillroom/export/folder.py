@@ -16,8 +16,7 @@ from torch import Tensor
 from stillroom.builtin import own_text, topics
 from stillroom.config.schema import DataConfig, TeacherConfig
 from stillroom.core.errors import CannotSave, ConfigError, DataError, StillroomError
-from stillroom.core.files import is_disk_full, reason_of, replaced_folder
-from stillroom.core.remote import is_url
+from stillroom.core.files import is_disk_full, is_url, reason_of, replaced_folder
 from stillroom.data import fixed_rows, open_eval, opening_ids
 from stillroom.data.chat import turn_end_ids
 from stillroom.export.card import Origin, model_card

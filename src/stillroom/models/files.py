@@ -25,9 +25,8 @@ from safetensors import safe_open
 from stillroom import builtin
 from stillroom.config.schema import ModelSection, TeacherConfig
 from stillroom.core.errors import AddressUnusable, BrokenAtStart, ConfigError, DataError, OutsideName
-from stillroom.core.files import inside
-from stillroom.core.remote import here, is_below, is_url
-from stillroom.models.gguf import is_gguf
+from stillroom.core.files import inside, is_url
+from stillroom.core.remote import here, is_below
 
 # -- source ----------------------------------------------------------------------------------------
 # Resolve a folder, a hub id or a builtin name to a folder on this disk.
@@ -43,6 +42,10 @@ _WEIGHT_FILES = ("model.safetensors", "model-*-of-*.safetensors", "adapter_model
 _ANY_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth")
 _HUB_SECONDS = 10.0
 _FILE_ENDINGS = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".ckpt", ".json", ".toml", ".onnx", ".zip", ".tar.gz")
+
+
+def is_gguf(path: Path) -> bool:
+    return path.suffix.lower() == ".gguf" and path.is_file()
 
 
 @dataclass(frozen=True)

@@ -278,10 +278,6 @@ def _refused(header: GgufHeader, told: str) -> BrokenAtStart:
 # -- loading ------------------------------------------------------------------------------------------
 
 
-def is_gguf(path: Path) -> bool:
-    return path.suffix.lower() == ENDING and path.is_file()
-
-
 def gguf_config(path: Path) -> Any:
     """The configuration that the file describes. Read once: the lists of tokens take seconds."""
     _check(path)

@@ -33,7 +33,8 @@ from transformers.utils import logging
 
 from stillroom.config.schema import ModelSection, ShrinkConfig, StudentConfig, TeacherConfig
 from stillroom.core.errors import BrokenAtStart, foreign_errors
-from stillroom.core.remote import here, is_in_store
+from stillroom.core.files import is_in_store
+from stillroom.core.remote import here
 from stillroom.core.types import HeadWeights
 from stillroom.models.anatomy import Anatomy, anatomy_of, backbone, head_error, head_of, in_eval_mode
 from stillroom.models.compile import CompiledBody

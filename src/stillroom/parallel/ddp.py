@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from stillroom.cli.exit import is_out_of_memory
+from stillroom.core.shortages import is_out_of_memory
 from stillroom.parallel.base import Processes, peer_errors, peer_is_gone
 
 if TYPE_CHECKING:

@@ -7,10 +7,9 @@ answers that depend on the student, own weights that learn) is in its `training`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +19,7 @@ from stillroom.core.types import (
     Batch,
     DenseSignal,
     Evidence,
+    HeadWeights,
     Needs,
     PairedSignal,
     PairedTokens,
@@ -60,10 +60,13 @@ class Teacher:
         """The teacher as it was given. A finished student is compared with it."""
         return self
 
-    @cached_property
+    own_training: TeacherTraining | None = None  # of a teacher that does more in a training step than answer
+
+    @property
     def training(self) -> TeacherTraining:
         """What it does in a training step beyond answering."""
-        return TeacherTraining(self)
+        # Made anew: kept, it and the teacher would hold each other, and the weights would stay until a collection.
+        return self.own_training or TeacherTraining(self)
 
     # -- answering ---------------------------------------------------------------------------------------
 
@@ -218,3 +221,29 @@ def kind_of(signal: Signal | None) -> SignalKind:
             return "sampled"
         case PairedSignal() | PairedTokens():
             return "paired"
+
+
+class Placement:
+    """On the device for good. A subclass overrides what differs."""
+
+    is_shared = False  # whether all processes have to ask it at the same time
+    writes_text = True  # whether it answers fast enough to write a text token by token
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """The network can be run on the device in the body."""
+        yield
+
+    def lasting(self, head: HeadWeights) -> HeadWeights:
+        """The head as the objectives may use it after `at_work`."""
+        return head
+
+    def begin_window(self) -> None:
+        """A window of micro-batches begins."""
+
+    def end_window(self) -> None:
+        """Its backward passes are done: nothing of its answers is needed any more."""
+
+    def facts(self) -> dict[str, Any]:
+        """Entries for the run's summary."""
+        return {}

@@ -59,7 +59,8 @@ class TeacherSource:
 
 def check_teacher(config: Config, device: torch.device) -> None:
     """Raise for settings that cannot work together or not on this device, before anything is loaded."""
-    if Curriculum.of(config).uses_teacher and not uses_cache(config):
+    is_quantised = config.teacher.quantisation != "none"
+    if is_quantised and Curriculum.of(config).uses_teacher and not uses_cache(config):
         check_quantisation(config.teacher, device)
     if config.teacher.server and not config.teacher.cache:
         served_spec(config)
@@ -85,7 +86,12 @@ def needs_own_tokenizer(config: Config) -> bool:
     """Whether the teacher's tokenizer is needed: to ask the teacher, or to read its own tokens."""
     if not Curriculum.of(config).uses_teacher:
         return False
-    return reads_its_own_tokens(config) or not uses_cache(config)
+    return _is_paired(config) or not uses_cache(config)
+
+
+def _is_paired(config: Config) -> bool:
+    """Whether each model reads its own tokens. Raise for what such a run cannot have."""
+    return bool(config.objectives.span_weights) and reads_its_own_tokens(config)
 
 
 def find_source(
@@ -93,9 +99,10 @@ def find_source(
 ) -> TeacherSource:
     """Decide where answers come from. `folder` is the run's: an automatic cache lies next to it."""
     is_asked = Curriculum.of(config).uses_teacher
-    is_paired = reads_its_own_tokens(config) and is_asked
+    is_paired = _is_paired(config) and is_asked
     matched = matched_tokens(tokenizer, own_tokenizer) if is_paired else None
-    space = TokenSpace.of(config, own_tokenizer if is_paired else tokenizer, matched)
+    by_groups = "prefix_match" in config.objectives.span_weights
+    space = TokenSpace(own_tokenizer if is_paired else tokenizer, matched, by_groups)
     dtype = teacher_dtype(config, device)
     cache = cache_folder(config, folder, space, dtype) if uses_cache(config) else None
     is_stored = cache is not None and (config.teacher.cache != AUTO or is_there(cache))
@@ -105,7 +112,7 @@ def find_source(
 
 def open_network(config: Config, source: TeacherSource, parallel: Parallel | None) -> LoadedModel:
     """Load the teacher's weights as its placement wants them, and test it."""
-    if reads_layers_one_by_one(config, parallel):
+    if config.teacher.placement == "shard" and reads_layers_one_by_one(config, parallel):
         return open_streamed(config.teacher, source.dtype, source.own_tokenizer, is_to_stay=False)
     return open_live(config.teacher, source.dtype, source.own_tokenizer)
 
@@ -154,12 +161,15 @@ def build_teacher(
     elif loaded is None:
         return NO_TEACHER
     else:
-        rows = rows_asked(corpus, corpus.train)
-        loaded = quantise_teacher(config, loaded, rows, vocab_size, device, write=run.write)
-        placement = shard_teacher(config, loaded, run.parallel, device, tell=run.tell)
+        if config.teacher.quantisation != "none":
+            rows = rows_asked(corpus, corpus.train)
+            loaded = quantise_teacher(config, loaded, rows, vocab_size, device, write=run.write)
+        placement = None
+        if config.teacher.placement == "shard":
+            placement = shard_teacher(config, loaded, run.parallel, device, tell=run.tell)
         if config.teacher.router.mode != "frozen":
             teacher = router_teacher(config, loaded, vocab_size, run, is_paired=source.is_paired)
-        elif (spec := live_spec(config, space.shared)) is not None:
+        elif (spec := live_spec(config, space.shared if source.is_paired else "")) is not None:
             live, notes = live_teacher(config, loaded, vocab_size, device), check_use(config, spec)
             teacher = SparseTeacher(live, spec, notes=notes, coarse=space.coarse(spec, vocab_size))
         else:

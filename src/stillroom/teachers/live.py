@@ -15,8 +15,8 @@ from stillroom.models import LoadedModel, Student, open_teacher
 from stillroom.models.anatomy import layers_if_any
 from stillroom.models.compile import CompiledBody
 from stillroom.models.student import last_hidden, tapped
-from stillroom.teachers.base import SignalKind, Teacher
-from stillroom.teachers.placement import Offloaded, Placement, StreamedModel, open_streamed
+from stillroom.teachers.base import Placement, SignalKind, Teacher
+from stillroom.teachers.placement import Offloaded, StreamedModel, open_streamed
 
 
 class LiveTeacher(Teacher):

@@ -49,7 +49,7 @@ class PairedTeacher(Teacher):
         self.answers_together, self.writes_text = inner.answers_together, inner.writes_text
         self._coverage = coverage
         if training is not None:
-            self.training = training
+            self.own_training = training
 
     @property
     def original(self) -> Teacher:

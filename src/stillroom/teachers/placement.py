@@ -37,6 +37,7 @@ from stillroom.models.gguf import empty_network
 from stillroom.models.load import CONSTANTS, explained, read_config
 from stillroom.parallel import Parallel
 from stillroom.parallel.base import Processes, check_torch
+from stillroom.teachers.base import Placement
 
 if TYPE_CHECKING:
     from stillroom.parallel.fsdp import FrozenParts
@@ -44,32 +45,6 @@ if TYPE_CHECKING:
 _HOME = torch.device("cpu")
 _NUMBERS = {"F32", "F16", "BF16"}
 _ADVICE = ["--set teacher.placement=offload", "write its answers to disk on a larger machine: stillroom cache"]
-
-
-class Placement:
-    """On the device for good. A subclass overrides what differs."""
-
-    is_shared = False  # whether all processes have to ask it at the same time
-    writes_text = True  # whether it answers fast enough to write a text token by token
-
-    @contextmanager
-    def at_work(self) -> Iterator[None]:
-        """The network can be run on the device in the body."""
-        yield
-
-    def lasting(self, head: HeadWeights) -> HeadWeights:
-        """The head as the objectives may use it after `at_work`."""
-        return head
-
-    def begin_window(self) -> None:
-        """A window of micro-batches begins."""
-
-    def end_window(self) -> None:
-        """Its backward passes are done: nothing of its answers is needed any more."""
-
-    def facts(self) -> dict[str, Any]:
-        """Entries for the run's summary."""
-        return {}
 
 
 # -- main memory --------------------------------------------------------------------------------------

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stillroom.cli.exit import is_out_of_memory
 from stillroom.config import Config
 from stillroom.config.schema import TeacherConfig
 from stillroom.core.errors import BrokenAtStart
+from stillroom.core.shortages import is_out_of_memory
 from stillroom.core.types import Batch, DenseSignal, HeadWeights, StudentView
 from stillroom.data import Rows, fixed_batches
 from stillroom.losses.divergences import make

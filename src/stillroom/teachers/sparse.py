@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from stillroom.cli.exit import is_out_of_memory
+from stillroom.core.shortages import is_out_of_memory
 from stillroom.core.types import Batch, DenseSignal, Needs, PairedTokens, SampledSignal, Signal, TopKSignal
 from stillroom.models import Student
 from stillroom.teachers.base import SignalKind, Teacher

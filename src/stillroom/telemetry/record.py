@@ -27,7 +27,6 @@ Fields = Mapping[str, Any]
 Format = Callable[[float], str]
 
 LOG, SUMMARY, CONFIG, EVALUATED = "events.jsonl", "summary.json", "config.json", "eval.json"
-LOCK = "run.lock"  # held by the process that writes the run
 FINISHED = frozenset({"done", "finished", "completed"})
 BASELINES = ("baseline", "baseline_equal_compute")
 

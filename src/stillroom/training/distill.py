@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import date
 from pathlib import Path
@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
-from stillroom.cli.exit import explained
 from stillroom.config import Config
 from stillroom.config.given import unread_notes
 from stillroom.config.schema import STRATEGIES
 from stillroom.core.errors import BrokenAtStart, CheckpointUnusable, ConfigError, Fault, StillroomError, is_panic
 from stillroom.core.files import mend, reason_of
-from stillroom.data.preview import row_lengths
+from stillroom.core.shortages import explained
+from stillroom.data.chat import prints_day
+from stillroom.data.corpus import row_lengths
 from stillroom.models import Student
 from stillroom.models.load import not_finite_advice
 from stillroom.parallel import Parallel, join
@@ -25,18 +26,19 @@ from stillroom.teachers.signals import teacher_dtype
 from stillroom.telemetry import EventLog, SilentLog
 from stillroom.telemetry.trackers import open_tracking
 from stillroom.training import run_folder as run_folder
-from stillroom.training.build import Models, build_run, load_models, unused_strategy
+from stillroom.training.build import build_run
 from stillroom.training.checkpoint import CheckpointStore, Mark, Saved
-from stillroom.training.evaluate import Evaluation
-from stillroom.training.finish import FINISHED, Result, doubts, finish, result_or_error, summary_row
+from stillroom.training.evaluate import Evaluation, summary_row
+from stillroom.training.finish import FINISHED, Result, finish, result_or_error
 from stillroom.training.loop import Adviser, Stop, judge_student, run_evaluation, training
 from stillroom.training.memory import evaluate_held_out, find_micro_batch
-from stillroom.training.preflight import InputCheck, find_loss_scale, first_forward
+from stillroom.training.models import Models, load_models, student_name, unused_strategy
+from stillroom.training.preflight import InputCheck, doubts, find_loss_scale, first_forward
 from stillroom.training.recover import state_to_return_to
 from stillroom.training.run import Run, RunState, restore, restore_history, why_unusable, why_unusable_mark
 from stillroom.training.run_folder import NONE, Claim, Inputs, Trust, opened
 from stillroom.training.save import save_checkpoint
-from stillroom.training.student import start_note, student_name
+from stillroom.training.student import start_note
 
 # -- resume ----------------------------------------------------------------------------------------
 # Find the checkpoint and log to continue a run from, restore it, and record how a run ends.
@@ -229,7 +231,7 @@ def _run(
         check.models(config)
         dated = config.on_day(config.data.day or _day(claim, parallel))
         models = load_models(dated, where, folder=folder, parallel=parallel, tell=_teller(listeners))
-    if models.prints_day:
+    if _prints_day(models):
         claim.config = config = dated
     if parallel.is_first and not claim.is_resumed:
         claim.describe()
@@ -238,9 +240,10 @@ def _run(
         log.listen(listener)
     if parallel.is_first:
         Adviser(log)
-        tracking = open_tracking(config, folder, lambda text: log.write("note", text=text))
-        if tracking is not None:
-            log.listen(tracking)
+        if config.telemetry.tracker != "none":
+            tracking = open_tracking(config, folder, lambda text: log.write("note", text=text))
+            if tracking is not None:
+                log.listen(tracking)
         if claim.sender is not None:
             claim.sender.attach(log)
     with log, recorded_end(log, folder), ExitStack() as ending:
@@ -264,7 +267,7 @@ def _run(
         _announce(run, models, notes, saved, check, stop.seconds)
         if saved is not None:
             restore_checkpoint(run, state, saved, takes_other_base=accepts)
-        return _train(run, state, saved, mark, stop, check.changed)
+        return _train(run, state, models.vocabularies, saved, mark, stop, check.changed)
 
 
 def resume(
@@ -315,6 +318,12 @@ def _day(claim: Claim, parallel: Parallel) -> str:
     return date.fromordinal(int(parallel.broadcast(float(day.toordinal())))).isoformat()
 
 
+def _prints_day(models: Models) -> bool:
+    """Whether a chat template that prints the data asks for the time."""
+    tokenizers = [one for one in (models.tokenizer, models.teacher_tokenizer) if one is not None]
+    return any(prints_day(one) for one in tokenizers if one.chat_template)
+
+
 def _already_finished(folder: Path, summary: dict[str, Any]) -> str:
     steps = summary.get("steps")
     after = f" after {steps:,} steps" if isinstance(steps, int) else ""
@@ -322,7 +331,13 @@ def _already_finished(folder: Path, summary: dict[str, Any]) -> str:
 
 
 def _train(
-    run: Run, state: RunState, saved: Saved | None, mark: Mark | None, stop: Stop, changed: Collection[str] = ()
+    run: Run,
+    state: RunState,
+    vocabularies: Mapping[str, str],
+    saved: Saved | None,
+    mark: Mark | None,
+    stop: Stop,
+    changed: Collection[str],
 ) -> Result:
     """Train from the present state to the end, then write the results. `changed` are inputs that are others now."""
     state.between_batches = stop.check_loading
@@ -331,7 +346,7 @@ def _train(
         state.before |= _teacher_before(run, state)
     if saved is None:
         run.teacher.training.begin_run()  # before the initial state is kept: the probe's result is part of it
-        first_forward(run, state)
+        first_forward(run, state, vocabularies)
         find_micro_batch(run, state)
         find_loss_scale(run, state)
     if run.config.guard.on_exhausted == "reset" and state.applied == 0:

@@ -310,3 +310,8 @@ def _result(
         ledger=ledger,
         unmeasured=unmeasured,
     )
+
+
+def summary_row(result: Evaluation, num_parameters: int) -> dict[str, Any]:
+    """What the summary says of a model."""
+    return {**result.yardsticks(), "parameters": num_parameters}

@@ -12,27 +12,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-import torch
-
 from stillroom.core.errors import CannotSave, Interrupted, NoBetterStudent, StudentDiffers
 from stillroom.core.files import reason_of, strict, write_atomically
 from stillroom.data import Rows, prompt_ids
-from stillroom.doctor.checks import Start, success_checks
-from stillroom.doctor.checks import doubts as doubts_about
+from stillroom.doctor.checks import success_checks
 from stillroom.doctor.log_rules import LITTLE_GAIN
-from stillroom.doctor.rules import TRIAL_STEPS, Settings
+from stillroom.doctor.rules import TRIAL_STEPS
 from stillroom.models.check import ReadBack, read_back
 from stillroom.models.generate import can_generate, continuation, generate, readable
-from stillroom.precision.storage import local
 from stillroom.telemetry.record import Event, scan_events, section, show
 from stillroom.telemetry.show import RESULT_COLUMNS, RESULT_ROWS
 from stillroom.telemetry.wording import as_number, clean, format_result
-from stillroom.training.evaluate import Evaluation
+from stillroom.training.by_source import source_rows
+from stillroom.training.evaluate import Evaluation, summary_row
 from stillroom.training.loop import Stop, advice_of
 from stillroom.training.memory import evaluate_held_out, micro_batch_rows
 from stillroom.training.run import Run, RunState
 from stillroom.training.save import gather_student, load_best, save_student, whole_again
-from stillroom.training.step import source_rows
 from stillroom.training.token_view import save_tokens, view_of_all
 
 if TYPE_CHECKING:
@@ -41,7 +37,7 @@ if TYPE_CHECKING:
 
 
 # -- outcome ---------------------------------------------------------------------------------------
-# Warn before the first step if the student will hardly move; say after the last whether training helped.
+# Say after the last step whether training helped.
 
 
 DONE = "done"
@@ -80,36 +76,6 @@ def _hardly_moved(state: RunState, gain: float) -> str:
         f"the student hardly moved: {state.applied:,} steps lowered its held-out loss by {gain:.2g} nats. Raise "
         "train.learning_rate, or train for longer"
     )
-
-
-# -- before the first step -------------------------------------------------------------------------------
-
-
-def doubts(run: Run, student: Evaluation) -> list[str]:
-    """Reasons why this configuration is unlikely to work, measured on the student before training."""
-    rate, schedule = run.config.train.learning_rate, run.schedule
-    start = Start(
-        perplexity=student.perplexity,
-        vocab_size=run.student.vocab_size,
-        kl=student.kl,
-        agreement=student.agreement,
-        num_steps=schedule.num_steps,
-        learning_rate=rate,
-        travel=lambda: rate * sum(schedule.factor(step) for step in range(schedule.num_steps)),
-        spread=lambda: _spread(run),
-    )
-    return doubts_about(start, Settings(run.config.to_dict()))
-
-
-@torch.no_grad()
-def _spread(run: Run) -> float:
-    """Root mean square of all matrices of the student."""
-    matrices = [parameter for parameter in run.student.model.parameters() if parameter.ndim >= 2]
-    squares = torch.stack([local(matrix.detach()).float().square().sum() for matrix in matrices]).sum()
-    if run.parallel.is_sharded:
-        run.parallel.sum_(squares)
-        squares = squares / run.parallel.num_copies
-    return math.sqrt(float(squares) / sum(matrix.numel() for matrix in matrices))
 
 
 # -- read again ------------------------------------------------------------------------------------
@@ -470,8 +436,3 @@ def write_summary(folder: Path, summary: dict[str, Any]) -> None:
                 f"then continue, nothing is trained again: stillroom resume {folder}",
             ],
         ) from error
-
-
-def summary_row(result: Evaluation, num_parameters: int) -> dict[str, Any]:
-    """What the summary says of a model."""
-    return {**result.yardsticks(), "parameters": num_parameters}

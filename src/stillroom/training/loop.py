@@ -28,16 +28,15 @@ from stillroom.telemetry import EventLog
 from stillroom.telemetry.record import Event, LoggedRun, scan_events, section
 from stillroom.training.checkpoint import CheckpointSnapshots, no_save_left, tell_finished
 from stillroom.training.evaluate import Evaluation, never_stop
+from stillroom.training.gradients import term_gradients
 from stillroom.training.memory import evaluate_held_out, micro_batch_rows, parts_of, within_memory
 from stillroom.training.recover import check_state, is_sound, keep_snapshot, take_snapshot
 from stillroom.training.run import Run, RunState, plan_evaluations, weights_of
 from stillroom.training.save import last_step_saved, record_rollback, save_checkpoint, save_stopped_student
 from stillroom.training.schedule import NO_PHASE
-from stillroom.training.step import StepOutcome, is_due, term_gradients, train_step
+from stillroom.training.step import StepOutcome, train_step
 
-# -- stop ------------------------------------------------------------------------------------------
-# Requests to stop, from a signal or the time limit.
-
+# ---- Requests to stop, from a signal or the time limit
 
 # A closed terminal or a lost connection sends a hangup. Not every platform has it.
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name))
@@ -118,6 +117,9 @@ class Stop:
                 signal.signal(number, handler)
 
 
+# ---- The loop
+
+
 def training(run: Run, state: RunState, stop: Stop) -> Iterator[StepOutcome]:
     """Train until the schedule ends. Yields after each attempted step, refused ones included."""
     with last_step_saved(run, state), no_save_left(run, state):
@@ -146,7 +148,7 @@ def _steps(run: Run, state: RunState, stop: Stop) -> Iterator[StepOutcome]:
         began, processor = time.monotonic(), time.process_time()
         window = run.loader.window(state.cursor)
         loaded = time.monotonic() - began
-        if is_due(run, state):
+        if gradients_due(run, state):
             found = within_memory(run, state, lambda: term_gradients(run, state, list(parts_of(window, state))))  # noqa: B023
             run.log.write("gradients", step=state.applied + 1, **found)
         outcome = train_step(run, state, window)
@@ -168,6 +170,12 @@ def _steps(run: Run, state: RunState, stop: Stop) -> Iterator[StepOutcome]:
                 check_state(run, state, outcome.evidence)  # a resumed run begins with the state saved here
                 record_rollback(run, state)
                 raise _StopHere
+
+
+def gradients_due(run: Run, state: RunState) -> bool:
+    """Measure at the first step and every `telemetry.gradient_steps` after it, at the first attempt of a window."""
+    interval = run.config.telemetry.gradient_steps
+    return bool(interval) and state.applied % interval == 0 and state.attempt == 0
 
 
 class _StopHere(Exception):
@@ -260,7 +268,7 @@ def evaluate_and_save(run: Run, state: RunState, loss_weights: LossWeights, *, i
         save_checkpoint(run, state, is_awaited=is_last)
 
 
-# -- evaluation ------------------------------------------------------------------------------------------
+# ---- Evaluation
 
 
 def run_evaluation(run: Run, state: RunState, loss_weights: LossWeights | None = None) -> Evaluation:
@@ -330,7 +338,7 @@ def judge_student(run: Run, state: RunState, result: Evaluation) -> None:
         state.is_finished = True
 
 
-# -- records ---------------------------------------------------------------------------------------------
+# ---- Records of the log
 
 
 @dataclass(frozen=True)
@@ -397,9 +405,7 @@ def _counted(outcome: StepOutcome) -> dict[str, float]:
     return fields
 
 
-# -- adviser ---------------------------------------------------------------------------------------
-# Say what a diagnosis finds while the run continues: each cause once, as an `advice` event.
-
+# ---- Say what a diagnosis finds while the run continues: each cause once, as an `advice` event
 
 _NUM_STEPS = 1000  # the latest step records that are kept: advice about a run is about its present
 _ASKED_AT = frozenset({"eval", "run_end"})

@@ -21,19 +21,22 @@ import numpy as np
 import psutil
 import torch
 
-from stillroom.cli.exit import is_out_of_memory
 from stillroom.config import Config
 from stillroom.core.errors import OutOfMemory, StillroomError
 from stillroom.core.files import reason_of
+from stillroom.core.shortages import is_out_of_memory
 from stillroom.core.types import Batch
 from stillroom.losses.head.products import POOL
 from stillroom.losses.head.rows import forget_free_memory
 from stillroom.models import Student
-from stillroom.precision import BytesPerParameter, bytes_per_parameter
+from stillroom.parallel import Parallel
+from stillroom.precision import AdamW, BytesPerParameter, bytes_per_parameter
 from stillroom.precision.device import DeviceFacts, facts_of, teacher_dtype
 from stillroom.precision.policy import choose
 from stillroom.precision.storage import Split, Stochastic
 from stillroom.teachers.signals import cache_spec
+from stillroom.telemetry import EventLog
+from stillroom.training.checkpoint import CheckpointSnapshots, CheckpointStore, Saves, SnapshotRing, Snapshots
 from stillroom.training.evaluate import Evaluation, evaluate
 from stillroom.training.run import Run, RunState
 from stillroom.training.schedule import Curriculum
@@ -597,3 +600,57 @@ def _by_how_much(reason: str) -> str:
         return ""
     missing = float(wanted[1]) * _UNITS[wanted[2]] - float(free[1]) * _UNITS[free[2]]
     return f", {missing / 2**20:,.0f} MiB are missing" if missing > 0 else ""
+
+
+# ---- Where snapshots are kept, and whether checkpoints are written in the background
+
+
+def state_copies(config: Config, mode: str, optimizer: AdamW) -> Copies:
+    """The copies of what this optimizer trains. Projectors are FP32 in every mode."""
+    trained = []
+    for group, cells in optimizer.cells.items():
+        is_student = group != "projectors"
+        own_mode = mode if is_student and group not in optimizer.fp32_groups else "fp32"
+        held = bytes_per_parameter(own_mode, config.precision.moments)
+        trained.append((held, sum(cell.parameter.numel() for cell in cells), is_student))
+    return copies_of(config, trained)
+
+
+def make_snapshots(
+    config: Config,
+    mode: str,
+    optimizer: AdamW,
+    checkpoints: CheckpointStore,
+    log: EventLog,
+    parallel: Parallel,
+) -> Snapshots:
+    """Keep snapshots in memory while they take a modest share of what is free, else use the checkpoints on disk."""
+    copies, free = state_copies(config, mode, optimizer), psutil.virtual_memory().available
+    if parallel.all_of(copies.leave_room(free, num_copies=parallel.num_copies)):
+        return SnapshotRing(config.guard.snapshot_ring)
+    log.write(
+        "note",
+        text=f"{config.guard.snapshot_ring} snapshots would take {copies.kept / 1e9:.1f} GB of {free / 1e9:.1f} GB "
+        "free: a rollback returns to the newest checkpoint on disk instead",
+    )
+    return CheckpointSnapshots(checkpoints)
+
+
+def make_saves(
+    config: Config, mode: str, optimizer: AdamW, snapshots: Snapshots, log: EventLog, parallel: Parallel
+) -> Saves:
+    """Save in the background where that was asked for, or where memory is ample: not where snapshots have no room."""
+    asked = config.checkpoint.background
+    copies, free = state_copies(config, mode, optimizer), psutil.virtual_memory().available
+    num_savers = parallel.num_copies if parallel.is_sharded else 1  # with ddp one process writes, and only it copies
+    has_room = copies.with_saves_leave_room(free, num_copies=parallel.num_copies, num_savers=num_savers)
+    is_ample = isinstance(snapshots, SnapshotRing) and parallel.all_of(has_room)
+    if asked == "auto" and not is_ample:
+        log.write(
+            "note",
+            text=f"a copy of the state to save takes {num_savers * copies.to_save / 1e9:.1f} GB of {free / 1e9:.1f} GB "
+            "free: training waits while a checkpoint is written",
+        )
+    is_background = asked == "on" or (asked == "auto" and is_ample)
+    beside = parallel.beside() if is_background and parallel.is_sharded else None
+    return Saves(is_background=is_background, beside=beside)

@@ -22,13 +22,18 @@ from stillroom.config import Config
 from stillroom.core.errors import BrokenAtStart, CheckpointUnusable, InputsChanged, StillroomError
 from stillroom.core.types import IGNORED, Batch, DenseSignal, HeadWeights, PairedSignal, Signal
 from stillroom.data import Corpus, Rows
+from stillroom.doctor.checks import Start
+from stillroom.doctor.checks import doubts as doubts_about
+from stillroom.doctor.rules import Settings
 from stillroom.models.anatomy import head_logits
 from stillroom.parallel import Parallel
+from stillroom.precision.storage import local
 from stillroom.teachers.base import Teacher, kind_of
 from stillroom.teachers.cache.in_store import folder_of
 from stillroom.teachers.cache.manifest import read_manifest, student_identity, teacher_identity
 from stillroom.teachers.signals import AUTO, uses_cache
 from stillroom.training.checkpoint import Saved
+from stillroom.training.evaluate import Evaluation
 from stillroom.training.memory import parts_of, within_memory
 from stillroom.training.run import Run, RunState
 from stillroom.training.schedule import Curriculum
@@ -41,8 +46,11 @@ SHIFTS = ("as_given", "one_back", "one_ahead")
 
 
 @torch.no_grad()
-def first_forward(run: Run, state: RunState) -> None:
-    """Run both models on the first batch and log shapes and alignment. Raise where the labels are certainly wrong."""
+def first_forward(run: Run, state: RunState, vocabularies: Mapping[str, str] | None = None) -> None:
+    """Run both models on the first batch and log shapes and alignment. Raise where the labels are certainly wrong.
+
+    `vocabularies` are hashes of the models' tables of tokens, for the log.
+    """
     batch = run.loader.window(0)[0]
     check_targets(batch)
     check_targets(run.teacher.own_batch(batch))
@@ -70,7 +78,7 @@ def first_forward(run: Run, state: RunState) -> None:
         student_logits=[view.hidden.shape[0], view.head.num_real],
         teacher_logits=[dense.hidden.shape[0], dense.head.num_real] if dense else None,
         vocabulary=run.student.vocab_size,
-        vocabulary_hash=run.vocabularies,
+        vocabulary_hash=dict(vocabularies or {}),
         alignment={"model": judge, **means, "positions": losses.shape[1], "doubt": doubt},
         temperature=loss_weights.settings.get("kd.temperature", 1.0),
         weights=dict(loss_weights.weights),
@@ -273,6 +281,36 @@ def _peak_at(run: Run, state: RunState, window: Sequence[Batch], counts: dict[st
             run.precision.backward(loss)
     run.optimizer.zero_grad()
     return watch.peak()
+
+
+# ---- Doubts before the first step
+
+
+def doubts(run: Run, student: Evaluation) -> list[str]:
+    """Reasons why this configuration is unlikely to work, measured on the student before training."""
+    rate, schedule = run.config.train.learning_rate, run.schedule
+    start = Start(
+        perplexity=student.perplexity,
+        vocab_size=run.student.vocab_size,
+        kl=student.kl,
+        agreement=student.agreement,
+        num_steps=schedule.num_steps,
+        learning_rate=rate,
+        travel=lambda: rate * sum(schedule.factor(step) for step in range(schedule.num_steps)),
+        spread=lambda: _spread(run),
+    )
+    return doubts_about(start, Settings(run.config.to_dict()))
+
+
+@torch.no_grad()
+def _spread(run: Run) -> float:
+    """Root mean square of all matrices of the student."""
+    matrices = [parameter for parameter in run.student.model.parameters() if parameter.ndim >= 2]
+    squares = torch.stack([local(matrix.detach()).float().square().sum() for matrix in matrices]).sum()
+    if run.parallel.is_sharded:
+        run.parallel.sum_(squares)
+        squares = squares / run.parallel.num_copies
+    return math.sqrt(float(squares) / sum(matrix.numel() for matrix in matrices))
 
 
 # -- inputs ----------------------------------------------------------------------------------------

@@ -524,7 +524,6 @@ class Run:
 
     config: Config
     folder: Path
-    device: torch.device
     tokenizer: Any
     student: Student
     teacher: Teacher
@@ -543,10 +542,13 @@ class Run:
     hooks: Hooks = field(default_factory=Hooks)
     parallel: Parallel = field(default_factory=Parallel)
     initial_world_size: int = 1  # processes that the run began with: a window has `accumulation` micro-batches for each
-    vocabularies: dict[str, str] = field(default_factory=dict)  # hash of each model's table of tokens
     lock: Lock | None = None  # of the process that writes
     adapter: Adapter | None = None  # in the student, where that is what is trained
     inputs: dict[str, dict[str, Any]] = field(default_factory=dict)  # hashes of data and models, for the checkpoints
+
+    @property
+    def device(self) -> torch.device:
+        return self.precision.device
 
     @property
     def num_trained(self) -> int:

@@ -32,29 +32,17 @@ from stillroom.core.files import (
     flush_folder,
     inside,
     is_hidden,
+    is_in_store,
+    is_url,
     reason_of,
     replaced_folder,
     write_atomically,
     write_durably,
 )
-from stillroom.core.locks import RUN_LOCK as LOCK
-from stillroom.core.locks import Lock, LockHeld, alone, describe_owner, hold_again
-from stillroom.core.remote import (
-    Known,
-    Owner,
-    Sender,
-    Store,
-    as_url,
-    copies_folder,
-    is_below,
-    is_in_store,
-    is_url,
-    key_of,
-    read_commit,
-)
+from stillroom.core.locks import RUN_LOCK, Lock, LockHeld, alone, describe_owner, hold_again
+from stillroom.core.remote import Known, Owner, Sender, Store, as_url, copies_folder, is_below, key_of, read_commit
 from stillroom.data.objects import write_records
 from stillroom.models.objects import GivenModel
-from stillroom.telemetry.record import LOCK
 from stillroom.training.checkpoint import MANIFEST, CheckpointStore
 
 # -- inputs ----------------------------------------------------------------------------------------
@@ -374,7 +362,7 @@ def _has_plugin_reader(path: str) -> bool:
 
 
 CONFIG, EVENTS, SUMMARY = "config.json", "events.jsonl", "summary.json"
-LOCK_FILES = (LOCK, f"{LOCK}.soft")
+LOCK_FILES = (RUN_LOCK, f"{RUN_LOCK}.soft")
 _CUT = "cut.json"  # written by training/student.py before config.json
 
 # Settings that a resumed run may change.
@@ -491,7 +479,7 @@ def owned(folder: Path, config: Config, *, is_first: bool = True) -> Iterator[Cl
 
 def take_lock(folder: Path) -> Lock:
     """Lock a run's folder. Raise LockHeld if it is locked, OSError if the lock file cannot be created."""
-    return hold_again(folder / LOCK)
+    return hold_again(folder / RUN_LOCK)
 
 
 def find_run(folder: Path, config: Config) -> tuple[bool, Config]:

@@ -1,4 +1,4 @@
-"""The learning rate, counted in applied optimizer steps.
+"""Schedule the learning rate and the weights of the terms, counted in applied optimizer steps.
 
 A window of micro-batches is one optimizer step. Windows do not cross epochs; the last one of an epoch may be partial
 and is applied like any other, with the mean over its own tokens. So an epoch of 74,823 batches at accumulation 16 has
@@ -45,6 +45,19 @@ class Schedule:
     shape: Shape = "cosine"
     floor: float = 0.0
 
+    @staticmethod
+    def of(config: Config, num_batches: int, num_processes: int = 1) -> Schedule:
+        """Plan the steps and the warm-up of a run whose epoch has `num_batches` micro-batches."""
+        train = config.train
+        accumulation = train.gradient_accumulation_steps * num_processes
+        num_steps = steps_of_run(num_batches, accumulation, train.epochs, train.max_steps)
+        return Schedule(
+            num_steps=num_steps,
+            num_warmup=warmup_of_run(num_steps, train.warmup_steps, train.warmup_ratio, train.max_warmup_share),
+            shape=train.schedule,
+            floor=train.min_learning_rate_ratio,
+        )
+
     def factor(self, applied: int) -> float:
         """The factor for the step after `applied` steps.
 
@@ -61,8 +74,7 @@ class Schedule:
         return self.floor + (1.0 - self.floor) * 0.5 * (1.0 + math.cos(math.pi * share))
 
 
-# -- curriculum ------------------------------------------------------------------------------------
-# The weight of each term as a pure function of the run's progress.
+# ---- The curriculum: the weight of each term as a pure function of the run's progress
 #
 # Progress is the share of *applied* optimizer steps, so training and the evaluation that follows use the same loss
 # weights, whatever the accumulation or the number of skipped steps.

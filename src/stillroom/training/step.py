@@ -7,98 +7,19 @@ carry out the guard's verdict on it. A refused step never calls the optimizer.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import combinations, combinations_with_replacement
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from stillroom.core.types import Batch, Evidence, LossWeights, Score, Signal, StudentView, TermRecord, Verdict
-from stillroom.data.loader import MixedRows
+from stillroom.core.types import Batch, Evidence, LossWeights, Score, StudentView, TermRecord, Verdict
 from stillroom.losses.mix import LABEL_LOSS, NUM_LABELS
-from stillroom.precision.storage import local
 from stillroom.teachers.base import Signals
+from stillroom.training.by_source import Sums, add_score, shared, source_counts, source_means
 from stillroom.training.memory import parts_of, within_memory
 from stillroom.training.recover import carry_out, examine
 from stillroom.training.run import Run, RunState
-
-# -- by source -------------------------------------------------------------------------------------
-# The terms of a step for each source of the training data. A micro-batch holds rows of one source.
-#
-# Of a source that is learned from the labels alone only the terms that need no teacher are there.
-
-
-Sums = dict[str, Tensor]  # by source and term
-
-
-def source_of(batch: Batch) -> str:
-    """The source of a batch; empty where the training data has one, or the batch several."""
-    return batch.sources[0] if len(set(batch.sources)) == 1 else ""
-
-
-def add_score(sums: Sums, batch: Batch, score: Score) -> None:
-    if source := source_of(batch):
-        for term, value in score.terms.items():
-            key = _key(source, term)
-            sums[key] = sums[key] + value.total if key in sums else value.total
-
-
-def shared(run: Run, summed: dict[str, Tensor], zero: Tensor) -> dict[str, Tensor]:
-    """The sums of a step under the names of all processes, 0 for one that this process lacks.
-
-    A process may have no batch of a source, or none that the teacher is asked about.
-    """
-    if not run.config.data.is_mixed:
-        return summed
-    return {name: summed.get(name, zero) for name in run.parallel.names(summed)}
-
-
-def source_counts(run: Run, window: Sequence[Batch]) -> dict[str, int]:
-    """What the terms of each source are divided by, under keys that no term has."""
-    counts: dict[str, int] = {}
-    for name in _names(run):
-        own = [batch for batch in window if source_of(batch) == name]
-        counts |= {_key(name, term): count for term, count in run.mix.counts(own).items()}
-    return counts
-
-
-def source_means(sums: Mapping[str, float], counts: Mapping[str, int]) -> dict[str, dict[str, float]]:
-    """For each source with targets in the window, its number of targets and the mean of each term."""
-    means: dict[str, dict[str, float]] = {}
-    for key, total in sums.items():
-        if count := counts[key]:
-            name, _, term = key.rpartition("\n")
-            means.setdefault(name, {"targets": counts[_key(name, "ce")]})[term] = total / count
-    return means
-
-
-def source_rows(run: Run, cursor: int) -> list[dict[str, Any]]:
-    """What the summary says of each source: `epochs` is how often it was seen after `cursor` windows."""
-    rows = run.corpus.train
-    if not isinstance(rows, MixedRows):
-        return []
-    epochs = cursor / run.loader.num_windows
-    return [
-        {
-            "name": part.name,
-            "weight": part.weight,
-            "objectives": "labels" if part.name in run.config.data.label_sources else "all",
-            "rows": len(part.rows),
-            "targets": part.rows.num_targets,
-            "epochs": round(epochs * part.rows_per_epoch / len(part.rows), 4),
-        }
-        for part in rows.parts
-    ]
-
-
-def _names(run: Run) -> tuple[str, ...]:
-    return run.config.data.source_names if run.config.data.is_mixed else ()
-
-
-def _key(source: str, term: str) -> str:
-    return f"{source}\n{term}"  # a term is a word, so no term has such a name
 
 
 @dataclass
@@ -112,7 +33,8 @@ class Tally:
 
     def add(self, score: Score, batch: Batch) -> None:
         loss = score.loss.detach()
-        add_score(self.by_source, batch, score)
+        if batch.sources:
+            add_score(self.by_source, batch, score)
         self.loss = loss if self.loss is None else self.loss + loss
         for name, term in score.terms.items():
             self.totals[name] = self.totals[name] + term.total if name in self.totals else term.total
@@ -184,7 +106,10 @@ def attempt(run: Run, state: RunState, window: Sequence[Batch]) -> tuple[Evidenc
     """Forward and backward of a window. Leave the gradients in place and apply nothing."""
     loss_weights = run.loss_weights(state)
     # Counts of the whole window over all processes, before any forward: the only divisor.
-    counts = run.parallel.counts(run.mix.counts(window) | source_counts(run, window))
+    counts = run.mix.counts(window)
+    if run.config.data.is_mixed:
+        counts |= source_counts(run, window)
+    counts = run.parallel.counts(counts)
     tally = within_memory(run, state, lambda: _gather(run, state, window, loss_weights, counts))
     run.hooks.gradients(run.optimizer)
     run.parallel.sum_gradients(run.optimizer)
@@ -263,7 +188,8 @@ def _read_evidence(
     summed |= {f"counter.{name}": count for name, count in ({"bad_teacher_rows": zero} | tally.counters).items()}
     summed |= {f"term.{name}": total for name, total in tally.totals.items()}
     summed |= {f"source.{key}": total for key, total in sorted(tally.by_source.items())}
-    summed = shared(run, summed, zero)
+    if run.config.data.is_mixed:
+        summed = shared(run, summed, zero)
     summed |= {f"norm.{name}": square for name, square in norms.items()}
     named = summed | {f"sample.{name}": share for name, share in state.sampled.items()}
     stacked = torch.stack([value.detach().reshape(()).to(run.device, torch.float32) for value in named.values()])
@@ -289,7 +215,7 @@ def _read_evidence(
         phase=loss_weights.phase,
         attempt=state.attempt,
         samples={name: values[f"sample.{name}"] for name in state.sampled},
-        sources=source_means(_under("source.", values), counts),
+        sources=source_means(_under("source.", values), counts) if run.config.data.is_mixed else {},
     )
 
 
@@ -312,95 +238,3 @@ def _apply(run: Run, state: RunState, evidence: Evidence, rate: float) -> None:
     state.reach.extend(run.rate_factor(state))
     state.sampled = run.precision.step(run.optimizer, rate, factors, is_sampled=is_sampled)
     run.hooks.mid_update()
-
-
-# -- gradients -------------------------------------------------------------------------------------
-# Measure the gradient of each term: a small term can have a large gradient, and two terms can oppose each other.
-#
-# Score each term alone on the first micro-batch of a window, by the same `mix.score`, and differentiate it. Gradients
-# are not added to the parameters' and the random state is restored, so measuring does not change the run in any bit.
-# One gradient for each term is in memory meanwhile. Of several processes with a replica each the first one's micro-
-# batch is measured; a sharded student has the gradient of all processes' micro-batches together.
-
-
-def is_due(run: Run, state: RunState) -> bool:
-    """At the first step and every `telemetry.gradient_steps` after it; only at the first attempt of a window."""
-    interval = run.config.telemetry.gradient_steps
-    return bool(interval) and state.applied % interval == 0 and state.attempt == 0
-
-
-def term_gradients(run: Run, state: RunState, window: Sequence[Batch]) -> dict[str, Any]:
-    """Norm of each weighted term's gradient, its share of their sum, and the cosine of each pair."""
-    batches = run.parallel.scored(window)
-    if not batches:
-        return {"terms": {}, "cosines": {}}
-    loss_weights = run.loss_weights(state)
-    batch = batches[0].to(run.device)
-    devices = [run.device] if run.device.type == "cuda" else []
-    gradients: dict[str, list[Tensor]] = {}
-    with torch.random.fork_rng(devices=devices):
-        signal = run.teacher_of(loss_weights, batch).observe(batch, run.mix.needs(loss_weights).teacher)
-        for term, weight in loss_weights.weights.items():
-            if weight:
-                gradients[term] = _gradient(run, batch, signal, _alone(loss_weights, term))
-    return _compared(run, gradients)
-
-
-def _alone(loss_weights: LossWeights, term: str) -> LossWeights:
-    return replace(
-        loss_weights, weights={name: weight if name == term else 0.0 for name, weight in loss_weights.weights.items()}
-    )
-
-
-def _gradient(run: Run, batch: Batch, signal: Signal | None, loss_weights: LossWeights) -> list[Tensor]:
-    """The gradient of one loss weights's score, one FP32 tensor for each trained parameter, unscaled."""
-    devices = [run.device] if run.device.type == "cuda" else []
-    trained = [parameter for parameter in run.student.model.parameters() if parameter.requires_grad]
-    # Every term sees the dropout of the step itself.
-    counts = run.parallel.trial_counts(run.mix.counts([batch]))
-
-    def compute() -> Tensor:
-        with run.precision.autocast():
-            view = run.student.observe(batch, run.mix.needs(loss_weights).student)
-        return run.mix.score(view, signal, batch, loss_weights, counts).loss
-
-    with torch.random.fork_rng(devices=devices):
-        loss, scale = run.parallel.trial(compute), run.precision.loss_scale
-        with run.precision.half_products():
-            gradients = run.parallel.gradients_of(loss * scale, trained)
-    return [
-        torch.zeros_like(local(parameter.detach()), dtype=torch.float32)
-        if gradient is None
-        else gradient.float() / scale
-        for parameter, gradient in zip(trained, gradients, strict=True)
-    ]
-
-
-def _compared(run: Run, gradients: dict[str, list[Tensor]]) -> dict[str, Any]:
-    products = _products(run, gradients)
-    norms = {term: math.sqrt(products[term, term]) for term in gradients}
-    total = sum(norms.values())
-    terms = {
-        term: {"norm": norm, "share": norm / total if total > 0 and math.isfinite(total) else 0.0}
-        for term, norm in norms.items()
-    }
-    cosines = {}
-    for one, other in combinations(gradients, 2):
-        size = norms[one] * norms[other]
-        if size > 0:
-            cosines[f"{one}.{other}"] = products[one, other] / size
-    return {"terms": terms, "cosines": cosines}
-
-
-def _products(run: Run, gradients: dict[str, list[Tensor]]) -> dict[tuple[str, str], float]:
-    """The inner product of each pair of gradients, over all parts of them."""
-    pairs = list(combinations_with_replacement(gradients, 2))
-    if not pairs:
-        return {}
-    sums = torch.stack([_product(gradients[one], gradients[other]) for one, other in pairs])
-    run.parallel.sum_parts(sums)
-    return dict(zip(pairs, sums.tolist(), strict=True))
-
-
-def _product(one: Sequence[Tensor], other: Sequence[Tensor]) -> Tensor:
-    return torch.stack([(a.double() * b.double()).sum() for a, b in zip(one, other, strict=True)]).sum()

@@ -1,6 +1,6 @@
-"""Cut the student from the teacher when a run is built.
+"""Change the student when a run is built: cut it from the teacher, attach an adapter, give it another vocabulary.
 
-The choice of layers is made once and stored in the run's folder: a resumed run must pair its layers with the same
+The layers of a cut are chosen once and stored in the run's folder: a resumed run must pair its layers with the same
 layers of the teacher, and does not choose again.
 """
 
@@ -80,7 +80,7 @@ def _num_batches(config: Config) -> int:
     return max(CALIBRATION_BATCHES, -(-CHOICE_TOKENS // tokens_per_batch))
 
 
-# -- the choice in the run's folder ----------------------------------------------------------------------
+# ---- The choice of layers in the run's folder
 
 
 def _store(folder: Path, choice: Choice, num_layers: int, spent: dict[str, float]) -> None:
@@ -145,9 +145,6 @@ def _check_alike(choice: Choice, parallel: Parallel) -> None:
         )
 
 
-# -- notes for the log ----------------------------------------------------------------------------------------
-
-
 def start_note(
     wanted: ShrinkConfig, perplexity: float, vocab_size: int, teacher_perplexity: float | None = None
 ) -> str:
@@ -163,14 +160,7 @@ def start_note(
     )
 
 
-def student_name(config: Config) -> str:
-    """The student's name in log and report; a cut student is named for its teacher."""
-    return f"{config.teacher.model} (cut)" if config.student.init == "shrink" else config.student.model
-
-
-# -- adapt student ---------------------------------------------------------------------------------
-# Attach the adapter of `student.adapter` to a loaded student, and store its base as the precision says.
-
+# ---- The adapter of `student.adapter`, and the weights under it
 
 _HALF_WEIGHTS = {
     "fp16-split": "no weight is stored with a residual",
@@ -178,11 +168,9 @@ _HALF_WEIGHTS = {
 }
 
 
-def adapted(config: Config, loaded: LoadedModel) -> tuple[LoadedModel, Adapter | None]:
-    """The student with its adapter, frozen but for that; as it was loaded where none is asked for."""
-    if config.student.adapter is None:
-        return loaded, None
-    name = student_name(config)
+def adapted(config: Config, loaded: LoadedModel, name: str) -> tuple[LoadedModel, Adapter]:
+    """Attach the adapter to the student and freeze everything else."""
+    assert config.student.adapter is not None
     base, notes = _base_of(config)
     adapter = attach(loaded.network, config.student.adapter, name=name, base_name=base, seed=config.train.seed)
     notes += try_adapter(adapter, name)
@@ -237,8 +225,7 @@ def store_frozen(config: Config, adapter: Adapter, precision: Precision) -> list
     return [note] if num_stored else []
 
 
-# -- vocabulary build ------------------------------------------------------------------------------
-# Give a loaded student the teacher's vocabulary when a run is built.
+# ---- The teacher's vocabulary for a loaded student
 
 
 def check_weights(config: Config) -> None:

@@ -17,8 +17,9 @@ from stillroom.core.errors import ConfigError
 from stillroom.doctor.plan.cost import Cost, cost_of, find_gpu, forward_flops
 from stillroom.doctor.plan.plan import changed, find_target, fit, parse_bytes
 from stillroom.telemetry import EventLog
-from stillroom.training.build import build_run, load_models
+from stillroom.training.build import build_run
 from stillroom.training.memory import COPY, Shapes, lay_out
+from stillroom.training.models import load_models
 from stillroom.training.run import RunState
 from stillroom.training.step import train_step
 from stillroom.training.trace import LiveTensors

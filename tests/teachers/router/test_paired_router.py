@@ -52,7 +52,7 @@ def router(mode: str, **over: Any) -> PairedTeacher:
         options=GateOptions(learning_rate=1e-2),
         is_described=True,
     )
-    inner.training = PairedRouterTraining(inner)
+    inner.own_training = PairedRouterTraining(inner)
     return PairedTeacher(inner, tokenizer, Coverage(), inner.training)
 
 

@@ -26,7 +26,7 @@ from stillroom.parallel.fsdp import check_shard_size
 from stillroom.precision.device import DeviceFacts, find_device
 from stillroom.precision.policy import POLICIES
 from stillroom.telemetry import EventLog
-from stillroom.training.build import build_run, load_models, make_loader
+from stillroom.training.build import build_run, make_loader
 from stillroom.training.memory import (
     AIM,
     COPY,
@@ -40,6 +40,7 @@ from stillroom.training.memory import (
     micro_of,
     uses_teacher,
 )
+from stillroom.training.models import load_models
 from stillroom.training.run import RunState
 from stillroom.training.schedule import windows_in
 from stillroom.training.step import train_step

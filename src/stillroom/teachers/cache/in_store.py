@@ -18,9 +18,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from stillroom.core.errors import DataError, Interrupted
-from stillroom.core.files import TEMPORARY, inside, is_hidden, write_atomically
+from stillroom.core.files import TEMPORARY, inside, is_hidden, is_in_store, write_atomically
 from stillroom.core.locks import alone
-from stillroom.core.remote import HIDDEN, Store, as_url, copies_folder, is_in_store, key_of
+from stillroom.core.remote import HIDDEN, Store, as_url, copies_folder, key_of
 from stillroom.teachers.cache.format import SUFFIX, head_length
 from stillroom.teachers.cache.manifest import NAME, SHARDS
 

@@ -15,8 +15,7 @@ import torch
 from stillroom.config.schema import StudentConfig, TeacherConfig
 from stillroom.core.errors import BrokenAtStart, CacheDamaged, ConfigError
 from stillroom.core.files import reason_of
-from stillroom.models.files import check_weight_files, fetch, fetch_base, read_json
-from stillroom.models.gguf import is_gguf
+from stillroom.models.files import check_weight_files, fetch, fetch_base, is_gguf, read_json
 from stillroom.teachers.cache.format import id_bytes
 from stillroom.teachers.signals import ENTROPY_STEP, LOG_STEP, SignalSpec
 

@@ -36,11 +36,11 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from stillroom.cli.exit import explained
 from stillroom.config import Config
 from stillroom.config.schema import TRAINING_MODES, RouterConfig
 from stillroom.core.errors import CannotSave, ConfigError
 from stillroom.core.files import reason_of, replaced_folder
+from stillroom.core.shortages import explained
 from stillroom.core.types import Batch, DenseSignal, Evidence, Needs, PairedSignal, StudentView, Term, Verdict
 from stillroom.data.corpus import other_of
 from stillroom.losses.two_tokenizers import (
@@ -500,7 +500,7 @@ def router_teacher(
         tell=run.tell,
         parallel=run.parallel,
     )
-    teacher.training = (PairedRouterTraining if is_paired else RouterTraining)(teacher, run)
+    teacher.own_training = (PairedRouterTraining if is_paired else RouterTraining)(teacher, run)
     return teacher
 
 
