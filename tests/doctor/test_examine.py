@@ -286,7 +286,7 @@ def test_the_findings_as_json(capsys: pytest.CaptureFixture[str], tmp_path: Path
     code, out, _err = commands.run(capsys, "doctor", str(path), "--json")
     report = json.loads(out)
     assert code == 2 and report["red"] == 1
-    assert set(report["findings"][0]) == {"level", "subject", "what", "try"}
+    assert set(report["findings"][0]) == {"level", "subject", "cause", "what", "try"}
 
 
 def test_a_finding_that_is_not_green_has_something_to_try() -> None:

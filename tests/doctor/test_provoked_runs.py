@@ -48,8 +48,6 @@ def findings_of(folder: Path) -> list[Finding]:
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_provoked_cause_is_named_first(name: str, world: Path, runs: dict[str, Path]) -> None:
-    if name == "machine_overloaded" and not hasattr(os, "sched_setaffinity"):
-        pytest.skip("a process cannot be bound to a processor here")
     findings = findings_of(folder_of(name, world, runs))
     assert findings, "nothing was found"
     first = findings[0]

@@ -29,7 +29,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         findings = [
-            {"level": one.level, "subject": one.subject, "what": one.evidence, "try": one.remedy}
+            {"level": one.level, "subject": one.subject, "cause": one.cause, "what": one.evidence, "try": one.remedy}
             for one in self.findings
         ]
         return {**{level: len(self.of(level)) for level in ("red", "amber", "green")}, "findings": findings}

@@ -185,7 +185,7 @@ def make(name: str, settings: Mapping[str, float] | None = None) -> Divergence:
 #
 # Settings may be anywhere in [0, 1]; a ramp comes arbitrarily near to the ends. So the quotient of a small difference
 # and a small setting is computed by log1p or expm1, and a slope that vanishes near an end is written as a product
-# with the vanishing factor. `tests/objectives/divergences/test_family_ends.py` compares values and gradients with 60
+# with the vanishing factor. `tests/losses/divergences/test_family_ends.py` compares values and gradients with 60
 # digits.
 #
 # Floor of reverse KL: teacher probabilities below exp(-50) are read as exp(-50). The value is then finite, too small
