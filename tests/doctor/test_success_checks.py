@@ -231,7 +231,11 @@ def test_a_student_with_its_teacher_s_weights_is_noticed(world: Path, tmp_path: 
 
 def test_a_real_run_writes_its_checks(world: Path, tmp_path: Path) -> None:
     over = {"objectives__kd__weight": 0.5, "objectives__ce__weight": 0.5, "train__max_steps": 12}
-    result = distill(load_config(overrides=tiny.settings(world, **over)), tmp_path / "run", device="cpu")
+    result = distill(
+        load_config(overrides=tiny.settings(world, eval__max_batches=4, eval__samples=1, **over)),
+        tmp_path / "run",
+        device="cpu",
+    )
     summary = json.loads((result.folder / "summary.json").read_text())
     assert [check["passed"] for check in summary["checks"][:4]] == [True] * 4
     assert [check["name"] for check in summary["checks"][4:]] == [
