@@ -18,9 +18,9 @@ FAMILY = ["forward_kl", "reverse_kl", "jsd"]
 def test_half_logits_of_a_large_vocabulary_give_the_float64_loss(name: str, temperature: float, spread: float) -> None:
     generator = torch.Generator().manual_seed(0)
     student, teacher = (spread * torch.randn(2, VOCABULARY, generator=generator).half() for _ in range(2))
-    law = getattr(divergences, name)
-    got = law(student, teacher, temperature=temperature)
-    exact = law(student.double(), teacher.double(), temperature=temperature)
+    member = divergences.make(name)
+    got = divergences.on_logits(member, student, teacher, temperature=temperature)
+    exact = divergences.on_logits(member, student.double(), teacher.double(), temperature=temperature)
     assert torch.allclose(got.double(), exact, rtol=1e-3)
 
 

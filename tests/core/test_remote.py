@@ -13,7 +13,8 @@ from fsspec.implementations.local import LocalFileSystem
 
 from stillroom.core import remote
 from stillroom.core.errors import ConfigError, DataError
-from stillroom.core.remote import is_url, local_copy, refuse_url
+from stillroom.core.files import is_url
+from stillroom.core.remote import local_copy, refuse_url
 
 
 @pytest.fixture(autouse=True)

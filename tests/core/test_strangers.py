@@ -392,7 +392,7 @@ def test_no_loader_decides_about_code_by_itself() -> None:
         ("load.py", "runs_code(section, source)"),
         ("placement.py", "runs_code(section, source)"),
         ("gguf.py", "trust_remote_code"),
-        ("shapes.py", "section.trust_remote_code"),  # of a configuration that `read_config` read
+        ("load.py", "section.trust_remote_code"),  # of a configuration that `read_config` read
     }
 
 

@@ -220,6 +220,5 @@ def settings(folder: Path, **over: Any) -> dict[str, Any]:
         "train.eval_steps": 4,
         "eval.max_batches": 2,
         "eval.samples": 0,
-        "eval.sample_tokens": 8,
     }
     return {**base, **{key.replace("__", "."): value for key, value in over.items()}}

@@ -50,8 +50,6 @@ REMOVED: dict[str, tuple[Any, str]] = {
     "guard.spike_window": (50, "medians are over the last 50 accepted steps; guard.spike_z says what a spike is"),
     "guard.spike_warmup": (10, "statistics begin after 10 accepted steps; guard.spike_z says what a spike is"),
     "guard.learning_rate_backoff": (0.5, "after a divergence the learning rate is halved for a while"),
-    "guard.fallback_after": (20, "the teacher is left out after 20 steps in a row with it at fault"),
-    "guard.fallback_steps": (50, "the teacher is left out for 50 steps"),
     "telemetry.first_steps": (5, "the components of the first 5 steps are printed in full"),
 }  # fmt: skip
 

@@ -1215,6 +1215,10 @@ class GuardConfig(Section):
         description="applied steps between snapshots; before the first, the state is examined after 1, 2, 4, 8 ...",
     )
     snapshot_ring: Size = Field(2, description="snapshots kept in memory")
+    fallback_after: Size = Field(
+        20, description="steps in a row with the teacher at fault before a stretch of cross-entropy alone"
+    )
+    fallback_steps: Size = Field(50, description="length of that stretch")
     logit_clamp: NonNegative = Field(
         0.0, description="0: off. Harmful: puts a floor under the perplexity, which is printed"
     )

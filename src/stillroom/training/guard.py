@@ -25,7 +25,6 @@ _BUDGET_STEPS = 200
 # ten values the spread is not known.
 _WINDOW_STEPS = 50
 _WARMUP_STEPS = 10
-_FALLBACK_AFTER = 20  # steps in a row with the teacher at fault; fewer may be one bad stretch of data
 _LEVEL_STEPS = 15
 _JUMP_TO_SIGMA = 1.0 / 0.9539  # median |x - y| of two normal draws, in standard deviations
 # A spike must also be large in itself: in a steady run the spread is so small that any change is many sigmas.
@@ -201,10 +200,10 @@ class Guard:
     def _without_teacher(self, evidence: Evidence) -> Verdict:
         """Rows with a bad teacher were scored on their labels: sound, but not comparable with other steps."""
         self.consecutive_teacher += 1
-        if self.consecutive_teacher < _FALLBACK_AFTER:
+        if self.consecutive_teacher < self.config.fallback_after:
             return Verdict("keep", f"{evidence.bad_teacher_rows} rows without a usable teacher")
         self.consecutive_teacher = 0
-        return Verdict("fallback", f"{_FALLBACK_AFTER} steps in a row without a usable teacher")
+        return Verdict("fallback", f"{self.config.fallback_after} steps in a row without a usable teacher")
 
     def _may_retry(self, evidence: Evidence) -> bool:
         # Before the first accepted step the scale is still too large; later, a batch that overflows at several scales
@@ -222,7 +221,7 @@ class Guard:
         refused = sum(self._recent)
         if len(self._recent) == _BUDGET_STEPS and refused > self.config.max_skip_share * _BUDGET_STEPS:
             return Verdict("halt", f"{refused} of the last {_BUDGET_STEPS} steps refused: {reason}", exit_code=21)
-        if self.consecutive_teacher >= _FALLBACK_AFTER:
+        if self.consecutive_teacher >= self.config.fallback_after:
             self.consecutive_teacher = 0
             return Verdict("fallback", f"the teacher is at fault: {reason}")
         return Verdict("skip", reason)

@@ -301,7 +301,6 @@ def _text(run: Run, ids: list[int]) -> str:
 
 
 _PATIENCE = 2
-_FALLBACK_STEPS = 50  # steps on labels alone once the teacher is at fault again and again
 _AFTERMATH = 8  # steps after an injected fault that it may still be the cause of
 _LEAST_TOKEN_SHARE = 0.1  # of all weights, for cross-entropy and distillation together
 
@@ -449,7 +448,7 @@ def carry_out(run: Run, state: RunState, window: Sequence[Batch], evidence: Evid
             _skip_window(run, state, window, evidence, verdict, located)
         case "fallback":
             _skip_window(run, state, window, evidence, verdict, located)
-            state.fallback_until = state.applied + _FALLBACK_STEPS
+            state.fallback_until = state.applied + run.config.guard.fallback_steps
         case "rollback":
             settle(run, state)  # it may be what is returned to, and nothing of this line is saved after the mark
             state.rollbacks += 1

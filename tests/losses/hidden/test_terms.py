@@ -290,7 +290,7 @@ def test_a_projector_stands_only_where_widths_differ() -> None:
     }
 
 
-@pytest.mark.parametrize(("narrow", "wide"), [(8, 32), (32, 8)])
+@pytest.mark.parametrize(("narrow", "wide"), [(8, 32), (8, 16)])
 def test_a_fresh_projector_keeps_the_size_of_an_entry(narrow: int, wide: int) -> None:
     inner = planned(ModelDims(1, narrow), ModelDims(1, wide), feature={"weight": 1.0})
     states = torch.randn(100, narrow)

@@ -109,11 +109,15 @@ class RouterTeacher(Teacher):
         self.gates = TrainedGates(model, self.moe_gates, options, device, tell)
         self.is_frozen = False
         self._blocks = layers_if_any(model)
-        self.training: RouterTraining = RouterTraining(self)
+        self.own_training: RouterTraining = RouterTraining(self)
         tell(describe(self.moe_gates))
         if config.mode in EXPERIMENTAL_MODES:
             tell(f"teacher.router.mode {config.mode} is experimental: it has shown no gain and may hurt over a run")
         _try_out(self)
+
+    @property
+    def training(self) -> RouterTraining:
+        return self.own_training
 
     @property
     def trains(self) -> bool:
