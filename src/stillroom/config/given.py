@@ -81,7 +81,8 @@ RULES: tuple[Rule, ...] = (
     Rule("teacher.revision", lambda c: is_hub_id(c.teacher.model), "{c.teacher.model} is not a model of a hub"),
     Rule("student.revision", lambda c: is_hub_id(c.student.model), "{c.student.model} is not a model of a hub"),
     Rule(
-        "teacher.cache teacher.server teacher.signal.* teacher.router.* teacher.requests.* guard.fallback_after guard.fallback_steps",
+        "teacher.cache teacher.server teacher.signal.* teacher.router.* teacher.requests.* "
+        "guard.fallback_after guard.fallback_steps",
         lambda c: c.objectives.asks_teacher,
         "no objective asks the teacher",
     ),
