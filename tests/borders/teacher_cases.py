@@ -21,7 +21,7 @@ def quantised_above_the_bound(place: Place) -> Words:
     return place.distill(teacher__quantisation="int8", teacher__max_quantisation_kl=1e-12)
 
 
-@case(TEACHERS, 20, "CUDA card")
+@case(TEACHERS, 20, "CUDA GPU")
 def bitsandbytes_on_a_cpu(place: Place) -> Words:
     return place.distill(teacher__quantisation="bnb-4bit")
 
