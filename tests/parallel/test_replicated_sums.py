@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from stillroom.config.schema import TrainConfig
 from stillroom.core.errors import Interrupted
 from stillroom.parallel import Replicated
+from stillroom.parallel.base import Processes
 from stillroom.precision import AdamW, ParameterGroup, resolve
 
 
@@ -92,3 +93,16 @@ def test_an_error_of_the_sum_ends_the_run_so_that_it_can_be_resumed_and_other_er
     monkeypatch.setattr(dist, "all_reduce", broken)
     with pytest.raises(Interrupted, match="Connection closed by peer"), parallel.window():
         parallel.forward(lambda: first.sum(), is_last=True).backward()
+
+
+def test_random_numbers_differ_between_processes_and_attempts_and_come_again() -> None:
+    """Dropout of two processes with the same numbers would learn half as much from a window."""
+
+    def drawn(rank: int, attempted: int) -> list[float]:
+        with torch.random.fork_rng(devices=[]):
+            Processes.seed(SimpleNamespace(rank=rank), 7, attempted)  # type: ignore[arg-type]
+            return list(torch.rand(4).tolist())
+
+    draws = [drawn(rank, attempted) for rank in (0, 1) for attempted in (0, 1)]
+    assert len({tuple(one) for one in draws}) == 4
+    assert drawn(1, 1) == draws[-1]
