@@ -104,7 +104,7 @@ def serve(folder: Path, size: str, strategy: str, num_micro: int, place: int) ->
     import torch
 
     from stillroom.config import load_config
-    from stillroom.parallel import join
+    from stillroom.parallel.base import join
     from stillroom.telemetry import EventLog
     from stillroom.training.build import build_run
     from stillroom.training.models import load_models

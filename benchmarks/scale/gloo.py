@@ -24,7 +24,7 @@ def serve(folder: Path, place: int) -> None:
     import torch
     import torch.distributed as dist
 
-    from stillroom.parallel import join
+    from stillroom.parallel.base import join
     from stillroom.parallel.fsdp import _Reduce
 
     parallel = join(5, "fsdp")

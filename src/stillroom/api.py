@@ -5,6 +5,7 @@ Nothing heavy is imported before a function is called. See docs/api.md.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import sys
@@ -14,8 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from stillroom.config import Config
-from stillroom.config.given import refuse_gaps
-from stillroom.config.load import build, flat_leaves, put, read_preset
+from stillroom.config.load import build, flat_leaves, put, read_preset, refuse_gaps
 from stillroom.core.errors import CannotSave, ConfigError, FinishedBadly
 from stillroom.core.files import new_run_folder, reason_of
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from stillroom.metrics.evaluate import Assessment
     from stillroom.models.load import LoadedModel
+    from stillroom.telemetry.console import ConsoleMode
     from stillroom.training.finish import Result
     from stillroom.training.run_folder import Inputs
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     Records: TypeAlias = str | Path | Iterable[Mapping[str, Any] | str] | TorchDataset[Any]
 
 Listener: TypeAlias = Callable[[dict[str, Any]], None]
+Listeners: TypeAlias = tuple[Listener, ...]
 
 # The setting that each argument of `distill` replaces.
 SETTING = {
@@ -87,10 +89,10 @@ def distill(
 
     chosen = with_settings(chosen, {**names, **inputs.settings(folder_of(place))})
 
-    def job(folder: Path, *views: Listener) -> Result:
+    def job(folder: Path, views: Listeners) -> Result:
         return run(chosen, folder, device=where, inject=inject, listeners=(*views, *handlers), inputs=inputs)
 
-    return _reported(job, place, progress)
+    return reported(job, place, _mode(progress))[0]
 
 
 def resume(
@@ -125,7 +127,7 @@ def resume(
     from stillroom.training.distill import resume as resume_run
     from stillroom.training.run_folder import Trust
 
-    def job(folder: Path, *views: Listener) -> Result:
+    def job(folder: Path, views: Listeners) -> Result:
         seen = (*views, *handlers)
         if is_demo_run(folder):
             return resume_demo(
@@ -144,7 +146,7 @@ def resume(
             accept_changed_inputs=accept_changed_inputs,
         )
 
-    return _reported(job, path, progress)
+    return reported(job, path, _mode(progress))[0]
 
 
 def evaluate(
@@ -242,33 +244,47 @@ def generate(
 # -- running ---------------------------------------------------------------------------------------------
 
 
-def _reported(job: Callable[..., Result], out: Path, progress: bool | None) -> Result:
-    """Run a job, show its events and write the report. Only the first of several processes shows and writes."""
+def reported(job: Callable[[Path, Listeners], Result], out: Path, mode: ConsoleMode) -> tuple[Result, str]:
+    """Run a job, show its events and write the report. Return the result, and the folder or address it is in.
+
+    Only the first of several processes shows and writes.
+    """
     import torch
 
     from stillroom.report import LiveReport, write_report
-    from stillroom.telemetry.console import ConsoleMode, ConsoleView, is_notebook
+    from stillroom.telemetry.console import ConsoleView
     from stillroom.training.run_folder import opened
 
     is_first = is_first_process()
-    is_shown = progress if progress is not None else is_notebook() or (sys.stdout is not None and sys.stdout.isatty())
-    mode: ConsoleMode = "auto" if is_shown and is_first else "quiet"
-    with opened(out) as place, ConsoleView(mode, tells_stops=False) as view:
+
+    def finish(folder: Path, summary: Mapping[str, Any]) -> None:
+        if is_first:
+            page = write_report(folder, live.foot())
+            with contextlib.suppress(BrokenPipeError):  # the run is done, even if nobody reads its output
+                view.finish(summary, page)
+
+    with opened(out) as place, ConsoleView(mode if is_first else "quiet", tells_stops=False) as view:
         live = LiveReport(place.folder, view.handle)
-        views = (view.handle, live.handle) if is_first else (view.handle,)
         try:
             with torch.random.fork_rng(range(torch.cuda.device_count())):  # a run seeds; restore the caller's state
-                result = job(place.folder, *views)
+                result = job(place.folder, (view.handle, live.handle) if is_first else (view.handle,))
         except FinishedBadly as error:  # the run is complete: write its report
-            if is_first:
-                view.finish(error.summary, write_report(Path(str(error.folder)), live.foot()))
+            finish(Path(str(error.folder)), error.summary)
             raise
         except BaseException:
             live.close()
             raise
-        if is_first:
-            view.finish(result.summary, write_report(result.folder, live.foot()))
-    return result
+        finish(result.folder, result.summary)
+    return result, place.url or str(result.folder)
+
+
+def _mode(progress: bool | None) -> ConsoleMode:
+    """Show progress where asked for; else in a notebook and on a terminal."""
+    from stillroom.telemetry.console import is_notebook
+
+    if progress is None:
+        progress = is_notebook() or (sys.stdout is not None and sys.stdout.isatty())
+    return "auto" if progress else "quiet"
 
 
 # -- models and data given as objects ----------------------------------------------------------------------

@@ -14,16 +14,16 @@ import tiny
 
 import stillroom
 from stillroom.config import load, load_config, preset_names
-from stillroom.config.given import (
+from stillroom.config.load import (
     DIVERGENCE_SETTINGS,
     RULES,
+    all_keys,
     is_hub_id,
     refuse_gaps,
     refuse_unread,
     unread,
     unread_notes,
 )
-from stillroom.config.load import all_keys
 from stillroom.config.schema import Config
 from stillroom.core.errors import ConfigError
 from stillroom.losses import divergences
@@ -115,7 +115,7 @@ def test_every_setting_is_always_read_or_has_a_rule() -> None:
     for key in all_keys():
         is_of_objective = key.startswith(tuple(f"objectives.{name}." for name in own))
         is_ruled = is_of_objective or any(rule.covers(key) for rule in RULES)
-        assert is_ruled != (key in ALWAYS), f"{key}: add a rule to config/given.py, or name it here"
+        assert is_ruled != (key in ALWAYS), f"{key}: add a rule to config/load.py, or name it here"
     assert set(ALWAYS) <= set(all_keys())
     patterns = [pattern for rule in RULES for pattern in rule.keys.split()]
     assert all(fnmatch.filter(all_keys(), pattern) for pattern in patterns), "a rule of no setting"
@@ -267,7 +267,7 @@ def test_a_configuration_with_a_gap_is_refused_from_python_too(tmp_path: Path) -
 
 def test_the_table_is_read_without_torch() -> None:
     script = (
-        "import sys; from stillroom.config.given import unread_notes; from stillroom.config import load_config; "
+        "import sys; from stillroom.config.load import unread_notes; from stillroom.config import load_config; "
         "unread_notes(load_config(overrides={'train.step_rows': 3})); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

@@ -13,7 +13,7 @@ import tiny
 from stillroom.config import load
 from stillroom.telemetry.console import ConsoleView
 from stillroom.telemetry.record import read_events
-from stillroom.telemetry.show import component_lines, start_lines
+from stillroom.telemetry.wording import component_lines, start_lines
 from stillroom.training.distill import distill
 from stillroom.training.schedule import Curriculum, steps_of_run, warmup_of_run
 

@@ -14,11 +14,10 @@ from plants import MACHINE
 import stillroom.doctor
 from stillroom.config import Config, load_config, parse_assignments
 from stillroom.config import presets as presets_folder
-from stillroom.doctor.checks import Start, doubts
 from stillroom.doctor.diagnose import diagnose
 from stillroom.doctor.examine import look
 from stillroom.doctor.log_rules import Case
-from stillroom.doctor.rules import TABLE, Finding, Settings, judge_settings, rules_for
+from stillroom.doctor.rules import TABLE, Finding, Settings, Start, doubts, judge_settings, rules_for
 from stillroom.doctor.setup import Setup
 from stillroom.telemetry.record import LoggedRun
 

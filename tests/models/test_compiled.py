@@ -12,9 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from stillroom.config import load_config
 from stillroom.models import compile
-from stillroom.models.compile import CompiledBody, what_to_compile
+from stillroom.models.compile import CompiledBody
 from stillroom.telemetry import read_events
 from stillroom.training.distill import distill
+from stillroom.training.models import what_to_compile
 
 
 def body(notes: list[str], backend: str = "eager") -> tuple[Any, CompiledBody]:

@@ -19,8 +19,8 @@ from stillroom.config.schema import StudentConfig, TeacherConfig
 from stillroom.core.errors import BrokenAtStart
 from stillroom.metrics.evaluate import assess
 from stillroom.models import load_tokenizer, open_student, open_teacher
+from stillroom.models.files import teacher_identity
 from stillroom.models.generate import open_writer
-from stillroom.teachers.cache.manifest import teacher_identity
 from stillroom.training.distill import distill
 
 Kind = gguf.GGMLQuantizationType

@@ -6,7 +6,8 @@ import pytest
 from refusals import refused
 
 from stillroom.core.errors import BrokenAtStart
-from stillroom.parallel import base, join
+from stillroom.parallel import base
+from stillroom.parallel.base import join
 
 
 @pytest.mark.parametrize(

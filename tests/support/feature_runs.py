@@ -21,7 +21,8 @@ from torch import Tensor
 from stillroom.config import load_config
 from stillroom.core.errors import Interrupted, StillroomError
 from stillroom.models.compile import CompiledBody
-from stillroom.parallel import Parallel, join
+from stillroom.parallel import Parallel
+from stillroom.parallel.base import join
 from stillroom.precision.device import find_device
 from stillroom.telemetry import EventLog, read_events
 from stillroom.training.build import build_run

@@ -11,7 +11,8 @@ import torch
 
 from stillroom.config import load_config
 from stillroom.losses import divergences
-from stillroom.parallel import Parallel, join
+from stillroom.parallel import Parallel
+from stillroom.parallel.base import join
 from stillroom.precision.device import find_device
 from stillroom.telemetry import EventLog
 from stillroom.training.build import build_run

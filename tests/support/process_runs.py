@@ -15,7 +15,7 @@ import torch
 
 from stillroom.config import load_config
 from stillroom.core.errors import StillroomError
-from stillroom.parallel import join
+from stillroom.parallel.base import join
 from stillroom.parallel.fsdp import Sharded
 from stillroom.training.distill import distill, resume
 

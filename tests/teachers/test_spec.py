@@ -34,8 +34,7 @@ def test_a_new_cache_holds_what_the_objective_can_use(over: dict[str, Any], spec
     assert SignalSpec.of_dict(spec.to_dict()) == spec
 
 
-def test_live_answers_are_whole_unless_a_kind_is_named() -> None:
-    assert live_spec(of({})) is None and live_spec(of({"objectives.kd.top_k": 8})) is None
+def test_a_live_teacher_is_asked_for_the_kind_that_is_named() -> None:
     assert live_spec(of({"teacher.signal.kind": "hybrid"})) == HYBRID
 
 

@@ -9,8 +9,8 @@ import tiny
 import torch
 
 from stillroom.config import load_config
-from stillroom.precision.device import DeviceFacts
-from stillroom.teachers import signals
+from stillroom.precision import device as devices
+from stillroom.precision.device import DeviceFacts, teacher_dtype
 
 
 @pytest.mark.parametrize(
@@ -26,6 +26,6 @@ from stillroom.teachers import signals
 def test_a_teacher_is_bf16_where_bf16_is_native(
     device: str, native: bool, wanted: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(signals, "facts_of", lambda where: DeviceFacts(where.type, has_native_bf16=native))
+    monkeypatch.setattr(devices, "facts_of", lambda where: DeviceFacts(where.type, has_native_bf16=native))
     config = load_config(overrides={**tiny.settings(Path()), "teacher.dtype": wanted})
-    assert signals.teacher_dtype(config, torch.device(device)) == dtype
+    assert teacher_dtype(config.teacher.dtype, torch.device(device)) == dtype

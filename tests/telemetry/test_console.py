@@ -16,15 +16,17 @@ from rich.cells import cell_len
 
 from stillroom.core.errors import ConfigError, DataError
 from stillroom.telemetry.console import ConsoleView, SilentScreen, render_error
-from stillroom.telemetry.show import assessment_lines, end_line, step_line, summary_lines
+from stillroom.telemetry.show import assessment_lines, summary_lines
 from stillroom.telemetry.wording import (
     as_number,
     clean,
+    end_line,
     format_duration,
     format_loss,
     format_lr,
     format_norm,
     format_result,
+    step_line,
 )
 
 HOSTILE = "\x1b[31mred\x1b]0;title\x07\x9b2J\u202eevil\u2066\x08\r\nname\u2028next\x00"

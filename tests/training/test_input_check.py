@@ -13,8 +13,8 @@ import tiny
 
 from stillroom.config import load_config
 from stillroom.core.errors import InputsChanged, Interrupted
+from stillroom.models import files as identity
 from stillroom.report import write_report
-from stillroom.teachers.cache import manifest as identity
 from stillroom.telemetry import read_events
 from stillroom.training.distill import distill, resume
 from stillroom.training.finish import Result

@@ -19,7 +19,7 @@ from stillroom.core.types import IGNORED, Batch
 from stillroom.data.loader import Loader
 from stillroom.models.anatomy import backbone, head_of
 from stillroom.telemetry import read_events
-from stillroom.telemetry.show import component_lines, first_forward_lines
+from stillroom.telemetry.wording import component_lines, first_forward_lines
 from stillroom.training.distill import distill
 from stillroom.training.preflight import SHIFTS, check_targets, first_forward, judge_alignment, shifted_losses
 from stillroom.training.run import RunState

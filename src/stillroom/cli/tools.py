@@ -32,7 +32,7 @@ from stillroom.cli.main import (
     wanted_bos,
 )
 from stillroom.config import Config, Loaded, load, parse_assignments
-from stillroom.config.given import refuse_gaps, unread_notes
+from stillroom.config.load import refuse_gaps, unread_notes
 from stillroom.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -577,8 +577,8 @@ def _asked(
 def _held_out(folder: Path, config: Config, *, is_as_there: bool) -> HeldOut:
     """What the run held out, with the number of documents that its log says, to notice data that was changed."""
     from stillroom.metrics.evaluate import HeldOut
-    from stillroom.telemetry.record import LoggedRun, section
-    from stillroom.telemetry.wording import as_number
+    from stillroom.telemetry.record import LoggedRun
+    from stillroom.telemetry.wording import as_number, section
 
     known = as_number(section(LoggedRun.load(folder).start, "data").get("eval_documents")) if is_as_there else None
     return HeldOut(config.data, None if known is None else int(known))

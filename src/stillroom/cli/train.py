@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stillroom.api import is_first_process, num_processes
+from stillroom.api import Listeners, is_first_process, num_processes, reported
 from stillroom.cli.exit import fault_of
 from stillroom.cli.main import (
     AllowAddress,
@@ -28,17 +28,15 @@ from stillroom.cli.main import (
     print_json,
 )
 from stillroom.config import load, parse_assignments, shortened
-from stillroom.config.given import refuse_gaps, refuse_unread
+from stillroom.config.load import refuse_gaps, refuse_unread
 from stillroom.config.schema import FAULTS
-from stillroom.core.errors import ConfigError, FinishedBadly, StillroomError
+from stillroom.core.errors import ConfigError, StillroomError
 from stillroom.core.files import new_run_folder
 from stillroom.core.remote import refuse_url
 
 if TYPE_CHECKING:
     from stillroom.training.finish import Result
 
-
-Listeners = tuple[Callable[[dict[str, Any]], None], ...]
 
 # Settings that make a run differ from the embedded demo, which trains baselines too.
 _NOT_THE_DEMO = ("teacher.", "student.", "data.", "objectives.")
@@ -175,44 +173,15 @@ def resume(
 
 def _run_and_report(job: Callable[[Path, Listeners], Result], folder: Path, *, as_json: bool, progress: bool) -> None:
     """Run a job, show its events, write the report and print the result. One in a store is sent there at the end."""
-    from stillroom.telemetry.console import ConsoleView
-    from stillroom.training.run_folder import opened
-
-    is_first = is_first_process()
-    failure: FinishedBadly | None = None
-    was_finished = False
     try:
-        with (
-            opened(folder) as place,
-            ConsoleView(
-                "quiet" if as_json or not is_first else "auto" if progress else "plain", tells_stops=False
-            ) as view,
-        ):
-            from stillroom.report import LiveReport, write_report
-
-            live = LiveReport(place.folder, view.handle)
-            try:
-                result = job(place.folder, (view.handle, live.handle) if is_first else (view.handle,))
-                where, summary, was_finished = result.folder, result.summary, result.already_finished
-            except FinishedBadly as error:  # a finished run without success: write its report
-                failure, where, summary = error, Path(str(error.folder)), dict(error.summary)
-            except BaseException:
-                live.close()
-                raise
-            if is_first:  # only the first of several processes writes and prints
-                path = write_report(where, live.foot())
-                with contextlib.suppress(BrokenPipeError):  # the run is done, even if nobody reads its output
-                    if as_json and failure is None:
-                        told = {"already_finished": was_finished, **summary}
-                        print_json({"folder": place.url or str(where), **told})
-                    else:
-                        view.finish(summary, path)
+        result, where = reported(job, folder, "quiet" if as_json else "auto" if progress else "plain")
     except (StillroomError, BrokenPipeError):
         raise
     except Exception as error:
         raise fault_of(error, folder) from error
-    if failure is not None:
-        raise failure
+    if as_json and is_first_process():
+        with contextlib.suppress(BrokenPipeError):
+            print_json({"folder": where, "already_finished": result.already_finished, **result.summary})
 
 
 # -- after a run: what went wrong in it, and how two runs differ -------------------------------------------

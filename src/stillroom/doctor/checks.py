@@ -15,13 +15,13 @@ that was resumed is judged as one:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from stillroom.doctor.log_rules import MAX_GAP, Case, mean, numbers, terms_of, terms_without_weight
-from stillroom.doctor.rules import Finding, Settings, found, hardly_distils, rule, rules_for
+from stillroom.doctor.rules import Finding, found, rule, rules_for
 from stillroom.telemetry.record import Event, LoggedRun
 from stillroom.telemetry.wording import (
     as_number,
@@ -29,71 +29,9 @@ from stillroom.telemetry.wording import (
     clip,
     format_count,
     format_loss,
-    format_lr,
     format_percent,
     format_result,
 )
-
-# -- before the first step -------------------------------------------------------------------------------
-
-KNOWS_NOTHING = 0.5  # of the vocabulary's size, which is the perplexity of a guess
-LEAST_TRAVEL = 1.0  # in standard deviations of the weights
-SAME_KL = 1e-5  # nats; the same weights in half precision are below it
-
-
-@dataclass(frozen=True)
-class Start:
-    """What was measured on the student before its first step. What costs a pass over the weights is a function."""
-
-    perplexity: float
-    vocab_size: int
-    kl: float | None  # to the teacher; None without one
-    agreement: float | None
-    num_steps: int
-    learning_rate: float
-    travel: Callable[[], float]  # the rates of all steps together: AdamW moves a weight by at most about this much
-    spread: Callable[[], float]  # root mean square of the student's matrices
-
-
-@rule("start")
-def stands_still(start: Start) -> Finding | None:
-    """An untrained student cannot move its weights by about their own size."""
-    if start.perplexity < KNOWS_NOTHING * start.vocab_size:
-        return None
-    travel, spread = start.travel(), start.spread()
-    if travel >= LEAST_TRAVEL * spread:
-        return None
-    steps = f"{start.num_steps:,} steps at learning rate {format_lr(start.learning_rate)}"
-    return found(
-        "warning",
-        f"the student knows nothing yet, and {steps} move a weight by at most about {travel:.2g}, while its "
-        f"weights scatter by {spread:.2g}: it will hardly learn",
-        "a small student from scratch wants 1e-3 to 1e-2 (--set train.learning_rate=...), more steps, or pretrained "
-        "weights",
-    )
-
-
-@rule("start")
-def student_is_teacher(start: Start) -> Finding | None:
-    """The student answers as its teacher does before it has learned anything."""
-    if start.kl is None or start.agreement is None or start.kl > SAME_KL or start.agreement < 1.0:
-        return None
-    return found(
-        "warning",
-        "teacher and student give the same answers before any training: they seem to have the same weights, and there "
-        "is nothing to learn",
-        "name another teacher, a smaller student, or cut one: --set student.init=shrink",
-    )
-
-
-def doubts(start: Start, settings: Settings) -> list[str]:
-    """Reasons why this run is unlikely to work, as lines for its log."""
-    findings = [one for rule in rules_for("start") for one in rule.find(start)]
-    findings += [one for one in [hardly_distils(settings)] if isinstance(one, Finding)]
-    return [f"{one.evidence}: {one.remedy}" for one in findings]
-
-
-# -- after the last step ---------------------------------------------------------------------------------
 
 NO_LOSS = 1e-3  # an objective below this is nothing: a multiple of it says nothing
 LEAST_CLOSED = 0.5

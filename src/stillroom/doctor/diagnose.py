@@ -16,9 +16,20 @@ from typing import Any
 from stillroom.core.errors import ConfigError
 from stillroom.doctor.log_rules import Case
 from stillroom.doctor.rules import SEVERITIES, Finding, judge_settings, rules_for
-from stillroom.telemetry.record import LoggedRun, items, reading, section, show
-from stillroom.telemetry.record import section as mapping
-from stillroom.telemetry.wording import as_number, clean, format_count, format_duration, format_percent, format_result
+from stillroom.telemetry.record import LoggedRun
+from stillroom.telemetry.wording import (
+    as_number,
+    clean,
+    format_count,
+    format_duration,
+    format_percent,
+    format_result,
+    items,
+    reading,
+    section,
+    show,
+)
+from stillroom.telemetry.wording import section as mapping
 
 FILES = ("events.jsonl", "config.json", "summary.json")
 WIDTH = 80

@@ -27,9 +27,19 @@ from stillroom.doctor.rules import (
     rule,
     schedule_in_micro_batches,
 )
-from stillroom.telemetry.record import Event, LoggedRun, items, reading, section
-from stillroom.telemetry.record import section as mapping
-from stillroom.telemetry.wording import as_number, clean, format_count, format_duration, format_lr, format_percent
+from stillroom.telemetry.record import Event, LoggedRun
+from stillroom.telemetry.wording import (
+    as_number,
+    clean,
+    format_count,
+    format_duration,
+    format_lr,
+    format_percent,
+    items,
+    reading,
+    section,
+)
+from stillroom.telemetry.wording import section as mapping
 
 NUM_CITED = 5  # steps named in a finding
 _INJECTED = re.compile(r"injected (\w+) at step (\d{1,9})\b")

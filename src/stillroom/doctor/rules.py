@@ -22,8 +22,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
-from stillroom.telemetry.record import section
-from stillroom.telemetry.wording import as_number, clean, format_count, format_lr, format_percent
+from stillroom.telemetry.wording import as_number, clean, format_count, format_lr, format_percent, section
 
 Severity = Literal["problem", "warning", "hint", "fine"]
 Evidence = Literal["settings", "log", "start", "result", "setup"]
@@ -607,3 +606,62 @@ def leaking_data(settings: Settings) -> Finding | None:
         return None
     what = f"data.eval is the training data, {clean(held_out)}: every result would be that of memorised text"
     return found("problem", what, "leave data.eval out: a share is held out by content", "data.eval=none")
+
+
+# -- before the first step -----------------------------------------------------------------------------
+
+KNOWS_NOTHING = 0.5  # of the vocabulary's size, which is the perplexity of a guess
+LEAST_TRAVEL = 1.0  # in standard deviations of the weights
+SAME_KL = 1e-5  # nats; the same weights in half precision are below it
+
+
+@dataclass(frozen=True)
+class Start:
+    """What was measured on the student before its first step. What costs a pass over the weights is a function."""
+
+    perplexity: float
+    vocab_size: int
+    kl: float | None  # to the teacher; None without one
+    agreement: float | None
+    num_steps: int
+    learning_rate: float
+    travel: Callable[[], float]  # the rates of all steps together: AdamW moves a weight by at most about this much
+    spread: Callable[[], float]  # root mean square of the student's matrices
+
+
+@rule("start")
+def stands_still(start: Start) -> Finding | None:
+    """An untrained student cannot move its weights by about their own size."""
+    if start.perplexity < KNOWS_NOTHING * start.vocab_size:
+        return None
+    travel, spread = start.travel(), start.spread()
+    if travel >= LEAST_TRAVEL * spread:
+        return None
+    steps = f"{start.num_steps:,} steps at learning rate {format_lr(start.learning_rate)}"
+    return found(
+        "warning",
+        f"the student knows nothing yet, and {steps} move a weight by at most about {travel:.2g}, while its "
+        f"weights scatter by {spread:.2g}: it will hardly learn",
+        "a small student from scratch wants 1e-3 to 1e-2 (--set train.learning_rate=...), more steps, or pretrained "
+        "weights",
+    )
+
+
+@rule("start")
+def student_is_teacher(start: Start) -> Finding | None:
+    """The student answers as its teacher does before it has learned anything."""
+    if start.kl is None or start.agreement is None or start.kl > SAME_KL or start.agreement < 1.0:
+        return None
+    return found(
+        "warning",
+        "teacher and student give the same answers before any training: they seem to have the same weights, and there "
+        "is nothing to learn",
+        "name another teacher, a smaller student, or cut one: --set student.init=shrink",
+    )
+
+
+def doubts(start: Start, settings: Settings) -> list[str]:
+    """Reasons why this run is unlikely to work, as lines for its log."""
+    findings = [one for rule in rules_for("start") for one in rule.find(start)]
+    findings += [one for one in [hardly_distils(settings)] if isinstance(one, Finding)]
+    return [f"{one.evidence}: {one.remedy}" for one in findings]

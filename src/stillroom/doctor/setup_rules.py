@@ -22,7 +22,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from stillroom.config import Config
-from stillroom.config.given import unread_notes
+from stillroom.config.load import unread_notes
 from stillroom.core.errors import BrokenAtStart, StillroomError
 from stillroom.doctor.log_rules import FEW_SCORED, TOO_MANY_PASSES
 from stillroom.doctor.rules import Finding, Severity, found, judge_settings, rule, rules_for
@@ -33,8 +33,7 @@ from stillroom.models import agree_on_vocabulary, find, vocabulary_hash
 from stillroom.models.files import Source, check_adapter_files, check_weight_files
 from stillroom.models.routers import describe, find_gates
 from stillroom.models.student import num_positions
-from stillroom.precision.device import check_device
-from stillroom.teachers.signals import teacher_dtype
+from stillroom.precision.device import check_device, teacher_dtype
 from stillroom.telemetry import EventLog
 from stillroom.training.build import build_run
 from stillroom.training.memory import AIM, Shapes, Target, chosen_mode, lay_out
@@ -389,7 +388,7 @@ def files(setup: Setup) -> Iterator[Finding]:
         is_here = find(source.name).is_local  # the weights of a hub model are fetched when it is loaded
         names = check_weight_files(source) if is_here else []
         kinds = {kind for name in names for kind in _dtypes(source, name)}
-        if role == "teacher" and "BF16" in kinds and teacher_dtype(config, setup.device) == torch.float16:
+        if role == "teacher" and "BF16" in kinds and teacher_dtype(config.teacher.dtype, setup.device) == torch.float16:
             yield amber(
                 "bf16_read_as_fp16",
                 f"the teacher {source.name} was saved in bfloat16 and is read in float16, where large activations "
@@ -529,7 +528,7 @@ def real_step(setup: Setup) -> Iterator[Finding]:
 def _wider(mode: str, setup: Setup) -> str:
     """Which of both models can be computed in more digits."""
     tries = [] if mode == "fp32" else ["--set precision.mode=fp32"]
-    is_whole = teacher_dtype(setup.config, setup.device) == torch.float32
+    is_whole = teacher_dtype(setup.config.teacher.dtype, setup.device) == torch.float32
     tries += [] if is_whole or not setup.uses_teacher else ["--set teacher.dtype=float32"]
     return ", and ".join(tries) or "check the models' folders: both are computed in FP32"
 

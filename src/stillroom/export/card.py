@@ -14,9 +14,18 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from stillroom.telemetry.record import Evaluated, section, show, show_interval
+from stillroom.telemetry.record import Evaluated
 from stillroom.telemetry.show import ASSESSMENT_ROWS, RESULT_COLUMNS, RESULT_ROWS, figure_rows
-from stillroom.telemetry.wording import clean, clip, format_bytes, format_count, format_duration
+from stillroom.telemetry.wording import (
+    clean,
+    clip,
+    format_bytes,
+    format_count,
+    format_duration,
+    section,
+    show,
+    show_interval,
+)
 
 _LONGEST = 120
 _MOST_ROWS = 120

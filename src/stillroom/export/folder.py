@@ -25,8 +25,8 @@ from stillroom.models.generate import end_ids
 from stillroom.models.load import STUDENT, model_name, quiet_transformers, run_of
 from stillroom.models.objects import reload
 from stillroom.models.student import num_positions
-from stillroom.telemetry.record import Evaluated, LoggedRun, read_evaluation, section
-from stillroom.telemetry.wording import as_number
+from stillroom.telemetry.record import Evaluated, LoggedRun, read_evaluation
+from stillroom.telemetry.wording import as_number, section
 
 # -- source ----------------------------------------------------------------------------------------
 # What is exported: the student of a run, or any model, with what is known about it.

@@ -17,16 +17,8 @@ from torch.nn import functional
 from stillroom.models.anatomy import backbone
 
 _LENGTH_STEP = 64
-_WORTH_COMPILING = 1e14  # FLOPs of the student in a run on a CPU: below, compiling takes longer than it saves
 _MAX_SHAPES = 8
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 1e-1}  # of the largest value
-
-
-def what_to_compile(wanted: str, device_type: str, student_flops: float) -> str:
-    """`auto` as "off" or "student": by counts alone, so that a resumed run decides alike on any machine."""
-    if wanted != "auto":
-        return wanted
-    return "student" if device_type == "cpu" and student_flops >= _WORTH_COMPILING else "off"
 
 
 # Dynamo, inductor and the C++ compiler each raise their own kinds, most of them RuntimeErrors.

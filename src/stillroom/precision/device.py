@@ -62,11 +62,12 @@ def facts_of(device: torch.device) -> DeviceFacts:
     )
 
 
-def teacher_dtype(asked: str, facts: DeviceFacts) -> torch.dtype:
-    """The dtype a teacher is loaded in: as asked, or chosen for the device (`auto`)."""
+def teacher_dtype(asked: str, device: torch.device | DeviceFacts) -> torch.dtype:
+    """Return the dtype a teacher is loaded in: as asked, or chosen for the device (`auto`)."""
     if asked != "auto":
         dtype: torch.dtype = getattr(torch, asked)
         return dtype
+    facts = device if isinstance(device, DeviceFacts) else facts_of(device)
     if facts.kind != "cuda":
         return torch.float32
     # A teacher that was trained in bf16 may overflow FP16; without native bf16 its products would be emulated.

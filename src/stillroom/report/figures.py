@@ -37,7 +37,6 @@ from stillroom.report.drawing import (
     y_axis_for,
 )
 from stillroom.report.history import Curve, Floats, RunRecord, joined
-from stillroom.telemetry.record import items, section
 from stillroom.telemetry.wording import (
     as_number,
     clean,
@@ -47,6 +46,8 @@ from stillroom.telemetry.wording import (
     format_norm,
     format_percent,
     format_result,
+    items,
+    section,
 )
 
 MAX_TERMS = 10  # drawn; the caption counts the others

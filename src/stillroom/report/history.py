@@ -33,10 +33,8 @@ from stillroom.telemetry.record import (
     read_object,
     run_name,
     run_settings,
-    section,
 )
-from stillroom.telemetry.show import largest_drift
-from stillroom.telemetry.wording import as_number
+from stillroom.telemetry.wording import as_number, largest_drift, section
 
 Floats = npt.NDArray[np.float64]
 Curve = tuple[Floats, Floats]

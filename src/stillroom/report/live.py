@@ -43,29 +43,26 @@ class LiveReport:
     def handle(self, event: Mapping[str, Any]) -> None:
         kind = event.get("event")
         if kind == "run_start":
-            self._begin(event)
-        elif not self._is_ours or self._history is None:
+            self._is_ours = self._history is None and event.get("run") in (
+                self._folder.name,
+                self._folder.resolve().name,
+            )
+        if not self._is_ours:
             return
-        else:
+        if self._history is not None:
             self._history.add(dict(event))
+        elif kind == "step":  # a page before the first step would be empty; a resumed run has a past in its log
+            self._history = read_log(self._folder / "events.jsonl", [])
         if kind == "eval":
             self._write_if_cheap()
         if kind == "run_end":
             self._is_ours = False
 
-    def _begin(self, event: Mapping[str, Any]) -> None:
-        """Read what the log holds already, the start of this run included: a resumed run has a past."""
-        names = (self._folder.name, self._folder.resolve().name)
-        self._is_ours = self._history is None and event.get("run") in names
-        if self._is_ours:
-            self._history = read_log(self._folder / "events.jsonl", [])
-
     def _write_if_cheap(self) -> None:
         now = self._clock()
-        if self.seconds + self._last_cost > MAX_SHARE * (now - self._began):
+        if self._history is None or self.seconds + self._last_cost > MAX_SHARE * (now - self._began):
             self.num_left_out += 1
             return
-        assert self._history is not None
         try:
             run = RunRecord.of_folder(self._folder, self._history, [], is_running=True)
             save(self._folder / PAGE, render(run, self.foot()))

@@ -30,7 +30,7 @@ from stillroom.report.drawing import APART, ROLES, Figure, dark_partners
 from stillroom.report.figures import all_figures, shared_figures
 from stillroom.report.history import RunRecord
 from stillroom.report.words import facts, headline, headline_of_several, size_sentence, story
-from stillroom.telemetry.record import Event, evaluation_notes, items, section, show, show_interval
+from stillroom.telemetry.record import Event, evaluation_notes
 from stillroom.telemetry.show import figure_rows
 from stillroom.telemetry.wording import (
     as_number,
@@ -41,6 +41,10 @@ from stillroom.telemetry.wording import (
     format_loss,
     format_percent,
     format_result,
+    items,
+    section,
+    show,
+    show_interval,
 )
 
 PAGE = "report.html"

@@ -6,9 +6,18 @@ import math
 from collections.abc import Sequence
 
 from stillroom.report.history import RunRecord
-from stillroom.telemetry.record import BASELINES, reading, section
-from stillroom.telemetry.show import changed_inputs_lines
-from stillroom.telemetry.wording import as_number, clean, format_count, format_duration, format_percent, format_result
+from stillroom.telemetry.record import BASELINES
+from stillroom.telemetry.wording import (
+    as_number,
+    changed_inputs_lines,
+    clean,
+    format_count,
+    format_duration,
+    format_percent,
+    format_result,
+    reading,
+    section,
+)
 
 
 def headline(run: RunRecord) -> list[str]:

@@ -23,6 +23,7 @@ from stillroom.models import LoadedModel, agree_on_vocabulary
 from stillroom.models.compile import CompiledBody
 from stillroom.models.routers import find_gates
 from stillroom.parallel import Parallel
+from stillroom.precision.device import teacher_dtype
 from stillroom.teachers.base import NO_TEACHER, RunContext, Teacher
 from stillroom.teachers.cache.build import cache_folder, cached_teacher, check_tokenizer, rows_asked, stored_vocabulary
 from stillroom.teachers.cache.manifest import is_there, read_manifest
@@ -32,7 +33,7 @@ from stillroom.teachers.placement import open_streamed, reads_layers_one_by_one,
 from stillroom.teachers.quantize import check_quantisation, quantise_teacher
 from stillroom.teachers.router.teacher import RouterTeacher, router_teacher
 from stillroom.teachers.served.teacher import served_rows, served_teacher
-from stillroom.teachers.signals import AUTO, asks_server, check_use, live_spec, served_spec, teacher_dtype, uses_cache
+from stillroom.teachers.signals import AUTO, check_use, live_spec, served_spec
 from stillroom.teachers.sparse import SparseTeacher
 from stillroom.training.schedule import Curriculum
 
@@ -60,7 +61,7 @@ class TeacherSource:
 def check_teacher(config: Config, device: torch.device) -> None:
     """Raise for settings that cannot work together or not on this device, before anything is loaded."""
     is_quantised = config.teacher.quantisation != "none"
-    if is_quantised and Curriculum.of(config).uses_teacher and not uses_cache(config):
+    if is_quantised and Curriculum.of(config).uses_teacher and not config.teacher.cache:
         check_quantisation(config.teacher, device)
     if config.teacher.server and not config.teacher.cache:
         served_spec(config)
@@ -86,7 +87,7 @@ def needs_own_tokenizer(config: Config) -> bool:
     """Whether the teacher's tokenizer is needed: to ask the teacher, or to read its own tokens."""
     if not Curriculum.of(config).uses_teacher:
         return False
-    return _is_paired(config) or not uses_cache(config)
+    return _is_paired(config) or not config.teacher.cache
 
 
 def _is_paired(config: Config) -> bool:
@@ -103,10 +104,10 @@ def find_source(
     matched = matched_tokens(tokenizer, own_tokenizer) if is_paired else None
     by_groups = "prefix_match" in config.objectives.span_weights
     space = TokenSpace(own_tokenizer if is_paired else tokenizer, matched, by_groups)
-    dtype = teacher_dtype(config, device)
-    cache = cache_folder(config, folder, space, dtype) if uses_cache(config) else None
+    dtype = teacher_dtype(config.teacher.dtype, device)
+    cache = cache_folder(config, folder, space, dtype) if is_asked and config.teacher.cache else None
     is_stored = cache is not None and (config.teacher.cache != AUTO or is_there(cache))
-    is_served = asks_server(config) and not is_stored
+    is_served = is_asked and bool(config.teacher.server) and not is_stored
     return TeacherSource(tokenizer, own_tokenizer, space, dtype, cache, is_asked, is_paired, is_stored, is_served)
 
 
@@ -169,11 +170,12 @@ def build_teacher(
             placement = shard_teacher(config, loaded, run.parallel, device, tell=run.tell)
         if config.teacher.router.mode != "frozen":
             teacher = router_teacher(config, loaded, vocab_size, run, is_paired=source.is_paired)
-        elif (spec := live_spec(config, space.shared if source.is_paired else "")) is not None:
+        elif config.teacher.signal.kind in ("auto", "dense"):
+            teacher = live_teacher(config, loaded, vocab_size, device, compiled, placement)
+        else:
+            spec = live_spec(config, space.shared if source.is_paired else "")
             live, notes = live_teacher(config, loaded, vocab_size, device), check_use(config, spec)
             teacher = SparseTeacher(live, spec, notes=notes, coarse=space.coarse(spec, vocab_size))
-        else:
-            teacher = live_teacher(config, loaded, vocab_size, device, compiled, placement)
     if source.is_paired:
         training = teacher.training if isinstance(teacher, RouterTeacher) else None
         return PairedTeacher(teacher, source.own_tokenizer, corpus.coverage or Coverage(), training)

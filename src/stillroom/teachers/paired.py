@@ -138,7 +138,8 @@ def reads_its_own_tokens(config: Config) -> bool:
     for name in spans:
         if is_sparse and name not in ("alm", "exact_match", "prefix_match"):
             raise needs_live_teacher(name)
-    _ = cache_spec(config) if uses_cache(config) else live_spec(config)  # raise for kinds that would be biased
+    if is_sparse:
+        _ = cache_spec(config) if uses_cache(config) else live_spec(config)  # raise for kinds that would be biased
     refused = {
         "teacher.server": bool(config.teacher.server) and "a server gives few tokens, and they say nothing of spans",
         "teacher.router.mode": config.teacher.router.mode in SAME_TOKENS_ONLY

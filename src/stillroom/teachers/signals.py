@@ -45,8 +45,6 @@ from stillroom.core.numerics import LOG_ZERO, Softmax
 from stillroom.core.types import Batch, HeadWeights, PairedTokens, SampledSignal, TopKSignal
 from stillroom.losses.two_tokenizers import GroupSums
 from stillroom.models.anatomy import head_logits
-from stillroom.precision.device import facts_of
-from stillroom.precision.device import teacher_dtype as dtype_on
 from stillroom.training.schedule import Curriculum
 
 
@@ -451,24 +449,12 @@ def uses_cache(config: Config) -> bool:
     return bool(config.teacher.cache) and Curriculum.of(config).uses_teacher
 
 
-def asks_server(config: Config) -> bool:
-    return bool(config.teacher.server) and Curriculum.of(config).uses_teacher
-
-
-def teacher_dtype(config: Config, device: torch.device) -> torch.dtype:
-    return dtype_on(config.teacher.dtype, facts_of(device))
-
-
-def live_spec(config: Config, shared: str = "") -> SignalSpec | None:
-    """The signal of a live teacher; None: its whole distribution, which `objectives.kd.top_k` reduces in the head.
+def live_spec(config: Config, shared: str = "") -> SignalSpec:
+    """Return the sparse signal that a live teacher is asked for.
 
     `shared` names the tokens that both models have, where each has its own tokenizer.
     """
-    if config.teacher.server:
-        return served_spec(config)
     kind = config.teacher.signal.kind
-    if kind in ("auto", "dense"):
-        return None
     return _paired_spec(config, kind, shared) if config.objectives.span_weights else _spec(config, kind)
 
 

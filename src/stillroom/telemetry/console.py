@@ -25,10 +25,19 @@ from rich.table import Table
 from rich.text import Text
 
 from stillroom.core.errors import StillroomError
-from stillroom.telemetry import show as say
-from stillroom.telemetry.record import Fields, items, section, show
+from stillroom.telemetry import wording as say
 from stillroom.telemetry.show import summary_lines
-from stillroom.telemetry.wording import as_number, clean, format_count, format_lr, format_percent
+from stillroom.telemetry.wording import (
+    Fields,
+    as_number,
+    clean,
+    format_count,
+    format_lr,
+    format_percent,
+    items,
+    section,
+    show,
+)
 
 __all__ = ["ConsoleMode", "ConsoleView", "clean", "format_lr", "is_notebook", "render_error", "show_preview"]
 

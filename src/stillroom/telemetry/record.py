@@ -11,7 +11,7 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
@@ -20,11 +20,9 @@ from typing import Any, BinaryIO
 
 from stillroom.core.errors import DataError
 from stillroom.core.files import strict, sum_of_file, write_atomically
-from stillroom.telemetry.wording import as_number, clean
+from stillroom.telemetry.wording import Fields, as_number, clean, items, reading, section
 
 Event = dict[str, Any]
-Fields = Mapping[str, Any]
-Format = Callable[[float], str]
 
 LOG, SUMMARY, CONFIG, EVALUATED = "events.jsonl", "summary.json", "config.json", "eval.json"
 FINISHED = frozenset({"done", "finished", "completed"})
@@ -191,44 +189,6 @@ def log_events(path: Path, missing: list[str]) -> Iterator[Event]:
     if broken:
         lines = ", ".join(map(str, broken[:5])) + (", ..." if len(broken) > 5 else "")
         missing.append(f"{path.name} has {len(broken)} broken lines that are left out: {lines}.")
-
-
-# -- values of a record ----------------------------------------------------------------------------------
-
-
-def section(record: Fields, key: str) -> Fields:
-    """A mapping inside a record; empty if there is none."""
-    value = record.get(key)
-    return value if isinstance(value, Mapping) else {}
-
-
-def items(record: Fields, key: str) -> Sequence[Any]:
-    """A list inside a record; empty if there is none."""
-    value = record.get(key)
-    return value if isinstance(value, list | tuple) else ()
-
-
-def reading(record: Fields, key: str) -> float | None:
-    """A number of a record; NaN and infinity are restored from the sibling key."""
-    word = record.get(f"{key}_nonfinite")
-    if word in ("nan", "inf", "-inf"):
-        return float(str(word))
-    return as_number(record.get(key))
-
-
-def show(record: Fields, key: str, form: Format) -> str:
-    """A number of a record as text: formatted, or `nan`, `inf`, or `-` if there is none."""
-    value = reading(record, key)
-    return "-" if value is None else form(value)
-
-
-def show_interval(record: Fields, key: str, form: Format) -> str:
-    """The 95 % interval of a metric, `55.0 to 59.3`; empty if there is none or both ends print the same."""
-    bounds = [as_number(bound) for bound in items(section(record, "intervals"), key)]
-    if len(bounds) != 2 or bounds[0] is None or bounds[1] is None:
-        return ""
-    low, high = form(bounds[0]), form(bounds[1])
-    return f"{low} to {high}" if low != high else ""
 
 
 def has_step(event: Fields) -> bool:

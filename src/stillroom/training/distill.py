@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from stillroom.config import Config
-from stillroom.config.given import unread_notes
+from stillroom.config.load import unread_notes
 from stillroom.config.schema import STRATEGIES
 from stillroom.core.errors import BrokenAtStart, CheckpointUnusable, ConfigError, Fault, StillroomError, is_panic
 from stillroom.core.files import mend, reason_of
@@ -20,9 +20,9 @@ from stillroom.data.chat import prints_day
 from stillroom.data.corpus import row_lengths
 from stillroom.models import Student
 from stillroom.models.load import not_finite_advice
-from stillroom.parallel import Parallel, join
-from stillroom.precision.device import deterministic, find_device
-from stillroom.teachers.signals import teacher_dtype
+from stillroom.parallel import Parallel
+from stillroom.parallel.base import join
+from stillroom.precision.device import deterministic, find_device, teacher_dtype
 from stillroom.telemetry import EventLog, SilentLog
 from stillroom.telemetry.trackers import open_tracking
 from stillroom.training import run_folder as run_folder
@@ -396,7 +396,7 @@ def _teacher_before(run: Run, state: RunState) -> dict[str, Any]:
             raise BrokenAtStart(
                 "the teacher's held-out loss is not finite",
                 where=run.config.teacher.model,
-                advice=not_finite_advice(teacher_dtype(run.config, run.device)),
+                advice=not_finite_advice(teacher_dtype(run.config.teacher.dtype, run.device)),
             )
     elif (stored := run.teacher.own_metrics(run.eval_batches())) is not None:
         before["teacher"] = stored

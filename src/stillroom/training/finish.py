@@ -20,9 +20,9 @@ from stillroom.doctor.log_rules import LITTLE_GAIN
 from stillroom.doctor.rules import TRIAL_STEPS
 from stillroom.models.check import ReadBack, read_back
 from stillroom.models.generate import can_generate, continuation, generate, readable
-from stillroom.telemetry.record import Event, scan_events, section, show
+from stillroom.telemetry.record import Event, scan_events
 from stillroom.telemetry.show import RESULT_COLUMNS, RESULT_ROWS
-from stillroom.telemetry.wording import as_number, clean, format_result
+from stillroom.telemetry.wording import as_number, clean, format_result, section, show
 from stillroom.training.by_source import source_rows
 from stillroom.training.evaluate import Evaluation, summary_row
 from stillroom.training.loop import Stop, advice_of

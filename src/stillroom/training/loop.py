@@ -25,7 +25,8 @@ from stillroom.doctor.rules import Finding, roots
 from stillroom.losses.mix import FALLBACK_LOSS
 from stillroom.precision.device import memory_in_use
 from stillroom.telemetry import EventLog
-from stillroom.telemetry.record import Event, LoggedRun, scan_events, section
+from stillroom.telemetry.record import Event, LoggedRun, scan_events
+from stillroom.telemetry.wording import section
 from stillroom.training.checkpoint import CheckpointSnapshots, no_save_left, tell_finished
 from stillroom.training.evaluate import Evaluation, never_stop
 from stillroom.training.gradients import term_gradients

@@ -28,7 +28,7 @@ from stillroom.models import (
     vocabulary_hash,
 )
 from stillroom.models.anatomy import layers_if_any
-from stillroom.models.compile import CompiledBody, CompiledLayers, what_to_compile
+from stillroom.models.compile import CompiledBody, CompiledLayers
 from stillroom.models.lora import Adapter, outline_of
 from stillroom.models.routers import has_gates
 from stillroom.models.shrink.cut import Cut
@@ -295,6 +295,16 @@ def _sends_zeros_for_unused() -> bool:
 
 
 # ---- Compile
+
+
+_WORTH_COMPILING = 1e14  # FLOPs of the student in a run on a CPU: below, compiling takes longer than it saves
+
+
+def what_to_compile(wanted: str, device_type: str, student_flops: float) -> str:
+    """`auto` as "off" or "student": by counts alone, so that a resumed run decides alike on any machine."""
+    if wanted != "auto":
+        return wanted
+    return "student" if device_type == "cpu" and student_flops >= _WORTH_COMPILING else "off"
 
 
 def compiled_student(

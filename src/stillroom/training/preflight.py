@@ -22,16 +22,16 @@ from stillroom.config import Config
 from stillroom.core.errors import BrokenAtStart, CheckpointUnusable, InputsChanged, StillroomError
 from stillroom.core.types import IGNORED, Batch, DenseSignal, HeadWeights, PairedSignal, Signal
 from stillroom.data import Corpus, Rows
-from stillroom.doctor.checks import Start
-from stillroom.doctor.checks import doubts as doubts_about
-from stillroom.doctor.rules import Settings
+from stillroom.doctor.rules import Settings, Start
+from stillroom.doctor.rules import doubts as doubts_about
 from stillroom.models.anatomy import head_logits
+from stillroom.models.files import student_identity, teacher_identity
 from stillroom.parallel import Parallel
 from stillroom.precision.storage import local
 from stillroom.teachers.base import Teacher, kind_of
 from stillroom.teachers.cache.in_store import folder_of
-from stillroom.teachers.cache.manifest import read_manifest, student_identity, teacher_identity
-from stillroom.teachers.signals import AUTO, uses_cache
+from stillroom.teachers.cache.manifest import read_manifest
+from stillroom.teachers.signals import AUTO
 from stillroom.training.checkpoint import Saved
 from stillroom.training.evaluate import Evaluation
 from stillroom.training.memory import parts_of, within_memory
@@ -413,7 +413,7 @@ def _models(config: Config) -> dict[str, dict[str, Any]]:
     asks_teacher, is_cut = Curriculum.of(config).uses_teacher, config.student.init == "shrink"
     found: dict[str, dict[str, Any]] = {}
     with contextlib.suppress(StillroomError):
-        if asks_teacher and uses_cache(config) and config.teacher.cache != AUTO:
+        if asks_teacher and config.teacher.cache not in (None, "", AUTO):
             found["teacher"] = {"answers": read_manifest(folder_of(str(config.teacher.cache))).store}
         if is_cut or (asks_teacher and not found):
             found["teacher"] = {**found.get("teacher", {}), **teacher_identity(config.teacher, None)}

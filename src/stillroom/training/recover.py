@@ -19,7 +19,7 @@ from stillroom.core.errors import BrokenAtStart, DataError, Diverged, LossScaleA
 from stillroom.core.files import LARGEST, Count, Stored, reason_of, strict, write_atomically
 from stillroom.core.types import IGNORED, Batch, DenseSignal, Evidence, Examination, LossWeights, Verdict
 from stillroom.models.load import not_finite_advice
-from stillroom.teachers.signals import teacher_dtype
+from stillroom.precision.device import teacher_dtype
 from stillroom.training.checkpoint import Saved, SnapshotRing, settle
 from stillroom.training.evaluate import evaluate
 from stillroom.training.guard import is_astray, is_within_band
@@ -536,7 +536,7 @@ def _advice(run: Run, step: int, evidence: Evidence | None = None) -> list[str]:
         return [f"nothing to change: --inject struck {name} at step {at}; the same run without it may be sound"]
     advice = []
     if evidence is not None and evidence.bad_teacher_rows:
-        told = not_finite_advice(teacher_dtype(run.config, run.device))
+        told = not_finite_advice(teacher_dtype(run.config.teacher.dtype, run.device))
         advice += [f"the teacher's answers are not finite: {text}" for text in told]
     if evidence is not None and evidence.is_scale_at_floor:
         advice.append("FP16 overflows in the student itself: --precision fp32, or bf16-mixed where the card has it")

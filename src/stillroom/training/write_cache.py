@@ -24,7 +24,7 @@ from stillroom.models import (
     num_ids,
     vocabulary_hash,
 )
-from stillroom.precision.device import find_device
+from stillroom.precision.device import find_device, teacher_dtype
 from stillroom.teachers.cache.build import day_of_rows, fill, required_rows
 from stillroom.teachers.cache.imports import match_rows, num_kept, read_answers
 from stillroom.teachers.cache.in_store import Origin, folder_of
@@ -35,7 +35,7 @@ from stillroom.teachers.live import open_live
 from stillroom.teachers.paired import TokenSpace, matched_tokens, reads_its_own_tokens
 from stillroom.teachers.quantize import check_quantisation
 from stillroom.teachers.served.teacher import served_rows
-from stillroom.teachers.signals import SignalSpec, served_spec, teacher_dtype
+from stillroom.teachers.signals import SignalSpec, served_spec
 from stillroom.teachers.sparse import describe
 from stillroom.training.loop import Stop
 
@@ -71,7 +71,7 @@ def make_cache(
             config = _dated(config, first, tokenizer, space.tokenizer)
             corpus = open_data(config.data, tokenizer, teacher_tokenizer=space.tokenizer if is_paired else None)
             needed = required_rows(config, corpus)
-            dtype = teacher_dtype(config, where)
+            dtype = teacher_dtype(config.teacher.dtype, where)
             loaded, vocab_size = None, 0
             if all(is_there(place) and not missing_rows(Cache(place), needed) for place in places):
                 vocab_size = read_manifest(first).vocab_size

@@ -12,7 +12,7 @@ from refusals import refused
 from transformers import AutoModelForCausalLM
 
 from stillroom.config import load_config
-from stillroom.config.given import unread
+from stillroom.config.load import unread
 from stillroom.core.errors import ConfigError, Interrupted
 from stillroom.telemetry import read_events
 from stillroom.training.checkpoint import CheckpointStore

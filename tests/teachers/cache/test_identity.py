@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from stillroom.config.schema import TeacherConfig
-from stillroom.teachers.cache.manifest import teacher_identity
+from stillroom.models.files import teacher_identity
 
 
 def of(folder: Path, dtype: torch.dtype = torch.float32) -> dict[str, object]:

@@ -18,16 +18,10 @@ from stillroom.core.errors import BrokenAtStart, ConfigError, DataError
 from stillroom.data import Corpus, Rows, fixed_rows
 from stillroom.data.corpus import TeacherRows
 from stillroom.models import LoadedModel, load_tokenizer, vocabulary_hash
+from stillroom.models.files import teacher_identity
 from stillroom.teachers.base import Teacher, Window
 from stillroom.teachers.cache.in_store import folder_of
-from stillroom.teachers.cache.manifest import (
-    SHARD_TOKENS,
-    Manifest,
-    check_same,
-    is_there,
-    read_manifest,
-    teacher_identity,
-)
+from stillroom.teachers.cache.manifest import SHARD_TOKENS, Manifest, check_same, is_there, read_manifest
 from stillroom.teachers.cache.reader import Cache, CachedTeacher
 from stillroom.teachers.cache.writer import NeededRow, Progress, missing_rows, needed_rows, open_store, write_missing
 from stillroom.teachers.live import live_teacher, open_live
@@ -36,7 +30,7 @@ from stillroom.teachers.quantize import plainly_quantised, quantise_teacher
 from stillroom.teachers.served.teacher import served_teacher
 from stillroom.teachers.signals import AUTO, cache_spec, check_use, served_spec, stored_spec
 from stillroom.teachers.sparse import SparseTeacher
-from stillroom.telemetry.show import quantised_line
+from stillroom.telemetry.wording import quantised_line
 
 _NAMED = 3
 SERVED_SHARD_TOKENS = 8_192  # a served teacher is large: what a kill costs is kept small
