@@ -144,7 +144,7 @@ def test_a_place_that_holds_something_is_refused(chatty: Path, tmp_path: Path) -
         (["--format", "zip"], "none of hf, gguf, onnx"),
         (["--dtype", "float8"], "not written as float8"),
         (["--gguf-type", "f16"], "--format gguf"),
-        (["--format", "gguf", "--gguf-type", "q4"], "none of f32, f16, q8_0"),
+        (["--format", "gguf", "--quantise", "q4"], "not written as q4"),
         (["--format", "gguf", "--dtype", "bfloat16"], "not written as bfloat16"),
     ],
 )

@@ -604,7 +604,7 @@ def _kept(owner: Path | None, measured: str, result: dict[str, Any]) -> Path | N
 
 
 _FORMATS = ("hf", "gguf", "onnx")
-_GGUF_TYPES = {"f32": "float32", "f16": "float16", "q8_0": "q8_0"}
+_GGUF_TYPES = {"f32": "float32", "f16": "float16"}
 
 
 @app.command()
@@ -616,6 +616,13 @@ def export(
         str | None, typer.Option(help="float32, float16 or bfloat16; else float32, as GGUF float16")
     ] = None,
     gguf_type: Annotated[str | None, typer.Option(help="of GGUF instead of --dtype: f32, f16 or q8_0")] = None,
+    quantise: Annotated[
+        str | None,
+        typer.Option(help="of GGUF: q4_0, q4_1, q5_0, q5_1, q8_0, q4_k_m, q5_k_m or q6_k"),
+    ] = None,
+    layers: Annotated[
+        list[str] | None, typer.Option(help="with --quantise, repeatable: NAME=FORMAT, such as down_proj=q8_0")
+    ] = None,
     data: Annotated[str | None, typer.Option(help="compare on this text; else the run's own, or Python's")] = None,
     force: Annotated[bool, typer.Option("--force", help="replace an earlier export")] = False,
     as_json: AsJson = False,
@@ -623,10 +630,11 @@ def export(
     """Write a student for use elsewhere, with a model card. It is read back and its logits compared."""
     if format not in _FORMATS:
         raise ConfigError(f"--format {format} is none of {', '.join(_FORMATS)}", where="--format")
-    form = _form(format, dtype, gguf_type)
+    form = _form(format, dtype, gguf_type or quantise)
     from stillroom.export.folder import export as write
 
-    done = write(run, out, format=format, form=form, data=data, force=force)  # type: ignore[arg-type]
+    exceptions = _formats(layers)
+    done = write(run, out, format=format, form=form, data=data, force=force, layers=exceptions)  # type: ignore[arg-type]
     if as_json:
         print_json({**asdict(done), "folder": str(done.folder), "notes": list(done.notes)})
         return
@@ -638,10 +646,16 @@ def _form(format: str, dtype: str | None, gguf_type: str | None) -> str | None:
     if gguf_type is None:
         return dtype
     if format != "gguf" or dtype is not None:
-        raise ConfigError("--gguf-type goes with --format gguf and without --dtype", where="--gguf-type")
-    if gguf_type not in _GGUF_TYPES:
-        raise ConfigError(f"--gguf-type {gguf_type} is none of {', '.join(_GGUF_TYPES)}", where="--gguf-type")
-    return _GGUF_TYPES[gguf_type]
+        raise ConfigError("--quantise and --gguf-type go with --format gguf and without --dtype", where="--quantise")
+    return _GGUF_TYPES.get(gguf_type, gguf_type)
+
+
+def _formats(layers: list[str] | None) -> dict[str, str] | None:
+    """`--layers NAME=FORMAT` as a table; None where none is given."""
+    pairs = [layer.partition("=") for layer in layers or ()]
+    if any(not name or not form for name, _is, form in pairs):
+        raise ConfigError("--layers takes NAME=FORMAT", where="--layers", advice=["--layers down_proj=q8_0"])
+    return {name: form for name, _is, form in pairs} or None
 
 
 def export_lines(done: Any) -> list[str]:
@@ -657,4 +671,16 @@ def export_lines(done: Any) -> list[str]:
             f"{done.form} against float32: largest difference of a logit {done.rounded_largest:.2g}, "
             f"mean KL {done.rounded_kl:.2g}"
         )
+    if done.quality is not None:
+        lost = done.quality
+        lines.append(
+            f"perplexity {lost.perplexity:.2f} against {lost.full_perplexity:.2f} unquantised, mean KL {lost.kl:.3g}, on "
+            f"{lost.tokens:,} tokens"
+        )
+        total = sum(done.weights.values())
+        lines.append(
+            "weights " + "  ".join(f"{kind} {100 * count / total:.1f} %" for kind, count in done.weights.items())
+        )
+    if done.tokens_per_second is not None:
+        lines.append(f"llama.cpp writes {done.tokens_per_second:.0f} tokens a second with it on one thread")
     return [*lines, *(f"note    {clean(note)}" for note in done.notes)]

@@ -462,6 +462,27 @@ class StudentConfig(ModelSection):
     adapter: AdapterConfig | None = Field(
         None, description="train an adapter and leave the student's own weights alone"
     )
+    quantise: Literal["", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0"] = Field(
+        "",
+        description="train with weights rounded as a GGUF file of this format rounds them, so that the file is what was "
+        "trained; the teacher is the unquantised student unless one is given",
+    )
+    quantise_layers: dict[str, str] = Field(
+        default_factory=dict,
+        description="with quantise: other formats for single layers, by pattern of parameter names: "
+        "{'*.down_proj.weight' = 'q8_0'}",
+    )
+
+    @model_validator(mode="after")
+    def _can_be_rounded(self) -> StudentConfig:
+        if self.quantise_layers and not self.quantise:
+            raise ValueError("quantise_layers goes with quantise")
+        if self.quantise and self.adapter is not None:
+            raise ValueError(
+                "quantise rounds weights that are trained, and an adapter leaves them as they are: set "
+                f"adapter.base_dtype = '{self.quantise}' to train an adapter next to a quantised base"
+            )
+        return self
 
     @model_validator(mode="after")
     def _shrink_needs_init(self) -> StudentConfig:
@@ -1278,6 +1299,20 @@ class Config(Section):
     telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig)
 
     _given: frozenset[str] = PrivateAttr(frozenset())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _teaches_itself(cls, values: Any) -> Any:
+        """A student that is trained for a quantised file learns from its unquantised self, unless told otherwise."""
+        if not isinstance(values, dict):
+            return values
+        student, teacher = values.get("student"), values.get("teacher") or {}
+        if not isinstance(student, dict) or not isinstance(teacher, dict):
+            return values
+        if student.get("quantise") and student.get("model") and student.get("init") != "shrink":
+            if not any(teacher.get(key) for key in ("model", "server", "cache")):
+                return {**values, "teacher": {**teacher, "model": student["model"]}}
+        return values
 
     @property
     def given(self) -> frozenset[str]:

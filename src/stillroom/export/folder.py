@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -107,10 +110,12 @@ def _mapping(record: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 NUM_ROWS, LENGTH = 4, 64
+_TEXT = (16, 256)  # rows and their length, for what a quantised file loses
 _MAX_RECORDS = 32
 # Mean KL in nats. The largest difference of a logit is no measure here: a router that chooses another expert at one
 # position moves it far.
 _ROUNDED = {"float32": 1e-6, "float16": 0.01, "bfloat16": 0.1, "q8_0": 0.1}
+_ROUNDED_BLOCKS = 2.0  # of fewer bits: what is lost is told, and only a model that is broken by it is refused
 
 Row = list[int]
 
@@ -124,36 +129,38 @@ class Difference:
     tokens: int
 
 
-def rows_of(spec: str, tokenizer: Any) -> list[Row]:
+def rows_of(spec: str, tokenizer: Any, count: int = NUM_ROWS, length: int = LENGTH) -> list[Row]:
     """A few rows of a text that was named."""
-    config = DataConfig(train=spec, max_length=LENGTH, max_records=_MAX_RECORDS)
+    config = DataConfig(train=spec, max_length=length, max_records=_MAX_RECORDS)
     rows = open_eval(spec, tokenizer, config).evaluation
-    return [rows.row(int(index)).tolist()[:LENGTH] for index in fixed_rows(rows, NUM_ROWS, 1)]
+    return [rows.row(int(index)).tolist()[:length] for index in fixed_rows(rows, count, 1)]
 
 
-def own_rows(tokenizer: Any) -> list[Row]:
+def own_rows(tokenizer: Any, count: int = NUM_ROWS, length: int = LENGTH) -> list[Row]:
     """A few rows of the text that every Python brings."""
     documents = list(topics()) or list(own_text())
-    chosen = documents[:: max(1, len(documents) // NUM_ROWS)][:NUM_ROWS]
+    chosen = documents[:: max(1, len(documents) // count)][:count]
     opening = list(opening_ids(tokenizer, "auto"))
-    texts = tokenizer([document.text[: 16 * LENGTH] for document in chosen], add_special_tokens=False)["input_ids"]
-    return [[*opening, *ids][:LENGTH] for ids in texts]
+    texts = tokenizer([document.text[: 16 * length] for document in chosen], add_special_tokens=False)["input_ids"]
+    return [[*opening, *ids][:length] for ids in texts]
 
 
-def choose_rows(named: str | None, of_run: Sequence[str], tokenizer: Any) -> tuple[list[Row], str]:
+def choose_rows(
+    named: str | None, of_run: Sequence[str], tokenizer: Any, count: int = NUM_ROWS, length: int = LENGTH
+) -> tuple[list[Row], str]:
     """Rows to compare on, and where they are from: the named text, else the run's own, else Python's."""
     if named is not None:
-        return rows_of(named, tokenizer), named
+        return rows_of(named, tokenizer, count, length), named
     for spec in of_run:
         if spec.startswith(("builtin:", "hf:")) or is_url(spec):
             continue  # the first is read as below; others are fetched only where the user names them
         try:
-            rows = rows_of(spec, tokenizer)
+            rows = rows_of(spec, tokenizer, count, length)
         except (DataError, ConfigError):  # moved or gone since: any text will do
             continue
         if rows:
             return rows, spec
-    return own_rows(tokenizer), "the reference pages of this Python"
+    return own_rows(tokenizer, count, length), "the reference pages of this Python"
 
 
 @torch.no_grad()
@@ -162,6 +169,35 @@ def logits_of(network: Any, rows: Sequence[Row]) -> list[Tensor]:
     device = next(network.parameters()).device
     answers = [network(input_ids=torch.tensor([row], device=device), use_cache=False).logits[0] for row in rows]
     return [logits.float().cpu() for logits in answers]
+
+
+@dataclass(frozen=True)
+class Quality:
+    """What a quantised model lost, on a text: perplexities, and mean KL of the full from the quantised model."""
+
+    tokens: int
+    full_perplexity: float
+    perplexity: float
+    kl: float
+
+
+@torch.no_grad()
+def quality_of(full: Any, quantised: Any, rows: Sequence[Row]) -> Quality:
+    """Compare two networks on rows of text, one row at a time: a vocabulary of logits is not kept."""
+    losses, kl, count = [0.0, 0.0], 0.0, 0
+    for row in rows:
+        if len(row) < 2:
+            continue
+        targets = torch.tensor(row[1:])[:, None]
+        both = [torch.log_softmax(logits_of(network, [row])[0][:-1].double(), -1) for network in (full, quantised)]
+        for number, log_probs in enumerate(both):
+            losses[number] -= float(log_probs.gather(1, targets).sum())
+        kl += float(_kl(both[0], both[1]).sum())
+        count += len(targets)
+    if not count:
+        raise ConfigError("the text to compare on has no row of two tokens", where="--data", advice=["name another"])
+    before, after = (math.exp(min(loss / count, 700.0)) for loss in losses)
+    return Quality(count, before, after, kl / count)
 
 
 def difference(expected: Sequence[Tensor], given: Sequence[Tensor]) -> Difference:
@@ -188,7 +224,7 @@ def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 def refuse_rounded(form: str, cost: Difference) -> None:
     """Refuse a form that changes the model too much."""
-    bound = _ROUNDED[form]
+    bound = _ROUNDED.get(form, _ROUNDED_BLOCKS)
     if cost.kl <= bound and math.isfinite(cost.largest):
         return
     raise CannotSave(
@@ -230,6 +266,9 @@ class Exported:
     rounded_kl: float
     bytes: int
     notes: Sequence[str] = ()
+    quality: Quality | None = None  # of a quantised file
+    weights: Mapping[str, int] = field(default_factory=dict)  # how many are stored in which format
+    tokens_per_second: float | None = None  # written by llama.cpp, where its library is installed
 
 
 @dataclass
@@ -241,6 +280,10 @@ class Job:
     folder: Path
     rows: list[Row]
     notes: list[str] = field(default_factory=list)
+    text: list[Row] = field(default_factory=list)  # longer: for what a quantised file loses
+    layers: Mapping[str, str] = field(default_factory=dict)  # formats of single layers
+    quality: Quality | None = None
+    kinds: dict[str, int] = field(default_factory=dict)
 
     @property
     def network(self) -> Any:
@@ -273,28 +316,74 @@ def export(
     form: str | None = None,
     data: str | None = None,
     force: bool = False,
+    layers: Mapping[str, str] | None = None,
 ) -> Exported:
-    """Write a run's student, or any model, to a folder. `form` is a dtype, of GGUF also q8_0."""
+    """Write a run's student, or any model, to a folder. `form` is a dtype, of GGUF also a block format such as q4_0.
+
+    `layers` are exceptions of a quantised file: a format for each pattern of parameter names. A student that was
+    trained with `student.quantise` has those of its run.
+    """
     writer, forms = _writer(format)
     form = form or forms[0]
     if form not in forms:
         raise ConfigError(
-            f"{format} is not written as {form}", where="--dtype", advice=[f"choose one of {', '.join(forms)}"]
+            f"{format} is not written as {form}",
+            where="--quantise" if format == "gguf" else "--dtype",
+            advice=[f"choose one of {', '.join(forms)}"],
         )
     out = out.expanduser()
     _check_place(out, name, force)
     source = open_source(name)
     rows, compared_on = choose_rows(data, source.texts, source.loaded.tokenizer)
+    is_quantised = form not in DTYPES
+    text = choose_rows(data, source.texts, source.loaded.tokenizer, *_TEXT)[0] if is_quantised else []
+    if layers is None and is_quantised:
+        layers = _trained_layers(source, form)
     with _explained(out), quiet_transformers(), replaced_folder(out) as folder:
-        job = Job(source, form, folder, rows, list(source.notes))
+        job = Job(source, form, folder, rows, list(source.notes), text, layers or {})
         change, cost = writer(job)
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
         done = Exported(
             out, format, form, compared_on, len(rows), change.tokens, change.largest, cost.largest, cost.kl, size,
-            tuple(job.notes),
+            tuple(job.notes), job.quality, job.kinds, llama_cpp_speed(folder) if is_quantised else None,
         )  # fmt: skip
         (folder / "README.md").write_text(_card(source, done, folder), encoding="utf-8")
     return done
+
+
+def _trained_layers(source: Source, form: str) -> Mapping[str, str]:
+    """The exceptions that the run of this student was trained with, where it was trained for this form."""
+    student = _mapping(source.config, "student")
+    return _mapping(student, "quantise_layers") if student.get("quantise") == form else {}
+
+
+def llama_cpp_speed(folder: Path) -> float | None:
+    """Tokens a second that llama.cpp writes with the file, on one thread; None where xllamacpp is not installed.
+
+    In a process of its own: a file that llama.cpp cannot load may end the process.
+    """
+    path = next(iter(sorted(folder.glob("*.gguf"))), None)
+    if path is None or importlib.util.find_spec("xllamacpp") is None:
+        return None
+    done = subprocess.run([sys.executable, "-c", _SPEED, str(path)], capture_output=True, text=True, timeout=600)
+    try:
+        return float(done.stdout.split()[-1])
+    except (IndexError, ValueError):
+        raise CannotSave(
+            "llama.cpp cannot run the file that was written",
+            where=path.name,
+            advice=["try --format hf", "please report it with this line: " + " ".join(done.stderr.split())[-200:]],
+        ) from None
+
+
+_SPEED = """
+import sys, xllamacpp
+options = xllamacpp.CommonParams()
+options.model.path = sys.argv[1]
+options.n_ctx, options.n_parallel, options.warmup, options.cpuparams.n_threads = 256, 1, False, 1
+asked = {"prompt": "The", "n_predict": 64, "temperature": 0.0, "ignore_eos": True, "cache_prompt": False}
+print(xllamacpp.Server(options).handle_completions(asked)["timings"]["predicted_per_second"])
+"""
 
 
 def _writer(format: Format) -> tuple[Writer, tuple[str, ...]]:
@@ -353,6 +442,15 @@ def _card(source: Source, done: Exported, folder: Path) -> str:
             f"{done.form} against float32: the largest difference of a logit is {done.rounded_largest:.2g}, the mean "
             f"KL {done.rounded_kl:.2g}"
         )
+    if done.quality is not None:
+        lost, total = done.quality, sum(done.weights.values())
+        shares = ", ".join(f"{kind} {100 * count / total:.1f} %" for kind, count in done.weights.items())
+        checked.append(
+            f"quantised: perplexity {lost.perplexity:.2f} ({lost.full_perplexity:.2f} before), mean KL {lost.kl:.3g} on "
+            f"{lost.tokens:,} tokens of {Path(done.compared_on).name}; weights: {shares}"
+        )
+    if done.tokens_per_second is not None:
+        checked.append(f"llama.cpp writes {done.tokens_per_second:.0f} tokens a second with it on one thread")
     return model_card(
         title=done.folder.name,
         config=source.config,

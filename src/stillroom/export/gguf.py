@@ -10,6 +10,7 @@ Architectures that were not read back and compared are refused by name.
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +23,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from stillroom.core.errors import CannotSave, ConfigError
-from stillroom.export.folder import Difference, Job, difference, logits_of, refuse_changed
+from stillroom.export.folder import Difference, Job, difference, logits_of, quality_of, refuse_changed
+from stillroom.models.gguf import ARCHITECTURES, types_of
+from stillroom.precision.blocks import FORMATS, RECIPES, decode, encode, rounded
 
 # -- gguf words ------------------------------------------------------------------------------------
 # The tokenizer as metadata of a GGUF file: byte-level BPE, and BPE of SentencePiece's kind.
@@ -225,22 +228,9 @@ def in_halves(weight: Tensor, num_heads: int) -> Tensor:
     return torch.cat([pairs[:, :, 0], pairs[:, :, 1]], 1).reshape(weight.shape)
 
 
-FORMS = ("float16", "float32", "q8_0")
+FORMS = ("float16", "float32", *RECIPES)
 CLOSE = 1e-3  # of logits read back
-_BLOCK = 32  # weights that share a scale in q8_0
-# model_type of transformers: architecture of llama.cpp
-_ARCHITECTURES = {
-    "llama": "llama",
-    "mistral": "llama",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "qwen2_moe": "qwen2moe",
-    "qwen3_moe": "qwen3moe",
-    "mixtral": "llama",  # with experts
-    "olmoe": "olmoe",
-}
 _READ_WHOLE = ("llama", "mistral", "qwen2")  # transformers reads all their settings from the file
-_ROUTERS = ("mlp.gate.weight", "mlp.shared_expert_gate.weight")  # small, and llama.cpp keeps them in FP32
 
 
 def write(job: Job) -> tuple[Difference, Difference]:
@@ -249,18 +239,36 @@ def write(job: Job) -> tuple[Difference, Difference]:
     architecture = _architecture(job.network)
     tensors = list(_named(library, job.network, architecture))  # before rounding: refuse early
     del tensors
-    expected, cost = job.rounded(lambda name, weight: _rounded(library, name, weight, job.form))
+    if job.layers and job.form not in RECIPES:
+        raise ConfigError("--layers goes with --quantise", where="--layers")
+    kinds = types_of(job.network, job.form, job.layers, where="--quantise")
+    original = copy.deepcopy(job.network) if job.form in RECIPES else None
+    # Codes are made once: llama.cpp's search may find others for weights that are rounded already.
+    codes = {
+        name: encode(weight, kinds[name]) for name, weight in job.network.named_parameters() if kinds[name] in FORMATS
+    }
+    expected, cost = job.rounded(
+        lambda name, weight: decode(codes[name], kinds[name]) if name in codes else rounded(weight, kinds[name])
+    )
+    if original is not None:
+        job.quality = quality_of(original, job.network, job.text)
+        del original
     path = job.folder / f"model-{job.form}.gguf"
     writer = library.GGUFWriter(str(path), architecture)
     _add_settings(writer, job.network.config, architecture)
+    if job.form in RECIPES:
+        writer.add_file_type(library.LlamaFileType[f"MOSTLY_{job.form.upper()}"])
+        writer.add_quantization_version(library.GGML_QUANT_VERSION)
     window = getattr(job.network.config, "sliding_window", None)
     if window and job.network.config.model_type in ("mistral", "mixtral"):
         job.notes.append(
             f"llama.cpp does not know its attention window: texts above {window:,} tokens are read otherwise"
         )
     add_words(writer, library, job.tokenizer, int(job.network.config.vocab_size), job.notes)
-    for name, weight, is_wide in _named(library, job.network, architecture):
-        _add_tensor(writer, library, name, weight, "float32" if is_wide else job.form, job.notes)
+    for own, weight in job.network.named_parameters():
+        job.kinds[kinds[own]] = job.kinds.get(kinds[own], 0) + weight.numel()
+    for name, values, own in _named(library, job.network, architecture, codes):
+        _add_tensor(writer, library, name, values, kinds[own])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -316,8 +324,8 @@ def _architecture(network: Any) -> str:
     """The name llama.cpp has for this family. Refuse what it would compute otherwise, by name."""
     config = network.config
     kind = config.model_type
-    if kind not in _ARCHITECTURES:
-        raise _refused(f"a {kind} is not written as GGUF", f"families that are: {', '.join(_ARCHITECTURES)}")
+    if kind not in ARCHITECTURES:
+        raise _refused(f"a {kind} is not written as GGUF", f"families that are: {', '.join(ARCHITECTURES)}")
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     sparse_steps = getattr(config, "decoder_sparse_step", 1), bool(getattr(config, "mlp_only_layers", None))
     problems = {
@@ -334,7 +342,7 @@ def _architecture(network: Any) -> str:
     for problem, is_so in problems.items():
         if is_so:
             raise _refused(f"this {kind} is not written as GGUF: {problem}")
-    return _ARCHITECTURES[kind]
+    return ARCHITECTURES[kind]
 
 
 def _refused(what: str, *advice: str) -> ConfigError:
@@ -365,18 +373,20 @@ def _add_settings(writer: Any, config: Any, architecture: str) -> None:
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
 
 
-def _named(library: Any, network: Any, architecture: str) -> Iterator[tuple[str, Tensor, bool]]:
-    """(name in the file, weight, whether it stays in FP32) of each parameter."""
+def _named(
+    library: Any, network: Any, architecture: str, codes: Mapping[str, Tensor] | None = None
+) -> Iterator[tuple[str, Tensor, str]]:
+    """(name in the file, weight or its codes, name in the network) of each parameter. Rows are moved whole."""
     config = network.config
     kinds = {name: kind for kind, name in library.MODEL_ARCH_NAMES.items()}
     names = library.get_tensor_name_map(kinds[architecture], config.num_hidden_layers)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    for own, weight in network.named_parameters():
-        is_wide = stays_wide(own, weight)
+    for own, parameter in network.named_parameters():
+        weight = (codes or {}).get(own, parameter)
         if own.endswith(".experts.gate_up_proj"):
             layer = own.split(".")[2]
             for part, half in zip(("gate", "up"), weight.chunk(2, dim=1), strict=True):
-                yield f"blk.{layer}.ffn_{part}_exps.weight", half, is_wide
+                yield f"blk.{layer}.ffn_{part}_exps.weight", half, own
             continue
         stem, _dot, suffix = own.rpartition(".") if own.endswith((".weight", ".bias")) else (own, ".", "weight")
         found = names.get_name(stem)
@@ -387,11 +397,7 @@ def _named(library: Any, network: Any, architecture: str) -> Iterator[tuple[str,
             weight = interleaved(weight, heads[projection])
         if own.endswith("shared_expert_gate.weight"):
             weight = weight.reshape(-1)
-        yield f"{found}.{suffix}", weight, is_wide
-
-
-def stays_wide(name: str, weight: Tensor) -> bool:
-    return weight.ndim < 2 or name.endswith(_ROUTERS)
+        yield f"{found}.{suffix}", weight, own
 
 
 def interleaved(weight: Tensor, num_heads: int) -> Tensor:
@@ -399,30 +405,9 @@ def interleaved(weight: Tensor, num_heads: int) -> Tensor:
     return weight.reshape(num_heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 
-def _form_of(form: str, weight: Tensor) -> str:
-    """q8_0 takes rows of whole blocks; others are written in FP16."""
-    return "float16" if form == "q8_0" and weight.shape[-1] % _BLOCK else form
-
-
-def _rounded(library: Any, name: str, weight: Tensor, form: str) -> Tensor:
-    """A weight as the file gives it back."""
-    form = "float32" if stays_wide(name, weight) else _form_of(form, weight)
-    if form == "float16":
-        return weight.half().to(weight.dtype)
-    if form == "q8_0":
-        kind = library.GGMLQuantizationType.Q8_0
-        values = library.quants.dequantize(library.quants.quantize(weight.detach().numpy(), kind), kind)
-        return torch.from_numpy(np.ascontiguousarray(values)).reshape(weight.shape)
-    return weight
-
-
-def _add_tensor(writer: Any, library: Any, name: str, weight: Tensor, form: str, notes: list[str]) -> None:
-    values = weight.detach().float().contiguous().numpy()
-    own_form = _form_of(form, weight)
-    if own_form != form:
-        notes.append(f"{name} is written in float16: its rows are no whole blocks of {_BLOCK}")
-    if own_form == "q8_0":
-        kind = library.GGMLQuantizationType.Q8_0
-        writer.add_tensor(name, library.quants.quantize(values, kind), raw_dtype=kind)
+def _add_tensor(writer: Any, library: Any, name: str, values: Tensor, kind: str) -> None:
+    array = values.detach().contiguous().numpy()
+    if kind in FORMATS:
+        writer.add_tensor(name, array, raw_dtype=library.GGMLQuantizationType(FORMATS[kind].number))
     else:
-        writer.add_tensor(name, values.astype(np.float16 if own_form == "float16" else np.float32))
+        writer.add_tensor(name, array.astype(np.float16 if kind == "float16" else np.float32))

@@ -38,7 +38,8 @@ from transformers import (
     modeling_gguf_pytorch_utils,
 )
 
-from stillroom.core.errors import BrokenAtStart
+from stillroom.core.errors import BrokenAtStart, ConfigError
+from stillroom.precision.blocks import RECIPES, block_types
 
 # -- empty -----------------------------------------------------------------------------------------
 # A network of a configuration with real buffers and no weights, to be given weights from somewhere else.
@@ -67,6 +68,44 @@ def _parameters_on_meta() -> Iterator[None]:
         yield
     finally:
         kind.register_parameter = register
+
+
+def tables_of(network: Any) -> frozenset[str]:
+    """The names of the embeddings' and the head's weights: of tied ones the name that is listed."""
+    parts = (network.get_input_embeddings(), network.get_output_embeddings())
+    weights = {id(part.weight) for part in parts if part is not None}
+    return frozenset(name for name, weight in network.named_parameters() if id(weight) in weights)
+
+
+# model_type of transformers: architecture of llama.cpp. What is written and read back here.
+ARCHITECTURES = {
+    "llama": "llama",
+    "mistral": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+    "mixtral": "llama",  # with experts
+    "olmoe": "olmoe",
+}
+_ROUTERS = ("mlp.gate.weight", "mlp.shared_expert_gate.weight")  # small, and llama.cpp keeps them in FP32
+
+
+def types_of(network: Any, form: str, layers: Mapping[str, str] | None = None, *, where: str) -> dict[str, str]:
+    """How each parameter is stored in a GGUF file of this form: norms, biases and routers always in FP32."""
+    kind = network.config.model_type
+    if kind not in ARCHITECTURES:
+        raise ConfigError(
+            f"a {kind} is not written as GGUF", where=where, advice=[f"families that are: {', '.join(ARCHITECTURES)}"]
+        )
+    shapes = {name: tuple(weight.shape) for name, weight in network.named_parameters()}
+    wide = frozenset(name for name in shapes if name.endswith(_ROUTERS))
+    if form not in RECIPES:
+        return {name: "float32" if len(shape) < 2 or name in wide else form for name, shape in shapes.items()}
+    num_layers = int(network.config.num_hidden_layers)
+    return block_types(
+        shapes, form, tables=tables_of(network), wide=wide, num_layers=num_layers, layers=layers, where=where
+    )
 
 
 ENDING = ".gguf"

@@ -121,7 +121,12 @@ def _exceptions(layers: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]
         names = [name for name in shapes if fnmatchcase(name, pattern) or fnmatchcase(name, f"*{pattern}.weight")]
         if not names:
             raise ConfigError(
-                f"no parameter is called {pattern}", where=where, advice=[f"for example: {next(iter(shapes))}"]
+                f"no parameter is called {pattern}",
+                where=where,
+                advice=[
+                    f"names are those of the network, for example {next(iter(shapes))}",
+                    "a head that is tied to the embeddings is stored with them, under their name",
+                ],
             )
         found.update(dict.fromkeys(names, kind))
     return found
@@ -315,7 +320,8 @@ def _by_llama_cpp(weight: Tensor, form: BlockFormat) -> Tensor:
 def llama_cpp() -> ctypes.CDLL:
     """llama.cpp's library as the wheel xllamacpp brings it. Only functions that take plain numbers are called."""
     package = importlib.util.find_spec("xllamacpp")
-    found = [file for place in package.submodule_search_locations or () for file in Path(place).glob("*.so")] if package else []
+    places = package.submodule_search_locations or () if package else ()
+    found = [file for place in places for file in Path(place).glob("*.so")]
     try:
         library = ctypes.CDLL(str(found[0]))
         quantise = library.ggml_quantize_chunk

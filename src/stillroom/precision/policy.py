@@ -19,7 +19,7 @@ from stillroom.config.schema import PrecisionConfig, TrainConfig
 from stillroom.core.errors import BrokenAtStart, ConfigError
 from stillroom.precision.adamw import AdamW, ParameterGroup
 from stillroom.precision.device import DeviceFacts, check_device, facts_of
-from stillroom.precision.storage import Direct, Gathered, Master, Split, Stochastic, Storage
+from stillroom.precision.storage import Direct, Gathered, Master, Rounded, Split, Stochastic, Storage
 
 # -- budget ----------------------------------------------------------------------------------------
 # How many bytes a trained parameter takes, by part.
@@ -65,7 +65,9 @@ _PARTS = {
 
 def bytes_per_parameter(mode: str, moments: Moments = "float32", *, accumulates: bool = False) -> BytesPerParameter:
     """The parts of a mode. `accumulates`: over several micro-batches, FP16 gradients are summed in FP32."""
+    mode, _plus, blocks = mode.partition("+")  # with +blocks: weights are rounded, and have FP32 masters
     weights, extra, gradients, casts = _PARTS[mode]
+    extra += 4 if blocks else 0
     both_moments = 4 if moments == "bfloat16" else 8
     return BytesPerParameter(
         weights=weights,
@@ -220,10 +222,18 @@ class Precision:
 
     # -- what the builder calls --------------------------------------------------------------------------
 
-    def optimizer(self, groups: Sequence[ParameterGroup], train: TrainConfig) -> AdamW:
+    def optimizer(
+        self, groups: Sequence[ParameterGroup], train: TrainConfig, formats: Mapping[str, str] | None = None
+    ) -> AdamW:
+        """`formats`: the block format of each parameter that is rounded as a file would round it."""
+
+        def store(name: str, parameter: nn.Parameter) -> Storage:
+            kind = (formats or {}).get(name, "float32")
+            return self._storage(name, parameter) if kind == "float32" else Rounded(parameter, kind)
+
         optimizer = AdamW(
             groups,
-            store=self._storage,
+            store=store,
             moment_dtype=self.moment_dtype,
             betas=(train.beta1, train.beta2),
             epsilon=train.epsilon,

@@ -14,6 +14,8 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
+from stillroom.precision.blocks import rounded
+
 # -- rounding --------------------------------------------------------------------------------------
 # From FP32 to two bytes without losing the small updates.
 #
@@ -190,6 +192,27 @@ class Master:
 
     def extra(self) -> dict[str, Tensor]:
         return {"master": self.master}
+
+
+class Rounded(Master):
+    """FP32 parameter, rounded to a block format of GGUF after every update; FP32 master.
+
+    The forward pass and every evaluation use the rounded weights. Their gradient is applied to the master as it is
+    (straight-through: Bengio et al. 2013), so an update too small to change a code is not lost.
+    """
+
+    def __init__(self, parameter: nn.Parameter, kind: str) -> None:
+        self.parameter, self.kind = parameter, kind
+        self.master = parameter.data.float().clone()
+        self.refresh()
+
+    @staticmethod
+    def write_all(storages: Sequence[Master], values: Working, bits: Tensor | None) -> None:
+        for storage in storages:
+            storage.refresh()
+
+    def refresh(self) -> None:
+        self.parameter.data.copy_(rounded(self.master, self.kind))
 
 
 class Split:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from stillroom.config import Config
+from stillroom.core.errors import ConfigError
 from stillroom.core.locks import Lock
 from stillroom.data import Corpus, Loader, open_data
 from stillroom.losses.mix import Clamps, Mix, Planned
@@ -174,10 +175,26 @@ def make_optimizer(student: Any, precision: Precision, config: Config, planned: 
     train = config.train
     trained = tuple((name, parameter) for name, parameter in student.named_parameters() if parameter.requires_grad)
     groups = [ParameterGroup("student", train.learning_rate, trained, in_fp32=config.student.adapter is not None)]
+    formats = student_formats(config, student, precision)
     projectors = tuple(planned.projectors.named_parameters(prefix="projectors"))
     if projectors:
         groups.append(ParameterGroup("projectors", train.projector_learning_rate or train.learning_rate, projectors))
-    return precision.optimizer(groups, train)
+    return precision.optimizer(groups, train, formats)
+
+
+def student_formats(config: Config, student: Any, precision: Precision) -> dict[str, str]:
+    """The block format of each weight that `student.quantise` rounds; empty where nothing is rounded."""
+    if not config.student.quantise:
+        return {}
+    if precision.keeps_half_weights:
+        raise ConfigError(
+            f"student.quantise rounds FP32 weights, and {precision.mode} keeps FP16 ones",
+            where="student.quantise",
+            advice=["--precision fp32", "--precision fp16-mixed"],
+        )
+    from stillroom.models.gguf import types_of
+
+    return types_of(student, config.student.quantise, config.student.quantise_layers, where="student.quantise")
 
 
 def make_mix(config: Config, vocab_size: int, planned: Planned, log: EventLog) -> Mix:

@@ -319,13 +319,14 @@ def _state(config: Config, mode: str, sizes: Sizes) -> dict[str, int]:
 
 
 def _state_mode(config: Config, mode: str) -> str:
-    """An adapter is trained in FP32 in every mode."""
-    return "fp32" if config.student.adapter is not None else mode
+    """An adapter is trained in FP32 in every mode; weights rounded to blocks have FP32 masters."""
+    blocks = "+blocks" if config.student.quantise else ""
+    return "fp32" if config.student.adapter is not None else mode + blocks
 
 
 def _update_scratch(config: Config, mode: str, sizes: Sizes, *, accumulates: bool) -> int:
     """FP32 copies that an update takes: of a bucket, or of the largest tensor where that is more."""
-    own = _state_mode(config, mode)
+    own = _state_mode(config, mode).partition("+")[0]
     is_half = own.startswith("fp16-") and own != "fp16-mixed" and not accumulates
     storage = {"fp16-split": Split.scratch_bytes, "fp16-sr": Stochastic.scratch_bytes}.get(own, 4 * is_half)
     each = storage + (_MOMENTS_SCRATCH if config.precision.moments == "bfloat16" else 0)
@@ -610,7 +611,7 @@ def state_copies(config: Config, mode: str, optimizer: AdamW) -> Copies:
     trained = []
     for group, cells in optimizer.cells.items():
         is_student = group != "projectors"
-        own_mode = mode if is_student and group not in optimizer.fp32_groups else "fp32"
+        own_mode = _state_mode(config, mode) if is_student and group not in optimizer.fp32_groups else "fp32"
         held = bytes_per_parameter(own_mode, config.precision.moments)
         trained.append((held, sum(cell.parameter.numel() for cell in cells), is_student))
     return copies_of(config, trained)
