@@ -47,6 +47,8 @@ ALWAYS = [
     "student.adapter.targets",
     "student.adapter.dropout",
     "student.adapter.base_dtype",
+    "student.quantise",
+    "student.quantise_layers",
     "data.train",
     "data.eval",
     "data.train_share",

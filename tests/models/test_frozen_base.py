@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from stillroom.config.schema import AdapterConfig
 from stillroom.core.errors import BrokenAtStart
-from stillroom.models.lora import CodedLinear, WidenedLinear, attach, store_base, weights_identity, widened
+from stillroom.models.coded import CodedLinear, WidenedLinear, widened
+from stillroom.models.lora import attach, store_base, weights_identity
 
 IDS = torch.arange(3, 27).view(2, 12)
 

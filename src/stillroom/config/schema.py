@@ -310,10 +310,13 @@ class TeacherConfig(ModelSection):
         "in the teacher's files and come to the device one at a time, at most two of them at once; shard: each of "
         "several processes holds a part of every weight, and a layer is gathered for its forward",
     )
-    quantisation: Literal["none", "int8", "bnb-8bit", "bnb-4bit"] = Field(
-        "none",
-        description="bits of the teacher's linear layers; the head stays as it is. int8: by torchao, on any device; "
-        "bnb-8bit, bnb-4bit: by bitsandbytes, on a CUDA GPU",
+    quantisation: Literal["none", "int8", "bnb-8bit", "bnb-4bit", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "file"] = (
+        Field(
+            "none",
+            description="bits of the teacher's linear layers; the head stays as it is. int8: by torchao, on any device; "
+            "bnb-8bit, bnb-4bit: by bitsandbytes, on a CUDA GPU; q4_0 to q8_0: codes of GGUF's blocks, on any device; file: "
+            "the codes of a GGUF file as they are, never unpacked as a whole",
+        )
     )
     max_quantisation_kl: Positive = Field(
         0.05,
@@ -418,10 +421,13 @@ class AdapterConfig(Section):
         "all linear layers of the decoder's blocks",
     )
     dropout: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, description="of the adapter's input, in training")
-    base_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8"] = Field(
-        "auto",
-        description="storage of the frozen weights; auto: what the precision multiplies in. int8: linear layers as "
-        "codes with a scale for each output, under fp32, bf16-mixed and fp16-mixed",
+    base_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0"] = (
+        Field(
+            "auto",
+            description="storage of the frozen weights; auto: what the precision multiplies in. int8: linear layers as "
+            "codes with a scale for each output; q4_0 to q8_0: as codes of GGUF's blocks, 4.5 to 8.5 bits a weight; both "
+            "under fp32, bf16-mixed and fp16-mixed",
+        )
     )
 
     @field_validator("targets", mode="before")
@@ -433,10 +439,10 @@ class AdapterConfig(Section):
 
     @model_validator(mode="after")
     def _numbers_are_there(self) -> AdapterConfig:
-        if self.kind == "dora" and self.base_dtype == "int8":
+        if self.kind == "dora" and self.base_dtype.startswith(("int8", "q")):
             raise ValueError(
                 "kind = 'dora' trains the lengths of the base's rows and needs its numbers: set base_dtype = "
-                "'float16', or kind = 'lora' for a base in int8"
+                f"'float16', or kind = 'lora' for a base in {self.base_dtype}"
             )
         return self
 

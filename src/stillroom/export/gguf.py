@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from stillroom.core.errors import CannotSave, ConfigError
 from stillroom.export.folder import Difference, Job, difference, logits_of, quality_of, refuse_changed
-from stillroom.models.gguf import ARCHITECTURES, types_of
+from stillroom.models.gguf import ARCHITECTURES, in_halves, types_of
 from stillroom.precision.blocks import FORMATS, RECIPES, decode, encode, rounded
 
 # -- gguf words ------------------------------------------------------------------------------------
@@ -222,12 +222,6 @@ def _expert_name(name: str, weight: Tensor, weights: dict[str, Tensor], config: 
     return {f"{before}.{_OF_LAYER[part]}.weight": weight}
 
 
-def in_halves(weight: Tensor, num_heads: int) -> Tensor:
-    """Rows of queries or keys, from neighbouring pairs to two halves of a head. [H D, W]"""
-    pairs = weight.reshape(num_heads, -1, 2, weight.shape[1])
-    return torch.cat([pairs[:, :, 0], pairs[:, :, 1]], 1).reshape(weight.shape)
-
-
 FORMS = ("float16", "float32", *RECIPES)
 CLOSE = 1e-3  # of logits read back
 _READ_WHOLE = ("llama", "mistral", "qwen2")  # transformers reads all their settings from the file
@@ -240,7 +234,7 @@ def write(job: Job) -> tuple[Difference, Difference]:
     tensors = list(_named(library, job.network, architecture))  # before rounding: refuse early
     del tensors
     if job.layers and job.form not in RECIPES:
-        raise ConfigError("--layers goes with --quantise", where="--layers")
+        raise ConfigError("--layers goes with --quantise", where="--layers", advice=["add --quantise q4_0"])
     kinds = types_of(job.network, job.form, job.layers, where="--quantise")
     original = copy.deepcopy(job.network) if job.form in RECIPES else None
     # Codes are made once: llama.cpp's search may find others for weights that are rounded already.

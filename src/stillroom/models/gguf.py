@@ -39,7 +39,8 @@ from transformers import (
 )
 
 from stillroom.core.errors import BrokenAtStart, ConfigError
-from stillroom.precision.blocks import RECIPES, block_types
+from stillroom.models.coded import BlockLinear
+from stillroom.precision.blocks import FORMATS, RECIPES, block_types, row_bytes
 
 # -- empty -----------------------------------------------------------------------------------------
 # A network of a configuration with real buffers and no weights, to be given weights from somewhere else.
@@ -386,6 +387,64 @@ def gguf_network(path: Path, dtype: torch.dtype) -> tuple[Any, dict[str, Any], l
         "and is what transformers makes of it",
     ]
     return network, report, notes
+
+
+def in_halves(weight: Tensor, num_heads: int) -> Tensor:
+    """Rows of queries or keys, from neighbouring pairs to two halves of a head. [H D, W]"""
+    pairs = weight.reshape(num_heads, -1, 2, weight.shape[1])
+    return torch.cat([pairs[:, :, 0], pairs[:, :, 1]], 1).reshape(weight.shape)
+
+
+_PACKED = ("llama", "mistral", "qwen2", "qwen3")  # families whose layers are taken from a file as codes
+
+
+def packed_network(path: Path, dtype: torch.dtype) -> tuple[Any, dict[str, Any], list[str]]:
+    """The network of a GGUF file with its linear layers as the file's codes; everything else in `dtype`.
+
+    The numbers are those of `gguf_network`, which unpacks them. Rows of queries and keys are moved whole: a block
+    never spans two rows.
+    """
+    import gguf
+
+    config = gguf_config(path)
+    kind = config.model_type
+    if kind not in _PACKED:
+        raise BrokenAtStart(
+            f"the layers of a {kind} are not taken from a GGUF file as codes",
+            where="teacher.quantisation",
+            advice=[f"families that are: {', '.join(_PACKED)}", "--set teacher.quantisation=none"],
+        )
+    network = empty_network(config, dtype)
+    architectures = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(architectures[ARCHITECTURES[kind]], config.num_hidden_layers)
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(str(path)).tensors}
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    formats = {form.number: name for name, form in FORMATS.items()}
+    tables, values = tables_of(network), {}
+    for own, parameter in list(network.named_parameters()):
+        stem, _dot, suffix = own.rpartition(".")
+        tensor = tensors.get(f"{names.get_name(stem)}.{suffix}")
+        if tensor is None:
+            continue
+        halve = heads.get(stem.rpartition(".")[2]) if ARCHITECTURES[kind] == "llama" else None
+        form = formats.get(int(tensor.tensor_type))
+        layer = network.get_submodule(stem)
+        if type(layer) is nn.Linear and own not in tables and suffix == "weight" and form is not None:
+            shape = (layer.out_features, row_bytes(layer.in_features, form))
+            codes = torch.from_numpy(np.array(tensor.data, copy=True)).view(torch.uint8).reshape(shape)
+            codes = in_halves(codes, halve) if halve else codes
+            sizes = (layer.in_features, layer.out_features)
+            network.set_submodule(stem, BlockLinear(codes, form, sizes, layer.bias))
+            continue
+        numbers = torch.from_numpy(np.array(gguf.quants.dequantize(tensor.data, tensor.tensor_type), copy=True))
+        numbers = numbers.reshape(parameter.shape)
+        values[own] = (in_halves(numbers, halve) if halve and numbers.ndim == 2 else numbers).to(dtype)
+    network.load_state_dict(values, strict=False, assign=True)
+    network.tie_weights()
+    missing = [name for name, weight in network.named_parameters() if weight.is_meta]
+    note = f"{path} was read as {kind}: its linear layers stay the file's codes, everything else is {dtype}"
+    report = {"missing_keys": missing, "unexpected_keys": [], "mismatched_keys": []}
+    return network, report, [note.replace("torch.", "")]
 
 
 @contextmanager

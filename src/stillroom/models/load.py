@@ -52,7 +52,7 @@ from stillroom.models.files import (
     read_json,
     runs_code,
 )
-from stillroom.models.gguf import gguf_config, gguf_network, gguf_tokenizer, read_header
+from stillroom.models.gguf import gguf_config, gguf_network, gguf_tokenizer, packed_network, read_header
 from stillroom.models.shrink.width import config_of_layers
 from stillroom.models.student import Student, attend_causally
 from stillroom.models.vocabulary import check_rows
@@ -186,7 +186,8 @@ def ready_student(model: Any, section: StudentConfig) -> None:
 def _load(section: ModelSection, source: Source, dtype: torch.dtype) -> tuple[Any, list[str]]:
     if source.is_gguf:
         read_config(section, source)  # report what is wrong with the file or its kind first
-        model, report, notes = gguf_network(source.folder, dtype)
+        is_packed = isinstance(section, TeacherConfig) and section.quantisation == "file"
+        model, report, notes = (packed_network if is_packed else gguf_network)(source.folder, dtype)
         return model, [*notes, *_check_keys(source, report)]
     load = _load_adapter if source.is_adapter else _load_weights
     model, notes = load(section, source, dtype)

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from stillroom.config.schema import AdapterConfig
 from stillroom.core.errors import BrokenAtStart, CannotSave, ConfigError
 from stillroom.models.anatomy import in_eval_mode, layers_if_any
 from stillroom.models.check import ReadBack, compare_logits, in_main_memory, logits_of
+from stillroom.models.coded import WidenedLinear, coded, widened
 from stillroom.models.files import listed, one_line
 from stillroom.models.load import explained
 
@@ -267,12 +267,13 @@ def weights_identity(network: Any) -> str:
 
 
 @torch.no_grad()
-def store_base(network: Any, dtype: torch.dtype, *, whole: bool, has_values: bool = True) -> int:
+def store_base(network: Any, dtype: torch.dtype | str, *, whole: bool, has_values: bool = True) -> int:
     """Store frozen weights in a dtype; return how many numbers that are. Adapters stay in FP32.
 
     `whole`: all of them, and the network then computes in that dtype. Else the matrices of linear layers alone, which
     autocast casts anyway; embeddings, norms, the head and other kinds of layers stay in FP32. int8 are codes with a
-    scale for each output. A network of shapes alone has no values that could be out of range.
+    scale for each output, the name of a block format codes with a scale for each block. A network of shapes alone has
+    no values that could be out of range.
     """
     layers: dict[str, nn.Linear] = {}
     if whole:
@@ -282,8 +283,8 @@ def store_base(network: Any, dtype: torch.dtype, *, whole: bool, has_values: boo
         found = {name: part for name, part in network.named_modules() if type(part) is nn.Linear}
         layers = {name: part for name, part in found.items() if id(part.weight) not in kept}
         chosen = {f"{name}.weight": part.weight for name, part in layers.items()}
-    if dtype == torch.int8:
-        return _store_codes(network, layers)
+    if dtype == torch.int8 or isinstance(dtype, str):
+        return _store_codes(network, layers, dtype if isinstance(dtype, str) else "int8")
     num_stored = 0
     for name, weight in chosen.items():
         if weight.requires_grad or not weight.is_floating_point() or weight.dtype == dtype:
@@ -298,17 +299,18 @@ def store_base(network: Any, dtype: torch.dtype, *, whole: bool, has_values: boo
     return num_stored
 
 
-def _store_codes(network: Any, layers: dict[str, nn.Linear]) -> int:
+def _store_codes(network: Any, layers: dict[str, nn.Linear], kind: str) -> int:
     frozen = {name: part for name, part in layers.items() if not part.weight.requires_grad}
     if not frozen:
         raise BrokenAtStart(
-            f"a {type(network).__name__} has no linear layers that could be stored in int8",
+            f"a {type(network).__name__} has no linear layers that could be stored in {kind}",
             where="student.adapter.base_dtype",
             advice=["--set student.adapter.base_dtype=float16"],
         )
+    num_stored = sum(part.weight.numel() for part in frozen.values())
     for name, part in frozen.items():
-        network.set_submodule(name, CodedLinear(part))
-    return sum(part.weight.numel() for part in frozen.values())
+        network.set_submodule(name, coded(part, kind, name, where="student.adapter.base_dtype"))
+    return num_stored
 
 
 def _check_range(name: str, weight: Tensor, dtype: torch.dtype) -> None:
@@ -319,86 +321,6 @@ def _check_range(name: str, weight: Tensor, dtype: torch.dtype) -> None:
             where="student.adapter.base_dtype",
             advice=["--precision fp32 with student.adapter.base_dtype = 'float32'", "--precision bf16-mixed"],
         )
-
-
-class WidenedLinear(nn.Linear):
-    """A frozen linear layer with a half weight that multiplies in its input's dtype, or as autocast says."""
-
-    def __init__(self, narrow: nn.Linear) -> None:
-        nn.Module.__init__(self)
-        self.in_features, self.out_features = narrow.in_features, narrow.out_features
-        self.weight, self.bias = narrow.weight, narrow.bias
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        if inputs.dtype == self.weight.dtype or torch.is_autocast_enabled(inputs.device.type):
-            return functional.linear(inputs, self.weight, self.bias)
-        answer: Tensor = _WidenedProduct.apply(inputs, self.weight, None)  # type: ignore[no-untyped-call]
-        return answer if self.bias is None else answer + self.bias
-
-
-class _WidenedProduct(torch.autograd.Function):
-    """inputs @ weight.T; the wide weight is made again in the backward and not kept until then. With scales: codes."""
-
-    @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight: Tensor, scales: Tensor | None) -> Tensor:
-        ctx.save_for_backward(weight, scales)
-        return functional.linear(inputs, (weight if scales is None else weight * scales).to(inputs.dtype))
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None]:
-        weight, scales = ctx.saved_tensors
-        return upstream[0] @ (weight if scales is None else weight * scales).to(upstream[0].dtype), None, None
-
-
-# -- eight bits ------------------------------------------------------------------------------------------
-
-_LARGEST = 127  # codes are symmetric: -128 is not used
-
-
-class CodedLinear(nn.Linear):
-    """A frozen linear layer of int8 codes with an FP32 scale for each output, the largest of its row by 127.
-
-    It multiplies in its input's dtype, or as autocast says. The scales are made from the weights at every start, like
-    the codes, so they are in no checkpoint.
-    """
-
-    scales: Tensor
-
-    def __init__(self, full: nn.Linear) -> None:
-        nn.Module.__init__(self)
-        self.in_features, self.out_features, self.bias = full.in_features, full.out_features, full.bias
-        weight = full.weight.detach().float()
-        largest = weight.abs().amax(dim=1, keepdim=True)
-        scales = torch.where(largest > 0, largest / _LARGEST, torch.ones_like(largest))
-        codes = (weight / scales).round().clamp(-_LARGEST, _LARGEST).to(torch.int8)
-        self.weight = nn.Parameter(codes, requires_grad=False)
-        self.register_buffer("scales", scales, persistent=False)
-
-    def widened(self) -> nn.Linear:
-        """A plain layer of the very numbers that the codes stand for."""
-        plain = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
-        plain.weight = nn.Parameter(self.weight.float() * self.scales, requires_grad=False)
-        plain.bias = self.bias
-        return plain
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        device = inputs.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else inputs.dtype
-        answer: Tensor = _WidenedProduct.apply(inputs.to(dtype), self.weight, self.scales)  # type: ignore[no-untyped-call]
-        return answer if self.bias is None else answer + self.bias.to(dtype)
-
-
-@contextmanager
-def widened(network: Any) -> Iterator[None]:
-    """In the body layers of codes are plain ones of the same numbers; after it, the codes again."""
-    coded = {name: part for name, part in network.named_modules() if isinstance(part, CodedLinear)}
-    try:
-        for name, part in coded.items():
-            network.set_submodule(name, part.widened())
-        yield
-    finally:
-        for name, part in coded.items():
-            network.set_submodule(name, part)
 
 
 # -- merge -----------------------------------------------------------------------------------------

@@ -308,9 +308,7 @@ def _by_llama_cpp(weight: Tensor, form: BlockFormat) -> Tensor:
     values = weight.detach().float().cpu().contiguous()
     rows, columns = values.numel() // values.shape[-1], values.shape[-1]
     codes = torch.empty(rows * (columns // form.size) * form.num_bytes, dtype=torch.uint8)
-    written = llama_cpp().ggml_quantize_chunk(
-        form.number, values.data_ptr(), codes.data_ptr(), 0, rows, columns, None
-    )
+    written = llama_cpp().ggml_quantize_chunk(form.number, values.data_ptr(), codes.data_ptr(), 0, rows, columns, None)
     if written != codes.numel():
         raise ConfigError(f"llama.cpp wrote {written:,} bytes of codes where {codes.numel():,} were expected")
     return codes.to(weight.device)

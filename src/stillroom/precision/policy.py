@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from stillroom.config.schema import PrecisionConfig, TrainConfig
 from stillroom.core.errors import BrokenAtStart, ConfigError
 from stillroom.precision.adamw import AdamW, ParameterGroup
+from stillroom.precision.blocks import FORMATS
 from stillroom.precision.device import DeviceFacts, check_device, facts_of
 from stillroom.precision.storage import Direct, Gathered, Master, Rounded, Split, Stochastic, Storage
 
@@ -255,13 +256,13 @@ class Precision:
             return Master(parameter)
         return type(self).matrix_storage(parameter)
 
-    def frozen_storage(self, asked: str = "auto") -> torch.dtype:
-        """The dtype of matrices that are not trained: what was asked, or what is multiplied in.
+    def frozen_storage(self, asked: str = "auto") -> torch.dtype | str:
+        """The dtype or block format of matrices that are not trained: what was asked, or what is multiplied in.
 
         With FP16 weights activations are FP16, so such a policy cannot have others beside them.
         """
         own = torch.float16 if self.keeps_half_weights else self.compute_dtype or torch.float32
-        dtype: torch.dtype = own if asked == "auto" else getattr(torch, asked)
+        dtype: torch.dtype | str = own if asked == "auto" else asked if asked in FORMATS else getattr(torch, asked)
         if self.keeps_half_weights and dtype != own:
             raise ConfigError(
                 f"{self.mode} computes with FP16 weights and cannot have a base in {asked}",

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +27,10 @@ from stillroom.data import Rows, fixed_batches
 from stillroom.losses.divergences import make
 from stillroom.losses.head.loss import score_head
 from stillroom.models import LoadedModel
+from stillroom.models.coded import coded
+from stillroom.models.files import is_gguf
 from stillroom.models.student import last_hidden
+from stillroom.precision.blocks import FORMATS, row_bytes
 
 SUMMARY = "teacher_quantisation"  # the entry in a run's summary, and in what a cache says of its teacher
 PROBE_POSITIONS = 1_024  # scored: their mean KL has a standard error of a few per cent
@@ -55,7 +59,15 @@ class Quantisation:
 def check_quantisation(section: TeacherConfig, device: torch.device) -> None:
     """Refuse what this machine cannot do, before anything is loaded."""
     kind = section.quantisation
-    if kind == "none":
+    if kind == "none" or kind in FORMATS:
+        return
+    if kind == "file":
+        if not is_gguf(Path(section.model).expanduser()):
+            raise BrokenAtStart(
+                f"teacher.quantisation = 'file' keeps the codes of a GGUF file, and {section.model} is none",
+                where="teacher.quantisation",
+                advice=["--set teacher.quantisation=q4_0 rounds any teacher", "name a .gguf file"],
+            )
         return
     package = _PACKAGES[kind]
     if package == "bitsandbytes" and device.type != "cuda":
@@ -124,7 +136,10 @@ def quantise_layers(network: Any, kind: str, device: torch.device, *, name: str)
             advice=["--set teacher.quantisation=none"],
         )
     with _quiet():
-        if kind == "int8":
+        if kind in FORMATS:
+            for own, layer in layers.items():
+                network.set_submodule(own, coded(layer, kind, own, where="teacher.quantisation"))
+        elif kind == "int8":
             # Eight bits a weight with a scale for each output, multiplied in the dtype of the activations.
             from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
@@ -167,8 +182,12 @@ def quantised_bytes(network: Any, kind: str) -> int:
     Scales are FP32. torchao's int8 also has a zero point of a byte for each output.
     """
     total: int = sum(weight.numel() * weight.element_size() for weight in network.parameters())
-    if kind == "none":
+    if kind in ("none", "file"):  # of a file the layers are codes already
         return total
+    if kind in FORMATS:
+        sizes = [layer.weight.numel() * layer.weight.element_size() for layer in _layers_of(network).values()]
+        codes = [row_bytes(layer.in_features, kind) * layer.out_features for layer in _layers_of(network).values()]
+        return total - sum(sizes) + sum(codes)
     each, shared = _STORED[kind]
     for layer in _layers_of(network).values():
         weight = layer.weight
@@ -264,7 +283,7 @@ def quantise_teacher(
     write: Callable[..., object],
 ) -> LoadedModel:
     """The teacher as `teacher.quantisation` says, measured on rows of the training data; an event says by how much."""
-    if config.teacher.quantisation == "none":
+    if config.teacher.quantisation in ("none", "file"):
         return loaded
     check_quantisation(config.teacher, device)
     probe = list(fixed_batches(rows, 1, _PROBE_ROWS))
@@ -275,7 +294,7 @@ def quantise_teacher(
 
 def plainly_quantised(config: Config, loaded: LoadedModel, device: torch.device) -> LoadedModel:
     """The teacher as `teacher.quantisation` says, not measured."""
-    if config.teacher.quantisation != "none":
+    if config.teacher.quantisation not in ("none", "file"):
         check_quantisation(config.teacher, device)
         quantise_layers(loaded.network, config.teacher.quantisation, device, name=config.teacher.model)
     return loaded

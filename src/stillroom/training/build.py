@@ -192,6 +192,12 @@ def student_formats(config: Config, student: Any, precision: Precision) -> dict[
             where="student.quantise",
             advice=["--precision fp32", "--precision fp16-mixed"],
         )
+    if any(hasattr(parameter, "to_local") for parameter in student.parameters()):
+        raise ConfigError(
+            "student.quantise rounds whole blocks, and fsdp cuts weights into shards",
+            where="train.strategy",
+            advice=["--set train.strategy=ddp", "leave student.quantise out"],
+        )
     from stillroom.models.gguf import types_of
 
     return types_of(student, config.student.quantise, config.student.quantise_layers, where="student.quantise")

@@ -1,0 +1,148 @@
+"""Frozen linear layers stored in fewer bytes than they multiply in: half numbers, int8 codes, GGUF's block codes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from stillroom.core.errors import BrokenAtStart
+from stillroom.precision.blocks import FORMATS, decode, encode, row_bytes
+
+
+class WidenedLinear(nn.Linear):
+    """A frozen linear layer with a half weight that multiplies in its input's dtype, or as autocast says."""
+
+    def __init__(self, narrow: nn.Linear) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = narrow.in_features, narrow.out_features
+        self.weight, self.bias = narrow.weight, narrow.bias
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if inputs.dtype == self.weight.dtype or torch.is_autocast_enabled(inputs.device.type):
+            return functional.linear(inputs, self.weight, self.bias)
+        answer: Tensor = _WidenedProduct.apply(inputs, self.weight, None)  # type: ignore[no-untyped-call]
+        return answer if self.bias is None else answer + self.bias
+
+
+class _WidenedProduct(torch.autograd.Function):
+    """inputs @ weight.T; the wide weight is made again in the backward and not kept until then.
+
+    `how` says what the weight is: numbers, codes with a scale for each output, or codes of a block format.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, how: Tensor | str | None) -> Tensor:
+        ctx.weight, ctx.how = weight, how  # frozen, so nothing can change them before the backward
+        return functional.linear(inputs, _numbers(weight, how).to(inputs.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None]:
+        return upstream[0] @ _numbers(ctx.weight, ctx.how).to(upstream[0].dtype), None, None
+
+
+def _numbers(weight: Tensor, how: Tensor | str | None) -> Tensor:
+    if isinstance(how, str):
+        return decode(weight, how)
+    return weight if how is None else weight * how
+
+
+# -- codes -----------------------------------------------------------------------------------------------
+
+_LARGEST = 127  # codes are symmetric: -128 is not used
+
+
+class CodedLinear(nn.Linear):
+    """A frozen linear layer of int8 codes with an FP32 scale for each output, the largest of its row by 127.
+
+    It multiplies in its input's dtype, or as autocast says. The scales are made from the weights at every start, like
+    the codes, so they are in no checkpoint.
+    """
+
+    scales: Tensor
+
+    def __init__(self, full: nn.Linear) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features, self.bias = full.in_features, full.out_features, full.bias
+        weight = full.weight.detach().float()
+        largest = weight.abs().amax(dim=1, keepdim=True)
+        scales = torch.where(largest > 0, largest / _LARGEST, torch.ones_like(largest))
+        codes = (weight / scales).round().clamp(-_LARGEST, _LARGEST).to(torch.int8)
+        self.weight = nn.Parameter(codes, requires_grad=False)
+        self.register_buffer("scales", scales, persistent=False)
+
+    def widened(self) -> nn.Linear:
+        """A plain layer of the very numbers that the codes stand for."""
+        plain = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
+        plain.weight = nn.Parameter(self.weight.float() * self.scales, requires_grad=False)
+        plain.bias = self.bias
+        return plain
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        device = inputs.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else inputs.dtype
+        answer: Tensor = _WidenedProduct.apply(inputs.to(dtype), self.weight, self.scales)  # type: ignore[no-untyped-call]
+        return answer if self.bias is None else answer + self.bias.to(dtype)
+
+
+class BlockLinear(nn.Linear):
+    """A frozen linear layer of the codes of one of GGUF's block formats, as a file holds them.
+
+    Its numbers are made for each product and not kept: 4.5 bits a weight in q4_0. It multiplies in its input's dtype,
+    or as autocast says.
+    """
+
+    def __init__(self, codes: Tensor, kind: str, sizes: tuple[int, int], bias: Tensor | None = None) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features, self.kind = sizes[0], sizes[1], kind
+        self.weight = nn.Parameter(codes, requires_grad=False)
+        self.bias = bias  # type: ignore[assignment]
+
+    def widened(self) -> nn.Linear:
+        """A plain layer of the very numbers that the codes stand for."""
+        plain = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
+        plain.weight = nn.Parameter(decode(self.weight.data, self.kind), requires_grad=False)
+        plain.bias = self.bias
+        return plain
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        device = inputs.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else inputs.dtype
+        answer: Tensor = _WidenedProduct.apply(inputs.to(dtype), self.weight, self.kind)  # type: ignore[no-untyped-call]
+        return answer if self.bias is None else answer + self.bias.to(dtype)
+
+
+def coded(layer: nn.Linear, kind: str, name: str, *, where: str) -> nn.Linear:
+    """A frozen layer as codes: int8 with a scale for each output, or a block format. Raise for rows it cannot hold."""
+    if kind == "int8":
+        return CodedLinear(layer)
+    weight = layer.weight.detach()
+    size = FORMATS[kind].size
+    if layer.in_features % size:
+        raise BrokenAtStart(
+            f"{name} has rows of {layer.in_features:,} weights, which are not whole blocks of {size} for {kind}",
+            where=where,
+            advice=[f"--set {where}=int8, which takes rows of any length"],
+        )
+    if weight.is_meta:
+        codes = torch.empty(layer.out_features, row_bytes(layer.in_features, kind), dtype=torch.uint8, device="meta")
+    else:
+        codes = encode(weight, kind)
+    return BlockLinear(codes, kind, (layer.in_features, layer.out_features), layer.bias)
+
+
+@contextmanager
+def widened(network: Any) -> Iterator[None]:
+    """In the body layers of codes are plain ones of the same numbers; after it, the codes again."""
+    coded = {name: part for name, part in network.named_modules() if isinstance(part, CodedLinear | BlockLinear)}
+    try:
+        for name, part in coded.items():
+            network.set_submodule(name, part.widened())
+        yield
+    finally:
+        for name, part in coded.items():
+            network.set_submodule(name, part)

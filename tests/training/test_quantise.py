@@ -1,0 +1,147 @@
+"""Training for a quantised file: the weights in use are the file's, and everything else is an ordinary run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from commands import output, run
+from refusals import refused
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from stillroom.config import load_config
+from stillroom.core.errors import BrokenAtStart, ConfigError, Interrupted
+from stillroom.export.folder import export
+from stillroom.models.coded import BlockLinear
+from stillroom.models.gguf import packed_network
+from stillroom.precision.blocks import rounded
+from stillroom.training.distill import distill, resume
+from stillroom.training.loop import Stop
+
+
+def trained(world: Path, out: Path, **over: Any) -> Any:
+    settings = tiny.settings(world, **{"student__quantise": "q4_0", **over})
+    return distill(load_config(overrides=settings), out, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def finished(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return trained(world, tmp_path_factory.mktemp("quantised") / "run")
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "student" / "model.safetensors")
+
+
+def test_the_student_that_is_kept_is_what_the_file_holds(finished: Any) -> None:
+    found = weights_of(finished.folder)
+    matrices = [name for name, weight in found.items() if weight.ndim == 2 and "layers" in name]
+    assert matrices and all(torch.equal(found[name], rounded(found[name], "q4_0")) for name in matrices)
+    tables = [name for name, weight in found.items() if weight.ndim == 2 and "layers" not in name]
+    assert tables and all(torch.equal(found[name], rounded(found[name], "q8_0")) for name in tables)
+
+
+def test_the_exported_file_answers_as_the_student_was_trained(finished: Any, tmp_path: Path) -> None:
+    done = export(str(finished.folder), tmp_path / "out", format="gguf", form="q4_0")
+    assert done.rounded_largest == 0.0 and done.rounded_kl == 0.0  # nothing was left to round
+    assert done.quality is not None and done.quality.perplexity == done.quality.full_perplexity
+
+
+def test_a_killed_run_resumes_bit_for_bit(
+    world: Path, tmp_path: Path, finished: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = iter([False, False, False, True])
+    with monkeypatch.context() as patch:
+        patch.setattr(Stop, "is_wanted", lambda _self: next(wanted, False))
+        with pytest.raises(Interrupted):
+            trained(world, tmp_path / "parts")
+    parts = resume(tmp_path / "parts", device="cpu")
+    one, other = weights_of(finished.folder), weights_of(parts.folder)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_exceptions_are_kept_wider(world: Path, tmp_path: Path) -> None:
+    kept = {"*.down_proj.weight": "float32"}
+    result = trained(world, tmp_path / "run", student__quantise_layers=kept, train__max_steps=2)
+    found = weights_of(result.folder)
+    down = [weight for name, weight in found.items() if "down_proj" in name]
+    assert down and not any(torch.equal(weight, rounded(weight, "q4_0")) for weight in down)
+    done = export(str(result.folder), tmp_path / "out", format="gguf", form="q4_0")
+    assert done.rounded_largest == 0.0 and done.weights["float32"] >= sum(weight.numel() for weight in down)
+
+
+def test_eight_bits_train_as_well_as_full_weights(world: Path, tmp_path: Path) -> None:
+    plain = trained(world, tmp_path / "plain", student__quantise="").summary["student"]["perplexity"]
+    eight = trained(world, tmp_path / "eight", student__quantise="q8_0").summary["student"]["perplexity"]
+    assert eight == pytest.approx(plain, rel=0.01)
+
+
+def test_without_a_teacher_the_unquantised_student_teaches(world: Path) -> None:
+    settings = tiny.settings(world, student__quantise="q4_0")
+    del settings["teacher.model"]
+    assert load_config(overrides=settings).teacher.model == settings["student.model"]
+
+
+@pytest.mark.parametrize(
+    "over",
+    [
+        {"precision__mode": "fp16-master"},
+        {"student__quantise": "q4_k_m"},
+        {"student__quantise": "", "student__quantise_layers": {"q_proj": "q8_0"}},
+        {"student__adapter": {"rank": 2}},
+        {"student__quantise_layers": {"nothing": "q8_0"}},
+    ],
+)
+def test_what_cannot_be_combined_is_refused(world: Path, tmp_path: Path, over: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        trained(world, tmp_path / "run", **over)
+
+
+def test_the_command_compares_original_rounded_and_trained(world: Path, tmp_path: Path, capsys: Any) -> None:
+    words = ["--data", str(world / "train.jsonl"), "--out", str(tmp_path / "q"), "--steps", "4", "--device", "cpu"]
+    sizes = ["--set", "data.max_length=32", "--set", "train.batch_size=4", "--set", "eval.max_batches=2"]
+    said = json.loads(
+        output(capsys, "quantise", str(world / "student"), *words, *sizes, "--set", "eval.samples=0", "--json")
+    )
+    assert said["original"]["kl"] == 0.0 < said["rounded"]["kl"] and Path(said["file"]).is_file()
+    code, _out, _err = run(capsys, "quantise", str(world / "student"), *words, "--to", "q4_k_m")
+    assert code == 2
+
+
+# -- frozen layers as codes ------------------------------------------------------------------------------------
+
+
+def test_a_teacher_of_a_files_codes_answers_as_the_unpacked_one(world: Path, tmp_path: Path) -> None:
+    export(str(world / "student"), tmp_path / "out", format="gguf", form="q4_1")
+    path = tmp_path / "out" / "model-q4_1.gguf"
+    packed, _report, _notes = packed_network(path, torch.float32)
+    assert any(isinstance(part, BlockLinear) for part in packed.modules())
+    plain = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    ids = torch.arange(3, 35).view(2, 16)
+    with torch.no_grad():
+        assert torch.equal(packed(ids).logits, plain(ids).logits)
+
+
+def test_a_run_learns_from_a_files_codes_and_from_rounded_layers(world: Path, tmp_path: Path) -> None:
+    export(str(world / "student"), tmp_path / "out", format="gguf", form="q8_0")
+    path = str(tmp_path / "out" / "model-q8_0.gguf")
+    over = {"student__quantise": "", "teacher__model": path, "train__max_steps": 2}
+    kl = [
+        trained(world, tmp_path / kind, teacher__quantisation=kind, **over).summary["student"]["kl"]
+        for kind in ("none", "file", "q8_0")
+    ]
+    assert kl[0] == kl[1] == kl[2]  # the same numbers, and rounding them again changes nothing
+    with refused(BrokenAtStart, "teacher.quantisation"):
+        trained(world, tmp_path / "no", student__quantise="", teacher__quantisation="file")
+
+
+def test_an_adapter_is_trained_next_to_a_four_bit_base(world: Path, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    adapter = {"rank": 4, "base_dtype": "q4_0"}
+    result = trained(world, tmp_path / "run", student__quantise="", student__adapter=adapter, train__max_steps=4)
+    assert result.summary["student"]["perplexity"] < result.summary["student_before"]["perplexity"]
