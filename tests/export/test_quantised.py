@@ -45,7 +45,7 @@ def test_a_file_of_blocks_gives_back_the_rounded_weights(form: str, tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["q4_0", "q4_k_m", "q5_k_m", "q6_k"])
 def test_llama_cpp_writes_the_text_of_the_rounded_weights(form: str, tmp_path: Path) -> None:
-    """Greedy, from a trained model: one whose logits are far enough apart that rounding of activations decides little."""
+    """Greedy, from a trained model: its logits are far apart, so rounding of activations decides little."""
     import xllamacpp
 
     done = export("builtin:teacher", tmp_path / "out", format="gguf", form=form)

@@ -674,8 +674,8 @@ def export_lines(done: Any) -> list[str]:
     if done.quality is not None:
         lost = done.quality
         lines.append(
-            f"perplexity {lost.perplexity:.2f} against {lost.full_perplexity:.2f} unquantised, mean KL {lost.kl:.3g}, on "
-            f"{lost.tokens:,} tokens"
+            f"perplexity {lost.perplexity:.2f} against {lost.full_perplexity:.2f} unquantised, "
+            f"mean KL {lost.kl:.3g}, on {lost.tokens:,} tokens"
         )
         total = sum(done.weights.values())
         lines.append(

@@ -294,6 +294,9 @@ class RouterConfig(Section):
     force: bool = Field(False, description="train the router whatever the probe found")
 
 
+Blocks = Literal["q4_0", "q4_1", "q5_0", "q5_1", "q8_0"]  # of GGUF, rounded here
+
+
 class TeacherConfig(ModelSection):
     model: str = Field(
         "builtin:teacher",
@@ -310,13 +313,11 @@ class TeacherConfig(ModelSection):
         "in the teacher's files and come to the device one at a time, at most two of them at once; shard: each of "
         "several processes holds a part of every weight, and a layer is gathered for its forward",
     )
-    quantisation: Literal["none", "int8", "bnb-8bit", "bnb-4bit", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "file"] = (
-        Field(
-            "none",
-            description="bits of the teacher's linear layers; the head stays as it is. int8: by torchao, on any device; "
-            "bnb-8bit, bnb-4bit: by bitsandbytes, on a CUDA GPU; q4_0 to q8_0: codes of GGUF's blocks, on any device; file: "
-            "the codes of a GGUF file as they are, never unpacked as a whole",
-        )
+    quantisation: Literal["none", "int8", "bnb-8bit", "bnb-4bit", Blocks, "file"] = Field(
+        "none",
+        description="bits of the teacher's linear layers; the head stays as it is. int8: by torchao, on any device; "
+        "bnb-8bit, bnb-4bit: by bitsandbytes, on a CUDA GPU; q4_0 to q8_0: codes of GGUF's blocks, on any device; "
+        "file: the codes of a GGUF file as they are, never unpacked as a whole",
     )
     max_quantisation_kl: Positive = Field(
         0.05,
@@ -421,13 +422,11 @@ class AdapterConfig(Section):
         "all linear layers of the decoder's blocks",
     )
     dropout: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, description="of the adapter's input, in training")
-    base_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0"] = (
-        Field(
-            "auto",
-            description="storage of the frozen weights; auto: what the precision multiplies in. int8: linear layers as "
-            "codes with a scale for each output; q4_0 to q8_0: as codes of GGUF's blocks, 4.5 to 8.5 bits a weight; both "
-            "under fp32, bf16-mixed and fp16-mixed",
-        )
+    base_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8", Blocks] = Field(
+        "auto",
+        description="storage of the frozen weights; auto: what the precision multiplies in. int8: linear layers as "
+        "codes with a scale for each output; q4_0 to q8_0: as codes of GGUF's blocks, 4.5 to 8.5 bits a weight; "
+        "both under fp32, bf16-mixed and fp16-mixed",
     )
 
     @field_validator("targets", mode="before")
@@ -468,10 +467,10 @@ class StudentConfig(ModelSection):
     adapter: AdapterConfig | None = Field(
         None, description="train an adapter and leave the student's own weights alone"
     )
-    quantise: Literal["", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0"] = Field(
+    quantise: Literal["", Blocks] = Field(
         "",
-        description="train with weights rounded as a GGUF file of this format rounds them, so that the file is what was "
-        "trained; the teacher is the unquantised student unless one is given",
+        description="train with weights rounded as a GGUF file of this format rounds them, so that the file is what "
+        "was trained; the teacher is the unquantised student unless one is given",
     )
     quantise_layers: dict[str, str] = Field(
         default_factory=dict,
@@ -1315,9 +1314,9 @@ class Config(Section):
         student, teacher = values.get("student"), values.get("teacher") or {}
         if not isinstance(student, dict) or not isinstance(teacher, dict):
             return values
-        if student.get("quantise") and student.get("model") and student.get("init") != "shrink":
-            if not any(teacher.get(key) for key in ("model", "server", "cache")):
-                return {**values, "teacher": {**teacher, "model": student["model"]}}
+        is_alone = not any(teacher.get(key) for key in ("model", "server", "cache")) and student.get("init") != "shrink"
+        if student.get("quantise") and student.get("model") and is_alone:
+            return {**values, "teacher": {**teacher, "model": student["model"]}}
         return values
 
     @property

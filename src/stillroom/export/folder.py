@@ -446,8 +446,8 @@ def _card(source: Source, done: Exported, folder: Path) -> str:
         lost, total = done.quality, sum(done.weights.values())
         shares = ", ".join(f"{kind} {100 * count / total:.1f} %" for kind, count in done.weights.items())
         checked.append(
-            f"quantised: perplexity {lost.perplexity:.2f} ({lost.full_perplexity:.2f} before), mean KL {lost.kl:.3g} on "
-            f"{lost.tokens:,} tokens of {Path(done.compared_on).name}; weights: {shares}"
+            f"quantised: perplexity {lost.perplexity:.2f} ({lost.full_perplexity:.2f} before), mean KL {lost.kl:.3g} "
+            f"on {lost.tokens:,} tokens of {Path(done.compared_on).name}; weights: {shares}"
         )
     if done.tokens_per_second is not None:
         checked.append(f"llama.cpp writes {done.tokens_per_second:.0f} tokens a second with it on one thread")

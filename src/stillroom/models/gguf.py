@@ -29,7 +29,7 @@ import numpy.typing as npt
 import torch
 import transformers
 from tokenizers import Tokenizer
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
