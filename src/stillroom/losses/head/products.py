@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from stillroom.core.types import HeadWeights
-from stillroom.losses.head.rows import Logits, padded
+from stillroom.losses.head.rows import GradientRows, HalfRequest, Logits, padded
 
 # -- buffers ---------------------------------------------------------------------------------------
 # A pool of large CPU buffers for the head: a buffer returns to it when the last tensor that uses it is gone.
@@ -113,15 +113,6 @@ _TOP = 14  # exponent of the largest entry of a row after scaling: below 2^15, a
 _MOST_LIFT = 80  # a row whose largest entry is below 2^-66 is not lifted to the top: its power would leave FP32
 _LEAST_HIDDEN = -24  # exponent of the smallest FP16 number
 _SHARE_TOKENS = 8192  # rows of the weight's gradient that a later chunk adds to at once: bounds what it needs for that
-
-
-@dataclass(frozen=True)
-class GradientRows:
-    """The gradient of a chunk's logits as an operand: `values` are the gradient times 2^`lifts`, row by row."""
-
-    values: Tensor  # [C, V]
-    lifts: Tensor | None = None  # [C], int32; None: nothing was multiplied
-    lost: Tensor | None = None  # [C], what rounding took from the sum of each row of `values`; None: not rounded
 
 
 class Multiplier(Protocol):
@@ -220,8 +211,8 @@ class HalfMultiplier:
         total = gradient.sum(-1)
         lifts = None
         if self._dtype == torch.float16:
-            lifts = (_TOP - _exponents(gradient)).clamp_(1 - _BIAS, _MOST_LIFT)
-            power = _power_of_two(lifts)
+            lifts = lifts_of(gradient)
+            power = power_of_two(lifts)
             torch.mul(gradient, power[:, None], out=rows)
             total *= power
         else:
@@ -235,7 +226,7 @@ class HalfMultiplier:
         if gradient.lost is not None:
             out.addr_(gradient.lost, self._mean)
         if gradient.lifts is not None:
-            out.mul_(_power_of_two(-gradient.lifts)[:, None])
+            out.mul_(power_of_two(-gradient.lifts)[:, None])
 
     def to_weight(self, gradient: GradientRows, hidden: Tensor, out: Tensor, *, adds: bool) -> None:
         power = None
@@ -270,8 +261,13 @@ def _balanced(hidden: Tensor, lifts: Tensor) -> tuple[Tensor, Tensor]:
     wide = hidden.float()
     sizes = _exponents(wide).clamp_min_(_LEAST_HIDDEN)
     common = (_TOP - sizes + lifts).amin()
-    scaled = wide.mul_(_power_of_two(common - lifts)[:, None])
-    return scaled.to(hidden.dtype), _power_of_two(-common)
+    scaled = wide.mul_(power_of_two(common - lifts)[:, None])
+    return scaled.to(hidden.dtype), power_of_two(-common)
+
+
+def lifts_of(rows: Tensor) -> Tensor:
+    """Exponents that take the largest magnitude of each FP32 row [C, ...] to 2^14. [C], int32."""
+    return (_TOP - _exponents(rows)).clamp_(1 - _BIAS, _MOST_LIFT)
 
 
 def _exponents(rows: Tensor) -> Tensor:
@@ -281,7 +277,7 @@ def _exponents(rows: Tensor) -> Tensor:
     return (bits >> _MANTISSA_BITS).bitwise_and_(0xFF).sub_(_BIAS)
 
 
-def _power_of_two(exponents: Tensor) -> Tensor:
+def power_of_two(exponents: Tensor) -> Tensor:
     """2^exponent in FP32, exactly: a device's exp2 and pow may be off by a digit. Held to the normal numbers."""
     return ((exponents.clamp(1 - _BIAS, _BIAS) + _BIAS) << _MANTISSA_BITS).view(torch.float32)
 
