@@ -52,9 +52,7 @@ def build(launch: Any, architecture: int) -> Built:
             if isinstance(value, int) and value % 16 == 0:
                 hints[(place,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=hints)
-    made = triton.compile(
-        source, target=GPUTarget("cuda", architecture, 32), options={"num_warps": launch.num_warps}
-    )
+    made = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=dict(launch.options))
     taken = tuple(name for name, kind in signature.items() if kind != "constexpr")
     return Built(made.asm["ptx"], taken, made.metadata.shared, architecture)
 
@@ -75,10 +73,15 @@ def resources(built: Built, folder: Path) -> dict[str, int]:
 def execute(launch: Any, built: Built, *, ptx: str | None = None, **options: Any) -> Run:
     """Run the launch's PTX (or a damaged copy) on the launch's own tensors, which then hold what it wrote."""
     memory = Memory()
-    values = []
-    for name in built.arguments:
-        value = launch.arguments[name]
-        if isinstance(value, torch.Tensor):
-            value = memory.address_of(value)
-        values.append(value)
-    return Emulator(ptx or built.ptx).run(values, launch.grid, memory, built.shared_bytes, **options)
+    given = [launch.arguments[name] for name in built.arguments]
+    values = [memory.address_of(one) if isinstance(one, torch.Tensor) else one for one in given]
+    run = Emulator(ptx or built.ptx).run(values, launch.grid, memory, built.shared_bytes, **options)
+    names: dict[int, str] = {}  # of several tensors in one memory the first: a gradient written over its logits
+    for name, one in zip(built.arguments, given, strict=True):
+        if isinstance(one, torch.Tensor):
+            names.setdefault(memory.start_of(one), name)
+    for counted in (run.read, run.written):
+        found = {names[int(key)]: count for key, count in counted.items()}
+        counted.clear()
+        counted.update(found)
+    return run

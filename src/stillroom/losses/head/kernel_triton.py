@@ -324,7 +324,7 @@ def _rows_at_once(
     DIVERGENCE: tl.constexpr, UNIT: tl.constexpr, GRADIENT: tl.constexpr, HAS_CAP: tl.constexpr, T_CAP: tl.constexpr,
     BLOCK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """`num_parts` blocks for each row. `arrived` [1 + 2 C] are zeros, `notes` [C, S, 8] is scratch, `lost` is [C, S].
+    """`num_parts` blocks for each row. `arrived` [1 + 2 C] are zeros, `notes` [C, 8, S] is scratch, `lost` is [C, S].
 
     A ticket decides which part a block takes, so that the parts of a row start together: with as many blocks at once
     on the device as a row has parts, the earliest unfinished row has all of its blocks running, and nobody waits for
@@ -352,23 +352,33 @@ def _rows_at_once(
         t = tl.load(teacher + cols, mask=cols < padded, other=0.0)
         t = _possible(_finish(t, t_scale, t_cap, T_CAP), cols < num_tokens)
     high, total, unit_total, t_high, t_total, gap = _merge(x, ones, ones, t, ones, zeros, inverse, UNIT, DENSE)
-    mine = notes + part * 8
+    mine = notes + part
     tl.store(mine, high)
-    tl.store(mine + 1, total)
-    tl.store(mine + 2, unit_total)
-    tl.store(mine + 3, t_high)
-    tl.store(mine + 4, t_total)
-    tl.store(mine + 5, gap)
+    tl.store(mine + num_parts, total)
+    if not UNIT:
+        tl.store(mine + 2 * num_parts, unit_total)
+    if DENSE:
+        tl.store(mine + 3 * num_parts, t_high)
+        tl.store(mine + 4 * num_parts, t_total)
+        if DIVERGENCE == _FORWARD:
+            tl.store(mine + 5 * num_parts, gap)
     _meet(arrived + 1 + row, num_parts)
     parts = tl.arange(0, PARTS)
     is_part = parts < num_parts
-    theirs = notes + parts * 8
+    theirs = notes + parts
     high = tl.load(theirs, mask=is_part, other=_LOG_ZERO, volatile=True)
-    total = tl.load(theirs + 1, mask=is_part, other=0.0, volatile=True)
-    unit_total = tl.load(theirs + 2, mask=is_part, other=0.0, volatile=True)
-    t_high = tl.load(theirs + 3, mask=is_part, other=_LOG_ZERO, volatile=True)
-    t_total = tl.load(theirs + 4, mask=is_part, other=0.0, volatile=True)
-    gap = tl.load(theirs + 5, mask=is_part, other=0.0, volatile=True)
+    total = tl.load(theirs + num_parts, mask=is_part, other=0.0, volatile=True)
+    unit_total = total
+    if not UNIT:
+        unit_total = tl.load(theirs + 2 * num_parts, mask=is_part, other=0.0, volatile=True)
+    t_high = high
+    t_total = total
+    gap = total
+    if DENSE:
+        t_high = tl.load(theirs + 3 * num_parts, mask=is_part, other=_LOG_ZERO, volatile=True)
+        t_total = tl.load(theirs + 4 * num_parts, mask=is_part, other=0.0, volatile=True)
+        if DIVERGENCE == _FORWARD:
+            gap = tl.load(theirs + 5 * num_parts, mask=is_part, other=0.0, volatile=True)
     high, total, unit_total, t_high, t_total, gap = _merge(
         high, total, unit_total, t_high, t_total, gap, inverse, UNIT, DENSE
     )
@@ -383,9 +393,6 @@ def _rows_at_once(
     log_norm = tl.log(total)
     score = (x - high) * inverse
     q = tl.exp(score) * (1.0 / total)
-    q1 = q
-    if not UNIT:
-        q1 = tl.exp(x - high) * (1.0 / unit_total)
     pull = zeros
     if DENSE:
         is_teacher = _is_usable(t_high, t_total)
@@ -402,20 +409,24 @@ def _rows_at_once(
             pull = q - p
         else:
             one, slope = _slopes(q, p, score - log_norm, t - t_log_norm, a, b, DIVERGENCE)
-            tl.store(mine + 6, tl.sum(tl.where(cols < num_tokens, one, 0.0), 0))
-            tl.store(mine + 7, tl.sum(tl.where(cols < num_tokens, slope, 0.0), 0))
+            tl.store(mine + 6 * num_parts, tl.sum(tl.where(cols < num_tokens, one, 0.0), 0))
+            tl.store(mine + 7 * num_parts, tl.sum(tl.where(cols < num_tokens, slope, 0.0), 0))
             _meet(arrived + 1 + num_rows + row, num_parts)
-            value = tl.sum(tl.load(theirs + 6, mask=is_part, other=0.0, volatile=True), 0)
-            pull = slope - q * tl.sum(tl.load(theirs + 7, mask=is_part, other=0.0, volatile=True), 0)
+            value = tl.sum(tl.load(theirs + 6 * num_parts, mask=is_part, other=0.0, volatile=True), 0)
+            pull = slope - q * tl.sum(tl.load(theirs + 7 * num_parts, mask=is_part, other=0.0, volatile=True), 0)
         tl.store(kd + row, tl.where(is_teacher, value * temperature * temperature, 0.0), mask=is_first)
         pull = tl.where(is_teacher, pull, 0.0)
     if GRADIENT:
+        q1 = q
+        if not UNIT:
+            q1 = tl.exp(x - high) * (1.0 / unit_total)
         label = tl.where(cols == target, 1.0, 0.0)
         power = tl.load(powers + row)
         v = _gradient(x, q1, pull, label, kd_weight, ce_weight, power, scale, cap, HAS_CAP)
         v = tl.where(cols < num_tokens, v, 0.0)
         half = v.to(out.dtype.element_ty)
-        tl.store(out + cols, half, mask=cols < padded)
+        # Four neighbours a thread, as the FP32 loads have them: eight halves would make each load touch half sectors.
+        tl.store(out + tl.max_contiguous(cols, 4), half, mask=cols < padded)
         tl.store(lost + row * num_parts + part, tl.sum(v - half.to(tl.float32), 0))
 
 
@@ -555,8 +566,11 @@ def _sparse_rows(
 
 # -- launching ---------------------------------------------------------------------------------------------
 
-_BLOCK, _WARPS = 1024, 8  # four neighbours a thread: with eight, each FP32 load would touch half of every sector
-_PART, _PART_WARPS = 4096, 32
+_BLOCK, _OPTIONS = 1024, {"num_warps": 8}  # four neighbours a thread: with eight, each FP32 load would touch half of every sector
+_PART = 4096
+# ptxas would rather spill a few bytes of these than give up a second block a multiprocessor.
+_WIDE = (_JSD.value, _TODI.value)
+_MOST_REGISTERS = 224
 _MOST_KEPT = 1023
 _TOP = 14  # exponent of the largest possible entry after scaling: FP16 ends at 65,504
 
@@ -569,10 +583,10 @@ class Launch:
     arguments: dict[str, Any]
     constants: dict[str, Any]
     grid: int
-    num_warps: int
+    options: dict[str, int]  # of the compiler: num_warps, maxnreg
 
     def start(self) -> None:
-        self.kernel[(self.grid,)](**self.arguments, **self.constants, num_warps=self.num_warps)
+        self.kernel[(self.grid,)](**self.arguments, **self.constants, **self.options)
 
 
 @dataclass(frozen=True)
@@ -677,7 +691,7 @@ def prepare(
         arguments |= _kept(teacher, rows, plan, num_tokens)
         constants |= {"SAMPLED": isinstance(teacher, SampledSignal), "BLOCK": _BLOCK,
                       "KEPT": max(16, triton.next_power_of_2(int(arguments["num_kept"]) + 1))}  # fmt: skip
-        return Launch(_sparse_rows, arguments, constants, num_rows, _WARPS), gradient
+        return Launch(_sparse_rows, arguments, constants, num_rows, _OPTIONS), gradient
     other = teacher if isinstance(teacher, Logits) else student
     arguments |= {"teacher": other.raw, "t_stride": other.raw.stride(0), "t_scale": float(other.scale),
                   "t_cap": float(other.softcap or 0.0)}  # fmt: skip
@@ -685,13 +699,14 @@ def prepare(
     if not isinstance(teacher, Logits):
         constants["DIVERGENCE"] = _NONE.value
     if not is_cut:
-        return Launch(_rows_in_passes, arguments, {**constants, "BLOCK": _BLOCK}, num_rows, _WARPS), gradient
+        return Launch(_rows_in_passes, arguments, {**constants, "BLOCK": _BLOCK}, num_rows, _OPTIONS), gradient
     arguments |= {
-        "notes": torch.empty((num_rows, num_parts, 8), device=raw.device), "num_rows": num_rows, "num_parts": num_parts,
+        "notes": torch.empty((num_rows, 8, num_parts), device=raw.device), "num_rows": num_rows, "num_parts": num_parts,
         "arrived": torch.zeros(1 + 2 * num_rows, dtype=torch.int32, device=raw.device),
     }  # fmt: skip
     constants |= {"BLOCK": _PART, "PARTS": triton.next_power_of_2(num_parts)}
-    return Launch(_rows_at_once, arguments, constants, num_rows * num_parts, _PART_WARPS), gradient
+    options = {**_OPTIONS, **({"maxnreg": _MOST_REGISTERS} if constants["DIVERGENCE"] in _WIDE else {})}
+    return Launch(_rows_at_once, arguments, constants, num_rows * num_parts, options), gradient
 
 
 def _kept(signal: TopKSignal | SampledSignal, rows: RowRecord, plan: RowPlan, num_tokens: int) -> dict[str, Any]:
