@@ -187,19 +187,18 @@ class Emulator:
                     raise Deadlock(f"{len(running)} blocks wait for {len(waiting)} that have not started")
                 place = {"first": 0, "last": -1}.get(schedule)
                 chosen = able[int(self._random.integers(len(able))) if place is None else place]
-                before = self._changes
                 spins = next(chosen[0], None)
                 if spins is None:
                     running.remove(chosen)
-                elif spins and self._changes == before:
-                    chosen[1][0] = before
+                elif spins:
+                    chosen[1][0] = self._changes
         return self._run
 
     def _blocks_turns(self, number: int, steps: list[Step | None]) -> Iterator[bool]:
-        """Run a block; yield at each synchronising access, True if it jumped back to one: it may be spinning."""
+        """Run a block; yield at each synchronising access, True if it came back to one and nothing had changed."""
         block = _Block(number, self.num_threads, self._grid, self._shared_bytes)
         num_warps = self.num_threads // _WARP
-        place, last = 0, -1
+        place, last = 0, (-1, -1)
         while place < len(self._code):
             if place in block.parked:
                 joined = block.parked.pop(place) | block.mask()
@@ -223,8 +222,9 @@ class Emulator:
                 step(block, active)
             place += 1
             if operation.startswith("atom") or ".acquire" in operation:
-                yield place - 1 == last
-                last = place - 1
+                this = place, self._changes
+                yield this == last
+                last = this
 
     def _branch(self, block: _Block, place: int, active: Array | None, label: str, text: str) -> int:
         """Threads that part at a branch wait at the earlier of the two places for the others to come there."""
