@@ -568,9 +568,9 @@ def _sparse_rows(
 
 _BLOCK, _OPTIONS = 1024, {"num_warps": 8}  # four neighbours a thread: with eight, each FP32 load would touch half of every sector
 _PART = 4096
-# ptxas would rather spill a few bytes of these than give up a second block a multiprocessor.
-_WIDE = (_JSD.value, _TODI.value)
-_MOST_REGISTERS = 224
+# ptxas would rather spill a few bytes of these than give up a block a multiprocessor.
+_REGISTERS_AT_ONCE = {_JSD.value: 224, _TODI.value: 224}
+_REGISTERS_IN_PASSES = {_TODI.value: 96}
 _MOST_KEPT = 1023
 _TOP = 14  # exponent of the largest possible entry after scaling: FP16 ends at 65,504
 
@@ -699,14 +699,20 @@ def prepare(
     if not isinstance(teacher, Logits):
         constants["DIVERGENCE"] = _NONE.value
     if not is_cut:
-        return Launch(_rows_in_passes, arguments, {**constants, "BLOCK": _BLOCK}, num_rows, _OPTIONS), gradient
+        options = _options(_REGISTERS_IN_PASSES, constants)
+        return Launch(_rows_in_passes, arguments, {**constants, "BLOCK": _BLOCK}, num_rows, options), gradient
     arguments |= {
         "notes": torch.empty((num_rows, 8, num_parts), device=raw.device), "num_rows": num_rows, "num_parts": num_parts,
         "arrived": torch.zeros(1 + 2 * num_rows, dtype=torch.int32, device=raw.device),
     }  # fmt: skip
     constants |= {"BLOCK": _PART, "PARTS": triton.next_power_of_2(num_parts)}
-    options = {**_OPTIONS, **({"maxnreg": _MOST_REGISTERS} if constants["DIVERGENCE"] in _WIDE else {})}
+    options = _options(_REGISTERS_AT_ONCE, constants)
     return Launch(_rows_at_once, arguments, constants, num_rows * num_parts, options), gradient
+
+
+def _options(registers: dict[int, int], constants: dict[str, Any]) -> dict[str, int]:
+    most = registers.get(constants["DIVERGENCE"])
+    return _OPTIONS if most is None else {**_OPTIONS, "maxnreg": most}
 
 
 def _kept(signal: TopKSignal | SampledSignal, rows: RowRecord, plan: RowPlan, num_tokens: int) -> dict[str, Any]:
