@@ -14,9 +14,10 @@ from ptx import Run
 from ptx_launch import Built, build, execute
 from torch import Tensor
 
+from stillroom.core.launch import Launch
 from stillroom.core.types import SampledSignal, TopKSignal
 from stillroom.losses import divergences
-from stillroom.losses.head.kernel_triton import Launch, prepare
+from stillroom.losses.head.kernel_triton import prepare
 from stillroom.losses.head.rows import (
     GradientRows,
     HalfRequest,

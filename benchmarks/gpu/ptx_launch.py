@@ -73,15 +73,25 @@ def resources(built: Built, folder: Path) -> dict[str, int]:
 def execute(launch: Any, built: Built, *, ptx: str | None = None, **options: Any) -> Run:
     """Run the launch's PTX (or a damaged copy) on the launch's own tensors, which then hold what it wrote."""
     memory = Memory()
-    given = [launch.arguments[name] for name in built.arguments]
+    given = [_with_addresses(launch, name, memory) for name in built.arguments]
     values = [memory.address_of(one) if isinstance(one, torch.Tensor) else one for one in given]
     run = Emulator(ptx or built.ptx).run(values, launch.grid, memory, built.shared_bytes, **options)
     names: dict[int, str] = {}  # of several tensors in one memory the first: a gradient written over its logits
     for name, one in zip(built.arguments, given, strict=True):
         if isinstance(one, torch.Tensor):
             names.setdefault(memory.start_of(one), name)
+    for table in launch.tables.values():
+        for place, one in enumerate(one for row in table for one in row):
+            names.setdefault(memory.start_of(one), f"table {place}")
     for counted in (run.read, run.written):
         found = {names[int(key)]: count for key, count in counted.items()}
         counted.clear()
         counted.update(found)
     return run
+
+
+def _with_addresses(launch: Any, name: str, memory: Memory) -> Any:
+    """An argument; a table of addresses with those of the emulator's memory."""
+    if name not in launch.tables:
+        return launch.arguments[name]
+    return torch.tensor([[memory.address_of(one) for one in row] for row in launch.tables[name]], dtype=torch.int64)

@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stillroom.core.launch import Launch
 from stillroom.core.types import SampledSignal, TopKSignal
 from stillroom.losses import divergences
 from stillroom.losses.divergences import Divergence
@@ -573,20 +574,6 @@ _REGISTERS_AT_ONCE = {_JSD.value: 224, _TODI.value: 224}
 _REGISTERS_IN_PASSES = {_TODI.value: 96}
 _MOST_KEPT = 1023
 _TOP = 14  # exponent of the largest possible entry after scaling: FP16 ends at 65,504
-
-
-@dataclass(frozen=True)
-class Launch:
-    """A kernel with its arguments: what is started on a device, and what tests compile and execute as PTX."""
-
-    kernel: Any
-    arguments: dict[str, Any]
-    constants: dict[str, Any]
-    grid: int
-    options: dict[str, int]  # of the compiler: num_warps, maxnreg
-
-    def start(self) -> None:
-        self.kernel[(self.grid,)](**self.arguments, **self.constants, **self.options)
 
 
 @dataclass(frozen=True)
