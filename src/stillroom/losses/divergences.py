@@ -362,7 +362,7 @@ class AlphaBeta:
         a, b = self.alpha, self.beta
         log_p, log_q = teacher.take_log_probs(), student.take_log_probs()
         dtype = log_p.dtype
-        if a + b < _SMALL_POWER:  # the two slopes nearly cancel in the value: use FP64
+        if a + b < SMALL_POWER:  # the two slopes nearly cancel in the value: use FP64
             log_p, log_q = log_p.double(), log_q.double()
         floor = log_q.clamp_max(LOG_PROB_FLOOR)  # no floor where the student's probability is below it too
         is_floored = log_p < floor if wants_teacher else None
@@ -380,12 +380,12 @@ class AlphaBeta:
 
 
 _LEAST_POWER = 1e-6
-_SMALL_POWER = 0.05  # below it the difference of two powers loses digits
+SMALL_POWER = 0.05  # below it the difference of two powers loses digits
 
 
 def _power_gap(upper: Tensor, lower: Tensor, log_ratio: Tensor, power: float) -> Tensor:
     """(x^c - y^c) / c from both powers and log x - log y; log x - log y itself at c = 0."""
-    if power >= _SMALL_POWER:
+    if power >= SMALL_POWER:
         return (upper - lower).div_(power)
     if power == 0.0:
         return log_ratio.clone()

@@ -134,7 +134,7 @@ def test_a_gradient_of_zeros_is_zero() -> None:
 
 def test_powers_of_two_are_exact() -> None:
     exponents = torch.arange(-126, 128, dtype=torch.int32)
-    assert products._power_of_two(exponents).tolist() == [math.ldexp(1.0, int(e)) for e in exponents]
+    assert products.power_of_two(exponents).tolist() == [math.ldexp(1.0, int(e)) for e in exponents]
 
 
 def test_the_exponent_of_a_row_is_that_of_its_largest_magnitude() -> None:

@@ -1,8 +1,9 @@
 """Which row kernel runs, and why.
 
-`plain` is PyTorch, operation by operation. `compiled` is C++ built on this machine for a CPU, and what torch.compile
-makes of the plain kernel for a CUDA card. `auto` takes the compiled one wherever it can be built and its numbers agree
-with the plain one's. The environment variable STILLROOM_KERNEL overrules `auto`.
+`plain` is PyTorch, operation by operation. `compiled` is C++ built on this machine for a CPU; for a CUDA device it is
+the Triton kernel (`kernel_triton.py`) in the faster of its two forms, or what torch.compile makes of the plain kernel.
+`auto` takes the compiled one wherever it can be built and its numbers agree with the plain one's. The environment
+variable STILLROOM_KERNEL overrules `auto`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import subprocess
 import tempfile
 import warnings
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -31,7 +32,10 @@ from stillroom.core.errors import ConfigError
 from stillroom.core.types import SampledSignal, TopKSignal
 from stillroom.losses import divergences
 from stillroom.losses.divergences import Divergence
+from stillroom.losses.head.products import power_of_two
 from stillroom.losses.head.rows import (
+    GradientRows,
+    HalfRequest,
     Logits,
     PlainKernel,
     RowKernel,
@@ -213,7 +217,8 @@ def _code_of(divergence: Divergence | None) -> tuple[int, float] | None:
 # Legend: C rows, V vocabulary.
 
 
-LEAST_CAPABILITY = (7, 0)  # of a card, for Triton
+LEAST_CAPABILITY = (7, 0)  # of a GPU, for inductor
+LEAST_FOR_TRITON = (6, 0)  # for a kernel without matrix products
 _MOST_KINDS = 6  # dynamo gives a function up after eight
 _LEAST_ROWS = 2  # dynamo compiles sizes of 0 and 1 apart
 
@@ -231,6 +236,7 @@ class InductorKernel:
         self._fused: Run = torch.compile(_run_fused, fullgraph=True)
 
     def run(self, student: Logits, teacher: TeacherRows | None, rows: RowRecord, plan: RowPlan) -> None:
+        student = replace(student, half=None)  # its numbers differ from step to step, and it leaves FP32
         kind = _kind(student, teacher, rows, plan)
         if student.raw.shape[0] < _LEAST_ROWS or not self._admits(kind):
             self._plain.run(student, teacher, rows, plan)
@@ -539,7 +545,7 @@ def choose_kernel(name: str = "auto", device: torch.device | None = None) -> Ker
     is_card = device is not None and device.type == "cuda"
     choice = _fused(device) if is_card and device is not None else _compiled()
     if asked == "compiled" and choice.name == "plain":
-        needed = "a torch with Triton, and a card of compute capability 7.0 or more" if is_card else "g++"
+        needed = "a torch with Triton, and a GPU of compute capability 6.0 or more" if is_card else "g++"
         raise ConfigError(
             f"the compiled kernel cannot be had: {choice.reason}",
             advice=[f"install {needed}", "set the kernel to plain"],
@@ -552,7 +558,7 @@ def describe_kernel(name: str, divergence: Divergence, device_type: str) -> str:
     choice = choose_kernel(name, torch.device(device_type))
     if choice.name == "plain":
         return f"rows of the head: plain PyTorch ({choice.reason})"
-    if choice.name == "inductor":
+    if choice.name == "inductor" or choice.name.startswith("triton"):
         return f"rows of the head: {choice.reason}; objectives.kernel = 'plain' turns it off"
     if device_type != "cpu":
         return "rows of the head: plain PyTorch (the compiled kernel serves CPUs)"
@@ -563,22 +569,108 @@ def describe_kernel(name: str, divergence: Divergence, device_type: str) -> str:
 
 @functools.cache
 def _fused(device: torch.device) -> KernelChoice:
-    """What torch.compile makes of the plain kernel, tried on the device, or the plain one and the reason."""
+    """The Triton kernel, else what torch.compile makes of the plain one, each tried on the device; else the plain one."""
     doubt = _doubt_of(device)
     if doubt:
         return KernelChoice(PlainKernel(), doubt)
+    choice = try_triton(device)
+    if choice.name != "plain":
+        return choice
+    other = _inductor(device)
+    return KernelChoice(other.kernel, f"{other.reason}; Triton kernel: {choice.reason}")
+
+
+@functools.cache
+def _inductor(device: torch.device) -> KernelChoice:
+    capability = torch.cuda.get_device_capability(device)
+    if capability < LEAST_CAPABILITY:
+        least, own = (".".join(map(str, pair)) for pair in (LEAST_CAPABILITY, capability))
+        return KernelChoice(PlainKernel(), f"the GPU has compute capability {own}, and inductor serves {least} and more")
     return try_fused(device)
 
 
 def _doubt_of(device: torch.device) -> str:
-    """Why Triton cannot serve a card, as far as that is known without trying."""
+    """Why Triton cannot serve a GPU, as far as that is known without trying."""
     capability = torch.cuda.get_device_capability(device)
-    if capability < LEAST_CAPABILITY:
-        least, own = (".".join(map(str, pair)) for pair in (LEAST_CAPABILITY, capability))
-        return f"the card has compute capability {own}, and Triton serves cards from {least} on"
+    if capability < LEAST_FOR_TRITON:
+        least, own = (".".join(map(str, pair)) for pair in (LEAST_FOR_TRITON, capability))
+        return f"the GPU has compute capability {own}, and Triton's code serves {least} and more"
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
+    import triton
+
+    try:
+        triton.runtime.driver.active.get_current_target()
+    except (RuntimeError, OSError) as error:
+        return f"Triton finds no driver: {str(error).strip().partition(chr(10))[0]}"
     return ""
+
+
+class _Later:
+    """The kernel for what the Triton kernel does not serve, tried when it is first needed: inductor takes long."""
+
+    name = "later"
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def run(
+        self, student: Logits, teacher: TeacherRows | None, rows: RowRecord, plan: RowPlan
+    ) -> GradientRows | None:
+        return _inductor(self._device).kernel.run(student, teacher, rows, plan)
+
+
+def try_triton(device: torch.device) -> KernelChoice:
+    """Compare both forms of the Triton kernel with the plain kernel on a device, and take the faster right one."""
+    from triton.errors import TritonError
+
+    from stillroom.losses.head.kernel_triton import TritonKernel
+
+    num_blocks = 0  # the form in one pass orders its blocks by acquiring loads, which older GPUs do not have
+    if torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY:
+        num_blocks = torch.cuda.get_device_properties(device).multi_processor_count
+    right: list[RowKernel] = []
+    doubts: list[str] = []
+    for kernel in [TritonKernel(_Later(device), count) for count in sorted({0, num_blocks})]:
+        try:
+            agrees = all(_agree(kernel, PlainKernel(), device, *size) for size in _TRIALS)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, OSError, ImportError, TritonError) as error:
+            doubts.append(f"{kernel.name}: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+            continue
+        if agrees:
+            right.append(kernel)
+        else:
+            doubts.append(f"{kernel.name}: its numbers differ from the plain one's")
+    said = "; ".join(doubts)
+    if not right:
+        return KernelChoice(PlainKernel(), said)
+    times = {kernel: _milliseconds(kernel, device) for kernel in right} if len(right) > 1 else {right[0]: 0.0}
+    fastest = min(times, key=lambda kernel: times[kernel])
+    forms = ", ".join(f"{kernel.name} {time:.2f} ms" for kernel, time in times.items()) if len(times) > 1 else ""
+    return KernelChoice(fastest, "; ".join(filter(None, ("Triton", forms, said))))
+
+
+_TRIALS = ((97, None), (9_001, torch.float16))  # vocabulary and dtype of the gradient: the second is cut in parts
+_TIMED = 128, 49_152  # rows and vocabulary of the timed block: 25 MB a side, more than the caches of most GPUs
+
+
+def _milliseconds(kernel: RowKernel, device: torch.device) -> float:
+    """Of forward KL over a block of rows on a CUDA device, the least of three; the first run compiles."""
+    num_rows, num_tokens = _TIMED
+    student, teacher = (torch.zeros(num_rows, num_tokens, device=device) for _ in range(2))
+    rows = _record(num_rows, num_tokens, device)
+    plan = RowPlan(divergences.make("forward_kl"), True, True, True, False)
+    found = []
+    for _ in range(4):
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        marks[0].record()
+        kernel.run(Logits(student, half=HalfRequest(torch.float16)), Logits(teacher), rows, plan)
+        marks[1].record()
+        torch.cuda.synchronize(device)
+        found.append(marks[0].elapsed_time(marks[1]))
+    return float(min(found[1:]))
 
 
 def try_fused(device: torch.device) -> KernelChoice:
@@ -610,25 +702,36 @@ def _compiled() -> KernelChoice:
     return KernelChoice(kernel, built.reason)
 
 
-def _agree(one: RowKernel, other: RowKernel, device: torch.device) -> bool:
+def _agree(
+    one: RowKernel, other: RowKernel, device: torch.device, num_tokens: int = 97, half: torch.dtype | None = None
+) -> bool:
     """Whether two kernels give the same values and gradients on a small problem: a miscompiled one is not used."""
     answers = []
     for kernel in (one, other):
         generator = torch.Generator().manual_seed(0)
-        student, teacher = ((torch.randn(3, 97, generator=generator) * 4).to(device) for _ in range(2))
-        third = torch.full((3,), 1 / 3, device=device)
-        rows = RowRecord(
-            targets=torch.tensor([0, 50, 96], device=device),
-            temperatures=torch.tensor([1.0, 2.0, 0.7], device=device),
-            kd_weights=third,
-            ce_weights=third,
-            kd=torch.zeros_like(third),
-            ce=torch.zeros_like(third),
-            is_bad=torch.zeros(3, dtype=torch.bool, device=device),
-        )
+        student, teacher = ((torch.randn(3, num_tokens, generator=generator) * 4).to(device) for _ in range(2))
+        rows = _record(3, num_tokens, device)
         plan = RowPlan(
             divergences.make("jsd"), has_ce=True, is_unit_temperature=False, wants_student=True, wants_teacher=False
         )
-        kernel.run(Logits(student, softcap=20.0), Logits(teacher), rows, plan)
-        answers.append(torch.cat((rows.kd, rows.ce, student.flatten())).cpu())
-    return torch.allclose(answers[0], answers[1], rtol=1e-4, atol=1e-6)
+        request = None if half is None else HalfRequest(half)
+        left = kernel.run(Logits(student, softcap=20.0, half=request), Logits(teacher), rows, plan)
+        gradient = student
+        if left is not None and left.lifts is not None:
+            gradient = left.values.float() * power_of_two(-left.lifts)[:, None]
+        answers.append(torch.cat((rows.kd, rows.ce, gradient.flatten())).cpu())
+    tolerance = 1e-4 if half is None else 2.0**-10
+    return torch.allclose(answers[0], answers[1], rtol=tolerance, atol=1e-6)
+
+
+def _record(num_rows: int, num_tokens: int, device: torch.device) -> RowRecord:
+    third = torch.full((num_rows,), 1 / 3, device=device)
+    return RowRecord(
+        targets=torch.linspace(0, num_tokens - 1, num_rows, device=device).long(),
+        temperatures=torch.tensor([1.0, 2.0, 0.7], device=device).repeat(num_rows)[:num_rows],
+        kd_weights=third,
+        ce_weights=third,
+        kd=torch.zeros_like(third),
+        ce=torch.zeros_like(third),
+        is_bad=torch.zeros(num_rows, dtype=torch.bool, device=device),
+    )

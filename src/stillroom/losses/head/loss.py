@@ -12,7 +12,7 @@ Legend: N positions, V real vocabulary, K kept ids, D width.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -461,6 +461,7 @@ class HeadTask:
     chunk_tokens: int
     clamped: Tensor | None = None  # [N], filled by the pass where the head has a clamp
     corrected: Tensor | None = None  # [N], filled by the pass where the plan has a label margin
+    heaviest: tuple[float, float, float] | None = None  # see `HalfRequest`
 
 
 class _HeadPass(torch.autograd.Function):
@@ -526,7 +527,7 @@ class _ChunkedPass:
             corrected=task.corrected,
         )
         wanted = Wanted(*needs_grad[:3]) if plan.wants_student else Wanted()
-        self.student = products_of(hidden, head, dtype, task.chunk_tokens, wanted)
+        self.student = products_of(hidden, head, dtype, task.chunk_tokens, wanted, task.heaviest)
         self.teacher: Products | GivenLogits | None = None
         if isinstance(task.signal, DenseSignal) and teacher_hidden is not None:
             wanted = Wanted(hidden=plan.wants_teacher)
@@ -538,9 +539,9 @@ class _ChunkedPass:
             return
         for part in parts(len(self.rows.targets), self.task.chunk_tokens):
             student = self.student.logits(part)
-            self.task.kernel.run(student, self._teacher_rows(part), self.rows.rows(part), plan)
+            gradient = self.task.kernel.run(student, self._teacher_rows(part), self.rows.rows(part), plan)
             if plan.wants_student:
-                self.student.pull_back(part)
+                self.student.pull_back(part, gradient)
             if plan.wants_teacher and self.teacher is not None:
                 self.teacher.pull_back(part)
 
@@ -728,8 +729,18 @@ def score_head(
         chunk_tokens=choose_chunk(chunk_tokens, view.hidden, view.head.num_real),
         clamped=None if view.head.clamp is None else torch.zeros_like(weighing.ones),
         corrected=None if label_margin is None else torch.zeros_like(weighing.ones),
+        heaviest=_heaviest(kd_weight, ce_weight, temperature, (token_weights, kd_token_weights, token_temperature)),
     )
     return _result(view, task, weighing)
+
+
+def _heaviest(
+    kd_weight: Weight, ce_weight: Weight, temperature: float, own: Sequence[Tensor | None]
+) -> tuple[float, float, float] | None:
+    """Weights and temperature of every row, where the host knows them: rows have nothing of their own."""
+    if isinstance(kd_weight, Tensor) or isinstance(ce_weight, Tensor) or any(one is not None for one in own):
+        return None
+    return kd_weight, ce_weight, temperature
 
 
 @dataclass(frozen=True)

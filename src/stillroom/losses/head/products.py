@@ -12,6 +12,7 @@ import functools
 import math
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from stillroom.core.types import HeadWeights
-from stillroom.losses.head.rows import Logits, padded
+from stillroom.losses.head.rows import GradientRows, HalfRequest, Logits, padded
 
 # -- buffers ---------------------------------------------------------------------------------------
 # A pool of large CPU buffers for the head: a buffer returns to it when the last tensor that uses it is gone.
@@ -115,17 +116,10 @@ _LEAST_HIDDEN = -24  # exponent of the smallest FP16 number
 _SHARE_TOKENS = 8192  # rows of the weight's gradient that a later chunk adds to at once: bounds what it needs for that
 
 
-@dataclass(frozen=True)
-class GradientRows:
-    """The gradient of a chunk's logits as an operand: `values` are the gradient times 2^`lifts`, row by row."""
-
-    values: Tensor  # [C, V]
-    lifts: Tensor | None = None  # [C], int32; None: nothing was multiplied
-    lost: Tensor | None = None  # [C], what rounding took from the sum of each row of `values`; None: not rounded
-
-
 class Multiplier(Protocol):
     """The products of one head. Operands are made by `operand` and `gradient`; results have the work dtype."""
+
+    half: torch.dtype | None  # of the operands; None: they have the work dtype
 
     def operand(self, tensor: Tensor) -> Tensor:
         """Hidden states or a weight as the products read them."""
@@ -172,6 +166,8 @@ def multiplies_half(device: torch.device) -> bool:
 class WideMultiplier:
     """Operands and results in the work dtype: FP32, or FP64 for FP64 inputs."""
 
+    half: torch.dtype | None = None
+
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
 
@@ -200,6 +196,7 @@ class HalfMultiplier:
     """FP16 or BF16 operands, FP32 results. See the module's docstring for the range of the gradient."""
 
     def __init__(self, dtype: torch.dtype) -> None:
+        self.half: torch.dtype | None = dtype
         self._dtype = dtype
         self._rows: Tensor | None = None  # [C, V], the gradient as an operand
         self._share: Tensor | None = None  # [tokens, D], what a chunk adds to some rows of the weight's gradient
@@ -220,8 +217,8 @@ class HalfMultiplier:
         total = gradient.sum(-1)
         lifts = None
         if self._dtype == torch.float16:
-            lifts = (_TOP - _exponents(gradient)).clamp_(1 - _BIAS, _MOST_LIFT)
-            power = _power_of_two(lifts)
+            lifts = lifts_of(gradient)
+            power = power_of_two(lifts)
             torch.mul(gradient, power[:, None], out=rows)
             total *= power
         else:
@@ -235,10 +232,18 @@ class HalfMultiplier:
         if gradient.lost is not None:
             out.addr_(gradient.lost, self._mean)
         if gradient.lifts is not None:
-            out.mul_(_power_of_two(-gradient.lifts)[:, None])
+            out.mul_(power_of_two(-gradient.lifts)[:, None])
+        elif gradient.lift:
+            out.mul_(2.0**-gradient.lift)
 
     def to_weight(self, gradient: GradientRows, hidden: Tensor, out: Tensor, *, adds: bool) -> None:
-        power = None
+        if gradient.lifts is None and _has_wide_sums(hidden.device, self._dtype):
+            # One power for all rows is cuBLAS's alpha, and the sum over chunks its beta: [V, D] is written once a chunk.
+            torch.addmm(
+                out, gradient.values.t(), hidden, out_dtype=torch.float32, beta=int(adds), alpha=2.0**-gradient.lift, out=out
+            )
+            return
+        power: Tensor | float | None = 2.0**-gradient.lift if gradient.lift else None
         if gradient.lifts is not None:
             hidden, power = _balanced(hidden, gradient.lifts)
         if not adds:
@@ -249,17 +254,17 @@ class HalfMultiplier:
         for start in range(0, out.shape[0], _SHARE_TOKENS):
             self._add_share(gradient.values[:, start : start + _SHARE_TOKENS], hidden, power, out[start:])
 
-    def _add_share(self, values: Tensor, hidden: Tensor, power: Tensor | None, out: Tensor) -> None:
+    def _add_share(self, values: Tensor, hidden: Tensor, power: Tensor | float | None, out: Tensor) -> None:
         """Add values.T @ hidden * power to the first rows of `out`."""
         num_tokens = values.shape[1]
         if self._share is None:
             self._share = torch.empty(num_tokens, out.shape[1], dtype=out.dtype, device=out.device)
         share = self._share[:num_tokens]
         _multiply(values.t(), hidden, share)
-        if power is None:
-            out[:num_tokens].add_(share)
-        else:
+        if isinstance(power, Tensor):
             out[:num_tokens].addcmul_(share, power)
+        else:
+            out[:num_tokens].add_(share, alpha=1.0 if power is None else power)
 
 
 def _balanced(hidden: Tensor, lifts: Tensor) -> tuple[Tensor, Tensor]:
@@ -270,8 +275,13 @@ def _balanced(hidden: Tensor, lifts: Tensor) -> tuple[Tensor, Tensor]:
     wide = hidden.float()
     sizes = _exponents(wide).clamp_min_(_LEAST_HIDDEN)
     common = (_TOP - sizes + lifts).amin()
-    scaled = wide.mul_(_power_of_two(common - lifts)[:, None])
-    return scaled.to(hidden.dtype), _power_of_two(-common)
+    scaled = wide.mul_(power_of_two(common - lifts)[:, None])
+    return scaled.to(hidden.dtype), power_of_two(-common)
+
+
+def lifts_of(rows: Tensor) -> Tensor:
+    """Exponents that take the largest magnitude of each FP32 row [C, ...] to 2^14. [C], int32."""
+    return (_TOP - _exponents(rows)).clamp_(1 - _BIAS, _MOST_LIFT)
 
 
 def _exponents(rows: Tensor) -> Tensor:
@@ -281,7 +291,7 @@ def _exponents(rows: Tensor) -> Tensor:
     return (bits >> _MANTISSA_BITS).bitwise_and_(0xFF).sub_(_BIAS)
 
 
-def _power_of_two(exponents: Tensor) -> Tensor:
+def power_of_two(exponents: Tensor) -> Tensor:
     """2^exponent in FP32, exactly: a device's exp2 and pow may be off by a digit. Held to the normal numbers."""
     return ((exponents.clamp(1 - _BIAS, _BIAS) + _BIAS) << _MANTISSA_BITS).view(torch.float32)
 
@@ -297,14 +307,27 @@ def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
 @functools.cache
 def _has_wide_results(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the device has the product with an FP32 result for this dtype, tried once."""
+    return _multiplies(lambda small, wide: torch.mm(small, small, out_dtype=torch.float32), device, dtype)
+
+
+@functools.cache
+def _has_wide_sums(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the device adds such a product to an FP32 matrix in place, tried once: early versions refused to."""
+    return _multiplies(
+        lambda small, wide: torch.addmm(wide, small, small, out_dtype=torch.float32, alpha=0.5, out=wide), device, dtype
+    )
+
+
+def _multiplies(product: Callable[[Tensor, Tensor], Tensor], device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a product of [16, 16] ones, and an FP32 matrix of ones to add to, is done."""
     if device.type != "cuda":
         return False
-    small = torch.zeros(16, 16, dtype=dtype, device=device)
+    small = torch.ones(16, 16, dtype=dtype, device=device)
     try:
-        torch.mm(small, small, out_dtype=torch.float32)
+        product(small, torch.ones(16, 16, device=device))
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError:  # not implemented, or not supported for this dtype on this card
+    except (RuntimeError, TypeError):  # not for this dtype on this GPU; torch before 2.8 does not know the argument
         return False
     return True
 
@@ -322,18 +345,30 @@ _NOTHING = Wanted()
 
 
 def products_of(
-    hidden: Tensor, head: HeadWeights, dtype: torch.dtype, chunk_tokens: int, wanted: Wanted = _NOTHING
+    hidden: Tensor,
+    head: HeadWeights,
+    dtype: torch.dtype,
+    chunk_tokens: int,
+    wanted: Wanted = _NOTHING,
+    heaviest: tuple[float, float, float] | None = None,
 ) -> Products | GivenLogits:
-    """The products of a head, or the model's own logits where it gave those."""
-    made = GivenLogits if head.is_identity else Products
-    return made(hidden, head, dtype, chunk_tokens, wanted)
+    """The products of a head, or the model's own logits where it gave those. `heaviest`: see `HalfRequest`."""
+    if head.is_identity:
+        return GivenLogits(hidden, head, dtype, chunk_tokens, wanted)
+    return Products(hidden, head, dtype, chunk_tokens, wanted, heaviest)
 
 
 class Products:
     """Logits of one head and, where wanted, the gradients of its inputs, accumulated over chunks."""
 
     def __init__(
-        self, hidden: Tensor, head: HeadWeights, dtype: torch.dtype, chunk_tokens: int, wanted: Wanted = _NOTHING
+        self,
+        hidden: Tensor,
+        head: HeadWeights,
+        dtype: torch.dtype,
+        chunk_tokens: int,
+        wanted: Wanted = _NOTHING,
+        heaviest: tuple[float, float, float] | None = None,
     ) -> None:
         self._head, self._num_real = head, head.num_real
         self._multiplier = choose_multiplier(hidden, head, dtype)
@@ -347,19 +382,22 @@ class Products:
         if wanted.bias and head.bias is not None:
             self.bias_gradient = torch.zeros_like(head.bias, dtype=dtype)
         self._is_first = True
+        half = self._multiplier.half
+        is_half = half is not None and self.bias_gradient is None  # the gradient of a bias is summed in FP32
+        self._half = HalfRequest(half, heaviest) if is_half and half is not None else None
 
     def logits(self, part: slice) -> Logits:
         """Bare products of a chunk, in scratch that the next chunk overwrites."""
         raw = self._rows(part)
         self._multiplier.logits(self._hidden[part], self._weight, out=raw)
-        return Logits(raw, self._bias, self._head.scale, self._head.softcap, self._head.clamp)
+        return Logits(raw, self._bias, self._head.scale, self._head.softcap, self._head.clamp, self._half)
 
-    def pull_back(self, part: slice) -> None:
+    def pull_back(self, part: slice, gradient: GradientRows | None = None) -> None:
         """Take the gradient that a kernel left in the scratch to hidden states, weight and bias."""
         if self.bias_gradient is not None:
             self.bias_gradient[: self._num_real] += self._rows(part).sum(0)
         if self.hidden_gradient is not None or self.weight_gradient is not None:
-            gradient = self._multiplier.gradient(self._rows(part))
+            gradient = gradient or self._multiplier.gradient(self._rows(part))
             if self.hidden_gradient is not None:
                 self._multiplier.to_hidden(gradient, self._weight, out=self.hidden_gradient[part])
             if self.weight_gradient is not None:
@@ -395,7 +433,7 @@ class GivenLogits:
         raw.copy_(self._logits[part, : self._num_real])
         return Logits(raw, clamp=self._head.clamp)
 
-    def pull_back(self, part: slice) -> None:
+    def pull_back(self, part: slice, gradient: GradientRows | None = None) -> None:
         if self.hidden_gradient is not None:
             self.hidden_gradient[part, : self._num_real] = self._scratch[: part.stop - part.start]
 

@@ -28,6 +28,32 @@ from stillroom.losses.divergences import Divergence, check_number, check_tensor,
 
 
 @dataclass(frozen=True)
+class HalfRequest:
+    """The next products read the gradient in this half dtype: a kernel may write it so, over the logits."""
+
+    dtype: torch.dtype
+    heaviest: tuple[float, float, float] | None = None  # kd weight, ce weight and temperature of all rows, if known
+
+
+@dataclass(frozen=True)
+class GradientRows:
+    """The gradient of a chunk's logits as an operand: `values` are the gradient times a power of two.
+
+    The power is 2^`lifts`, row by row, or 2^`lift` for all of them.
+    """
+
+    values: Tensor  # [C, V]
+    lifts: Tensor | None = None  # [C], int32
+    lost: Tensor | None = None  # [C], what rounding took from the sum of each row of `values`; None: not rounded
+    lift: int = 0  # known to the host
+
+    def summed(self) -> GradientRows:
+        """`lost` of [C, parts] as [C]."""
+        assert self.lost is not None
+        return replace(self, lost=self.lost.sum(-1))
+
+
+@dataclass(frozen=True)
 class Logits:
     """A chunk's products hidden @ weight.T, and what the head does to them afterwards."""
 
@@ -36,9 +62,10 @@ class Logits:
     scale: float = 1.0
     softcap: float | None = None
     clamp: float | None = None
+    half: HalfRequest | None = None
 
     def rows(self, part: slice) -> Logits:
-        return Logits(self.raw[part], self.bias, self.scale, self.softcap, self.clamp)
+        return replace(self, raw=self.raw[part])
 
 
 TeacherRows = Logits | TopKSignal | SampledSignal
@@ -91,12 +118,17 @@ class RowPlan:
 
 
 class RowKernel(Protocol):
-    """Fills `rows.kd`, `rows.ce`, `rows.is_bad`; leaves gradients in `raw` of student (and teacher) if wanted."""
+    """Fills `rows.kd`, `rows.ce`, `rows.is_bad`; leaves gradients in `raw` of student (and teacher) if wanted.
+
+    Returns the student's gradient where it was left there in half, as `student.half` allows.
+    """
 
     @property
     def name(self) -> str: ...
 
-    def run(self, student: Logits, teacher: TeacherRows | None, rows: RowRecord, plan: RowPlan) -> None: ...
+    def run(
+        self, student: Logits, teacher: TeacherRows | None, rows: RowRecord, plan: RowPlan
+    ) -> GradientRows | None: ...
 
 
 # -- teachers that answer with a few tokens: top-k with the exact tail, and unbiased samples ---------------
