@@ -304,9 +304,19 @@ def _has_wide_results(device: torch.device, dtype: torch.dtype) -> bool:
         torch.mm(small, small, out_dtype=torch.float32)
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError:  # not implemented, or not supported for this dtype on this card
+    except (RuntimeError, TypeError):  # not supported for this dtype on this GPU; torch before 2.8 has no `out_dtype`
         return False
     return True
+
+
+def product_note(device: torch.device, dtype: torch.dtype) -> str:
+    """What a user should know of the head's products of half operands on a device; empty where all is well."""
+    if not multiplies_half(device) or _has_wide_results(device, dtype):
+        return ""
+    return (
+        f"the head multiplies in FP32, several times slower than from half operands: torch {torch.__version__} has no "
+        f"product of {str(dtype).removeprefix('torch.')} with an FP32 result on this GPU; torch 2.8 and later have it"
+    )
 
 
 @dataclass(frozen=True)
