@@ -11,8 +11,8 @@ import tiny
 
 from stillroom.config import load_config
 from stillroom.core.errors import ConfigError
-from stillroom.doctor.plan.cost import find_gpu
 from stillroom.doctor.plan.plan import find_target, make_plan, with_processes
+from stillroom.precision.gpus import find_gpu
 from stillroom.precision.policy import POLICIES
 from stillroom.teachers.placement import pinned_bytes
 from stillroom.training.memory import AIM, LEARNS, Layout, Shapes, auto_parts, chosen_mode, lay_out, parts_that_fit

@@ -20,11 +20,12 @@ from stillroom.config.schema import STRATEGIES
 from stillroom.core.errors import BrokenAtStart, ConfigError
 from stillroom.core.machine import main_memory
 from stillroom.data import open_data
-from stillroom.doctor.plan.cost import Cost, Gpu, cost_of
+from stillroom.doctor.plan.cost import Cost, cost_of
 from stillroom.models import find, has_tokenizer, load_tokenizer
 from stillroom.parallel import Parallel
 from stillroom.parallel.fsdp import check_shard_size
 from stillroom.precision.device import DeviceFacts, find_device
+from stillroom.precision.gpus import Gpu
 from stillroom.precision.policy import POLICIES
 from stillroom.telemetry import EventLog
 from stillroom.training.build import build_run, make_loader
