@@ -23,7 +23,7 @@ LAYERS = [
     {"teachers"},
     {"doctor"},
     {"training"},
-    {"report", "metrics", "export"}
+    {"report", "metrics", "export", "bench"}
     | {f"doctor.{name}" for name in ("examine", "plan", "resume", "selftest", "setup", "setup_rules")},
     {"api", "cli", "demo", "guard", "objectives", "__main__", "__init__"},
 ]

@@ -1,9 +1,7 @@
-"""Published peaks of the cards, and the time of a stream of kernels by them. A model, not a measurement.
+"""The time of a stream of kernels by the rates of a GPU. A model, not a measurement.
 
-Figures are those of NVIDIA's data sheets: dense tensor-core rates with FP32 sums, without sparsity. A P100 has no
-tensor cores; its half products are twice as fast only when they are also summed in half, which nothing here does.
-TF32 is off, as torch has it. Nothing reaches its peak; the table of assumptions in the results says what changes if
-less is reached.
+The figures of GPUs are those of the package (`stillroom.precision.gpus`). TF32 is off, as torch has it. Nothing reaches
+its peak; tables are made at peaks and at what is assumed to be sustained.
 """
 
 from __future__ import annotations
@@ -13,10 +11,9 @@ from dataclasses import dataclass
 
 from recorder import Kernel
 
-# An eager op takes the host about this long, from Python to the queue of the card; a kernel that does nothing takes the
-# card about that long. The two overlap: the host runs ahead until it waits for a value.
-HOST_SECONDS, LEAST_SECONDS = 6e-6, 2e-6
-_GIB = 2**30
+from stillroom.precision.gpus import GPUS, HOST_SECONDS, LAUNCH_SECONDS, Gpu
+
+LEAST_SECONDS = LAUNCH_SECONDS
 
 
 @dataclass(frozen=True)
@@ -59,14 +56,13 @@ class Card:
         return max(moved, computed, LEAST_SECONDS * kernel.launches)
 
 
-CARDS = (
-    Card(Facts("T4", (7, 5), 16 * _GIB), 65.0, 8.1, 320.0),
-    Card(Facts("V100", (7, 0), 16 * _GIB), 125.0, 15.7, 900.0),  # SXM2
-    Card(Facts("P100", (6, 0), 16 * _GIB), 9.3, 9.3, 732.0),  # PCIe, 16 GB
-    Card(Facts("L4", (8, 9), 24 * _GIB), 121.0, 30.3, 300.0),
-    Card(Facts("A100", (8, 0), 40 * _GIB), 312.0, 19.5, 1555.0),  # SXM, 40 GB
-)
-H100 = Card(Facts("H100", (9, 0), 80 * _GIB), 989.0, 66.9, 3350.0)  # SXM; the cost model of one step does not have it
+def _card(gpu: Gpu) -> Card:
+    facts = Facts(gpu.name, gpu.capability, gpu.memory_bytes)
+    return Card(facts, gpu.half_tflops, gpu.fp32_tflops, gpu.gigabytes_per_second)
+
+
+*_CARDS, H100 = map(_card, GPUS)  # the cost model of one step does not have the last
+CARDS = tuple(_CARDS)
 
 
 def seconds_by_phase(kernels: Sequence[Kernel], card: Card) -> dict[str, float]:

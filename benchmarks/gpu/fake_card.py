@@ -72,6 +72,7 @@ def installed(facts: Facts, recorder: Any) -> Iterator[None]:
         "is_bf16_supported": lambda including_emulation=True: has_bf16 or including_emulation,
         "get_arch_list": lambda: [f"sm_{number}"],
         "memory_allocated": lambda device=None: recorder.live_bytes,
+        "memory_reserved": lambda device=None: recorder.live_bytes,
         "max_memory_allocated": lambda device=None: recorder.peak_bytes,
         "reset_peak_memory_stats": lambda device=None: None,
         "mem_get_info": lambda device=None: (facts.memory_bytes - recorder.live_bytes, facts.memory_bytes),

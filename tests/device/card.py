@@ -34,11 +34,13 @@ class Ledger:
     kernels: collections.Counter[str] = field(default_factory=collections.Counter)
     products: collections.Counter[str] = field(default_factory=collections.Counter)  # matrix products by dtype
     attention: collections.Counter[str] = field(default_factory=collections.Counter)
+    masks: collections.Counter[str] = field(default_factory=collections.Counter)  # of attention, by dtype and shape
     live: int = 0
     peak: int = 0
 
     def clear(self) -> None:
-        for found in (self.reads, self.copies_in, self.copies_out, self.kernels, self.products, self.attention):
+        for found in (self.reads, self.copies_in, self.copies_out, self.kernels, self.products, self.attention,
+                      self.masks):  # fmt: skip
             found.clear()
         self.peak = self.live
 

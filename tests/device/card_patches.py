@@ -95,6 +95,9 @@ def _patch_attention() -> None:
         names = ("attn_mask", "dropout_p", "is_causal")
         options = {**dict(zip(names, args, strict=False)), **options}
         LEDGER.attention[f"{str(query.dtype).removeprefix('torch.')} gqa={options.get('enable_gqa', False)}"] += 1
+        mask = options.get("attn_mask")
+        if mask is not None:
+            LEDGER.masks[f"{str(mask.dtype).removeprefix('torch.')} {list(mask.shape)} {list(mask.stride())}"] += 1
         made: Tensor = _Attention.apply(query, key, value, options, original)
         return made
 

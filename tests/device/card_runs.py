@@ -45,6 +45,8 @@ def _train(case: Case, config: Any, world: Path, folder: Path, device: str, watc
 
 
 def _told(result: Any) -> dict[str, Any]:
+    import torch
+
     from stillroom.telemetry import read_events
 
     events = list(read_events(result.folder / "events.jsonl"))
@@ -54,6 +56,7 @@ def _told(result: Any) -> dict[str, Any]:
         "actions": [event["action"] for event in events if event["event"] == "guard"],
         "notes": [event["text"] for event in events if event["event"] == "note"],
         "gpu_memory": [event["gpu_memory_gb"] for event in events if event["event"] == "step"],
+        "adds_in_half_after": torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
         "loss_scale": [event["loss_scale"] for event in events if event["event"] == "step"],
     }
 
@@ -83,6 +86,21 @@ def _generate(case: Case, config: Any, world: Path, folder: Path, device: str, w
     writers = [open_writer(str(world / "teacher"), torch.device(name)) for name in (device, "cpu")]
     made = [writer.continuations(["the still room"], max_new_tokens=6)[0] for writer in writers]
     return {"texts": [one.text + one.stopped for one in made]}
+
+
+def _peaks(case: Case, config: Any, world: Path, folder: Path, device: str, watch: Watch) -> dict[str, Any]:
+    """The largest FP16 value where some tensors are in main memory and some on the card."""
+    import torch
+
+    from stillroom.training.preflight import PeakWatch
+
+    found = []
+    for here, there in ((3.0, 5.0), (7.0, 5.0), (float("nan"), 5.0)):
+        with PeakWatch() as peaks:
+            torch.full((4,), here, dtype=torch.float16) * 1.0
+            torch.full((4,), there, dtype=torch.float16, device=device) * 1.0
+        found.append(str(peaks.peak()))
+    return {"peaks": found}
 
 
 def _beside(case: Case, config: Any, world: Path, folder: Path, device: str, watch: Watch) -> dict[str, Any]:
@@ -128,6 +146,7 @@ _ACTS: dict[str, Callable[..., dict[str, Any]]] = {
     "replay": _replay,
     "evaluate": _evaluate,
     "generate": _generate,
+    "peaks": _peaks,
     "beside": _beside,
     "from cpu": _from_cpu,
     "to cpu": _to_cpu,

@@ -18,19 +18,34 @@ class Watch:
         self.broken: list[str] = []
         self.steps: list[dict[str, Any]] = []
         self.stop_at = 0  # end the run before this attempt
+        self._adds_in_half = False  # whether cuBLAS was allowed to add partial products in FP16 at any backward
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
+        import torch
+
+        from stillroom.losses.mix import Mix
         from stillroom.training import loop
         from stillroom.training.checkpoint import SnapshotRing
 
-        step, keep = loop.train_step, SnapshotRing.keep
+        step, keep, score = loop.train_step, SnapshotRing.keep, Mix.score
+
+        def scored(mix: Any, *args: Any) -> Any:
+            found = score(mix, *args)
+            if found.loss.requires_grad:
+                found.loss.register_hook(lambda _gradient: self._look_at_sums(torch))
+            return found
+
+        Mix.score = scored  # type: ignore[method-assign]
         loop.train_step = lambda *args: self._step(step, *args)
         SnapshotRing.keep = lambda snapshots, saved: self._keep(keep, snapshots, saved)  # type: ignore[assignment, method-assign]
         try:
             yield
         finally:
-            loop.train_step, SnapshotRing.keep = step, keep  # type: ignore[method-assign]
+            loop.train_step, SnapshotRing.keep, Mix.score = step, keep, score  # type: ignore[method-assign]
+
+    def _look_at_sums(self, torch: Any) -> None:
+        self._adds_in_half |= bool(torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction)
 
     def _step(self, step: Callable[..., Any], run: Any, state: Any, window: Any) -> Any:
         from card import LEDGER, Card
@@ -41,6 +56,7 @@ class Watch:
         if on_card and run.optimizer._generator.device.type != Card.device.type:
             self.broken.append("the optimizer's generator is not on the card")
         LEDGER.clear()
+        self._adds_in_half = False
         outcome = step(run, state, window)
         self.steps.append(
             {
@@ -51,6 +67,8 @@ class Watch:
                 "kernels": sum(LEDGER.kernels.values()),
                 "products": dict(LEDGER.products),
                 "attention": dict(LEDGER.attention),
+                "masks": dict(LEDGER.masks),
+                "adds_in_half": self._adds_in_half,
                 "copied_in": sum(size for _place, size, _pinned in LEDGER.copies_in),
                 "pinned_in": sum(size for _place, size, pinned in LEDGER.copies_in if pinned),
             }
@@ -119,6 +137,21 @@ def planted(mutant: str) -> Iterator[None]:
         tensors = {name: {key: tensor.clone() for key, tensor in group.items()} for name, group in self.tensors.items()}
         return Saved(self.step, tensors, json.loads(json.dumps(self.scalars)))
 
+    def without_room(self: Any, view: Any, signal: Any, batch: Any, *rest: Any) -> Any:
+        if torch.is_grad_enabled() and batch.input_ids.shape[0] > 1:
+            raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+        return score(self, view, signal, batch, *rest)
+
+    mm = torch.mm
+
+    def mm_of_old(*args: Any, **options: Any) -> Any:
+        if "out_dtype" in options:
+            raise TypeError("mm() got an unexpected keyword argument 'out_dtype'")
+        return mm(*args, **options)
+
+    def not_pinned(self: Any) -> Any:
+        raise RuntimeError("CUDA error: out of memory (cudaHostAlloc)")
+
     def copied_out(self: Any) -> None:
         for tensor in self._tensors():
             tensor.data = tensor.data.to("cpu")
@@ -126,6 +159,9 @@ def planted(mutant: str) -> Iterator[None]:
     patches: dict[str, tuple[Any, str, Any]] = {
         "ring": (Saved, "copied", on_the_card),
         "generator": (AdamW, "__init__", with_cpu_generator),
+        "full cublas": (Mix, "score", without_room),
+        "old torch": (torch, "mm", mm_of_old),
+        "no pinning": (torch.Tensor, "pin_memory", not_pinned),
         "copied out": (Offloaded, "_send_home", copied_out),
         **dict.fromkeys(("item", "copy", "wrong device"), (Mix, "score", spoiled)),
     }

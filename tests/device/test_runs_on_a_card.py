@@ -202,6 +202,59 @@ def test_a_card_with_bf16_is_used_so(on_cuda: Ask) -> None:
     assert "bfloat16 gqa=True" in answers["shared heads"]["steps"][-1]["attention"], "the flash kernel takes it"
 
 
+def test_partial_products_are_never_added_in_half(on_cuda: Ask) -> None:
+    answers = on_cuda(["fp16-mixed", "fp16-master"])
+    check(answers)
+    for name, told in answers.items():
+        assert not any(step["adds_in_half"] for step in told["steps"]), name
+        assert told["adds_in_half_after"] is True, "the setting of the process is restored"
+
+
+def test_torch_without_wide_results_multiplies_in_fp32_and_says_so(on_cuda: Ask) -> None:
+    """torch 2.6 and 2.7 have no `out_dtype`."""
+    answers = {**on_cuda(["old torch"]), **on_cuda(["auto"])}  # in two processes: what torch has is asked once in each
+    check(answers)
+    assert last_loss(answers["old torch"]) == pytest.approx(last_loss(answers["auto"]), rel=1e-3)
+    assert "float32" in answers["old torch"]["steps"][-1]["products"]
+    said = {name: [note for note in told["notes"] if "2.8" in note] for name, told in answers.items()}
+    assert len(said["old torch"]) == 1 and not said["auto"]
+
+
+def test_a_full_gpu_as_cublas_reports_it_makes_micro_batches_smaller(on_cuda: Ask) -> None:
+    told = on_cuda(["full cublas"])["full cublas"]
+    assert told.get("status") == "done", told
+    assert any("micro-batches of 1 rows instead of 2" in note for note in told["notes"])
+
+
+def test_memory_that_is_not_pinned_costs_a_note_and_no_micro_batch(on_cuda: Ask) -> None:
+    names = ["offload", "offload without pinning", "stream", "stream without pinning"]
+    answers = on_cuda(names)
+    check(answers)
+    for pinned, pageable in (names[:2], names[2:]):
+        assert last_loss(answers[pinned]) == last_loss(answers[pageable])
+        assert answers[pinned]["steps"][-1]["pinned_in"] > 0 == answers[pageable]["steps"][-1]["pinned_in"]
+        notes = answers[pageable]["notes"]
+        assert sum("pageable" in note for note in notes) == 1 and not any("memory ran out" in note for note in notes)
+        assert not any("pageable" in note for note in answers[pinned]["notes"])
+
+
+def test_the_first_loss_scale_looks_at_every_device(on_cuda: Ask) -> None:
+    assert on_cuda(["peaks"])["peaks"]["peaks"] == ["5.0", "7.0", "nan"]
+
+
+def test_packed_rows_have_one_mask_for_all_heads_that_starts_at_whole_rows(on_cuda: Ask) -> None:
+    """Below sm_80 the memory-efficient kernel serves: it takes a mask, whose rows it wants aligned, and no groups."""
+    answers = on_cuda(["packed", "packed shared heads"])
+    check(answers)
+    for name, told in answers.items():
+        step = told["steps"][-1]
+        assert set(step["attention"]) == {"float16 gqa=False"}, name
+        shapes = {tuple(json.loads("[" + words.partition("[")[2].partition("]")[0] + "]")) for words in step["masks"]}
+        assert step["masks"] and all(words.startswith("bool") for words in step["masks"])
+        assert {shape[1] for shape in shapes} == {1}, "one for all heads, broadcast"
+        assert all(shape[2] == shape[3] for shape in shapes)
+
+
 MUTANTS = {
     "mutant item": "read 2 times",
     "mutant copy": "copied to the card",

@@ -25,6 +25,7 @@ MACHINE = Machine(
     total_memory=16 * GB, free_device_memory=8 * GB, free_disk=50 * GB, driver="", torch_cuda="",
 )  # fmt: skip
 T4 = DeviceFacts("cuda", "Tesla T4", False, 16 * GB, "sm_75", ("sm_70", "sm_75"))
+VOLTA = DeviceFacts("cuda", "Tesla V100", False, 16 * GB, "sm_70", ("sm_75", "sm_80", "sm_90", "sm_120"))
 PASCAL = DeviceFacts("cuda", "Tesla P100", False, 16 * GB, "sm_60", ("sm_70", "sm_75"), has_tensor_cores=False)
 
 
@@ -85,7 +86,20 @@ SETTINGS = [
 
 MACHINES = [
     red("a card torch was not built for", "machine", "BrokenAtStart", "sm_60", machine={"device": PASCAL}),
+    red("a V100 and wheels of CUDA 13", "machine", "BrokenAtStart", "sm_70", machine={"device": VOLTA}),
     amber("a CPU build beside a card", "machine", "cpu_build", machine={"driver": "NVRM version: 570"}),
+    red(
+        "a driver older than the wheel",
+        "machine",
+        "driver_too_old",
+        machine={"driver": "NVRM version: 550", "torch_cuda": "13.0"},
+    ),
+    amber(
+        "two GPUs and docker's shared memory",
+        "machine",
+        "small_shared_memory",
+        machine={"num_gpus": 2, "shared_memory": 64 * 2**20},
+    ),
     red("a full disk", "machine", "disk_full", machine={"free_disk": GB // 100}),
     red("no memory", "machine", "memory_full", machine={"free_memory": GB // 10}),
     amber("a busy machine", "machine", "busy_machine", machine={"load": 9.0}),

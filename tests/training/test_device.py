@@ -9,7 +9,8 @@ import torch
 from refusals import refused
 
 from stillroom.core.errors import BrokenAtStart
-from stillroom.precision.device import deterministic, find_device
+from stillroom.precision import device
+from stillroom.precision.device import DeviceFacts, check_device, deterministic, find_device
 
 
 @pytest.fixture
@@ -53,6 +54,35 @@ def test_apples_gpu_is_passed_over_and_that_is_said(monkeypatch: pytest.MonkeyPa
         find_device("mps")
     assert "--device cpu" in caught.value.advice
     assert find_device("cpu", told.append).type == "cpu" and len(told) == 1, "asked for: nothing to say"
+
+
+def test_a_gpu_that_torch_cannot_use_is_never_passed_over_in_silence(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(device, "nvidia_driver", lambda: "NVRM version: 550.54")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    told: list[str] = []
+    assert find_device("auto", told.append).type == "cpu"
+    assert len(told) == 1 and "550.54" in told[0] and "13.0" in told[0]
+    find_device("auto")
+    assert "550.54" in caplog.text, "a command without a log of its own says it too"
+    find_device("cpu", told.append)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    find_device("auto", told.append)
+    assert len(told) == 1, "asked for, or hidden on purpose"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "built_for"), [("sm_60", ("sm_75", "sm_80")), ("sm_70", ("sm_75", "sm_80", "sm_90", "sm_120"))]
+)
+def test_a_gpu_that_wheels_left_behind_is_told_which_wheel_has_it(
+    architecture: str, built_for: tuple[str, ...]
+) -> None:
+    facts = DeviceFacts("cuda", "Tesla", architecture=architecture, built_for=built_for)
+    with refused(BrokenAtStart, "device", architecture, "torch<2.15", "cu126"):
+        check_device(facts)
 
 
 def state() -> tuple[bool, bool, str | None, bool]:

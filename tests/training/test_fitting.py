@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 from stillroom.config import load_config
 from stillroom.core.errors import ConfigError, Interrupted, OutOfMemory
 from stillroom.core.types import Batch
-from stillroom.doctor.plan.cost import find_gpu
 from stillroom.doctor.plan.plan import find_target
 from stillroom.parallel import Parallel
+from stillroom.precision.gpus import find_gpu
 from stillroom.telemetry import EventLog, read_events
 from stillroom.training import memory
 from stillroom.training.distill import distill, resume

@@ -243,6 +243,42 @@ class _Progress:
         sys.stderr.write("\r\x1b[2K")  # our own escape: go to the line's begin and clear it
 
 
+@app.command(short_help="Measure this machine, and compare it with what was predicted.")
+def bench(
+    device: Device = "auto",
+    part: Annotated[
+        list[str] | None, typer.Option(help="facts, constants, kernels, step or distillation; repeatable; else all")
+    ] = None,
+    minutes: Annotated[float, typer.Option(min=0.1, help="all parts together take no longer")] = 10.0,
+    out: Annotated[Path | None, typer.Option(help="write the result here as JSON, after every part")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure this machine: its rates, the head by every kernel, a step by phase, and a minute of distillation.
+
+    Each part runs in its own process. The figures are compared with predictions that were written before any
+    measurement, by the rates of the GPU's data sheet and by those measured here. Ends with a block of text to paste
+    into an issue; nothing is sent. Exit code 0, or 20 where a part failed or the self-test found something wrong.
+    """
+    from stillroom.bench.run import bench as measure
+    from stillroom.bench.run import block, lines_of
+
+    result = measure(device, parts=part or (), minutes=minutes, out=out, tell=partial(_say_part, is_quiet=as_json))
+    if as_json:
+        print_json({**result, "block": block(result)})
+    else:
+        for line in lines_of(result):
+            echo(line)
+        echo(f"\npaste this:\n{block(result)}", keep_lines=True)
+    errors = [name for name, found in result.items() if isinstance(found, dict) and "error" in found]
+    if errors or result.get("facts", {}).get("selftest_failed"):
+        raise typer.Exit(20)
+
+
+def _say_part(text: str, *, is_quiet: bool) -> None:
+    if not is_quiet:
+        echo(text, err=True)
+
+
 # -- plan: what a run takes and costs, before anything is loaded -------------------------------------------
 
 
@@ -274,8 +310,8 @@ def plan(
     harm, each with what it saves and costs, and --write stores the configuration that fits. Exit code 0 if the run fits
     or can be made to, else 2.
     """
-    from stillroom.doctor.plan.cost import find_gpu
     from stillroom.doctor.plan.plan import find_target, make_plan, parse_bytes, with_processes
+    from stillroom.precision.gpus import find_gpu
 
     bound = parse_bytes(device_memory) if device_memory is not None else None
     named = {"teacher.model": teacher, "student.model": student, "data.train": data, "data.eval": eval_data}

@@ -7,7 +7,12 @@ import re
 from stillroom.core.errors import CannotSave, OutOfMemory, StillroomError
 from stillroom.core.files import is_disk_full, reason_of
 
-_NO_MEMORY = re.compile(r"out of memory|can't allocate memory|cannot allocate memory|alloc_cpu", re.IGNORECASE)
+# cuBLAS and cuDNN allocate their workspaces themselves, and report a full GPU by a status of their own.
+_NO_MEMORY = re.compile(
+    r"out of memory|can't allocate memory|cannot allocate memory|alloc_cpu"
+    r"|CU(BLAS|DNN|SPARSE|SOLVER|FFT)_(STATUS_)?(INTERNAL_ERROR_DEVICE_ALLOCATION|ALLOC)_FAILED",
+    re.IGNORECASE,
+)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -9,11 +9,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from stillroom.config import Config
 from stillroom.core.errors import StillroomError
+from stillroom.core.machine import main_memory, nvidia_driver, shared_memory_bytes
 from stillroom.data import Corpus, open_data
 from stillroom.data.preview import preview
 from stillroom.doctor.rules import Settings
@@ -25,7 +25,6 @@ from stillroom.teachers.signals import AUTO
 from stillroom.training.models import Models, load_models
 from stillroom.training.schedule import Curriculum
 
-_DRIVER = Path("/proc/driver/nvidia/version")
 _MOST_RECORDS = 5_000  # of each source that are looked at
 
 
@@ -44,31 +43,28 @@ class Machine:
     free_disk: int
     driver: str  # of an NVIDIA GPU; empty where there is none
     torch_cuda: str  # the CUDA that torch was built for; empty for a CPU build
+    num_gpus: int = 0  # that torch sees
+    shared_memory: int | None = None  # bytes of /dev/shm; None where there is none
 
 
 def read_machine(device: torch.device, folder: Path) -> Machine:
-    memory = psutil.virtual_memory()
-    free = int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else int(memory.available)
+    memory = main_memory()
+    free = int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else memory.available
     return Machine(
         device=facts_of(device),
         num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         load=os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0,
         num_threads=torch.get_num_threads(),
         asked_threads=os.environ.get("OMP_NUM_THREADS", ""),
-        free_memory=int(memory.available),
-        total_memory=int(memory.total),
+        free_memory=memory.available,
+        total_memory=memory.total,
         free_device_memory=free,
         free_disk=shutil.disk_usage(folder).free,
-        driver=_driver(),
+        driver=nvidia_driver(),
         torch_cuda=torch.version.cuda or "",
+        num_gpus=torch.cuda.device_count() if torch.cuda.is_available() else 0,
+        shared_memory=shared_memory_bytes(),
     )
-
-
-def _driver() -> str:
-    try:
-        return _DRIVER.read_text(encoding="utf-8").splitlines()[0]
-    except (OSError, IndexError):
-        return "nvidia-smi is installed" if shutil.which("nvidia-smi") else ""
 
 
 class NotLooked(Exception):

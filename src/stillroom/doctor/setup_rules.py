@@ -33,7 +33,7 @@ from stillroom.models import agree_on_vocabulary, find, vocabulary_hash
 from stillroom.models.files import Source, check_adapter_files, check_weight_files
 from stillroom.models.routers import describe, find_gates
 from stillroom.models.student import num_positions
-from stillroom.precision.device import check_device, teacher_dtype
+from stillroom.precision.device import CU126, check_device, teacher_dtype, unused_gpu
 from stillroom.telemetry import EventLog
 from stillroom.training.build import build_run
 from stillroom.training.memory import AIM, Shapes, Target, chosen_mode, lay_out
@@ -61,6 +61,7 @@ def red(cause: str, evidence: str, to_try: str) -> Finding:
 # -- machine ---------------------------------------------------------------------------------------------
 
 LEAST_DISK = LEAST_MEMORY = 1_000_000_000
+LEAST_SHARED_MEMORY = 256_000_000  # NCCL takes some ten MB for each pair of GPUs; docker's default is 64 MB
 BUSY = 1.5  # waiting processes for each core
 
 
@@ -75,9 +76,23 @@ def device(setup: Setup) -> Iterator[Finding]:
         yield green(f"{facts.name} ({facts.architecture}), {half}, {cores}")
         return
     yield green(f"{machine.num_cores} CPU cores, {machine.total_memory / 1e9:.1f} GB of memory")
-    if machine.driver and not machine.torch_cuda:
-        what = "there is the driver of an NVIDIA GPU, and this torch is built for CPUs alone"
-        yield amber("cpu_build", what, "pip install torch --index-url https://download.pytorch.org/whl/cu126")
+    why = "" if machine.num_gpus else unused_gpu(machine.driver, machine.torch_cuda)
+    if why and not machine.torch_cuda:
+        yield amber("cpu_build", why, f"pip install --force-reinstall torch; for a driver before 580: {CU126}")
+    elif why:  # a run would be on the CPU, and nobody asked for that
+        yield red("driver_too_old", why, f"nvidia-smi shows the CUDA of the driver; for one before 13: {CU126}")
+
+
+@rule("setup", subject="machine", needs_config=False)
+def several_gpus(setup: Setup) -> Iterator[Finding]:
+    """GPUs without a direct link exchange gradients through /dev/shm; docker gives it 64 MB."""
+    machine = setup.machine
+    if machine.num_gpus > 1 and machine.shared_memory is not None and machine.shared_memory < LEAST_SHARED_MEMORY:
+        what = (
+            f"{machine.num_gpus} GPUs, and /dev/shm has {machine.shared_memory / 1e6:.0f} MB: NCCL may fail to create "
+            "its shared memory when several processes train"
+        )
+        yield amber("small_shared_memory", what, "docker run --shm-size=1g, or NCCL_SHM_DISABLE=1 (slower)")
 
 
 @rule("setup", subject="machine", needs_config=False)

@@ -97,6 +97,10 @@ def plan_lines(plan: Mapping[str, Any]) -> list[str]:
     lines += ["", f"on {plan['device']}, when it is the fullest ({layout['largest_at']})"]
     lines += _table(layout["device"])
     lines += ["main memory", *_table(layout["main_memory"]), "disk", *_table(layout["disk"])]
+    if plan["disk_short_by"]:
+        free, short = amount(plan["disk_free"]), amount(plan["disk_short_by"])
+        text = f"{free} are free on the disk of this folder, {short} too few: --set checkpoint.keep=1, or another --out"
+        lines += wrapped("  ", text)
     lines += ["kept for the backward pass", *_table({**plan["activations"], **_prefixed(plan["attention"])})]
     lines += ["total in each precision"]
     bound = plan["bound"]

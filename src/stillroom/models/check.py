@@ -13,13 +13,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
 from stillroom.config.schema import ModelSection, TeacherConfig
 from stillroom.core.errors import StillroomError
+from stillroom.core.machine import main_memory
 from stillroom.models.anatomy import in_eval_mode
 from stillroom.models.load import explained, load_teacher
 
@@ -51,7 +51,7 @@ def read_back(network: Any, folder: Path, ids: Tensor, *, code: ModelSection | N
     """
     if code is not None and code.trust_remote_code:
         return compare_tensors(network, folder)  # code is run from a commit of the hub, never from a folder
-    if _copy_bytes(network) > _FREE_SHARE * psutil.virtual_memory().available:
+    if _copy_bytes(network) > _FREE_SHARE * main_memory().available:
         return compare_tensors(network, folder)
     try:
         with in_eval_mode(network), torch.random.fork_rng(devices=[]), torch.no_grad():

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import transformers
 from torch import Tensor
@@ -34,6 +33,7 @@ from transformers.utils import logging
 from stillroom.config.schema import ModelSection, ShrinkConfig, StudentConfig, TeacherConfig
 from stillroom.core.errors import BrokenAtStart, foreign_errors
 from stillroom.core.files import is_in_store
+from stillroom.core.machine import main_memory
 from stillroom.core.remote import here
 from stillroom.core.types import HeadWeights
 from stillroom.models.anatomy import Anatomy, anatomy_of, backbone, head_error, head_of, in_eval_mode
@@ -463,7 +463,7 @@ def _in_fp32(network: Any, notes: list[str], role: str) -> Iterator[None]:
 def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return int(psutil.virtual_memory().available)
+    return main_memory().available
 
 
 # -- the configuration -----------------------------------------------------------------------------------

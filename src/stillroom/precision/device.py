@@ -7,6 +7,7 @@ capability of the chosen card is asked.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ import torch
 
 from stillroom.core.errors import BrokenAtStart, ConfigError
 from stillroom.core.files import reason_of
+from stillroom.core.machine import main_memory, nvidia_driver
 
 
 @dataclass(frozen=True)
@@ -80,39 +82,72 @@ def check_device(facts: DeviceFacts) -> None:
         raise BrokenAtStart(
             f"{facts.name} is {facts.architecture}, and this torch was built for {', '.join(facts.built_for)}",
             where="device",
-            advice=[
-                "install a torch built for it: Pascal cards need a cu126 build, torch 2.14 or older",
-                "or run on the CPU: --device cpu",
-            ],
+            advice=[*_wheels_for(facts.architecture), "or run on the CPU: --device cpu"],
         )
+
+
+def _wheels_for(architecture: str) -> list[str]:
+    """Which torch has kernels for a GPU that the installed one left out.
+
+    CUDA 13 has no Pascal and no Volta, and PyPI's wheels are built with it since torch 2.11; wheels of CUDA 12.8 have
+    none of both either. The last torch with wheels of CUDA 12.6, which have them, is 2.14.
+    """
+    number = int(architecture.removeprefix("sm_") or 0)
+    if number < 75:
+        family = "Volta (V100)" if number >= 70 else "Pascal (P100)"
+        return [f"install the last torch with kernels for {family}: {CU126}", "on Kaggle choose a T4 instead"]
+    return ["install a newer torch: pip install -U torch"]
 
 
 # -- device ----------------------------------------------------------------------------------------
 # The device of a run, by name, and how it adds up.
 
 
+CU126 = "pip install 'torch<2.15' --index-url https://download.pytorch.org/whl/cu126"
+_LOG = logging.getLogger("stillroom")
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 _NO_FLOAT64 = "sums are taken in float64, which Apple's GPU does not have"
 
 
-def _say_nothing(_text: str) -> None:
-    """The default for `tell`."""
+def unused_gpu(driver: str, torch_cuda: str) -> str:
+    """Why torch sees no GPU on a machine with an NVIDIA driver; empty where there is no driver, or GPUs are hidden.
+
+    A wheel for a newer CUDA than the driver knows answers `is_available()` with False and says nothing.
+    """
+    if not driver or os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
+        return ""
+    if not torch_cuda:
+        return "there is the driver of an NVIDIA GPU, and this torch is built for CPUs alone"
+    return (
+        f"there is the driver of an NVIDIA GPU ({driver.strip()}), and this torch, built for CUDA {torch_cuda}, sees "
+        "no GPU: the driver is most likely older than the wheel needs, or no GPU is passed into this container"
+    )
 
 
-def find_device(wanted: str, tell: Callable[[str], None] = _say_nothing) -> torch.device:
-    """The device by name; `auto` takes a CUDA card where there is one, else the CPU. `tell` hears what was passed over.
+def _warn(text: str) -> None:
+    """The default for `tell`: on stderr, where no handler is set."""
+    _LOG.warning(text)
+
+
+def find_device(wanted: str, tell: Callable[[str], None] = _warn) -> torch.device:
+    """The device by name; `auto` takes a GPU where torch sees one, else the CPU. `tell` hears what was passed over.
 
     Nothing is remembered between two calls, so a process may ask for `cpu` and then for `auto`.
     """
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         if wanted == "auto" and torch.backends.mps.is_available():
             tell(f"the run is on the CPU: {_NO_FLOAT64}")
+        if wanted == "auto" and (why := unused_gpu(nvidia_driver(), torch.version.cuda or "")):
+            tell(f"the run is on the CPU, many times slower than on a GPU: {why}; stillroom doctor says what to do")
         return torch.device("cpu")
     if wanted.startswith("cuda") and not torch.cuda.is_available():
         raise BrokenAtStart(
             "a CUDA device was asked for and torch sees none",
             where="--device",
-            advice=["--device cpu", "check the driver with nvidia-smi, and that torch is a CUDA build"],
+            advice=[
+                "stillroom doctor: it tells a driver that is too old from a torch without CUDA",
+                "--device cpu",
+            ],
         )
     if wanted in ("auto", "cuda"):
         return _own_card()
@@ -178,6 +213,25 @@ def deterministic(device: torch.device) -> Iterator[None]:
             os.environ.pop(_WORKSPACE, None)
 
 
+@contextmanager
+def wide_sums(device: torch.device) -> Iterator[None]:
+    """On a GPU, keep cuBLAS from adding partial FP16 products in FP16, and restore the setting.
+
+    torch allows it by default. A weight's gradient is a sum over thousands of tokens, scaled on top: a partial sum may
+    overflow where the result would not.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_fp16_reduced_precision_reduction
+    matmul.allow_fp16_reduced_precision_reduction = False
+    try:
+        yield
+    finally:
+        matmul.allow_fp16_reduced_precision_reduction = before
+
+
 # -- memory ----------------------------------------------------------------------------------------
 # Measure the memory a run uses.
 
@@ -193,4 +247,4 @@ def memory_in_use(device: torch.device) -> tuple[float, float, float]:
         torch.cuda.reset_peak_memory_stats(device)
         total = torch.cuda.get_device_properties(device).total_memory
         return used / 1e9, resident / 1e9, 100.0 * used / total
-    return 0.0, resident / 1e9, 100.0 * resident / psutil.virtual_memory().total
+    return 0.0, resident / 1e9, 100.0 * resident / main_memory().total

@@ -19,7 +19,7 @@ from stillroom.config.schema import PrecisionConfig, TrainConfig
 from stillroom.core.errors import BrokenAtStart, ConfigError
 from stillroom.precision.adamw import AdamW, ParameterGroup
 from stillroom.precision.blocks import FORMATS
-from stillroom.precision.device import DeviceFacts, check_device, facts_of
+from stillroom.precision.device import DeviceFacts, check_device, facts_of, wide_sums
 from stillroom.precision.storage import Direct, Gathered, Master, Rounded, Split, Stochastic, Storage
 
 # -- budget ----------------------------------------------------------------------------------------
@@ -170,14 +170,21 @@ class Precision:
     @property
     def emulates_half(self) -> bool:
         """Whether FP16 products are computed in FP32 and rounded."""
-        uses_half = self.compute_dtype == torch.float16 or self.keeps_half_weights
-        return uses_half and self.device.type == "cpu"
+        return self.uses_half and self.device.type == "cpu"
+
+    @property
+    def uses_half(self) -> bool:
+        """Whether the student's products have FP16 operands."""
+        return self.compute_dtype == torch.float16 or self.keeps_half_weights
 
     @contextmanager
     def half_products(self) -> Iterator[None]:
-        """FP16 products by way of FP32 where the device has no fast ones."""
+        """FP16 products with FP32 sums: by way of FP32 where the device has no fast ones."""
         if self.emulates_half:
             with HalfProducts():  # type: ignore[no-untyped-call]
+                yield
+        elif self.uses_half:
+            with wide_sums(self.device):
                 yield
         else:
             yield

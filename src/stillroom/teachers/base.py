@@ -7,6 +7,7 @@ answers that depend on the student, own weights that learn) is in its `training`
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -227,6 +228,7 @@ class Placement:
     """On the device for good. A subclass overrides what differs."""
 
     is_shared = False  # whether all processes have to ask it at the same time
+    tell: Callable[[str], object] = staticmethod(warnings.warn)  # hears what went otherwise than planned
     writes_text = True  # whether it answers fast enough to write a text token by token
 
     @contextmanager

@@ -170,11 +170,13 @@ def build_teacher(
             placement = shard_teacher(config, loaded, run.parallel, device, tell=run.tell)
         if config.teacher.router.mode != "frozen":
             teacher = router_teacher(config, loaded, vocab_size, run, is_paired=source.is_paired)
+            teacher.original.listen(run.tell)
         elif config.teacher.signal.kind in ("auto", "dense"):
-            teacher = live_teacher(config, loaded, vocab_size, device, compiled, placement)
+            teacher = live_teacher(config, loaded, vocab_size, device, compiled, placement, run.tell)
         else:
             spec = live_spec(config, space.shared if source.is_paired else "")
-            live, notes = live_teacher(config, loaded, vocab_size, device), check_use(config, spec)
+            live = live_teacher(config, loaded, vocab_size, device, tell=run.tell)
+            notes = check_use(config, spec)
             teacher = SparseTeacher(live, spec, notes=notes, coarse=space.coarse(spec, vocab_size))
     if source.is_paired:
         training = teacher.training if isinstance(teacher, RouterTeacher) else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -52,6 +52,10 @@ class LiveTeacher(Teacher):
         if placement is None and not offload:
             model.to(device)
 
+    def listen(self, tell: Callable[[str], object]) -> None:
+        """Tell a run's log what goes otherwise than planned when weights are brought."""
+        self._placement.tell = tell
+
     @torch.no_grad()
     def observe(self, batch: Batch, needs: Needs) -> DenseSignal:
         return self.answer(batch, needs)
@@ -95,12 +99,13 @@ def live_teacher(
     device: torch.device,
     compiled: Any = None,
     placement: Placement | None = None,
+    tell: Callable[[str], object] | None = None,
 ) -> LiveTeacher:
     """The teacher of a loaded model. `placement` is where its weights were put already."""
     if placement is None and isinstance(loaded, StreamedModel) and loaded.stream is not None:
         loaded.stream.settle(device)
         placement = loaded.stream
-    return LiveTeacher(
+    teacher = LiveTeacher(
         loaded.network,
         vocab_size=vocab_size,
         device=device,
@@ -110,3 +115,6 @@ def live_teacher(
         facts=loaded.facts,
         placement=placement,
     )
+    if tell is not None:
+        teacher.listen(tell)
+    return teacher

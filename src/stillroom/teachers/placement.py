@@ -44,7 +44,83 @@ if TYPE_CHECKING:
 
 _HOME = torch.device("cpu")
 _NUMBERS = {"F32", "F16", "BF16"}
+_ALIGNED = 64  # bytes at which a tensor begins in a block
 _ADVICE = ["--set teacher.placement=offload", "write its answers to disk on a larger machine: stillroom cache"]
+
+
+# -- pinned memory ------------------------------------------------------------------------------------
+# torch's allocator of pinned memory rounds every block up to a power of two: tensor by tensor, Qwen2.5-7B would take 29
+# GB for 15. So tensors share blocks whose size is a power of two already.
+
+
+def pinned_blocks(sizes: Sequence[int]) -> list[tuple[int, list[tuple[int, int]]]]:
+    """Lay tensors of these bytes out in blocks of a power of two: (bytes of the block, [(number, offset)]).
+
+    The largest first, each into the first block with room. A block has the size of the largest tensor, rounded up;
+    the last ones shrink to what they hold.
+    """
+    rounded = [-(-size // _ALIGNED) * _ALIGNED for size in sizes]
+    room = _power_of_two(max(rounded, default=0))
+    blocks: list[tuple[int, list[tuple[int, int]]]] = []
+    for number in sorted(range(len(sizes)), key=lambda one: -rounded[one]):
+        place = next((i for i, (used, _held) in enumerate(blocks) if used + rounded[number] <= room), len(blocks))
+        if place == len(blocks):
+            blocks.append((0, []))
+        used, held = blocks[place]
+        blocks[place] = used + rounded[number], [*held, (number, used)]
+    return [(_power_of_two(used), held) for used, held in blocks]
+
+
+def pinned_bytes(sizes: Sequence[int]) -> int:
+    """What tensors of these bytes take in pinned memory."""
+    return sum(size for size, _held in pinned_blocks(sizes))
+
+
+def _power_of_two(size: int) -> int:
+    """The smallest that is no less."""
+    return 1 << (size - 1).bit_length() if size else 0
+
+
+class PinnedCopies:
+    """Copies of tensors in pinned memory, or the tensors themselves where the system refuses to pin so much.
+
+    A refusal is no shortage of the GPU: smaller micro-batches would not help. Copies from ordinary memory are slower,
+    and the host waits for them.
+    """
+
+    def __init__(self) -> None:
+        self._refusal = ""  # why memory could not be pinned; it is not asked again
+        self._is_told = False
+
+    def of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        made = list(tensors)
+        for size, held in pinned_blocks([_bytes_of(tensor) for tensor in tensors]):
+            block = self._block(size)
+            if block is None:
+                continue
+            for number, offset in held:
+                tensor = tensors[number]
+                flat = block[offset : offset + _bytes_of(tensor)].view(tensor.dtype)
+                made[number] = flat.view(tensor.shape).copy_(tensor)
+        return made
+
+    def _block(self, size: int) -> Tensor | None:
+        if not size or self._refusal:
+            return None
+        try:
+            return torch.empty(size, dtype=torch.uint8).pin_memory()
+        except RuntimeError as error:
+            self._refusal = reason_of(error)
+            return None
+
+    def tell(self, tell: Callable[[str], object]) -> None:
+        """Say once that memory was not pinned. From the thread of the run: layers are read in another one."""
+        if self._refusal and not self._is_told:
+            self._is_told = True
+            tell(f"weights of the teacher are copied from pageable memory, which is slower: {self._refusal}")
+
+    def facts(self) -> dict[str, Any]:
+        return {"teacher_pinning_refused": self._refusal} if self._refusal else {}
 
 
 # -- main memory --------------------------------------------------------------------------------------
@@ -74,6 +150,7 @@ class Offloaded(Placement):
         self._device = device
         self._kept: dict[int, _Kept] = {}
         self._visits = 0
+        self._pinned = PinnedCopies()
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
@@ -94,10 +171,16 @@ class Offloaded(Placement):
         return replace(head, weight=head.weight.detach(), bias=bias)
 
     def _bring(self) -> None:
-        known, self._kept = self._kept, {}
-        for tensor in self._tensors():
-            kept = known.get(id(tensor)) or _Kept(tensor, self._pinned(tensor.data))
-            self._kept[id(tensor)] = kept
+        tensors = self._tensors()
+        self._kept = {id(tensor): self._kept[id(tensor)] for tensor in tensors if id(tensor) in self._kept}
+        new = [tensor for tensor in tensors if id(tensor) not in self._kept]
+        homes = [tensor.data.to(_HOME) for tensor in new]
+        if self._device.type == "cuda":
+            homes = self._pinned.of(homes)
+            self._pinned.tell(self.tell)
+        self._kept |= {id(tensor): _Kept(tensor, home) for tensor, home in zip(new, homes, strict=True)}
+        for tensor in tensors:
+            kept = self._kept[id(tensor)]
             tensor.data = _fetched(kept.home, self._device)
             kept.version = tensor._version
 
@@ -111,9 +194,8 @@ class Offloaded(Placement):
                 kept.home.copy_(tensor.data)
             tensor.data = kept.home
 
-    def _pinned(self, values: Tensor) -> Tensor:
-        values = values.to(_HOME)
-        return values.pin_memory() if self._device.type == "cuda" else values
+    def facts(self) -> dict[str, Any]:
+        return self._pinned.facts()
 
     def _tensors(self) -> list[Tensor]:
         return [*self._network.parameters(), *self._network.buffers()]
@@ -131,8 +213,8 @@ class Shelf(Protocol):
 
     where: str
 
-    def read(self, name: str, dtype: torch.dtype, *, is_pinned: bool) -> Tensor:
-        """A weight in main memory; pinned where it will be copied to a GPU."""
+    def read(self, name: str, dtype: torch.dtype) -> Tensor:
+        """A weight in main memory."""
 
 
 class FileShelf:
@@ -143,19 +225,18 @@ class FileShelf:
     def __init__(self, files: Mapping[str, Path]) -> None:
         self._files = files
 
-    def read(self, name: str, dtype: torch.dtype, *, is_pinned: bool) -> Tensor:
+    def read(self, name: str, dtype: torch.dtype) -> Tensor:
         path = self._files[name]
         try:
             with safe_open(path, framework="pt") as opened:
                 mapped: Tensor = opened.get_tensor(name)
-                weight = mapped.to(dtype, copy=True)
+                return mapped.to(dtype, copy=True)
         except (OSError, SafetensorError) as error:
             raise BrokenAtStart(
                 f"{name} of the teacher cannot be read from its file any more: {reason_of(error)}",
                 where=str(path),
                 advice=["put the file back; `stillroom resume` continues the run"],
             ) from error
-        return weight.pin_memory() if is_pinned else weight
 
 
 class MemoryShelf:
@@ -166,11 +247,8 @@ class MemoryShelf:
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         self._weights = dict(weights)
 
-    def read(self, name: str, dtype: torch.dtype, *, is_pinned: bool) -> Tensor:
-        weight = self._weights[name]
-        if is_pinned and not weight.is_pinned():
-            weight = self._weights[name] = weight.pin_memory()
-        return weight.to(dtype)
+    def read(self, name: str, dtype: torch.dtype) -> Tensor:
+        return self._weights[name].to(dtype)
 
 
 @dataclass(frozen=True)
@@ -203,6 +281,7 @@ class Streamed(Placement):
     def __init__(self, network: Any, layers: Sequence[nn.Module], shelf: Shelf) -> None:
         self._network, self._shelf = network, shelf
         self._device = torch.device("cpu")
+        self._pinned = PinnedCopies()
         self._weights = _weights_of(network, layers)
         self._placeholders = [
             [nn.Parameter(torch.empty_like(weight.here, device="meta"), requires_grad=False) for weight in held]
@@ -250,6 +329,7 @@ class Streamed(Placement):
             # On the stream of the layer before, so that they go where its weights were.
             there = values.to(self._device, non_blocking=True)
             weight.put(nn.Parameter(there, requires_grad=False))
+        self._pinned.tell(self.tell)
 
     def note(self) -> str:
         sizes = [sum(_bytes_of(placeholder) for placeholder in held) for held in self._placeholders]
@@ -268,7 +348,8 @@ class Streamed(Placement):
                 "peak_layers": self.peak_layers,
                 "peak_bytes": self.peak_bytes,
                 "layers_read": self.num_reads,
-            }
+            },
+            **self._pinned.facts(),
         }
 
     # -- a forward ---------------------------------------------------------------------------------------
@@ -324,9 +405,9 @@ class Streamed(Placement):
 
     @torch.no_grad()
     def _read(self, index: int, dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-        is_pinned = self._device.type == "cuda"
         pairs = zip(self._weights[index], dtypes, strict=True)
-        return [self._shelf.read(weight.name, dtype, is_pinned=is_pinned) for weight, dtype in pairs]
+        weights = [self._shelf.read(weight.name, dtype) for weight, dtype in pairs]
+        return self._pinned.of(weights) if self._device.type == "cuda" else weights
 
 
 def _weights_of(network: Any, layers: Sequence[nn.Module]) -> list[list[_Weight]]:
@@ -495,7 +576,7 @@ def _load_rest(network: Any, stream: Streamed, shelf: Shelf) -> None:
     for name, tensor in _wanted_tensors(network).items():
         if name in stream.names:
             continue
-        values = shelf.read(name, tensor.dtype, is_pinned=False)
+        values = shelf.read(name, tensor.dtype)
         if name in parameters:
             _Weight(name, tuple(owners[id(tensor)])).put(nn.Parameter(values, requires_grad=False))
         else:

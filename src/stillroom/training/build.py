@@ -16,6 +16,7 @@ from stillroom.config import Config
 from stillroom.core.errors import ConfigError
 from stillroom.core.locks import Lock
 from stillroom.data import Corpus, Loader, open_data
+from stillroom.losses.head.products import product_note
 from stillroom.losses.mix import Clamps, Mix, Planned
 from stillroom.parallel import Parallel
 from stillroom.precision import AdamW, ParameterGroup, Precision, resolve
@@ -25,7 +26,7 @@ from stillroom.telemetry import EventLog
 from stillroom.training.checkpoint import CheckpointStore
 from stillroom.training.faults import make_hooks
 from stillroom.training.guard import Guard
-from stillroom.training.memory import make_saves, make_snapshots
+from stillroom.training.memory import disk_note, make_saves, make_snapshots, state_copies
 from stillroom.training.models import Models, check_rows, compiled_student, objectives_of, place_student
 from stillroom.training.preflight import InputCheck
 from stillroom.training.run import Hooks, Run, held_out_batches
@@ -65,6 +66,9 @@ def build_run(
 
     # What is trained: the student, the objectives' projectors, and the optimizer of both.
     precision = make_precision(config, models, device, begun_in)
+    operands = torch.float16 if precision.uses_half else precision.compute_dtype
+    if operands is not None and (text := product_note(device, operands)):
+        log.write("note", text=text)
     adapter = place_student(config, models, precision, parallel, log)
     planned = objectives_of(config, models, device, parallel)
     optimizer = make_optimizer(models.student, precision, config, planned)
@@ -93,6 +97,8 @@ def build_run(
     checkpoints = CheckpointStore(folder / "checkpoints", config.checkpoint.keep, hooks.checkpoint_point)
     snapshots = make_snapshots(config, precision.mode, optimizer, checkpoints, log, parallel)
     saves = make_saves(config, precision.mode, optimizer, snapshots, log, parallel)
+    if text := disk_note(config, state_copies(config, precision.mode, optimizer), folder):
+        log.write("note", text=text)
 
     return Run(
         config=config,

@@ -22,7 +22,7 @@ from stillroom.models import Student
 from stillroom.models.load import not_finite_advice
 from stillroom.parallel import Parallel
 from stillroom.parallel.base import join
-from stillroom.precision.device import deterministic, find_device, teacher_dtype
+from stillroom.precision.device import deterministic, find_device, teacher_dtype, wide_sums
 from stillroom.telemetry import EventLog, SilentLog
 from stillroom.telemetry.trackers import open_tracking
 from stillroom.training import run_folder as run_folder
@@ -187,6 +187,7 @@ def distill(
         with (
             opened(out) as place,
             deterministic(where),
+            wide_sums(where),  # a half teacher's products too
             run_folder.owned(place.folder, config, is_first=first) as claim,
         ):
             claim.sender, notes = place.sender, (*notes, *place.notes)

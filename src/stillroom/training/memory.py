@@ -13,8 +13,10 @@ from __future__ import annotations
 import gc
 import math
 import re
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -24,6 +26,7 @@ import torch
 from stillroom.config import Config
 from stillroom.core.errors import OutOfMemory, StillroomError
 from stillroom.core.files import reason_of
+from stillroom.core.machine import main_memory
 from stillroom.core.shortages import is_out_of_memory
 from stillroom.core.types import Batch
 from stillroom.losses.head.products import POOL
@@ -34,6 +37,7 @@ from stillroom.precision import AdamW, BytesPerParameter, bytes_per_parameter
 from stillroom.precision.device import DeviceFacts, facts_of, teacher_dtype
 from stillroom.precision.policy import choose
 from stillroom.precision.storage import Split, Stochastic
+from stillroom.teachers.placement import pinned_bytes
 from stillroom.teachers.signals import cache_spec
 from stillroom.telemetry import EventLog
 from stillroom.training.checkpoint import CheckpointSnapshots, CheckpointStore, Saves, SnapshotRing, Snapshots
@@ -149,7 +153,7 @@ class Target:
 
 def free_here(device: torch.device) -> Target:
     """A device of this machine, with what is free now."""
-    main = int(psutil.virtual_memory().available)
+    main = main_memory().available
     free = int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else main
     return Target(device, facts_of(device), free, main)
 
@@ -159,7 +163,7 @@ def held_here(device: torch.device, sharing: Sharing) -> Target:
 
     On a CPU the memory of the process has the libraries in it, about half a GB that no tensor can take.
     """
-    main = int(psutil.virtual_memory().available)
+    main = main_memory().available
     if device.type == "cuda":
         bound = int(torch.cuda.mem_get_info(device)[0]) + torch.cuda.memory_reserved(device) + CONTEXT
     else:
@@ -345,13 +349,15 @@ def _teacher_bytes(
     whole = trace.weights
     outside, two_layers = whole - sum(teacher.layer_bytes), sum(sorted(teacher.layer_bytes)[-2:])
     if config.teacher.placement == "stream" and teacher.layer_bytes:
-        return outside, two_layers, 0
+        # Layers that are read ahead for a GPU are pinned, each in blocks of a power of two.
+        ahead = 2 * pinned_bytes([max(teacher.layer_bytes)]) if target.is_gpu else 0
+        return outside, two_layers, ahead
     if config.teacher.placement == "shard" and target.sharing.num_processes > 1:
         # What is outside of layers is gathered from the first answer of a window to its end.
         return -(-whole // target.sharing.num_parts) + outside, two_layers, 0
     if config.teacher.placement == "offload" and target.is_gpu:
         head = teacher.vocabulary * teacher.width * teacher.itemsize
-        return head, whole - head, whole
+        return head, whole - head, pinned_bytes(teacher.tensor_bytes)
     return whole, 0, 0
 
 
@@ -617,6 +623,21 @@ def state_copies(config: Config, mode: str, optimizer: AdamW) -> Copies:
     return copies_of(config, trained)
 
 
+def disk_note(config: Config, copies: Copies, folder: Path) -> str:
+    """Say that the disk is too small for the checkpoints of the run; empty where it is not.
+
+    One is written before the oldest is deleted. What lies in the folder already will be deleted for new ones.
+    """
+    kept = (copies.to_save + copies.best) * (config.checkpoint.keep + 1)
+    free = shutil.disk_usage(folder).free + sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
+    if kept <= free:
+        return ""
+    return (
+        f"{config.checkpoint.keep} checkpoints and one that is being written take {kept / 1e9:.1f} GB, and "
+        f"{free / 1e9:.1f} GB are free on the disk of {folder}: --set checkpoint.keep=1, or another --out"
+    )
+
+
 def make_snapshots(
     config: Config,
     mode: str,
@@ -626,7 +647,7 @@ def make_snapshots(
     parallel: Parallel,
 ) -> Snapshots:
     """Keep snapshots in memory while they take a modest share of what is free, else use the checkpoints on disk."""
-    copies, free = state_copies(config, mode, optimizer), psutil.virtual_memory().available
+    copies, free = state_copies(config, mode, optimizer), main_memory().available
     if parallel.all_of(copies.leave_room(free, num_copies=parallel.num_copies)):
         return SnapshotRing(config.guard.snapshot_ring)
     log.write(
@@ -642,7 +663,7 @@ def make_saves(
 ) -> Saves:
     """Save in the background where that was asked for, or where memory is ample: not where snapshots have no room."""
     asked = config.checkpoint.background
-    copies, free = state_copies(config, mode, optimizer), psutil.virtual_memory().available
+    copies, free = state_copies(config, mode, optimizer), main_memory().available
     num_savers = parallel.num_copies if parallel.is_sharded else 1  # with ddp one process writes, and only it copies
     has_room = copies.with_saves_leave_room(free, num_copies=parallel.num_copies, num_savers=num_savers)
     is_ample = isinstance(snapshots, SnapshotRing) and parallel.all_of(has_room)

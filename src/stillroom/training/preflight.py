@@ -208,6 +208,10 @@ def _is_computed(func: Any) -> bool:
     return not aliases or any(alias.is_write for alias in aliases)
 
 
+def _nan_is_largest(value: float) -> float:
+    return math.inf if math.isnan(value) else value
+
+
 class PeakWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
     """While active, record the largest magnitude of every FP16 tensor that an operation returns."""
 
@@ -225,7 +229,12 @@ class PeakWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         return answer
 
     def peak(self) -> float:
-        return float(torch.stack(self._peaks).amax()) if self._peaks else 0.0
+        """Over all devices: layers that are streamed and rows of a cache are in main memory, the rest on the GPU."""
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for value in self._peaks:
+            by_device.setdefault(value.device, []).append(value)
+        largest = [float(torch.stack(values).amax()) for values in by_device.values()]
+        return max(largest, key=_nan_is_largest, default=0.0)
 
 
 def find_loss_scale(run: Run, state: RunState) -> None:

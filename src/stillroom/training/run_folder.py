@@ -40,6 +40,7 @@ from stillroom.core.files import (
     write_durably,
 )
 from stillroom.core.locks import RUN_LOCK, Lock, LockHeld, alone, describe_owner, hold_again
+from stillroom.core.machine import main_memory
 from stillroom.core.remote import Known, Owner, Sender, Store, as_url, copies_folder, is_below, key_of, read_commit
 from stillroom.data.objects import write_records
 from stillroom.models.objects import GivenModel
@@ -393,7 +394,7 @@ def machine() -> dict[str, Any]:
         "platform": platform.platform(),
         "processor": platform.processor() or platform.machine(),
         "cores": psutil.cpu_count(),
-        "memory_gb": round(psutil.virtual_memory().total / 1e9, 1),
+        "memory_gb": round(main_memory().total / 1e9, 1),
     }
 
 

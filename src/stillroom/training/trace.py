@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 from stillroom.config import Config
 from stillroom.core.errors import BrokenAtStart
 from stillroom.losses.head.kernel import choose_kernel
-from stillroom.losses.head.rows import TEMPORARIES, chunk_size, padded
+from stillroom.losses.head.rows import TEMPORARIES, chunk_size, fused_temporaries, padded
 from stillroom.models.anatomy import backbone, layers_if_any
 from stillroom.models.load import student_shape, teacher_shape
 from stillroom.models.lora import adapted_layers, insert, store_base
@@ -311,6 +311,7 @@ class Sizes:
     embedding: int  # numbers that are looked up and not multiplied, unless they are the head too
     layers: int
     layer_bytes: tuple[int, ...]
+    tensor_bytes: tuple[int, ...]  # of each parameter and buffer, as it is stored
     experts: int  # numbers of experts' weights
     visited: float  # share of the experts that a token visits
     width: int
@@ -339,6 +340,7 @@ def sizes_of(network: Any) -> Sizes:
         embedding=0 if inputs is head else inputs.numel(),
         layers=len(blocks) or int(config.num_hidden_layers),
         layer_bytes=tuple(sum(p.numel() * p.element_size() for p in block.parameters()) for block in blocks),
+        tensor_bytes=tuple(part.numel() * part.element_size() for part in (*own, *network.buffers())),
         experts=experts,
         visited=visited / num_experts if num_experts else 1.0,
         width=int(head.shape[1]),
@@ -381,7 +383,8 @@ class Traces:
         self, config: Config, micro: Micro, teacher: tuple[Sizes, torch.dtype] | None
     ) -> tuple[Sizes, StudentTrace]:
         """`teacher`: of a live one, whose logits the head computes too."""
-        key = f"{config.student.model_dump_json()} {config.teacher.model} {micro} {teacher}"
+        head = f"{config.objectives.kd.divergence} {config.objectives.kernel} {config.objectives.chunk_tokens}"
+        key = f"{config.student.model_dump_json()} {config.teacher.model} {micro} {teacher} {head}"
         if key not in self._students:
             self._students[key] = self._trace_student(config, micro, teacher)
         return self._students[key]
@@ -418,8 +421,10 @@ class Traces:
         num_positions = micro.rows * micro.length
         chunk = chunk_size(config.objectives.chunk_tokens, num_positions, sizes.vocabulary, sizes.width, free)
         is_half = is_gpu and (precision.compute_dtype is not None or precision.keeps_half_weights)
-        # Blocks [C, V] of four bytes: logits of both models, a half operand, temporaries where rows are not fused.
-        blocks = 1 + (teacher is not None) + 0.5 * is_half + TEMPORARIES * self._is_plain(config)
+        # Blocks [C, V] of four bytes: logits of both models, a half operand, temporaries of the rows' kernel.
+        fused = fused_temporaries(config.objectives.kd.divergence) if is_gpu else 0
+        temporaries = TEMPORARIES if self._is_plain(config) else fused
+        blocks = 1 + (teacher is not None) + 0.5 * is_half + temporaries
         scratch = int(4 * chunk * padded(sizes.vocabulary) * blocks)
         weight = None if teacher is None else (teacher[0].vocabulary, teacher[0].width, teacher[1])
         return HeadShape(scratch, weight, is_gpu, is_half)

@@ -14,8 +14,9 @@ import torch
 from stillroom.config import Config, load_config
 from stillroom.config.load import toml_lines
 from stillroom.core.errors import ConfigError
-from stillroom.doctor.plan.cost import Cost, cost_of, find_gpu, forward_flops
+from stillroom.doctor.plan.cost import Cost, cost_of, forward_flops
 from stillroom.doctor.plan.plan import changed, find_target, fit, parse_bytes
+from stillroom.precision.gpus import find_gpu
 from stillroom.telemetry import EventLog
 from stillroom.training.build import build_run
 from stillroom.training.memory import COPY, Shapes, lay_out

@@ -10,58 +10,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from stillroom.config import Config
-from stillroom.core.errors import ConfigError
-from stillroom.precision.device import DeviceFacts
+from stillroom.precision.gpus import Gpu
 from stillroom.training.memory import Layout, cache_bytes
 from stillroom.training.trace import Sizes
-
-_GIB = 2**30
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """Published figures of a GPU: a model of time, not a measurement.
-
-    Dense rates of NVIDIA's data sheets, with FP32 sums and without sparsity. A P100 has no tensor cores; its half
-    products are faster only when they are summed in half, which nothing here does.
-    """
-
-    name: str
-    memory_bytes: int
-    half_tflops: float
-    fp32_tflops: float
-    has_native_bf16: bool
-    has_tensor_cores: bool = True
-
-    def flops(self, mode: str) -> float:
-        return 1e12 * (self.fp32_tflops if mode == "fp32" else self.half_tflops)
-
-    @property
-    def facts(self) -> DeviceFacts:
-        return DeviceFacts(
-            "cuda", self.name, self.has_native_bf16, self.memory_bytes, has_tensor_cores=self.has_tensor_cores
-        )
-
-
-GPUS = (
-    Gpu("T4", 16 * _GIB, 65.0, 8.1, has_native_bf16=False),
-    Gpu("V100", 16 * _GIB, 125.0, 15.7, has_native_bf16=False),  # SXM2
-    Gpu("P100", 16 * _GIB, 9.3, 9.3, has_native_bf16=False, has_tensor_cores=False),  # PCIe
-    Gpu("L4", 24 * _GIB, 121.0, 30.3, has_native_bf16=True),
-    Gpu("A100", 40 * _GIB, 312.0, 19.5, has_native_bf16=True),  # SXM
-    Gpu("H100", 80 * _GIB, 989.0, 66.9, has_native_bf16=True),  # SXM
-)
-
-
-def find_gpu(name: str) -> Gpu:
-    known = next((gpu for gpu in GPUS if gpu.name.lower() == name.lower()), None)
-    if known is None:
-        raise ConfigError(
-            f"no figures of a card {name!r} are known",
-            where="--card",
-            advice=[f"one of {', '.join(gpu.name for gpu in GPUS)}", "--device-memory 16GB for any other"],
-        )
-    return known
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -11,19 +12,20 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from stillroom.config import Config
 from stillroom.config.load import build, put
 from stillroom.config.schema import STRATEGIES
 from stillroom.core.errors import BrokenAtStart, ConfigError
+from stillroom.core.machine import main_memory
 from stillroom.data import open_data
-from stillroom.doctor.plan.cost import Cost, Gpu, cost_of
+from stillroom.doctor.plan.cost import Cost, cost_of
 from stillroom.models import find, has_tokenizer, load_tokenizer
 from stillroom.parallel import Parallel
 from stillroom.parallel.fsdp import check_shard_size
 from stillroom.precision.device import DeviceFacts, find_device
+from stillroom.precision.gpus import Gpu
 from stillroom.precision.policy import POLICIES
 from stillroom.telemetry import EventLog
 from stillroom.training.build import build_run, make_loader
@@ -79,7 +81,7 @@ def parse_bytes(text: str, where: str = "--device-memory") -> int:
 
 def find_target(device: str = "auto", device_memory: int | None = None, gpu: Gpu | None = None) -> Target:
     """A named GPU, a GPU of so many bytes where this machine has none, or this machine's device."""
-    main = int(psutil.virtual_memory().available)
+    main = main_memory().available
     if gpu is not None:
         return Target(torch.device("cuda"), gpu.facts, device_memory or gpu.memory_bytes, main)
     if device == "auto" and device_memory is not None and not torch.cuda.is_available():
@@ -114,6 +116,7 @@ class Plan:
     attention: dict[str, int]  # what both kernels keep
     fitted: Fitted
     cost: Cost
+    free_disk: int  # here, in the present folder
     notes: tuple[str, ...]
 
     @property
@@ -140,6 +143,8 @@ class Plan:
             "fits": self.fits,
             "is_possible": self.is_possible,
             "short_by": max(0, after.total - self.target.bound),
+            "disk_free": self.free_disk,
+            "disk_short_by": max(0, sum(self.layout.disk.values()) - self.free_disk),
             "changes": [one.to_dict() for one in self.fitted.applied],
             "settings": self.fitted.settings,
             "fitted": after.to_dict(),
@@ -181,7 +186,7 @@ def make_plan(
     )  # fmt: skip
     kept, attention = _alternatives(config, shapes, mode, layout.rows)
     return Plan(
-        target, mode, reason, layout, totals, kept, attention, fitted, cost,
+        target, mode, reason, layout, totals, kept, attention, fitted, cost, shutil.disk_usage(Path.cwd()).free,
         (*target.notes, *shapes.notes, *target.sharing.notes, *_left_out(config)),
     )  # fmt: skip
 

@@ -332,6 +332,16 @@ def _multiplies(product: Callable[[Tensor, Tensor], Tensor], device: torch.devic
     return True
 
 
+def product_note(device: torch.device, dtype: torch.dtype) -> str:
+    """What a user should know of the head's products of half operands on a device; empty where all is well."""
+    if not multiplies_half(device) or _has_wide_results(device, dtype):
+        return ""
+    return (
+        f"the head multiplies in FP32, several times slower than from half operands: torch {torch.__version__} has no "
+        f"product of {str(dtype).removeprefix('torch.')} with an FP32 result on this GPU; torch 2.8 and later have it"
+    )
+
+
 @dataclass(frozen=True)
 class Wanted:
     """Which inputs of a head get a gradient."""

@@ -310,6 +310,18 @@ def pass_bytes(chunk_tokens: int, num_tokens: int) -> int:
     return int((_LOGITS + TEMPORARIES + _OPERAND) * 4 * chunk_tokens * padded(num_tokens))
 
 
+# FP32 blocks [C, V] that inductor's rows keep between their kernels, read from the code it writes for sm_75.
+_FUSED_TEMPORARIES = {
+    "forward_kl": 0, "reverse_kl": 1, "skew_forward_kl": 1, "skew_reverse_kl": 1, "total_variation": 1, "alpha_beta": 1,
+}  # fmt: skip
+_MOST_FUSED = 2  # of jsd, and of divergences whose code was not read
+
+
+def fused_temporaries(divergence: str) -> int:
+    """Blocks [C, V] of four bytes that a pass of compiled rows on a GPU holds besides the logits."""
+    return _FUSED_TEMPORARIES.get(divergence, _MOST_FUSED)
+
+
 def choose_chunk(asked: int, hidden: Tensor, num_tokens: int) -> int:
     """The chunk of a pass over hidden states [N, D]. A process chooses once for each device and vocabulary.
 
@@ -324,7 +336,9 @@ def choose_chunk(asked: int, hidden: Tensor, num_tokens: int) -> int:
 
 @functools.cache
 def _free_bytes(device: torch.device, num_tokens: int) -> int:
-    return int(torch.cuda.mem_get_info(device)[0])
+    """What the driver has free, and what torch has reserved of it and does not use."""
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + max(0, unused)
 
 
 def forget_free_memory() -> None:
