@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
@@ -162,6 +162,8 @@ class StudentView:
     positions: Tensor | None = None  # [N], flat indices of the scored positions in [B, L], to select from taps
     sequences: Tensor | None = None  # [N], row of the batch of each position; None: all in one
     num_sequences: int = 1
+    # Called by the head's pass with each chunk: positions, and the logits of the student and of a dense teacher.
+    on_logits: Callable[[slice, Any, Any], None] | None = None
 
 
 @dataclass(frozen=True)

@@ -364,9 +364,17 @@ def _train(
 
 
 def _before(run: Run, state: RunState) -> dict[str, Any]:
-    """Evaluate the teacher and the untrained student on the held-out text."""
-    before = _teacher_before(run, state)
-    student = run_evaluation(run, state)
+    """Evaluate the teacher and the untrained student on the held-out text, in one pass where that gives both."""
+    before: dict[str, Any] = {}
+
+    def tell_teacher(own: Evaluation | None) -> None:
+        before.update(_teacher_before(run, state, own))
+
+    if run.teacher.as_model() is None or run.teacher.original is not run.teacher:  # it answers otherwise than it is
+        tell_teacher(None)
+        student = run_evaluation(run, state)
+    else:
+        student = run_evaluation(run, state, on_teacher=tell_teacher)
     if not _is_number(student.perplexity) or student.unscored_tokens:
         raise BrokenAtStart(
             "the student's held-out loss is not finite before training",
@@ -385,12 +393,12 @@ def _before(run: Run, state: RunState) -> dict[str, Any]:
     return before
 
 
-def _teacher_before(run: Run, state: RunState) -> dict[str, Any]:
-    """Evaluate the teacher on the held-out text; empty without one."""
+def _teacher_before(run: Run, state: RunState, own: Evaluation | None = None) -> dict[str, Any]:
+    """The teacher's row; empty without one. `own` are its scores on the held-out text, where they are known."""
     before: dict[str, Any] = {}
     teacher = run.teacher.as_model()
     if teacher is not None:
-        row = summary_row(_evaluate_teacher(run, state, teacher), teacher.num_parameters)
+        row = summary_row(own or _evaluate_teacher(run, state, teacher), teacher.num_parameters)
         before["teacher"] = run.teacher.comparable(row)
         if not _is_number(before["teacher"]["bits_per_byte"]):
             raise BrokenAtStart(

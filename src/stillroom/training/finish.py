@@ -292,7 +292,7 @@ def finish(run: Run, state: RunState, stop: Stop) -> Result:
     final = state.evaluated if is_last_best and reference is run.teacher else None
     if final is None:
         options: dict[str, Any] = {"precision": run.precision, "teacher": reference, "between": check_stop}
-        final = evaluate_held_out(run, state, run.student, **options)
+        final = evaluate_held_out(run, state, run.student, answers=state.answers, **options)
     check_stop()
     end = how_it_ended(state, final.perplexity, state.before["student_before"]["perplexity"])
     gather_student(run)

@@ -9,7 +9,7 @@ import math
 import signal
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import FrameType
@@ -28,7 +28,7 @@ from stillroom.telemetry import EventLog
 from stillroom.telemetry.record import Event, LoggedRun, scan_events
 from stillroom.telemetry.wording import section
 from stillroom.training.checkpoint import CheckpointSnapshots, no_save_left, tell_finished
-from stillroom.training.evaluate import Evaluation, never_stop
+from stillroom.training.evaluate import KEPT_BYTES, Evaluation, never_stop
 from stillroom.training.gradients import term_gradients
 from stillroom.training.memory import evaluate_held_out, micro_batch_rows, parts_of, within_memory
 from stillroom.training.recover import check_state, is_sound, keep_snapshot, take_snapshot
@@ -272,8 +272,17 @@ def evaluate_and_save(run: Run, state: RunState, loss_weights: LossWeights, *, i
 # ---- Evaluation
 
 
-def run_evaluation(run: Run, state: RunState, loss_weights: LossWeights | None = None) -> Evaluation:
-    """Evaluate with the loss weights of the last step, so that train and eval objectives are comparable."""
+def run_evaluation(
+    run: Run,
+    state: RunState,
+    loss_weights: LossWeights | None = None,
+    *,
+    on_teacher: Callable[[Evaluation | None], None] | None = None,
+) -> Evaluation:
+    """Evaluate with the loss weights of the last step, so that train and eval objectives are comparable.
+
+    `on_teacher` gets the teacher's own scores from the same pass before anything is said of the student.
+    """
     loss_weights = loss_weights or run.loss_weights(state)
     run.hooks.in_eval()
     result = evaluate_held_out(
@@ -285,7 +294,15 @@ def run_evaluation(run: Run, state: RunState, loss_weights: LossWeights | None =
         mix=run.mix,
         loss_weights=loss_weights,
         between=state.between_batches,
+        answers=state.answers,
+        scores_teacher=on_teacher is not None,
     )
+    if on_teacher is not None:
+        on_teacher(result.teacher)
+    if state.answers.num_not_kept and state.evaluated is None:
+        text = f"the teacher's answers to {state.answers.num_not_kept:,} held-out batches are not kept: all of them take"
+        text += f" more than {KEPT_BYTES / 1e6:,.0f} MB, so it answers those again at every evaluation"
+        run.log.write("note", text=text)
     result = replace(result, perplexity=run.parallel.broadcast(result.perplexity))
     run.parallel.check_replicas(replicas_of(run))
     state.evaluated = result

@@ -29,7 +29,7 @@ from stillroom.precision.storage import local
 from stillroom.teachers import NO_TEACHER, Teacher
 from stillroom.telemetry import EventLog
 from stillroom.training.checkpoint import CheckpointStore, Mark, Saved, Saves, Snapshots
-from stillroom.training.evaluate import Evaluation, never_stop
+from stillroom.training.evaluate import Evaluation, KeptAnswers, never_stop
 from stillroom.training.guard import Guard
 from stillroom.training.schedule import Curriculum, Schedule
 
@@ -196,7 +196,9 @@ def weight_peaks(run: Run) -> Tensor:
     """The largest magnitude in what this process holds of each parameter; NaN where one is NaN. [parameters]"""
     trained = (*run.student.model.parameters(), *run.mix.projectors.parameters())
     held = [local(parameter.detach()) for parameter in trained]
-    return torch.stack([tensor.abs().amax().float() for tensor in held if tensor.numel()])
+    # Without a copy of the largest one, which `abs` would make.
+    ends = [tensor.aminmax() for tensor in held if tensor.numel()]
+    return torch.stack([torch.maximum(-low, high).float() for low, high in ends])
 
 
 # -- state -----------------------------------------------------------------------------------------
@@ -217,6 +219,7 @@ class TensorGroups:
     reach: Reach = field(default_factory=Reach)
     pace: Pace = field(default_factory=Pace)
     evaluated: Evaluation | None = None  # the last evaluation of the student
+    answers: KeptAnswers = field(default_factory=KeptAnswers)  # of the teacher on the held-out text
     saved_at: tuple[int, ...] = ()  # counters that identify the state of the newest checkpoint
     is_changing: bool = False  # a verdict is carried out, or gates are looked after: this is not the state of one step
     has_told_fallback: bool = False  # that positions without a usable teacher are taught by their labels

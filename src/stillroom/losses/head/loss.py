@@ -35,6 +35,7 @@ from stillroom.losses.divergences import (
 from stillroom.losses.head.kernel import KernelName, choose_kernel
 from stillroom.losses.head.products import GivenLogits, Products, Wanted, products_of
 from stillroom.losses.head.rows import (
+    Logits,
     RowKernel,
     RowPlan,
     RowRecord,
@@ -461,6 +462,7 @@ class HeadTask:
     chunk_tokens: int
     clamped: Tensor | None = None  # [N], filled by the pass where the head has a clamp
     corrected: Tensor | None = None  # [N], filled by the pass where the plan has a label margin
+    on_logits: Callable[[slice, Any, Any], None] | None = None  # see `StudentView`
 
 
 class _HeadPass(torch.autograd.Function):
@@ -537,8 +539,10 @@ class _ChunkedPass:
         if plan.divergence is None and not plan.has_ce:
             return
         for part in parts(len(self.rows.targets), self.task.chunk_tokens):
-            student = self.student.logits(part)
-            self.task.kernel.run(student, self._teacher_rows(part), self.rows.rows(part), plan)
+            student, teacher = self.student.logits(part), self._teacher_rows(part)
+            if self.task.on_logits is not None:  # before the kernel, which may write over them
+                self.task.on_logits(part, student, teacher if isinstance(teacher, Logits) else None)
+            self.task.kernel.run(student, teacher, self.rows.rows(part), plan)
             if plan.wants_student:
                 self.student.pull_back(part)
             if plan.wants_teacher and self.teacher is not None:
@@ -728,6 +732,7 @@ def score_head(
         chunk_tokens=choose_chunk(chunk_tokens, view.hidden, view.head.num_real),
         clamped=None if view.head.clamp is None else torch.zeros_like(weighing.ones),
         corrected=None if label_margin is None else torch.zeros_like(weighing.ones),
+        on_logits=view.on_logits,
     )
     return _result(view, task, weighing)
 
