@@ -450,6 +450,8 @@ def _announce(
             "optimizer_steps": run.schedule.num_steps,
             "warmup_steps": run.schedule.num_warmup,
             "learning_rate": config.train.learning_rate,
+            "eval_steps": run.budget.eval_steps,
+            "eval_batches": run.budget.num_batches,
         },
         teacher={"name": config.teacher.model, **teacher.anatomy.to_dict()} if teacher else None,
         student={"name": student_name(config), **models.loaded_student.anatomy.to_dict(), "trained": run.num_trained},
@@ -461,7 +463,8 @@ def _announce(
         },
     )
     notes = (*notes, *unused_strategy(config, run.parallel))
-    for text in (*notes, *models.notes, *run.teacher.notes, *run.mix.notes(run.device.type)):
+    notes = (*notes, *models.notes, *run.teacher.notes, *run.mix.notes(run.device.type))
+    for text in (*notes, *([run.budget.note] if run.budget.note else [])):
         run.log.write("note", text=text)
     if saved is not None:
         for reason in saved.rejected:

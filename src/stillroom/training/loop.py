@@ -32,7 +32,7 @@ from stillroom.training.evaluate import KEPT_BYTES, Evaluation, never_stop
 from stillroom.training.gradients import term_gradients
 from stillroom.training.memory import evaluate_held_out, micro_batch_rows, parts_of, within_memory
 from stillroom.training.recover import check_state, is_sound, keep_snapshot, take_snapshot
-from stillroom.training.run import Run, RunState, plan_evaluations, weights_of
+from stillroom.training.run import Run, RunState, weights_of
 from stillroom.training.save import last_step_saved, record_rollback, save_checkpoint, save_stopped_student
 from stillroom.training.schedule import NO_PHASE
 from stillroom.training.step import StepOutcome, train_step
@@ -136,7 +136,7 @@ def _steps(run: Run, state: RunState, stop: Stop) -> Iterator[StepOutcome]:
         keep_snapshot(run, state)
     elif not (is_sound(run) and take_snapshot(run, state)):
         run.log.write("note", text="the student is not finite before the first step")
-    if state.applied == 0:
+    if state.applied == 0 and isinstance(run.snapshots, CheckpointSnapshots):  # a rollback returns to it
         save_checkpoint(run, state)
     if state.owes_evaluation:
         with _stoppable(run, state, stop):
@@ -212,15 +212,7 @@ def _stoppable(run: Run, state: RunState, stop: Stop) -> Iterator[None]:
 def plan(run: Run, state: RunState) -> None:
     """Set the intervals of evaluations and checkpoints: as configured, else within a share of the run."""
     train, steps = run.config.train, run.schedule.num_steps
-    state.pace.eval_steps = train.eval_steps
-    if not train.eval_steps:
-        size = run.config.eval.batch_size or train.rows_per_batch
-        rows = len(run.corpus.evaluation)
-        rows = min(rows, run.config.eval.max_batches * size) if run.config.eval.max_batches else rows
-        window_rows = train.rows_per_batch * train.gradient_accumulation_steps * run.initial_world_size
-        state.pace.eval_steps, reason = plan_evaluations(steps, rows, window_rows)
-        if reason:
-            run.log.write("note", text=reason)
+    state.pace.eval_steps = run.budget.eval_steps
     state.pace.save_steps = train.save_steps or train.eval_steps or math.ceil(steps / 10)
     # A rollback to the newest checkpoint must not depend on the clock.
     state.pace.is_save_fixed = bool(train.save_steps or train.eval_steps) or isinstance(
