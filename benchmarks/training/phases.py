@@ -40,7 +40,7 @@ PHASES = {
     "steps": ["training.step:train_step"],
     "report": ["report:write_report"],
 }
-CHILD = '''
+CHILD = """
 import importlib, json, resource, sys, time
 began = time.process_time()
 import stillroom.cli
@@ -96,7 +96,7 @@ early = before_steps[0] if before_steps else {}
 print("MARK" + json.dumps({"exit_code": code, "cpu_seconds": spent, "before_first_step": early,
                            "total": sum(spent.values()), "peak_gb": peak * 1024 / 1e9,
                            "peak_gb_by_phase": {key: value * 1024 / 1e9 for key, value in peaks.items()}}))
-'''.replace("MARK", _MARK)
+""".replace("MARK", _MARK)
 
 PAIRS = {  # layers, width, feed-forward, heads, key heads: SmolLM2-360M's and SmolLM2-135M's
     "360M": (32, 960, 2560, 15, 5),

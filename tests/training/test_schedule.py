@@ -102,7 +102,12 @@ def test_what_was_asked_for_is_kept_and_what_is_shortened_is_said() -> None:
     assert (asked.num_batches, asked.eval_steps, asked.note) == (50, 2, "")
     assert plan_budget(work, **{**ASKED, "max_batches": 0}).num_batches == 0, "all of it"
     shortened = plan_budget(work, **ASKED)
-    for said in ("2 of 336 held-out batches", f"every {shortened.eval_steps} steps", "samples of", "stillroom eval RUN"):
+    for said in (
+        "2 of 336 held-out batches",
+        f"every {shortened.eval_steps} steps",
+        "samples of",
+        "stillroom eval RUN",
+    ):
         assert said in shortened.note
 
 

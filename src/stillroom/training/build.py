@@ -91,7 +91,8 @@ def build_run(
 
     # What it returns to, and what it leaves behind.
     checkpoints = CheckpointStore(folder / "checkpoints", config.checkpoint.keep, hooks.checkpoint_point)
-    snapshots = make_snapshots(config, precision.mode, optimizer, checkpoints, log, parallel)
+    is_gpu = device.type == "cuda"
+    snapshots = make_snapshots(config, precision.mode, optimizer, checkpoints, log, parallel, is_gpu=is_gpu)
     saves = make_saves(config, precision.mode, optimizer, snapshots, log, parallel)
 
     return Run(
@@ -163,9 +164,7 @@ def make_loader(config: Config, corpus: Corpus, parallel: Parallel, initial_worl
     return shuffled.short_first(max(1, round(_SHORT_FIRST_SHARE * num_steps)))
 
 
-def make_budget(
-    config: Config, models: Models, corpus: Corpus, schedule: Schedule, initial_world_size: int
-) -> Budget:
+def make_budget(config: Config, models: Models, corpus: Corpus, schedule: Schedule, initial_world_size: int) -> Budget:
     """Plan evaluations and samples by the counts of the run: the same after a resume, and on any machine."""
     train, held_out = config.train, config.eval
     rows = train.rows_per_batch * train.gradient_accumulation_steps * initial_world_size

@@ -350,7 +350,7 @@ def _train(
         find_micro_batch(run, state)
         find_loss_scale(run, state)
     if run.config.guard.on_exhausted == "reset" and state.applied == 0:
-        state.initial = state_to_return_to(run, state).copied()
+        state.initial = state_to_return_to(run, state).copied(disk=run.disk_copies)
     stop.check_loading()
     if mark is not None:
         restore_history(run, state, mark)

@@ -10,7 +10,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
@@ -123,7 +123,7 @@ class Stop:
 
 def training(run: Run, state: RunState, stop: Stop) -> Iterator[StepOutcome]:
     """Train until the schedule ends. Yields after each attempted step, refused ones included."""
-    with last_step_saved(run, state), no_save_left(run, state):
+    with last_step_saved(run, state) if run.parallel.size > 1 else nullcontext(), no_save_left(run, state):
         yield from _steps(run, state, stop)
 
 
@@ -292,7 +292,9 @@ def run_evaluation(
     if on_teacher is not None:
         on_teacher(result.teacher)
     if state.answers.num_not_kept and state.evaluated is None:
-        text = f"the teacher's answers to {state.answers.num_not_kept:,} held-out batches are not kept: all of them take"
+        text = (
+            f"the teacher's answers to {state.answers.num_not_kept:,} held-out batches are not kept: all of them take"
+        )
         text += f" more than {KEPT_BYTES / 1e6:,.0f} MB, so it answers those again at every evaluation"
         run.log.write("note", text=text)
     result = replace(result, perplexity=run.parallel.broadcast(result.perplexity))
@@ -337,9 +339,12 @@ def judge_student(run: Run, state: RunState, result: Evaluation) -> None:
     if is_better(result, state):
         state.best_perplexity, state.best_step = result.perplexity, state.applied
         state.evaluations_since_best = 0
-        state.best_weights = {
-            name: tensor.detach().to("cpu", copy=True) for name, tensor in weights_of(run.student.model).items()
-        }
+        weights = weights_of(run.student.model)
+        state.best_weights = (
+            run.disk_copies.copy(weights)
+            if run.disk_copies is not None
+            else {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights.items()}
+        )
         return
     state.evaluations_since_best += 1
     patience = run.config.train.early_stopping

@@ -28,7 +28,7 @@ from stillroom.precision import AdamW, Precision
 from stillroom.precision.storage import local
 from stillroom.teachers import NO_TEACHER, Teacher
 from stillroom.telemetry import EventLog
-from stillroom.training.checkpoint import CheckpointStore, Mark, Saved, Saves, Snapshots
+from stillroom.training.checkpoint import CheckpointStore, DiskCopies, Mark, Saved, Saves, SnapshotRing, Snapshots
 from stillroom.training.evaluate import Evaluation, KeptAnswers, never_stop
 from stillroom.training.guard import Guard
 from stillroom.training.schedule import Budget, Curriculum, Schedule
@@ -488,7 +488,7 @@ def _best(run: Run, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {}
     held = {name: torch.empty_like(tensor, device="cpu") for name, tensor in weights_of(run.student.model).items()}
     run.parallel.load("best", held, saved)
-    return held
+    return held if run.disk_copies is None else run.disk_copies.copy(held)
 
 
 _RECOVERY_STEPS = 50
@@ -546,6 +546,11 @@ class Run:
         """Of the student that is written: an adapter is merged into it."""
         held: int = sum(parameter.numel() for parameter in self.student.model.parameters())
         return held - (self.adapter.num_trained if self.adapter else 0)
+
+    @property
+    def disk_copies(self) -> DiskCopies | None:
+        """Where copies of the state go that are too large for memory; None: into memory."""
+        return self.snapshots.disk if isinstance(self.snapshots, SnapshotRing) else None
 
     def check_folder(self) -> None:
         """Raise if the folder was deleted or replaced, before anything is saved into it."""

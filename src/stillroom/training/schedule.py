@@ -158,7 +158,10 @@ _SHARE = 0.10  # of the work of the steps, for everything next to them
 _LEAST_WORK = 5e12  # what any run may spend, but not more than its steps: about a minute of one core
 _FIRST_SHARE = 0.01  # of the steps' work, for the first evaluation, in which the teacher runs too
 _LEAST_FIRST = 1.3e12  # what the first evaluation may take in any run: about a quarter of a minute of one core
-_EVALUATIONS_SHARE, _SAMPLES_SHARE = 0.5, 0.1  # of the budget; the rest is for checks, checkpoints and the student's file
+_EVALUATIONS_SHARE, _SAMPLES_SHARE = (
+    0.5,
+    0.1,
+)  # of the budget; the rest is for checks, checkpoints and the student's file
 _FREE_WORK = 5e10  # below this nothing is shortened: loading takes longer
 _MOST_EVALUATIONS = 10
 _WRITTEN = 14  # a token that is written reads all weights by itself: it costs as much as so many that are read
@@ -208,7 +211,9 @@ class Budget:
     note: str = ""  # what was shortened; empty where nothing was
 
 
-def plan_budget(work: Work, *, max_batches: int | None, eval_steps: int, num_samples: int, sample_tokens: int) -> Budget:
+def plan_budget(
+    work: Work, *, max_batches: int | None, eval_steps: int, num_samples: int, sample_tokens: int
+) -> Budget:
     """Plan what a run spends next to its steps. `max_batches` None and `eval_steps` 0 are chosen; samples are at most
     as many and as long as asked for."""
     for_evaluations = max(_EVALUATIONS_SHARE * work.allowed, _FREE_WORK)
