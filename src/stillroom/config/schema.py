@@ -1228,8 +1228,9 @@ class GuardConfig(Section):
 class EvalConfig(Section):
     max_batches: Count | Literal["auto"] = Field(
         "auto",
-        description="batches in an evaluation, of rows evenly spread over the held-out data; 0: all of it; auto: as many "
-        "as the run's budget allows, next to its steps at most a tenth of their work, as much as they in short runs",
+        description="batches in an evaluation, of rows evenly spread over the held-out data; 0: all of it; auto: as "
+        "many as the run's budget allows: all that is done next to the steps takes a tenth of their work, more in runs "
+        "of a few minutes",
     )
     batch_size: Annotated[int, Field(ge=0, le=MOST_ROWS)] = Field(0, description="rows; 0: as in training")
     max_perplexity: NonNegative = Field(

@@ -145,7 +145,7 @@ class Manifest(Stored):
 
 
 def write_durably(path: Path, contents: bytes | Iterable[bytes | memoryview]) -> FileSum:
-    """Write a file and flush it to the disk. Return its sum. Contents may come in pieces, so as not to be held whole."""
+    """Write a file and flush it to the disk. Return its sum. Contents may come in pieces."""
     digest, size = hashlib.sha256(), 0
     with path.open("wb") as file:
         for piece in (contents,) if isinstance(contents, bytes) else contents:

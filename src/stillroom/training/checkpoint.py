@@ -97,7 +97,7 @@ _DTYPES = {
 
 
 def as_safetensors(named: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """The contents of a safetensors file, a tensor at a time: the library's own `save` holds two copies of all of it."""
+    """The contents of a safetensors file, a tensor at a time: the library's `save` holds two copies of all of it."""
     header, end = {}, 0
     for name, tensor in named.items():
         begin, end = end, end + tensor.numel() * tensor.element_size()
@@ -117,7 +117,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 class DiskCopies:
     """Copies of tensors in files that are mapped and not read: no memory is taken until they are needed again.
 
-    A file is removed as soon as it is mapped, so that its space is freed with the last tensor, or when the process ends.
+    A file is removed as soon as it is mapped: its space is freed with the last tensor, or when the process ends.
     """
 
     def __init__(self, folder: Path, tell: Callable[[str], object]) -> None:

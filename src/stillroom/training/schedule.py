@@ -214,8 +214,10 @@ class Budget:
 def plan_budget(
     work: Work, *, max_batches: int | None, eval_steps: int, num_samples: int, sample_tokens: int
 ) -> Budget:
-    """Plan what a run spends next to its steps. `max_batches` None and `eval_steps` 0 are chosen; samples are at most
-    as many and as long as asked for."""
+    """Plan what a run spends next to its steps.
+
+    `max_batches` None and `eval_steps` 0 are chosen; samples are at most as many and as long as asked for.
+    """
     for_evaluations = max(_EVALUATIONS_SHARE * work.allowed, _FREE_WORK)
     chosen = work.num_batches if max_batches is None else min(max_batches or work.num_batches, work.num_batches)
     wished = math.ceil(work.num_steps / (eval_steps or 10))

@@ -135,7 +135,7 @@ def _row(
     texts: _Texts,
     num_exact: int,
 ) -> dict[str, Any]:
-    """The tokens of a row of one, from shortly before the first that is scored. `batch` is what the models read of it."""
+    """The tokens of a row of one, from shortly before the first that is scored. `batch` is what models read of it."""
     targets = whole.targets[0].tolist()
     length, begin = int(whole.attention_mask[0].sum()), _first_shown(whole)
     ids = whole.input_ids[0, :length].tolist()
