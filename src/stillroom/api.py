@@ -259,20 +259,33 @@ def reported(job: Callable[[Path, Listeners], Result], out: Path, mode: ConsoleM
 
     def finish(folder: Path, summary: Mapping[str, Any]) -> None:
         if is_first:
-            page = write_report(folder, live.foot())
+            page = write_report(folder, pages[0].foot() if pages else "")
             with contextlib.suppress(BrokenPipeError):  # the run is done, even if nobody reads its output
                 view.finish(summary, page)
 
+    pages: list[LiveReport] = []
+    start: dict[str, Any] = {}
+
+    def follow(event: dict[str, Any]) -> None:
+        """Write the page during the run, from its first step on: before it there is nothing to show."""
+        if not pages and event.get("event") == "step":
+            pages.append(LiveReport(place.folder, view.handle))
+            pages[0].handle(start)
+        if pages:
+            pages[0].handle(event)
+        elif event.get("event") == "run_start":
+            start.update(event)
+
     with opened(out) as place, ConsoleView(mode if is_first else "quiet", tells_stops=False) as view:
-        live = LiveReport(place.folder, view.handle)
         try:
             with torch.random.fork_rng(range(torch.cuda.device_count())):  # a run seeds; restore the caller's state
-                result = job(place.folder, (view.handle, live.handle) if is_first else (view.handle,))
+                result = job(place.folder, (view.handle, follow) if is_first else (view.handle,))
         except FinishedBadly as error:  # the run is complete: write its report
             finish(Path(str(error.folder)), error.summary)
             raise
         except BaseException:
-            live.close()
+            for page in pages:
+                page.close()
             raise
         finish(result.folder, result.summary)
     return result, place.url or str(result.folder)

@@ -136,9 +136,7 @@ def _compared(done: Result, config: Config, device: str, chosen: dict[str, float
         teacher.tokenizer, student.tokenizer, teacher.anatomy.vocab_rows, student.anatomy.vocab_rows
     )
     corpus = open_eval(config.data.eval or config.data.sources[0].path, student.tokenizer, config.data)
-    batches = fixed_batches(
-        corpus.evaluation, config.eval.batch_size or config.train.rows_per_batch, config.eval.max_batches
-    )
+    batches = fixed_batches(corpus.evaluation, config.eval.batch_size or config.train.rows_per_batch, config.eval.limit)
     student.network.to(where)
     evaluation = evaluate(
         student.as_student(size),

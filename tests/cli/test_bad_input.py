@@ -114,12 +114,12 @@ def test_options_work_with_underscores(stillroom: Command, world: Path, tmp_path
 def test_a_dry_run_walks_the_whole_path(stillroom: Command, world: Path, tmp_path: Path) -> None:
     over = {"train__max_steps": 1000, "eval__max_batches": 0}
     code, out, _err = stillroom(*arguments(world, tmp_path / "dry", **over), "--dry-run")
-    assert code == 0 and "dry run: 5 steps, 2 held-out batches" in " ".join(out.split())
+    assert code == 0 and "dry run: 5 steps, 1 held-out batch" in " ".join(out.split())
     assert (tmp_path / "dry" / "report.html").exists()
     assert (tmp_path / "dry" / "checkpoints" / "step-000005" / "manifest.json").exists()
     assert json.loads((tmp_path / "dry" / "summary.json").read_text())["steps"] == 5
     config = json.loads((tmp_path / "dry" / "config.json").read_text())["config"]
-    assert config["eval"]["max_batches"] == 2
+    assert config["eval"]["max_batches"] == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

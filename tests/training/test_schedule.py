@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stillroom.training.schedule import Schedule, steps_of_run, warmup_of_run, windows_in
+from stillroom.training.schedule import Budget, Schedule, Work, plan_budget, steps_of_run, warmup_of_run, windows_in
 
 
 def test_an_epoch_of_74823_batches_has_4677_steps_and_warms_up_for_467() -> None:
@@ -47,3 +47,66 @@ def test_a_schedule_ends_at_its_floor(shape: str) -> None:
 
 def test_an_explicit_warmup_never_eats_the_whole_run() -> None:
     assert warmup_of_run(5, 500, 0.1) == 4
+
+
+# -- the budget ------------------------------------------------------------------------------------------
+
+SMOLLM = {"student": 81_000_000, "teacher": 135_000_000, "teacher_head": 28_000_000}
+ASKED = {"max_batches": None, "eval_steps": 0, "num_samples": 3, "sample_tokens": 48}
+
+
+def spent(work: Work, budget: Budget) -> float:
+    """The planned operations of evaluations and samples."""
+    batches = budget.num_batches or work.num_batches
+    evaluations = -(-work.num_steps // budget.eval_steps)
+    written = budget.num_samples * budget.sample_tokens * 14 * 2 * (work.student + work.teacher)
+    return batches * (work.first_batch + evaluations * work.later_batch) + written
+
+
+@given(
+    num_steps=st.integers(1, 100_000),
+    step_tokens=st.integers(64, 100_000),
+    batch_tokens=st.integers(64, 10_000),
+    num_batches=st.integers(1, 5_000),
+    student=st.integers(10_000, 10**10),
+    teacher=st.sampled_from([0, 10**6, 10**8, 10**11]),
+)
+def test_evaluations_and_samples_stay_within_the_budget(num_batches: int, **counts: int) -> None:
+    work = Work(**counts, num_batches=num_batches, teacher_head=counts["teacher"] // 5)
+    budget = plan_budget(work, **ASKED)
+    assert 1 <= budget.eval_steps <= work.num_steps
+    assert 0 <= budget.num_batches < num_batches or num_batches == 1, "0 stands for all of them"
+    one_batch = work.first_batch + work.later_batch  # the least that tells how good a student is
+    shortest = 8 * 14 * 2 * (work.student + work.teacher)  # one sample of eight tokens
+    assert spent(work, budget) <= max(0.6 * work.allowed, 1e11) + one_batch + shortest
+    assert work.allowed <= work.steps
+    assert work.allowed == pytest.approx(0.1 * work.steps) or work.steps < 5e13, "a tenth of a long run"
+    assert plan_budget(work, **ASKED) == budget, "the same counts give the same plan"
+
+
+def test_a_run_of_half_an_hour_at_a_real_size_spends_at_most_a_tenth_next_to_its_steps() -> None:
+    work = Work(num_steps=300, step_tokens=1024, batch_tokens=1024, num_batches=336, **SMOLLM)
+    assert spent(work, plan_budget(work, **ASKED)) <= 0.1 * work.steps
+
+
+def test_the_first_evaluation_at_a_real_size_reads_a_few_batches_and_a_longer_run_more() -> None:
+    batches = [
+        plan_budget(Work(num_steps, 1024, 1024, 336, **SMOLLM), **ASKED).num_batches for num_steps in (6, 100, 5000)
+    ]
+    assert batches == [2, 2, 87]
+
+
+def test_what_was_asked_for_is_kept_and_what_is_shortened_is_said() -> None:
+    work = Work(num_steps=6, step_tokens=1024, batch_tokens=1024, num_batches=336, **SMOLLM)
+    asked = plan_budget(work, max_batches=50, eval_steps=2, num_samples=0, sample_tokens=48)
+    assert (asked.num_batches, asked.eval_steps, asked.note) == (50, 2, "")
+    assert plan_budget(work, **{**ASKED, "max_batches": 0}).num_batches == 0, "all of it"
+    shortened = plan_budget(work, **ASKED)
+    every = f"every {shortened.eval_steps} steps"
+    assert all(said in shortened.note for said in ("2 of 336 held-out batches", every, "samples of", "eval RUN"))
+
+
+def test_a_small_run_is_not_shortened() -> None:
+    small = Work(num_steps=20, step_tokens=512, batch_tokens=512, num_batches=4, student=50_000, teacher=200_000)
+    budget = plan_budget(small, **ASKED)
+    assert (budget.num_batches, budget.num_samples, budget.sample_tokens, budget.note) == (0, 3, 48, "")

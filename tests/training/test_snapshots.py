@@ -6,8 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
-from stillroom.training.checkpoint import CheckpointSnapshots, CheckpointStore, Saved, SnapshotRing
+from stillroom.core.files import write_durably
+from stillroom.training.checkpoint import (
+    CheckpointSnapshots,
+    CheckpointStore,
+    DiskCopies,
+    Saved,
+    SnapshotRing,
+    as_safetensors,
+)
 
 
 def state(step: int, weight: torch.Tensor) -> Saved:
@@ -66,3 +75,50 @@ def test_checkpoints_serve_as_snapshots_where_memory_is_short(tmp_path: Path) ->
     snapshots.drop_newest()
     newest = snapshots.newest()
     assert newest is not None and newest.step == 1
+
+
+def test_copies_on_disk_are_the_same_bits_and_leave_no_file(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    living = {
+        "weight": torch.randn(5, 3),
+        "half": torch.randn(7).to(torch.bfloat16),
+        "count": torch.tensor(3),
+        "none": torch.zeros(0, 4),
+        "transposed": torch.randn(4, 2).t(),
+    }
+    before = {name: tensor.clone() for name, tensor in living.items()}
+    said: list[str] = []
+    snapshots = SnapshotRing(2, DiskCopies(tmp_path, said.append))
+    snapshots.keep(Saved(1, {"student": living, "random": {}}, {}))
+    for tensor in living.values():
+        tensor.zero_()
+    newest = snapshots.newest()
+    assert newest is not None and newest.tensors["random"] == {}
+    for name, tensor in before.items():
+        kept = newest.tensors["student"][name]
+        assert kept.dtype == tensor.dtype and torch.equal(kept, tensor)
+    assert list(tmp_path.iterdir()) == [] and not said
+
+
+def test_a_copy_that_the_disk_does_not_take_is_kept_in_memory_and_said(tmp_path: Path) -> None:
+    said: list[str] = []
+    living = torch.ones(3)
+    (kept,) = DiskCopies(tmp_path / "gone", said.append).copy({"weight": living}).values()
+    living.zero_()
+    assert kept.tolist() == [1.0] * 3 and len(said) == 1
+
+
+def test_a_checkpoint_is_written_as_safetensors_reads_it(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    named = {
+        "b": torch.randn(3, 2),
+        "a": torch.arange(5),
+        "h": torch.randn(3).half(),
+        "n": torch.zeros(0),
+        "s": torch.tensor(True),
+    }
+    write_durably(tmp_path / "one.safetensors", as_safetensors(named))
+    read = load_file(tmp_path / "one.safetensors")
+    assert set(read) == set(named)
+    for name, tensor in named.items():
+        assert read[name].dtype == tensor.dtype and torch.equal(read[name], tensor)

@@ -736,7 +736,7 @@ def _is_named(config: Config, key: str) -> bool:
 # The same code path as a run, in five steps.
 
 _STEPS = 5
-_BATCHES = 2  # held-out batches in an evaluation
+_BATCHES = 1  # held-out batches in an evaluation
 _SAMPLES, _SAMPLE_TOKENS = 1, 8
 
 
@@ -747,7 +747,7 @@ def shortened(loaded: Loaded) -> Loaded:
     train = config.train.model_copy(update={"max_steps": steps, "eval_steps": steps, "save_steps": steps})
     held_out = config.eval.model_copy(
         update={
-            "max_batches": min(config.eval.max_batches or _BATCHES, _BATCHES),
+            "max_batches": min(config.eval.limit or _BATCHES, _BATCHES),
             "samples": min(config.eval.samples, _SAMPLES),
             "sample_tokens": min(config.eval.sample_tokens, _SAMPLE_TOKENS),
         }
@@ -756,7 +756,7 @@ def shortened(loaded: Loaded) -> Loaded:
     router = router.model_copy(update={"probe_steps": min(router.probe_steps, _STEPS)})
     teacher = config.teacher.model_copy(update={"router": router})
     short: Config = config.model_copy(update={"train": train, "eval": held_out, "teacher": teacher})
-    cut = [f"{steps} steps", f"{held_out.max_batches} held-out batches", f"samples of {held_out.sample_tokens} tokens"]
+    cut = [f"{steps} steps", "1 held-out batch", f"samples of {held_out.sample_tokens} tokens"]
     if router.probe_steps:
         cut.append(f"a router probe of {router.probe_steps} updates, too few to trust")
     return Loaded(short, (*loaded.notes, f"dry run: {', '.join(cut)}"))

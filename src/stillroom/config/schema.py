@@ -1252,7 +1252,12 @@ class GuardConfig(Section):
 
 
 class EvalConfig(Section):
-    max_batches: Count = Field(0, description="batches in an evaluation; 0: all held-out data")
+    max_batches: Count | Literal["auto"] = Field(
+        "auto",
+        description="batches in an evaluation, of rows evenly spread over the held-out data; 0: all of it; auto: as "
+        "many as the run's budget allows: all that is done next to the steps takes a tenth of their work, more in runs "
+        "of a few minutes",
+    )
     batch_size: Annotated[int, Field(ge=0, le=MOST_ROWS)] = Field(0, description="rows; 0: as in training")
     max_perplexity: NonNegative = Field(
         0.0, description="a check of the result: held-out perplexity below this; 0: below the untrained student's"
@@ -1262,6 +1267,11 @@ class EvalConfig(Section):
     )
     samples: Count = Field(3, description="texts continued by teacher and student in the report")
     sample_tokens: Size = Field(48, description="tokens of each continuation")
+
+    @property
+    def limit(self) -> int:
+        """Batches in an evaluation where nothing plans them; 0: all."""
+        return 0 if self.max_batches == "auto" else self.max_batches
 
 
 class CheckpointConfig(Section):

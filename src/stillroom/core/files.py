@@ -17,7 +17,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -144,13 +144,16 @@ class Manifest(Stored):
 # -- writing ---------------------------------------------------------------------------------------------
 
 
-def write_durably(path: Path, contents: bytes) -> FileSum:
-    """Write a file and flush it to the disk. Return its sum."""
+def write_durably(path: Path, contents: bytes | Iterable[bytes | memoryview]) -> FileSum:
+    """Write a file and flush it to the disk. Return its sum. Contents may come in pieces."""
+    digest, size = hashlib.sha256(), 0
     with path.open("wb") as file:
-        file.write(contents)
+        for piece in (contents,) if isinstance(contents, bytes) else contents:
+            digest.update(piece)
+            size += file.write(piece)
         file.flush()
         os.fsync(file.fileno())
-    return sum_of_bytes(contents)
+    return FileSum(sha256=digest.hexdigest(), bytes=size)
 
 
 def write_atomically(path: Path, contents: bytes, *, mark: str = "") -> None:

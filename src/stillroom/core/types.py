@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
@@ -90,6 +90,20 @@ class Batch:
         }
         return replace(self, **by_row, other=self.other._of_rows(rows) if self.other is not None else None)
 
+    def up_to(self, length: int) -> Batch:
+        """The first `length` positions of each row; the rows as they are where each model reads its own tokens.
+
+        What a causal model says of these positions does not depend on those that follow.
+        """
+        if self.other is not None or length >= self.input_ids.shape[1]:
+            return self
+        cut: dict[str, Any] = {
+            name: getattr(self, name)[:, :length]
+            for name in ("input_ids", "attention_mask", "targets", "target_bytes", "segments", "spans", "is_exact")
+            if getattr(self, name) is not None
+        }
+        return replace(self, **cut)
+
     def without_targets(self) -> Batch:
         """The same rows without scored targets."""
         return replace(
@@ -162,6 +176,8 @@ class StudentView:
     positions: Tensor | None = None  # [N], flat indices of the scored positions in [B, L], to select from taps
     sequences: Tensor | None = None  # [N], row of the batch of each position; None: all in one
     num_sequences: int = 1
+    # Called by the head's pass with each chunk: positions, and the logits of the student and of a dense teacher.
+    on_logits: Callable[[slice, Any, Any], None] | None = None
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,7 @@ def shortened(config: Config, num_steps: int, kill_at: int) -> Config:
         )
     every = max(1, kill_at - 2)
     train = {"max_steps": num_steps, "save_steps": every, "eval_steps": num_steps, "early_stopping": 0}
-    batches = min(config.eval.max_batches or _EVAL_BATCHES, _EVAL_BATCHES)
+    batches = min(config.eval.limit or _EVAL_BATCHES, _EVAL_BATCHES)
     router = config.teacher.router
     router = router.model_copy(update={"probe_steps": min(router.probe_steps, num_steps)})
     warmup = min(config.train.warmup_steps, num_steps - 1)

@@ -51,6 +51,7 @@ class Teacher:
     num_exact: int = 0  # top tokens that lead each position of a sparse signal, in order; 0: not known
     answers_together: bool = False  # whether all processes have to ask it at the same time
     writes_text: bool = True  # whether `as_model` is fast enough to write a text token by token
+    answers_last: bool = True  # whether an answer may be kept: it is the same later, and its head stays where it is
 
     @property
     def gives_signals(self) -> bool:
@@ -230,6 +231,7 @@ class Placement:
     is_shared = False  # whether all processes have to ask it at the same time
     tell: Callable[[str], object] = staticmethod(warnings.warn)  # hears what went otherwise than planned
     writes_text = True  # whether it answers fast enough to write a text token by token
+    keeps_head = True  # whether the head of an answer is the model's own, on the device for good
 
     @contextmanager
     def at_work(self) -> Iterator[None]:

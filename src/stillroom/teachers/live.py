@@ -49,6 +49,7 @@ class LiveTeacher(Teacher):
         if not self.writes_text:
             self.notes = ("the teacher writes no samples: each token would read all its layers",)
         self.answers_together = self._placement.is_shared
+        self.answers_last = self._placement.keeps_head
         if placement is None and not offload:
             model.to(device)
 

@@ -47,6 +47,7 @@ class PairedTeacher(Teacher):
         self.inner, self.tokenizer = inner, tokenizer
         self.notes, self.num_exact = inner.notes, inner.num_exact
         self.answers_together, self.writes_text = inner.answers_together, inner.writes_text
+        self.answers_last = inner.answers_last
         self._coverage = coverage
         if training is not None:
             self.own_training = training

@@ -145,6 +145,8 @@ class Offloaded(Placement):
     fetched earlier, during that pass, they would need as much memory as a teacher that stays.
     """
 
+    keeps_head = False  # an answer has the copy on the device
+
     def __init__(self, network: Any, device: torch.device) -> None:
         self._network = network
         self._device = device
@@ -596,6 +598,7 @@ class Shards(Placement):
 
     writes_text = False  # each token would gather every layer
     is_shared = True
+    keeps_head = False
 
     def __init__(self, parts: FrozenParts) -> None:
         self._parts = parts

@@ -38,7 +38,7 @@ class SparseTeacher(Teacher):
         self.spec = spec.within(live.vocab_size if coarse is None else len(coarse.kept))
         self.kind: SignalKind = kind_of_spec(spec)
         self.num_exact = self.spec.exact
-        self.writes_text = live.writes_text
+        self.writes_text, self.answers_last = live.writes_text, live.answers_last
         self.notes = (f"the teacher answers live with {describe(self.spec)}", *live.notes, *notes)
         self.batch_tokens = 1 if live.device.type == "cpu" else _GPU_TOKENS
         self._whole: tuple[tuple[str, ...], DenseSignal] | None = None

@@ -15,7 +15,7 @@ import torch
 from stillroom.config import Config
 from stillroom.core.errors import ConfigError
 from stillroom.core.locks import Lock
-from stillroom.data import Corpus, Loader, open_data
+from stillroom.data import Corpus, Loader, Rows, open_data
 from stillroom.losses.head.products import product_note
 from stillroom.losses.mix import Clamps, Mix, Planned
 from stillroom.parallel import Parallel
@@ -30,7 +30,7 @@ from stillroom.training.memory import disk_note, make_saves, make_snapshots, sta
 from stillroom.training.models import Models, check_rows, compiled_student, objectives_of, place_student
 from stillroom.training.preflight import InputCheck
 from stillroom.training.run import Hooks, Run, held_out_batches
-from stillroom.training.schedule import Curriculum, Schedule
+from stillroom.training.schedule import Budget, Curriculum, Schedule, Work, plan_budget
 
 
 def build_run(
@@ -63,6 +63,7 @@ def build_run(
         inputs.data(config, corpus)
     loader = make_loader(config, corpus, parallel, initial_world_size)
     schedule = Schedule.of(config, loader.num_batches, initial_world_size)
+    budget = make_budget(config, models, corpus, schedule, initial_world_size)
 
     # What is trained: the student, the objectives' projectors, and the optimizer of both.
     precision = make_precision(config, models, device, begun_in)
@@ -83,7 +84,7 @@ def build_run(
         precision=precision,
         learning_rate=config.train.learning_rate,
         window=loader.window,
-        held_out=lambda: held_out_batches(config, corpus),
+        held_out=lambda: held_out_batches(config, corpus, budget.num_batches),
         write=log.write,
         parallel=parallel,
     )
@@ -95,7 +96,8 @@ def build_run(
 
     # What it returns to, and what it leaves behind.
     checkpoints = CheckpointStore(folder / "checkpoints", config.checkpoint.keep, hooks.checkpoint_point)
-    snapshots = make_snapshots(config, precision.mode, optimizer, checkpoints, log, parallel)
+    is_gpu = device.type == "cuda"
+    snapshots = make_snapshots(config, precision.mode, optimizer, checkpoints, log, parallel, is_gpu=is_gpu)
     saves = make_saves(config, precision.mode, optimizer, snapshots, log, parallel)
     if text := disk_note(config, state_copies(config, precision.mode, optimizer), folder):
         log.write("note", text=text)
@@ -111,6 +113,7 @@ def build_run(
         mix=mix,
         curriculum=Curriculum.of(config),
         schedule=schedule,
+        budget=budget,
         precision=precision,
         optimizer=optimizer,
         guard=Guard(config.guard, vocab_size=models.vocab_size),
@@ -166,6 +169,35 @@ def make_loader(config: Config, corpus: Corpus, parallel: Parallel, initial_worl
         return shuffled
     num_steps = Schedule.of(config, shuffled.num_batches, initial_world_size or parallel.size).num_steps
     return shuffled.short_first(max(1, round(_SHORT_FIRST_SHARE * num_steps)))
+
+
+def make_budget(config: Config, models: Models, corpus: Corpus, schedule: Schedule, initial_world_size: int) -> Budget:
+    """Plan evaluations and samples by the counts of the run: the same after a resume, and on any machine."""
+    train, held_out = config.train, config.eval
+    rows = train.rows_per_batch * train.gradient_accumulation_steps * initial_world_size
+    batch_rows = held_out.batch_size or train.rows_per_batch
+    loaded = models.loaded_teacher if config.teacher.cache is None else None
+    teacher = loaded.anatomy if loaded is not None else None
+    work = Work(
+        num_steps=schedule.num_steps,
+        step_tokens=rows * _mean_length(corpus.train),
+        batch_tokens=batch_rows * _mean_length(corpus.evaluation),
+        num_batches=-(-len(corpus.evaluation) // batch_rows),
+        student=models.loaded_student.anatomy.num_parameters,
+        teacher=teacher.num_parameters if teacher else 0,
+        teacher_head=teacher.vocab_rows * teacher.width if teacher else 0,
+    )
+    return plan_budget(
+        work,
+        max_batches=None if held_out.max_batches == "auto" else held_out.max_batches,
+        eval_steps=train.eval_steps,
+        num_samples=held_out.samples,
+        sample_tokens=held_out.sample_tokens,
+    )
+
+
+def _mean_length(rows: Rows) -> float:
+    return rows.num_tokens / max(len(rows), 1)
 
 
 def make_precision(config: Config, models: Models, device: torch.device, begun_in: str = "") -> Precision:

@@ -19,6 +19,7 @@ import json
 import os
 import re
 import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -27,9 +28,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
-from safetensors.torch import save as to_safetensors
 from torch import Tensor
 
 from stillroom.core.errors import CannotSave, CheckpointUnusable, StillroomError
@@ -88,6 +89,69 @@ class _Note(Stored):
     history: dict[str, Any]
 
 
+# Names of dtypes in safetensors files.
+_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+
+
+def as_safetensors(named: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+    """The contents of a safetensors file, a tensor at a time: the library's `save` holds two copies of all of it."""
+    header, end = {}, 0
+    for name, tensor in named.items():
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    table = json.dumps(header, separators=(",", ":")).encode("utf-8")
+    table += b" " * (-len(table) % 8)  # data begins at a multiple of eight
+    yield len(table).to_bytes(8, "little") + table
+    for tensor in named.values():
+        yield _bytes_of(tensor)
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+
+
+class DiskCopies:
+    """Copies of tensors in files that are mapped and not read: no memory is taken until they are needed again.
+
+    A file is removed as soon as it is mapped: its space is freed with the last tensor, or when the process ends.
+    """
+
+    def __init__(self, folder: Path, tell: Callable[[str], object]) -> None:
+        self._folder, self._tell = folder, tell
+
+    def copy(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies that later steps do not change; in main memory where the disk has no room."""
+        try:
+            return self._in_file(named)
+        except (OSError, RuntimeError) as error:  # the latter where torch cannot map the file
+            self._tell(f"a copy of the state is kept in memory, because the disk takes none: {reason_of(error)}")
+            return {name: tensor.detach().to("cpu", copy=True) for name, tensor in named.items()}
+
+    def _in_file(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        with tempfile.NamedTemporaryFile(dir=self._folder, prefix=TEMPORARY) as file:
+            places = {}
+            for name, tensor in named.items():
+                file.write(bytes(-file.tell() % _ALIGNED))
+                places[name] = file.tell()
+                file.write(_bytes_of(tensor))
+            file.write(bytes(_ALIGNED))  # a file of no bytes cannot be mapped
+            file.flush()
+            held = torch.from_file(file.name, shared=False, size=file.tell(), dtype=torch.uint8)
+        return {name: _viewed(held, place, named[name]) for name, place in places.items()}
+
+
+_ALIGNED = 64  # bytes
+
+
+def _viewed(held: Tensor, place: int, like: Tensor) -> Tensor:
+    size = like.numel() * like.element_size()
+    return held[place : place + size].view(like.dtype).reshape(like.shape)
+
+
 @dataclass(frozen=True)
 class Saved:
     """A state outside the process: groups of named tensors, and everything else as JSON values."""
@@ -98,14 +162,16 @@ class Saved:
     rejected: tuple[str, ...] = ()  # newer checkpoints that did not verify, with the reason
     line: int = 0  # rollbacks before it was saved
 
-    def copied(self, but: Collection[str] = ()) -> Saved:
-        """The same state in main memory with nothing shared: later steps cannot change it.
+    def copied(self, but: Collection[str] = (), *, disk: DiskCopies | None = None) -> Saved:
+        """The same state in main memory, or on disk, with nothing shared: later steps cannot change it.
 
         `but` are groups that nobody writes to: they are shared if they are in main memory. The copies are not pinned:
         torch rounds pinned blocks up to a power of two, and a copy is taken rarely.
         """
         tensors = {
-            group: {name: tensor.detach().to("cpu", copy=group not in but) for name, tensor in named.items()}
+            group: disk.copy(named)
+            if disk is not None
+            else {name: tensor.detach().to("cpu", copy=group not in but) for name, tensor in named.items()}
             for group, named in self.tensors.items()
         }
         return Saved(self.step, tensors, json.loads(json.dumps(self.scalars)), line=self.line)
@@ -143,8 +209,7 @@ class CheckpointStore:
             self._make(temporary)
             sums: dict[str, FileSum] = {}
             for group, named in tensors.items():
-                contents = to_safetensors({name: tensor.detach().cpu().contiguous() for name, tensor in named.items()})
-                sums[f"{group}.safetensors"] = write_durably(temporary / f"{group}.safetensors", contents)
+                sums[f"{group}.safetensors"] = write_durably(temporary / f"{group}.safetensors", as_safetensors(named))
                 self.at_point("while_writing")
             return self._commit(temporary, step, FORMAT, sums, scalars)
 
@@ -396,16 +461,16 @@ class Snapshots(Protocol):
 
 
 class SnapshotRing:
-    """The last few good states, in main memory whatever device the run is on."""
+    """The last few good states, in main memory whatever device the run is on, or in files where they are large."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, disk: DiskCopies | None = None) -> None:
+        self.size, self.disk = size, disk
         self._states: list[Saved] = []
 
     def keep(self, saved: Saved) -> None:
         """Copy a state. The oldest is dropped first, so there are never more copies than `size`."""
         del self._states[: max(0, len(self._states) + 1 - self.size)]
-        self._states.append(saved.copied())
+        self._states.append(saved.copied() if self.disk is None else saved.copied(disk=self.disk))
 
     def newest(self) -> Saved | None:
         return self._states[-1] if self._states else None

@@ -351,7 +351,7 @@ def _train(
         find_micro_batch(run, state)
         find_loss_scale(run, state)
     if run.config.guard.on_exhausted == "reset" and state.applied == 0:
-        state.initial = state_to_return_to(run, state).copied()
+        state.initial = state_to_return_to(run, state).copied(disk=run.disk_copies)
     stop.check_loading()
     if mark is not None:
         restore_history(run, state, mark)
@@ -365,9 +365,17 @@ def _train(
 
 
 def _before(run: Run, state: RunState) -> dict[str, Any]:
-    """Evaluate the teacher and the untrained student on the held-out text."""
-    before = _teacher_before(run, state)
-    student = run_evaluation(run, state)
+    """Evaluate the teacher and the untrained student on the held-out text, in one pass where that gives both."""
+    before: dict[str, Any] = {}
+
+    def tell_teacher(own: Evaluation | None) -> None:
+        before.update(_teacher_before(run, state, own))
+
+    if run.teacher.as_model() is None or run.teacher.original is not run.teacher:  # it answers otherwise than it is
+        tell_teacher(None)
+        student = run_evaluation(run, state)
+    else:
+        student = run_evaluation(run, state, on_teacher=tell_teacher)
     if not _is_number(student.perplexity) or student.unscored_tokens:
         raise BrokenAtStart(
             "the student's held-out loss is not finite before training",
@@ -386,12 +394,12 @@ def _before(run: Run, state: RunState) -> dict[str, Any]:
     return before
 
 
-def _teacher_before(run: Run, state: RunState) -> dict[str, Any]:
-    """Evaluate the teacher on the held-out text; empty without one."""
+def _teacher_before(run: Run, state: RunState, own: Evaluation | None = None) -> dict[str, Any]:
+    """The teacher's row; empty without one. `own` are its scores on the held-out text, where they are known."""
     before: dict[str, Any] = {}
     teacher = run.teacher.as_model()
     if teacher is not None:
-        row = summary_row(_evaluate_teacher(run, state, teacher), teacher.num_parameters)
+        row = summary_row(own or _evaluate_teacher(run, state, teacher), teacher.num_parameters)
         before["teacher"] = run.teacher.comparable(row)
         if not _is_number(before["teacher"]["bits_per_byte"]):
             raise BrokenAtStart(
@@ -443,6 +451,8 @@ def _announce(
             "optimizer_steps": run.schedule.num_steps,
             "warmup_steps": run.schedule.num_warmup,
             "learning_rate": config.train.learning_rate,
+            "eval_steps": run.budget.eval_steps,
+            "eval_batches": run.budget.num_batches,
         },
         teacher={"name": config.teacher.model, **teacher.anatomy.to_dict()} if teacher else None,
         student={"name": student_name(config), **models.loaded_student.anatomy.to_dict(), "trained": run.num_trained},
@@ -454,7 +464,8 @@ def _announce(
         },
     )
     notes = (*notes, *unused_strategy(config, run.parallel))
-    for text in (*notes, *models.notes, *run.teacher.notes, *run.mix.notes(run.device.type)):
+    notes = (*notes, *models.notes, *run.teacher.notes, *run.mix.notes(run.device.type))
+    for text in (*notes, *([run.budget.note] if run.budget.note else [])):
         run.log.write("note", text=text)
     if saved is not None:
         for reason in saved.rejected:

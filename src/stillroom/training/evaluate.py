@@ -3,13 +3,16 @@
 Score the held-out batches as the window of one training step: by the same `mix.score`, with the loss weights of the
 last step, and with counts taken before any forward. So a gap between training and evaluation comes from the data, not
 from the code. The yardsticks are measured at temperature 1 over the whole vocabulary, a chunk of positions at a time.
+
+Each model runs once for both: the yardsticks read the logits that the objective's pass over the head makes. What the
+teacher says is kept between evaluations, so that from the second one on only the student runs.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -21,6 +24,7 @@ from stillroom.core.types import (
     DenseSignal,
     HeadWeights,
     LossWeights,
+    Needs,
     PairedSignal,
     PairedTokens,
     SampledSignal,
@@ -29,8 +33,8 @@ from stillroom.core.types import (
     TermRecord,
     TopKSignal,
 )
-from stillroom.losses.head.products import products_of
-from stillroom.losses.head.rows import finish, select_rows
+from stillroom.losses.head.products import GivenLogits, Products, products_of
+from stillroom.losses.head.rows import Logits, finish, parts, select_rows
 from stillroom.losses.mix import Mix
 from stillroom.losses.two_tokenizers import SpanSlots, binarised_kl, head_values, taken_log_probs, teacher_surprisals
 from stillroom.metrics.metrics import AGAINST_TEACHER, COLUMNS, NUM_BINS, NUM_COLUMNS, TOP_K, Ledger
@@ -39,6 +43,8 @@ from stillroom.precision import Precision
 from stillroom.teachers import Teacher
 
 _CHUNK = 512
+_BLOCK = 1 << 20  # logits of the positions that are measured at once: what is made of them stays in a processor's cache
+KEPT_BYTES = 256_000_000  # of a teacher's answers that are kept between evaluations
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,7 @@ class Evaluation:
     seconds: float
     ledger: Ledger
     unmeasured: frozenset[str] = frozenset()  # what a teacher's stored answers cannot tell
+    teacher: Evaluation | None = None  # its own scores from the same pass, where they were asked for
 
     def yardsticks(self) -> dict[str, Any]:
         """All yardsticks by name, and for each its 95 % interval by bootstrap over documents."""
@@ -84,6 +91,67 @@ def never_stop() -> None:
     """The default for `between`: an evaluation is never interrupted."""
 
 
+class KeptAnswers:
+    """What a teacher says on held-out batches, in main memory, by the contents of their rows.
+
+    Hidden states are kept and not distributions: they are a few kB a position, and every yardstick made of them is the
+    same to the last bit. Beyond `most_bytes` nothing more is kept, and those batches are asked at every evaluation.
+    """
+
+    def __init__(self, most_bytes: int = KEPT_BYTES) -> None:
+        self._most_bytes, self._num_bytes = most_bytes, 0
+        self._teacher: Teacher | None = None
+        self._known: dict[tuple[tuple[str, ...], Needs], tuple[Signal | None, Signal | None]] = {}
+        self.num_not_kept = 0  # batches beyond the bound
+
+    def ask(self, teacher: Teacher, batch: Batch, needs: Needs) -> tuple[Signal | None, Signal | None]:
+        """The teacher's answer to a batch on its device, and the answer that the student is compared with."""
+        if not teacher.answers_last or self._teacher not in (None, teacher):
+            return _asked(teacher, batch, needs)
+        self._teacher, device, key = teacher, batch.input_ids.device, (batch.keys, needs)
+        if key in self._known:
+            answer, compared = self._known[key]
+            moved = _moved(answer, device)
+            return moved, moved if compared is answer else _moved(compared, device)
+        answer, compared = _asked(teacher, batch, needs)
+        kept = _moved(answer, "cpu")
+        both = kept, kept if compared is answer else _moved(compared, "cpu")
+        size = sum(_num_bytes(one) for one in both[: 1 if both[1] is kept else 2])
+        if self._num_bytes + size <= self._most_bytes:
+            self._num_bytes += size
+            self._known[key] = both
+        else:
+            self.num_not_kept += 1
+        return answer, compared
+
+
+def _asked(teacher: Teacher, batch: Batch, needs: Needs) -> tuple[Signal | None, Signal | None]:
+    signal = teacher.observe(batch, needs)
+    return signal, teacher.whole_answer(batch, signal)
+
+
+def _tensors_of(signal: Signal) -> dict[str, Tensor]:
+    """The tensors of an answer but its head, which is the teacher's own."""
+    named = {one.name: getattr(signal, one.name) for one in fields(signal)}
+    return {name: value for name, value in named.items() if isinstance(value, Tensor)}
+
+
+def _moved(signal: Signal | None, device: torch.device | str) -> Any:
+    if signal is None:
+        return None
+    tensors: dict[str, Any] = {name: tensor.to(device) for name, tensor in _tensors_of(signal).items()}
+    if isinstance(signal, PairedTokens):
+        tensors["few"] = _moved(signal.few, device)
+    return replace(signal, **tensors, taps={name: tap.to(device) for name, tap in signal.taps.items()})
+
+
+def _num_bytes(signal: Signal | None) -> int:
+    if signal is None:
+        return 0
+    few = _num_bytes(signal.few) if isinstance(signal, PairedTokens) else 0
+    return few + sum(one.nbytes for one in (*_tensors_of(signal).values(), *signal.taps.values()))
+
+
 @torch.no_grad()
 def evaluate(
     student: Student,
@@ -94,16 +162,22 @@ def evaluate(
     mix: Mix | None = None,
     loss_weights: LossWeights | None = None,
     between: Callable[[], None] = never_stop,
+    answers: KeptAnswers | None = None,
+    scores_teacher: bool = False,
 ) -> Evaluation:
     """Score held-out batches. Without a teacher there is no comparison, without a mix no objective.
 
-    `between` is called before each batch; it may raise to end the evaluation.
+    `between` is called before each batch; it may raise to end the evaluation. `answers` are those of earlier
+    evaluations. With `scores_teacher` the teacher's own scores are taken from the same pass; None where what it
+    answers is not its whole distribution.
     """
     start = time.monotonic()
     held_out = list(batches)
     window = _Window(mix.counts(held_out) if mix else {})
-    ledger, unmeasured = Ledger(), frozenset[str]()
+    ledger, own, unmeasured = Ledger(), Ledger(), frozenset[str]()
     needs = mix.needs(loss_weights) if mix and loss_weights else BothNeeds()
+    answers = answers or KeptAnswers(0)
+    num_exact = teacher.num_exact if teacher else 0
     was_training = student.model.training
     student.eval()
     try:
@@ -112,16 +186,20 @@ def evaluate(
             on_device = batch.to(precision.device)
             with precision.autocast():
                 view = student.observe(on_device, needs.student)
-            signal = teacher.observe(on_device, needs.teacher) if teacher else None
-            compared = teacher.whole_answer(on_device, signal) if teacher else None
-            table = _measure(view, compared, on_device, teacher.num_exact if teacher else 0)
-            unmeasured = unmeasured_by(compared, teacher.num_exact if teacher else 0)
-            ledger.add(batch.documents or batch.sample_ids, table.cpu().numpy())
+            signal, compared = answers.ask(teacher, on_device, needs.teacher) if teacher else (None, None)
+            measure = _Measure(view, signal, compared, on_device, num_exact, scores_teacher=scores_teacher)
             if mix and loss_weights:
-                _add_terms(window, mix, view, signal, on_device, loss_weights)
+                _add_terms(window, mix, measure.watched(view), signal, on_device, loss_weights)
+            ledger.add(batch.documents or batch.sample_ids, measure.finished().cpu().numpy())
+            unmeasured = unmeasured_by(compared, num_exact)
+            if scores_teacher and teacher and isinstance(compared, DenseSignal | PairedSignal):
+                read = teacher.own_batch(on_device)
+                table = measure.own if measure.own is not None else _own_table(compared, read)
+                own.add(read.documents or read.sample_ids, table.cpu().numpy())
     finally:
         student.model.train(was_training)
-    return _result(ledger, window, loss_weights if mix else None, time.monotonic() - start, unmeasured)
+    result = _result(ledger, window, loss_weights if mix else None, time.monotonic() - start, unmeasured)
+    return replace(result, teacher=_result(own, _Window(), None, 0.0, frozenset())) if own.num_documents else result
 
 
 def _add_terms(
@@ -133,27 +211,78 @@ def _add_terms(
         window.totals[name] = window.totals.get(name, 0.0) + float(term.total)
 
 
-def _measure(view: StudentView, signal: Signal | None, batch: Batch, num_exact: int) -> Tensor:
-    """The yardsticks' sums of each row of a batch, a chunk of positions at a time. [B, F] in FP64.
+class _Measure:
+    """The yardsticks' sums of each row of a batch, a block of positions at a time. [B, F] in FP64.
 
+    The logits are those that the objective's pass makes, where it makes them as yardsticks want them, else own ones.
     With a sparse signal what can be had from it is compared: see `stored_comparison`.
     """
-    dense = signal if isinstance(signal, DenseSignal) else None
-    num_rows, length = batch.targets.shape
-    targets, positions = batch.scored_targets, batch.positions
-    sizes = batch.target_bytes.reshape(-1).index_select(0, positions)
-    table = torch.zeros(num_rows, NUM_COLUMNS, dtype=torch.float64, device=positions.device)
-    log_q_of = log_probs_by_chunk(view.hidden, view.head)
-    log_p_of = log_probs_by_chunk(dense.hidden, dense.head) if dense else None
-    num_targets = int(targets.numel())
-    for begin in range(0, num_targets, _CHUNK):
-        part = slice(begin, min(begin + _CHUNK, num_targets))
-        log_q, log_p = log_q_of(part), log_p_of(part) if log_p_of else None
-        values = _columns(log_q, log_p, targets[part], sizes[part], _part(signal, part), num_exact)
-        table.index_add_(0, positions[part] // length, values)
-    if isinstance(signal, PairedSignal | PairedTokens):
-        _measure_spans(table, view, signal, batch)
-    return table
+
+    def __init__(
+        self,
+        view: StudentView,
+        signal: Signal | None,
+        compared: Signal | None,
+        batch: Batch,
+        num_exact: int,
+        *,
+        scores_teacher: bool,
+    ) -> None:
+        self._view, self._batch, self._compared, self._num_exact = view, batch, compared, num_exact
+        self._dense = compared if isinstance(compared, DenseSignal) else None
+        is_plain = self._dense is not None and self._dense.head.product_dtype is None
+        self._is_teacher_shared = is_plain and compared is signal
+        self._products: Products | GivenLogits | None = None  # of the teacher, where the pass does not make its logits
+        self._sizes = batch.target_bytes.reshape(-1).index_select(0, batch.positions)
+        self._num_seen = 0
+        self._table = self._empty()
+        self.own = self._empty() if scores_teacher and self._dense else None  # of a teacher that reads the same tokens
+
+    def _empty(self) -> Tensor:
+        num_rows = len(self._batch.targets)
+        return torch.zeros(num_rows, NUM_COLUMNS, dtype=torch.float64, device=self._batch.positions.device)
+
+    def watched(self, view: StudentView) -> StudentView:
+        """The view whose logits are measured while they are there: not those that a mixed mode rounds."""
+        return view if view.head.product_dtype is not None else replace(view, on_logits=self.see)
+
+    def see(self, part: slice, student: Logits, teacher: Logits | None) -> None:
+        """Add the positions of a chunk. Their logits are measured without the clamp that an objective may ask for."""
+        if student.raw.dtype != torch.float32:
+            return
+        if self._dense is not None and not (teacher is not None and self._is_teacher_shared):
+            self._products = self._products or _products(self._dense.hidden, self._dense.head, part.stop - part.start)
+            teacher = self._products.logits(part)
+        for inner in parts(part.stop - part.start, max(1, _BLOCK // student.raw.shape[1])):
+            log_q = _log_probs(student.rows(inner))
+            log_p = _log_probs(teacher.rows(inner)) if self._dense is not None and teacher is not None else None
+            self._add(slice(part.start + inner.start, part.start + inner.stop), log_q, log_p)
+        self._num_seen = part.stop
+
+    def finished(self) -> Tensor:
+        """The table, of all positions."""
+        num_positions = self._batch.num_scored
+        if self._num_seen < num_positions:
+            products = _products(self._view.hidden, self._view.head, _CHUNK)
+            for part in parts(num_positions, _CHUNK):
+                self.see(part, products.logits(part), None)
+        if isinstance(self._compared, PairedSignal | PairedTokens):
+            _measure_spans(self._table, self._view, self._compared, self._batch)
+        return self._table
+
+    def _add(self, part: slice, log_q: Tensor, log_p: Tensor | None) -> None:
+        targets, sizes = self._batch.scored_targets[part], self._sizes[part]
+        rows = self._batch.positions[part] // self._batch.targets.shape[1]
+        stored = _part(self._compared, part)
+        self._table.index_add_(0, rows, _columns(log_q, log_p, targets, sizes, stored, self._num_exact))
+        if self.own is not None and log_p is not None:
+            self.own.index_add_(0, rows, _columns(log_p, log_p, targets, sizes, None, 0))
+
+
+def _own_table(signal: DenseSignal | PairedSignal, batch: Batch) -> Tensor:
+    """The same of a teacher alone, on the batch as it reads it."""
+    view = StudentView(signal.hidden, signal.head)
+    return _Measure(view, None, None, batch, 0, scores_teacher=False).finished()
 
 
 def _measure_spans(table: Tensor, view: StudentView, signal: PairedSignal | PairedTokens, batch: Batch) -> None:
@@ -179,14 +308,23 @@ def _part(signal: Signal | None, part: slice) -> TopKSignal | SampledSignal | No
 
 
 def log_probs_by_chunk(hidden: Tensor, head: HeadWeights) -> Callable[[slice], Tensor]:
-    """The log-probabilities of a chunk of positions, in FP32, by a head that is cast once at most.
+    """The log-probabilities of a chunk of positions, in FP32, by a head that is cast once at most."""
+    products = _products(hidden, head, _CHUNK)
+    return lambda part: _log_probs(products.logits(part))
+
+
+def _products(hidden: Tensor, head: HeadWeights, chunk_tokens: int) -> Products | GivenLogits:
+    """The logits of chunks, in FP32 and in scratch of the pool.
 
     Without the clamp that an objective may ask for, and without the rounding of operands that a mixed mode asks for:
     yardsticks measure the model, not how it is trained.
     """
     head = replace(head, clamp=None, product_dtype=None)
-    products = products_of(hidden, head, torch.float32, min(_CHUNK, max(1, len(hidden))))
-    return lambda part: torch.log_softmax(finish(products.logits(part)), dim=-1)
+    return products_of(hidden, head, torch.float32, min(chunk_tokens, max(1, len(hidden))))
+
+
+def _log_probs(logits: Logits) -> Tensor:
+    return torch.log_softmax(finish(replace(logits, clamp=None)), dim=-1)
 
 
 def _columns(
@@ -222,7 +360,9 @@ def _comparison(log_q: Tensor, log_p: Tensor, ids: Tensor, is_scored: Tensor) ->
     size = min(log_q.shape[1], log_p.shape[1])
     log_q, log_p = log_q[:, :size], log_p[:, :size]
     p = log_p.exp()
-    kl = torch.where(p > 0, p * (log_p - log_q), 0.0).sum(dim=1)
+    gap = (log_p - log_q).mul_(p)
+    kl = gap.masked_fill_(p == 0, 0.0).sum(dim=1)  # 0 * inf where a token is impossible
+    accepted = torch.minimum(p, torch.exp(log_q, out=gap), out=p).sum(dim=1)
     is_compared = torch.isfinite(kl) & is_scored
     theirs = log_p.topk(ids.shape[1], dim=1).indices
     values = {
@@ -230,7 +370,7 @@ def _comparison(log_q: Tensor, log_p: Tensor, ids: Tensor, is_scored: Tensor) ->
         "agree": theirs[:, 0] == ids[:, 0],
         "in_top_k": (ids == theirs[:, :1]).any(dim=1),
         "shared": (ids.unsqueeze(2) == theirs.unsqueeze(1)).any(dim=2).double().mean(dim=1),
-        "accepted": torch.minimum(p, log_q.exp()).sum(dim=1),
+        "accepted": accepted,
         "compared": torch.ones_like(kl),
     }
     compared = {name: torch.where(is_compared, value.double(), 0.0) for name, value in values.items()}

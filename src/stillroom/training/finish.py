@@ -213,7 +213,7 @@ def make_samples(run: Run) -> list[dict[str, str]]:
     samples: list[dict[str, str]] = []
     teacher = run.teacher.as_model() if run.teacher.writes_text else None
     rows = run.corpus.evaluation
-    wanted = min(run.config.eval.samples, len(rows))
+    wanted = min(run.budget.num_samples, len(rows))
     noted: set[str] = set()
 
     def note(text: str) -> None:
@@ -229,13 +229,13 @@ def make_samples(run: Run) -> list[dict[str, str]]:
         teacher = None
     for number in range(wanted):
         prompt, rest = beginning(rows, number * len(rows) // wanted)
-        options: dict[str, Any] = {"max_new_tokens": run.config.eval.sample_tokens, "note": note}
+        options: dict[str, Any] = {"max_new_tokens": run.budget.sample_tokens, "note": note}
         with run.precision.half_products():
             student = generate(run.student.model, run.tokenizer, prompt, **options)
         sample = {
             "prompt": readable(run.tokenizer, prompt),
             "student": student,
-            "reference": continuation(run.tokenizer, prompt, rest[: run.config.eval.sample_tokens]),
+            "reference": continuation(run.tokenizer, prompt, rest[: run.budget.sample_tokens]),
         }
         if teacher is not None:
             asked = _as_teacher_reads(run, number * len(rows) // wanted, prompt)
@@ -292,7 +292,7 @@ def finish(run: Run, state: RunState, stop: Stop) -> Result:
     final = state.evaluated if is_last_best and reference is run.teacher else None
     if final is None:
         options: dict[str, Any] = {"precision": run.precision, "teacher": reference, "between": check_stop}
-        final = evaluate_held_out(run, state, run.student, **options)
+        final = evaluate_held_out(run, state, run.student, answers=state.answers, **options)
     check_stop()
     end = how_it_ended(state, final.perplexity, state.before["student_before"]["perplexity"])
     gather_student(run)

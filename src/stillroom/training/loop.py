@@ -9,8 +9,8 @@ import math
 import signal
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
@@ -28,11 +28,11 @@ from stillroom.telemetry import EventLog
 from stillroom.telemetry.record import Event, LoggedRun, scan_events
 from stillroom.telemetry.wording import section
 from stillroom.training.checkpoint import CheckpointSnapshots, no_save_left, tell_finished
-from stillroom.training.evaluate import Evaluation, never_stop
+from stillroom.training.evaluate import KEPT_BYTES, Evaluation, never_stop
 from stillroom.training.gradients import term_gradients
 from stillroom.training.memory import evaluate_held_out, micro_batch_rows, parts_of, within_memory
 from stillroom.training.recover import check_state, is_sound, keep_snapshot, take_snapshot
-from stillroom.training.run import Run, RunState, plan_evaluations, weights_of
+from stillroom.training.run import Run, RunState, weights_of
 from stillroom.training.save import last_step_saved, record_rollback, save_checkpoint, save_stopped_student
 from stillroom.training.schedule import NO_PHASE
 from stillroom.training.step import StepOutcome, train_step
@@ -123,7 +123,7 @@ class Stop:
 
 def training(run: Run, state: RunState, stop: Stop) -> Iterator[StepOutcome]:
     """Train until the schedule ends. Yields after each attempted step, refused ones included."""
-    with last_step_saved(run, state), no_save_left(run, state):
+    with last_step_saved(run, state) if run.parallel.size > 1 else nullcontext(), no_save_left(run, state):
         yield from _steps(run, state, stop)
 
 
@@ -136,7 +136,7 @@ def _steps(run: Run, state: RunState, stop: Stop) -> Iterator[StepOutcome]:
         keep_snapshot(run, state)
     elif not (is_sound(run) and take_snapshot(run, state)):
         run.log.write("note", text="the student is not finite before the first step")
-    if state.applied == 0:
+    if state.applied == 0 and isinstance(run.snapshots, CheckpointSnapshots):  # a rollback returns to it
         save_checkpoint(run, state)
     if state.owes_evaluation:
         with _stoppable(run, state, stop):
@@ -212,15 +212,7 @@ def _stoppable(run: Run, state: RunState, stop: Stop) -> Iterator[None]:
 def plan(run: Run, state: RunState) -> None:
     """Set the intervals of evaluations and checkpoints: as configured, else within a share of the run."""
     train, steps = run.config.train, run.schedule.num_steps
-    state.pace.eval_steps = train.eval_steps
-    if not train.eval_steps:
-        size = run.config.eval.batch_size or train.rows_per_batch
-        rows = len(run.corpus.evaluation)
-        rows = min(rows, run.config.eval.max_batches * size) if run.config.eval.max_batches else rows
-        window_rows = train.rows_per_batch * train.gradient_accumulation_steps * run.initial_world_size
-        state.pace.eval_steps, reason = plan_evaluations(steps, rows, window_rows)
-        if reason:
-            run.log.write("note", text=reason)
+    state.pace.eval_steps = run.budget.eval_steps
     state.pace.save_steps = train.save_steps or train.eval_steps or math.ceil(steps / 10)
     # A rollback to the newest checkpoint must not depend on the clock.
     state.pace.is_save_fixed = bool(train.save_steps or train.eval_steps) or isinstance(
@@ -272,8 +264,17 @@ def evaluate_and_save(run: Run, state: RunState, loss_weights: LossWeights, *, i
 # ---- Evaluation
 
 
-def run_evaluation(run: Run, state: RunState, loss_weights: LossWeights | None = None) -> Evaluation:
-    """Evaluate with the loss weights of the last step, so that train and eval objectives are comparable."""
+def run_evaluation(
+    run: Run,
+    state: RunState,
+    loss_weights: LossWeights | None = None,
+    *,
+    on_teacher: Callable[[Evaluation | None], None] | None = None,
+) -> Evaluation:
+    """Evaluate with the loss weights of the last step, so that train and eval objectives are comparable.
+
+    `on_teacher` gets the teacher's own scores from the same pass before anything is said of the student.
+    """
     loss_weights = loss_weights or run.loss_weights(state)
     run.hooks.in_eval()
     result = evaluate_held_out(
@@ -285,7 +286,17 @@ def run_evaluation(run: Run, state: RunState, loss_weights: LossWeights | None =
         mix=run.mix,
         loss_weights=loss_weights,
         between=state.between_batches,
+        answers=state.answers,
+        scores_teacher=on_teacher is not None,
     )
+    if on_teacher is not None:
+        on_teacher(result.teacher)
+    if state.answers.num_not_kept and state.evaluated is None:
+        text = (
+            f"the teacher's answers to {state.answers.num_not_kept:,} held-out batches are not kept: all of them take"
+        )
+        text += f" more than {KEPT_BYTES / 1e6:,.0f} MB, so it answers those again at every evaluation"
+        run.log.write("note", text=text)
     result = replace(result, perplexity=run.parallel.broadcast(result.perplexity))
     run.parallel.check_replicas(replicas_of(run))
     state.evaluated = result
@@ -328,9 +339,12 @@ def judge_student(run: Run, state: RunState, result: Evaluation) -> None:
     if is_better(result, state):
         state.best_perplexity, state.best_step = result.perplexity, state.applied
         state.evaluations_since_best = 0
-        state.best_weights = {
-            name: tensor.detach().to("cpu", copy=True) for name, tensor in weights_of(run.student.model).items()
-        }
+        weights = weights_of(run.student.model)
+        state.best_weights = (
+            run.disk_copies.copy(weights)
+            if run.disk_copies is not None
+            else {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights.items()}
+        )
         return
     state.evaluations_since_best += 1
     patience = run.config.train.early_stopping

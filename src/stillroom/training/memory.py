@@ -40,7 +40,14 @@ from stillroom.precision.storage import Split, Stochastic
 from stillroom.teachers.placement import pinned_bytes
 from stillroom.teachers.signals import cache_spec
 from stillroom.telemetry import EventLog
-from stillroom.training.checkpoint import CheckpointSnapshots, CheckpointStore, Saves, SnapshotRing, Snapshots
+from stillroom.training.checkpoint import (
+    CheckpointSnapshots,
+    CheckpointStore,
+    DiskCopies,
+    Saves,
+    SnapshotRing,
+    Snapshots,
+)
 from stillroom.training.evaluate import Evaluation, evaluate
 from stillroom.training.run import Run, RunState
 from stillroom.training.schedule import Curriculum
@@ -50,6 +57,7 @@ AIM = 0.95  # share of a bound that is planned for: predictions are off by a few
 ROWS_ON_CPU = 8  # larger micro-batches are no faster there
 SHARE_OF_MAIN_MEMORY = 0.4  # of what is free: snapshots, the best student and a copy to save may take it
 CONTEXT = 500_000_000  # of CUDA and the workspaces of its libraries: an allowance, it was not measured here
+LARGE_COPY = 256_000_000  # bytes of a copy of the state
 LEARNS = "student learns"  # the moment of a step in which layers are gathered
 COPY = "copy to save"  # of the state, in main memory
 _UPDATE_SCRATCH = 1 << 27  # the optimizer takes tensors in buckets of so much scratch; a larger one is alone in its own
@@ -300,8 +308,8 @@ def lay_out(config: Config, shapes: Shapes, mode: str, *, rows: int = 0, num_tok
         moment=largest,
         device={part: size for part, size in moments[largest].items() if size},
         moments={name: sum(parts.values()) for name, parts in moments.items()},
-        host=share.kept(_host(config, mode, sizes, at_home, target.main_memory)),
-        disk=_disk(config, mode, sizes, num_tokens),
+        host=share.kept(_host(config, mode, sizes, at_home, target)),
+        disk=_disk(config, mode, sizes, num_tokens, is_gpu=target.is_gpu),
         on_cpu=not target.is_gpu,
         sizes=sizes,
         teacher=teacher,
@@ -382,6 +390,10 @@ class Copies:
     def kept(self) -> int:
         return self.snapshots + self.best
 
+    def go_to_disk(self, *, is_gpu: bool) -> bool:
+        """Whether all copies are files: where the models share main memory with them, and one of them is large."""
+        return not is_gpu and self.to_save > LARGE_COPY
+
     def leave_room(self, free: int, *, num_copies: int = 1) -> bool:
         """Whether snapshots are a modest share of the free memory, kept by so many processes of a machine."""
         return self.kept * num_copies <= SHARE_OF_MAIN_MEMORY * free
@@ -402,28 +414,33 @@ def copies_of(config: Config, trained: Iterable[tuple[BytesPerParameter, int, bo
     return Copies(num_snapshots * one, best, one)
 
 
-def _host(config: Config, mode: str, sizes: Sizes, at_home: int, free: int) -> dict[str, int]:
-    """Main memory. Snapshots that would take more than a share of it are not kept there."""
+def _host(config: Config, mode: str, sizes: Sizes, at_home: int, target: Target) -> dict[str, int]:
+    """Main memory. Snapshots that are large on a CPU, or would take more than a share of it, are not kept there."""
+    free = target.main_memory
     held = bytes_per_parameter(_state_mode(config, mode), config.precision.moments)
     copies = copies_of(config, [(held, sizes.num_trained, True)])
     asked = config.checkpoint.background
-    saves_beside = asked == "on" or (asked == "auto" and copies.with_saves_leave_room(free))
+    on_disk = copies.go_to_disk(is_gpu=target.is_gpu)
+    saves_beside = asked == "on" or (asked == "auto" and copies.with_saves_leave_room(free) and not on_disk)
     parts = {
-        "snapshots": copies.snapshots if copies.leave_room(free) else 0,
-        "best student": copies.best,
+        "snapshots": copies.snapshots if copies.leave_room(free) and not on_disk else 0,
+        "best student": 0 if on_disk else copies.best,
         COPY: copies.to_save if saves_beside else 0,
         "teacher": at_home,
     }
     return {part: size for part, size in parts.items() if size}
 
 
-def _disk(config: Config, mode: str, sizes: Sizes, num_tokens: int | None) -> dict[str, int]:
+def _disk(config: Config, mode: str, sizes: Sizes, num_tokens: int | None, *, is_gpu: bool) -> dict[str, int]:
     held = bytes_per_parameter(_state_mode(config, mode), config.precision.moments)
     each = held.weights + held.extra + held.moments + held.best
     parts = {
         "checkpoints": each * (config.checkpoint.keep + 1) * sizes.num_trained,  # one is written before one is deleted
         "student": 4 * sizes.num_trained + sizes.frozen_bytes,
     }
+    copies = copies_of(config, [(held, sizes.num_trained, True)])
+    if copies.go_to_disk(is_gpu=is_gpu):
+        parts["snapshots"] = copies.kept
     if num_tokens and config.teacher.cache:
         parts["teacher's cache"] = int(num_tokens * cache_bytes(config))
     return parts
@@ -645,9 +662,20 @@ def make_snapshots(
     checkpoints: CheckpointStore,
     log: EventLog,
     parallel: Parallel,
+    *,
+    is_gpu: bool = False,
 ) -> Snapshots:
-    """Keep snapshots in memory while they take a modest share of what is free, else use the checkpoints on disk."""
+    """Keep small snapshots in memory while they take a modest share of what is free, else use the checkpoints on disk.
+
+    Large ones go into files of their own on a CPU: main memory is there for the models.
+    """
+
+    def tell(text: str) -> None:
+        log.write("note", text=text)
+
     copies, free = state_copies(config, mode, optimizer), main_memory().available
+    if parallel.all_of(copies.go_to_disk(is_gpu=is_gpu)):
+        return SnapshotRing(config.guard.snapshot_ring, DiskCopies(checkpoints.folder.parent, tell))
     if parallel.all_of(copies.leave_room(free, num_copies=parallel.num_copies)):
         return SnapshotRing(config.guard.snapshot_ring)
     log.write(
@@ -666,7 +694,7 @@ def make_saves(
     copies, free = state_copies(config, mode, optimizer), main_memory().available
     num_savers = parallel.num_copies if parallel.is_sharded else 1  # with ddp one process writes, and only it copies
     has_room = copies.with_saves_leave_room(free, num_copies=parallel.num_copies, num_savers=num_savers)
-    is_ample = isinstance(snapshots, SnapshotRing) and parallel.all_of(has_room)
+    is_ample = isinstance(snapshots, SnapshotRing) and snapshots.disk is None and parallel.all_of(has_room)
     if asked == "auto" and not is_ample:
         log.write(
             "note",

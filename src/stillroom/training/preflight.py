@@ -40,6 +40,7 @@ from stillroom.training.schedule import Curriculum
 
 _CHUNK = 512
 _LEAST_POSITIONS = 32  # fewer say nothing about a shift
+_ENOUGH_POSITIONS = 256  # of the first batch: more rows cost time and say the same
 _LEAST_GAIN = 0.1  # nats; a random model prefers one alignment or another by less
 _SIGMAS = 3.0
 SHIFTS = ("as_given", "one_back", "one_ahead")
@@ -51,7 +52,7 @@ def first_forward(run: Run, state: RunState, vocabularies: Mapping[str, str] | N
 
     `vocabularies` are hashes of the models' tables of tokens, for the log.
     """
-    batch = run.loader.window(0)[0]
+    batch = _beginning(run.loader.window(0)[0])
     check_targets(batch)
     check_targets(run.teacher.own_batch(batch))
     batch = batch.to(run.device)
@@ -95,6 +96,14 @@ def first_forward(run: Run, state: RunState, vocabularies: Mapping[str, str] | N
     # Log no doubt of the student: with random weights it has not learned the text.
     if doubt and judge == "teacher":
         run.log.write("note", text=f"{_DOUBTS[doubt].format(judge)} ({_format_means(means)})")
+
+
+def _beginning(batch: Batch) -> Batch:
+    """The first rows of a batch that have enough positions to be judged."""
+    num_rows = len(batch.input_ids)
+    scored = (batch.targets != IGNORED).sum(1).cumsum(0)
+    enough = min(num_rows, int((scored < _ENOUGH_POSITIONS).sum()) + 1)
+    return next(batch.parts(-(-num_rows // enough)))
 
 
 _DOUBTS = {

@@ -330,7 +330,8 @@ def _weights_are_finite(run: Run) -> bool:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    return bool(torch.isfinite(tensor).all())
+    """By its ends: NaN is an end of any tensor that has one, and nothing of its size is made."""
+    return not tensor.numel() or bool(torch.isfinite(torch.stack(tensor.aminmax())).all())
 
 
 def check_state(run: Run, state: RunState, evidence: Evidence) -> Examination | None:

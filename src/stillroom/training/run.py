@@ -18,7 +18,7 @@ from stillroom.config import Config
 from stillroom.core.errors import CannotSave
 from stillroom.core.files import LARGEST, Count, Stored, strict
 from stillroom.core.locks import Lock
-from stillroom.core.types import Batch, LossWeights, Signal, StudentView
+from stillroom.core.types import IGNORED, Batch, LossWeights, Signal, StudentView
 from stillroom.data import Corpus, Loader, fixed_batches
 from stillroom.losses.mix import Mix
 from stillroom.models import Student
@@ -28,10 +28,10 @@ from stillroom.precision import AdamW, Precision
 from stillroom.precision.storage import local
 from stillroom.teachers import NO_TEACHER, Teacher
 from stillroom.telemetry import EventLog
-from stillroom.training.checkpoint import CheckpointStore, Mark, Saved, Saves, Snapshots
-from stillroom.training.evaluate import Evaluation, never_stop
+from stillroom.training.checkpoint import CheckpointStore, DiskCopies, Mark, Saved, Saves, SnapshotRing, Snapshots
+from stillroom.training.evaluate import Evaluation, KeptAnswers, never_stop
 from stillroom.training.guard import Guard
-from stillroom.training.schedule import Curriculum, Schedule
+from stillroom.training.schedule import Budget, Curriculum, Schedule
 
 # -- hooks -----------------------------------------------------------------------------------------
 # Hooks at fixed places of a run. All are no-ops; `training/faults.py` overrides them to inject faults.
@@ -80,14 +80,12 @@ class Hooks:
 # -- pace ------------------------------------------------------------------------------------------
 # Intervals of evaluations and checkpoints, and the time needed to stop.
 #
-# Without a configured interval, evaluations take at most a tenth of a run and checkpoints at most a twentieth.
-# Evaluations choose the student that is kept, so their steps must not depend on the speed of a machine: they are
-# planned from counted rows. Checkpoints do not affect training, so they are spaced by the clock.
+# Evaluations are planned from counts (`plan_budget` in training/schedule.py). Checkpoints do not affect training, so
+# they are spaced by the clock: without a configured interval they take at most a twentieth of a run.
 
 
-_EVALUATIONS = 10
-_EVALUATION_SHARE = 0.10
 _SAVING_SHARE = 0.05
+_FIRST_SAVE_SECONDS = 60.0  # of training before the first one: until then there is little to lose
 _MARGIN = 1.5  # on the time the last save took
 
 
@@ -101,9 +99,10 @@ class Pace:
     step_seconds: float = 0.0
     save_seconds: float = 0.0
     _saved_at: float = field(default_factory=time.monotonic)
+    _has_saved: bool = False
 
     def saved(self, seconds: float) -> None:
-        self.save_seconds = seconds
+        self.save_seconds, self._has_saved = seconds, True
         self._saved_at = time.monotonic()
 
     def is_save_worth_it(self, *, is_saving: bool = False) -> bool:
@@ -113,31 +112,12 @@ class Pace:
         """
         spent = time.monotonic() - self._saved_at
         is_affordable = self.save_seconds <= _SAVING_SHARE * (spent + self.save_seconds)
+        is_affordable &= self._has_saved or spent >= _FIRST_SAVE_SECONDS
         return self.is_save_fixed or (is_affordable and not is_saving)
 
     def seconds_to_stop(self, *, is_saving: bool = False) -> float:
         """Seconds for one more step, the save in flight, a checkpoint and the student's folder."""
         return self.step_seconds + _MARGIN * (3 if is_saving else 2) * self.save_seconds
-
-
-def plan_evaluations(num_steps: int, eval_rows: int, step_rows: int) -> tuple[int, str]:
-    """(steps between evaluations, the reason). Assumes that a held-out row costs as much as a training row.
-
-    Round up, so a run has at most ten evaluations; fewer where ten would take more than their share. The last step is
-    always evaluated.
-    """
-    tenth = math.ceil(num_steps / _EVALUATIONS)
-    ratio = eval_rows / max(step_rows, 1)
-    affordable = math.ceil(ratio * (1 - _EVALUATION_SHARE) / _EVALUATION_SHARE)
-    chosen = min(affordable, num_steps)
-    if chosen <= tenth:
-        return max(tenth, 1), ""
-    reason = (
-        f"an evaluation reads as many rows as {ratio:,.1f} steps: evaluated every {chosen:,} steps instead of every "
-        f"{tenth:,}, so that it takes about a tenth of the run. eval.max_batches makes an evaluation cheaper, "
-        "train.eval_steps sets the interval"
-    )
-    return chosen, reason
 
 
 # -- reach -----------------------------------------------------------------------------------------
@@ -196,7 +176,9 @@ def weight_peaks(run: Run) -> Tensor:
     """The largest magnitude in what this process holds of each parameter; NaN where one is NaN. [parameters]"""
     trained = (*run.student.model.parameters(), *run.mix.projectors.parameters())
     held = [local(parameter.detach()) for parameter in trained]
-    return torch.stack([tensor.abs().amax().float() for tensor in held if tensor.numel()])
+    # Without a copy of the largest one, which `abs` would make.
+    ends = [tensor.aminmax() for tensor in held if tensor.numel()]
+    return torch.stack([torch.maximum(-low, high).float() for low, high in ends])
 
 
 # -- state -----------------------------------------------------------------------------------------
@@ -217,6 +199,7 @@ class TensorGroups:
     reach: Reach = field(default_factory=Reach)
     pace: Pace = field(default_factory=Pace)
     evaluated: Evaluation | None = None  # the last evaluation of the student
+    answers: KeptAnswers = field(default_factory=KeptAnswers)  # of the teacher on the held-out text
     saved_at: tuple[int, ...] = ()  # counters that identify the state of the newest checkpoint
     is_changing: bool = False  # a verdict is carried out, or gates are looked after: this is not the state of one step
     has_told_fallback: bool = False  # that positions without a usable teacher are taught by their labels
@@ -505,17 +488,19 @@ def _best(run: Run, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {}
     held = {name: torch.empty_like(tensor, device="cpu") for name, tensor in weights_of(run.student.model).items()}
     run.parallel.load("best", held, saved)
-    return held
+    return held if run.disk_copies is None else run.disk_copies.copy(held)
 
 
 _RECOVERY_STEPS = 50
 _BACKOFF = 0.5  # factor on the learning rate after a divergence; it returns to 1 over the recovery steps
 _CANARY_ROWS = 4
+_CANARY_TARGETS = 128  # scored positions of it, and as many more as stand in the same columns
 
 
-def held_out_batches(config: Config, corpus: Corpus) -> list[Batch]:
+def held_out_batches(config: Config, corpus: Corpus, num_batches: int) -> list[Batch]:
+    """The batches of an evaluation: so many, of rows that are spread evenly, or all for 0."""
     size = config.eval.batch_size or config.train.rows_per_batch
-    return list(fixed_batches(corpus.evaluation, size, config.eval.max_batches))
+    return list(fixed_batches(corpus.evaluation, size, num_batches))
 
 
 @dataclass(frozen=True)
@@ -532,6 +517,7 @@ class Run:
     mix: Mix
     curriculum: Curriculum
     schedule: Schedule
+    budget: Budget
     precision: Precision
     optimizer: AdamW
     guard: Guard
@@ -560,6 +546,11 @@ class Run:
         """Of the student that is written: an adapter is merged into it."""
         held: int = sum(parameter.numel() for parameter in self.student.model.parameters())
         return held - (self.adapter.num_trained if self.adapter else 0)
+
+    @property
+    def disk_copies(self) -> DiskCopies | None:
+        """Where copies of the state go that are too large for memory; None: into memory."""
+        return self.snapshots.disk if isinstance(self.snapshots, SnapshotRing) else None
 
     def check_folder(self) -> None:
         """Raise if the folder was deleted or replaced, before anything is saved into it."""
@@ -595,12 +586,15 @@ class Run:
         return self.teacher if loss_weights.asks_teacher and not is_labels_only else NO_TEACHER
 
     def eval_batches(self) -> list[Batch]:
-        return held_out_batches(self.config, self.corpus)
+        return held_out_batches(self.config, self.corpus, self.budget.num_batches)
 
     def canary(self) -> Batch:
         """A fixed batch whose loss tells whether the student is sound.
 
-        Training rows: on held-out text an overfitting student gets worse without a fault. A few rows are enough,
-        because they are only compared with themselves.
+        Training rows: on held-out text an overfitting student gets worse without a fault. The beginnings of a few rows
+        are enough, because they are only compared with themselves.
         """
-        return next(iter(fixed_batches(self.corpus.train, min(self.config.train.rows_per_batch, _CANARY_ROWS), 1)))
+        rows = min(self.config.train.rows_per_batch, _CANARY_ROWS)
+        batch = next(iter(fixed_batches(self.corpus.train, rows, 1)))
+        scored = (batch.targets != IGNORED).sum(0).cumsum(0)  # up to and with each column
+        return batch.up_to(int((scored < _CANARY_TARGETS).sum()) + 1)

@@ -145,3 +145,105 @@ class Curriculum:
     def without_teacher(self) -> Curriculum:
         """The same run on labels alone: all weight goes to cross-entropy."""
         return replace(self, weights={"kd": 0.0, "ce": 1.0})
+
+
+# ---- The budget: what a run spends next to its steps, planned before it begins
+#
+# By counts alone (steps, tokens, parameters), never by a clock: evaluations choose the student that is kept, so a
+# resumed run and another machine must plan alike. Work is counted in operations: two for each parameter and token of a
+# forward pass, and a backward pass is two forward passes.
+
+
+_SHARE = 0.10  # of the work of the steps, for everything next to them
+_LEAST_WORK = 5e12  # what any run may spend, but not more than its steps: about a minute of one core
+_FIRST_SHARE = 0.01  # of the steps' work, for the first evaluation, in which the teacher runs too
+_LEAST_FIRST = 1.3e12  # what the first evaluation may take in any run: about a quarter of a minute of one core
+_EVALUATIONS_SHARE, _SAMPLES_SHARE = (
+    0.5,
+    0.1,
+)  # of the budget; the rest is for checks, checkpoints and the student's file
+_FREE_WORK = 5e10  # below this nothing is shortened: loading takes longer
+_MOST_EVALUATIONS = 10
+_WRITTEN = 14  # a token that is written reads all weights by itself: it costs as much as so many that are read
+_LEAST_TOKENS = 8  # of a sample
+
+
+@dataclass(frozen=True)
+class Work:
+    """The counts that a budget is planned from."""
+
+    num_steps: int
+    step_tokens: float
+    batch_tokens: float  # of one held-out batch
+    num_batches: int  # of all held-out data
+    student: int  # parameters
+    teacher: int = 0  # of a teacher that runs; 0 where stored answers stand for it
+    teacher_head: int = 0  # of these, what is multiplied again with hidden states that were kept
+
+    @property
+    def steps(self) -> float:
+        return 2.0 * self.num_steps * self.step_tokens * (3 * self.student + self.teacher)
+
+    @property
+    def first_batch(self) -> float:
+        """One batch of the first evaluation."""
+        return 2.0 * self.batch_tokens * (self.student + self.teacher)
+
+    @property
+    def later_batch(self) -> float:
+        """One batch of any later one, for which the teacher's answers are kept."""
+        return 2.0 * self.batch_tokens * (self.student + self.teacher_head)
+
+    @property
+    def allowed(self) -> float:
+        """What may be spent next to the steps: a tenth, more in short runs, and never more than the steps."""
+        return min(self.steps, max(_SHARE * self.steps, _LEAST_WORK))
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much is evaluated and written as samples, and when."""
+
+    num_batches: int  # held-out batches of an evaluation; 0: all
+    eval_steps: int  # between evaluations; the last step is always evaluated
+    num_samples: int = 0
+    sample_tokens: int = 0
+    note: str = ""  # what was shortened; empty where nothing was
+
+
+def plan_budget(
+    work: Work, *, max_batches: int | None, eval_steps: int, num_samples: int, sample_tokens: int
+) -> Budget:
+    """Plan what a run spends next to its steps.
+
+    `max_batches` None and `eval_steps` 0 are chosen; samples are at most as many and as long as asked for.
+    """
+    for_evaluations = max(_EVALUATIONS_SHARE * work.allowed, _FREE_WORK)
+    chosen = work.num_batches if max_batches is None else min(max_batches or work.num_batches, work.num_batches)
+    wished = math.ceil(work.num_steps / (eval_steps or 10))
+    wished = wished if eval_steps else min(wished, _MOST_EVALUATIONS // 2)  # half of them on twice as much text
+    if max_batches is None:
+        first = max(_FIRST_SHARE * work.steps, min(_LEAST_FIRST, for_evaluations))
+        all_of_them = work.first_batch + wished * work.later_batch
+        affordable = min(for_evaluations / max(all_of_them, 1.0), first / max(work.first_batch, 1.0))
+        chosen = min(max(1, int(affordable)), work.num_batches)
+    left = for_evaluations - chosen * work.first_batch
+    affordable = max(1, min(_MOST_EVALUATIONS, int(left / max(chosen * work.later_batch, 1.0))))
+    every = eval_steps or max(1, math.ceil(work.num_steps / affordable))
+    tokens = max(_SAMPLES_SHARE * work.allowed, _FREE_WORK) / max(2.0 * _WRITTEN * (work.student + work.teacher), 1.0)
+    samples = min(num_samples, max(1, int(tokens) // _LEAST_TOKENS))
+    length = min(sample_tokens, max(_LEAST_TOKENS, int(tokens / max(samples, 1))))
+    said = []
+    if chosen < work.num_batches and max_batches is None:
+        said.append(f"evaluations read {chosen:,} of {work.num_batches:,} held-out batches, rows evenly spread")
+    if not eval_steps and every > max(1, math.ceil(work.num_steps / _MOST_EVALUATIONS)):
+        said.append(f"the student is evaluated every {every:,} steps")
+    if (samples, length) != (num_samples, sample_tokens) and num_samples:
+        said.append(f"{samples:,} samples of {length:,} tokens")
+    share = work.allowed / max(work.steps, 1.0)
+    note = "; ".join(said) and (
+        f"{'; '.join(said)}: what is done next to the steps is planned to take {share:.0%} of their work. "
+        "`stillroom eval RUN` reads all held-out data; eval.max_batches, train.eval_steps and eval.samples set it"
+    )
+    is_all = chosen >= work.num_batches
+    return Budget(0 if is_all else chosen, every, samples, length, note)

@@ -81,13 +81,13 @@ def token_view(run: Run) -> dict[str, Any] | None:
     run.student.eval()
     try:
         for row in chosen_rows(run.eval_batches()):
-            batch = row.to(run.precision.device)
+            batch = row.up_to(_first_shown(row) + MAX_TOKENS).to(run.precision.device)
             with run.precision.autocast():
                 view = run.student.observe(batch, BothNeeds().student)
             signal = teacher.whole_answer(batch, teacher.observe(batch, BothNeeds().teacher))
             if reason := why_not(signal, teacher.num_exact):
                 return {"schema": SCHEMA, "note": reason, "rows": []}
-            rows.append(_row(batch, view, signal, run.tokenizer, texts, teacher.num_exact))
+            rows.append(_row(row, batch, view, signal, run.tokenizer, texts, teacher.num_exact))
     finally:
         run.student.model.train(was_training)
     is_whole = isinstance(signal, DenseSignal)
@@ -121,19 +121,28 @@ def chosen_rows(batches: Sequence[Batch]) -> list[Batch]:
     return [batch for batch in found if batch.num_scored]
 
 
+def _first_shown(row: Batch) -> int:
+    first = next(place for place, target in enumerate(row.targets[0].tolist()) if target != IGNORED)
+    return max(0, first + 1 - CONTEXT)
+
+
 def _row(
-    batch: Batch, view: StudentView, signal: Signal | None, tokenizer: Any, texts: _Texts, num_exact: int
+    whole: Batch,
+    batch: Batch,
+    view: StudentView,
+    signal: Signal | None,
+    tokenizer: Any,
+    texts: _Texts,
+    num_exact: int,
 ) -> dict[str, Any]:
-    """The tokens of a row of one, from shortly before the first that is scored."""
-    targets = batch.targets[0].tolist()
-    first = next(place for place, target in enumerate(targets) if target != IGNORED)
-    length = int(batch.attention_mask[0].sum())
-    begin = max(0, first + 1 - CONTEXT)
-    ids = batch.input_ids[0, :length].tolist()
+    """The tokens of a row of one, from shortly before the first that is scored. `batch` is what models read of it."""
+    targets = whole.targets[0].tolist()
+    length, begin = int(whole.attention_mask[0].sum()), _first_shown(whole)
+    ids = whole.input_ids[0, :length].tolist()
     if length == len(targets) and targets[length - 1] != IGNORED:
         ids.append(targets[length - 1])
     shown = ids[begin : begin + MAX_TOKENS]
-    places = [place for place, target in enumerate(targets) if target != IGNORED]
+    places = [place for place, target in enumerate(batch.targets[0].tolist()) if target != IGNORED]
     wanted = [number for number, place in enumerate(places) if begin <= place + 1 < begin + len(shown)]
     answers = compare(view, signal, batch.scored_targets, len(wanted), num_exact)
     tokens: list[dict[str, Any]] = [{"text": text} for text in pieces(tokenizer, shown)]

@@ -35,6 +35,7 @@ from stillroom.losses.divergences import (
 from stillroom.losses.head.kernel import KernelName, choose_kernel
 from stillroom.losses.head.products import GivenLogits, Products, Wanted, products_of
 from stillroom.losses.head.rows import (
+    Logits,
     RowKernel,
     RowPlan,
     RowRecord,
@@ -462,6 +463,7 @@ class HeadTask:
     clamped: Tensor | None = None  # [N], filled by the pass where the head has a clamp
     corrected: Tensor | None = None  # [N], filled by the pass where the plan has a label margin
     heaviest: tuple[float, float, float] | None = None  # see `HalfRequest`
+    on_logits: Callable[[slice, Any, Any], None] | None = None  # see `StudentView`
 
 
 class _HeadPass(torch.autograd.Function):
@@ -538,8 +540,10 @@ class _ChunkedPass:
         if plan.divergence is None and not plan.has_ce:
             return
         for part in parts(len(self.rows.targets), self.task.chunk_tokens):
-            student = self.student.logits(part)
-            gradient = self.task.kernel.run(student, self._teacher_rows(part), self.rows.rows(part), plan)
+            student, teacher = self.student.logits(part), self._teacher_rows(part)
+            if self.task.on_logits is not None:  # before the kernel, which may write over them
+                self.task.on_logits(part, student, teacher if isinstance(teacher, Logits) else None)
+            gradient = self.task.kernel.run(student, teacher, self.rows.rows(part), plan)
             if plan.wants_student:
                 self.student.pull_back(part, gradient)
             if plan.wants_teacher and self.teacher is not None:
@@ -730,6 +734,7 @@ def score_head(
         clamped=None if view.head.clamp is None else torch.zeros_like(weighing.ones),
         corrected=None if label_margin is None else torch.zeros_like(weighing.ones),
         heaviest=_heaviest(kd_weight, ce_weight, temperature, (token_weights, kd_token_weights, token_temperature)),
+        on_logits=view.on_logits,
     )
     return _result(view, task, weighing)
 

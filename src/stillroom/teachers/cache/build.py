@@ -88,7 +88,7 @@ def stored_vocabulary(place: Path, tokenizer: Any, student_rows: int) -> int:
 def required_rows(config: Config, corpus: Corpus) -> list[NeededRow]:
     """All training rows, and the held-out rows that evaluations use; the teacher's own where it has others."""
     size = config.eval.batch_size or config.train.rows_per_batch
-    held_out = fixed_rows(corpus.evaluation, size, config.eval.max_batches)
+    held_out = fixed_rows(corpus.evaluation, size, config.eval.limit)
     sides = [(corpus.train, range(len(corpus.train))), (corpus.evaluation, held_out)]
     return needed_rows((rows_asked(corpus, rows), indices) for rows, indices in sides)
 

@@ -86,6 +86,7 @@ class RouterTeacher(Teacher):
     """A live teacher whose gates may be changed or trained."""
 
     kind: SignalKind = "dense"
+    answers_last = False  # its gates learn
 
     def __init__(
         self,
