@@ -239,7 +239,7 @@ def _are_right(products: Bf16Products) -> bool:
         (to_hidden, gradient @ weight, 1e-2),
         (to_weight, 1 + gradient.t() @ hidden, 1e-2),
     )
-    return all(bool(((found - plain).norm() <= bar * plain.norm())) for found, plain, bar in pairs)
+    return all(bool((found - plain).norm() <= bar * plain.norm()) for found, plain, bar in pairs)
 
 
 def _job(
