@@ -34,6 +34,20 @@ def near_convergence(
     return Case(hidden.requires_grad_(), HeadWeights(weight.requires_grad_()), teacher, targets)
 
 
+def with_fp32_digits(case: Case, product_dtype: torch.dtype) -> Case:
+    """The case with an FP32 student none of whose numbers is a half one, as far from its teacher as before."""
+    generator = torch.Generator().manual_seed(5)
+    hidden, weight = case.hidden.detach().float(), case.head.weight.detach().float()
+    hidden = hidden * (1 + 1e-3 * torch.randn(hidden.shape, generator=generator))
+    moved = 1e-3 * torch.randn(weight.shape, generator=generator) * weight.abs()
+    teacher_dtype = case.teacher.hidden.dtype
+    goal = (case.teacher.head.weight.float() + moved).to(teacher_dtype)
+    asked = product_dtype if teacher_dtype == torch.float32 else None
+    teacher = DenseSignal(hidden.to(teacher_dtype), HeadWeights(goal, product_dtype=asked))
+    head = HeadWeights((weight + moved).requires_grad_(), product_dtype=product_dtype)
+    return replace(case, hidden=hidden.requires_grad_(), head=head, teacher=teacher)
+
+
 def gradients(case: Case, **options: Any) -> dict[str, Tensor]:
     """The head's own FP32 gradients, before they are cast to the inputs' dtype."""
     options = {"kd_weight": 1 / 48, "ce_weight": 0.0, "chunk_tokens": 20, **options}

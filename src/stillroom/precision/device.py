@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import psutil
@@ -31,6 +31,9 @@ class DeviceFacts:
     architecture: str = ""  # e.g. "sm_75"
     built_for: tuple[str, ...] = ()  # architectures of the installed torch
     has_tensor_cores: bool = True  # without them FP16 products with FP32 sums run at FP32's rate
+    bf16_gain: float = 0.0  # of a CPU: how many times as fast the run's products are in BF16; 0: not measured
+    measured: str = ""  # the same as a sentence
+    rates: Mapping[str, float] = field(default_factory=dict)  # GFLOP/s
 
     @property
     def is_supported(self) -> bool:

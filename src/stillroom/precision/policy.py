@@ -353,6 +353,9 @@ POLICIES: dict[str, type[Precision]] = {
 # Student state alone; the rest of the card belongs to the teacher, activations and the head.
 _STATE_SHARE = 0.5
 
+# How many times as fast a CPU's products have to be in BF16: what is not a product is cast to and fro.
+_LEAST_BF16_GAIN = 1.3
+
 _WHY_ASKED = {
     "fp32": "FP32 throughout, no loss scaling",
     "bf16-mixed": "FP32 weights, BF16 products, no loss scaling needed",
@@ -380,8 +383,11 @@ def choose(
         return _asked(begun_in, facts, why="the run began in it", advice=["--device cpu", "a card with native bf16"])
     if mode != "auto":
         return _asked(mode, facts, why="asked for", advice=["--precision fp16-mixed", "--precision auto"])
+    if facts.kind == "cpu" and facts.bf16_gain >= _LEAST_BF16_GAIN:
+        return "bf16-mixed", f"no GPU, and the CPU has BF16 units. {facts.measured}"
     if facts.kind == "cpu":
-        return "fp32", "no GPU: FP32 is the fastest exact choice on a CPU"
+        told = f" ({facts.measured})" if facts.measured else ""
+        return "fp32", f"no GPU: FP32 is the fastest exact choice on a CPU{told}"
     if facts.kind != "cuda":
         return "fp32", f"{facts.name}: FP16 training was never tried on it"
     if facts.has_native_bf16:
@@ -417,15 +423,20 @@ def resolve(
     config: PrecisionConfig | None = None,
     num_parameters: int = 0,
     begun_in: str = "",
+    facts: DeviceFacts | None = None,
 ) -> Precision:
-    """The policy for a mode on a device; `.mode` and `.reason` say what was chosen and why."""
+    """The policy for a mode on a device; `.mode` and `.reason` say what was chosen and why.
+
+    `facts` are those of the device where more is known of it than its kind: a CPU is in FP32 unless its BF16 products
+    were measured.
+    """
     try:
         device = torch.device(device)
     except RuntimeError as error:
         raise BrokenAtStart(f"there is no device {device!r}", advice=["use cpu, cuda or cuda:1"]) from error
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise BrokenAtStart(f"torch sees no {device}", advice=["use cpu", "check the driver with nvidia-smi"])
-    facts = facts_of(device)
+    facts = facts or facts_of(device)
     check_device(facts)
     moments = config.moments if config else "float32"
     chosen, reason = choose(mode, facts, num_parameters, moments=moments, begun_in=begun_in)

@@ -96,15 +96,24 @@ def _is_paired(config: Config) -> bool:
 
 
 def find_source(
-    config: Config, device: torch.device, folder: Path | None, tokenizer: Any, own_tokenizer: Any
+    config: Config,
+    device: torch.device,
+    folder: Path | None,
+    tokenizer: Any,
+    own_tokenizer: Any,
+    *,
+    is_bf16: bool = False,
 ) -> TeacherSource:
-    """Decide where answers come from. `folder` is the run's: an automatic cache lies next to it."""
+    """Decide where answers come from. `folder` is the run's: an automatic cache lies next to it.
+
+    `is_bf16`: a teacher whose dtype is left to us answers in BF16 on a CPU.
+    """
     is_asked = Curriculum.of(config).uses_teacher
     is_paired = _is_paired(config) and is_asked
     matched = matched_tokens(tokenizer, own_tokenizer) if is_paired else None
     by_groups = "prefix_match" in config.objectives.span_weights
     space = TokenSpace(own_tokenizer if is_paired else tokenizer, matched, by_groups)
-    dtype = teacher_dtype(config.teacher.dtype, device)
+    dtype = torch.bfloat16 if is_bf16 else teacher_dtype(config.teacher.dtype, device)
     cache = cache_folder(config, folder, space, dtype) if is_asked and config.teacher.cache else None
     is_stored = cache is not None and (config.teacher.cache != AUTO or is_there(cache))
     is_served = is_asked and bool(config.teacher.server) and not is_stored

@@ -321,7 +321,7 @@ EVENTS: dict[str, EventKind] = {
             "config": "the whole configuration",
             "versions": "of Python, stillroom and its libraries",
             "machine": "platform, processor, cores, memory",
-            "precision": "mode, and the reason it was chosen",
+            "precision": "mode, the reason it was chosen, and gflops, the rates of a CPU where they were measured",
             "schedule": "total_batches, gradient_accumulation, processes, optimizer_steps, warmup_steps, learning_rate",
             "teacher": "name, family, parameters, layers, width, vocabulary of the live teacher; null without one",
             "student": "the same of the student, and trained, its trained parameters",

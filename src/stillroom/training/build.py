@@ -27,7 +27,14 @@ from stillroom.training.checkpoint import CheckpointStore
 from stillroom.training.faults import make_hooks
 from stillroom.training.guard import Guard
 from stillroom.training.memory import disk_note, make_saves, make_snapshots, state_copies
-from stillroom.training.models import Models, check_rows, compiled_student, objectives_of, place_student
+from stillroom.training.models import (
+    Models,
+    check_rows,
+    compiled_student,
+    num_trained,
+    objectives_of,
+    place_student,
+)
 from stillroom.training.preflight import InputCheck
 from stillroom.training.run import Hooks, Run, held_out_batches
 from stillroom.training.schedule import Budget, Curriculum, Schedule, Work, plan_budget
@@ -202,10 +209,10 @@ def _mean_length(rows: Rows) -> float:
 
 def make_precision(config: Config, models: Models, device: torch.device, begun_in: str = "") -> Precision:
     """Take the mode that was asked for, the best for this device and size, or the one a continued run began in."""
-    num_parameters = sum(parameter.numel() for parameter in models.student.parameters() if parameter.requires_grad)
-    num_parameters += num_trained_by_teacher(config, models.teacher)
+    num_parameters = num_trained(models.student) + num_trained_by_teacher(config, models.teacher)
     asked = config.precision
-    return resolve(asked.mode, device, config=asked, num_parameters=num_parameters, begun_in=begun_in)
+    facts = models.facts if device.type == "cpu" else None
+    return resolve(asked.mode, device, config=asked, num_parameters=num_parameters, begun_in=begun_in, facts=facts)
 
 
 def make_optimizer(student: Any, precision: Precision, config: Config, planned: Planned) -> AdamW:

@@ -231,7 +231,9 @@ def _run(
     with stop.while_loading():
         check.models(config)
         dated = config.on_day(config.data.day or _day(claim, parallel))
-        models = load_models(dated, where, folder=folder, parallel=parallel, tell=_teller(listeners))
+        models = load_models(
+            dated, where, folder=folder, parallel=parallel, tell=_teller(listeners), begun_in=precision_of(saved)
+        )
     if _prints_day(models):
         claim.config = config = dated
     if parallel.is_first and not claim.is_resumed:
@@ -441,7 +443,11 @@ def _announce(
         config=config.to_dict(),
         versions=run_folder.versions(),
         machine=run_folder.machine(),
-        precision={"mode": run.precision.mode, "reason": run.precision.reason},
+        precision={
+            "mode": run.precision.mode,
+            "reason": run.precision.reason,
+            "gflops": {name: round(rate, 1) for name, rate in models.facts.rates.items()} if models.facts else {},
+        },
         schedule={
             "total_batches": run.loader.num_batches,
             "gradient_accumulation": config.train.gradient_accumulation_steps,

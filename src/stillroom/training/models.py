@@ -14,6 +14,7 @@ from stillroom.config import Config
 from stillroom.core.errors import ConfigError
 from stillroom.core.types import BothNeeds
 from stillroom.data import Corpus, opening_difference
+from stillroom.losses.head.kernel import bf16_products
 from stillroom.losses.hidden import InnerObjective
 from stillroom.losses.mix import ModelDims, Planned, TokenMatch, plan_objectives, union
 from stillroom.models import (
@@ -34,7 +35,8 @@ from stillroom.models.routers import has_gates
 from stillroom.models.shrink.cut import Cut
 from stillroom.models.student import num_positions, packing_error, show_attention
 from stillroom.parallel import Parallel
-from stillroom.precision import Precision
+from stillroom.precision import Precision, choose
+from stillroom.precision.device import DeviceFacts, facts_of
 from stillroom.teachers.build import (
     TeacherSource,
     check_teacher,
@@ -44,6 +46,7 @@ from stillroom.teachers.build import (
     shared_vocabulary,
 )
 from stillroom.telemetry import EventLog
+from stillroom.training.cpu_rates import LEAST_PARAMETERS, with_rates
 from stillroom.training.student import adapted, check_base, check_weights, cut_student, store_frozen, take_vocabulary
 
 
@@ -59,6 +62,7 @@ class Models:
     kept_layers: tuple[int, ...] | None = None  # of the teacher, where the student was cut from it
     corpus: Corpus | None = None  # the run's data, where a cut was chosen on it
     adapter: Adapter | None = None  # in the student
+    facts: DeviceFacts | None = None  # of the device, with the rates of a CPU where they were measured
 
     @property
     def tokenizer(self) -> Any:
@@ -103,10 +107,12 @@ def load_models(
     folder: Path | None = None,
     parallel: Parallel | None = None,
     tell: Callable[[str], None] = lambda _text: None,
+    begun_in: str = "",
 ) -> Models:
     """Load and probe both models, and check that they share a vocabulary.
 
-    `folder` is the run's: a student cut from its teacher stores the choice of layers there.
+    `folder` is the run's: a student cut from its teacher stores the choice of layers there. `begun_in` is the precision
+    of a run that is continued.
     """
     is_cut = config.student.init == "shrink"
     check_teacher(config, device)
@@ -114,21 +120,34 @@ def load_models(
     tokenizer, own_tokenizer = _tokenizers(config, notes, asks_teacher=needs_own_tokenizer(config))
     source = find_source(config, device, folder, tokenizer, own_tokenizer)
     if own_tokenizer is None and (is_cut or (source.is_asked and not source.is_stored)):
-        source = replace(source, own_tokenizer=load_tokenizer(config.teacher, config.teacher.model))
-    teacher = open_network(config, source, parallel) if source.is_loaded or is_cut else None
-    kept = corpus = None
+        own_tokenizer = load_tokenizer(config.teacher, config.teacher.model)
+        source = replace(source, own_tokenizer=own_tokenizer)
+    kept = corpus = teacher = None
     if is_cut:
-        assert teacher is not None
+        teacher = open_network(config, source, parallel)
         cut, corpus = _cut(config, teacher.network, tokenizer, device, folder=folder, parallel=parallel, tell=tell)
         kept = cut.kept_layers
         notes += cut.notes
         student = try_model(cut.model, tokenizer, name=student_name(config), role="student")
-        teacher = teacher if source.is_loaded else None
     else:
         student = _opened(config, tokenizer)
     adapter = None
     if config.student.adapter is not None:
         student, adapter = adapted(config, student, student_name(config))
+    facts = facts_of(device)
+    if config.precision.mode == "auto" and not begun_in:
+        tokens, processes = config.train.rows_per_batch * config.data.max_length, parallel.size if parallel else 1
+        facts = with_rates(facts, student.network, num_trained(student.network), tokens, num_processes=processes)
+    mode, _ = choose(config.precision.mode, facts, begun_in=begun_in)
+    is_bf16 = mode == "bf16-mixed" and _answers_in_bf16(config, device, student.network)
+    if is_bf16:
+        source = find_source(config, device, folder, tokenizer, own_tokenizer, is_bf16=True)
+    if source.is_loaded:
+        teacher = teacher or open_network(config, source, parallel)
+        if is_bf16:
+            in_bf16(teacher.network)  # that of a cut student was read in FP32, for the student
+    else:
+        teacher = None
     size = shared_vocabulary(config, source, teacher, student.anatomy.vocab_rows)
     if (teacher is not None or source.is_served) and not source.is_paired:
         notes += opening_difference(source.own_tokenizer, tokenizer, config.data.bos)
@@ -141,7 +160,29 @@ def load_models(
         kept_layers=kept,
         corpus=corpus,
         adapter=adapter,
+        facts=facts,
     )
+
+
+def num_trained(student: Any) -> int:
+    return sum(parameter.numel() for parameter in student.parameters() if parameter.requires_grad)
+
+
+def _answers_in_bf16(config: Config, device: torch.device, student: Any) -> bool:
+    """Whether a teacher whose dtype is left to us has BF16 weights next to a student in bf16-mixed on a CPU.
+
+    By what the run and the machine are, not by what was measured: a resumed run has the teacher it began with.
+    """
+    section = config.teacher
+    is_plain = section.placement == "device" and section.router.mode == "frozen" and section.quantisation == "none"
+    is_large = num_trained(student) >= LEAST_PARAMETERS
+    return device.type == "cpu" and section.dtype == "auto" and is_plain and is_large and bf16_products() is not None
+
+
+def in_bf16(network: Any) -> None:
+    """Store the weights in BF16. Buffers stay: a rotary table in BF16 would be off by positions."""
+    for weight in network.parameters():
+        weight.data = weight.data.to(torch.bfloat16)
 
 
 def _tokenizers(config: Config, notes: list[str], *, asks_teacher: bool) -> tuple[Any, Any]:

@@ -27,10 +27,10 @@ def replay(
     config = run_folder.read_config(folder, trust=trust)
     facts, window = read_window(folder, step, attempt_number)
     where = find_device(device)
-    models = load_models(config, where, folder=folder)
+    saved = newest_checkpoint(folder, config)
+    models = load_models(config, where, folder=folder, begun_in=precision_of(saved))
     # A separate log: replaying must not write into the run's.
     with EventLog(folder / "quarantine" / f"replay-{step:06d}.jsonl") as log:
-        saved = newest_checkpoint(folder, config)
         run = build_run(config, folder, log, device=where, models=models, begun_in=precision_of(saved))
         state = RunState()
         if saved is not None:

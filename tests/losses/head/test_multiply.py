@@ -1,6 +1,7 @@
 """Half operands with FP32 results: the head's gradients are those of float64 to the rounding of one operand.
 
-A CPU has no such product. Its half operands are upcast and multiplied in FP32, which gives the values of the card.
+torch has no such product on a CPU. There half operands are upcast and multiplied in FP32, which gives the values of the
+card, and where the CPU has BF16 units a kernel of ours multiplies BF16 parts.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from half_cases import distance, exact, gradients, near_convergence
+from half_cases import distance, exact, gradients, near_convergence, with_fp32_digits
 from head_cases import FORWARD_KL, Case, grads_of, make_case, reference_rows, run
 from torch import Tensor
 
 from stillroom.core.types import HeadWeights
 from stillroom.losses.head import products
-from stillroom.losses.head.products import HalfMultiplier, WideMultiplier, choose_multiplier
+from stillroom.losses.head.kernel import Bf16Products, bf16_products
+from stillroom.losses.head.products import HalfMultiplier, SplitMultiplier, WideMultiplier, choose_multiplier
 
 HALVES = [torch.float16, torch.bfloat16]
 
@@ -216,3 +218,131 @@ def test_a_chunk_may_add_to_the_weight_gradient_in_parts(dtype: torch.dtype, mon
     whole = gradients(case, chunk_tokens=4)["weight"]
     monkeypatch.setattr(products, "_SHARE_TOKENS", 17)
     torch.testing.assert_close(gradients(case, chunk_tokens=4)["weight"], whole, rtol=1e-5, atol=1e-7)
+
+
+# -- BF16 parts on a CPU that has the units ----------------------------------------------------------------
+
+
+@pytest.fixture
+def units(monkeypatch: pytest.MonkeyPatch) -> Bf16Products:
+    """The compiled products, for heads of any size."""
+    made = bf16_products()
+    if made is None:
+        pytest.skip("this CPU has no BF16 units, or there is no C++ compiler")
+    monkeypatch.setattr(products, "LEAST_BF16_WEIGHTS", 0)
+    return made
+
+
+@pytest.mark.usefixtures("units")
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize("mean", [0.0, -20.0, -100.0])
+@pytest.mark.parametrize("teacher_dtype", [torch.float32, torch.bfloat16])
+def test_gradients_from_bf16_parts_are_those_of_float64(
+    teacher_dtype: torch.dtype, mean: float, temperature: float
+) -> None:
+    case = with_fp32_digits(near_convergence(mean, teacher_dtype, temperature), torch.bfloat16)
+    divergence, expected = exact(case, temperature)
+    if teacher_dtype == torch.float32:
+        assert divergence == pytest.approx(1e-3, rel=0.4)
+    for name, gradient in gradients(case, temperature=temperature).items():
+        assert distance(gradient, expected[name]) < 5e-3, name
+
+
+@pytest.mark.usefixtures("units")
+def test_operands_rounded_once_miss_that_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "PARTS", 1)
+    case = with_fp32_digits(near_convergence(0.0, torch.float32, 1.0), torch.bfloat16)
+    _, expected = exact(case, 1.0)
+    assert distance(gradients(case, temperature=1.0)["weight"], expected["weight"]) > 5e-2
+
+
+def _parts(tensor: Tensor, count: int) -> list[Tensor]:
+    """The rounded value and, of two, the rounded rest, in float64."""
+    high = tensor.bfloat16()
+    return [high.double(), (tensor.float() - high.float()).bfloat16().double()][:count]
+
+
+@pytest.mark.parametrize(("num_rows", "num_tokens", "width"), [(1, 1, 1), (7, 33, 101), (13, 1000, 48), (530, 777, 65)])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_compiled_products_are_those_of_the_parts(
+    units: Bf16Products, num_rows: int, num_tokens: int, width: int, parts: int
+) -> None:
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(num_rows, width + 3, generator=generator)[:, :width]  # rows have a stride
+    weight = torch.randn(num_tokens, width, generator=generator)
+    room = torch.full((num_rows, num_tokens + 5), math.pi)
+    units.logits(hidden, weight, room[:, :num_tokens], parts=parts)
+    high_hidden, high_weight = _parts(hidden, 1)[0], _parts(weight, 1)[0]
+    expected = high_hidden @ high_weight.t()
+    if parts == 2:
+        expected += high_hidden @ _parts(weight, 2)[1].t() + _parts(hidden, 2)[1] @ high_weight.t()
+    assert distance(room[:, :num_tokens], expected) < 1e-6
+    assert (room[:, num_tokens:] == math.pi).all()
+
+    gradient = torch.randn(num_rows, num_tokens, generator=generator)
+    to_hidden, to_weight = torch.empty(num_rows, width), torch.ones(num_tokens, width)
+    units.to_weight(gradient, hidden, to_weight, adds=True)
+    assert distance(to_weight, 1 + gradient.bfloat16().double().t() @ high_hidden) < 1e-6
+    units.to_weight(gradient, hidden, to_weight, adds=False)
+    assert distance(to_weight, gradient.bfloat16().double().t() @ high_hidden) < 1e-6
+    units.to_hidden(gradient, weight, to_hidden)
+    assert distance(to_hidden, gradient.double() @ weight.double()) < 5e-3
+
+
+def test_compiled_products_repeat_and_do_not_depend_on_the_threads(units: Bf16Products) -> None:
+    generator = torch.Generator().manual_seed(4)
+    hidden, weight, gradient = (torch.randn(shape, generator=generator) for shape in ((40, 64), (1500, 64), (40, 1500)))
+    threads, answers = torch.get_num_threads(), []
+    try:
+        for count in (1, 3, 3):
+            torch.set_num_threads(count)
+            logits, to_hidden, to_weight = torch.empty(40, 1500), torch.empty(40, 64), torch.empty(1500, 64)
+            units.logits(hidden, weight, logits, parts=2)
+            units.to_hidden(gradient, weight, to_hidden)
+            units.to_weight(gradient, hidden, to_weight, adds=False)
+            answers.append((logits, to_hidden, to_weight))
+    finally:
+        torch.set_num_threads(threads)
+    for one, three, again in zip(*answers, strict=True):
+        assert torch.equal(three, again)
+        torch.testing.assert_close(one, three, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("units")
+@pytest.mark.parametrize("spoil", [math.nan, math.inf])
+def test_a_row_that_is_not_finite_is_seen_in_bf16_parts_too(spoil: float) -> None:
+    case = with_fp32_digits(near_convergence(0.0, torch.float32, 1.0), torch.bfloat16)
+    sound = gradients(case, kd_weight=0.0, ce_weight=1.0)["hidden"]
+    spoiled = case.hidden.detach().clone()
+    spoiled[2, 0] = spoil
+    found = gradients(replace(case, hidden=spoiled.requires_grad_()), kd_weight=0.0, ce_weight=1.0)
+    others = [row for row in range(len(spoiled)) if row != 2]
+    assert torch.equal(found["hidden"][others], sound[others])
+    assert not found["hidden"][2].isfinite().any()
+    assert not found["weight"].isfinite().all()
+
+
+def test_products_of_shapes_that_do_not_fit_are_refused(units: Bf16Products) -> None:
+    with pytest.raises(ValueError, match="products of the head"):
+        units.logits(torch.zeros(2, 4), torch.zeros(5, 4), torch.zeros(2, 6), parts=2)
+    with pytest.raises(ValueError, match="products of the head"):
+        units.to_hidden(torch.zeros(2, 5, dtype=torch.float64), torch.zeros(5, 4), torch.zeros(2, 4))
+
+
+def test_only_large_heads_in_bf16_have_bf16_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Units:
+        pass
+
+    monkeypatch.setattr(products, "bf16_products", Units)
+    large, small = torch.zeros(1 << 15, 128), torch.zeros(1 << 10, 128)
+    hidden = torch.zeros(2, 128)
+
+    def kind(weight: Tensor, asked: torch.dtype | None) -> type:
+        return type(choose_multiplier(hidden, HeadWeights(weight, product_dtype=asked), torch.float32))
+
+    assert kind(large, torch.bfloat16) is SplitMultiplier
+    assert kind(small, torch.bfloat16) is WideMultiplier
+    assert kind(large, torch.float16) is WideMultiplier
+    assert kind(large, None) is WideMultiplier
+    monkeypatch.setattr(products, "bf16_products", lambda: None)
+    assert kind(large, torch.bfloat16) is WideMultiplier

@@ -98,15 +98,116 @@ class _Job(ctypes.Structure):
 _DENSE, _TOP_K, _SAMPLED = 1, 2, 3
 
 
+class _Operand(ctypes.Structure):
+    _fields_ = (
+        ("values", ctypes.c_void_p),
+        ("stride", ctypes.c_int64),
+        ("is_bf16", ctypes.c_int32),
+        ("parts", ctypes.c_int32),
+    )
+
+
+class _ProductJob(ctypes.Structure):
+    _fields_ = (
+        ("hidden", _Operand),
+        ("weight", _Operand),
+        ("logits", ctypes.c_void_p),
+        ("logits_stride", ctypes.c_int64),
+        ("out", ctypes.c_void_p),
+        ("out_stride", ctypes.c_int64),
+        ("num_rows", ctypes.c_int64),
+        ("num_tokens", ctypes.c_int64),
+        ("width", ctypes.c_int64),
+        ("num_threads", ctypes.c_int64),
+        ("form", ctypes.c_int32),
+        ("adds", ctypes.c_int32),
+    )
+
+
+class Bf16Products:
+    """The products of native/products.cpp: BF16 parts of FP32 or BF16 operands, FP32 sums and results.
+
+    `parts` 2 splits an FP32 operand into its rounded value and the rest; a BF16 one is whole already. Rows are
+    contiguous. An unused operand is left out.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._run = library.stillroom_product
+        self._run.argtypes, self._run.restype = (ctypes.POINTER(_ProductJob),), ctypes.c_int32
+
+    def logits(self, hidden: Tensor, weight: Tensor, out: Tensor, *, parts: int) -> None:
+        """hidden [C, D] times weight [V, D] transposed, into `out` [C, V]."""
+        self._call(0, hidden, weight, out, None, parts=parts)
+
+    def to_hidden(self, gradient: Tensor, weight: Tensor, out: Tensor) -> None:
+        """gradient [C, V] times weight [V, D], into `out` [C, D]."""
+        self._call(1, None, weight, gradient, out)
+
+    def to_weight(self, gradient: Tensor, hidden: Tensor, out: Tensor, *, adds: bool) -> None:
+        """gradient [C, V] transposed times hidden [C, D], into `out` [V, D] or on top of it."""
+        self._call(2, hidden, None, gradient, out, adds=adds)
+
+    def _call(
+        self,
+        form: int,
+        hidden: Tensor | None,
+        weight: Tensor | None,
+        logits: Tensor,
+        out: Tensor | None,
+        *,
+        parts: int = 1,
+        adds: bool = False,
+    ) -> None:
+        num_rows, num_tokens = logits.shape
+        shapes = ((hidden, num_rows), (weight, num_tokens), (out, num_rows if form == 1 else num_tokens))
+        given = [(tensor, rows) for tensor, rows in shapes if tensor is not None]
+        width = given[0][0].shape[1]
+        for tensor, rows in [*given, (logits, num_rows)]:
+            is_result = tensor is out or tensor is logits
+            dtypes = (torch.float32,) if is_result else (torch.float32, torch.bfloat16)
+            fits = tensor.shape == (rows, num_tokens if tensor is logits else width)
+            if not fits or tensor.stride(1) != 1 or tensor.dtype not in dtypes or tensor.device.type != "cpu":
+                raise ValueError(
+                    f"products of the head: {tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}, with "
+                    f"logits {list(logits.shape)}"
+                )
+        job = _ProductJob(
+            hidden=_operand(hidden, parts),
+            weight=_operand(weight, parts),
+            logits=logits.data_ptr(),
+            logits_stride=logits.stride(0),
+            out=None if out is None else out.data_ptr(),
+            out_stride=0 if out is None else out.stride(0),
+            num_rows=num_rows,
+            num_tokens=num_tokens,
+            width=width,
+            num_threads=torch.get_num_threads(),
+            form=form,
+            adds=adds,
+        )
+        if self._run(ctypes.byref(job)) != 0:
+            raise ValueError(f"products of the head: nothing to multiply in {list(logits.shape)} by {width}")
+
+
+def _operand(tensor: Tensor | None, parts: int) -> _Operand:
+    if tensor is None:
+        return _Operand()
+    is_bf16 = tensor.dtype == torch.bfloat16
+    return _Operand(tensor.data_ptr(), tensor.stride(0), is_bf16, 1 if is_bf16 else parts)
+
+
 class CompiledKernel:
-    """The row kernel of a library that `kernel_build` made."""
+    """The row kernel of a library that `kernel_build` made, and its products where the machine has BF16 units."""
 
     name = "compiled"
 
     def __init__(self, library: Path) -> None:
-        self._run = ctypes.CDLL(str(library)).stillroom_rows
+        loaded = ctypes.CDLL(str(library))
+        self._run = loaded.stillroom_rows
         self._run.argtypes, self._run.restype = (ctypes.POINTER(_Job),), ctypes.c_int32
         self._plain = PlainKernel()
+        products = Bf16Products(loaded) if loaded.stillroom_has_bf16_products() else None
+        self.bf16_products = products if products is not None and _are_right(products) else None
 
     def run(self, student: Logits, teacher: TeacherRows | None, rows: RowRecord, plan: RowPlan) -> None:
         code = _code_of(plan.divergence)
@@ -126,6 +227,23 @@ class CompiledKernel:
         del kept_alive  # the job holds addresses: the tensors must outlive the call
         if status != 0:
             raise outside_vocabulary(raw.shape[1])
+
+
+def _are_right(products: Bf16Products) -> bool:
+    """Whether the products of a small problem are those of FP32: a miscompiled library is not used."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(rows, 50, generator=generator) for rows in (11, 101))
+    logits, to_hidden, to_weight = torch.empty(11, 101), torch.empty(11, 50), torch.ones(101, 50)
+    products.logits(hidden, weight, logits, parts=2)
+    gradient = torch.softmax(hidden @ weight.t(), -1)
+    products.to_hidden(gradient, weight, to_hidden)
+    products.to_weight(gradient, hidden, to_weight, adds=True)
+    pairs = (
+        (logits, hidden @ weight.t(), 1e-4),
+        (to_hidden, gradient @ weight, 1e-2),
+        (to_weight, 1 + gradient.t() @ hidden, 1e-2),
+    )
+    return all(bool((found - plain).norm() <= bar * plain.norm()) for found, plain, bar in pairs)
 
 
 def _job(
@@ -481,19 +599,20 @@ def build() -> Built:
 def _compile(compiler: str, folder: Path, stem: str) -> Built:
     complaint = ""
     with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as scratch:
-        made = Path(scratch) / "rows.o", Path(scratch) / "rows.so"
+        library = Path(scratch) / "rows.so"
+        objects = {source: str(Path(scratch) / f"{source.stem}.o") for source in sorted(_SOURCE.glob("*.cpp"))}
         for flags in _ATTEMPTS:
             # Linked without -fopenmp, so that no second OpenMP runtime comes in.
             for command in (
-                [compiler, *flags, "-c", str(_SOURCE / "rows.cpp"), "-o", str(made[0])],
-                [compiler, "-shared", str(made[0]), "-o", str(made[1])],
+                *([compiler, *flags, "-c", str(source), "-o", made] for source, made in objects.items()),
+                [compiler, "-shared", *objects.values(), "-o", str(library)],
             ):
                 done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=False)
                 if done.returncode != 0:
                     complaint = done.stderr.strip().partition("\n")[0]
                     break
             else:
-                path = keep(made[1], folder, stem)
+                path = keep(library, folder, stem)
                 fault = fault_of(path)  # a full disk may say nothing
                 return Built(None, f"{path} {fault}") if fault else Built(path, f"built with {Path(compiler).name}")
     return Built(None, f"{Path(compiler).name} failed: {complaint}")
@@ -565,6 +684,12 @@ def describe_kernel(name: str, divergence: Divergence, device_type: str) -> str:
     if not knows(divergence):
         return f"rows of the head: plain PyTorch (the compiled kernel does not have {divergence.name})"
     return f"rows of the head: compiled ({choice.reason}); objectives.kernel = 'plain' turns it off"
+
+
+def bf16_products() -> Bf16Products | None:
+    """The compiled BF16 products of this CPU; None where it has no such units or the kernel is not compiled."""
+    kernel = choose_kernel().kernel
+    return kernel.bf16_products if isinstance(kernel, CompiledKernel) else None
 
 
 @functools.cache

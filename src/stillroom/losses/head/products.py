@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from stillroom.core.types import HeadWeights
+from stillroom.losses.head.kernel import Bf16Products, bf16_products
 from stillroom.losses.head.rows import GradientRows, HalfRequest, Logits, padded
 
 # -- buffers ---------------------------------------------------------------------------------------
@@ -88,7 +89,8 @@ POOL = BufferPool()
 #
 # A tensor core multiplies half operands and adds them up in FP32. Keep that sum: rounded to half, a logit of 100 is
 # off by 0.03, and near convergence student and teacher differ by no more. So no product here has a half result. A CPU
-# emulates half products slowly: there everything is cast to the work dtype.
+# emulates FP16 products slowly: there everything is cast to the work dtype. One with BF16 units has a kernel of ours
+# (native/products.cpp), because torch's BF16 product has a BF16 result.
 #
 # The gradient of the logits is made in FP32 and has to be cast for its two products. FP16 holds magnitudes from 6e-8
 # to 65,504 and a row of gradients falls below that, so each row is multiplied by a power of two that takes its
@@ -145,9 +147,13 @@ class Multiplier(Protocol):
 def choose_multiplier(hidden: Tensor, head: HeadWeights, work_dtype: torch.dtype) -> Multiplier:
     """Half operands where the device is fast with them and the inputs are half, or the head's products are to be so."""
     half = half_operands(hidden, head)
-    if half is None or work_dtype != torch.float32 or not multiplies_half(hidden.device):
+    if half is None or work_dtype != torch.float32:
         return WideMultiplier(work_dtype)
-    return HalfMultiplier(half)
+    if multiplies_half(hidden.device):
+        return HalfMultiplier(half)
+    is_large = head.num_real * hidden.shape[1] >= LEAST_BF16_WEIGHTS
+    made = bf16_products() if half == torch.bfloat16 and hidden.device.type == "cpu" and is_large else None
+    return WideMultiplier(work_dtype) if made is None else SplitMultiplier(made)
 
 
 def half_operands(hidden: Tensor, head: HeadWeights) -> torch.dtype | None:
@@ -159,8 +165,17 @@ def half_operands(hidden: Tensor, head: HeadWeights) -> torch.dtype | None:
 
 
 def multiplies_half(device: torch.device) -> bool:
-    """Whether half operands are worth having: a CPU emulates them, 3 to 28 times slower than FP32."""
+    """Whether torch's half products are worth having: a CPU emulates FP16, 3 to 28 times slower than FP32."""
     return device.type == "cuda"
+
+
+# Weights of a head from which on a CPU multiplies it in BF16. Below, products take less time than what surrounds them,
+# and what a small model computes is the same on every machine.
+LEAST_BF16_WEIGHTS = 1 << 22
+# BF16 parts of an FP32 operand of the logits. Rounded to one part, an update of the weight is not seen before it adds
+# up to a 256th of its value, and the error of the logits is as large as what student and teacher differ in near
+# convergence (benchmarks/quality/bench_bf16_cpu.py). Gradients are not differences of large numbers: they have one.
+PARTS = 2
 
 
 class WideMultiplier:
@@ -265,6 +280,28 @@ class HalfMultiplier:
             out[:num_tokens].addcmul_(share, power)
         else:
             out[:num_tokens].add_(share, alpha=1.0 if power is None else power)
+
+
+class SplitMultiplier:
+    """BF16 parts of FP32 or BF16 operands, FP32 results, on a CPU with BF16 units. No operand is copied."""
+
+    def __init__(self, products: Bf16Products) -> None:
+        self._products = products
+
+    def operand(self, tensor: Tensor) -> Tensor:
+        return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+    def logits(self, hidden: Tensor, weight: Tensor, out: Tensor) -> None:
+        self._products.logits(hidden, weight, out, parts=PARTS)
+
+    def gradient(self, gradient: Tensor) -> GradientRows:
+        return GradientRows(gradient)
+
+    def to_hidden(self, gradient: GradientRows, weight: Tensor, out: Tensor) -> None:
+        self._products.to_hidden(gradient.values, weight, out)
+
+    def to_weight(self, gradient: GradientRows, hidden: Tensor, out: Tensor, *, adds: bool) -> None:
+        self._products.to_weight(gradient.values, hidden, out, adds=adds)
 
 
 def _balanced(hidden: Tensor, lifts: Tensor) -> tuple[Tensor, Tensor]:
