@@ -555,7 +555,7 @@ def take(config: Config, device: torch.device) -> Taken:
         first_forward(run, state)
         find_loss_scale(run, state)
         run.student.train()
-        evidence, _lesson = attempt(run, state, run.loader.window(0))
+        evidence, _lesson = attempt(run, state, run.loader.first_window())
         parts = [gradient.double().flatten().cpu() for _name, gradient in run.optimizer.named_gradients()]
         gradient = torch.cat(parts) / run.precision.loss_scale if parts else torch.zeros(1, dtype=torch.float64)
         return Taken(run.precision.mode, evidence.loss, evidence.grad_norm, gradient, evidence.bad_teacher_rows)

@@ -15,6 +15,7 @@ import torch
 from stillroom.config import Config
 from stillroom.core.locks import Lock
 from stillroom.data import Corpus, Loader, open_data
+from stillroom.data.rollouts import RoundStore
 from stillroom.losses.mix import Clamps, Mix, Planned
 from stillroom.parallel import Parallel
 from stillroom.precision import AdamW, ParameterGroup, Precision, resolve
@@ -27,6 +28,7 @@ from stillroom.training.guard import Guard
 from stillroom.training.memory import make_saves, make_snapshots
 from stillroom.training.models import Models, check_rows, compiled_student, objectives_of, place_student
 from stillroom.training.preflight import InputCheck
+from stillroom.training.rollouts import plan_rollouts
 from stillroom.training.run import Hooks, Run, held_out_batches
 from stillroom.training.schedule import Curriculum, Schedule
 
@@ -61,6 +63,10 @@ def build_run(
         inputs.data(config, corpus)
     loader = make_loader(config, corpus, parallel, initial_world_size)
     schedule = Schedule.of(config, loader.num_batches, initial_world_size)
+    rounds = RoundStore(folder / "rollouts")
+    rollouts = plan_rollouts(config, corpus, models.tokenizer, loader, schedule, parallel, rounds)
+    if rollouts is not None:
+        loader = rollouts.loader
 
     # What is trained: the student, the objectives' projectors, and the optimizer of both.
     precision = make_precision(config, models, device, begun_in)
@@ -77,7 +83,7 @@ def build_run(
         optimizer=optimizer,
         precision=precision,
         learning_rate=config.train.learning_rate,
-        window=loader.window,
+        window=loader.upcoming,
         held_out=lambda: held_out_batches(config, corpus),
         write=log.write,
         parallel=parallel,
@@ -87,6 +93,8 @@ def build_run(
     )
     mix = make_mix(config, models.vocab_size, planned, log)
     check_sparse(config, teacher, mix)
+    if rollouts is not None and rollouts.teacher is not None:
+        mix.check_signal("top-k", rollouts.teacher.temperature)
 
     # What it returns to, and what it leaves behind.
     checkpoints = CheckpointStore(folder / "checkpoints", config.checkpoint.keep, hooks.checkpoint_point)
@@ -117,6 +125,7 @@ def build_run(
         lock=lock,
         adapter=adapter,
         inputs=inputs.found if inputs is not None else {},
+        rollouts=rollouts,
     )
 
 

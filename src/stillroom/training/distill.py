@@ -453,7 +453,8 @@ def _announce(
         },
     )
     notes = (*notes, *unused_strategy(config, run.parallel))
-    for text in (*notes, *models.notes, *run.teacher.notes, *run.mix.notes(run.device.type)):
+    of_rollouts = run.rollouts.notes if run.rollouts is not None else ()
+    for text in (*notes, *models.notes, *run.teacher.notes, *run.mix.notes(run.device.type), *of_rollouts):
         run.log.write("note", text=text)
     if saved is not None:
         for reason in saved.rejected:

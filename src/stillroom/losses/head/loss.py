@@ -539,15 +539,19 @@ class _ChunkedPass:
         for part in parts(len(self.rows.targets), self.task.chunk_tokens):
             student = self.student.logits(part)
             self.task.kernel.run(student, self._teacher_rows(part), self.rows.rows(part), plan)
+            if plan.wants_student and not plan.falls_back:
+                student.raw.masked_fill_(self.rows.is_bad[part].unsqueeze(-1), 0.0)
             if plan.wants_student:
                 self.student.pull_back(part)
             if plan.wants_teacher and self.teacher is not None:
                 self.teacher.pull_back(part)
 
     def loss(self) -> Tensor:
-        """Weighted sum of the rows. A bad row's kd weight multiplies its cross-entropy."""
+        """Weighted sum of the rows. A bad row's kd weight multiplies its cross-entropy, unless none falls back."""
         rows = self.rows
-        ce_weights = rows.ce_weights + torch.where(rows.is_bad, rows.kd_weights, torch.zeros_like(rows.kd_weights))
+        ce_weights = rows.ce_weights
+        if self.task.plan.falls_back:
+            ce_weights = ce_weights + torch.where(rows.is_bad, rows.kd_weights, torch.zeros_like(rows.kd_weights))
         # A row of weight 0 may have an infinite value, and 0 * inf is NaN.
         kd = masked_sum(rows.kd * rows.kd_weights, rows.kd_weights != 0)
         return kd + masked_sum(rows.ce * ce_weights, ce_weights != 0)
@@ -683,6 +687,7 @@ def score_head(
     top_k: int = 0,
     rest_to_label: bool = False,
     label_margin: float | None = None,
+    falls_back: bool = True,
     chunk_tokens: int = 0,
     kernel: KernelName = "auto",
 ) -> HeadLoss:
@@ -691,9 +696,12 @@ def score_head(
     Weights multiply sums, so the caller divides them by the counts of the whole window. A weight of exactly 0.0
     (a number, not a tensor) leaves its term out: the signal is then not even looked at. `token_weights` belong to
     the objective and are part of the totals; `kd_token_weights` are those of the kd term alone. Targets are all >= 0.
-    `rest_to_label` and `label_margin` change what the teacher says with the label's help: see `RowPlan`.
+    `rest_to_label` and `label_margin` change what the teacher says with the label's help: see `RowPlan`. Without
+    `falls_back` a row whose teacher is no distribution weighs nothing; there must be no cross-entropy then.
     """
     has_kd = not _is_zero(kd_weight)
+    if not falls_back and not _is_zero(ce_weight):
+        raise ConfigError("rows without labels have no cross-entropy", advice=["pass a ce weight of 0"])
     if has_kd and (signal is None or divergence is None):
         raise ConfigError(
             "a kd weight needs a divergence and a teacher's signal", advice=["pass both, or a kd weight of 0"]
@@ -714,6 +722,7 @@ def score_head(
         top_k=top_k,
         rest_to_label=rest_to_label,
         label_margin=label_margin,
+        falls_back=falls_back,
     )
     weighing = _weigh(view, token_weights, kd_token_weights)
     task = HeadTask(
@@ -773,6 +782,8 @@ def _result(view: StudentView, task: HeadTask, weighing: _Weighing) -> HeadLoss:
         return HeadLoss(loss, terms, counters)
     num_bad = is_bad.sum().to(weighing.ones.dtype)
     taught = Term(masked_sum(kd * weighing.kd, weighing.kd != 0), task.targets.numel() - num_bad)
+    if not task.plan.falls_back:
+        return HeadLoss(loss, {"kd": taught}, counters)
     fallback = Term(masked_sum(ce * weighing.kd, is_bad & (weighing.kd != 0)), num_bad)
     unweighted = None if task.plan.has_ce else Term(ce.sum(), weighing.ones.sum())
     return HeadLoss(loss, {"kd": taught, **terms}, counters, fallback, unweighted)
