@@ -37,7 +37,7 @@ from stillroom.data.tokenize import Encoded, Ints
 
 Prompt = tuple[str, list[int]]  # its name and its tokens
 
-_ROUND = "round.json"
+_ROUND, _FACTS = "round.json", "facts"
 _PROMPTS, _ORDER = 1, 2  # tell the random numbers of two purposes apart
 _SEALED = re.compile(r"^round-(\d{6,})$")
 _OPEN = re.compile(r"^round-(\d{6,})\.of-[0-9a-f]+$")
@@ -84,14 +84,15 @@ def to_bytes(rollouts: Sequence[Rollout]) -> bytes:
             "answer_tail": np.concatenate([one.tail for one in kept]),
         }
     facts = {"names": [one.name for one in rollouts], "ended": [one.ended for one in rollouts]}
-    return save(arrays, metadata={name: json.dumps(values) for name, values in facts.items()})
+    # One entry: the library writes several in any order, and the same answers are the same bytes.
+    return save(arrays, metadata={_FACTS: json.dumps(facts)})
 
 
 def of_bytes(contents: bytes) -> list[Rollout]:
     """The answers of a piece. Raise ValueError where the file is damaged."""
     try:
-        arrays, facts = load(contents), _metadata(contents)
-        names, ended = (json.loads(facts[key]) for key in ("names", "ended"))
+        arrays, facts = load(contents), json.loads(_metadata(contents)[_FACTS])
+        names, ended = facts["names"], facts["ended"]
         before, lengths = arrays["prompt_lengths"].tolist(), arrays["lengths"].tolist()
         ids, log_probs = arrays["ids"].tolist(), arrays["log_probs"].tolist()
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
@@ -126,12 +127,17 @@ class RoundFacts(Stored):
     round: Count
     step: Count  # optimizer steps applied before it was written
     weights: str  # fingerprint of the student that wrote it
+    settings: str  # hash of what else decides what it wrote
     rows: Count
     tokens: Count
     seconds: float
     ended: dict[str, int]  # answers by why they ended
     drops: list[str]  # answers that ended so are not learned from
     pieces: dict[str, FileSum]
+
+    @property
+    def writer(self) -> str:
+        return self.weights + self.settings
 
 
 @dataclass(frozen=True)
@@ -157,13 +163,13 @@ class RoundStore:
         found = [_SEALED.match(path.name) for path in self.folder.glob("round-*") if path.is_dir()]
         return sorted(int(match[1]) for match in found if match)
 
-    def open_folder(self, number: int, weights: str) -> Path:
-        """Where the pieces of a round are written by the student of these weights."""
-        return self.folder / f"round-{number:06d}.of-{weights}"
+    def open_folder(self, number: int, writer: str) -> Path:
+        """Where a writer, a student with these weights and settings, puts the pieces of a round."""
+        return self.folder / f"round-{number:06d}.of-{writer}"
 
-    def begin(self, number: int, weights: str) -> Path:
-        """Make the folder of a new round. Remove an older round of the number, and pieces of other students."""
-        own = self.open_folder(number, weights)
+    def begin(self, number: int, writer: str) -> Path:
+        """Make the folder of a new round. Remove an older round of the number, and pieces of other writers."""
+        own = self.open_folder(number, writer)
         own.mkdir(parents=True, exist_ok=True)
         mend(own)  # what a kill left of an atomic write
         self.remove(number)
@@ -172,25 +178,25 @@ class RoundStore:
                 shutil.rmtree(path)
         return own
 
-    def piece(self, number: int, weights: str, place: int) -> list[Rollout] | None:
+    def piece(self, number: int, writer: str, place: int) -> list[Rollout] | None:
         """A piece that is written already; None where it is not, or is damaged."""
-        path = self.open_folder(number, weights) / _piece(place)
+        path = self.open_folder(number, writer) / _piece(place)
         try:
             return of_bytes(path.read_bytes())
         except (OSError, ValueError):
             return None
 
-    def keep_piece(self, number: int, weights: str, place: int, rollouts: Sequence[Rollout]) -> None:
-        write_atomically(self.open_folder(number, weights) / _piece(place), to_bytes(rollouts))
+    def keep_piece(self, number: int, writer: str, place: int, rollouts: Sequence[Rollout]) -> None:
+        write_atomically(self.open_folder(number, writer) / _piece(place), to_bytes(rollouts))
 
     def seal(self, facts: RoundFacts) -> None:
         """Close a round whose pieces are all there: the facts last, then the name."""
-        own = self.open_folder(facts.round, facts.weights)
+        own = self.open_folder(facts.round, facts.writer)
         write_atomically(own / _ROUND, json.dumps(facts.model_dump(), indent=1).encode())
         own.rename(self._sealed(facts.round))
 
-    def sums(self, number: int, weights: str, num_pieces: int) -> dict[str, FileSum]:
-        own = self.open_folder(number, weights)
+    def sums(self, number: int, writer: str, num_pieces: int) -> dict[str, FileSum]:
+        own = self.open_folder(number, writer)
         return {_piece(place): sum_of_bytes((own / _piece(place)).read_bytes()) for place in range(num_pieces)}
 
     def facts(self, number: int) -> RoundFacts | None:

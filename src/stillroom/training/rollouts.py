@@ -7,6 +7,8 @@ written. With several processes each writes every nth piece, so that a round doe
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -178,17 +180,17 @@ def forget_rounds(run: Run, state: RunState) -> None:
 def _begin_round(run: Run, state: RunState, rollouts: Rollouts, number: int) -> None:
     """Write and seal a round, or take the sealed one where this student wrote it at this step, as before a kill."""
     store, parallel = rollouts.store, run.parallel
-    weights = f"{fingerprint(weights_of(run)):016x}"
+    writer = _writer(run, rollouts)
     if parallel.is_first:
         store.remove_after(state.round, but=number)  # of steps that were left
     parallel.wait()
     older = rollouts.older(number)
     num_rows = rollouts.loader.rows_wanted(number, older)
     known = store.facts(number)
-    is_reused = known is not None and (known.step, known.weights, known.rows) == (state.applied, weights, num_rows)
+    is_reused = known is not None and (known.step, known.writer, known.rows) == (state.applied, writer, num_rows)
     parallel.wait()  # every process has looked before one writes
     if not is_reused:
-        _write_round(run, state, rollouts, number, weights, num_rows)
+        _write_round(run, state, rollouts, number, writer, num_rows)
     new = store.read(number)
     if not new.rollouts:
         raise Diverged(
@@ -204,9 +206,16 @@ def _begin_round(run: Run, state: RunState, rollouts: Rollouts, number: int) -> 
             run.log.write("note", text=text)
 
 
-def weights_of(run: Run) -> dict[str, torch.Tensor]:
-    """What is trained of the student; frozen weights are those of the checkpoint's base."""
-    return {name: one.data for name, one in run.student.model.named_parameters() if one.requires_grad}
+_DIGITS = 16  # of the fingerprint of the weights, and of the hash of the settings
+
+
+def _writer(run: Run, rollouts: Rollouts) -> str:
+    """Who writes: a fingerprint of what is trained of the student, and a hash of the settings that decide its text."""
+    trained = {name: one.data for name, one in run.student.model.named_parameters() if one.requires_grad}
+    temperature = rollouts.teacher.temperature if rollouts.teacher is not None else None
+    settings = [rollouts.section.model_dump(mode="json"), run.config.train.seed, temperature]
+    told = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
+    return f"{fingerprint(trained):0{_DIGITS}x}{told[:_DIGITS]}"
 
 
 # -- writing ---------------------------------------------------------------------------------------------
@@ -232,12 +241,12 @@ def _tasks(rollouts: Rollouts, num_rows: int, seed: int, number: int) -> list[_T
     return tasks
 
 
-def _write_round(run: Run, state: RunState, rollouts: Rollouts, number: int, weights: str, num_rows: int) -> None:
+def _write_round(run: Run, state: RunState, rollouts: Rollouts, number: int, writer: str, num_rows: int) -> None:
     """Write the pieces that are not there yet, each process its share, and seal the round."""
     store, parallel, section = rollouts.store, run.parallel, rollouts.section
     began = time.monotonic()
     if parallel.is_first:
-        store.begin(number, weights)
+        store.begin(number, writer)
     parallel.wait()
     tasks = _tasks(rollouts, num_rows, run.config.train.seed, number)
     size = section.batch_size
@@ -246,23 +255,24 @@ def _write_round(run: Run, state: RunState, rollouts: Rollouts, number: int, wei
     for turn in range(-(-len(pieces) // parallel.size)):
         state.between_batches()  # as often in every process: any of them may have been asked to stop
         place = turn * parallel.size + parallel.rank
-        if place < len(pieces) and store.piece(number, weights, place) is None:
-            store.keep_piece(number, weights, place, _write_piece(run, rollouts, pieces[place], num_new))
+        if place < len(pieces) and store.piece(number, writer, place) is None:
+            store.keep_piece(number, writer, place, _write_piece(run, rollouts, pieces[place], num_new))
     parallel.wait()
     if parallel.is_first:
-        written = [row for place in range(len(pieces)) for row in store.piece(number, weights, place) or ()]
+        written = [row for place in range(len(pieces)) for row in store.piece(number, writer, place) or ()]
         ended = Counter(row.ended for row in written)
         store.seal(
             RoundFacts(
                 round=number,
                 step=state.applied,
-                weights=weights,
+                weights=writer[:_DIGITS],
+                settings=writer[_DIGITS:],
                 rows=len(written),
                 tokens=sum(len(row.ids) for row in written),
                 seconds=time.monotonic() - began,
                 ended={name: ended[name] for name in ENDED},
                 drops=["nonfinite", *(["loop"] if section.on_loop == "drop" else [])],
-                pieces=store.sums(number, weights, len(pieces)),
+                pieces=store.sums(number, writer, len(pieces)),
             )
         )
     parallel.wait()
