@@ -116,8 +116,8 @@ def sealed(store: RoundStore, number: int, weights: str = "ab", drops: tuple[str
     store.keep_piece(number, weights, 0, [rollout(0), rollout(1, ended="loop")])
     store.keep_piece(number, weights, 1, [rollout(2)])
     facts = RoundFacts(
-        round=number, step=4, weights=weights[0], settings=weights[1], rows=3, tokens=6, seconds=0.5, ended={"end": 2, "loop": 1},
-        drops=list(drops), pieces=store.sums(number, weights, 2),
+        round=number, step=4, weights=weights[0], settings=weights[1], rows=3, tokens=6, seconds=0.5,
+        ended={"end": 2, "loop": 1}, drops=list(drops), pieces=store.sums(number, weights, 2),
     )  # fmt: skip
     store.seal(facts)
     return facts

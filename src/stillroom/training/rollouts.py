@@ -180,6 +180,7 @@ def forget_rounds(run: Run, state: RunState) -> None:
 def _begin_round(run: Run, state: RunState, rollouts: Rollouts, number: int) -> None:
     """Write and seal a round, or take the sealed one where this student wrote it at this step, as before a kill."""
     store, parallel = rollouts.store, run.parallel
+    processor = time.process_time()
     writer = _writer(run, rollouts)
     if parallel.is_first:
         store.remove_after(state.round, but=number)  # of steps that were left
@@ -199,7 +200,8 @@ def _begin_round(run: Run, state: RunState, rollouts: Rollouts, number: int) -> 
             advice=["set rollouts.on_loop = 'cut'", "lower train.learning_rate", "begin with a longer warm start"],
         )
     rollouts.serve([*older, new], run.device)
-    run.log.write("rollouts", **_event(state, rollouts, new, older, is_reused=is_reused))
+    told = _event(state, rollouts, new, older, is_reused=is_reused)
+    run.log.write("rollouts", **told, cpu_seconds=time.process_time() - processor)
     for name, text in _remarks(rollouts, new):
         if name not in rollouts.told:
             rollouts.told.add(name)
