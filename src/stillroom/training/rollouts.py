@@ -334,6 +334,17 @@ def _answered(run: Run, rollouts: Rollouts, rows: Sequence[Rollout], written: Se
     return found
 
 
+def seconds_of_answer(run: Run) -> float | None:
+    """Write one piece and throw it away: the seconds of an answer; None where the run has no rollouts."""
+    rollouts = run.rollouts
+    if rollouts is None:
+        return None
+    tasks = _tasks(rollouts, rollouts.section.batch_size, run.config.train.seed, 0)
+    began = time.perf_counter()
+    _write_piece(run, rollouts, tasks, rollouts.section.most_new_tokens)
+    return (time.perf_counter() - began) / len(tasks)
+
+
 # -- what is told of a round -----------------------------------------------------------------------------
 
 
