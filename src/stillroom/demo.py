@@ -123,6 +123,7 @@ def baseline_config(config: Config, steps: int, *, learning_rate: float, weight_
         "save_steps": interval,
     }
     table["eval"]["samples"] = 0
+    table["rollouts"] = None  # nothing is learned on the student's own text without the teacher
     return Config.model_validate(table)
 
 

@@ -50,10 +50,12 @@ def _routers() -> dict[str, Setting]:
     return {f"router {mode}": {"teacher.router.mode": mode, "world": "moe", **_BOTH} for mode in modes}
 
 
+# What a preset needs of the small world: experts, or answers that fit into its short rows.
+_ADDED: dict[str, Setting] = {"sar": {"world": "moe"}, "on-policy": {"rollouts.max_new_tokens": 8}}
 CASES: dict[str, Setting] = {
     **_precisions(),
     **_routers(),
-    **{f"preset {name}": {"preset": name, **({"world": "moe"} if name == "sar" else {})} for name in preset_names()},
+    **{f"preset {name}": {"preset": name, **_ADDED.get(name, {})} for name in preset_names()},
     "accumulation": {"train.gradient_accumulation_steps": 4, "train.batch_size": 1, **_BOTH},
     "rows of all lengths": {"data.packing": "rows", **_BOTH},
     "top-k": {"objectives.kd.top_k": 8, "objectives.kd.temperature": 2.0},

@@ -623,6 +623,11 @@ RULES: tuple[Rule, ...] = (
         "precision.mode is {c.precision.mode}",
     ),
     Rule("eval.sample_tokens", lambda c: c.eval.samples, "eval.samples is 0"),
+    Rule(
+        "rollouts.teacher_top rollouts.student_top",
+        lambda c: c.rollouts is not None and c.rollouts.answers == "stored",
+        "rollouts.answers is live",
+    ),
 )
 
 

@@ -43,6 +43,7 @@ from pydantic_core import InitErrorDetails
 
 from stillroom.config.registry import Registry
 from stillroom.core.errors import ConfigError
+from stillroom.core.types import ROLLOUTS
 
 if TYPE_CHECKING:
     from stillroom.losses.mix import Objective, Plan
@@ -1298,6 +1299,73 @@ class TelemetryConfig(Section):
     )
 
 
+# -- rollouts ---------------------------------------------------------------------------------------------
+# [rollouts]: text that the student writes in rounds, and learns on from the teacher.
+
+
+class RolloutsConfig(Section):
+    """Rounds of the student's own text. Without this section there are none."""
+
+    prompts: str = Field(
+        "train",
+        description="what is answered: train, the prompts of the training records (of plain text, the beginning of "
+        "each row); or a file, glob or hf:NAME as in data.eval",
+    )
+    share: Share = Field(
+        Ramp(start=0.0, end=0.5, begin=0.25, until=0.25),
+        description="share of a window's micro-batches that are rollouts; a ramp begins on the data alone",
+    )
+    every: Count = Field(
+        16,
+        description="windows that a round serves. 1: each step learns on text of the present student; 0: one round "
+        "for the whole run, written when the share is first above 0",
+    )
+    keep_rounds: Annotated[int, Field(ge=0, le=64)] = Field(
+        0, description="older rounds whose rows are used again, in equal parts with the new ones"
+    )
+    samples: Annotated[int, Field(ge=1, le=1024)] = Field(1, description="answers to each prompt of a round")
+    max_new_tokens: Annotated[Scalar, between(1, MOST_TOKENS)] = Field(
+        128, description="tokens of an answer, the end token included; a ramp lets answers grow"
+    )
+    prompt_tokens: Size = Field(
+        32, description="tokens of a row of plain text that are its prompt; at most half of the row"
+    )
+    temperature: Annotated[float, Field(ge=LEAST_TEMPERATURE, le=MOST_FLOAT)] = Field(
+        1.0, description="of the student while it writes; the temperature of the loss is objectives.kd.temperature"
+    )
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(
+        1.0, description="share of the probability that tokens are drawn from; 1: all of it"
+    )
+    batch_size: Rows = Field(32, description="answers written at once; another size may change a round's text")
+    answers: Literal["live", "stored"] = Field(
+        "live",
+        description="live: the teacher is asked in each step; stored: once for a whole round, and its answers are "
+        "kept with it as a few tokens and the exact mass of the rest",
+    )
+    teacher_top: Annotated[int, Field(ge=1, le=4096)] = Field(
+        32, description="of stored answers: the teacher's most probable tokens that are kept at each position"
+    )
+    student_top: Annotated[int, Field(ge=0, le=4096)] = Field(
+        16, description="of stored answers: the student's most probable tokens that are kept too"
+    )
+    on_loop: Literal["cut", "keep", "drop"] = Field(
+        "cut",
+        description="a phrase that stands four times in a row over 16 tokens or more. cut: the answer ends there; "
+        "keep: it continues; drop: the answer is left out",
+    )
+
+    @property
+    def most_new_tokens(self) -> int:
+        """The longest answer of the whole run."""
+        return round(max(ends(self.max_new_tokens)))
+
+    @model_validator(mode="after")
+    def _is_used(self) -> RolloutsConfig:
+        if max(ends(self.share)) == 0.0:
+            raise ValueError("rollouts.share is 0 throughout: raise it, or leave [rollouts] out")
+        return self
+
+
 # -- config -----------------------------------------------------------------------------------------------
 # All sections, and what cannot be set together.
 
@@ -1314,6 +1382,7 @@ class Config(Section):
     precision: PrecisionConfig = Field(default_factory=PrecisionConfig)
     guard: GuardConfig = Field(default_factory=GuardConfig)
     eval: EvalConfig = Field(default_factory=EvalConfig)
+    rollouts: RolloutsConfig | None = Field(None, description="let the student write, and learn from the teacher there")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig)
 
@@ -1379,6 +1448,8 @@ class Config(Section):
             )
         if self.teacher.placement == "shard":
             self._refuse_uneven_questions()
+        if self.rollouts is not None:
+            self._refuse_with_rollouts(self.rollouts)
         is_whole = self.train.max_warmup_share == 1.0  # else the warm-up is cut to that share
         if is_whole and self.train.max_steps and self.train.warmup_steps >= self.train.max_steps:
             raise ValueError(
@@ -1398,6 +1469,55 @@ class Config(Section):
                 "telemetry.gradient_steps asks the teacher in some processes, and teacher.placement = 'shard' needs "
                 "all of them: set telemetry.gradient_steps = 0"
             )
+
+    def _refuse_with_rollouts(self, rollouts: RolloutsConfig) -> None:
+        """Nobody answers the student's own text but the teacher: refuse what takes labels or other text for granted."""
+        kd = self.objectives.kd
+        problems = {
+            "only the teacher says what is right there: give objectives.kd.weight": not self.objectives.asks_teacher,
+            "a cache has no answers to text that is not written yet: leave teacher.cache out": bool(self.teacher.cache),
+            "two tokenizers would read the student's tokens again: leave "
+            + ", ".join(f"objectives.{name}" for name in self.objectives.span_weights)
+            + " out": bool(self.objectives.span_weights),
+            "its text has no labels to correct the teacher with: set objectives.kd.on_wrong_teacher = 'keep'": (
+                kd.on_wrong_teacher != "keep"
+            ),
+            "gates are trained on a window ahead, which is not written yet: set teacher.router.mode = 'frozen'": (
+                self.teacher.router.mode in TRAINING_MODES
+            ),
+            "prompts are told from answers by what is scored: set data.train_on_prompt = false": (
+                self.data.train_on_prompt and rollouts.prompts == "train"
+            ),
+            "a student in parts cannot write: set train.strategy = 'ddp' or 'single'": self.train.strategy == "fsdp",
+            f"answers of {rollouts.most_new_tokens} tokens leave no room for a prompt in data.max_length = "
+            f"{self.data.max_length}: lower rollouts.max_new_tokens": rollouts.most_new_tokens >= self.data.max_length,
+        }
+        if rollouts.answers == "stored":
+            inner = " and ".join(self.objectives.inner_weights)
+            problems |= {
+                f"{inner} look inside the teacher, and rollouts.answers = 'stored' keeps only its answers": bool(inner),
+                "rollouts.answers = 'stored' needs the teacher's whole distribution, which a server does not give: set "
+                "rollouts.answers = 'live'": bool(self.teacher.server),
+                "stored answers leave some processes without a question to the teacher, and teacher.placement = "
+                "'shard' needs all of them: set rollouts.answers = 'live'": self.teacher.placement == "shard",
+                "stored answers have one temperature: set objectives.kd.temperature to a number and "
+                "objectives.kd.token_temperature = 0, or rollouts.answers = 'live'": (
+                    isinstance(kd.temperature, Ramp) or kd.token_temperature != 0.0
+                ),
+            }
+        for problem, is_there in problems.items():
+            if is_there:
+                raise ValueError(f"[rollouts]: {problem}")
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether rows of several sources are kept apart: of the data, or of data and rollouts."""
+        return self.data.is_mixed or self.rollouts is not None
+
+    @property
+    def source_names(self) -> tuple[str, ...]:
+        """The sources that a batch may name, rollouts included."""
+        return (*self.data.source_names, *((ROLLOUTS,) if self.rollouts is not None else ()))
 
     def on_day(self, day: str) -> Config:
         """The same configuration with the day that chat templates print."""

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 IGNORED = -100  # a target that is not scored, as in transformers
+ROLLOUTS = "rollouts"  # the source of rows that the student wrote
 
 _EMPTY: Mapping[str, Any] = MappingProxyType({})
 
@@ -112,6 +113,11 @@ class Batch:
             target_bytes=self.target_bytes.new_zeros(self.target_bytes.shape),
             other=self.other.without_targets() if self.other is not None else None,
         )
+
+
+def is_rollout(batch: Batch) -> bool:
+    """Whether the student wrote the rows of a batch. A batch holds rows of one source."""
+    return ROLLOUTS in batch.sources
 
 
 def _content_keys(batch: Batch) -> tuple[str, ...]:

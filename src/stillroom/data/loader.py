@@ -137,6 +137,10 @@ class MixedRows(Rows):
         part, place = self._place(index)
         return part.rows.question(place)
 
+    def prompts(self, num_tokens: int) -> Iterator[tuple[str, list[int], int]]:
+        for part in self.parts:
+            yield from part.rows.prompts(num_tokens)
+
     def other_prompt(self, index: int) -> list[int]:
         part, place = self._place(index)
         return part.rows.other_prompt(place)
@@ -397,6 +401,22 @@ class Loader:
         first = place * self._accumulation
         last = min(first + self._accumulation, self.num_batches)
         return [self._batch(epoch, number) for number in range(first, last)]
+
+    def known(self, index: int) -> bool:
+        """Whether everything that window `index` is made of is there. Who reads ahead asks first."""
+        return True
+
+    def upcoming(self, index: int) -> list[Batch]:
+        """The window, or nothing while it is not known."""
+        return self.window(index) if self.known(index) else []
+
+    def first_window(self) -> list[Batch]:
+        """A window to try models on before the run begins."""
+        return self.window(0)
+
+    def epochs(self, cursor: int) -> float:
+        """How often the data was seen after `cursor` windows."""
+        return cursor / self.num_windows
 
     def _batch(self, epoch: int, number: int) -> Batch:
         start = number * self._batch_size

@@ -15,7 +15,7 @@ keeps only its first row, and what does not fit is left out and counted. "packed
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -174,6 +174,22 @@ class Rows:
         first = int(is_scored.argmax())
         num_answer = int(np.append(~is_scored[first:], np.True_).argmax())
         return ids[:first], ids[first : first + num_answer]
+
+    def prompts(self, num_tokens: int) -> Iterator[tuple[str, list[int], int]]:
+        """Of each piece its name, its prompt, which ends before its first scored token, and the tokens that follow.
+
+        The prompt of plain text is its first `num_tokens` tokens, at most half of them, and no answer follows.
+        """
+        has_prompt = self._encoded.prompts
+        documents = self._encoded.documents_at(self._starts)
+        for start, end, document in zip(self._starts.tolist(), self._ends.tolist(), documents.tolist(), strict=True):
+            size, num_answer = min(num_tokens, (end - start) // 2), 0
+            if has_prompt[document]:
+                is_scored = self._encoded.is_scored[start:end]
+                size, num_answer = int(is_scored.argmax()) if is_scored.any() else 0, int(is_scored.sum())
+            offset = start - int(self._encoded.bounds[document])
+            name = self._encoded.names[document]
+            yield f"{name}@{offset}" if offset else name, self._encoded.ids[start : start + size].tolist(), num_answer
 
     def other_prompt(self, index: int) -> list[int]:
         """The teacher's tokens before the first scored target of the teacher's row; empty where there is none."""

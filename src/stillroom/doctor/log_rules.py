@@ -934,6 +934,129 @@ def refused_batches(case: Case) -> Finding | None:
     )
 
 
+# -- the student's own text --------------------------------------------------------------------------------
+
+LEAST_ROUNDS = 3
+TOO_LONG = 2.0  # times the data's answers
+GROWN = 1.5  # times the first rounds
+MANY_LOOPS = 0.1  # of the answers
+COLLAPSED = 0.5  # of the first rounds' entropy, while the distance to the teacher grows
+STALE = 0.25  # rise of the loss on rollouts where a new round begins
+
+
+def _rounds(case: Case) -> list[Event]:
+    """The records of rounds, the last of each number: one that a rollback dropped was written again."""
+    by_number = {event["round"]: event for event in case.record.of("rollouts") if isinstance(event.get("round"), int)}
+    return [by_number[number] for number in sorted(by_number)]
+
+
+def _ended(event: Event, *names: str) -> float:
+    """The share of a round's answers that ended so."""
+    counts = {name: as_number(count) or 0.0 for name, count in mapping(event, "ended").items()}
+    return sum(counts.get(name, 0.0) for name in names) / max(sum(counts.values()), 1.0)
+
+
+def _own_losses(case: Case) -> list[tuple[int, float]]:
+    """The kd term on rollouts by step."""
+    found = []
+    for step in case.steps:
+        own = mapping(mapping(step, "sources"), "rollouts")
+        if (value := as_number(own.get("kd"))) is not None:
+            found.append((int(step["step"]), value))
+    return found
+
+
+@rule("log")
+def length_inflation(case: Case) -> Finding | None:
+    """Answers of the student grow beyond those of the data."""
+    rounds = _rounds(case)
+    lengths = numbers(rounds, "mean_length")
+    wanted = as_number(rounds[-1].get("data_length")) if rounds else None
+    if len(rounds) < LEAST_ROUNDS or len(lengths) < LEAST_ROUNDS or not wanted:
+        return None
+    first, last = lengths[0], lengths[-1]
+    if last < TOO_LONG * wanted or last < GROWN * first:
+        return None
+    unfinished = _ended(rounds[-1], "length", "loop", "positions")
+    return found(
+        "warning",
+        f"the student's answers grew from {first:.0f} to {last:.0f} tokens, those of the data have {wanted:.0f}; "
+        f"{format_percent(unfinished)} of the last round do not end",
+        "long answers weigh most in a mean over tokens: cut them at the length of the data's",
+        setting=f"rollouts.max_new_tokens={max(1, round(1.5 * wanted))}",
+        otherwise="use forward KL, and begin rollouts later (rollouts.share)",
+        steps=cited(rounds[-1:]),
+        numbers={"first": first, "last": last, "data": wanted, "unfinished": unfinished},
+    )
+
+
+@rule("log")
+def rollout_loops(case: Case) -> Finding | None:
+    """Many answers repeat a phrase."""
+    rounds = _rounds(case)
+    share = _ended(rounds[-1], "loop") if rounds else 0.0
+    if share < MANY_LOOPS:
+        return None
+    return found(
+        "warning",
+        f"{format_percent(share)} of the answers of the last round repeat a phrase; they are cut there",
+        "an untrained student repeats itself: begin rollouts later",
+        setting="rollouts.share={start = 0.0, end = 0.5, begin = 0.5, until = 0.5}",
+        otherwise="leave loops out with rollouts.on_loop = 'drop'",
+        steps=cited(rounds[-1:]),
+        numbers={"loops": share},
+    )
+
+
+@rule("log")
+def entropy_collapse(case: Case) -> Finding | None:
+    """The student's text loses variety while it moves away from the teacher."""
+    rounds, losses = _rounds(case), _own_losses(case)
+    entropies = numbers(rounds, "entropy")
+    if len(entropies) < LEAST_ROUNDS or len(losses) < 2 * LEAST_ROUNDS:
+        return None
+    third = len(losses) // 3
+    before, after = (mean([value for _, value in part]) for part in (losses[:third], losses[-third:]))
+    first, last = entropies[0], entropies[-1]
+    if first <= 0 or last > COLLAPSED * first or after <= before:
+        return None
+    return found(
+        "warning",
+        f"the entropy of the student's text fell from {first:.2g} to {last:.2g} nats a token, and its distance to the "
+        f"teacher there rose from {before:.2g} to {after:.2g}",
+        "forward KL keeps what the teacher finds possible",
+        setting="objectives.kd.divergence=forward_kl",
+        otherwise="lower train.learning_rate, or rollouts.share",
+        steps=cited(rounds[-1:]),
+        numbers={"first": first, "last": last, "kd_before": before, "kd_after": after},
+    )
+
+
+@rule("log")
+def stale_rounds(case: Case) -> Finding | None:
+    """The loss on rollouts falls within a round and rises where the next begins: the text is of another student."""
+    rounds, losses = _rounds(case), dict(_own_losses(case))
+    rises = []
+    for one in rounds[1:]:
+        start = as_number(one.get("step"))
+        earlier = [value for step, value in losses.items() if start is not None and start - 2 <= step <= start]
+        later = [value for step, value in losses.items() if start is not None and start < step <= start + 3]
+        if earlier and later and mean(earlier) > 0:
+            rises.append(mean(later) / mean(earlier) - 1.0)
+    every = as_number(case.get("rollouts.every"))
+    if len(rises) < LEAST_ROUNDS or middle(rises) < STALE or not every or every < 2:
+        return None
+    return found(
+        "hint",
+        f"the loss on rollouts rises by {format_percent(middle(rises))} where a new round begins: the student has moved "
+        f"away from what it wrote",
+        "write more often",
+        setting=f"rollouts.every={max(1, int(every) // 2)}",
+        steps=cited(rounds[1:]),
+        numbers={"rise": middle(rises), "every": every},
+    )
+
+
 # -- the machine -----------------------------------------------------------------------------------------
 
 LEAST_STEPS_TIMED = 8

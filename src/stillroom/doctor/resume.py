@@ -31,6 +31,7 @@ from stillroom.core.errors import (
     NoBetterStudent,
     StillroomError,
 )
+from stillroom.data.rollouts import RoundStore
 from stillroom.models.files import fetch
 from stillroom.teachers.cache.in_store import folder_of
 from stillroom.teachers.cache.manifest import NAME as CACHE
@@ -57,7 +58,7 @@ Tell = Callable[[str], None]
 class Difference:
     """The first thing that is not the same in both runs."""
 
-    kind: str  # "step", "state", "tensor" or "input"
+    kind: str  # "step", "state", "tensor", "round" or "input"
     name: str
     what: str
 
@@ -118,8 +119,12 @@ def shortened(config: Config, num_steps: int, kill_at: int) -> Config:
     router = config.teacher.router
     router = router.model_copy(update={"probe_steps": min(router.probe_steps, num_steps)})
     warmup = min(config.train.warmup_steps, num_steps - 1)
+    rollouts = config.rollouts
+    if rollouts is not None:  # several rounds, one of which is in use where the run is killed
+        rollouts = rollouts.model_copy(update={"every": min(rollouts.every, max(1, num_steps // 3))})
     return config.model_copy(
         update={
+            "rollouts": rollouts,
             "train": config.train.model_copy(update={**train, "max_minutes": 0.0, "warmup_steps": warmup}),
             "eval": config.eval.model_copy(update={"max_batches": batches, "samples": 0}),
             "teacher": config.teacher.model_copy(update={"router": router}),
@@ -218,6 +223,16 @@ def differences(one: Path, other: Path) -> Iterator[Difference]:
     yield from _of_tensors(mine.tensors, theirs.tensors)
     yield from _of_scalars(mine, theirs)
     yield from _of_students(one / "student", other / "student")
+    yield from _of_rounds(one / "rollouts", other / "rollouts")
+
+
+def _of_rounds(mine: Path, theirs: Path) -> Iterator[Difference]:
+    """Rounds of rollouts whose pieces are not the same files."""
+    stores = RoundStore(mine), RoundStore(theirs)
+    for number in sorted({*stores[0].numbers(), *stores[1].numbers()}):
+        one, other = (store.facts(number) for store in stores)
+        if one is None or other is None or (one.pieces, one.step) != (other.pieces, other.step):
+            yield Difference("round", f"round {number}", "the student wrote other text, or at another step")
 
 
 def steps_of(folder: Path) -> dict[int, dict[str, Any]]:

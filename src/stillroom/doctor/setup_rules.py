@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import re
+import statistics
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -24,6 +25,8 @@ from torch import Tensor
 from stillroom.config import Config
 from stillroom.config.load import unread_notes
 from stillroom.core.errors import BrokenAtStart, StillroomError
+from stillroom.data.chat import turn_end_ids
+from stillroom.data.packing import Rows
 from stillroom.doctor.log_rules import FEW_SCORED, TOO_MANY_PASSES
 from stillroom.doctor.rules import Finding, Severity, found, judge_settings, rule, rules_for
 from stillroom.doctor.setup import Setup
@@ -244,6 +247,30 @@ def marks(setup: Setup) -> Iterator[Finding]:
 
 
 @rule("setup", subject="tokenizers")
+def end_marks(setup: Setup) -> Iterator[Finding]:
+    """Rollouts: an answer ends where the student ends it, and the teacher must mean the same by that."""
+    tokenizers = setup.part("tokenizers")
+    if setup.config.rollouts is None or len(tokenizers) < 2:
+        return
+    teacher, student = tokenizers["teacher"], tokenizers["student"]
+    own, other = ({one.eos_token_id} | turn_end_ids(one) for one in (student, teacher))
+    if own != other:
+        what = (
+            f"the student ends an answer with token {_ids(own)}, the teacher with {_ids(other)}: it would never end one"
+        )
+        yield red("end_marks_differ", what, "give both the same eos_token and chat template, or leave [rollouts] out")
+    if student.chat_template != teacher.chat_template and (student.chat_template or teacher.chat_template):
+        what = (
+            "the chat templates of student and teacher differ: the teacher answers prompts in a form it was not taught"
+        )
+        yield red("templates_differ", what, "copy the teacher's chat_template into the student's tokenizer")
+
+
+def _ids(numbers: set[int | None]) -> str:
+    return " and ".join(map(str, sorted(number for number in numbers if number is not None))) or "none"
+
+
+@rule("setup", subject="tokenizers")
 def coverage(setup: Setup) -> Iterator[Finding]:
     tokenizer: Any = setup.tokenizer
     ids, size = [], 0
@@ -454,6 +481,49 @@ def tried(setup: Setup) -> Iterator[Finding]:
             yield amber("student_is_larger", what, "exchange --teacher and --student, if that is not meant")
 
 
+LEAST_END = 1e-3  # probability of the end mark where an answer really ends
+_ENDS_TRIED = 16
+
+
+@rule("setup", subject="models")
+def teacher_ends(setup: Setup) -> Iterator[Finding]:
+    """Rollouts: the teacher must end answers with the student's end mark, or the student learns not to."""
+    if setup.config.rollouts is None:
+        return
+    models: Models = setup.part("models")
+    corpus = setup.part("corpus")
+    if models.teacher is None:
+        return
+    marks = {setup.tokenizer.eos_token_id} | turn_end_ids(setup.tokenizer)
+    probs = _end_probabilities(models.teacher, corpus.train, marks)
+    if not probs:
+        return
+    middle = statistics.median(probs)
+    if middle < LEAST_END:
+        what = f"where answers of the data end, the teacher gives the end mark {middle:.2g}: rollouts would grow without end"
+        yield red(
+            "teacher_does_not_end", what, "use the teacher that the data's template is made for, or its own template"
+        )
+    else:
+        yield green(f"the teacher gives the end mark {middle:.2g} where answers of the data end")
+
+
+@torch.no_grad()
+def _end_probabilities(network: Any, rows: Rows, marks: set[int | None]) -> list[float]:
+    """What a network gives the end of some answers that end."""
+    found: list[float] = []
+    device = next(network.parameters()).device
+    for index in range(len(rows)):
+        if len(found) == _ENDS_TRIED:
+            break
+        prompt, answer = rows.question(index)
+        if len(answer) > 1 and prompt and answer[-1] in marks:
+            ids = torch.tensor([[*prompt, *answer[:-1]]], device=device)
+            probs = torch.softmax(network(input_ids=ids, use_cache=False).logits[0, -1].float(), -1)
+            found.append(float(probs[answer[-1]]))
+    return found
+
+
 def _gates(setup: Setup, models: Models) -> Iterator[Finding]:
     router = setup.config.teacher.router
     if models.teacher is None:
@@ -570,7 +640,7 @@ def take(config: Config, device: torch.device) -> Taken:
         first_forward(run, state)
         find_loss_scale(run, state)
         run.student.train()
-        evidence, _lesson = attempt(run, state, run.loader.window(0))
+        evidence, _lesson = attempt(run, state, run.loader.first_window())
         parts = [gradient.double().flatten().cpu() for _name, gradient in run.optimizer.named_gradients()]
         gradient = torch.cat(parts) / run.precision.loss_scale if parts else torch.zeros(1, dtype=torch.float64)
         return Taken(run.precision.mode, evidence.loss, evidence.grad_norm, gradient, evidence.bad_teacher_rows)

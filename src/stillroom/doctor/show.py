@@ -154,6 +154,10 @@ def _cost(cost: Mapping[str, Any]) -> list[str]:
             f"pays from the second pass over the same data on; here {cost['cached_over_live']:.2f} of the live "
             f"arithmetic, about {cost['cache_bytes_per_token']:.0f} bytes a token on disk (an estimate)",
         )
+    if cost["answers_per_step"]:
+        writing = cost["writing_seconds_per_step"]
+        spent = f", {writing:.3g} s of a step" if writing is not None else ""
+        lines += wrapped("rollouts   ", f"the student writes {cost['answers_per_step']:.3g} answers a step{spent}")
     if cost["seconds_per_step"] is None:
         return [*lines, "time       not known: --probe measures a step here, --card T4 models one"]
     whole = f", {_duration(cost['seconds'])} in all" if cost["seconds"] is not None else ""

@@ -27,6 +27,7 @@ from stillroom.core.types import (
     Signal,
     StudentView,
     Term,
+    is_rollout,
 )
 from stillroom.losses import divergences
 from stillroom.losses.head.kernel import KernelName, describe_kernel
@@ -112,6 +113,10 @@ class Objective:
     def is_scored(self, loss_weights: LossWeights, signal: Signal | None) -> bool:
         """Whether it is computed now: not at weight 0, and not without a signal if it needs the teacher."""
         return self.has_weight(loss_weights) and (signal is not None or not self.section.needs_teacher)
+
+    def is_for(self, batch: Batch) -> bool:
+        """Whether it says anything about a batch: on text that the student wrote only the teacher does."""
+        return self.section.needs_teacher or not is_rollout(batch)
 
     def needs(self, loss_weights: LossWeights) -> BothNeeds:
         """What it needs of each model besides the last hidden states."""
@@ -342,9 +347,15 @@ class KdAndCe(Objective):
     def score(
         self, view: StudentView, signal: Signal | None, batch: Batch, loss_weights: LossWeights, shares: Shares
     ) -> Score:
-        """Without a signal (the teacher is suspended) the weight of kd moves to ce."""
+        """Without a signal (the teacher is suspended) the weight of kd moves to ce.
+
+        Not on the student's own text: its tokens are no labels, so only what the teacher says weighs there.
+        """
         kd_weight, ce_weight = shares["kd"], shares["ce"]
-        if signal is None:
+        is_own_text = is_rollout(batch)
+        if is_own_text:
+            kd_weight, ce_weight = kd_weight if signal is not None else 0.0, 0.0
+        elif signal is None:
             kd_weight, ce_weight = 0.0, ce_weight + kd_weight
         kd = self._config.kd
         settings = {name: self.setting(loss_weights, name) for name in divergences.settings_of(kd.divergence)}
@@ -368,6 +379,7 @@ class KdAndCe(Objective):
             top_k=top_k,
             rest_to_label=kd.on_wrong_teacher == "label_residual",
             label_margin=_LABEL_MARGIN if kd.on_wrong_teacher == "mft" else None,
+            falls_back=not is_own_text,
             chunk_tokens=self._config.chunk_tokens,
             kernel=self._kernel,
         )
@@ -515,7 +527,7 @@ class Mix:
         view, signal = self._clamps.on_view(view), self._clamps.on_signal(signal)
         scores = []
         for objective in self.objectives:
-            if objective.is_scored(loss_weights, signal):
+            if objective.is_scored(loss_weights, signal) and objective.is_for(batch):
                 # The only division by a count.
                 shares = {term: loss_weights.weight(term) / max(1.0, counts[term]) for term in objective.terms}
                 scores.append(objective.score(view, signal, batch, loss_weights, shares))

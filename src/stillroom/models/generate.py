@@ -179,7 +179,7 @@ class _Stopped(Exception):
     """Raised by a streamer to leave `transformers.generate`."""
 
 
-def _generate(model: Any, prompts: Sequence[Sequence[int]], settings: GenerationConfig, **options: Any) -> Any:
+def padded_generate(model: Any, prompts: Sequence[Sequence[int]], settings: GenerationConfig, **options: Any) -> Any:
     """Call the model's `generate`, with shorter prompts padded on the left."""
     longest = max(map(len, prompts))
     # Padding is masked, so any token will do. A row's own first token leaves its repetition penalty as it is.
@@ -266,9 +266,9 @@ def _tried(model: Any) -> Ability:
 @torch.no_grad()
 def _difference(model: Any, prompts: Sequence[Sequence[int]]) -> str:
     """Why the cache cannot be used for these prompts; empty if it gives the logits of full forward passes."""
-    settings = _settings(_WRITTEN, return_dict_in_generate=True, output_logits=True)
+    settings = greedy_settings(_WRITTEN, return_dict_in_generate=True, output_logits=True)
     try:
-        written = _generate(model, prompts, settings)
+        written = padded_generate(model, prompts, settings)
     except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError, NotImplementedError) as error:
         return f"its cache fails with {type(error).__name__}"
     given = torch.stack(written.logits, dim=1).float()  # [B, written, V]
@@ -284,7 +284,7 @@ def _difference(model: Any, prompts: Sequence[Sequence[int]]) -> str:
     return "" if largest <= tolerance else f"its cache changes the logits by {largest:.2g} of their spread"
 
 
-def _settings(max_new_tokens: int, *, use_cache: bool = True, **more: Any) -> GenerationConfig:
+def greedy_settings(max_new_tokens: int, *, use_cache: bool = True, **more: Any) -> GenerationConfig:
     return GenerationConfig(max_new_tokens=max_new_tokens, do_sample=False, use_cache=use_cache, **more)
 
 
@@ -422,10 +422,10 @@ class _Group(BaseStreamer):  # type: ignore[misc]
             if limit:
                 num_left = min(num_left, limit - max(row.length for row in self.rows))
             self.is_prompt = True
-            _generate(
+            padded_generate(
                 model,
                 [row.prompt + row.written for row in self.rows],
-                _settings(num_left, **settings),
+                greedy_settings(num_left, **settings),
                 logits_processor=[self.choose],
                 stopping_criteria=[self.are_broken],
                 streamer=self,
@@ -523,7 +523,9 @@ def time_tokens(
         def end(self) -> None: ...
 
     with suppress(_Stopped):
-        _generate(model, [prompt], _settings(num_tokens, use_cache=ability_of(model).caches), streamer=Clock())
+        padded_generate(
+            model, [prompt], greedy_settings(num_tokens, use_cache=ability_of(model).caches), streamer=Clock()
+        )
     return times
 
 

@@ -16,6 +16,7 @@ from stillroom.config import Config
 from stillroom.core.errors import ConfigError
 from stillroom.core.locks import Lock
 from stillroom.data import Corpus, Loader, Rows, open_data
+from stillroom.data.rollouts import RoundStore
 from stillroom.losses.head.products import product_note
 from stillroom.losses.mix import Clamps, Mix, Planned
 from stillroom.parallel import Parallel
@@ -36,6 +37,7 @@ from stillroom.training.models import (
     place_student,
 )
 from stillroom.training.preflight import InputCheck
+from stillroom.training.rollouts import plan_rollouts
 from stillroom.training.run import Hooks, Run, held_out_batches
 from stillroom.training.schedule import Budget, Curriculum, Schedule, Work, plan_budget
 
@@ -71,6 +73,10 @@ def build_run(
     loader = make_loader(config, corpus, parallel, initial_world_size)
     schedule = Schedule.of(config, loader.num_batches, initial_world_size)
     budget = make_budget(config, models, corpus, schedule, initial_world_size)
+    rounds = RoundStore(folder / "rollouts")
+    rollouts = plan_rollouts(config, corpus, models.tokenizer, loader, schedule, parallel, rounds)
+    if rollouts is not None:
+        loader = rollouts.loader
 
     # What is trained: the student, the objectives' projectors, and the optimizer of both.
     precision = make_precision(config, models, device, begun_in)
@@ -90,7 +96,7 @@ def build_run(
         optimizer=optimizer,
         precision=precision,
         learning_rate=config.train.learning_rate,
-        window=loader.window,
+        window=loader.upcoming,
         held_out=lambda: held_out_batches(config, corpus, budget.num_batches),
         write=log.write,
         parallel=parallel,
@@ -100,6 +106,8 @@ def build_run(
     )
     mix = make_mix(config, models.vocab_size, planned, log)
     check_sparse(config, teacher, mix)
+    if rollouts is not None and rollouts.teacher is not None:
+        mix.check_signal("top-k", rollouts.teacher.temperature)
 
     # What it returns to, and what it leaves behind.
     checkpoints = CheckpointStore(folder / "checkpoints", config.checkpoint.keep, hooks.checkpoint_point)
@@ -134,6 +142,7 @@ def build_run(
         lock=lock,
         adapter=adapter,
         inputs=inputs.found if inputs is not None else {},
+        rollouts=rollouts,
     )
 
 

@@ -40,7 +40,7 @@ def shared(run: Run, summed: dict[str, Tensor], zero: Tensor) -> dict[str, Tenso
 def source_counts(run: Run, window: Sequence[Batch]) -> dict[str, int]:
     """What the terms of each source are divided by, under keys that no term has."""
     counts: dict[str, int] = {}
-    for name in run.config.data.source_names:
+    for name in run.config.source_names:
         own = [batch for batch in window if source_of(batch) == name]
         counts |= {_key(name, term): count for term, count in run.mix.counts(own).items()}
     return counts
@@ -61,7 +61,7 @@ def source_rows(run: Run, cursor: int) -> list[dict[str, Any]]:
     rows = run.corpus.train
     if not isinstance(rows, MixedRows):
         return []
-    epochs = cursor / run.loader.num_windows
+    epochs = run.loader.epochs(cursor)
     return [
         {
             "name": part.name,

@@ -471,7 +471,8 @@ def _announce(
     )
     notes = (*notes, *unused_strategy(config, run.parallel))
     notes = (*notes, *models.notes, *run.teacher.notes, *run.mix.notes(run.device.type))
-    for text in (*notes, *([run.budget.note] if run.budget.note else [])):
+    of_rollouts = run.rollouts.notes if run.rollouts is not None else ()
+    for text in (*notes, *of_rollouts, *([run.budget.note] if run.budget.note else [])):
         run.log.write("note", text=text)
     if saved is not None:
         for reason in saved.rejected:

@@ -23,7 +23,7 @@ from stillroom.core.types import Evidence, Examination, Verdict
 _BUDGET_STEPS = 200
 # Medians are over the last 50 accepted steps: long enough to be steady, short enough to follow the run. With fewer than
 # ten values the spread is not known.
-_WINDOW_STEPS = 50
+WINDOW_STEPS = 50
 _WARMUP_STEPS = 10
 _LEVEL_STEPS = 15
 _JUMP_TO_SIGMA = 1.0 / 0.9539  # median |x - y| of two normal draws, in standard deviations
@@ -89,7 +89,7 @@ class Guard:
         self.config = config
         self._guess = math.log(vocab_size) if vocab_size else math.inf  # loss of a guess among all tokens
         self._losses: dict[str, History] = {}  # the weighted sum and each term by itself
-        self._norms = History(_WINDOW_STEPS)
+        self._norms = History(WINDOW_STEPS)
         self._phase = ""
         self._recent: deque[bool] = deque(maxlen=_BUDGET_STEPS)  # True: refused
         self.consecutive = 0
@@ -142,7 +142,7 @@ class Guard:
             )
         if math.isfinite(evidence.loss) and math.isfinite(evidence.grad_norm):
             if self.consecutive_spikes >= _RELEARN_AFTER:
-                self._forget()
+                self.forget()
                 finding = f"{self.consecutive_spikes} in a row and the student is sound: a new normal"
                 return Verdict("keep", f"{reason}; {finding}")
             if not self._loss_spike(evidence):  # a steep place on ordinary text; clipping bounds the step
@@ -155,7 +155,7 @@ class Guard:
         if not evidence.bad_teacher_rows:
             for name, value in _values(evidence).items():
                 if math.isfinite(value):  # one NaN would make every later threshold NaN
-                    self._losses.setdefault(name, History(_WINDOW_STEPS)).add(value)
+                    self._losses.setdefault(name, History(WINDOW_STEPS)).add(value)
             if math.isfinite(evidence.grad_norm):
                 self._norms.add(math.log(max(evidence.grad_norm, 1e-30)))
             self.consecutive_teacher = 0
@@ -242,9 +242,10 @@ class Guard:
         """Drop the statistics at a new phase: it weighs the terms differently."""
         if phase != self._phase:
             self._phase = phase
-            self._forget()
+            self.forget()
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Drop the statistics: what is learned from now on has other losses."""
         self._losses.clear()
         self._norms.values.clear()
 
@@ -256,10 +257,10 @@ class Guard:
         return {"losses": losses, "norms": list(self._norms.values), "phase": self._phase}
 
     def restore_statistics(self, state: Mapping[str, Any]) -> None:
-        self._losses = {name: History(_WINDOW_STEPS) for name in state["losses"]}
+        self._losses = {name: History(WINDOW_STEPS) for name in state["losses"]}
         for name, values in state["losses"].items():
             self._losses[name].values.extend(values)
-        self._norms.values = deque(state["norms"], maxlen=_WINDOW_STEPS)
+        self._norms.values = deque(state["norms"], maxlen=WINDOW_STEPS)
         self._phase = str(state["phase"])
 
     def state_dict(self) -> dict[str, Any]:

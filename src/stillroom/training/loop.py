@@ -32,6 +32,7 @@ from stillroom.training.evaluate import KEPT_BYTES, Evaluation, never_stop
 from stillroom.training.gradients import term_gradients
 from stillroom.training.memory import evaluate_held_out, micro_batch_rows, parts_of, within_memory
 from stillroom.training.recover import check_state, is_sound, keep_snapshot, take_snapshot
+from stillroom.training.rollouts import ensure_round
 from stillroom.training.run import Run, RunState, weights_of
 from stillroom.training.save import last_step_saved, record_rollback, save_checkpoint, save_stopped_student
 from stillroom.training.schedule import NO_PHASE
@@ -145,6 +146,8 @@ def _steps(run: Run, state: RunState, stop: Stop) -> Iterator[StepOutcome]:
         if state.cursor in state.quarantined:
             state.cursor += 1
             continue
+        with _stoppable(run, state, stop):
+            ensure_round(run, state)
         state.begun_at = run.log.position
         began, processor = time.monotonic(), time.process_time()
         window = run.loader.window(state.cursor)

@@ -65,6 +65,7 @@ _UPDATE_SCRATCH = 1 << 27  # the optimizer takes tensors in buckets of so much s
 _MOMENTS_SCRATCH = 25
 _NAMES = {CASTS: "autocast casts", DATA: "batch", HEAD: "head gradients and scratch"}
 _STATE = ("student weights", "masters", "residuals", "moments", GRADIENTS)
+_WRITER_LOGITS = 5  # [rows, vocabulary] at once: logits, log-probs, probabilities, sums, the chosen token alone
 _WEIGHT, _HALF = 4, 2  # bytes: what is sharded is FP32, masters are gathered in FP16
 
 
@@ -297,6 +298,8 @@ def lay_out(config: Config, shapes: Shapes, mode: str, *, rows: int = 0, num_tok
     at_peak = {_NAMES.get(part, part): held for part, held in trace.at_peak.items()}
     both = {part: state.get(part, 0) + at_peak.get(part, 0) for part in {**state, **at_peak}}
     moments[LEARNS] = {**resident, "teacher's answer": answer, **both}
+    if config.rollouts is not None:
+        moments["rounds are written"] = {**resident, **state, **_writing_bytes(config, mode, sizes)}
     scratch = _update_scratch(config, mode, sizes, accumulates=micro.accumulates)
     moments["update"] = {**resident, **state, GRADIENTS: gradients, "update scratch": scratch}
     share = target.sharing
@@ -334,6 +337,17 @@ def _state_mode(config: Config, mode: str) -> str:
     """An adapter is trained in FP32 in every mode; weights rounded to blocks have FP32 masters."""
     blocks = "+blocks" if config.student.quantise else ""
     return "fp32" if config.student.adapter is not None else mode + blocks
+
+
+def _writing_bytes(config: Config, mode: str, sizes: Sizes) -> dict[str, int]:
+    """What writing a piece of a round takes: keys and values of every layer, and FP32 logits with their sums.
+
+    At most: fewer key heads than query heads, sliding windows and recurrent layers keep less.
+    """
+    assert config.rollouts is not None
+    rows, itemsize = config.rollouts.batch_size, 4 if mode == "fp32" else 2
+    cache = 2 * sizes.layers * sizes.width * itemsize * rows * config.data.max_length
+    return {"KV cache": cache, "logits of the writer": _WRITER_LOGITS * 4 * rows * sizes.vocabulary}
 
 
 def _update_scratch(config: Config, mode: str, sizes: Sizes, *, accumulates: bool) -> int:

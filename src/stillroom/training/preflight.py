@@ -52,7 +52,7 @@ def first_forward(run: Run, state: RunState, vocabularies: Mapping[str, str] | N
 
     `vocabularies` are hashes of the models' tables of tokens, for the log.
     """
-    batch = _beginning(run.loader.window(0)[0])
+    batch = _beginning(run.loader.first_window()[0])
     check_targets(batch)
     check_targets(run.teacher.own_batch(batch))
     batch = batch.to(run.device)
@@ -250,7 +250,7 @@ def find_loss_scale(run: Run, state: RunState) -> None:
     """Lower the configured scale until gradients fit FP16, and log it. Leave weights and random state unchanged."""
     if not run.precision.scales_loss:
         return
-    window = run.loader.window(0)
+    window = run.loader.first_window()
     counts = run.parallel.counts(run.mix.counts(window))
     configured, floor = run.precision.loss_scale, run.precision.scaler.floor
     peak = math.inf

@@ -23,6 +23,7 @@ from stillroom.precision.device import teacher_dtype
 from stillroom.training.checkpoint import Saved, SnapshotRing, settle
 from stillroom.training.evaluate import evaluate
 from stillroom.training.guard import is_astray, is_within_band
+from stillroom.training.rollouts import forget_rounds
 from stillroom.training.run import Run, RunState, capture, restore, weight_peaks
 
 # -- batch file ------------------------------------------------------------------------------------
@@ -499,6 +500,7 @@ def roll_back(run: Run, state: RunState, verdict: Verdict) -> None:
         run.snapshots.drop_newest()
         newest = run.snapshots.newest() or newest
     restore(run, state, newest, keeps_history=True)
+    forget_rounds(run, state)
     state.rolled_back_to = newest.step
     if verdict.backs_off and is_second:
         state.backoff_at = state.applied
@@ -513,6 +515,7 @@ def _reset(run: Run, state: RunState) -> None:
         )
     failed_at = state.applied
     restore(run, state, state.initial, keeps_history=True)
+    forget_rounds(run, state)
     state.rolled_back_to = -1
     state.canary_reference = state.canary_best = canary_loss(run)  # no canary loss was measured for the initial state
     if isinstance(run.snapshots, SnapshotRing):  # its snapshots are of the training that was dropped

@@ -18,7 +18,7 @@ from stillroom.config import Config
 from stillroom.core.errors import CannotSave
 from stillroom.core.files import LARGEST, Count, Stored, strict
 from stillroom.core.locks import Lock
-from stillroom.core.types import IGNORED, Batch, LossWeights, Signal, StudentView
+from stillroom.core.types import IGNORED, Batch, LossWeights, Signal, StudentView, is_rollout
 from stillroom.data import Corpus, Loader, fixed_batches
 from stillroom.losses.mix import Mix
 from stillroom.models import Student
@@ -31,6 +31,7 @@ from stillroom.telemetry import EventLog
 from stillroom.training.checkpoint import CheckpointStore, DiskCopies, Mark, Saved, Saves, SnapshotRing, Snapshots
 from stillroom.training.evaluate import Evaluation, KeptAnswers, never_stop
 from stillroom.training.guard import Guard
+from stillroom.training.rollouts import Rollouts
 from stillroom.training.schedule import Budget, Curriculum, Schedule
 
 # -- hooks -----------------------------------------------------------------------------------------
@@ -238,6 +239,7 @@ class RunState(TensorGroups):
     phase: str = ""
     is_finished: bool = False
     owes_evaluation: bool = False  # the evaluation of the last step was interrupted
+    round: int = -1  # the round of rollouts in use; -1: none yet
 
     def counters(self) -> dict[str, Any]:
         """What a checkpoint stores as JSON under `state`."""
@@ -353,7 +355,15 @@ def _counters(name: str, wanted: Collection[str]) -> type[_Known]:
 
 
 # Counters that older checkpoints do not have.
-_LATER = {"undone", "last_perplexity", "snapshots_refused", "micro_batch_parts", "shortages", "owes_evaluation"}
+_LATER = {
+    "undone",
+    "last_perplexity",
+    "snapshots_refused",
+    "micro_batch_parts",
+    "shortages",
+    "owes_evaluation",
+    "round",
+}
 _AllCounters = _counters("_AllCounters", [known.name for known in fields(RunState) if known.name not in _HELD])
 _HistoryCounters = _counters("_HistoryCounters", _HISTORY)
 
@@ -531,6 +541,7 @@ class Run:
     lock: Lock | None = None  # of the process that writes
     adapter: Adapter | None = None  # in the student, where that is what is trained
     inputs: dict[str, dict[str, Any]] = field(default_factory=dict)  # hashes of data and models, for the checkpoints
+    rollouts: Rollouts | None = None  # rounds of the student's own text
 
     @property
     def device(self) -> torch.device:
@@ -582,6 +593,9 @@ class Run:
 
     def teacher_of(self, loss_weights: LossWeights, batch: Batch) -> Teacher:
         """The teacher of a batch; `NO_TEACHER` where no term needs one, or all rows are learned from the labels."""
+        stored = self.rollouts.teacher if self.rollouts is not None else None
+        if stored is not None and loss_weights.asks_teacher and is_rollout(batch):
+            return stored
         is_labels_only = bool(batch.sources) and self.config.data.label_sources.issuperset(batch.sources)
         return self.teacher if loss_weights.asks_teacher and not is_labels_only else NO_TEACHER
 

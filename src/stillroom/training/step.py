@@ -107,7 +107,7 @@ def attempt(run: Run, state: RunState, window: Sequence[Batch]) -> tuple[Evidenc
     loss_weights = run.loss_weights(state)
     # Counts of the whole window over all processes, before any forward: the only divisor.
     counts = run.mix.counts(window)
-    if run.config.data.is_mixed:
+    if run.config.is_mixed:
         counts |= source_counts(run, window)
     counts = run.parallel.counts(counts)
     tally = within_memory(run, state, lambda: _gather(run, state, window, loss_weights, counts))
@@ -188,7 +188,7 @@ def _read_evidence(
     summed |= {f"counter.{name}": count for name, count in ({"bad_teacher_rows": zero} | tally.counters).items()}
     summed |= {f"term.{name}": total for name, total in tally.totals.items()}
     summed |= {f"source.{key}": total for key, total in sorted(tally.by_source.items())}
-    if run.config.data.is_mixed:
+    if run.config.is_mixed:
         summed = shared(run, summed, zero)
     summed |= {f"norm.{name}": square for name, square in norms.items()}
     named = summed | {f"sample.{name}": share for name, share in state.sampled.items()}
@@ -215,7 +215,7 @@ def _read_evidence(
         phase=loss_weights.phase,
         attempt=state.attempt,
         samples={name: values[f"sample.{name}"] for name in state.sampled},
-        sources=source_means(_under("source.", values), counts) if run.config.data.is_mixed else {},
+        sources=source_means(_under("source.", values), counts) if run.config.is_mixed else {},
     )
 
 

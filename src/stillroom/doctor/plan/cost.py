@@ -10,6 +10,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from stillroom.config import Config
+from stillroom.config.schema import ends
+from stillroom.core.errors import ConfigError
+from stillroom.precision.device import DeviceFacts
 from stillroom.precision.gpus import Gpu
 from stillroom.training.memory import Layout, cache_bytes
 from stillroom.training.trace import Sizes
@@ -26,6 +29,8 @@ class Cost:
     seconds_per_step: float | None
     seconds_from: str  # what the time is from; empty where there is none
     cache_bytes_per_token: float
+    answers_per_step: float = 0.0  # rollouts that are written for a step, once their share is reached
+    writing_seconds_per_step: float | None = None  # part of seconds_per_step
 
     @property
     def ratio(self) -> float:
@@ -68,8 +73,12 @@ def cost_of(
     counted: tuple[int, int] | None = None,
     gpu: Gpu | None = None,
     measured: float | None = None,
+    measured_answer: float | None = None,
 ) -> Cost:
-    """`counted` are the steps and tokens of one pass over the data; `measured` the seconds of a real step."""
+    """`counted` are the steps and tokens of one pass over the data; `measured` the seconds of a real step.
+
+    `measured_answer` are the seconds in which the student writes one answer of a round.
+    """
     train, length = config.train, config.data.max_length
     per_step = train.rows_per_batch * train.gradient_accumulation_steps * length
     steps = train.max_steps or None
@@ -86,6 +95,17 @@ def cost_of(
         asked = 0.0 if config.teacher.cache else teaching
         seconds = per_step * (asked + student) / gpu.flops(layout.mode)
         source = f"a model: all products at the published peak of a {gpu.name}; real steps take longer"
+    answers, writing = 0.0, None
+    if config.rollouts is not None:
+        rollouts = config.rollouts
+        served = max(ends(rollouts.share)) * train.rows_per_batch * train.gradient_accumulation_steps
+        answers = served / (1 + rollouts.keep_rounds)
+        if measured_answer is not None:
+            writing = answers * measured_answer
+        elif measured is None and gpu is not None:
+            writing = answers * rollouts.most_new_tokens * forward_flops(layout.sizes, length) / gpu.flops(layout.mode)
+            source += ", and writing, which reads all weights for each token, many times longer"
+        seconds = seconds + writing if seconds is not None and writing is not None else seconds
     return Cost(
         steps=steps,
         tokens=steps * per_step if steps else None,
@@ -96,4 +116,6 @@ def cost_of(
         seconds_per_step=seconds,
         seconds_from=source,
         cache_bytes_per_token=cache_bytes(config),
+        answers_per_step=answers,
+        writing_seconds_per_step=writing,
     )

@@ -43,6 +43,7 @@ from stillroom.training.memory import (
     uses_teacher,
 )
 from stillroom.training.models import load_models
+from stillroom.training.rollouts import seconds_of_answer
 from stillroom.training.run import RunState
 from stillroom.training.schedule import windows_in
 from stillroom.training.step import train_step
@@ -176,13 +177,13 @@ def make_plan(
     tell("every precision")
     totals = {name: lay_out(config, shapes, name).total for name in _possible(config, target)}
     fitted = fit(config, shapes, target.bound)
-    measured = None
+    measured = answer = None
     if probes:
         tell("one real step")
-        measured = timed_step(config, target.device)
+        measured, answer = timed_step(config, target.device)
     cost = cost_of(
         config, layout, teacher=_teacher(config, shapes, layout), counted=counted[:2] if counted else None,
-        gpu=gpu, measured=measured,
+        gpu=gpu, measured=measured, measured_answer=answer,
     )  # fmt: skip
     kept, attention = _alternatives(config, shapes, mode, layout.rows)
     return Plan(
@@ -415,8 +416,11 @@ def count_data(config: Config) -> tuple[int, int]:
     return steps, rows * config.data.max_length
 
 
-def timed_step(config: Config, device: torch.device) -> float:
-    """Seconds of the second step of a run that is built, and thrown away. The first one warms up."""
+def timed_step(config: Config, device: torch.device) -> tuple[float, float | None]:
+    """Seconds of the second step of a run that is built, and thrown away. The first one warms up.
+
+    And those of one answer of a round, of the longest kind, where the student writes any.
+    """
     if device.type == "cuda" and not torch.cuda.is_available():
         raise BrokenAtStart(
             "a step can only be measured on a device that is here", where="--probe", advice=["--probe --device cpu"]
@@ -430,10 +434,10 @@ def timed_step(config: Config, device: torch.device) -> float:
             run.student.train()
             state = RunState(applied=1)  # the first step is sampled for the log
             seconds = 0.0
-            for cursor in range(2):
+            for _ in range(2):
                 began = time.perf_counter()
-                train_step(run, state, run.loader.window(cursor))
+                train_step(run, state, run.loader.first_window())
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)
                 seconds = time.perf_counter() - began
-    return seconds
+            return seconds, seconds_of_answer(run)

@@ -544,15 +544,22 @@ class _ChunkedPass:
             if self.task.on_logits is not None:  # before the kernel, which may write over them
                 self.task.on_logits(part, student, teacher if isinstance(teacher, Logits) else None)
             gradient = self.task.kernel.run(student, teacher, self.rows.rows(part), plan)
+            if plan.wants_student and not plan.falls_back:
+                is_bad = self.rows.is_bad[part].unsqueeze(-1)
+                (student.raw if gradient is None else gradient.values).masked_fill_(is_bad, 0.0)
+                if gradient is not None and gradient.lost is not None:
+                    gradient.lost.masked_fill_(is_bad.squeeze(-1), 0.0)
             if plan.wants_student:
                 self.student.pull_back(part, gradient)
             if plan.wants_teacher and self.teacher is not None:
                 self.teacher.pull_back(part)
 
     def loss(self) -> Tensor:
-        """Weighted sum of the rows. A bad row's kd weight multiplies its cross-entropy."""
+        """Weighted sum of the rows. A bad row's kd weight multiplies its cross-entropy, unless none falls back."""
         rows = self.rows
-        ce_weights = rows.ce_weights + torch.where(rows.is_bad, rows.kd_weights, torch.zeros_like(rows.kd_weights))
+        ce_weights = rows.ce_weights
+        if self.task.plan.falls_back:
+            ce_weights = ce_weights + torch.where(rows.is_bad, rows.kd_weights, torch.zeros_like(rows.kd_weights))
         # A row of weight 0 may have an infinite value, and 0 * inf is NaN.
         kd = masked_sum(rows.kd * rows.kd_weights, rows.kd_weights != 0)
         return kd + masked_sum(rows.ce * ce_weights, ce_weights != 0)
@@ -688,6 +695,7 @@ def score_head(
     top_k: int = 0,
     rest_to_label: bool = False,
     label_margin: float | None = None,
+    falls_back: bool = True,
     chunk_tokens: int = 0,
     kernel: KernelName = "auto",
 ) -> HeadLoss:
@@ -696,9 +704,12 @@ def score_head(
     Weights multiply sums, so the caller divides them by the counts of the whole window. A weight of exactly 0.0
     (a number, not a tensor) leaves its term out: the signal is then not even looked at. `token_weights` belong to
     the objective and are part of the totals; `kd_token_weights` are those of the kd term alone. Targets are all >= 0.
-    `rest_to_label` and `label_margin` change what the teacher says with the label's help: see `RowPlan`.
+    `rest_to_label` and `label_margin` change what the teacher says with the label's help: see `RowPlan`. Without
+    `falls_back` a row whose teacher is no distribution weighs nothing; there must be no cross-entropy then.
     """
     has_kd = not _is_zero(kd_weight)
+    if not falls_back and not _is_zero(ce_weight):
+        raise ConfigError("rows without labels have no cross-entropy", advice=["pass a ce weight of 0"])
     if has_kd and (signal is None or divergence is None):
         raise ConfigError(
             "a kd weight needs a divergence and a teacher's signal", advice=["pass both, or a kd weight of 0"]
@@ -719,6 +730,7 @@ def score_head(
         top_k=top_k,
         rest_to_label=rest_to_label,
         label_margin=label_margin,
+        falls_back=falls_back,
     )
     weighing = _weigh(view, token_weights, kd_token_weights)
     task = HeadTask(
@@ -789,6 +801,8 @@ def _result(view: StudentView, task: HeadTask, weighing: _Weighing) -> HeadLoss:
         return HeadLoss(loss, terms, counters)
     num_bad = is_bad.sum().to(weighing.ones.dtype)
     taught = Term(masked_sum(kd * weighing.kd, weighing.kd != 0), task.targets.numel() - num_bad)
+    if not task.plan.falls_back:
+        return HeadLoss(loss, {"kd": taught}, counters)
     fallback = Term(masked_sum(ce * weighing.kd, is_bad & (weighing.kd != 0)), num_bad)
     unweighted = None if task.plan.has_ce else Term(ce.sum(), weighing.ones.sum())
     return HeadLoss(loss, {"kd": taught, **terms}, counters, fallback, unweighted)

@@ -115,6 +115,7 @@ class RowPlan:
     top_k: int = 0  # keep only so many of a dense teacher's tokens, and the mass of the rest
     rest_to_label: bool = False  # what a top-k teacher leaves over goes to the label
     label_margin: float | None = None  # by how much the label leads where a dense teacher's top token is another
+    falls_back: bool = True  # a row with a bad teacher is taught by its label; False: it weighs nothing
 
 
 class RowKernel(Protocol):
