@@ -10,8 +10,10 @@ import pytest
 import torch
 from trl_templates import template
 
+from stillroom.data.checkers import is_same_text, normalised
 from stillroom.metrics import questions as module
-from stillroom.metrics.questions import Question, answer_questions, normalised, wilson
+from stillroom.metrics.metrics import wilson
+from stillroom.metrics.questions import Question, answer_questions
 from stillroom.models.generate import Piece
 
 
@@ -78,9 +80,8 @@ def test_case_punctuation_articles_and_spaces_do_not_matter(text: str, wanted: s
 
 
 def test_an_answer_that_is_an_article_is_matched_as_it_stands() -> None:
-    question = Question("q", False, ("A",))
-    assert module._is_match(" a", question) and not module._is_match("", question)
-    assert not module._is_match("the", question)
+    assert is_same_text(" a", "A") and not is_same_text("", "A")
+    assert not is_same_text("the", "A")
 
 
 def test_the_interval_of_a_share_is_wilson_s() -> None:

@@ -846,6 +846,25 @@ DIVERGENCES: Registry[Any] = Registry(
 )
 # By suffix; `data/sources.py` registers the built-in ones on import.
 READERS: Registry[Any] = Registry("stillroom.readers", "reader of files", accepts=callable, prefix=".")
+# `data/checkers.py` registers the built-in ones on import.
+CHECKERS: Registry[Any] = Registry(
+    "stillroom.checkers", "checker of answers", accepts=callable, known=("exact", "number", "json")
+)
+REGEX = "regex:"
+
+
+def _known_checker(name: str) -> str:
+    if name.startswith(REGEX):
+        try:
+            re.compile(name.removeprefix(REGEX))
+        except re.error as error:
+            raise ValueError(f"{name!r} holds no regular expression: {error}") from error
+    elif name not in CHECKERS:
+        raise ValueError(f"no checker has this name: one of {', '.join(CHECKERS.names())}, or {REGEX}PATTERN")
+    return name
+
+
+Checker = Annotated[str, AfterValidator(_known_checker)]
 
 
 def _known_divergence(name: str) -> str:
@@ -1057,6 +1076,22 @@ class ObjectivesConfig(Section):
         return {name: weight for name, weight in weights.items() if name in ("kd", "ce") or weight != 0.0}
 
     @property
+    def moving(self) -> list[str]:
+        """The objectives whose weight or settings change during the run."""
+
+        def settings(name: str) -> dict[str, Any]:
+            # A ramp by default, which only taid reads.
+            is_read = name != "kd" or self.kd.divergence == "taid"
+            own = self.sections[name].settings
+            return {key: value for key, value in own.items() if is_read or key != "interpolation"}
+
+        return [
+            name
+            for name, weight in self.weights.items()
+            if any(isinstance(value, Ramp) for value in (weight, *settings(name).values()))
+        ]
+
+    @property
     def asks_teacher(self) -> bool:
         """Whether an objective needs the teacher's answers at any time of the run."""
         return any(weight != 0.0 and self.sections[name].needs_teacher for name, weight in self.weights.items())
@@ -1256,7 +1291,32 @@ class GuardConfig(Section):
     loss_clamp: NonNegative = Field(0.0, description="0: off. Harmful: the gradient of a clamped loss is zero")
 
 
+SELECT_TEXT = ("exact_match", "checker", "own_kl")  # what is chosen by is what the student writes
+DEFAULT_PROMPTS = 32
+
+
 class EvalConfig(Section):
+    select: Literal["perplexity", "objective", "exact_match", "checker", "own_kl", "tasks"] = Field(
+        "perplexity",
+        description="what the best student, early stopping and exit code 22 go by, on held-out data. objective: the "
+        "training objective; exact_match: answers to prompts that equal the record's; checker: those that eval.checker "
+        "finds right; own_kl: mean KL(student, teacher) on the student's own answers; tasks: mean score of eval.tasks",
+    )
+    prompts: Count = Field(
+        0,
+        description="held-out prompts that the student answers at each evaluation; 0: none, or 32 where eval.select "
+        "needs them",
+    )
+    prompt_tokens: Size = Field(64, description="the longest answer to such a prompt, in tokens")
+    temperature: NonNegative = Field(
+        0.0, description="of these answers: as the student will be used; 0: the most probable token"
+    )
+    checker: Checker = Field(
+        "exact", description="which of these answers are right: exact, number, json, regex:PATTERN, or a package's"
+    )
+    tasks: tuple[str, ...] = Field(
+        (), description="benchmarks of lm-eval, by name or YAML file, run at each evaluation; for eval.select = 'tasks'"
+    )
     max_batches: Count | Literal["auto"] = Field(
         "auto",
         description="batches in an evaluation, of rows evenly spread over the held-out data; 0: all of it; auto: as "
@@ -1277,6 +1337,17 @@ class EvalConfig(Section):
     def limit(self) -> int:
         """Batches in an evaluation where nothing plans them; 0: all."""
         return 0 if self.max_batches == "auto" else self.max_batches
+
+    @property
+    def num_prompts(self) -> int:
+        """How many prompts are answered at each evaluation."""
+        return self.prompts or (DEFAULT_PROMPTS if self.select in SELECT_TEXT else 0)
+
+    @model_validator(mode="after")
+    def _has_tasks(self) -> EvalConfig:
+        if (self.select == "tasks") != bool(self.tasks):
+            raise ValueError("eval.tasks and eval.select = 'tasks' go together: set both, or neither")
+        return self
 
 
 class CheckpointConfig(Section):
@@ -1450,12 +1521,33 @@ class Config(Section):
             self._refuse_uneven_questions()
         if self.rollouts is not None:
             self._refuse_with_rollouts(self.rollouts)
+        self._selectable()
         is_whole = self.train.max_warmup_share == 1.0  # else the warm-up is cut to that share
         if is_whole and self.train.max_steps and self.train.warmup_steps >= self.train.max_steps:
             raise ValueError(
                 f"train.warmup_steps {self.train.warmup_steps} leaves nothing of train.max_steps {self.train.max_steps}"
             )
         return self
+
+    def _selectable(self) -> None:
+        """What the student cannot be chosen by."""
+        select = self.eval.select
+        if select == "own_kl" and (self.teacher.cache or self.teacher.server):
+            raise ValueError(
+                "eval.select = 'own_kl' asks the teacher about text that the student has just written: it needs the "
+                "teacher's weights, leave teacher.cache and teacher.server out"
+            )
+        moving = self.objectives.moving
+        if select == "objective" and moving:
+            raise ValueError(
+                f"eval.select = 'objective' compares several steps, and the objective {' and '.join(moving)} changes "
+                "during the run: choose by perplexity, or set constants"
+            )
+        if self.train.strategy == "fsdp" and (self.eval.num_prompts or self.eval.tasks):
+            raise ValueError(
+                "a sharded student writes no text during a run: leave eval.prompts and eval.tasks out and choose by "
+                "perplexity or objective, or set train.strategy = 'ddp'"
+            )
 
     def _refuse_uneven_questions(self) -> None:
         """All processes must ask a sharded teacher as often, or the others wait for the one that does not."""

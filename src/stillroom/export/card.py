@@ -15,7 +15,14 @@ from pathlib import PurePath
 from typing import Any
 
 from stillroom.telemetry.record import Evaluated
-from stillroom.telemetry.show import ASSESSMENT_ROWS, RESULT_COLUMNS, RESULT_ROWS, figure_rows
+from stillroom.telemetry.show import (
+    ANSWER_COLUMNS,
+    ASSESSMENT_ROWS,
+    RESULT_COLUMNS,
+    RESULT_ROWS,
+    answer_rows,
+    figure_rows,
+)
 from stillroom.telemetry.wording import (
     clean,
     clip,
@@ -60,6 +67,7 @@ def model_card(
         _usage(model),
         _provenance(config, summary, origin),
         _figures(summary),
+        _answers(summary),
         _evaluated(evaluated or Evaluated()),
         "## Limits\n\n" + "\n".join(f"- {line}" for line in _LIMITS),
         "## How it was written\n\n" + "\n".join(f"- {clean(line)}" for line in checked),
@@ -205,6 +213,24 @@ def _figures(summary: Mapping[str, Any]) -> str:
         lines.append(f"| {label} | " + " | ".join(cells) + " |")
     told = "On held-out text; in brackets 95 % intervals by bootstrap over documents, where there were enough of them."
     return f"## Figures\n\n{told}\n\n" + "\n".join(lines)
+
+
+def _answers(summary: Mapping[str, Any]) -> str:
+    """What the models wrote to held-out prompts; empty where none were answered."""
+    rows = answer_rows(summary)
+    if not rows:
+        return ""
+    lines = ["| | " + " | ".join(label for _key, label, _form in ANSWER_COLUMNS) + " |"]
+    lines.append("|---|" + "---:|" * len(ANSWER_COLUMNS))
+    for label, row in rows:
+        cells = (show(row, key, form) + _bounds(show_interval(row, key, form)) for key, _, form in ANSWER_COLUMNS)
+        lines.append(f"| {label} | " + " | ".join(cells) + " |")
+    told = f"Held-out prompts, answered. The student was chosen by {_text(summary.get('select'))}."
+    return f"## Answers\n\n{told}\n\n" + "\n".join(lines)
+
+
+def _bounds(interval: str) -> str:
+    return f" ({interval})" if interval else ""
 
 
 def _evaluated(evaluated: Evaluated) -> str:

@@ -48,22 +48,20 @@ class Tasks:
         }
 
 
-def open_tasks(names: Sequence[str]) -> Tasks | None:
+def open_tasks(names: Sequence[str], *, where: str = "--tasks") -> Tasks | None:
     """Load benchmarks. Refuse in one line, before anything else is loaded, what cannot be run."""
     if not names:
         return None
     if importlib.util.find_spec("lm_eval") is None:
         raise ConfigError(
-            f"--tasks {','.join(names)} is run by lm-eval, which is not installed",
-            where="--tasks",
+            f"{where} {','.join(names)} is run by lm-eval, which is not installed",
+            where=where,
             advice=["pip install 'stillroom[eval]'"],
         )
     files = [name for name in names if name.endswith(_FILES)]
     for name in files:
         if not Path(name).is_file():
-            raise ConfigError(
-                f"{name} is not there", where="--tasks", advice=["name a benchmark, or a task's YAML file"]
-            )
+            raise ConfigError(f"{name} is not there", where=where, advice=["name a benchmark, or a task's YAML file"])
     from lm_eval.tasks import TaskManager
 
     with _quiet(), _explained(names):

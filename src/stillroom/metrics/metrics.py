@@ -25,6 +25,7 @@ COVERAGE = 0.95
 MAX_UNITS = 1000
 MIN_DOCUMENTS = 8  # with fewer there are too few different resamples: of two documents, three
 _SEED = 20150
+_Z = 1.959964  # of a 95 % interval
 _MAX_NLL = math.log(1e30)  # above this the perplexity is given as infinite
 
 # The sums of each document; NUM_BINS counts, confidences and hits follow.
@@ -135,6 +136,14 @@ def ratio_interval(numerators: Floats, denominators: Floats) -> tuple[float, flo
     drawn, tail = _draws(len(numerators)), (1.0 - COVERAGE) / 2
     values = (drawn @ numerators) / (drawn @ denominators)
     return _order(values, tail), _order(values, 1.0 - tail)
+
+
+def wilson(hits: int, total: int) -> tuple[float, float]:
+    """The 95 % interval of a share (Wilson 1927): right for few questions and shares near 0 and 1."""
+    share, squared = hits / total, _Z * _Z / total
+    middle = (share + squared / 2) / (1 + squared)
+    width = _Z * math.sqrt(share * (1 - share) / total + squared / (4 * total)) / (1 + squared)
+    return max(0.0, middle - width), min(1.0, middle + width)
 
 
 @lru_cache(maxsize=4)

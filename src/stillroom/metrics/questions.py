@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
-import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,8 +19,9 @@ from torch import Tensor
 from stillroom.core.errors import DataError
 from stillroom.data import Bos, Rows, prompt_ids
 from stillroom.data.chat import turn_end_ids
+from stillroom.data.checkers import is_same_text
 from stillroom.data.two_tokenizers.align import common_prompt
-from stillroom.metrics.metrics import ratio_interval
+from stillroom.metrics.metrics import ratio_interval, wilson
 from stillroom.models import LoadedModel
 from stillroom.models.generate import END, LENGTH, Piece, write
 from stillroom.models.student import num_positions
@@ -120,8 +119,6 @@ def _place(answer: Any, choices: Sequence[str], labels: Sequence[Any]) -> int:
     raise ValueError(f"the answer {answer!r} is none of the {len(choices)} choices")
 
 
-_ARTICLES = re.compile(r"\b(a|an|the)\b")
-_Z = 1.959964  # of a 95 % interval
 _BATCH = 8
 _ANSWER_TOKENS = 32
 
@@ -153,7 +150,7 @@ def answer_questions(
         _scores(network, tokenizer, ids, question, chat) for question, (ids, chat) in zip(questions, asked, strict=True)
     ]
     written = _written(network, tokenizer, asked, max_new_tokens)
-    matches = [_is_match(text, question) for text, question in zip(written, questions, strict=True)]
+    matches = [is_same_text(text, *question.answers) for text, question in zip(written, questions, strict=True)]
     chosen = [(question, score) for question, score in zip(questions, scores, strict=True) if question.choices]
     counts = {
         "choice_accuracy": [_best(score.sums) == question.right for question, score in chosen],
@@ -172,21 +169,6 @@ def answer_questions(
         choice_accuracy_by_byte=shares["choice_accuracy_by_byte"],
         exact_match=shares["exact_match"],
     )
-
-
-def normalised(text: str) -> str:
-    """Lower case, without punctuation, articles and double spaces (Rajpurkar et al. 2016)."""
-    plain = "".join(" " if character in "-/" else character for character in text.lower())
-    plain = "".join(character for character in plain if character not in string.punctuation)
-    return " ".join(_ARTICLES.sub(" ", plain).split())
-
-
-def wilson(hits: int, total: int) -> tuple[float, float]:
-    """The 95 % interval of a share (Wilson 1927): right for few questions and shares near 0 and 1."""
-    share, squared = hits / total, _Z * _Z / total
-    middle = (share + squared / 2) / (1 + squared)
-    width = _Z * math.sqrt(share * (1 - share) / total + squared / (4 * total)) / (1 + squared)
-    return max(0.0, middle - width), min(1.0, middle + width)
 
 
 def _asked(tokenizer: Any, question: Question, bos: Bos) -> tuple[list[int], bool]:
@@ -258,12 +240,6 @@ def _written(network: Any, tokenizer: Any, asked: Sequence[tuple[list[int], bool
         text.strip() if is_chat else (found[0] if found else "")
         for text, found, (_, is_chat) in zip(texts, lines, asked, strict=True)
     ]
-
-
-def _is_match(text: str, question: Question) -> bool:
-    """Whether a text is a right answer. An answer of which nothing is left, such as "A", is compared as it stands."""
-    written, *right = (normalised(one) or one.strip().lower() for one in (text, *question.answers))
-    return bool(written) and written in right
 
 
 # -- continuations ---------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from stillroom.report.figures import all_figures, shared_figures
 from stillroom.report.history import RunRecord
 from stillroom.report.words import facts, headline, headline_of_several, size_sentence, story
 from stillroom.telemetry.record import Event, evaluation_notes
-from stillroom.telemetry.show import figure_rows
+from stillroom.telemetry.show import ANSWER_COLUMNS, figure_rows
 from stillroom.telemetry.wording import (
     as_number,
     clean,
@@ -125,6 +125,7 @@ def render(run: RunRecord, foot: str = "") -> str:
         token_view=token_view(run),
         router=router(run),
         guard=guard(run) if run.history.num_events else None,
+        answers=answers(run),
         samples=[_sample(event) for event in run.history.samples],
         num_more_samples=run.history.num_samples_left_out,
         data=data(run),
@@ -272,6 +273,12 @@ def closeness(run: RunRecord) -> dict[str, Any] | None:
             documents = f"{format_count(scored)} of {format_count(held_out)} held-out documents, those that were scored"
         note += f" Small figures are 95 % intervals over {documents}, redrawn 1,000 times."
     return table | {"note": note}
+
+
+def answers(run: RunRecord) -> dict[str, Any] | None:
+    """What each model wrote to the held-out prompts of the evaluations; None where none were answered."""
+    rows = [(key, name, section(run.result(key), "answers")) for key, name in ROWS]
+    return _table_of_models([row for row in rows if row[2]], ANSWER_COLUMNS)
 
 
 def _table_of_models(
@@ -434,8 +441,14 @@ def _sample(event: Event) -> dict[str, Any]:
     prompt = event.get("prompt")
     return {
         "prompt": _quote(prompt if isinstance(prompt, str) else ""),
-        "voices": [(voice, _quote(event[voice])) for voice in voices],
+        "voices": [(voice, _quote(event[voice]), _mark(event, voice)) for voice in voices],
     }
+
+
+def _mark(event: Event, voice: str) -> str:
+    """Whether an answer is right, where it was checked."""
+    is_right = event.get({"student": "right", "teacher": "teacher_right"}.get(voice, ""))
+    return {True: ", right", False: ", wrong"}.get(is_right, "") if isinstance(is_right, bool) else ""
 
 
 def _quote(text: str) -> dict[str, str]:

@@ -458,7 +458,15 @@ EVENTS: dict[str, EventKind] = {
             "seconds": "by the clock",
             "best": "whether it is the best student so far",
         },
-        _BY_SPANS,
+        {
+            **_BY_SPANS,
+            "answers": "with eval.prompts: of the held-out prompts answered, prompts, exact_match and checker "
+            "(share of with_reference that is right) with intervals, ended (share that ended by itself), loops (share "
+            "cut in a loop), nonfinite, length (mean tokens), teacher_log_likelihood (mean of the written tokens), "
+            "own_kl (mean KL(student, teacher) at them), seconds",
+            "tasks": "with eval.tasks: figures by benchmark",
+            "selected": "what eval.select chooses by, where that is not the perplexity",
+        },
     ),
     "checkpoint": EventKind(
         "A checkpoint is whole and in its place. Later steps may be in the log before it.",
@@ -517,7 +525,11 @@ EVENTS: dict[str, EventKind] = {
     "sample": EventKind(
         "At the end: a held-out text continued by both models.",
         {"prompt": "beginning of the text", "student": "its continuation", "reference": "how the text goes on"},
-        {"teacher": "its continuation, where it is loaded"},
+        {
+            "teacher": "its continuation, where it is loaded",
+            "right": "with eval.prompts: whether the student's answer is right by eval.checker",
+            "teacher_right": "the same of the teacher's",
+        },
     ),
     "replay": EventKind(
         "`stillroom replay` took a refused attempt again. Written to a log of its own.",

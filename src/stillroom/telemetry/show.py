@@ -43,6 +43,24 @@ RESULT_COLUMNS: tuple[tuple[str, str, Format], ...] = (
     ("parameters", "parameters", format_count),
 )
 
+# Of prompts answered in a run's evaluations, `answers` of a row of the summary.
+ANSWER_COLUMNS: tuple[tuple[str, str, Format], ...] = (
+    ("prompts", "prompts", format_count),
+    ("exact_match", "exactly right", format_percent),
+    ("checker", "right by checker", format_percent),
+    ("ended", "ended", format_percent),
+    ("loops", "loops", format_percent),
+    ("length", "mean tokens", format_result),
+    ("teacher_log_likelihood", "teacher's log-likelihood", format_result),
+    ("own_kl", "KL on own text", format_result),
+)
+
+
+def answer_rows(summary: Fields) -> list[tuple[str, Fields]]:
+    """(label, figures) of each model that answered the prompts."""
+    rows = [(label, section(section(summary, key), "answers")) for key, label in RESULT_ROWS]
+    return [(label, figures) for label, figures in rows if figures]
+
 
 # -- a run ---------------------------------------------------------------------------------------------
 

@@ -375,6 +375,11 @@ def eval_line(event: Fields) -> str:
     optional = (("kl", "kl", format_result), ("agreement", "agreement", format_percent))
     parts += [f"{label} {show(event, key, form)}" for key, label, form in optional if reading(event, key) is not None]
     parts.append(f"objective {show(event, 'objective', format_loss)}")
+    answers = section(event, "answers")
+    written = (("exact_match", "exact", format_percent), ("own_kl", "own kl", format_result))
+    parts += [
+        f"{label} {show(answers, key, form)}" for key, label, form in written if reading(answers, key) is not None
+    ]
     if event.get("best"):
         parts.append("best")
     unscored = as_number(event.get("unscored_tokens"))

@@ -384,7 +384,8 @@ def _before(run: Run, state: RunState) -> dict[str, Any]:
             where=run.config.student.model,
             advice=["check the model folder", "or start from random weights: --set student.init=random"],
         )
-    before["student_before"] = summary_row(student, run.num_student_parameters)
+    before["student_before"] = {**summary_row(student, run.num_student_parameters), "objective": student.objective}
+    _check_selected(run, student)
     judge_student(run, state, student)  # the student before training is a candidate for the best
     notes = doubts(run, student)
     if run.config.student.init == "shrink":
@@ -394,6 +395,16 @@ def _before(run: Run, state: RunState) -> dict[str, Any]:
     for text in notes:
         run.log.write("note", text=text)
     return before
+
+
+def _check_selected(run: Run, student: Evaluation) -> None:
+    """Raise if the untrained student cannot be measured by `eval.select`: no later one could be compared with it."""
+    if student.select != "perplexity" and student.selected is None:
+        raise BrokenAtStart(
+            f"the student before training has no finite {student.select} on the held-out data",
+            where="eval.select",
+            advice=["own_kl needs a teacher whose weights are here and that reads the student's tokens"],
+        )
 
 
 def _teacher_before(run: Run, state: RunState, own: Evaluation | None = None) -> dict[str, Any]:

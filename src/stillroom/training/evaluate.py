@@ -65,6 +65,16 @@ class Evaluation:
     ledger: Ledger
     unmeasured: frozenset[str] = frozenset()  # what a teacher's stored answers cannot tell
     teacher: Evaluation | None = None  # its own scores from the same pass, where they were asked for
+    answers: Mapping[str, Any] | None = None  # figures of the prompts answered, see `training/answers.py`
+    tasks: Mapping[str, Any] | None = None  # figures of benchmarks
+    select: str = "perplexity"  # what students are chosen by
+    selected: float | None = None  # its value, where it is not the perplexity
+
+    def chosen_by(self) -> dict[str, Any]:
+        """What was measured for the choice of a student; empty where that is the perplexity alone."""
+        found = {"answers": self.answers, "tasks": self.tasks}
+        chosen = {} if self.select == "perplexity" else {"selected": self.selected}
+        return {**{name: value for name, value in found.items() if value is not None}, **chosen}
 
     def yardsticks(self) -> dict[str, Any]:
         """All yardsticks by name, and for each its 95 % interval by bootstrap over documents."""
@@ -454,4 +464,4 @@ def _result(
 
 def summary_row(result: Evaluation, num_parameters: int) -> dict[str, Any]:
     """What the summary says of a model."""
-    return {**result.yardsticks(), "parameters": num_parameters}
+    return {**result.yardsticks(), **result.chosen_by(), "parameters": num_parameters}

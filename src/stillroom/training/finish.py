@@ -6,7 +6,7 @@ import html
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,12 +23,14 @@ from stillroom.models.generate import can_generate, continuation, generate, read
 from stillroom.telemetry.record import Event, scan_events
 from stillroom.telemetry.show import RESULT_COLUMNS, RESULT_ROWS
 from stillroom.telemetry.wording import as_number, clean, format_result, section, show
+from stillroom.training.answers import Asked, answer, asked_prompts, teacher_answers
 from stillroom.training.by_source import source_rows
 from stillroom.training.evaluate import Evaluation, summary_row
 from stillroom.training.loop import Stop, advice_of
 from stillroom.training.memory import evaluate_held_out, micro_batch_rows
 from stillroom.training.run import Run, RunState
 from stillroom.training.save import gather_student, load_best, save_student, whole_again
+from stillroom.training.select import SELECTIONS, Selection, num_judged, selection_of
 from stillroom.training.token_view import save_tokens, view_of_all
 
 if TYPE_CHECKING:
@@ -44,31 +46,45 @@ DONE = "done"
 DIVERGED = "diverged"
 FINISHED = (DONE, DIVERGED)
 
-_WORSE = 1.005  # times the perplexity before training; a smaller rise is noise
 
-
-def how_it_ended(state: RunState, kept: float, before: float) -> dict[str, Any]:
-    """Status, reason and advice. `kept` is the perplexity of the student that is written.
+def how_it_ended(
+    state: RunState, kept: float, before: float, selection: Selection = SELECTIONS["perplexity"], count: int = 0
+) -> dict[str, Any]:
+    """Status, reason and advice. `kept` and `before` are what `eval.select` measures, of the student that is written
+    and of the one before training; `count` is what a share was taken of.
 
     The student before training is a candidate, so the one kept is never worse. A run without a better student whose
-    last student is worse has diverged.
+    last student is worse has diverged. By perplexity alone it has not, where the student is trained for something else
+    that got better.
     """
-    last = state.last_perplexity
-    if state.best_step and kept < before:
-        gain = math.log(before / kept)
+    is_perplexity = selection.name == "perplexity"
+    last = state.last_perplexity if is_perplexity else selection.value(state.last_rank)
+    if state.best_step and _is_gain(selection, kept, before):
+        gain = math.log(before / kept) if is_perplexity else math.inf
         advice = [] if gain >= LITTLE_GAIN else [_hardly_moved(state, gain)]
         return {"status": DONE, "reason": "", "advice": advice}
-    is_lost = last is None or (last > _WORSE * before and state.applied >= TRIAL_STEPS)
-    ended = "cannot be scored" if last is None else f"has a held-out perplexity of {format_result(last)}"
-    reason = f"after {state.applied:,} steps the student {ended}, before training {format_result(before)}"
+    is_worse = last is not None and selection.is_worse(last, before, count) and state.applied >= TRIAL_STEPS
+    ended = "cannot be scored" if last is None else f"has {selection.label} of {selection.show(last)}"
+    reason = f"after {state.applied:,} steps the student {ended}, before training {selection.show(before)}"
     outcome = "no evaluation found a better student than the one before training, which is the one kept"
     advice = [
         "lower the learning rate, or warm up for longer: --set train.learning_rate=...",
         "compare the teacher with the student before training: one that knows this text less cannot teach it",
     ]
-    if is_lost:
+    if last is None or (is_worse and (state.is_off_course or not is_perplexity)):
         return {"status": DIVERGED, "reason": f"{reason}: {outcome}", "advice": advice}
+    if is_worse:
+        other = f"{reason}, while what it is trained for got better: {outcome}. Choose the student by that: "
+        return {"status": DONE, "reason": "", "advice": [f"{other}{_SELECT}"]}
     return {"status": DONE, "reason": "", "advice": [f"{outcome}: train for longer, or at another learning rate"]}
+
+
+_SELECT = "--set eval.select=objective"
+
+
+def _is_gain(selection: Selection, kept: float, before: float) -> bool:
+    """Whether the student kept is better; at an equal share it was chosen by perplexity, and is the better one too."""
+    return kept >= before if selection.is_share else kept < before
 
 
 def _hardly_moved(state: RunState, gain: float) -> str:
@@ -245,6 +261,30 @@ def make_samples(run: Run) -> list[dict[str, str]]:
     return samples
 
 
+def _answered(run: Run, state: RunState, final: Evaluation) -> tuple[Evaluation, list[dict[str, Any]]]:
+    """The prompts of the evaluations, answered by the student that is kept and by the teacher, in place of samples."""
+    prompts = asked_prompts(run)
+    ours = answer(run, prompts, lambda: None)
+    theirs = teacher_answers(run, prompts, lambda one: _as_teacher_reads(run, one.index, one.ids))
+    if theirs is not None and "teacher" in state.before:
+        state.before["teacher"] = {**state.before["teacher"], "answers": theirs.figures}
+    samples = []
+    for place, one in enumerate(prompts):
+        sample = {"prompt": one.text, "student": ours.texts[place], "reference": _reference(run, one)}
+        if theirs is not None:
+            sample["teacher"] = theirs.texts[place]
+        right = {"right": ours.is_right[place], "teacher_right": None if theirs is None else theirs.is_right[place]}
+        samples.append({**sample, **{name: value for name, value in right.items() if value is not None}})
+    return replace(final, answers=ours.figures), samples
+
+
+def _reference(run: Run, one: Asked) -> str:
+    if one.reference is not None:
+        return one.reference
+    prompt, rest = run.corpus.evaluation.question(one.index)
+    return continuation(run.tokenizer, one.ids, [*prompt, *rest][len(one.ids) :][: run.config.eval.prompt_tokens])
+
+
 def _as_teacher_reads(run: Run, index: int, prompt: list[int]) -> list[int]:
     """The prompt in the teacher's tokens: as its template prints it, or the same text tokenized again."""
     if run.teacher.tokenizer is None:
@@ -294,7 +334,7 @@ def finish(run: Run, state: RunState, stop: Stop) -> Result:
         options: dict[str, Any] = {"precision": run.precision, "teacher": reference, "between": check_stop}
         final = evaluate_held_out(run, state, run.student, answers=state.answers, **options)
     check_stop()
-    end = how_it_ended(state, final.perplexity, state.before["student_before"]["perplexity"])
+    end = _end(run, state, final)
     gather_student(run)
     tokens = view_of_all(run)
     if not run.parallel.is_first:
@@ -304,13 +344,15 @@ def finish(run: Run, state: RunState, stop: Stop) -> Result:
     run = whole_again(run)
     run.teacher.training.save(run.folder)
     save_tokens(run, tokens)
-    for sample in make_samples(run):
+    final, samples = _answered(run, state, final) if run.config.eval.num_prompts else (final, make_samples(run))
+    for sample in samples:
         run.log.write("sample", **sample)
     run.check_folder()  # its log is read again
     summary = {**_summary(run, state, end, final, stop), **found}
     write_summary(run.folder, summary)
-    if not any(one["severity"] != "hint" for one in summary["advice"]):  # else the advice of the diagnosis says it
-        for text in end["advice"]:
+    is_diagnosed = any(one["severity"] != "hint" for one in summary["advice"])  # then that advice says it
+    for text in end["advice"]:
+        if not is_diagnosed or text.endswith(_SELECT):
             run.log.write("note", text=text)
     is_changed = not found.get(SUMMARY, {}).get("is_equal", True)
     code = NoBetterStudent.exit_code if end["status"] != DONE else StudentDiffers.exit_code if is_changed else 0
@@ -318,6 +360,15 @@ def finish(run: Run, state: RunState, stop: Stop) -> Result:
     times = {"seconds": state.seconds, "total_seconds": summary["total_seconds"]}
     run.log.write("run_end", status=end["status"], steps=state.applied, **times, exit_code=code, **reason)
     return Result(run.folder, summary)
+
+
+def _end(run: Run, state: RunState, final: Evaluation) -> dict[str, Any]:
+    selection, before = selection_of(run.config), state.before["student_before"]
+    if selection.name == "perplexity":
+        return how_it_ended(state, final.perplexity, before["perplexity"])
+    kept = selection.value(state.best_rank)
+    assert kept is not None  # the student before training was measured, or the run did not begin
+    return how_it_ended(state, kept, before["selected"], selection, num_judged(selection.name, before))
 
 
 def _summary(run: Run, state: RunState, end: dict[str, Any], final: Evaluation, stop: Stop) -> dict[str, Any]:
@@ -343,7 +394,13 @@ def _summary(run: Run, state: RunState, end: dict[str, Any], final: Evaluation, 
         "learning_rate": run.config.train.learning_rate,
         "weight_decay": run.config.train.weight_decay,
         **state.before,
-        "student": {**summary_row(final, run.num_student_parameters), "steps": state.applied, "tokens": state.tokens},
+        "select": run.config.eval.select,
+        "student": {
+            **summary_row(final, run.num_student_parameters),
+            **_selected(run, state),
+            "steps": state.applied,
+            "tokens": state.tokens,
+        },
         **run.teacher.summary(),
     }
     if run.config.data.is_mixed:
@@ -353,6 +410,12 @@ def _summary(run: Run, state: RunState, end: dict[str, Any], final: Evaluation, 
     summary["checks"] = _checks(run, summary, events)
     summary["advice"] = advice_of(events, summary, end["advice"])
     return summary
+
+
+def _selected(run: Run, state: RunState) -> dict[str, float | None]:
+    """What the kept student was chosen by, where it is not the perplexity."""
+    selection = selection_of(run.config)
+    return {} if selection.name == "perplexity" else {"selected": selection.value(state.best_rank)}
 
 
 def label_taught_rows(events: Sequence[Event]) -> int:

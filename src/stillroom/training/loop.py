@@ -36,6 +36,7 @@ from stillroom.training.rollouts import ensure_round
 from stillroom.training.run import Run, RunState, weights_of
 from stillroom.training.save import last_step_saved, record_rollback, save_checkpoint, save_stopped_student
 from stillroom.training.schedule import NO_PHASE
+from stillroom.training.select import is_better, is_off_course, measure, rank_of
 from stillroom.training.step import StepOutcome, train_step
 
 # ---- Requests to stop, from a signal or the time limit
@@ -300,7 +301,7 @@ def run_evaluation(
         )
         text += f" more than {KEPT_BYTES / 1e6:,.0f} MB, so it answers those again at every evaluation"
         run.log.write("note", text=text)
-    result = replace(result, perplexity=run.parallel.broadcast(result.perplexity))
+    result = measure(run, state, replace(result, perplexity=run.parallel.broadcast(result.perplexity)))
     run.parallel.check_replicas(replicas_of(run))
     state.evaluated = result
     is_best = is_better(result, state)
@@ -308,6 +309,7 @@ def run_evaluation(
         "eval",
         step=state.applied,
         **result.yardsticks(),
+        **result.chosen_by(),
         objective=result.objective,
         terms={name: vars(term) for name, term in result.terms.items()},
         unscored_tokens=result.unscored_tokens,
@@ -325,22 +327,16 @@ def replicas_of(run: Run) -> dict[str, Tensor]:
     return {**weights_of(run.student.model), **beside, **gates}
 
 
-def is_better(result: Evaluation, state: RunState) -> bool:
-    """A student with unscored tokens is never the best."""
-    if not math.isfinite(result.perplexity) or result.unscored_tokens:
-        return False
-    return state.best_perplexity is None or result.perplexity < state.best_perplexity
-
-
 def judge_student(run: Run, state: RunState, result: Evaluation) -> None:
     """Keep the student if it is the best so far; end the run after `early_stopping` evaluations without a better one.
 
     The student before training is judged first, so later ones must beat it.
     """
-    is_scored = math.isfinite(result.perplexity) and not result.unscored_tokens
-    state.last_perplexity = result.perplexity if is_scored else None
+    rank = rank_of(result)
+    state.last_perplexity, state.last_rank = (None if rank is None else result.perplexity), rank
+    state.is_off_course = is_off_course(run, state, result)
     if is_better(result, state):
-        state.best_perplexity, state.best_step = result.perplexity, state.applied
+        state.best_perplexity, state.best_rank, state.best_step = result.perplexity, rank, state.applied
         state.evaluations_since_best = 0
         weights = weights_of(run.student.model)
         state.best_weights = (

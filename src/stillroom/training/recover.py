@@ -375,17 +375,27 @@ def _canary_bounds(run: Run, state: RunState) -> tuple[float, float]:
     fault.
     """
     weights = run.loss_weights(state).weights
+    if run.canary_is_objective and state.applied < state.fallback_until:  # its teacher's answers cannot be used now
+        return float("inf"), float("inf")
     if sum(weights.get(term, 0.0) for term in ("kd", "ce")) >= _LEAST_TOKEN_SHARE * sum(weights.values()):
         return state.canary_reference, state.canary_best
     return float("inf"), float("inf")
 
 
 def canary_loss(run: Run) -> float:
-    """Plain cross-entropy on the canary batch; positions that cannot be scored count as infinite."""
+    """The loss on the canary batch; positions that cannot be scored count as infinite.
+
+    Plain cross-entropy, or the objective at the end of the run where the student is not trained or chosen by that: what
+    a sound student loses there would be taken for a divergence.
+    """
+    options: dict[str, Any] = {}
+    if run.canary_is_objective:
+        options = {"teacher": run.teacher, "mix": run.mix, "loss_weights": run.curriculum.at(1.0)}
     # Dropout is off in evaluation, so the random state does not change.
     with run.parallel.gathered():
-        result = evaluate(run.student, [run.canary()], precision=run.precision)
-    return run.parallel.worst(result.nll if result.unscored_tokens == 0 else float("inf"))
+        result = evaluate(run.student, [run.canary()], precision=run.precision, **options)
+    loss = result.nll if result.objective is None else result.objective
+    return run.parallel.worst(loss if result.unscored_tokens == 0 else float("inf"))
 
 
 def take_snapshot(run: Run, state: RunState, exam: Examination | None = None) -> bool:

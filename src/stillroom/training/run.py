@@ -229,6 +229,9 @@ class RunState(TensorGroups):
     best_perplexity: float | None = None
     evaluations_since_best: int = 0
     last_perplexity: float | None = None  # of the last evaluation; None when it could not be scored everywhere
+    best_rank: float | None = None  # by `eval.select`, lower is better: of the best student
+    last_rank: float | None = None  # of the last evaluation; None when it cannot be chosen
+    is_off_course: bool = True  # whether the last student is worse than the first by what it is trained for, too
     quarantined: list[int] = field(default_factory=list)
     backoff_at: int = -1  # applied step of the last learning-rate backoff
     fallback_until: int = -1  # applied step until which the teacher is not used
@@ -273,6 +276,9 @@ _HISTORY = (
     "best_perplexity",
     "evaluations_since_best",
     "last_perplexity",
+    "best_rank",
+    "last_rank",
+    "is_off_course",
     "micro_batch_parts",
     "shortages",
 )
@@ -356,14 +362,9 @@ def _counters(name: str, wanted: Collection[str]) -> type[_Known]:
 
 # Counters that older checkpoints do not have.
 _LATER = {
-    "undone",
-    "last_perplexity",
-    "snapshots_refused",
-    "micro_batch_parts",
-    "shortages",
-    "owes_evaluation",
-    "round",
-}
+    "undone", "last_perplexity", "snapshots_refused", "micro_batch_parts", "shortages", "owes_evaluation", "round",
+    "best_rank", "last_rank", "is_off_course",
+}  # fmt: skip
 _AllCounters = _counters("_AllCounters", [known.name for known in fields(RunState) if known.name not in _HELD])
 _HistoryCounters = _counters("_HistoryCounters", _HISTORY)
 
@@ -481,6 +482,8 @@ def restore(run: Run, state: RunState, saved: Saved, *, keeps_history: bool = Fa
     for name, value in saved.scalars["state"].items():
         if not (keeps_history and name in _HISTORY):
             setattr(state, name, list(value) if isinstance(value, list) else value)
+    if state.best_rank is None:  # not in older checkpoints, which chose by perplexity
+        state.best_rank, state.last_rank = state.best_perplexity, state.last_perplexity
     if keeps_history:
         run.guard.restore_statistics(saved.scalars["guard"]["windows"])
     else:
@@ -601,6 +604,16 @@ class Run:
 
     def eval_batches(self) -> list[Batch]:
         return held_out_batches(self.config, self.corpus, self.budget.num_batches)
+
+    @property
+    def canary_is_objective(self) -> bool:
+        """Whether the canary's loss is the objective, for a student that is not trained or chosen by labels."""
+        return self.config.eval.select != "perplexity" or not self.learns_labels
+
+    @property
+    def learns_labels(self) -> bool:
+        """Whether cross-entropy on the data is part of the objective at any time."""
+        return self.config.objectives.weights.get("ce", 0.0) != 0.0
 
     def canary(self) -> Batch:
         """A fixed batch whose loss tells whether the student is sound.
