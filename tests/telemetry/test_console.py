@@ -16,7 +16,7 @@ from rich.cells import cell_len
 
 from stillroom.core.errors import ConfigError, DataError
 from stillroom.telemetry.console import ConsoleView, SilentScreen, render_error
-from stillroom.telemetry.show import assessment_lines, summary_lines
+from stillroom.telemetry.results import assessment_lines, summary_lines
 from stillroom.telemetry.wording import (
     as_number,
     clean,

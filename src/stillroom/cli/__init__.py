@@ -3,7 +3,8 @@
 from stillroom.cli import train as train  # importing a module adds its commands; the order is that of the help
 
 # isort: split
-from stillroom.cli import show as show
+from stillroom.cli import chat as chat
+from stillroom.cli import inspect as inspect
 from stillroom.cli import tools as tools
 from stillroom.cli.exit import main
 from stillroom.cli.main import app

@@ -73,7 +73,7 @@ def doctor(
     if as_json:
         print_json(report.to_dict())
     else:
-        from stillroom.doctor.show import doctor_lines
+        from stillroom.doctor.printed import doctor_lines
 
         for level, line in doctor_lines(report.to_dict()):
             echo(line, fg=_COLOURS.get(level) if "NO_COLOR" not in os.environ else None)
@@ -114,8 +114,8 @@ def selftest(
     Exit code 0, or 20 where something is wrong: it is named.
     """
     from stillroom.core.errors import SelftestFailed
+    from stillroom.doctor.printed import selftest_lines
     from stillroom.doctor.selftest import GROUPS, selftest
-    from stillroom.doctor.show import selftest_lines
     from stillroom.precision.device import find_device
 
     if strange := sorted(set(only or ()) - set(GROUPS)):
@@ -173,8 +173,8 @@ def verify_resume(
     """
     chosen = _loaded(config, preset, set_)
     from stillroom.core.errors import ResumeDiffers
+    from stillroom.doctor.printed import resume_lines
     from stillroom.doctor.resume import verify_resume
-    from stillroom.doctor.show import resume_lines
 
     def tell(text: str) -> None:
         if not as_json:
@@ -296,7 +296,7 @@ def plan(
 
 
 def _print(made: Plan, notes: tuple[str, ...]) -> None:
-    from stillroom.doctor.show import plan_lines, wrapped
+    from stillroom.doctor.printed import plan_lines, wrapped
 
     lines = [line for note in notes for line in wrapped("note  ", note)]
     for line in [*lines, *plan_lines(made.to_dict())]:
@@ -531,7 +531,7 @@ def eval_(
     if as_json:
         print_json({**result, **({"kept": str(kept)} if kept else {})})
         return
-    from stillroom.telemetry.show import assessment_lines
+    from stillroom.telemetry.results import assessment_lines
     from stillroom.telemetry.wording import clean
 
     for line in assessment_lines(result):

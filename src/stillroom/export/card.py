@@ -15,7 +15,7 @@ from pathlib import PurePath
 from typing import Any
 
 from stillroom.telemetry.record import Evaluated
-from stillroom.telemetry.show import ASSESSMENT_ROWS, RESULT_COLUMNS, RESULT_ROWS, figure_rows
+from stillroom.telemetry.results import ASSESSMENT_ROWS, RESULT_COLUMNS, RESULT_ROWS, figure_rows
 from stillroom.telemetry.wording import (
     clean,
     clip,

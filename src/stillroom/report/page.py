@@ -31,7 +31,7 @@ from stillroom.report.figures import all_figures, shared_figures
 from stillroom.report.history import RunRecord
 from stillroom.report.words import facts, headline, headline_of_several, size_sentence, story
 from stillroom.telemetry.record import Event, evaluation_notes
-from stillroom.telemetry.show import figure_rows
+from stillroom.telemetry.results import figure_rows
 from stillroom.telemetry.wording import (
     as_number,
     clean,

@@ -26,7 +26,7 @@ from rich.text import Text
 
 from stillroom.core.errors import StillroomError
 from stillroom.telemetry import wording as say
-from stillroom.telemetry.show import summary_lines
+from stillroom.telemetry.results import summary_lines
 from stillroom.telemetry.wording import (
     Fields,
     as_number,

@@ -21,7 +21,7 @@ from stillroom.doctor.rules import TRIAL_STEPS
 from stillroom.models.check import ReadBack, read_back
 from stillroom.models.generate import can_generate, continuation, generate, readable
 from stillroom.telemetry.record import Event, scan_events
-from stillroom.telemetry.show import RESULT_COLUMNS, RESULT_ROWS
+from stillroom.telemetry.results import RESULT_COLUMNS, RESULT_ROWS
 from stillroom.telemetry.wording import as_number, clean, format_result, section, show
 from stillroom.training.by_source import source_rows
 from stillroom.training.evaluate import Evaluation, summary_row

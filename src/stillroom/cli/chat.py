@@ -1,12 +1,10 @@
-"""Commands that show: data, presets, what a run left behind, and what models write."""
+"""Commands that try a model: generate and chat, alone or next to a second model."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,124 +14,12 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from stillroom.cli.main import AllowAddress, AsJson, Bos, Device, TrustCode, app, echo, print_json, wanted_bos
-from stillroom.config import load, parse_assignments, preset_names, preset_text
+from stillroom.cli.main import AsJson, Bos, Device, app, echo, print_json, wanted_bos
 from stillroom.core.errors import ConfigError
 from stillroom.telemetry.wording import clean
 
 if TYPE_CHECKING:
     from stillroom.models.generate import Continuation, Conversation, Writer
-    from stillroom.telemetry.console import ConsoleView
-    from stillroom.telemetry.record import Event, Follower
-
-
-@app.command(short_help="Show what would be trained on.")
-def data(
-    spec: Annotated[str, typer.Argument(help="file, glob, folder, hf:NAME, builtin:stdlib, or a run's .toml")],
-    model: Annotated[
-        str | None,
-        typer.Option(help="whose tokenizer and chat template: folder, hub id, builtin:teacher; else the .toml's"),
-    ] = None,
-    rows: Annotated[int | None, typer.Option(min=0, help="documents to show, 0: all; else 10, as JSON 100")] = None,
-    max_length: Annotated[int | None, typer.Option(min=8, help="tokens in a row: show what fits")] = None,
-    eval_data: Annotated[str | None, typer.Option(help="held-out data: count what stands in both")] = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", help="any setting, e.g. data.packing=rows")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """What would be trained on: shape, lengths, which characters are scored, copies, what is left out and why."""
-    from stillroom.models.load import model_name
-
-    is_config = spec.lower().endswith(".toml")
-    if model is None and not is_config:
-        raise ConfigError("whose tokenizer is not said", advice=["name a model: --model builtin:teacher"])
-    named = {
-        "data.train": None if is_config else spec,
-        "student.model": model_name(model) if model is not None else None,
-        "data.max_length": max_length,
-        "data.eval": eval_data,
-    }
-    overrides = {key: value for key, value in named.items() if value is not None} | parse_assignments(set_ or [])
-    config = load(spec if is_config else None, overrides=overrides).config
-    from stillroom.data.preview import preview
-    from stillroom.models.load import has_tokenizer, load_tokenizer
-
-    model = config.student.model
-    if not has_tokenizer(config.student, model):
-        raise ConfigError(f"{model} brings no tokenizer", advice=["name the model whose tokenizer a run would use"])
-    tokenizer = load_tokenizer(config.student, model)
-    num_rows = rows if rows is not None else 100 if as_json else 10
-    result = preview(config.data, tokenizer, num_rows=num_rows, cuts="data.max_length" in overrides)
-    name = ", ".join(source.path for source in config.data.sources)
-    result = {"data": name, "model": model, **result}
-    if as_json:
-        print_json(result)
-        return
-    from stillroom.telemetry.console import show_preview
-
-    show_preview(result)
-
-
-@app.command()
-def replay(
-    run: Annotated[Path, typer.Argument(help="folder of a run")],
-    step: Annotated[int, typer.Argument(help="step of a quarantined batch")],
-    attempt: Annotated[int | None, typer.Option(help="which, where the step has several")] = None,
-    device: Device = "auto",
-    trust_remote_code: TrustCode = False,
-    allow_address: AllowAddress = None,
-    as_json: AsJson = False,
-) -> None:
-    """Run a quarantined batch again and say where it goes wrong."""
-    from stillroom.core.remote import here
-    from stillroom.training.replay import replay as again
-    from stillroom.training.run_folder import Trust
-
-    trust = Trust(trust_remote_code, tuple(allow_address or ()))
-    result = again(here(run, needs="all"), step, attempt_number=attempt, device=device, trust=trust)
-    if as_json:
-        print_json(result)
-        return
-    from stillroom.telemetry.show import replay_lines
-
-    for line in replay_lines(result):
-        echo(line)
-
-
-@app.command()
-def presets(name: Annotated[str | None, typer.Argument(help="print this one with its reasons")] = None) -> None:
-    """List the presets, or print one with its reasons."""
-    if name is not None:
-        echo(preset_text(name).rstrip(), keep_lines=True)
-        return
-    width = max(len(preset) for preset in preset_names())
-    for preset in preset_names():
-        first = preset_text(preset).splitlines()[0].lstrip("# ")
-        echo(f"{preset:<{width}}  {first}")
-
-
-@app.command(short_help="Write report.html of a run, or of several.")
-def report(
-    runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="folder or address of a run; several share one page")
-    ],
-    out: Annotated[Path | None, typer.Option(help="the page; else RUN/report.html, or compared.html here")] = None,
-) -> None:
-    """Write (or rewrite) report.html of a run, or one page that compares several."""
-    from stillroom.core.files import is_in_store
-    from stillroom.core.remote import add, as_url, here
-    from stillroom.report import write_report, write_reports
-
-    folders = [here(run, needs="record") for run in runs]
-    for run, folder in zip(runs, folders, strict=True):
-        if not (folder / "events.jsonl").exists():
-            raise ConfigError(f"{run} holds no run: there is no events.jsonl", advice=["give the folder of a run"])
-    if len(runs) == 1 and out is None:
-        page = write_report(folders[0])
-        add(runs[0], page)
-        echo(f"{as_url(runs[0])}/{page.name}" if is_in_store(runs[0]) else str(page))
-        return
-    echo(str(write_reports(folders, out or Path("compared.html"))))
-
 
 # -- texts of several models side by side, while they are written ------------------------------------------
 
@@ -209,92 +95,6 @@ class _Tail:
         for line in lines[-max(1, console.height - 2) :]:
             yield from line
             yield Segment.line()
-
-
-# -- watch: follow a run from another terminal -------------------------------------------------------------
-
-
-_WATCH_SECONDS = 0.5
-_LATE_EVENTS = 200  # of what a run wrote before it was watched
-
-
-@app.command(short_help="Follow a run from another terminal.")
-def watch(
-    run: Annotated[Path, typer.Argument(help="folder of a run; one that has not begun yet is waited for")],
-    wait: Annotated[bool, typer.Option(help="wait for a run that has not begun, and follow a running one")] = True,
-    progress: Annotated[bool, typer.Option(help="live progress on a terminal")] = True,
-) -> None:
-    """Follow a run: what it has done so far, then each event as it is written, until it ends.
-
-    Reads the run's log and changes nothing. Ctrl-C ends the watching, not the run.
-    """
-    from stillroom.core.files import is_in_store
-    from stillroom.telemetry.console import ConsoleView
-    from stillroom.telemetry.record import Follower
-
-    if is_in_store(run):
-        raise ConfigError(
-            "a run in a store sends its log at evaluations and checkpoints: there is nothing to follow",
-            advice=[f"look at what is there: stillroom report {run}", "or watch it on the machine that trains"],
-        )
-    if run.exists() and not run.is_dir():
-        raise ConfigError(f"{run} is a file", advice=["give the folder of a run"])
-    follower = Follower(run / "events.jsonl")
-    if not wait and not follower.path.exists():
-        raise ConfigError(f"{run} holds no run: there is no events.jsonl", advice=["give the folder of a run"])
-    with ConsoleView("auto" if progress else "plain") as view:
-        try:
-            _follow(follower, view, run, waits=wait)
-        except KeyboardInterrupt:
-            view.close()
-            echo("stopped watching; the run continues", err=True)
-
-
-def _follow(follower: Follower, view: ConsoleView, run: Path, *, waits: bool) -> None:
-    """Show events until the run ends or nobody reads; without `waits`, those that are there."""
-    num_restarts, is_first = 0, True
-    while True:
-        last = _show_new(follower, view, only_late=is_first or follower.num_restarts > num_restarts)
-        num_restarts = follower.num_restarts
-        if last == "run_end":
-            _finish(view, run)
-            return
-        if not waits or not view.is_read:
-            return
-        if is_first and not follower.path.exists():
-            echo(f"waiting for {run} to begin", err=True)
-        is_first = False
-        time.sleep(_WATCH_SECONDS)
-
-
-def _show_new(follower: Follower, view: ConsoleView, *, only_late: bool) -> str:
-    """Show the new events and return the kind of the last. `only_late`: of many, the start and the latest."""
-    shown: Iterable[Event] = follower.new_events()
-    if only_late:
-        late: deque[Event] = deque(maxlen=_LATE_EVENTS)
-        start, num_events = None, 0
-        for event in shown:
-            start = event if event.get("event") == "run_start" else start
-            late.append(event)
-            num_events += 1
-        if num_events > len(late):
-            view.handle(start or {})
-            view.handle({"event": "note", "text": f"{num_events - len(late):,} earlier events are not shown"})
-        shown = late
-    kind = ""
-    for event in shown:
-        view.handle(event)
-        kind = str(event.get("event"))
-    return kind
-
-
-def _finish(view: ConsoleView, run: Path) -> None:
-    """The result, where the run wrote one."""
-    from stillroom.telemetry.record import read_object
-
-    summary, report = read_object(run / "summary.json", []), run / "report.html"
-    if summary:
-        view.finish(summary, report if report.exists() else None)
 
 
 # -- generate and chat -------------------------------------------------------------------------------------
