@@ -100,32 +100,41 @@ class _Tail:
 # -- generate and chat -------------------------------------------------------------------------------------
 
 
-Temperature = Annotated[float, typer.Option(help="0: the most probable token each time")]
-TopP = Annotated[float, typer.Option(help="draw from the most probable tokens that hold this share; 1: from all")]
-Seed = Annotated[int, typer.Option(help="of the sampling")]
-Against = Annotated[str | None, typer.Option(help="a second model that is asked the same, such as the teacher")]
+Temperature = Annotated[
+    float, typer.Option(metavar="T", help="sampling temperature; 0: always the most probable token")
+]
+TopP = Annotated[
+    float, typer.Option(metavar="P", help="sample from the most probable tokens that hold this share; 1: all tokens")
+]
+Seed = Annotated[int, typer.Option(metavar="N", help="random seed of the sampling")]
+Against = Annotated[
+    str | None, typer.Option(metavar="MODEL", help="second model that gets the same prompts, e.g. the teacher")
+]
+ModelName = Annotated[
+    str, typer.Argument(metavar="MODEL", help="folder of a model or a run, hub id or builtin:teacher")
+]
 
 
-@app.command(short_help="Continue prompts, or answer them.")
+@app.command(short_help="Let a model continue or answer prompts.")
 def generate(
-    model: Annotated[str, typer.Argument(help="folder of a model or a run, hub id, or builtin:teacher")],
+    model: ModelName,
     prompt: Annotated[
-        list[str], typer.Option(help="text to continue, or a question where the model has a chat template; repeatable")
+        list[str], typer.Option(metavar="TEXT", help="text to continue, or question for a chat model; repeatable")
     ],
     against: Against = None,
-    raw: Annotated[bool, typer.Option("--raw", help="continue the text as it stands, without a chat template")] = False,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="length of the continuation")] = 64,
+    raw: Annotated[bool, typer.Option("--raw", help="do not use the chat template")] = False,
+    max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="most tokens to write")] = 64,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     seed: Seed = 0,
-    stream: Annotated[bool, typer.Option("--stream", help="print while it is written, one prompt at a time")] = False,
+    stream: Annotated[bool, typer.Option("--stream", help="print tokens as they come, prompt by prompt")] = False,
     bos: Bos = "auto",
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Continue prompts, all at once; a model with a chat template answers them.
+    """Let a model continue prompts; a model with a chat template answers them.
 
-    With --against a second model continues them too: beside the first on a wide terminal, else below it.
+    With --against a second model does the same, in a second column on a wide terminal, else below.
     """
     if stream and as_json:
         raise ConfigError("--stream prints text and --json one object", advice=["leave one of them out"])
@@ -192,21 +201,21 @@ def _streamed(writer: Writer, prompt: str, raw: bool, options: dict[str, Any]) -
 
 @app.command()
 def chat(
-    model: Annotated[str, typer.Argument(help="folder of a model or a run, hub id, or builtin:teacher")],
+    model: ModelName,
     against: Against = None,
-    system: Annotated[str, typer.Option(help="a system message before the conversation")] = "",
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="longest answer")] = 256,
+    system: Annotated[str, typer.Option(metavar="TEXT", help="system message before the conversation")] = "",
+    max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="most tokens of an answer")] = 256,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     seed: Seed = 0,
     bos: Bos = "auto",
     device: Device = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="one JSON object a line for each answer")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object a line for each answer")] = False,
 ) -> None:
-    """Talk to a model, and to its teacher beside it. /reset begins anew, /quit or Ctrl-D ends.
+    """Chat with a model, or with two at once (--against).
 
-    On a terminal of 80 columns or more both answers are written beside each other. In a pipe each line is a question,
-    and each answer is printed below the one before.
+    /help lists the commands. Ctrl-C stops an answer, Ctrl-D ends the chat. With --against the answers are in two
+    columns on a terminal of 80 columns or more, else one below the other. In a pipe each line is a question.
     """
     from stillroom.models.generate import Conversation, Sampling, open_writer
     from stillroom.precision.device import find_device
@@ -219,15 +228,31 @@ def chat(
     for role, talk in talks.items():
         if not talk.is_templated:
             _note(f'the {role} has no chat template: turns are written as "user: ..." lines')
-    try:
-        for question in _questions():
-            if question == "/reset":
-                for talk in talks.values():
-                    talk.reset()
-            else:
+    if sys.stdin.isatty():
+        echo(f"chat with {' and '.join(names.values())}; {_HELP}", err=True)
+    for question in _questions():
+        if question in ("/clear", "/reset"):
+            for talk in talks.values():
+                talk.reset()
+            _say_to_person("the conversation was cleared")
+        elif question == "/help":
+            echo(_HELP, err=True)
+        else:
+            try:
                 _answer(talks, question, options, as_json)
-    except KeyboardInterrupt:
-        echo("")  # a conversation is ended by Ctrl-C as by /quit: nothing was to be saved
+            except KeyboardInterrupt:
+                if not sys.stdin.isatty():
+                    raise
+                echo("")
+                _say_to_person("the answer was stopped; ask on, or end with Ctrl-D")
+
+
+_HELP = "/help shows this, /clear forgets the conversation, /quit or Ctrl-D ends, Ctrl-C stops an answer"
+
+
+def _say_to_person(text: str) -> None:
+    if sys.stdin.isatty():
+        echo(text, err=True)
 
 
 def _questions() -> Iterator[str]:
@@ -238,6 +263,11 @@ def _questions() -> Iterator[str]:
             echo("> ", nl=False, err=True)
         try:
             line = sys.stdin.readline()
+        except KeyboardInterrupt:
+            if not is_person:
+                raise
+            echo("", err=True)  # drops the line that was being typed, as a shell does
+            continue
         except UnicodeDecodeError as error:
             raise ConfigError(
                 "a question is not UTF-8", where="input", advice=["convert it: iconv -t utf-8"]
@@ -251,12 +281,12 @@ def _questions() -> Iterator[str]:
 
 
 def _answer(talks: dict[str, Conversation], question: str, options: dict[str, Any], as_json: bool) -> None:
-    # An empty line is answered by an empty line, so that answers in a pipe stay beside their questions.
+    # An empty line is answered by an empty line, so that the answers in a pipe match the questions line by line.
     voices = {role: talk.ask(question, note=_note, **options) if question else () for role, talk in talks.items()}
     texts = {role: "".join(pieces) for role, pieces in voices.items()} if as_json else show(voices)
     for role, talk in talks.items():
         if question and "positions are full" in talk.ended:
-            _note(f"{role}: {talk.ended}; /reset begins anew")
+            _note(f"{role}: {talk.ended}; /clear begins again")
     if as_json:
         ends = {role: talk.ended if question else "" for role, talk in talks.items()}
         answers = {role: {"answer": text.strip(), "ended": ends[role]} for role, text in texts.items()}

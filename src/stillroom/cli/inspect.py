@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -10,7 +11,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stillroom.cli.main import AllowAddress, AsJson, Device, TrustCode, app, echo, print_json
+from stillroom.cli.main import (
+    AllowAddress,
+    AsJson,
+    Assignments,
+    Device,
+    Progress,
+    TrustCode,
+    Verbose,
+    app,
+    echo,
+    print_json,
+)
 from stillroom.config import load, parse_assignments, preset_names, preset_text
 from stillroom.core.errors import ConfigError
 
@@ -19,25 +31,37 @@ if TYPE_CHECKING:
     from stillroom.telemetry.record import Event, Follower
 
 
-@app.command(short_help="Show what would be trained on.")
+@app.command(short_help="Show what a run would train on.")
 def data(
-    spec: Annotated[str, typer.Argument(help="file, glob, folder, hf:NAME, builtin:stdlib, or a run's .toml")],
+    spec: Annotated[
+        str, typer.Argument(metavar="DATA", help="file, glob, folder, hf:NAME, builtin:stdlib or a .toml of a run")
+    ],
     model: Annotated[
         str | None,
-        typer.Option(help="whose tokenizer and chat template: folder, hub id, builtin:teacher; else the .toml's"),
+        typer.Option(metavar="MODEL", help="model whose tokenizer and chat template to use; else that of the .toml"),
     ] = None,
-    rows: Annotated[int | None, typer.Option(min=0, help="documents to show, 0: all; else 10, as JSON 100")] = None,
-    max_length: Annotated[int | None, typer.Option(min=8, help="tokens in a row: show what fits")] = None,
-    eval_data: Annotated[str | None, typer.Option(help="held-out data: count what stands in both")] = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", help="any setting, e.g. data.packing=rows")] = None,
+    rows: Annotated[
+        int | None,
+        typer.Option(min=0, metavar="N", help="documents to show; 0: all; by default 10, with --json 100"),
+    ] = None,
+    max_length: Annotated[
+        int | None, typer.Option(min=8, metavar="N", help="tokens of a row: also show what does not fit")
+    ] = None,
+    eval_data: Annotated[
+        str | None, typer.Option(metavar="DATA", help="held-out text: count the records that are in both")
+    ] = None,
+    set_: Assignments = None,
     as_json: AsJson = False,
 ) -> None:
-    """What would be trained on: shape, lengths, which characters are scored, copies, what is left out and why."""
+    """Show what a run would train on.
+
+    The shape and lengths of the records, which characters are scored, copies, and what is left out and why.
+    """
     from stillroom.models.load import model_name
 
     is_config = spec.lower().endswith(".toml")
     if model is None and not is_config:
-        raise ConfigError("whose tokenizer is not said", advice=["name a model: --model builtin:teacher"])
+        raise ConfigError("a model is missing, for its tokenizer", advice=["--model builtin:teacher"])
     named = {
         "data.train": None if is_config else spec,
         "student.model": model_name(model) if model is not None else None,
@@ -51,7 +75,7 @@ def data(
 
     model = config.student.model
     if not has_tokenizer(config.student, model):
-        raise ConfigError(f"{model} brings no tokenizer", advice=["name the model whose tokenizer a run would use"])
+        raise ConfigError(f"{model} has no tokenizer", advice=["name the model whose tokenizer a run would use"])
     tokenizer = load_tokenizer(config.student, model)
     num_rows = rows if rows is not None else 100 if as_json else 10
     result = preview(config.data, tokenizer, num_rows=num_rows, cuts="data.max_length" in overrides)
@@ -67,15 +91,15 @@ def data(
 
 @app.command()
 def replay(
-    run: Annotated[Path, typer.Argument(help="folder of a run")],
-    step: Annotated[int, typer.Argument(help="step of a quarantined batch")],
-    attempt: Annotated[int | None, typer.Option(help="which, where the step has several")] = None,
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="folder of a run")],
+    step: Annotated[int, typer.Argument(metavar="STEP", help="step of a quarantined batch")],
+    attempt: Annotated[int | None, typer.Option(metavar="N", help="attempt to replay, if the step had several")] = None,
     device: Device = "auto",
     trust_remote_code: TrustCode = False,
     allow_address: AllowAddress = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run a quarantined batch again and say where it goes wrong."""
+    """Run a quarantined batch again and find where it fails."""
     from stillroom.core.remote import here
     from stillroom.training.replay import replay as again
     from stillroom.training.run_folder import Trust
@@ -92,25 +116,44 @@ def replay(
 
 
 @app.command()
-def presets(name: Annotated[str | None, typer.Argument(help="print this one with its reasons")] = None) -> None:
+def presets(
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="preset to print, with its reasons")] = None,
+) -> None:
     """List the presets, or print one with its reasons."""
     if name is not None:
         echo(preset_text(name).rstrip(), keep_lines=True)
         return
     width = max(len(preset) for preset in preset_names())
-    for preset in preset_names():
-        first = preset_text(preset).splitlines()[0].lstrip("# ")
-        echo(f"{preset:<{width}}  {first}")
+    for title, names in (("presets", _own_presets()), ("numbers of earlier training scripts", _EARLIER)):
+        echo(f"{title}:")
+        for preset in names:
+            first = preset_text(preset).splitlines()[0].lstrip("# ")
+            for number, line in enumerate(textwrap.wrap(first, 78 - width - 4)):
+                echo(f"  {preset if not number else '':<{width}}  {line}")
+    echo("print one: stillroom presets NAME; use it: stillroom distill --preset NAME")
 
 
-@app.command(short_help="Write report.html of a run, or of several.")
+# Presets that hold the numbers of scripts and guides from before Stillroom; they come after its own.
+_EARLIER = ("stable", "ultra-stable", "conservative", "balanced", "fp16-safe", "student-aware", "quantumbench")
+_FIRST = ("base", "instruct", "cross-tokenizer", "sar", "demo")
+
+
+def _own_presets() -> list[str]:
+    others = [name for name in preset_names() if name not in (*_FIRST, *_EARLIER)]
+    return [*_FIRST, *others]
+
+
+@app.command(short_help="Write the HTML report of one or several runs.")
 def report(
     runs: Annotated[
         list[Path], typer.Argument(metavar="RUN...", help="folder or address of a run; several share one page")
     ],
-    out: Annotated[Path | None, typer.Option(help="the page; else RUN/report.html, or compared.html here")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="page to write; by default RUN/report.html, or compared.html for several"),
+    ] = None,
 ) -> None:
-    """Write (or rewrite) report.html of a run, or one page that compares several."""
+    """Write report.html of a run, or one page that compares several runs."""
     from stillroom.core.files import is_in_store
     from stillroom.core.remote import add, as_url, here
     from stillroom.report import write_report, write_reports
@@ -136,13 +179,15 @@ _LATE_EVENTS = 200  # of what a run wrote before it was watched
 
 @app.command(short_help="Follow a run from another terminal.")
 def watch(
-    run: Annotated[Path, typer.Argument(help="folder of a run; one that has not begun yet is waited for")],
-    wait: Annotated[bool, typer.Option(help="wait for a run that has not begun, and follow a running one")] = True,
-    progress: Annotated[bool, typer.Option(help="live progress on a terminal")] = True,
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="folder of a run, which may not have begun yet")],
+    wait: Annotated[bool, typer.Option(help="wait for new events; --no-wait prints what is there and ends")] = True,
+    progress: Progress = True,
+    verbose: Verbose = False,
 ) -> None:
-    """Follow a run: what it has done so far, then each event as it is written, until it ends.
+    """Follow a run from another terminal until it ends.
 
-    Reads the run's log and changes nothing. Ctrl-C ends the watching, not the run.
+    Shows what the run has done so far, then each new event. Reads the log and changes nothing: Ctrl-C ends the
+    watching, not the run.
     """
     from stillroom.core.files import is_in_store
     from stillroom.telemetry.console import ConsoleView
@@ -158,7 +203,7 @@ def watch(
     follower = Follower(run / "events.jsonl")
     if not wait and not follower.path.exists():
         raise ConfigError(f"{run} holds no run: there is no events.jsonl", advice=["give the folder of a run"])
-    with ConsoleView("auto" if progress else "plain") as view:
+    with ConsoleView("auto" if progress else "plain", verbose=verbose) as view:
         try:
             _follow(follower, view, run, waits=wait)
         except KeyboardInterrupt:
@@ -210,4 +255,4 @@ def _finish(view: ConsoleView, run: Path) -> None:
 
     summary, report = read_object(run / "summary.json", []), run / "report.html"
     if summary:
-        view.finish(summary, report if report.exists() else None)
+        view.finish(summary, report if report.exists() else None, run)

@@ -24,6 +24,10 @@ IGNORED = -100  # a target that is not scored, as in transformers
 _EMPTY: Mapping[str, Any] = MappingProxyType({})
 
 
+class Detail(str):
+    """A note that nobody needs to act on: the log keeps it, a terminal shows it with --verbose only."""
+
+
 # -- data ------------------------------------------------------------------------------------------------
 
 

@@ -20,6 +20,7 @@ from typing import Any, TextIO
 
 from stillroom.core.errors import CannotSave
 from stillroom.core.files import NONFINITE, NONFINITE_WORDS, strict
+from stillroom.core.types import Detail
 from stillroom.telemetry.record import Event, refuse_broken, scan_events
 
 SCHEMA = 1
@@ -58,7 +59,7 @@ _WRITTEN_AGAIN = frozenset(
     {"step", "eval", "checkpoint", "guard", "phase", "gradients", "router", "advice", "changed_inputs"}
 )
 _WRITTEN_ONCE = frozenset(
-    {"sample", "first_forward", "router_probe", "teacher_eval"}
+    {"sample", "first_forward", "router_probe", "teacher_eval", "stage"}
 )  # at the beginning or the end, without a step
 
 
@@ -96,8 +97,7 @@ class EventLog:
         taken = [key for key in HEADER_KEYS if key in fields]
         if taken:
             raise ValueError(f"an event's own fields cannot be called {', '.join(taken)}")
-        now = datetime.now(UTC).isoformat(timespec="milliseconds")
-        record = {"event": event, "schema": SCHEMA, "time": now, **strict(fields)}
+        record = _record(event, fields)
         line = _line(record)
         with self._writes:
             self._waiting.append(line)
@@ -105,6 +105,11 @@ class EventLog:
             self._flush()
             self._notify(line)
         return record
+
+    def announce(self, event: str, /, **fields: Any) -> None:
+        """Call the listeners with an event that is not kept, such as the progress of a stage."""
+        with self._writes:
+            self._notify(_line(_record(event, fields)))
 
     def _notify(self, line: str) -> None:
         """Call the listeners. Remove one whose pipe or terminal is closed; the run continues."""
@@ -183,6 +188,9 @@ class SilentLog(EventLog):
     def write(self, event: str, /, **fields: Any) -> Event:
         return {"event": event, **fields}
 
+    def announce(self, event: str, /, **fields: Any) -> None:
+        return
+
     def listen(self, listener: Listener) -> None:
         return
 
@@ -191,6 +199,12 @@ class SilentLog(EventLog):
 
     def close(self) -> None:
         return
+
+
+def _record(event: str, fields: Mapping[str, Any]) -> Event:
+    now = datetime.now(UTC).isoformat(timespec="milliseconds")
+    is_detail = {"detail": True} if isinstance(fields.get("text"), Detail) else {}
+    return {"event": event, "schema": SCHEMA, "time": now, **strict(dict(fields)), **is_detail}
 
 
 def _line(record: Event) -> str:
@@ -327,6 +341,21 @@ EVENTS: dict[str, EventKind] = {
             "student": "the same of the student, and trained, its trained parameters",
             "data": "records, documents, targets, tokens, what was left out, lengths of rows, notes",
             "setup_seconds": "from the start of the command until this record",
+            "stages": "seconds of each stage before this record",
+        },
+    ),
+    "stage": EventKind(
+        "A part of the run that is not a step begins or ends: loading, reading data, evaluating, saving.",
+        {
+            "name": "what is done",
+            "state": "begin or end; listeners are also called with `progress`, which is not kept",
+            "seconds": "since it began",
+        },
+        {
+            "total": "batches or texts in all, where they can be counted",
+            "unit": "what is counted",
+            "done": "of these, done",
+            "eta_seconds": "estimate of what is left, from what is done or from the last stage of this name",
         },
     ),
     "resume": EventKind("A run goes on from a checkpoint.", {"step": "step of the checkpoint"}),
@@ -338,6 +367,7 @@ EVENTS: dict[str, EventKind] = {
         "Anything a reader of the log should know, in words: choices, warnings, what was left out.",
         {"text": "the sentence"},
         {
+            "detail": "true where nobody needs to act on it: a terminal shows it with --verbose only",
             "micro_batch_rows": "rows that now fit, where memory ran out",
             "reason": "what the device said",
             "norm": "gradient norm of a trained gate that was not applied",

@@ -16,6 +16,7 @@ from stillroom.config.schema import STRATEGIES
 from stillroom.core.errors import BrokenAtStart, CheckpointUnusable, ConfigError, Fault, StillroomError, is_panic
 from stillroom.core.files import mend, reason_of
 from stillroom.core.shortages import explained
+from stillroom.core.types import Detail
 from stillroom.data.chat import prints_day
 from stillroom.data.corpus import row_lengths
 from stillroom.models import Student
@@ -24,6 +25,7 @@ from stillroom.parallel import Parallel
 from stillroom.parallel.base import join
 from stillroom.precision.device import deterministic, find_device, teacher_dtype
 from stillroom.telemetry import EventLog, SilentLog
+from stillroom.telemetry.stages import Listening, Stages
 from stillroom.telemetry.trackers import open_tracking
 from stillroom.training import run_folder as run_folder
 from stillroom.training.build import build_run
@@ -226,16 +228,18 @@ def _run(
     """Load, build, train and finish a run in a claimed folder. `accepts`: with other inputs than before."""
     folder, config = claim.folder, claim.config
     saved, mark = newest_state(folder, config, parallel) if claim.is_resumed else (None, None)
-    check = InputCheck(saved, accepts, parallel)
+    check, stages = InputCheck(saved, accepts, parallel), Stages(Listening(listeners if parallel.is_first else ()))
     with stop.while_loading():
-        check.models(config)
+        with stages.stage("checking the models' files"):
+            check.models(config)
         dated = config.on_day(config.data.day or _day(claim, parallel))
-        models = load_models(dated, where, folder=folder, parallel=parallel, tell=_teller(listeners))
+        models = load_models(dated, where, folder=folder, parallel=parallel, tell=_teller(listeners), stages=stages)
     if _prints_day(models):
         claim.config = config = dated
     if parallel.is_first and not claim.is_resumed:
         claim.describe()
     log = open_log(folder, saved, mark) if parallel.is_first else SilentLog()
+    stages.sink = log
     for listener in listeners:
         log.listen(listener)
     if parallel.is_first:
@@ -260,6 +264,7 @@ def _run(
                 begun_in=precision_of(saved),
                 begun_with=processes_of(saved),
                 inputs=check,
+                stages=stages,
             )
         ending.callback(run.teacher.close)
         claim.is_begun = True
@@ -307,7 +312,7 @@ def _teller(listeners: tuple[Callable[[dict[str, Any]], None], ...]) -> Callable
 
     def tell(text: str) -> None:
         for listener in listeners:
-            listener({"event": "note", "text": text})
+            listener({"event": "note", "text": text, "detail": isinstance(text, Detail)})
 
     return tell
 
@@ -345,7 +350,9 @@ def _train(
     if not {"teacher", "eval"}.isdisjoint(changed):  # the summary describes the teacher that is here
         state.before |= _teacher_before(run, state)
     if saved is None:
-        run.teacher.training.begin_run()  # before the initial state is kept: the probe's result is part of it
+        about = None if run.teacher.training.trained_weights() else 0.0
+        with run.stages.stage("measuring the teacher's gates", about=about):
+            run.teacher.training.begin_run()  # before the initial state is kept: the probe's result is part of it
         first_forward(run, state, vocabularies)
         find_micro_batch(run, state)
         find_loss_scale(run, state)
@@ -406,8 +413,9 @@ def _teacher_before(run: Run, state: RunState) -> dict[str, Any]:
 
 
 def _evaluate_teacher(run: Run, state: RunState, model: Student) -> Evaluation:
-    beside = run.teacher if run.teacher.tokenizer is None else None
-    options: dict[str, Any] = {"precision": run.precision.plain(), "teacher": beside, "between": state.between_batches}
+    compared = run.teacher if run.teacher.tokenizer is None else None
+    options: dict[str, Any] = {"precision": run.precision.plain(), "between": state.between_batches}
+    options |= {"teacher": compared, "stage": "evaluating the teacher"}
     with run.teacher.at_work():
         return evaluate_held_out(run, state, model, read=run.teacher.own_batch, **options)
 
@@ -429,6 +437,7 @@ def _announce(
         "run_start",
         run=run.folder.name,
         setup_seconds=round(setup_seconds, 3),
+        stages=dict(run.stages.seconds),
         config=config.to_dict(),
         versions=run_folder.versions(),
         machine=run_folder.machine(),
@@ -450,10 +459,12 @@ def _announce(
             "shapes": run.corpus.shapes,
             "lengths": row_lengths(run.corpus),
             "notes": list(run.corpus.notes),
+            "details": [note for note in run.corpus.notes if isinstance(note, Detail)],
         },
     )
     notes = (*notes, *unused_strategy(config, run.parallel))
-    for text in (*notes, *models.notes, *run.teacher.notes, *run.mix.notes(run.device.type)):
+    details = map(Detail, run.mix.notes(run.device.type))
+    for text in (*notes, *models.notes, *run.teacher.notes, *details):
         run.log.write("note", text=text)
     if saved is not None:
         for reason in saved.rejected:

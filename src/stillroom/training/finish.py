@@ -14,6 +14,7 @@ from urllib.parse import quote
 
 from stillroom.core.errors import CannotSave, Interrupted, NoBetterStudent, StudentDiffers
 from stillroom.core.files import reason_of, strict, write_atomically
+from stillroom.core.types import Detail
 from stillroom.data import Rows, prompt_ids
 from stillroom.doctor.checks import success_checks
 from stillroom.doctor.log_rules import LITTLE_GAIN
@@ -108,8 +109,8 @@ def _difference(found: ReadBack, num_rows: int) -> str:
     if not found.is_equal:
         return f"student/ is written, and read back it is not the trained student: {found.reason}"
     if found.compared == "tensors":
-        return "student/ was read back tensor by tensor, for want of memory for a copy: all are equal"
-    return f"student/ was read back: logits on {num_rows} rows differ by {found.difference:.1e} at most"
+        return Detail("student/ was read back tensor by tensor, for want of memory for a copy: all are equal")
+    return Detail(f"student/ was read back: logits on {num_rows} rows differ by {found.difference:.1e} at most")
 
 
 def refuse_changed(folder: Path, summary: Mapping[str, Any]) -> None:
@@ -207,6 +208,10 @@ def _cell(value: object) -> str:
 
 PROMPT_TOKENS = 32
 
+# For the announcement of how long saving takes, not measured on this disk.
+_BYTES_A_PARAMETER = 4
+_DISK_BYTES_A_SECOND = 2e8
+
 
 def make_samples(run: Run) -> list[dict[str, str]]:
     """Prompts with the answers of both models and the reference from the record."""
@@ -227,21 +232,25 @@ def make_samples(run: Run) -> list[dict[str, str]]:
     if wanted and teacher is not None and not can_generate(teacher.model):
         note(f"no samples of the teacher: {type(teacher.model).__name__} has no generate method")
         teacher = None
-    for number in range(wanted):
-        prompt, rest = beginning(rows, number * len(rows) // wanted)
-        options: dict[str, Any] = {"max_new_tokens": run.config.eval.sample_tokens, "note": note}
-        with run.precision.half_products():
-            student = generate(run.student.model, run.tokenizer, prompt, **options)
-        sample = {
-            "prompt": readable(run.tokenizer, prompt),
-            "student": student,
-            "reference": continuation(run.tokenizer, prompt, rest[: run.config.eval.sample_tokens]),
-        }
-        if teacher is not None:
-            asked = _as_teacher_reads(run, number * len(rows) // wanted, prompt)
-            with run.teacher.at_work():
-                sample["teacher"] = generate(teacher.model, run.teacher.tokenizer or run.tokenizer, asked, **options)
-        samples.append(sample)
+    with run.stages.stage("writing samples", wanted, unit="texts") as advance:
+        for number in range(wanted):
+            prompt, rest = beginning(rows, number * len(rows) // wanted)
+            options: dict[str, Any] = {"max_new_tokens": run.config.eval.sample_tokens, "note": note}
+            with run.precision.half_products():
+                student = generate(run.student.model, run.tokenizer, prompt, **options)
+            sample = {
+                "prompt": readable(run.tokenizer, prompt),
+                "student": student,
+                "reference": continuation(run.tokenizer, prompt, rest[: run.config.eval.sample_tokens]),
+            }
+            if teacher is not None:
+                asked = _as_teacher_reads(run, number * len(rows) // wanted, prompt)
+                with run.teacher.at_work():
+                    sample["teacher"] = generate(
+                        teacher.model, run.teacher.tokenizer or run.tokenizer, asked, **options
+                    )
+            samples.append(sample)
+            advance()
     return samples
 
 
@@ -299,11 +308,14 @@ def finish(run: Run, state: RunState, stop: Stop) -> Result:
     tokens = view_of_all(run)
     if not run.parallel.is_first:
         return Result(run.folder, dict(end))
-    save_student(run)
-    found = read_again(run)
-    run = whole_again(run)
-    run.teacher.training.save(run.folder)
-    save_tokens(run, tokens)
+    about = _BYTES_A_PARAMETER * run.num_student_parameters / _DISK_BYTES_A_SECOND
+    with run.stages.stage("saving the student and reading it back", about=about):
+        save_student(run)
+        found = read_again(run)
+        run = whole_again(run)
+        run.teacher.training.save(run.folder)
+    with run.stages.stage("comparing teacher and student token by token", about=0.0):
+        save_tokens(run, tokens)
     for sample in make_samples(run):
         run.log.write("sample", **sample)
     run.check_folder()  # its log is read again

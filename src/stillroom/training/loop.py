@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from stillroom.core.errors import Interrupted
-from stillroom.core.types import LossWeights
+from stillroom.core.types import Batch, Detail, LossWeights
 from stillroom.doctor.diagnose import diagnose
 from stillroom.doctor.log_rules import Case
 from stillroom.doctor.rules import Finding, roots
@@ -141,6 +141,7 @@ def _steps(run: Run, state: RunState, stop: Stop) -> Iterator[StepOutcome]:
     if state.owes_evaluation:
         with _stoppable(run, state, stop):
             evaluate_and_save(run, state, run.last_loss_weights(state), is_eval=True, is_save=True)
+    is_first = True
     while state.applied < run.schedule.num_steps and not state.is_finished:
         if state.cursor in state.quarantined:
             state.cursor += 1
@@ -152,7 +153,8 @@ def _steps(run: Run, state: RunState, stop: Stop) -> Iterator[StepOutcome]:
         if gradients_due(run, state):
             found = within_memory(run, state, lambda: term_gradients(run, state, list(parts_of(window, state))))  # noqa: B023
             run.log.write("gradients", step=state.applied + 1, **found)
-        outcome = train_step(run, state, window)
+        outcome = _first_step(run, state, window) if is_first else train_step(run, state, window)
+        is_first = False
         state.seconds = already + time.monotonic() - start
         spent = Spent(time.monotonic() - began, loaded, time.process_time() - processor)
         run.log.write("step", **step_record(run, state, outcome, spent))
@@ -171,6 +173,13 @@ def _steps(run: Run, state: RunState, stop: Stop) -> Iterator[StepOutcome]:
                 check_state(run, state, outcome.evidence)  # a resumed run begins with the state saved here
                 record_rollback(run, state)
                 raise _StopHere
+
+
+def _first_step(run: Run, state: RunState, window: list[Batch]) -> StepOutcome:
+    """Take the first step of this start of the run, which compiles what is compiled."""
+    name, about = ("compiling the student", None) if run.student.is_compiled else ("taking the first step", 0.0)
+    with run.stages.stage(name, about=about):
+        return train_step(run, state, window)
 
 
 def gradients_due(run: Run, state: RunState) -> bool:
@@ -220,7 +229,7 @@ def plan(run: Run, state: RunState) -> None:
         window_rows = train.rows_per_batch * train.gradient_accumulation_steps * run.initial_world_size
         state.pace.eval_steps, reason = plan_evaluations(steps, rows, window_rows)
         if reason:
-            run.log.write("note", text=reason)
+            run.log.write("note", text=Detail(reason))
     state.pace.save_steps = train.save_steps or train.eval_steps or math.ceil(steps / 10)
     # A rollback to the newest checkpoint must not depend on the clock.
     state.pace.is_save_fixed = bool(train.save_steps or train.eval_steps) or isinstance(
@@ -266,7 +275,8 @@ def evaluate_and_save(run: Run, state: RunState, loss_weights: LossWeights, *, i
     is_last = state.applied >= run.schedule.num_steps or state.is_finished
     is_worth_it = state.pace.is_save_worth_it(is_saving=run.saves.current is not None)
     if is_last or (is_save and run.parallel.broadcast(float(is_worth_it)) == 1.0):
-        save_checkpoint(run, state, is_awaited=is_last)
+        with run.stages.stage("saving a checkpoint", about=0.0):
+            save_checkpoint(run, state, is_awaited=is_last)
 
 
 # ---- Evaluation

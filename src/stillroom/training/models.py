@@ -12,7 +12,7 @@ import torch
 
 from stillroom.config import Config
 from stillroom.core.errors import ConfigError
-from stillroom.core.types import BothNeeds
+from stillroom.core.types import BothNeeds, Detail
 from stillroom.data import Corpus, opening_difference
 from stillroom.losses.hidden import InnerObjective
 from stillroom.losses.mix import ModelDims, Planned, TokenMatch, plan_objectives, union
@@ -44,6 +44,7 @@ from stillroom.teachers.build import (
     shared_vocabulary,
 )
 from stillroom.telemetry import EventLog
+from stillroom.telemetry.stages import Stages
 from stillroom.training.student import adapted, check_base, check_weights, cut_student, store_frozen, take_vocabulary
 
 
@@ -103,29 +104,35 @@ def load_models(
     folder: Path | None = None,
     parallel: Parallel | None = None,
     tell: Callable[[str], None] = lambda _text: None,
+    stages: Stages | None = None,
 ) -> Models:
     """Load and probe both models, and check that they share a vocabulary.
 
     `folder` is the run's: a student cut from its teacher stores the choice of layers there.
     """
-    is_cut = config.student.init == "shrink"
+    is_cut, stages = config.student.init == "shrink", stages or Stages()
     check_teacher(config, device)
     notes: list[str] = []
     tokenizer, own_tokenizer = _tokenizers(config, notes, asks_teacher=needs_own_tokenizer(config))
     source = find_source(config, device, folder, tokenizer, own_tokenizer)
     if own_tokenizer is None and (is_cut or (source.is_asked and not source.is_stored)):
         source = replace(source, own_tokenizer=load_tokenizer(config.teacher, config.teacher.model))
-    teacher = open_network(config, source, parallel) if source.is_loaded or is_cut else None
+    teacher = None
+    if source.is_loaded or is_cut:
+        with stages.stage(f"loading and checking the teacher {config.teacher.model}"):
+            teacher = open_network(config, source, parallel)
     kept = corpus = None
     if is_cut:
         assert teacher is not None
-        cut, corpus = _cut(config, teacher.network, tokenizer, device, folder=folder, parallel=parallel, tell=tell)
+        with stages.stage("cutting the student from the teacher"):
+            cut, corpus = _cut(config, teacher.network, tokenizer, device, folder=folder, parallel=parallel, tell=tell)
         kept = cut.kept_layers
         notes += cut.notes
         student = try_model(cut.model, tokenizer, name=student_name(config), role="student")
         teacher = teacher if source.is_loaded else None
     else:
-        student = _opened(config, tokenizer)
+        with stages.stage(f"loading and checking the student {config.student.model}"):
+            student = _opened(config, tokenizer)
     adapter = None
     if config.student.adapter is not None:
         student, adapter = adapted(config, student, student_name(config))
@@ -153,7 +160,7 @@ def _tokenizers(config: Config, notes: list[str], *, asks_teacher: bool) -> tupl
     if config.student.vocabulary == "teacher":
         check_weights(config)
     else:
-        notes.append("the student brings no tokenizer: it takes the teacher's")
+        notes.append(Detail("the student brings no tokenizer: it takes the teacher's"))
     return teachers, teachers
 
 
@@ -197,7 +204,9 @@ def check_rows(models: Models, corpus: Corpus) -> list[str]:
         return []
     for role, model in loaded.items():
         check_packing(role, model)
-    return ["several records share a training row: attention and positions begin anew with each, which was tried"]
+    return [
+        Detail("several records share a training row: attention and positions restart with each, which was checked")
+    ]
 
 
 def _check_length(role: str, model: LoadedModel, longest: int) -> None:

@@ -28,6 +28,7 @@ from stillroom.precision import AdamW, Precision
 from stillroom.precision.storage import local
 from stillroom.teachers import NO_TEACHER, Teacher
 from stillroom.telemetry import EventLog
+from stillroom.telemetry.stages import Stages
 from stillroom.training.checkpoint import CheckpointStore, Mark, Saved, Saves, Snapshots
 from stillroom.training.evaluate import Evaluation, never_stop
 from stillroom.training.guard import Guard
@@ -545,6 +546,7 @@ class Run:
     lock: Lock | None = None  # of the process that writes
     adapter: Adapter | None = None  # in the student, where that is what is trained
     inputs: dict[str, dict[str, Any]] = field(default_factory=dict)  # hashes of data and models, for the checkpoints
+    stages: Stages = field(default_factory=Stages)  # what is announced between steps
 
     @property
     def device(self) -> torch.device:
