@@ -86,9 +86,9 @@ def test_a_folder_that_cannot_be_written_costs_a_note_and_not_the_figures(
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ([], "which model to measure is not said"),
-        (["RUN", "--model", "builtin:teacher"], "two names for one thing"),
-        (["--model", "builtin:teacher"], "the text to measure on is not said"),
+        ([], "the model to evaluate is missing"),
+        (["RUN", "--model", "builtin:teacher"], "RUN and --model are both given"),
+        (["--model", "builtin:teacher"], "the text to score is missing"),
         (["RUN/none"], "holds no run"),
         (["RUN", "--bos", "perhaps"], "--bos perhaps"),
         (["RUN", "--max-length", "3"], "--max-length"),

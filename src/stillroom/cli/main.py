@@ -124,7 +124,7 @@ def load_or_demo(path: Path | None, preset: str | None, assignments: list[str] |
 
 def wanted_bos(word: str) -> Any:
     if word not in _BOS:
-        raise ConfigError(f"unknown value of --bos: {word}", where="--bos", advice=["auto, true or false"])
+        raise ConfigError(f"unknown value: --bos {word}", where="--bos", advice=["auto, true or false"])
     return _BOS[word]
 
 

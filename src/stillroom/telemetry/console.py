@@ -70,8 +70,8 @@ class Moment:
 
 
 class Screen(Protocol):
-    def lines(self, lines: list[str]) -> None:
-        """Write lines that stay."""
+    def lines(self, lines: list[str], *, wraps: bool = True) -> None:
+        """Write lines that stay. Commands to copy are not wrapped."""
 
     def step(self, moment: Moment) -> None:
         """Show the current step."""
@@ -87,7 +87,7 @@ class Screen(Protocol):
 
 
 class SilentScreen:
-    def lines(self, lines: list[str]) -> None:
+    def lines(self, lines: list[str], *, wraps: bool = True) -> None:
         return
 
     def step(self, moment: Moment) -> None:
@@ -111,8 +111,8 @@ class PlainScreen:
         self._step_at = self._stage_at = -math.inf  # of the last line of each kind
         self._stage = ""  # that a line was written for
 
-    def lines(self, lines: list[str]) -> None:
-        self._write([part for line in lines for part in _wrapped(line, LINE_WIDTH)])
+    def lines(self, lines: list[str], *, wraps: bool = True) -> None:
+        self._write([part for line in lines for part in (_wrapped(line, LINE_WIDTH) if wraps else [line])])
 
     def step(self, moment: Moment) -> None:
         if moment.is_due or moment.components or time.monotonic() - self._step_at >= LINE_SECONDS:
@@ -215,10 +215,10 @@ class LiveScreen:
         self._bar: list[RenderableType] = []
         self._stage_line = ""
 
-    def lines(self, lines: list[str]) -> None:
+    def lines(self, lines: list[str], *, wraps: bool = True) -> None:
         for line in lines:
-            for part in _wrapped(line, self._console.width):
-                self._console.print(Text(_printable(part, self._console.file)))
+            for part in _wrapped(line, self._console.width) if wraps else [line]:
+                self._console.print(Text(_printable(part, self._console.file)), soft_wrap=not wraps)
 
     def step(self, moment: Moment) -> None:
         if moment.components:
@@ -306,10 +306,9 @@ class ConsoleView:
         """The last block: the result of the run, the path of the report, and the command to type next."""
         with self._while_someone_reads():
             self._screen.close()
-            lines = summary_lines(summary, report, verbose=self._verbose)
+            self._screen.lines(["", *summary_lines(summary, report, verbose=self._verbose)])
             if folder is not None and summary.get("status") == "done":
-                lines += next_lines(folder, self.prompt)
-            self._screen.lines(["", *lines])
+                self._screen.lines(next_lines(folder, self.prompt), wraps=False)
 
     def close(self) -> None:
         with self._while_someone_reads():
