@@ -361,6 +361,7 @@ class RunRecord(RunReading):
     tokens: Mapping[str, Any] = field(default_factory=dict)  # both models on held-out text, token by token
     is_running: bool = False  # the page is written by the run itself, which is still running
     evaluated: Evaluated = field(default_factory=Evaluated)  # what `stillroom eval` measured of the student
+    folder: str = ""  # as the user named it
 
     @staticmethod
     def load(run_dir: Path) -> RunRecord:
@@ -375,7 +376,7 @@ class RunRecord(RunReading):
         tokens = {} if is_running else read_object(run_dir / TOKENS, [])
         evaluated = Evaluated() if is_running else read_evaluation(run_dir, notes)
         name, settings = run_name(run_dir, history.start), run_settings(config, history.start)
-        return RunRecord(name, settings, history, summary, tuple(notes), tokens, is_running, evaluated)
+        return RunRecord(name, settings, history, summary, tuple(notes), tokens, is_running, evaluated, str(run_dir))
 
     @property
     def start(self) -> Mapping[str, Any]:

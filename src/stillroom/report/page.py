@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -29,9 +30,9 @@ from stillroom.metrics.metrics import MIN_DOCUMENTS
 from stillroom.report.drawing import APART, ROLES, Figure, dark_partners
 from stillroom.report.figures import all_figures, shared_figures
 from stillroom.report.history import RunRecord
-from stillroom.report.words import facts, headline, headline_of_several, size_sentence, story
+from stillroom.report.words import cost, facts, headline, headline_of_several, story, verdict
 from stillroom.telemetry.record import Event, evaluation_notes
-from stillroom.telemetry.results import figure_rows
+from stillroom.telemetry.results import figure_rows, next_commands
 from stillroom.telemetry.wording import (
     as_number,
     clean,
@@ -54,6 +55,8 @@ MAX_ADVICE = 20
 MAX_ADVICE_STEPS = 8
 MAX_GATES = 48
 MAX_SAMPLE_CHARACTERS = 1600
+MAX_EXAMPLE_CHARACTERS = 320  # of each text on the first screen
+MAX_EXAMPLE_LINES = 5
 MAX_DATA_NOTES = 40
 MAX_EVALUATED_ROWS = 120
 MAX_EVALUATED_NOTES = 12
@@ -104,8 +107,8 @@ RUN_COLUMNS: tuple[Column, ...] = (
 
 def render(run: RunRecord, foot: str = "") -> str:
     """The report of one run, in the order in which a reader asks."""
-    first, *rest = headline(run) or ["Nothing is known about this run's result."]
-    size = size_sentence(run)
+    first, *rest = [one for one in (verdict(run), *headline(run)) if one] or ["This run has no result."]
+    samples = [_sample(event) for event in run.history.samples]
     return _document(
         "run.html",
         run.name,
@@ -113,10 +116,13 @@ def render(run: RunRecord, foot: str = "") -> str:
         token_data(run),
         is_running=run.is_running,
         headline=first,
-        lead=" ".join([*rest, *([size] if size else [])]),
+        lead=" ".join(rest),
         story=story(run),
         missing=run.missing,
+        cost=cost(run),
         facts=facts(run),
+        example=_example(run),
+        next_commands=commands(run),
         results=results(run),
         closeness=closeness(run),
         evaluated=evaluated(run),
@@ -125,7 +131,7 @@ def render(run: RunRecord, foot: str = "") -> str:
         token_view=token_view(run),
         router=router(run),
         guard=guard(run) if run.history.num_events else None,
-        samples=[_sample(event) for event in run.history.samples],
+        samples=samples,
         num_more_samples=run.history.num_samples_left_out,
         data=data(run),
         sources=sources(run),
@@ -439,8 +445,43 @@ def _sample(event: Event) -> dict[str, Any]:
 
 
 def _quote(text: str) -> dict[str, str]:
-    more = len(text) - MAX_SAMPLE_CHARACTERS
-    return {"text": text[:MAX_SAMPLE_CHARACTERS], "more": format_count(more) if more > 0 else ""}
+    return _cut(text, MAX_SAMPLE_CHARACTERS)
+
+
+def _cut(text: str, limit: int) -> dict[str, str]:
+    more = len(text) - limit
+    return {"text": text[:limit], "more": format_count(more) if more > 0 else ""}
+
+
+def _short(text: str) -> dict[str, str]:
+    """The first lines of a text, without blank ones at its start."""
+    text = clean(text, keep_lines=True).strip()
+    lines = text.split("\n")[:MAX_EXAMPLE_LINES]
+    return _cut(text, min(MAX_EXAMPLE_CHARACTERS, len("\n".join(lines))))
+
+
+def _example(run: RunRecord) -> dict[str, Any] | None:
+    """The first sample with both models' answers, short enough for the first screen."""
+    for event in run.history.samples:
+        voices = [voice for voice in ("teacher", "student") if isinstance(event.get(voice), str)]
+        if isinstance(event.get("prompt"), str) and "student" in voices:
+            return {"prompt": _short(event["prompt"]), "voices": [(voice, _short(event[voice])) for voice in voices]}
+    return None
+
+
+def commands(run: RunRecord) -> list[tuple[str, str]]:
+    """(what for, command) of what to do next."""
+    if not run.folder:
+        return []
+    folder = shlex.quote(clean(run.folder))
+    if run.is_running:
+        return [("follow it", f"stillroom watch {folder}")]
+    if run.summary.get("status") == "diverged":
+        return [("find the cause", f"stillroom diagnose {folder}")]
+    if not run.is_finished:
+        return [("continue it", f"stillroom resume {folder}"), ("find the cause", f"stillroom diagnose {folder}")]
+    prompts = [clean(event.get("prompt")) for event in run.history.samples[:1]]
+    return next_commands(run.folder, *prompts)
 
 
 def notes(run: RunRecord) -> list[str]:
