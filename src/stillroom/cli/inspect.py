@@ -161,13 +161,20 @@ def report(
     folders = [here(run, needs="record") for run in runs]
     for run, folder in zip(runs, folders, strict=True):
         if not (folder / "events.jsonl").exists():
-            raise ConfigError(f"{run} holds no run: there is no events.jsonl", advice=["give the folder of a run"])
+            raise ConfigError(
+                f"{run} is not a Stillroom run folder: it has no events.jsonl", advice=["give the folder of a run"]
+            )
     if len(runs) == 1 and out is None:
         page = write_report(folders[0])
         add(runs[0], page)
         echo(f"{as_url(runs[0])}/{page.name}" if is_in_store(runs[0]) else str(page))
         return
     echo(str(write_reports(folders, out or Path("compared.html"))))
+
+
+def _not_a_run(folder: Path) -> ConfigError:
+    what = f"{folder} is not a Stillroom run folder: it has no events.jsonl"
+    return ConfigError(what, advice=["give the folder of a run"])
 
 
 # -- watch: follow a run from another terminal -------------------------------------------------------------
@@ -202,7 +209,9 @@ def watch(
         raise ConfigError(f"{run} is a file", advice=["give the folder of a run"])
     follower = Follower(run / "events.jsonl")
     if not wait and not follower.path.exists():
-        raise ConfigError(f"{run} holds no run: there is no events.jsonl", advice=["give the folder of a run"])
+        raise ConfigError(
+            f"{run} is not a Stillroom run folder: it has no events.jsonl", advice=["give the folder of a run"]
+        )
     with ConsoleView("auto" if progress else "plain", verbose=verbose) as view:
         try:
             _follow(follower, view, run, waits=wait)

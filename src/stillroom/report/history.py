@@ -4,7 +4,7 @@ A run of 200,000 steps takes tens of megabytes, not a gigabyte: steps become col
 counted and the first and last of them kept, and of the router's long records only the last is kept whole.
 
 Legend: a row is a kept step in the order of the log. A series holds (row, value) pairs, so a value that some steps
-lack takes no room.
+lack takes no memory.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Key = tuple[str, ...]
 
 PLAIN = ("train_loss", "lr", "grad_norm", "loss_scale", "tokens_per_second", "gpu_memory_gb", "memory_gb")
 OF_A_TERM = ("raw", "scaled", "share")
-MAX_SERIES = 400  # names come from the log: more of them are no objective of ours
+MAX_SERIES = 400  # names come from the log: a damaged one may have any number
 MAX_PHASES = 1000
 MAX_STEP = 2**62  # a larger number counts no steps, and no column holds it
 MAX_GUARD_ROWS = 60

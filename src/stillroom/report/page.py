@@ -295,7 +295,7 @@ def _table_of_models(
 
 
 def evaluated(run: RunRecord) -> dict[str, Any] | None:
-    """Every figure of `stillroom eval`, with a warning where the student is no longer the one that was measured."""
+    """Every figure of `stillroom eval`, with a warning if the student has changed since."""
     record = run.evaluated.record
     rows = figure_rows(record)
     if not rows:
@@ -314,7 +314,7 @@ def evaluated(run: RunRecord) -> dict[str, Any] | None:
         "table": {"heads": ["teacher", "student", "retained"] if has_teacher else ["student"], "rows": body},
         "num_more": max(0, len(rows) - MAX_EVALUATED_ROWS),
         "about": _about_evaluation(record),
-        "notes": [*shown, *([f"{more_notes} more notes stand in eval.json"] if more_notes > 0 else [])],
+        "notes": [*shown, *([f"{more_notes} more notes are in eval.json"] if more_notes > 0 else [])],
     }
 
 
@@ -371,7 +371,7 @@ def advice(run: RunRecord) -> list[dict[str, str]]:
             found.append(entry)
     left_out = len(items(run.summary, "advice")) - MAX_ADVICE
     if left_out > 0:
-        found.append({"cause": "", "advice": "", "steps": "", "evidence": f"{left_out} more stand in summary.json."})
+        found.append({"cause": "", "advice": "", "steps": "", "evidence": f"{left_out} more are in summary.json."})
     return found
 
 
@@ -397,7 +397,7 @@ def router(run: RunRecord) -> dict[str, Any] | None:
             f"{show(event, 'nll_after', format_loss)}."
         )
     if len(layers) > MAX_GATES:
-        sentences.append(f"{len(layers) - MAX_GATES} more gates stand in events.jsonl.")
+        sentences.append(f"{len(layers) - MAX_GATES} more gates are in events.jsonl.")
     heads = ["gate", "entropy, nats", "drift", "most used expert", "least used expert"]
     rows = []
     for layer in layers[:MAX_GATES]:
@@ -414,7 +414,7 @@ def guard(run: RunRecord) -> dict[str, Any]:
     actions = ", ".join(f"{clean(action)} {count}" for action, count in run.history.guard_counts.most_common(12))
     left_out = num_guards - len(shown)
     text = f"{num_guards} events: {actions}."
-    text += f" {left_out} from the middle are left out here and stand in events.jsonl." if left_out else ""
+    text += f" {left_out} from the middle are left out here; events.jsonl has them." if left_out else ""
     return {"num_events": num_guards, "text": text, "rows": [_guard_row(event) for event in shown]}
 
 
@@ -487,7 +487,7 @@ def commands(run: RunRecord) -> list[tuple[str, str]]:
 def notes(run: RunRecord) -> list[str]:
     found = [*run.history.notes]
     if run.history.num_notes_left_out:
-        found.append(f"{format_count(run.history.num_notes_left_out)} more notes stand in events.jsonl")
+        found.append(f"{format_count(run.history.num_notes_left_out)} more notes are in events.jsonl")
     precision = section(run.start, "precision")
     if precision.get("reason"):
         found.insert(0, f"precision {clean(precision.get('mode'))}: {clean(precision['reason'])}")
@@ -596,7 +596,7 @@ _LEFT_OUT = {
     "truncated_tokens": "tokens cut off",
     "truncated_targets": "scored tokens cut off",
     "rows_without_targets": "rows without a token to score",
-    "overlapping_records": "records that stand in both sets",
+    "overlapping_records": "records that are in both sets",
     "empty_answers": "empty answers",
     "documents_without_tokens": "documents without tokens",
 }
@@ -612,7 +612,7 @@ def data(run: RunRecord) -> dict[str, Any] | None:
     said = items(found, "notes")
     left_out += [clean(note) for note in said[:MAX_DATA_NOTES]]
     if len(said) > MAX_DATA_NOTES:
-        left_out.append(f"{len(said) - MAX_DATA_NOTES} more notes stand in events.jsonl")
+        left_out.append(f"{len(said) - MAX_DATA_NOTES} more notes are in events.jsonl")
     return {
         "heads": ["", *_UNITS, "tokens a document"],
         "rows": _data_sizes(found),
@@ -761,7 +761,7 @@ def again(run: RunRecord) -> dict[str, str] | None:
         text += f" The run was made on: {machine}. Other devices and versions round differently."
     whole = json.dumps(run.config, indent=1, ensure_ascii=True, default=str)
     if len(whole) > MAX_CONFIG_CHARACTERS:
-        whole = f"{whole[:MAX_CONFIG_CHARACTERS]}\n... the rest stands in config.json"
+        whole = f"{whole[:MAX_CONFIG_CHARACTERS]}\n... the rest is in config.json"
     return {"text": text, "commands": "\n".join(commands), "config": whole}
 
 

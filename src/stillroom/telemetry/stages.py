@@ -17,7 +17,7 @@ _PROGRESS_SECONDS = 0.25  # between two announcements
 
 
 class Sink(Protocol):
-    """An `EventLog`, or what stands in for it before the log is open."""
+    """An `EventLog`, or what replaces it before the log is open."""
 
     def write(self, event: str, /, **fields: Any) -> object: ...
 

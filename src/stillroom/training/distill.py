@@ -104,11 +104,11 @@ def processes_of(saved: Saved | None) -> int:
 
 
 def moved_processes(saved: Saved, run: Run) -> str:
-    """What to say where a run goes on with another number of processes; nothing where it does not."""
+    """A note where a run continues with another number of processes; else empty."""
     before, now = processes_of(saved), run.parallel.size
     if before == now:
         return ""
-    text = f"begun with {before} processes, goes on with {now}: the same rows in the same order and the same steps"
+    text = f"begun with {before} processes, continued with {now}: the same rows in the same order and the same steps"
     idle = now - run.config.train.gradient_accumulation_steps * before
     if idle > 0:
         text += f"; {idle} of the {now} have nothing to do, because a step has {now - idle} micro-batches"
@@ -116,13 +116,13 @@ def moved_processes(saved: Saved, run: Run) -> str:
 
 
 def moved_device(saved: Saved, run: Run) -> str:
-    """What to say where a run goes on on another kind of device; nothing where it does not."""
+    """A note where a run continues on another kind of device; else empty."""
     before = saved.scalars["precision"].get("device", run.device.type)
     if before == run.device.type:
         return ""
     return (
-        f"the checkpoint is from {before} and the run goes on with {run.device.type}, in {run.precision.mode} "
-        "as before: its numbers are no longer those of an uncut run to the last bit"
+        f"the checkpoint is from {before} and the run continues on {run.device.type}, in {run.precision.mode} "
+        "as before: its numbers are no longer those of an uninterrupted run to the last bit"
     )
 
 
@@ -291,7 +291,7 @@ def resume(
     Raise `InputsChanged` where the data, the teacher or the student's folder are not those it began with, unless
     `accept_changed_inputs`.
 
-    With another number of processes or another `strategy` it goes on with the same rows in the same order, and with
+    With another number of processes or another `strategy` it continues with the same rows in the same order, and with
     the same numbers up to the order of sums. `shard_size` belongs to `fsdp`: another strategy drops the run's own.
     """
     if shard_size is None and strategy not in (None, "fsdp"):
@@ -299,7 +299,7 @@ def resume(
     given = {"max_minutes": max_minutes, "strategy": strategy, "shard_size": shard_size}
     changed = {key: value for key, value in given.items() if value is not None}
     if strategy not in (None, *STRATEGIES):
-        raise ConfigError(f"{strategy!r} is no strategy", where="--strategy", advice=[" or ".join(STRATEGIES)])
+        raise ConfigError(f"unknown strategy {strategy!r}", where="--strategy", advice=[" or ".join(STRATEGIES)])
     with opened(folder) as place:
         config = place.read_config(trust)
         config = config.model_copy(update={"train": config.train.model_copy(update=changed)})

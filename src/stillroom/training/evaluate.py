@@ -1,8 +1,8 @@
-"""Held-out evaluation: the training objective, and yardsticks that do not depend on it.
+"""Held-out evaluation: the training objective, and metrics that do not depend on it.
 
 Score the held-out batches as the window of one training step: by the same `mix.score`, with the loss weights of the
 last step, and with counts taken before any forward. So a gap between training and evaluation comes from the data, not
-from the code. The yardsticks are measured at temperature 1 over the whole vocabulary, a chunk of positions at a time.
+from the code. The metrics are measured at temperature 1 over the whole vocabulary, a chunk of positions at a time.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Evaluation:
     unmeasured: frozenset[str] = frozenset()  # what a teacher's stored answers cannot tell
 
     def yardsticks(self) -> dict[str, Any]:
-        """All yardsticks by name, and for each its 95 % interval by bootstrap over documents."""
+        """All metrics by name, and for each its 95 % interval by bootstrap over documents."""
         values = {name: None if name in self.unmeasured else value for name, value in self.ledger.values().items()}
         bounds = {name: list(ends) for name, ends in self.ledger.intervals().items() if name not in self.unmeasured}
         return {
@@ -134,7 +134,7 @@ def _add_terms(
 
 
 def _measure(view: StudentView, signal: Signal | None, batch: Batch, num_exact: int) -> Tensor:
-    """The yardsticks' sums of each row of a batch, a chunk of positions at a time. [B, F] in FP64.
+    """The metrics' sums of each row of a batch, a chunk of positions at a time. [B, F] in FP64.
 
     With a sparse signal what can be had from it is compared: see `stored_comparison`.
     """
@@ -182,7 +182,7 @@ def log_probs_by_chunk(hidden: Tensor, head: HeadWeights) -> Callable[[slice], T
     """The log-probabilities of a chunk of positions, in FP32, by a head that is cast once at most.
 
     Without the clamp that an objective may ask for, and without the rounding of operands that a mixed mode asks for:
-    yardsticks measure the model, not how it is trained.
+    metrics measure the model, not how it is trained.
     """
     head = replace(head, clamp=None, product_dtype=None)
     products = products_of(hidden, head, torch.float32, min(_CHUNK, max(1, len(hidden))))
@@ -240,7 +240,7 @@ def _comparison(log_q: Tensor, log_p: Tensor, ids: Tensor, is_scored: Tensor) ->
 def stored_comparison(
     log_q: Tensor, signal: TopKSignal | SampledSignal, ids: Tensor, is_scored: Tensor, num_exact: int
 ) -> dict[str, Tensor]:
-    """Student against a few tokens of the teacher: KL, and agreement where its likeliest tokens lead the signal.
+    """Student against a few tokens of the teacher: KL, and agreement where its top tokens come first in the signal.
 
     From samples the KL is an unbiased estimate; from top-k and tail it is a lower bound.
     """
@@ -265,7 +265,7 @@ def stored_comparison(
 
 
 def unmeasured_by(signal: Signal | None, num_exact: int) -> frozenset[str]:
-    """Yardsticks that a signal cannot give: they are none, and not 0."""
+    """Metrics that a signal cannot give: they are None, not 0."""
     if not isinstance(signal, TopKSignal | SampledSignal):
         return frozenset()
     if signal.temperature != 1.0:

@@ -80,7 +80,7 @@ def _hardly_moved(state: RunState, gain: float) -> str:
 
 
 # -- read again ------------------------------------------------------------------------------------
-# Read the written student again at the end of a run. Checkpoints are not read: they have checksums of their own.
+# Read the written student again at the end of a run. Checkpoints are not read: they have checksums.
 
 
 SUMMARY = "read_back"  # the entry in a run's summary
@@ -109,7 +109,7 @@ def _difference(found: ReadBack, num_rows: int) -> str:
     if not found.is_equal:
         return f"student/ is written, and read back it is not the trained student: {found.reason}"
     if found.compared == "tensors":
-        return Detail("student/ was read back tensor by tensor, for want of memory for a copy: all are equal")
+        return Detail("student/ was read back tensor by tensor, as memory for a copy is lacking: all are equal")
     return Detail(f"student/ was read back: logits on {num_rows} rows differ by {found.difference:.1e} at most")
 
 
@@ -124,7 +124,7 @@ def refuse_changed(folder: Path, summary: Mapping[str, Any]) -> None:
         summary=summary,
         advice=[
             "the trained weights are in the run's checkpoints: student/ is another model, compare it before you use it",
-            "another version of transformers may write this family rightly: pip install -U transformers",
+            "another version of transformers may write this family correctly: pip install -U transformers",
             "use a student of another family",
         ],
     )
@@ -296,7 +296,7 @@ def finish(run: Run, state: RunState, stop: Stop) -> Result:
         load_best(run, state)
         whose = f"that of step {state.best_step}" if state.best_step else "the one before training"
         run.log.write("note", text=f"the best student is {whose}, and it is the one kept")
-    # Compare with the teacher as it was given: trained gates would move the yardstick.
+    # Compare with the teacher as it was given: trained gates would change the measure.
     reference = run.teacher.original
     final = state.evaluated if is_last_best and reference is run.teacher else None
     if final is None:
@@ -368,7 +368,7 @@ def _summary(run: Run, state: RunState, end: dict[str, Any], final: Evaluation, 
 
 
 def label_taught_rows(events: Sequence[Event]) -> int:
-    """Positions of the applied steps that were taught by their labels, for want of a usable teacher."""
+    """Positions of the applied steps that were taught by their labels, where the teacher gave no usable answer."""
     kept = {event.get("step"): event for event in events if event.get("event") == "step" and _is_kept(event)}
     return sum(int(as_number(event.get("bad_teacher_rows")) or 0) for event in kept.values())
 
@@ -400,7 +400,7 @@ def _moment(event: Event) -> float | None:
 
 
 def result_or_error(result: Result) -> Result:
-    """The result; raise for a run that found no better student, or whose student was not written rightly."""
+    """The result; raise for a run that found no better student, or whose student was not written correctly."""
     if result.summary.get("status", DONE) == DONE:
         refuse_changed(result.folder, result.summary)
         return result

@@ -316,9 +316,9 @@ def run_evaluation(run: Run, state: RunState, loss_weights: LossWeights | None =
 
 def replicas_of(run: Run) -> dict[str, Tensor]:
     """Everything that is trained, by names that no two have."""
-    beside = dict(run.mix.projectors.named_parameters(prefix="projectors"))
+    projectors = dict(run.mix.projectors.named_parameters(prefix="projectors"))
     gates = {f"router.{name}": gate for name, gate in run.teacher.training.trained_weights().items()}
-    return {**weights_of(run.student.model), **beside, **gates}
+    return {**weights_of(run.student.model), **projectors, **gates}
 
 
 def is_better(result: Evaluation, state: RunState) -> bool:
@@ -428,7 +428,7 @@ class Adviser:
     """A listener of the log that asks for a diagnosis after each evaluation and at the end.
 
     It keeps what a diagnosis reads in memory, so no evaluation reads the log again. A resumed run has what its log
-    holds, and what was said before is not said again.
+    holds, and advice is given once.
     """
 
     def __init__(self, log: EventLog) -> None:

@@ -228,7 +228,7 @@ def check_packing(role: str, model: LoadedModel) -> None:
             f"the {role} ({_name(model)}) cannot read several texts in one row: they change each "
             f"other's hidden states by {error:.2g} standard deviations",
             where="data.packing",
-            advice=["--set data.packing=rows gives each record a row of its own"],
+            advice=["--set data.packing=rows gives each record its own row"],
         )
 
 
@@ -404,7 +404,7 @@ def make_objectives(
             notes.append(f"{objective.name}: layers of the student to layers of the teacher, counted from 0: {pairs}")
     num_projected = sum(parameter.numel() for parameter in planned.projectors.parameters())
     if num_projected:
-        notes.append(f"projectors of {num_projected:,} parameters are trained beside the student and are no part of it")
+        notes.append(f"projectors of {num_projected:,} parameters are trained with the student and are not part of it")
     asked = union(objective.asked for objective in planned.objectives)
     if asked.student.attention_layers or asked.teacher.attention_layers:
         notes += _open_attention(asked, student, teacher, config.data.max_length)

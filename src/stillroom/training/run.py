@@ -206,7 +206,7 @@ def weight_peaks(run: Run) -> Tensor:
 
 @dataclass
 class TensorGroups:
-    """State beside the counters: saved as tensors and values of their own, or not saved."""
+    """State in addition to the counters: saved separately, or not saved."""
 
     best_weights: dict[str, Tensor] = field(default_factory=dict)
     before: dict[str, Any] = field(default_factory=dict)  # teacher and student before training, for the summary
@@ -313,7 +313,7 @@ def frozen_of(model: Any) -> dict[str, Tensor]:
 
 
 def projectors_of(run: Run) -> dict[str, Mapping[str, Tensor]]:
-    """The projectors that objectives train beside the student, as a group; empty where there are none."""
+    """The projectors that objectives train with the student, as a group; empty where there are none."""
     weights = weights_of(run.mix.projectors)
     return {"projectors": weights} if weights else {}
 
@@ -338,7 +338,7 @@ def capture(run: Run, state: RunState) -> Saved:
         "precision": run.precision.state_dict(),
         "guard": run.guard.state_dict(),
         "num_updates": run.optimizer.num_updates,
-        "before": strict(state.before),  # a yardstick may be infinite, which JSON cannot store
+        "before": strict(state.before),  # a metric may be infinite, which JSON cannot store
         "events": run.log.position if state.begun_at is None else state.begun_at,
         "processes": run.initial_world_size,
         "base": run.adapter.base_identity if run.adapter else None,  # the frozen weights are not in the checkpoint

@@ -57,7 +57,7 @@ def find_gpu(name: str) -> Gpu:
     known = next((gpu for gpu in GPUS if gpu.name.lower() == name.lower()), None)
     if known is None:
         raise ConfigError(
-            f"no figures of a card {name!r} are known",
+            f"unknown GPU {name!r}",
             where="--card",
             advice=[f"one of {', '.join(gpu.name for gpu in GPUS)}", "--device-memory 16GB for any other"],
         )
