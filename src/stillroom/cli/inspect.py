@@ -161,9 +161,7 @@ def report(
     folders = [here(run, needs="record") for run in runs]
     for run, folder in zip(runs, folders, strict=True):
         if not (folder / "events.jsonl").exists():
-            raise ConfigError(
-                f"{run} is not a Stillroom run folder: it has no events.jsonl", advice=["give the folder of a run"]
-            )
+            raise _not_a_run(run)
     if len(runs) == 1 and out is None:
         page = write_report(folders[0])
         add(runs[0], page)
@@ -209,9 +207,7 @@ def watch(
         raise ConfigError(f"{run} is a file", advice=["give the folder of a run"])
     follower = Follower(run / "events.jsonl")
     if not wait and not follower.path.exists():
-        raise ConfigError(
-            f"{run} is not a Stillroom run folder: it has no events.jsonl", advice=["give the folder of a run"]
-        )
+        raise _not_a_run(run)
     with ConsoleView("auto" if progress else "plain", verbose=verbose) as view:
         try:
             _follow(follower, view, run, waits=wait)

@@ -38,8 +38,10 @@ WIDTH = 80
 def read_case(folder: Path, *, is_owned: bool | None = None) -> Case:
     """Read the record of a run. Raise where nothing of it can be read; `record.missing` says what is lacking."""
     if not any((folder / name).exists() for name in FILES):
-        held = f"there is none of {', '.join(FILES)}" if folder.is_dir() else "there is no such folder"
-        raise ConfigError(f"{folder} holds no run: {held}", advice=["give the folder of a run, or a configuration"])
+        held = f"it has none of {', '.join(FILES)}" if folder.is_dir() else "there is no such folder"
+        raise ConfigError(
+            f"{folder} is not a Stillroom run folder: {held}", advice=["give the folder of a run, or a configuration"]
+        )
     record = LoggedRun.load(folder)
     if not record.events and not record.config and not record.summary:
         raise ConfigError(

@@ -85,7 +85,7 @@ def first_forward(run: Run, state: RunState, vocabularies: Mapping[str, str] | N
     )
     if doubt == "one_ahead":
         raise BrokenAtStart(
-            f"the {judge} gives the token after the target a higher probability than the target: {_format_means(means)}",
+            f"the {judge} predicts the token after the target better than the target: {_format_means(means)}",
             where="first batch",
             advice=[
                 "the labels lag behind by one position: check how the data is cut",
@@ -100,7 +100,7 @@ def first_forward(run: Run, state: RunState, vocabularies: Mapping[str, str] | N
 _DOUBTS = {
     "unknown": "the first batch has too few neighbouring targets to test their alignment with the {}",
     "noise": "the {} does not tell the next token from its neighbours: it has not learned this text yet",
-    "one_back": "the {} gives each position's own input a higher probability than the next token, as an untrained model with tied "
+    "one_back": "the {} predicts each position's own input better than the next token, as an untrained model with tied "
     "embeddings does: the targets are the next inputs, so it is the model that does not predict",
 }
 

@@ -72,7 +72,7 @@ def parse_bytes(text: str, where: str = "--device-memory") -> int:
     unit = _UNITS.get(amount[2].lower()) if amount else None
     if amount is None or unit is None or int(float(amount[1]) * unit) < 1:
         raise ConfigError(
-            f"{text!r} is not an amount of memory",
+            f"{text!r} is not a memory size",
             where=where,
             advice=[f"{where} 16GB, {where} 15.9GiB, {where} 800MB"],
         )
@@ -276,8 +276,8 @@ class Fitted:
 def fit(config: Config, shapes: Shapes, bound: int) -> Fitted:
     """Apply changes until the run takes no more than `bound`, or none is left. One that saves nothing is not kept.
 
-    Predictions are off by a few per cent. So changes that cost time alone continue until a twentieth of the bound is left;
-    one that changes what is learned is made only where the run would not fit without it.
+    Predictions are off by a few per cent. So changes that cost time alone are made until a twentieth of the bound is
+    left; one that changes what is learned is made only where the run would not fit without it.
     """
     now = lay_out(config, shapes, chosen_mode(config, shapes)[0])
     if now.total <= bound:
