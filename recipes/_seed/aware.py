@@ -67,8 +67,8 @@ def diagnose_and_fix(arguments: Sequence[str] | None = None) -> int:
 def _diagnose(options: argparse.Namespace) -> int:
     from stillroom.doctor.diagnose import config_lines
     from stillroom.doctor.examine import examine
+    from stillroom.doctor.printed import doctor_lines
     from stillroom.doctor.rules import Settings, judge_settings
-    from stillroom.doctor.show import doctor_lines
 
     order, _view = order_of(options)
     job = prepare(order, options)

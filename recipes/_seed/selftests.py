@@ -47,8 +47,8 @@ def selftest_of(group: str) -> Callable[[], bool]:
     def trial() -> bool:
         import torch
 
+        from stillroom.doctor.printed import selftest_lines
         from stillroom.doctor.selftest import selftest
-        from stillroom.doctor.show import selftest_lines
 
         report = selftest(torch.device("cpu"), only=(group,))
         say(*selftest_lines(report.to_dict()))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from stillroom.metrics.evaluate import Assessment
     from stillroom.models.load import LoadedModel
-    from stillroom.telemetry.console import ConsoleMode
+    from stillroom.telemetry.console import ConsoleMode, ConsoleView
     from stillroom.training.finish import Result
     from stillroom.training.run_folder import Inputs
 
@@ -123,26 +123,13 @@ def resume(
     check_flag(trust_remote_code, "trust_remote_code", may_be_none=False)
     addresses = tuple(check_text(one, "allow_addresses") for one in allow_addresses)
 
-    from stillroom.demo import is_demo_run, resume_demo
-    from stillroom.training.distill import resume as resume_run
-    from stillroom.training.run_folder import Trust
-
     def job(folder: Path, views: Listeners) -> Result:
-        seen = (*views, *handlers)
-        if is_demo_run(folder):
-            return resume_demo(
-                folder,
-                device=where,
-                max_minutes=max_minutes,
-                listeners=seen,
-                accept_changed_inputs=accept_changed_inputs,
-            )
-        return resume_run(
+        return resume_job(
             folder,
+            (*views, *handlers),
             device=where,
             max_minutes=max_minutes,
-            trust=Trust(trust_remote_code, addresses),
-            listeners=seen,
+            trusts=(trust_remote_code, addresses),
             accept_changed_inputs=accept_changed_inputs,
         )
 
@@ -244,15 +231,45 @@ def generate(
 # -- running ---------------------------------------------------------------------------------------------
 
 
-def reported(job: Callable[[Path, Listeners], Result], out: Path, mode: ConsoleMode) -> tuple[Result, str]:
+def resume_job(
+    folder: Path,
+    listeners: Listeners,
+    *,
+    trusts: tuple[bool, tuple[str, ...]],
+    strategy: str | None = None,
+    shard_size: int | None = None,
+    **options: Any,
+) -> Result:
+    """Continue a run, or the demo, which is three runs. `trusts` is (whether to run its code, allowed addresses)."""
+    from stillroom.demo import is_demo_run, resume_demo
+    from stillroom.training.distill import resume as resume_run
+    from stillroom.training.run_folder import Trust
+
+    if is_demo_run(folder):
+        return resume_demo(folder, listeners=listeners, **options)
+    given: dict[str, Any] = {"strategy": strategy, "shard_size": shard_size, "trust": Trust(*trusts)}
+    return resume_run(folder, listeners=listeners, **given, **options)
+
+
+def reported(
+    job: Callable[[Path, Listeners], Result], out: Path, mode: ConsoleMode, *, verbose: bool = False
+) -> tuple[Result, str]:
     """Run a job, show its events and write the report. Return the result, and the folder or address it is in.
 
     Only the first of several processes shows and writes.
     """
+    from stillroom.telemetry.console import ConsoleView
+
+    is_first = is_first_process()
+    with ConsoleView(mode if is_first else "quiet", tells_stops=False, verbose=verbose) as view:
+        view.handle({"event": "stage", "name": "loading libraries", "state": "begin"})
+        return _shown(job, out, view)
+
+
+def _shown(job: Callable[[Path, Listeners], Result], out: Path, view: ConsoleView) -> tuple[Result, str]:
     import torch
 
     from stillroom.report import LiveReport, write_report
-    from stillroom.telemetry.console import ConsoleView
     from stillroom.training.run_folder import opened
 
     is_first = is_first_process()
@@ -261,7 +278,7 @@ def reported(job: Callable[[Path, Listeners], Result], out: Path, mode: ConsoleM
         if is_first:
             page = write_report(folder, pages[0].foot() if pages else "")
             with contextlib.suppress(BrokenPipeError):  # the run is done, even if nobody reads its output
-                view.finish(summary, page)
+                view.finish(summary, page, place.url or folder)
 
     pages: list[LiveReport] = []
     start: dict[str, Any] = {}
@@ -276,7 +293,7 @@ def reported(job: Callable[[Path, Listeners], Result], out: Path, mode: ConsoleM
         elif event.get("event") == "run_start":
             start.update(event)
 
-    with opened(out) as place, ConsoleView(mode if is_first else "quiet", tells_stops=False) as view:
+    with opened(out) as place:
         try:
             with torch.random.fork_rng(range(torch.cuda.device_count())):  # a run seeds; restore the caller's state
                 result = job(place.folder, (view.handle, follow) if is_first else (view.handle,))

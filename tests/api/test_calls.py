@@ -484,20 +484,25 @@ def test_a_script_is_quiet_unless_asked(
     stillroom.distill(
         config, tmp_path / "run", progress=progress, listeners=[lambda event: heard.append(event["event"])]
     )
-    assert ("check passed" in capsys.readouterr().out) == is_told
+    assert ("checks passed" in capsys.readouterr().out) == is_told
     assert {"run_start", "step", "eval", "run_end"} <= set(heard)
 
 
-def test_a_notebook_s_kernel_gets_one_text_that_is_updated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_notebook_s_kernel_gets_one_table_that_is_updated(monkeypatch: pytest.MonkeyPatch) -> None:
     """IPython and ipykernel are no dependency: these stand for them, as a kernel has them."""
     from stillroom.telemetry import console
 
     shown: list[str] = []
+    pages: list[str] = []
 
     def display(picture: dict[str, str], *, raw: bool, display_id: bool) -> Any:
         assert raw and display_id
         shown.append(picture["text/plain"])
-        return SimpleNamespace(update=lambda picture, raw: shown.append("= " + picture["text/plain"]))
+        return SimpleNamespace(update=update)
+
+    def update(picture: dict[str, str], *, raw: bool) -> None:
+        shown.append("= " + picture["text/plain"])
+        pages.append(picture["text/html"])
 
     ipython, screen = ModuleType("IPython"), ModuleType("IPython.display")
     ipython.get_ipython = lambda: SimpleNamespace(kernel=object())  # type: ignore[attr-defined]
@@ -514,7 +519,11 @@ def test_a_notebook_s_kernel_gets_one_text_that_is_updated(monkeypatch: pytest.M
         terms = {"kd": {"raw": 1.0, "weight": 1.0, "scaled": 1.0, "share": 1.0}}
         for step in range(1, 5001):
             view.handle({"event": "step", "step": step, "train_loss": 1.0, "terms": terms})
+        view.handle({"event": "eval", "step": 5000, "perplexity": 57.12, "bits_per_byte": "<b>", "best": True})
+        view.handle({"event": "stage", "name": "<i>saving</i>", "state": "begin"})
+        view.handle({"event": "step", "step": 5000, "train_loss": 1.0, "terms": terms})
     told = stream.getvalue()
-    assert "\x1b" not in told and "\r" not in told and told.count("step ") <= 6
-    assert shown[0].startswith("step 6") and shown[-1].startswith("= step 5000")
-    assert shown[-1].endswith("5,000 of 5,000 steps") and all(text.startswith("= ") for text in shown[1:])
+    assert "\x1b" not in told and "\r" not in told and told.count("step ") <= 1
+    assert shown[0].startswith("step 1/5,000") and all(text.startswith("= ") for text in shown[1:])
+    assert shown[-1].startswith("= step 5,000/5,000") and "57.1" in shown[-1]
+    assert "<td>57.1</td>" in pages[-1] and "<b>" not in pages[-1] and "<i>" not in "".join(pages)

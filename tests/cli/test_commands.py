@@ -105,7 +105,7 @@ def test_ctrl_c_outside_of_training_says_what_is_left(
     def interrupted(_name: str) -> str:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("stillroom.cli.show.preset_text", interrupted)
+    monkeypatch.setattr("stillroom.cli.inspect.preset_text", interrupted)
     with pytest.raises(SystemExit) as ended:
         main(["presets", "base"])
     assert ended.value.code == 130

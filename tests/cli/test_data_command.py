@@ -155,7 +155,7 @@ def test_a_model_without_a_tokenizer_and_a_missing_file_are_named(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, out, _err = run(capsys, "data", "builtin:qa", "--model", str(tmp_path), "--json")
-    assert code == 2 and "brings no tokenizer" in json.loads(out)["error"]
+    assert code == 2 and "has no tokenizer" in json.loads(out)["error"]
     code, out, _err = run(capsys, "data", str(tmp_path / "none.jsonl"), "--model", str(folder), "--json")
     assert code == 2
 

@@ -49,7 +49,7 @@ def test_a_fault_without_a_run_keeps_its_traceback_among_temporary_files(
     stillroom: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr("stillroom.cli.show.preset_text", lambda _name: 1 / 0)
+    monkeypatch.setattr("stillroom.cli.inspect.preset_text", lambda _name: 1 / 0)
     code, _out, err = stillroom("presets", "base")
     assert code == 70 and "ZeroDivisionError" in err
     assert len(list(tmp_path.glob("traceback-*.txt"))) == 1

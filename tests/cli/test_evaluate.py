@@ -86,10 +86,10 @@ def test_a_folder_that_cannot_be_written_costs_a_note_and_not_the_figures(
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ([], "which model to measure is not said"),
-        (["RUN", "--model", "builtin:teacher"], "two names for one thing"),
-        (["--model", "builtin:teacher"], "the text to measure on is not said"),
-        (["RUN/none"], "holds no run"),
+        ([], "the model to evaluate is missing"),
+        (["RUN", "--model", "builtin:teacher"], "RUN and --model are both given"),
+        (["--model", "builtin:teacher"], "the text to score is missing"),
+        (["RUN/none"], "not a Stillroom run folder"),
         (["RUN", "--bos", "perhaps"], "--bos perhaps"),
         (["RUN", "--max-length", "3"], "--max-length"),
         (["RUN", "--questions", "none.jsonl"], "cannot be read"),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from stillroom.cli.show import LEAST_WIDTH, in_turn, show
+from stillroom.cli.chat import LEAST_WIDTH, in_turn, show
 
 
 def terminal(width: int = 100, height: int = 12) -> Console:

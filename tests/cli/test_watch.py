@@ -23,7 +23,7 @@ def watching(folder: Path, *words: str) -> subprocess.Popen[str]:
 
 
 def test_a_finished_run_is_shown_with_its_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = output(capsys, "watch", str(write_run(tmp_path / "run", num_steps=60)))
+    text = output(capsys, "watch", "--verbose", str(write_run(tmp_path / "run", num_steps=60)))
     assert "earlier events" not in text and "step 60" in text and "57.1" in text
     assert text.index("step 10") < text.index("step 60")
 

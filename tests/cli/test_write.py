@@ -6,6 +6,7 @@ import io
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import begun
@@ -137,11 +138,33 @@ def test_a_person_gets_a_prompt_and_ends_politely(models: dict[str, str], capsys
     monkeypatch.setattr("stillroom.models.generate.stream", interrupted)
     code, _out, err = talk(monkeypatch, capsys, "the\nroom\n", models["chatty"], typed=True)
     assert code == 0 and "resume" not in err
+    assert err.count("> ") == 3, "Ctrl-C ends the answer and not the conversation"
+
+
+def test_a_person_is_greeted_and_helped(models: dict[str, str], capsys: Any, monkeypatch: Any) -> None:
+    _code, out, err = talk(monkeypatch, capsys, "/help\n/clear\n", models["chatty"], typed=True)
+    assert "chatty" in err and err.count("/quit") == 2 and "cleared" in err and not out
+    _code, _out, err = talk(monkeypatch, capsys, "the\n", models["chatty"])
+    assert "/quit" not in err, "a pipe is not greeted"
+
+
+def test_ctrl_c_at_the_prompt_drops_the_line(models: dict[str, str], capsys: Any, monkeypatch: Any) -> None:
+    lines = iter([KeyboardInterrupt, "/quit\n"])
+
+    def readline() -> str:
+        line = next(lines)
+        if isinstance(line, str):
+            return line
+        raise line
+
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True, readline=readline))
+    code, _out, err = run(capsys, "chat", models["chatty"])
+    assert code == 0 and err.count("> ") == 2
 
 
 def test_a_full_history_says_how_to_go_on(models: dict[str, str], capsys: Any, monkeypatch: Any) -> None:
     code, _out, err = talk(monkeypatch, capsys, "the still room " * 40 + "\n", models["chatty"])
-    assert code == 0 and "128 positions are full; /reset begins anew" in err
+    assert code == 0 and "128 positions are full; /clear" in err
 
 
 def test_text_that_is_not_utf8_is_refused(models: dict[str, str], capsys: Any, monkeypatch: Any) -> None:

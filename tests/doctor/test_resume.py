@@ -139,5 +139,7 @@ def test_a_short_run_keeps_everything_but_its_length(world: Path) -> None:
 def test_bits_are_compared_and_not_numbers() -> None:
     zeros = torch.tensor([0.0, float("nan")])
     assert gap(zeros, zeros.clone()) == ""
-    assert "1 of 2 values, the first at 0: 0.0 uncut, -0.0 resumed" in gap(zeros, torch.tensor([-0.0, float("nan")]))
+    assert "1 of 2 values, the first at 0: 0.0 uninterrupted, -0.0 resumed" in gap(
+        zeros, torch.tensor([-0.0, float("nan")])
+    )
     assert "float16" in gap(zeros, zeros.half())

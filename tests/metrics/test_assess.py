@@ -10,7 +10,7 @@ import pytest
 from commands import output, run
 
 from stillroom.metrics.evaluate import assess
-from stillroom.telemetry.show import assessment_lines, retained
+from stillroom.telemetry.results import assessment_lines, retained
 
 
 @pytest.fixture(scope="module")

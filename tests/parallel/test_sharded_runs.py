@@ -168,7 +168,7 @@ def _check_what_is_said(world: Path) -> None:
     start = next(event for event in read_events(world / "hsdp-4" / "events.jsonl") if event["event"] == "run_start")
     assert (start["schedule"]["strategy"], start["schedule"]["copies"]) == ("fsdp", 2)
     notes = [event["text"] for event in read_events(world / "cut-fsdp-4" / "events.jsonl") if event["event"] == "note"]
-    assert any("begun with 2 processes, goes on with 4" in text for text in notes)
+    assert any("begun with 2 processes, continued with 4" in text for text in notes)
     spoilt = [event for event in read_events(world / "spoilt" / "events.jsonl") if event["event"] == "guard"]
     assert [event["action"] for event in spoilt if event["action"] != "retry"] == ["skip", "rollback"]
     assert torch.isfinite(weights(world / "spoilt")).all()

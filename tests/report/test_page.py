@@ -21,8 +21,8 @@ from stillroom.report import RunRecord, write_report
 from stillroom.report.drawing import MAX_POINTS, ROLES, dark_partners, edges_of, means, smooth, thin
 from stillroom.report.figures import all_figures
 from stillroom.report.history import History
-from stillroom.report.page import closeness
-from stillroom.report.words import headline
+from stillroom.report.page import closeness, commands
+from stillroom.report.words import cost, headline, verdict
 
 HOSTILE = (
     "</title></script></style>--><script>alert(1)</script><img src=x onerror=alert(2)>]]>"
@@ -111,6 +111,52 @@ def test_the_result_comes_first_and_in_words(finished: Path) -> None:
     ]
 
 
+def test_the_first_screen_has_verdict_cost_answers_and_the_next_command(finished: Path) -> None:
+    text = page_of(finished).text
+    run = RunRecord.load(finished)
+    said = verdict(run)
+    labels = [label for label, _ in cost(run)]
+    assert {"time", "tokens seen", "student's parameters"} <= set(labels) and any("memory" in label for label in labels)
+    (command, *_others) = [command for _, command in commands(run)]
+    assert command.startswith("stillroom ") and str(finished) in command
+    place = 0
+    for part in (said, labels[0], "prompt", "teacher", "student", command, "Curves"):
+        place = text.index(part, place)
+    assert said
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"student": 20.0, "student_before": 20.0, "teacher": 10.0}, "did not help"),
+        ({"student": 20.0, "student_before": 90.0}, "Training helped"),
+        ({"student": 9.0, "student_before": 90.0, "teacher": 10.0}, "as good as its teacher"),
+        ({"student": 30.0, "student_before": 90.0, "teacher": 10.0}, "Distillation worked: the student closed 50%"),
+        ({"student": 80.0, "student_before": 90.0, "teacher": 10.0}, "changed little"),
+        ({"student": 30.0, "student_before": 90.0, "teacher": 10.0, "baseline": 29.0}, "did not pay"),
+        ({"student": math.nan, "student_before": 90.0, "teacher": 10.0}, ""),
+        ({"student": 20.0}, ""),
+    ],
+)
+def test_the_verdict_is_one_plain_sentence(values: dict[str, float | None], words: str) -> None:
+    said = verdict(with_perplexities(**values))
+    assert words in said and said.count(".") == bool(words) and bool(said) == bool(words)
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ({"is_running": True}, "watch"),
+        ({"summary": {"status": "stopped"}}, "resume"),
+        ({"summary": {"status": "diverged"}}, "diagnose"),
+        ({"summary": {"status": "done"}}, "generate"),
+    ],
+)
+def test_the_next_command_fits_the_end_of_the_run(changes: dict[str, Any], wanted: str) -> None:
+    run = replace(RunRecord("run", folder="a run"), **changes)
+    assert commands(run)[0][1].startswith(f"stillroom {wanted} 'a run'")
+
+
 def with_perplexities(**values: float | None) -> RunRecord:
     rows = {row: {"perplexity": value} for row, value in values.items()}
     return RunRecord("run", summary={"status": "done", **rows})
@@ -151,7 +197,7 @@ def test_a_run_that_stopped_says_why() -> None:
 def test_the_page_has_every_part(finished: Path) -> None:
     page = page_of(finished)
     ids = {attrs.get("id") for _, attrs in page.elements}
-    parts = ("result", "yardsticks", "checks", "advice", "curves", "tokens-view", "guard", "samples", "data", "notes")
+    parts = ("result", "advice", "curves", "tokens-view", "samples", "metrics", "checks", "guard", "data", "notes")
     assert {*parts, "evaluated", "settings", "again"} <= ids
     figures = (
         "perplexity",

@@ -10,7 +10,7 @@ from typing import Any
 
 from stillroom.telemetry.events import EventLog
 from stillroom.telemetry.record import student_sum, write_evaluation
-from stillroom.telemetry.show import retained
+from stillroom.telemetry.results import retained
 
 HEADER_PERPLEXITY = 2031.0
 

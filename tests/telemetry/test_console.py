@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import re
+import shlex
 import sys
 import unicodedata
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +19,9 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 
 from stillroom.core.errors import ConfigError, DataError
+from stillroom.telemetry import console
 from stillroom.telemetry.console import ConsoleView, SilentScreen, render_error
-from stillroom.telemetry.show import assessment_lines, summary_lines
+from stillroom.telemetry.results import assessment_lines, summary_lines
 from stillroom.telemetry.wording import (
     as_number,
     clean,
@@ -132,7 +137,7 @@ def summary() -> dict[str, Any]:
 
 
 def shown(events: list[dict[str, Any]], stream: io.StringIO, **options: Any) -> str:
-    with ConsoleView("auto", stream, **options) as view:
+    with ConsoleView("auto", stream, **{"verbose": True, **options}) as view:
         for event in events:
             view.handle(event)
         view.finish(summary(), "runs/demo/report.html")
@@ -290,7 +295,7 @@ def test_plain_output_fits_and_has_no_control_characters() -> None:
     assert "precision fp32: the device is a CPU" in told
 
 
-def test_plain_steps_appear_every_log_steps_and_first_steps_in_full() -> None:
+def test_with_verbose_steps_appear_every_log_steps_and_first_steps_in_full() -> None:
     told = shown(whole_run(), io.StringIO())
     assert re.findall(r"^step (\d+)", told, flags=re.MULTILINE) == ["1", "2", "3", "4", "5", "10", "20"]
     assert told.count("  term ") == 5
@@ -302,6 +307,84 @@ def test_skipped_steps_are_counted() -> None:
     assert "skipped 2" in told
     resumed = shown([run_start(), step(10, skipped=7)], io.StringIO())
     assert "skipped 7" in resumed
+
+
+def quiet(events: list[dict[str, Any]], stream: io.StringIO | None = None, **options: Any) -> str:
+    return shown(events, stream or io.StringIO(), verbose=False, **options)
+
+
+def test_without_verbose_a_run_prints_what_a_person_acts_on() -> None:
+    details = {"notes": ["documents begin with <s>", "3 records are left out"], "details": ["documents begin with <s>"]}
+    events = [run_start(data=details), *whole_run()[1:], {"event": "note", "text": "a kernel", "detail": True}]
+    told = quiet(events)
+    hidden = ("  term ", "first forward", "saved step", "documents begin with", "a kernel", "check passed")
+    assert not [words for words in hidden if words in told]
+    acted_on = ("eval at step 20", "guard at step 21", "the head takes the fused path", "3 records", "sample", "phase")
+    assert not [words for words in acted_on if words not in told]
+    assert not [words for words in (*hidden, *acted_on) if words not in shown(events, io.StringIO())]
+
+
+def test_a_failed_check_is_always_printed() -> None:
+    checks = [{"name": "loops", "passed": False, "text": "3 of 3"}, {"name": "fell", "passed": True, "text": "so"}]
+    lines = summary_lines({"checks": checks})
+    assert lines == ["check failed  loops: 3 of 3", "checks passed  1 of 2"]
+    assert len(summary_lines({"checks": checks}, verbose=True)) == 3
+
+
+def test_a_pipe_gets_a_line_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter(range(0, 100_000, 1))
+    monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
+    steps = [step(number) for number in range(1, 301)]  # the clock advances by a second at each reading
+    told = quiet([run_start(schedule={"optimizer_steps": 300}), *steps])
+    numbers = [int(number) for number in re.findall(r"^step (\d+)", told, flags=re.MULTILINE)]
+    assert numbers[0] == 1 and numbers[-1] == 300 and len(numbers) == 6
+    assert min(after - before for before, after in itertools.pairwise(numbers[:-1])) >= 55
+
+
+def stage(state: str, name: str = "evaluating the student", **fields: Any) -> dict[str, Any]:
+    return {"event": "stage", "name": name, "state": state, "seconds": 0.0, **fields}
+
+
+def test_a_long_stage_says_what_it_does_and_about_how_long_it_takes() -> None:
+    of = {"total": 40, "unit": "batches"}
+    begin, end = stage("begin", **of), stage("end", **of)
+    slow = quiet([begin, stage("progress", seconds=1.0, done=4, eta_seconds=9.0, **of), end])
+    assert "evaluating the student: 4 of 40 batches, about 9.0s left\n" in slow
+    fast = quiet([begin, stage("progress", seconds=0.5, done=20, eta_seconds=0.5, **of), end])
+    assert "evaluating" not in fast, "a stage of less than three seconds takes no line"
+    known = quiet([stage("begin", eta_seconds=75.0, **of), end])
+    assert "evaluating the student: 40 batches, about 1m15s\n" in known
+    assert "loading the teacher ...\n" in quiet([stage("begin", "loading the teacher")])
+    assert "saving" not in quiet([stage("begin", "saving", eta_seconds=0.2), stage("end", "saving")])
+
+
+def test_a_terminal_shows_the_stage_below_the_steps_until_it_ends() -> None:
+    of = {"total": 40, "unit": "batches", "done": 4, "eta_seconds": 9.0}
+    during = quiet([run_start(), step(1), stage("progress", **of)], Terminal(), width=60)
+    rows = visible_rows(during)
+    assert any(row.startswith("evaluating the student: 4 of 40 batches") for row in rows)
+    assert max(cell_len(row) for row in rows) <= 60
+    after = quiet([run_start(), step(1), stage("begin"), stage("end"), step(4677)], Terminal(), width=60)
+    assert "evaluating" not in after[after.rindex("4,677/4,677") :]
+
+
+def test_a_finished_run_ends_with_the_next_command(tmp_path: Path) -> None:
+    def last(folder: Path, **changes: Any) -> str:
+        stream = io.StringIO()
+        with ConsoleView("plain", stream) as view:
+            view.handle({"event": "sample", "prompt": "it's \x1b[31mthe\nbeginning of a text", "student": "x"})
+            view.finish(summary() | changes, None, folder)
+        return stream.getvalue()
+
+    told = last(tmp_path / "my run")
+    (line,) = [line for line in told.splitlines() if "stillroom generate" in line]
+    words = shlex.split(line[line.index("stillroom") :])
+    assert words == ["stillroom", "generate", str(tmp_path / "my run"), "--prompt", "it's the beginning of a text"]
+    student = tmp_path / "my run" / "student"
+    student.mkdir(parents=True)
+    (student / "chat_template.jinja").write_text("{{ messages }}")
+    assert f"stillroom chat {shlex.quote(str(tmp_path / 'my run'))}" in last(tmp_path / "my run")
+    assert "stillroom" not in last(tmp_path / "my run", status="diverged")
 
 
 def visible_rows(written: str) -> list[str]:
@@ -402,7 +485,7 @@ def test_the_last_table_is_aligned_and_fits_eighty_columns() -> None:
         "plain, equal compute",
     ]
     assert "inf" in table[5]
-    assert lines[6:] == ["check passed  perplexity fell: 2,031 to 57.1", "report  runs/demo/report.html"]
+    assert lines[6:] == ["checks passed  1 of 1", "report  runs/demo/report.html"]
 
 
 def test_a_run_that_stopped_says_why() -> None:

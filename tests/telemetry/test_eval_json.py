@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from stillroom.telemetry.record import EVALUATED, evaluation_notes, read_evaluation, student_sum, write_evaluation
-from stillroom.telemetry.show import figure_rows
+from stillroom.telemetry.results import figure_rows
 
 SCORES: dict[str, Any] = {
     "perplexity": 57.1, "intervals": {"perplexity": [54.2, 60.3]}, "parameters": 401220, "notes": ["read in blocks"],

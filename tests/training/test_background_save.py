@@ -131,7 +131,7 @@ def test_an_error_in_the_thread_is_the_runs_and_costs_no_checkpoint(begun: Any, 
     if isinstance(error, OSError):
         settle(run, state)
         notes = [event["text"] for event in read_events(run.log.path) if event["event"] == "note"]
-        assert "cannot write the checkpoint of step 3: No space left on device; the run goes on" in notes[-1]
+        assert "cannot write the checkpoint of step 3: No space left on device; the run continues" in notes[-1]
     else:
         with pytest.raises(MemoryError):
             settle(run, state)

@@ -18,7 +18,7 @@ from stillroom.data import fixed_batches, open_data, open_eval
 from stillroom.metrics.evaluate import assess
 from stillroom.models import Student
 from stillroom.precision import resolve
-from stillroom.telemetry.show import assessment_lines, summary_lines
+from stillroom.telemetry.results import assessment_lines, summary_lines
 from stillroom.telemetry.wording import start_lines
 from stillroom.training.evaluate import evaluate
 

@@ -240,7 +240,7 @@ def test_a_full_disk_in_the_middle_costs_no_step(world: Path, tmp_path: Path) ->
     result = run(world, tmp_path / "run", "disk_full@20")
     assert result.summary["steps"] == 40
     notes = [e["text"] for e in read_events(tmp_path / "run" / "events.jsonl") if e["event"] == "note"]
-    assert any("the run goes on" in text for text in notes)
+    assert any("the run continues" in text for text in notes)
 
 
 def damage(path: Path, kind: str) -> None:

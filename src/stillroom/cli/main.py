@@ -8,7 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from stillroom.config import preset_names
+from stillroom.api import SETTING
+from stillroom.config import Loaded, load, parse_assignments, preset_names
+from stillroom.config.load import refuse_gaps
 from stillroom.core.errors import ConfigError
 
 app = typer.Typer(
@@ -45,38 +47,84 @@ def _presets_beginning(incomplete: str) -> list[str]:
 
 _BOS = {"auto": "auto", "true": True, "false": False}
 
-Bos = Annotated[str, typer.Option(help="begin-of-text token: auto (where the tokenizer adds it), true or false")]
-Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1; auto takes a GPU where there is one")]
+Bos = Annotated[
+    str, typer.Option(metavar="WHEN", help="add a begin-of-text token: auto (as the tokenizer does), true or false")
+]
+Device = Annotated[str, typer.Option(metavar="NAME", help="cpu, cuda or cuda:1; auto uses a GPU if there is one")]
 AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object instead of text")]
+Progress = Annotated[
+    bool, typer.Option("--progress/--no-progress", show_default=False, help="show live progress on a terminal")
+]
+Verbose = Annotated[
+    bool,
+    typer.Option("--verbose", "-v", help="also print shapes, loss terms of the first steps, details and checkpoints"),
+]
+MaxMinutes = Annotated[
+    float | None, typer.Option(metavar="N", help="save and stop after N minutes with exit code 75; then resume")
+]
 
 # Of the commands that read a configuration.
 Preset = Annotated[
     str | None,
-    typer.Option(help="named settings to start from, see `stillroom presets`", autocompletion=_presets_beginning),
+    typer.Option(
+        metavar="NAME", help="settings to start from; `stillroom presets` lists them", autocompletion=_presets_beginning
+    ),
 ]
-TeacherModel = Annotated[str | None, typer.Option(help="folder, hub id, or builtin:teacher")]
-StudentModel = Annotated[str | None, typer.Option(help="folder, hub id, or builtin:student")]
-TrainData = Annotated[str | None, typer.Option(help="file, glob, hf:NAME, or builtin:stdlib")]
-EvalData = Annotated[str | None, typer.Option(help="held-out data; else a share of --data is held out")]
-Assignments = Annotated[list[str] | None, typer.Option("--set", help="any setting, e.g. train.learning_rate=1e-4")]
-ConfigFile = Annotated[Path | None, typer.Argument(help="TOML or JSON file; without it the embedded demo")]
+TeacherModel = Annotated[
+    str | None, typer.Option(metavar="MODEL", help="large model: folder, hub id or builtin:teacher")
+]
+StudentModel = Annotated[
+    str | None, typer.Option(metavar="MODEL", help="small model: folder, hub id or builtin:student")
+]
+TrainData = Annotated[
+    str | None, typer.Option(metavar="DATA", help="training text: file, glob, hf:NAME or builtin:stdlib")
+]
+EvalData = Annotated[
+    str | None, typer.Option(metavar="DATA", help="held-out text; without it a share of --data is held out")
+]
+Assignments = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="any setting, e.g. train.learning_rate=1e-4; repeatable"),
+]
+ConfigFile = Annotated[
+    Path | None, typer.Argument(metavar="CONFIG", help="TOML or JSON file; without it the embedded demo")
+]
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="folder or address of a run")]
 
 
 # Of the commands that read a run's folder, which may be somebody else's.
 TrustCode = Annotated[
-    bool, typer.Option("--trust-remote-code", help="run code that the run's folder names: of models and plug-ins")
+    bool, typer.Option("--trust-remote-code", help="run code of models and plug-ins that the run's folder names")
 ]
 AllowAddress = Annotated[
     list[str] | None,
     typer.Option(
-        "--allow-address", "--allow-base", help="an address (server, store) that the run's folder may name; repeatable"
+        "--allow-address",
+        "--allow-base",
+        metavar="URL",
+        help="server or store that the run's folder may name; repeatable",
     ),
 ]
 
 
+def settings_of(assignments: list[str] | None, **options: Any) -> dict[str, Any]:
+    """Settings given by options, each under its key in `SETTING`, and by --set. Options not given are left out."""
+    given = {SETTING[name]: value for name, value in options.items() if value is not None}
+    return given | parse_assignments(assignments or [])
+
+
+def load_or_demo(path: Path | None, preset: str | None, assignments: list[str] | None, **options: Any) -> Loaded:
+    """Load a configuration with the options that were given; if nothing is named, the embedded demo."""
+    is_demo = path is None and preset is None and all(value is None for value in options.values())
+    overrides = settings_of(assignments, **options)
+    loaded = load(path, preset="demo" if is_demo else preset, overrides=overrides)
+    refuse_gaps(loaded.config)
+    return loaded
+
+
 def wanted_bos(word: str) -> Any:
     if word not in _BOS:
-        raise ConfigError(f"--bos {word} is none of auto, true and false", where="--bos", advice=["--bos auto"])
+        raise ConfigError(f"unknown value: --bos {word}", where="--bos", advice=["auto, true or false"])
     return _BOS[word]
 
 

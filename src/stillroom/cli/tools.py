@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Context
+from typer.core import TyperGroup
 
 from stillroom.cli.main import (
     AllowAddress,
@@ -28,7 +29,9 @@ from stillroom.cli.main import (
     TrustCode,
     app,
     echo,
+    load_or_demo,
     print_json,
+    settings_of,
     wanted_bos,
 )
 from stillroom.config import Config, Loaded, load, parse_assignments
@@ -42,7 +45,7 @@ if TYPE_CHECKING:
     from stillroom.teachers.cache.writer import Progress
 
 
-@app.command(short_help="Say what is wrong before a run is begun.")
+@app.command(short_help="Check machine, models, data and settings before a run.")
 def doctor(
     config: ConfigFile = None,
     preset: Preset = None,
@@ -51,21 +54,21 @@ def doctor(
     data: TrainData = None,
     eval_data: EvalData = None,
     device: Device = "auto",
-    quick: Annotated[bool, typer.Option("--quick", help="leave out the real step")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="do not load the models or take a step")] = False,
     set_: Assignments = None,
     as_json: AsJson = False,
 ) -> None:
-    """Look at machine, installation, configuration, models, data and tokenizers before a run is begun.
+    """Check machine, installation, models, tokenizers, data and settings before a run.
 
-    Ends with one real step in the chosen precision, compared with the same step in FP32. Each finding is green (sound),
-    amber (works, could be better) or red (will fail, or give a wrong student), and ends in a command or a setting to
-    try. Nothing is trained and nothing is left behind. Exit code 0, or 2 where something is red.
+    The last check takes one step in the chosen precision and compares it with the same step in FP32. A finding is green
+    (fine), amber (works, could be better) or red (will fail, or give a wrong student), and names a command or a setting
+    to try. Nothing is kept. Exit code 0, or 2 if something is red.
     """
     from stillroom.doctor.examine import examine
 
-    named = {"teacher.model": teacher, "student.model": student, "data.train": data, "data.eval": eval_data}
+    named = {"teacher": teacher, "student": student, "data": data, "eval_data": eval_data}
     report = examine(
-        lambda: _load_or_demo(config, preset, named, set_),
+        lambda: load_or_demo(config, preset, set_, **named),
         device=device,
         is_quick=quick,
         on_subject=partial(_say_subject, is_quiet=as_json),
@@ -73,7 +76,7 @@ def doctor(
     if as_json:
         print_json(report.to_dict())
     else:
-        from stillroom.doctor.show import doctor_lines
+        from stillroom.doctor.printed import doctor_lines
 
         for level, line in doctor_lines(report.to_dict()):
             echo(line, fg=_COLOURS.get(level) if "NO_COLOR" not in os.environ else None)
@@ -81,21 +84,9 @@ def doctor(
         raise typer.Exit(2)
 
 
-def _load_or_demo(
-    path: Path | None, preset: str | None, named: Mapping[str, str | None], assignments: list[str] | None
-) -> Loaded:
-    """Load a configuration with the settings that have an option; if nothing is named, the embedded demo."""
-    given = {key: value for key, value in named.items() if value is not None}
-    is_demo = path is None and preset is None and not given
-    overrides = given | parse_assignments(assignments or [])
-    loaded = load(path, preset="demo" if is_demo else preset, overrides=overrides)
-    refuse_gaps(loaded.config)
-    return loaded
-
-
 def _say_subject(subject: str, *, is_quiet: bool) -> None:
     if not is_quiet:
-        echo(f"looking at {subject} ...", err=True)
+        echo(f"checking {subject} ...", err=True)
 
 
 _COLOURS = {"red": typer.colors.RED, "amber": typer.colors.YELLOW, "green": typer.colors.GREEN}
@@ -104,23 +95,26 @@ _COLOURS = {"red": typer.colors.RED, "amber": typer.colors.YELLOW, "green": type
 @app.command(short_help="Check numerics on this machine.")
 def selftest(
     device: Device = "auto",
-    only: Annotated[list[str] | None, typer.Option(help="a group of trials, repeatable; see the table")] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(metavar="GROUP", help="divergences, kernels, precision, guard or survival; repeatable"),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check numerics on this machine; under a minute on two cores.
+    """Check numerics on this machine; takes under a minute on two cores.
 
-    Every divergence and the loss of the head against float64 and finite differences; every row kernel against the plain
-    one; every precision policy against float64; the guard against injected faults; a run that is killed and resumed.
-    Exit code 0, or 20 where something is wrong: it is named.
+    Compares every divergence and the loss of the head with float64 and finite differences, every kernel with the plain
+    one, and every precision mode with float64; injects faults; kills and resumes a run. Exit code 0, or 20 if a trial
+    failed.
     """
     from stillroom.core.errors import SelftestFailed
+    from stillroom.doctor.printed import selftest_lines
     from stillroom.doctor.selftest import GROUPS, selftest
-    from stillroom.doctor.show import selftest_lines
     from stillroom.precision.device import find_device
 
     if strange := sorted(set(only or ()) - set(GROUPS)):
         advice = [f"one of {', '.join(GROUPS)}"]
-        raise ConfigError(f"there is no group of trials {', '.join(strange)}", where="--only", advice=advice)
+        raise ConfigError(f"unknown group of trials: {', '.join(strange)}", where="--only", advice=advice)
     show = _Progress(is_quiet=as_json)
     report = selftest(find_device(device), only=tuple(only or ()), on_trial=show.trial)
     show.end()
@@ -154,27 +148,27 @@ def _advice(failed: tuple[Outcome, ...]) -> list[str]:
     return [*advice, "tell us: stillroom selftest --json > selftest.json"]
 
 
-@app.command("verify-resume", short_help="Prove that a killed and resumed run is the uncut one.")
+@app.command("verify-resume", short_help="Prove that resuming a killed run is bit-exact.")
 def verify_resume(
     config: ConfigFile = None,
     preset: Preset = None,
-    steps: Annotated[int, typer.Option(min=2, help="optimizer steps N of each run")] = 8,
-    kill_at: Annotated[int, typer.Option(min=0, help="the step k that is never reached; 0: the middle")] = 0,
+    steps: Annotated[int, typer.Option(min=2, metavar="N", help="optimizer steps of each run")] = 8,
+    kill_at: Annotated[int, typer.Option(min=0, metavar="K", help="kill before step K; 0: in the middle")] = 0,
     device: Device = "auto",
-    set_: Annotated[list[str] | None, typer.Option("--set", help="any setting, e.g. precision.mode=fp16-split")] = None,
+    set_: Assignments = None,
     as_json: AsJson = False,
 ) -> None:
-    """Prove that a run which is killed and resumed ends as one that was not, to the last bit.
+    """Prove that a run that is killed and resumed equals an uninterrupted one, to the last bit.
 
-    Trains N steps of the configuration, then N steps that a SIGKILL ends before step k and `resume` continues, each in
-    a process of its own, and compares the record of every step, the state and every tensor. Then changes the data, the
-    teacher and the student in turn: resuming must be refused. Works in a temporary folder: runs of yours are not
-    touched. Exit code 0, or 25 with the first tensor that differs or the input that was not looked at.
+    Trains N steps without a break, then N steps that SIGKILL interrupts before step K and `resume` continues, and
+    compares the record of every step, the state and every tensor. Then changes the data, the teacher and the student in
+    turn: resume must refuse. Works in a temporary folder. Exit code 0, or 25 with the first tensor that differs or the
+    change that was not noticed.
     """
     chosen = _loaded(config, preset, set_)
     from stillroom.core.errors import ResumeDiffers
+    from stillroom.doctor.printed import resume_lines
     from stillroom.doctor.resume import verify_resume
-    from stillroom.doctor.show import resume_lines
 
     def tell(text: str) -> None:
         if not as_json:
@@ -282,40 +276,47 @@ def _say_part(text: str, *, is_quiet: bool) -> None:
 # -- plan: what a run takes and costs, before anything is loaded -------------------------------------------
 
 
-@app.command(short_help="Say what a run takes, and what makes it fit.")
+@app.command(short_help="Estimate memory and time of a run, and make it fit.")
 def plan(
     config: ConfigFile = None,
     device_memory: Annotated[
-        str | None, typer.Option(help="plan for so much, e.g. 16GB or 15.9GiB; else for what is free here")
+        str | None,
+        typer.Option(metavar="SIZE", help="memory to plan for, e.g. 16GB; without it what is free on this machine"),
     ] = None,
-    card: Annotated[str | None, typer.Option(help="plan for a named card: T4, V100, P100, L4, A100 or H100")] = None,
-    processes: Annotated[int, typer.Option(min=1, help="processes that share the run; bytes are of one")] = 1,
-    strategy: Annotated[str | None, typer.Option(help="auto, ddp or fsdp; else train.strategy")] = None,
+    card: Annotated[
+        str | None, typer.Option(metavar="GPU", help="GPU to plan for: T4, V100, P100, L4, A100 or H100")
+    ] = None,
+    processes: Annotated[
+        int, typer.Option(min=1, metavar="N", help="processes that share the run; memory is that of one")
+    ] = 1,
+    strategy: Annotated[
+        str | None, typer.Option(metavar="NAME", help="auto, ddp or fsdp; without it train.strategy")
+    ] = None,
     preset: Preset = None,
     teacher: TeacherModel = None,
     student: StudentModel = None,
     data: TrainData = None,
     eval_data: EvalData = None,
     device: Device = "auto",
-    quick: Annotated[bool, typer.Option("--quick", help="do not count the data")] = False,
-    probe: Annotated[bool, typer.Option("--probe", help="load the models and time one real step here")] = False,
-    write: Annotated[Path | None, typer.Option(help="write the configuration that fits, as TOML")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="do not read the data")] = False,
+    probe: Annotated[bool, typer.Option("--probe", help="load the models and time one step on this machine")] = False,
+    write: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="write the configuration that fits, as TOML")
+    ] = None,
     set_: Assignments = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what a run takes, by part, before any weight is loaded, and what makes it fit.
+    """Estimate the memory and time of a run before any weight is loaded, and propose settings that fit.
 
-    The models are built from their configurations as shapes without memory, and one micro-batch is run on them: what is
-    kept for the backward pass is what autograd keeps. Where the run does not fit, changes are proposed in order of
-    harm, each with what it saves and costs, and --write stores the configuration that fits. Exit code 0 if the run fits
-    or can be made to, else 2.
+    Builds the models without weights and traces one micro-batch. If the run does not fit, proposes changes, the least
+    harmful first, each with what it saves and costs; --write stores the configuration that fits. Exit code 0 if the run
+    fits or can be made to fit, else 2.
     """
     from stillroom.doctor.plan.plan import find_target, make_plan, parse_bytes, with_processes
     from stillroom.precision.gpus import find_gpu
 
     bound = parse_bytes(device_memory) if device_memory is not None else None
-    named = {"teacher.model": teacher, "student.model": student, "data.train": data, "data.eval": eval_data}
-    loaded = _load_or_demo(config, preset, named, set_)
+    loaded = load_or_demo(config, preset, set_, teacher=teacher, student=student, data=data, eval_data=eval_data)
     train = loaded.config.train
     gpu = find_gpu(card) if card is not None else None
     target = with_processes(find_target(device, bound, gpu), processes, strategy or train.strategy, train.shard_size)
@@ -332,7 +333,7 @@ def plan(
 
 
 def _print(made: Plan, notes: tuple[str, ...]) -> None:
-    from stillroom.doctor.show import plan_lines, wrapped
+    from stillroom.doctor.printed import plan_lines, wrapped
 
     lines = [line for note in notes for line in wrapped("note  ", note)]
     for line in [*lines, *plan_lines(made.to_dict())]:
@@ -362,49 +363,69 @@ def _write(made: Plan, path: Path, *, is_quiet: bool) -> None:
 _EVERY_SECONDS = 5.0
 
 
-@app.command(short_help="Store a teacher's answers, to train from them later.")
-def cache(
-    what: Annotated[
-        str | None, typer.Argument(metavar="CONFIG|info|verify", help="TOML or JSON file, or a word")
+class _WriteByDefault(TyperGroup):
+    """`cache CONFIG --out DIR` means `cache write CONFIG --out DIR`."""
+
+    def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
+        words = [word for word in args if word != "--json"]  # may come before the subcommand
+        if words and words[0] in self.commands:
+            options = [word for word in args if word == "--json"]
+            return super().parse_args(ctx, [*words, *options])
+        return super().parse_args(ctx, args if words[:1] in (["-h"], ["--help"]) else ["write", *args])
+
+
+cache = typer.Typer(
+    cls=_WriteByDefault,
+    rich_markup_mode=None,
+    help="Store a teacher's answers on disk, to train from them without the teacher.\n\n`stillroom cache CONFIG --out "
+    "DIR` means `stillroom cache write CONFIG --out DIR`.",
+    short_help="Store a teacher's answers on disk, to train from them.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.add_typer(cache, name="cache")
+
+CacheFolder = Annotated[Path, typer.Argument(metavar="DIR", help="folder or address of a cache")]
+
+
+@cache.command()
+def write(
+    config: Annotated[
+        Path | None, typer.Argument(metavar="CONFIG", help="TOML or JSON file that names teacher and data")
     ] = None,
-    folder: Annotated[Path | None, typer.Argument(metavar="[DIR]", help="a cache, after info or verify")] = None,
     out: Annotated[
-        Path | None, typer.Option(help="folder or address of the cache; one that is begun is continued")
+        Path | None, typer.Option(metavar="DIR", help="folder or address of the cache; an unfinished one is continued")
     ] = None,
     preset: Preset = None,
     teacher: TeacherModel = None,
     data: TrainData = None,
     eval_data: EvalData = None,
     import_: Annotated[
-        Path | None, typer.Option("--import", help="a file of log-probs that another program wrote")
+        Path | None, typer.Option("--import", metavar="FILE", help="read log-probs that another program wrote")
     ] = None,
-    format_: Annotated[str, typer.Option("--format", help="of that file: vllm, openai or distillkit")] = "vllm",
+    format_: Annotated[
+        str, typer.Option("--format", metavar="NAME", help="format of --import: vllm, openai or distillkit")
+    ] = "vllm",
     temperature: Annotated[
-        list[float] | None, typer.Option(help="repeatable: answers at several, each in a folder within DIR")
+        list[float] | None,
+        typer.Option(metavar="T", help="store answers at this temperature in a folder inside DIR; repeatable"),
     ] = None,
     device: Device = "auto",
-    max_minutes: Annotated[float, typer.Option(help="stop after so long, exit code 75; 0: no limit")] = 0.0,
-    set_: Annotated[list[str] | None, typer.Option("--set", help="any setting, e.g. teacher.signal.kind=top_k")] = None,
+    max_minutes: Annotated[
+        float, typer.Option(metavar="N", help="stop after N minutes with exit code 75; 0: no limit")
+    ] = 0.0,
+    set_: Assignments = None,
     as_json: AsJson = False,
 ) -> None:
-    """Store a teacher's answers; `cache info DIR` says what is stored, `cache verify DIR` checks every checksum.
-
-    A run then trains from them with --set teacher.cache=DIR, and the teacher is not loaded.
-    """
-    if what in ("info", "verify"):
-        _look(what, folder, as_json=as_json)
-        return
-    if folder is not None or out is None:
+    """Store a teacher's answers. A run trains from them with --set teacher.cache=DIR."""
+    if out is None:
         raise ConfigError(
-            "the folder of a cache is named with --out",
+            "the folder of the cache is missing",
             where="command line",
             advice=["stillroom cache CONFIG --out DIR", "stillroom cache info DIR", "stillroom cache verify DIR"],
         )
-    named = {"teacher.model": teacher, "data.train": data, "data.eval": eval_data}
-    overrides: dict[str, Any] = {key: value for key, value in named.items() if value is not None}
-    overrides |= parse_assignments(set_ or [])
+    overrides = settings_of(set_, teacher=teacher, data=data, eval_data=eval_data)
     overrides["teacher.cache"] = None
-    loaded = load(Path(what) if what else None, preset=preset, overrides=overrides)
+    loaded = load(config, preset=preset, overrides=overrides)
     refuse_gaps(loaded.config, roles=("teacher", "data"))
     if import_ is not None:
         from stillroom.training.write_cache import import_cache
@@ -450,14 +471,20 @@ class _Teller:
         )
 
 
-def _look(word: str, folder: Path | None, *, as_json: bool) -> None:
-    if folder is None:
-        raise ConfigError(
-            f"`cache {word}` needs a folder", where="command line", advice=[f"stillroom cache {word} DIR"]
-        )
-    from stillroom.training.write_cache import cache_info, verify_cache
+@cache.command()
+def info(folder: CacheFolder, as_json: AsJson = False) -> None:
+    """Show what a cache holds."""
+    from stillroom.training.write_cache import cache_info
 
-    _cache_print(verify_cache(folder) if word == "verify" else cache_info(folder), as_json=as_json)
+    _cache_print(cache_info(folder), as_json=as_json)
+
+
+@cache.command()
+def verify(folder: CacheFolder, as_json: AsJson = False) -> None:
+    """Check every checksum of a cache."""
+    from stillroom.training.write_cache import verify_cache
+
+    _cache_print(verify_cache(folder), as_json=as_json)
 
 
 def _cache_print(result: dict[str, Any], *, as_json: bool) -> None:
@@ -505,32 +532,40 @@ class _Asked:
     bos: Any
 
 
-@app.command("eval", short_help="Measure a model, alone or compared with its teacher.")
+@app.command("eval", short_help="Evaluate a model, alone or against its teacher.")
 def eval_(
     run: Annotated[
-        Path | None, typer.Argument(help="folder of a run: its student beside its teacher, on its held-out data")
+        Path | None,
+        typer.Argument(metavar="RUN", help="folder of a run: its student against its teacher, on its held-out text"),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="instead of RUN: folder of a model or a run, hub id, or builtin:teacher")
+        str | None, typer.Option(metavar="MODEL", help="instead of RUN: folder of a model or a run, or hub id")
     ] = None,
     data: Annotated[
-        str | None, typer.Option(help="file, glob, hf:NAME, or builtin:stdlib; of RUN else what it held out")
+        str | None,
+        typer.Option(metavar="DATA", help="text to score: file, glob, hf:NAME or builtin:stdlib; for RUN its own"),
     ] = None,
-    teacher: Annotated[str | None, typer.Option(help="compare with this model")] = None,
-    max_length: Annotated[int | None, typer.Option(min=8, help="tokens in a row; else the run's, or 256")] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="rows at once")] = 8,
-    max_batches: Annotated[int, typer.Option(min=0, help="0: all")] = 0,
-    blocks: Annotated[bool, typer.Option("--blocks", help="texts end to end in blocks, not each record alone")] = False,
-    questions: Annotated[Path | None, typer.Option(help="JSONL of questions with answers or choices")] = None,
-    tasks: Annotated[str, typer.Option(help="benchmarks of lm-eval, by name or YAML file, with commas between")] = "",
+    teacher: Annotated[str | None, typer.Option(metavar="MODEL", help="model to compare with")] = None,
+    max_length: Annotated[
+        int | None, typer.Option(min=8, metavar="N", help="tokens of a row; by default the run's, or 256")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, metavar="N", help="rows of a batch")] = 8,
+    max_batches: Annotated[int, typer.Option(min=0, metavar="N", help="most batches to score; 0: all")] = 0,
+    blocks: Annotated[bool, typer.Option("--blocks", help="score texts joined in blocks, not each by itself")] = False,
+    questions: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="JSONL of questions with answers or choices")
+    ] = None,
+    tasks: Annotated[
+        str, typer.Option(metavar="NAMES", help="lm-eval benchmarks by name or YAML file, separated by commas")
+    ] = "",
     bos: Bos = "auto",
     device: Device = "auto",
     trust_remote_code: TrustCode = False,
     allow_address: AllowAddress = None,
-    keep: Annotated[bool, typer.Option(help="of a run's student: write eval.json, for its report and card")] = True,
+    keep: Annotated[bool, typer.Option(help="write eval.json into the run's folder, for report and model card")] = True,
     as_json: AsJson = False,
 ) -> None:
-    """Perplexity and bits per byte of a model, what it costs, and against a teacher KL, agreement and retention."""
+    """Evaluate a model: perplexity, bits per byte, speed and memory; against a teacher also KL and agreement."""
     said = trust_remote_code, tuple(allow_address or ())
     asked = _asked(run, model, data, teacher, max_length, wanted_bos(bos), said)
     from stillroom.metrics.evaluate import assess
@@ -567,7 +602,7 @@ def eval_(
     if as_json:
         print_json({**result, **({"kept": str(kept)} if kept else {})})
         return
-    from stillroom.telemetry.show import assessment_lines
+    from stillroom.telemetry.results import assessment_lines
     from stillroom.telemetry.wording import clean
 
     for line in assessment_lines(result):
@@ -587,12 +622,12 @@ def _asked(
 ) -> _Asked:
     """Refuse what does not say which model and which text; fill in what a run knows."""
     if (run is None) == (model is None):
-        what = "which model to measure is not said" if run is None else "RUN and --model are two names for one thing"
+        what = "the model to evaluate is missing" if run is None else "RUN and --model are both given"
         raise ConfigError(what, where="--model", advice=["stillroom eval RUN", "stillroom eval --model M --data D"])
     if run is None:
         if data is None:
             raise ConfigError(
-                "the text to measure on is not said", where="--data", advice=["--data FILE, or --data builtin:stdlib"]
+                "the text to score is missing", where="--data", advice=["--data FILE, or --data builtin:stdlib"]
             )
         return _Asked(str(model), data, teacher, max_length or _MAX_LENGTH, bos)
     from stillroom.core.remote import here
@@ -643,29 +678,35 @@ _FORMATS = ("hf", "gguf", "onnx")
 _GGUF_TYPES = {"f32": "float32", "f16": "float16"}
 
 
-@app.command()
+@app.command(short_help="Export a student as a Hugging Face folder, GGUF or ONNX.")
 def export(
-    run: Annotated[str, typer.Argument(help="folder of a run or a model, hub id, or builtin:student")],
-    out: Annotated[Path, typer.Option(help="folder to write")],
-    format: Annotated[str, typer.Option(help="hf (a Hugging Face folder), gguf or onnx")] = "hf",
+    run: Annotated[str, typer.Argument(metavar="RUN", help="folder of a run or a model, hub id or builtin:student")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="folder to write")],
+    format: Annotated[str, typer.Option(metavar="NAME", help="hf (Hugging Face folder), gguf or onnx")] = "hf",
     dtype: Annotated[
-        str | None, typer.Option(help="float32, float16 or bfloat16; else float32, as GGUF float16")
+        str | None,
+        typer.Option(metavar="TYPE", help="float32, float16 or bfloat16; by default float32, for GGUF float16"),
     ] = None,
-    gguf_type: Annotated[str | None, typer.Option(help="of GGUF instead of --dtype: f32, f16 or q8_0")] = None,
+    gguf_type: Annotated[
+        str | None, typer.Option(metavar="TYPE", help="for GGUF instead of --dtype: f32, f16 or q8_0")
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(metavar="DATA", help="text to compare logits on; by default the run's own")
+    ] = None,
     quantise: Annotated[
         str | None,
-        typer.Option(help="of GGUF: q4_0, q4_1, q5_0, q5_1, q8_0, q4_k_m, q5_k_m or q6_k"),
+        typer.Option(metavar="TYPE", help="for GGUF: q4_0, q4_1, q5_0, q5_1, q8_0, q4_k_m, q5_k_m or q6_k"),
     ] = None,
     layers: Annotated[
-        list[str] | None, typer.Option(help="with --quantise, repeatable: NAME=FORMAT, such as down_proj=q8_0")
+        list[str] | None,
+        typer.Option(metavar="NAME=TYPE", help="with --quantise: other types for single layers; repeatable"),
     ] = None,
-    data: Annotated[str | None, typer.Option(help="compare on this text; else the run's own, or Python's")] = None,
     force: Annotated[bool, typer.Option("--force", help="replace an earlier export")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write a student for use elsewhere, with a model card. It is read back and its logits compared."""
+    """Export a student with a model card, then read it back and compare its logits."""
     if format not in _FORMATS:
-        raise ConfigError(f"--format {format} is none of {', '.join(_FORMATS)}", where="--format")
+        raise ConfigError(f"unknown format {format}", where="--format", advice=[", ".join(_FORMATS)])
     form = _form(format, dtype, gguf_type or quantise)
     from stillroom.export.folder import export as write
 

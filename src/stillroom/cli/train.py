@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stillroom.api import Listeners, is_first_process, num_processes, reported
+from stillroom.api import Listeners, is_first_process, num_processes, reported, resume_job
 from stillroom.cli.exit import fault_of
 from stillroom.cli.main import (
     AllowAddress,
@@ -18,16 +18,21 @@ from stillroom.cli.main import (
     ConfigFile,
     Device,
     EvalData,
+    MaxMinutes,
     Preset,
+    Progress,
+    RunFolder,
     StudentModel,
     TeacherModel,
     TrainData,
     TrustCode,
+    Verbose,
     app,
     echo,
     print_json,
+    settings_of,
 )
-from stillroom.config import load, parse_assignments, shortened
+from stillroom.config import load, shortened
 from stillroom.config.load import refuse_gaps, refuse_unread
 from stillroom.config.schema import FAULTS
 from stillroom.core.errors import ConfigError, StillroomError
@@ -41,14 +46,12 @@ if TYPE_CHECKING:
 # Settings that make a run differ from the embedded demo, which trains baselines too.
 _NOT_THE_DEMO = ("teacher.", "student.", "data.", "objectives.")
 
-_INJECT_HELP = f"faults on purpose, e.g. nan_weight@40,teacher_nan@60x5 (xN: N attempts). Known: {', '.join(FAULTS)}"
+_INJECT_HELP = f"inject faults for a test, e.g. nan_weight@40,teacher_nan@60x5 (xN: N attempts): {', '.join(FAULTS)}"
 
 
 AcceptChangedInputs = Annotated[
     bool,
-    typer.Option(
-        "--accept-changed-inputs", help="resume although the data, the teacher or the starting student is another"
-    ),
+    typer.Option("--accept-changed-inputs", help="resume even if the data, the teacher or the first student changed"),
 ]
 
 
@@ -61,43 +64,49 @@ def distill(
     data: TrainData = None,
     eval_data: EvalData = None,
     out: Annotated[
-        Path | None, typer.Option(help="folder or address (s3://...) of the run; an unfinished one is resumed")
+        Path | None,
+        typer.Option(metavar="DIR", help="folder or address (s3://...) of the run; an unfinished run is resumed"),
     ] = None,
-    max_steps: Annotated[int | None, typer.Option(help="optimizer steps")] = None,
-    precision: Annotated[str | None, typer.Option(help="auto, fp32, fp16-mixed, fp16-master, fp16-split ...")] = None,
+    max_steps: Annotated[int | None, typer.Option(metavar="N", help="number of optimizer steps")] = None,
+    precision: Annotated[
+        str | None, typer.Option(metavar="MODE", help="auto, fp32, bf16-mixed, fp16-mixed, fp16-master, fp16-split ...")
+    ] = None,
     device: Device = "auto",
-    seed: Annotated[int | None, typer.Option(help="random seed")] = None,
-    dry_run: Annotated[bool, typer.Option(help="five real steps with evaluation, save and report")] = False,
-    max_minutes: Annotated[float | None, typer.Option(help="checkpoint and stop after N minutes, exit code 75")] = None,
-    strict: Annotated[
-        bool, typer.Option(help="halt at the first value that is not finite; refuse settings that nothing reads")
+    seed: Annotated[int | None, typer.Option(metavar="N", help="random seed")] = None,
+    dry_run: Annotated[
+        bool, typer.Option(show_default=False, help="take five steps, evaluate, save and write the report")
     ] = False,
-    inject: Annotated[str, typer.Option(help=_INJECT_HELP)] = "",
+    max_minutes: MaxMinutes = None,
+    strict: Annotated[
+        bool,
+        typer.Option(show_default=False, help="stop at the first non-finite value; refuse settings without effect"),
+    ] = False,
+    inject: Annotated[str, typer.Option(metavar="FAULT@STEP", help=_INJECT_HELP)] = "",
     accept_changed_inputs: AcceptChangedInputs = False,
     allow_base: Annotated[
-        str | None, typer.Option(help="an address (s3://...) that an adapter may name for its base model")
+        str | None, typer.Option(metavar="URL", help="address that an adapter may name for its base model")
     ] = None,
     set_: Assignments = None,
-    progress: Annotated[bool, typer.Option(help="live progress on a terminal")] = True,
+    progress: Progress = True,
+    verbose: Verbose = False,
     as_json: AsJson = False,
 ) -> None:
-    """Distil a teacher into a student. With no argument: the embedded demo."""
-    named = {
-        "teacher.model": teacher,
-        "student.model": student,
-        "data.train": data,
-        "data.eval": eval_data,
+    """Distil a teacher into a student. Without arguments: run the embedded demo.
+
+    The run's folder (--out, else a new one below runs/) gets checkpoints, the event log, the student as a Hugging Face
+    folder and report.html.
+    """
+    options = {
         "train.max_steps": max_steps,
         "train.seed": seed,
         "train.max_minutes": max_minutes,
         "precision.mode": precision,
         "teacher.allow_base": allow_base,
         "student.allow_base": allow_base,
+        "guard.on_nonfinite": "halt" if strict else None,
     }
-    overrides: dict[str, Any] = {key: value for key, value in named.items() if value is not None}
-    if strict:
-        overrides["guard.on_nonfinite"] = "halt"
-    overrides.update(parse_assignments(set_ or []))
+    overrides = {key: value for key, value in options.items() if value is not None}
+    overrides |= settings_of(set_, teacher=teacher, student=student, data=data, eval_data=eval_data)
     is_demo = config is None and preset is None and not any(key.startswith(_NOT_THE_DEMO) for key in overrides)
     loaded = load(config, preset="demo" if is_demo else preset, overrides=overrides)
     refuse_gaps(loaded.config)
@@ -126,55 +135,54 @@ def distill(
 
     if is_demo:
         refuse_url(folder, "the demo, which is three runs,", "--out")
-    _run_and_report(job, folder, as_json=as_json, progress=progress)
+    _run_and_report(job, folder, as_json=as_json, progress=progress, verbose=verbose)
 
 
 @app.command()
 def resume(
-    run: Annotated[Path, typer.Argument(help="folder or address of a run")],
+    run: RunFolder,
     device: Device = "auto",
-    max_minutes: Annotated[float | None, typer.Option(help="checkpoint and stop after N minutes, exit code 75")] = None,
-    strategy: Annotated[str | None, typer.Option(help="auto, ddp or fsdp, where there are several processes")] = None,
+    max_minutes: MaxMinutes = None,
+    strategy: Annotated[
+        str | None, typer.Option(metavar="NAME", help="with several processes: auto, ddp or fsdp")
+    ] = None,
     shard_size: Annotated[
-        int | None, typer.Option(min=0, help="with fsdp: processes that hold one copy; 0: all; else train.shard_size")
+        int | None,
+        typer.Option(min=0, metavar="N", help="with fsdp: processes that share one copy of the student; 0: all"),
     ] = None,
     accept_changed_inputs: AcceptChangedInputs = False,
     trust_remote_code: TrustCode = False,
     allow_address: AllowAddress = None,
-    progress: Annotated[bool, typer.Option(help="live progress on a terminal")] = True,
+    progress: Progress = True,
+    verbose: Verbose = False,
     as_json: AsJson = False,
 ) -> None:
-    """Continue a run, bit for bit.
+    """Continue an interrupted run, bit for bit.
 
-    A run whose data, teacher or starting student is not what it was when the run began ends with exit code 25.
+    A run whose data, teacher or first student changed since it began ends with exit code 25.
     """
-    accepts: dict[str, Any] = {"accept_changed_inputs": accept_changed_inputs}
 
     def job(place: Path, listeners: Listeners) -> Result:
-        from stillroom.demo import is_demo_run, resume_demo
-        from stillroom.training.distill import resume as resume_run
-        from stillroom.training.run_folder import Trust
-
-        if is_demo_run(place):
-            return resume_demo(place, device=device, max_minutes=max_minutes, listeners=listeners, **accepts)
-        return resume_run(
+        return resume_job(
             place,
+            listeners,
             device=device,
             max_minutes=max_minutes,
             strategy=strategy,
             shard_size=shard_size,
-            trust=Trust(trust_remote_code, tuple(allow_address or ())),
-            listeners=listeners,
-            **accepts,
+            trusts=(trust_remote_code, tuple(allow_address or ())),
+            accept_changed_inputs=accept_changed_inputs,
         )
 
-    _run_and_report(job, run, as_json=as_json, progress=progress)
+    _run_and_report(job, run, as_json=as_json, progress=progress, verbose=verbose)
 
 
-def _run_and_report(job: Callable[[Path, Listeners], Result], folder: Path, *, as_json: bool, progress: bool) -> None:
-    """Run a job, show its events, write the report and print the result. One in a store is sent there at the end."""
+def _run_and_report(
+    job: Callable[[Path, Listeners], Result], folder: Path, *, as_json: bool, progress: bool, verbose: bool
+) -> None:
+    """Run a job, show its events, write the report and print the result. A run in a store is sent there at the end."""
     try:
-        result, where = reported(job, folder, "quiet" if as_json else "auto" if progress else "plain")
+        result, where = reported(job, folder, "quiet" if as_json else "auto" if progress else "plain", verbose=verbose)
     except (StillroomError, BrokenPipeError):
         raise
     except Exception as error:
@@ -187,22 +195,24 @@ def _run_and_report(job: Callable[[Path, Listeners], Result], folder: Path, *, a
 # -- after a run: what went wrong in it, and how two runs differ -------------------------------------------
 
 
-_DIAGNOSE = """Say what went wrong in a run, or what could be better, and which setting to change.
-
-Reads events.jsonl, config.json and summary.json of a run that is finished, stopped or still running. Each finding
-names the steps, the numbers it rests on, and a setting; the most likely root cause is first. A problem has harmed the
-result, a warning may have, a hint costs time. A .toml or .json file is searched for harmful settings alone.
-
-Exit code 0, whether or not something is found; 2 where the run or the file cannot be read.
-"""
-
-
-@app.command(help=_DIAGNOSE, short_help="Say what went wrong in a run, and what to change.")
+@app.command(short_help="Find what went wrong in a run and what to change.")
 def diagnose(
-    run: Annotated[Path, typer.Argument(help="folder or address of a run, or a configuration (.toml, .json)")],
-    preset: Annotated[str | None, typer.Option(help="of a configuration: the preset it is based on")] = None,
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="folder or address of a run, or a configuration (.toml, .json)")
+    ],
+    preset: Annotated[
+        str | None, typer.Option(metavar="NAME", help="for a configuration: the preset it starts from")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
+    """Find what went wrong in a run, or what could be better, and which setting to change.
+
+    Reads the log and the summary of a run that is finished, stopped or still running. Each finding names its steps, its
+    numbers and a setting; the most likely cause comes first. A problem harmed the result, a warning may have, a hint
+    costs time. Of a .toml or .json file only the settings are checked.
+
+    Exit code 0, whether or not something is found; 2 if the run or the file cannot be read.
+    """
     from stillroom.core.files import is_in_store
     from stillroom.doctor.diagnose import config_lines
     from stillroom.doctor.rules import Settings, judge_settings
@@ -237,19 +247,17 @@ def _diagnose_run(run: Path, as_json: bool) -> None:
         echo(line)
 
 
-_COMPARE = """Say how two runs differ: settings, versions, course, and results with their intervals.
-
-Only what differs is listed. Results have 95 % intervals over documents where the runs have them: `overlap` means that
-the difference may be chance. Exit code 0; 2 where a run cannot be read.
-"""
-
-
-@app.command(help=_COMPARE, short_help="Say how two runs differ, in settings and results.")
+@app.command(short_help="Compare two runs: settings and results.")
 def compare(
-    first: Annotated[Path, typer.Argument(help="folder or address of a run")],
-    second: Annotated[Path, typer.Argument(help="folder or address of another run")],
+    first: Annotated[Path, typer.Argument(metavar="RUN", help="folder or address of a run")],
+    second: Annotated[Path, typer.Argument(metavar="RUN", help="folder or address of another run")],
     as_json: AsJson = False,
 ) -> None:
+    """Compare two runs: settings, versions, training, and results with their intervals.
+
+    Only what differs is listed. `overlap` after two results means that their 95 % intervals over documents overlap, so
+    the difference may be chance. Exit code 0; 2 if a run cannot be read.
+    """
     from stillroom.core.remote import here
     from stillroom.doctor.diagnose import compare as find_differences
     from stillroom.doctor.diagnose import compare_lines, read_case

@@ -61,7 +61,7 @@ REMOVED: dict[str, tuple[Any, str]] = {
     "guard.spike_window": (50, "medians are over the last 50 accepted steps; guard.spike_z says what a spike is"),
     "guard.spike_warmup": (10, "statistics begin after 10 accepted steps; guard.spike_z says what a spike is"),
     "guard.learning_rate_backoff": (0.5, "after a divergence the learning rate is halved for a while"),
-    "telemetry.first_steps": (5, "the components of the first 5 steps are printed in full"),
+    "telemetry.first_steps": (5, "the components of the first 5 steps are printed in full with --verbose"),
 }  # fmt: skip
 
 

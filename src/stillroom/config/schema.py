@@ -1360,7 +1360,7 @@ class CheckpointConfig(Section):
 
 
 class TelemetryConfig(Section):
-    log_steps: Size = Field(10, description="steps between plain log lines")
+    log_steps: Size = Field(10, description="steps between lines in a pipe, with --verbose; else a line a minute")
     gradient_steps: Count = Field(
         0, description="steps between measurements of each term's gradient; 0: never. Costs a backward pass a term"
     )

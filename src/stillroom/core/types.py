@@ -25,6 +25,10 @@ ROLLOUTS = "rollouts"  # the source of rows that the student wrote
 _EMPTY: Mapping[str, Any] = MappingProxyType({})
 
 
+class Detail(str):
+    """A note that nobody needs to act on: the log keeps it, a terminal shows it with --verbose only."""
+
+
 # -- data ------------------------------------------------------------------------------------------------
 
 

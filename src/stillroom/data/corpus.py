@@ -515,9 +515,11 @@ def _asked_packing(config: DataConfig, encoded: Encoded, tally: Tally) -> Packin
     if config.packing != "auto":
         return config.packing
     if num_prompted:
-        tally.note(f"each record is trained in its own rows: {num_prompted:,} of {num_documents:,} have a prompt")
+        tally.detail(f"each record is trained in its own rows: {num_prompted:,} of {num_documents:,} have a prompt")
         return "rows"
-    tally.note(f"documents are joined end to end in training rows of {config.max_length:,} tokens: all are plain text")
+    tally.detail(
+        f"documents are joined end to end in training rows of {config.max_length:,} tokens: all are plain text"
+    )
     return "blocks"
 
 
@@ -540,7 +542,7 @@ def _note_scoring(rows: Rows, max_length: int, tally: Tally) -> None:
     num_documents = rows.num_documents
     is_cut = len(rows) > num_documents
     cut = f"; a text longer than {max_length:,} tokens is cut into consecutive rows" if is_cut else ""
-    tally.note(f"each held-out document is scored by itself{cut}")
+    tally.detail(f"each held-out document is scored by itself{cut}")
     if num_documents < MIN_DOCUMENTS:
         tally.note(
             f"held-out documents: {num_documents:,}, too few to say how sure a result is (it takes {MIN_DOCUMENTS}): "

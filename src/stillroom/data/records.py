@@ -16,6 +16,7 @@ from typing import Any
 
 from stillroom.config.schema import Layout
 from stillroom.core.errors import DataError
+from stillroom.core.types import Detail
 
 Segments = tuple[tuple[str, bool], ...]  # (text, is scored), in reading order
 
@@ -90,6 +91,10 @@ class Tally:
     def note(self, sentence: str) -> None:
         if sentence not in self.notes:
             self.notes.append(sentence)
+
+    def detail(self, sentence: str) -> None:
+        """Note what nobody needs to act on."""
+        self.note(Detail(sentence))
 
     def refuse(self, where: str, why: str) -> None:
         self.counters["bad_records"] += 1

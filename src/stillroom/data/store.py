@@ -34,6 +34,7 @@ from stillroom.core.errors import DataError
 from stillroom.core.files import is_disk_full, reason_of, replaced_folder, sum_of_file, write_durably
 from stillroom.core.locks import hold
 from stillroom.core.remote import copies_folder
+from stillroom.core.types import Detail
 from stillroom.data.chat import chat_writer, day_or_today, prints_day
 from stillroom.data.records import BadRecord, Shaper, Tally
 from stillroom.data.sources import (
@@ -519,6 +520,7 @@ def _tally_values(tally: Tally) -> dict[str, Any]:
     return {
         "counters": dict(tally.counters),
         "notes": tally.notes,
+        "details": [note for note in tally.notes if isinstance(note, Detail)],
         "bad": [[bad.where, bad.why] for bad in tally.bad],
         "shapes": dict(tally.shapes),
     }
@@ -526,7 +528,9 @@ def _tally_values(tally: Tally) -> dict[str, Any]:
 
 def _tally_of(value: dict[str, Any]) -> Tally:
     bad = [BadRecord(where, why) for where, why in value["bad"]]
-    return Tally(Counter(value["counters"]), list(value["notes"]), bad, Counter(value["shapes"]))
+    details = value.get("details", ())
+    notes = [Detail(note) if note in details else note for note in value["notes"]]
+    return Tally(Counter(value["counters"]), notes, bad, Counter(value["shapes"]))
 
 
 class _Progress:
@@ -546,7 +550,7 @@ class _Progress:
             self._tell(f"tokenizing {self._source.name}: {self._extent()} read, {self._rate()}")
 
     def end(self) -> None:
-        self._tell(f"tokenized {self._source.name}: {self._rate()}")
+        self._tell(Detail(f"tokenized {self._source.name}: {self._rate()}"))
 
     def _extent(self) -> str:
         if is_compressed(self._source.path):

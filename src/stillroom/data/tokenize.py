@@ -345,7 +345,7 @@ class Encoder:
 
     def note_limits(self) -> None:
         """Note what this tokenizer adds to a text and what it cannot do."""
-        self.tally.note(opening_note(self.tokenizer, self.bos, self.opening))
+        self.tally.detail(opening_note(self.tokenizer, self.bos, self.opening))
         if not self.tokenizer.is_fast:
             self.tally.note("the tokenizer gives no offsets: bytes are shared evenly over the tokens of a text")
         if self.tokenizer.eos_token_id is None:

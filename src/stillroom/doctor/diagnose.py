@@ -38,8 +38,10 @@ WIDTH = 80
 def read_case(folder: Path, *, is_owned: bool | None = None) -> Case:
     """Read the record of a run. Raise where nothing of it can be read; `record.missing` says what is lacking."""
     if not any((folder / name).exists() for name in FILES):
-        held = f"there is none of {', '.join(FILES)}" if folder.is_dir() else "there is no such folder"
-        raise ConfigError(f"{folder} holds no run: {held}", advice=["give the folder of a run, or a configuration"])
+        held = f"it has none of {', '.join(FILES)}" if folder.is_dir() else "there is no such folder"
+        raise ConfigError(
+            f"{folder} is not a Stillroom run folder: {held}", advice=["give the folder of a run, or a configuration"]
+        )
     record = LoggedRun.load(folder)
     if not record.events and not record.config and not record.summary:
         raise ConfigError(
@@ -225,7 +227,7 @@ def as_dict(case: Case, findings: Sequence[Finding]) -> dict[str, Any]:
 
 # -- two runs --------------------------------------------------------------------------------------------
 
-YARDSTICKS = (
+METRICS = (
     ("perplexity", "perplexity", format_result, True),
     ("bits_per_byte", "bits/byte", format_result, True),
     ("kl", "kl", format_result, True),
@@ -244,7 +246,7 @@ COUNTS = (
 
 
 def compare(first: LoggedRun, second: LoggedRun) -> dict[str, Any]:
-    """The differing settings, surroundings, counts, and each yardstick of each model side by side."""
+    """The differing settings, versions and counts, and each metric of each model side by side."""
     is_alike = _is_alike(first, second)
     return {
         "runs": [first.name, second.name],
@@ -262,7 +264,7 @@ def compare(first: LoggedRun, second: LoggedRun) -> dict[str, Any]:
         "results": {
             row: {
                 key: _side_by_side(first.result(row), second.result(row), key, less, is_alike)
-                for key, _, _, less in YARDSTICKS
+                for key, _, _, less in METRICS
                 if row != "teacher" or key not in _AGAINST_TEACHER
             }
             for row, _ in ROWS
@@ -369,7 +371,7 @@ def _value(value: Any) -> str:
 def _result_lines(found: Mapping[str, Any]) -> list[str]:
     lines = [f"results   {'':<23}{'first':>18}{'second':>18}"]
     for row, label in ROWS:
-        for key, name, form, _ in YARDSTICKS:
+        for key, name, form, _ in METRICS:
             one = found["results"][row].get(key)
             if one is None or one["values"] == [None, None]:
                 continue

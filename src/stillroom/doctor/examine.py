@@ -91,7 +91,7 @@ def _found_by(rule: Rule, setup: Setup) -> list[Finding]:
         findings.append(_of_error(failed.error, failed.subject))
     except StillroomError as error:
         findings.append(_of_error(error, rule.subject))
-    except Exception as error:  # memory and disk have an explanation; anything else is a fault of ours
+    except Exception as error:  # memory and disk have an explanation; anything else is a bug
         end = explained(error, rule.subject)
         if end is None:
             raise

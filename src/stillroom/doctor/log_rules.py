@@ -1,7 +1,7 @@
 """What the record of a run shows: causes in its data, teacher, schedule, precision, terms, machine and end.
 
 The order of the rules is that of a run. Pure functions without torch: a diagnosis reads JSON that it does not trust, so
-a value that is missing or of the wrong kind is no finding and no error.
+a value that is missing or of the wrong kind is neither a finding nor an error.
 """
 
 from __future__ import annotations
@@ -1197,7 +1197,7 @@ def stopped_early(case: Case) -> Finding | None:
         place = "" if reason.startswith("stopped at step") else f"stopped {where}: "
         what = f"{place}{reason} (exit code {code})"
         if code in (20, 21, 22, 23):  # the same settings would end the same way
-            advice = "change what the reason names and begin anew, with another --out"
+            advice = "change what the reason names and start again with another --out"
         setting = "train.max_minutes=0" if "minutes" in str(end.get("reason")) else ""
     elif end and done < planned:
         patience = case.number("train.early_stopping")

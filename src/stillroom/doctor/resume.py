@@ -1,4 +1,4 @@
-"""Prove that a killed and resumed run ends as an uncut one: `stillroom verify-resume`.
+"""Prove that a killed and resumed run equals an uninterrupted one: `stillroom verify-resume`.
 
 Train N steps, and k + (N - k) with a SIGKILL between, each in its own process, and compare. The kill comes before step
 k, where k is 4 or more one applied step after a checkpoint: the resumed run loads that checkpoint and takes the lost
@@ -179,7 +179,7 @@ def run_apart(words: list[str], device: str) -> subprocess.CompletedProcess[str]
 
 
 def _finished(done: subprocess.CompletedProcess[str], folder: Path) -> None:
-    """Raise unless the run took all its steps. A student that did not improve in so few is no fault."""
+    """Raise unless the run took all its steps. That the student did not improve in so few steps is fine."""
     if done.returncode in (0, NoBetterStudent.exit_code) and _status(folder) in FINISHED:
         return
     raise _unexpected(done, "did not finish")
@@ -248,7 +248,9 @@ def _of_steps(mine: Mapping[int, Any], theirs: Mapping[int, Any]) -> Iterator[Di
         if one == other:
             continue
         if one is None or other is None:
-            yield Difference("step", f"step {step}", f"only the {'resumed' if one is None else 'uncut'} run has it")
+            yield Difference(
+                "step", f"step {step}", f"only the {'resumed' if one is None else 'uninterrupted'} run has it"
+            )
         else:
             said = [f"{name} {one[name]!r} and {other[name]!r}" for name in _RECORDED if one[name] != other[name]]
             yield Difference("step", f"step {step}", "; ".join(said))
@@ -277,14 +279,16 @@ def gap(one: Tensor, other: Tensor) -> str:
         return ""
     place = int(is_other.nonzero()[0])
     pair = [tensor.flatten()[place].item() for tensor in (one, other)]
-    return f"{count:,} of {one.numel():,} values, the first at {place:,}: {pair[0]!r} uncut, {pair[1]!r} resumed"
+    return (
+        f"{count:,} of {one.numel():,} values, the first at {place:,}: {pair[0]!r} uninterrupted, {pair[1]!r} resumed"
+    )
 
 
 def _of_scalars(mine: Saved, theirs: Saved) -> Iterator[Difference]:
     for key in _STATES:
         one, other = (_without_clocks(saved.scalars.get(key)) for saved in (mine, theirs))
         if one != other:
-            yield Difference("state", key, f"{_shown(one, other)} uncut, {_shown(other, one)} resumed")
+            yield Difference("state", key, f"{_shown(one, other)} uninterrupted, {_shown(other, one)} resumed")
 
 
 def _without_clocks(value: Any) -> Any:

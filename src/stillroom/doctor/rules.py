@@ -10,7 +10,7 @@ constants, each written once. Rules are listed by the evidence they look at:
 | start, result | `checks` | the run itself, before its first step and after its last |
 | setup | `setup_rules` | `doctor` |
 
-What judges a schedule is one function that stands in the table twice: `Case`, a run's record, is a `Settings` whose
+What judges a schedule is one function that is in the table twice: `Case`, a run's record, is a `Settings` whose
 schedule is the one that the run had.
 """
 

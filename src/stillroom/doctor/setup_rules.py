@@ -1,6 +1,6 @@
 """What the doctor alone looks at: machine, installation, configuration, tokenizers, data, models, and one real step.
 
-A rule is a generator over a `Setup`: what it raises is a red finding of its own. The order is that of looking, cheap
+A rule is a generator over a `Setup`: what it raises is a red finding. The order is that of looking, cheap
 parts first.
 """
 
@@ -350,7 +350,7 @@ def copies(setup: Setup) -> Iterator[Finding]:
     if between:
         yield red(
             "leaking_data",
-            f"{between:,} held-out records also stand in the training data: the student is judged by what it has seen",
+            f"{between:,} held-out records are also in the training data: the student is judged by what it has seen",
             "take them out of one side, or leave data.eval out: copies then fall on one side",
         )
     if inside > MANY_COPIES * max(seen["documents"], 1):
@@ -588,7 +588,7 @@ def real_step(setup: Setup) -> Iterator[Finding]:
         what = f"in {own.mode} the loss of the first step is {own.loss:g} and its gradient norm {own.norm:g}"
         yield red("step_not_finite", what, _wider(own.mode, setup))
     if own.bad_teacher_rows:
-        what = f"the teacher's answer is no distribution at {own.bad_teacher_rows:,} positions of the first batch"
+        what = f"the teacher's answer is not a distribution at {own.bad_teacher_rows:,} positions of the first batch"
         yield red("teacher_degraded", what, _wider("fp32", setup))
     if own.norm == 0.0:
         yield red(
@@ -632,7 +632,7 @@ def _compared(own: Taken, exact: Taken) -> Finding:
 
 
 def take(config: Config, device: torch.device) -> Taken:
-    """Build the run anew and attempt its first step; nothing is applied, and nothing is left on the disk."""
+    """Build the run again and attempt its first step; nothing is applied, and nothing is left on the disk."""
     short = config.model_copy(update={"train": config.train.model_copy(update={"compile": "off"})})
     with tempfile.TemporaryDirectory(prefix="stillroom-doctor-") as name, EventLog(Path(name) / "events.jsonl") as log:
         run = build_run(short, Path(name), log, device=device, models=load_models(short, device))

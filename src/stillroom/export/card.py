@@ -15,7 +15,7 @@ from pathlib import PurePath
 from typing import Any
 
 from stillroom.telemetry.record import Evaluated
-from stillroom.telemetry.show import (
+from stillroom.telemetry.results import (
     ANSWER_COLUMNS,
     ASSESSMENT_ROWS,
     RESULT_COLUMNS,

@@ -25,7 +25,7 @@ from stillroom.precision import resolve
 from stillroom.precision.device import find_device, memory_in_use
 from stillroom.teachers import NO_TEACHER, LiveTeacher, Teacher
 from stillroom.teachers.paired import PairedTeacher
-from stillroom.telemetry.show import retained
+from stillroom.telemetry.results import retained
 from stillroom.training.evaluate import evaluate
 
 
@@ -87,7 +87,7 @@ class Assessment:
     memory_gb: float
     gpu_memory_gb: float
     notes: Sequence[str]
-    retained: Mapping[str, float] | None = None  # of each figure, see `stillroom.telemetry.show`
+    retained: Mapping[str, float] | None = None  # of each figure, see `stillroom.telemetry.results`
 
     @property
     def perplexity(self) -> float:

@@ -322,6 +322,7 @@ class Student:
     ) -> None:
         self.model = model
         self._compiled = compiled
+        self.is_compiled = compiled is not None
         self.vocab_size = vocab_size
         self.is_described = is_described
         self._blocks = layers_if_any(model)

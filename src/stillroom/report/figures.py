@@ -387,7 +387,7 @@ def _verdict_words(words: dict[str, Floats], scale: float | None) -> tuple[str, 
     if any(len(steps) > MAX_MARKS for steps in words.values()):
         caption += f" Of a verdict with more than {MAX_MARKS:,}, every n-th is drawn."
     if len(words) > MAX_WORDS:
-        caption += f" {len(words) - MAX_WORDS} more verdicts stand in events.jsonl."
+        caption += f" {len(words) - MAX_WORDS} more verdicts are in events.jsonl."
     return title[0].upper() + title[1:], caption if counted else "Every step was kept at the first attempt."
 
 

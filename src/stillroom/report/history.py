@@ -4,7 +4,7 @@ A run of 200,000 steps takes tens of megabytes, not a gigabyte: steps become col
 counted and the first and last of them kept, and of the router's long records only the last is kept whole.
 
 Legend: a row is a kept step in the order of the log. A series holds (row, value) pairs, so a value that some steps
-lack takes no room.
+lack takes no memory.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Key = tuple[str, ...]
 
 PLAIN = ("train_loss", "lr", "grad_norm", "loss_scale", "tokens_per_second", "gpu_memory_gb", "memory_gb")
 OF_A_TERM = ("raw", "scaled", "share")
-MAX_SERIES = 400  # names come from the log: more of them are no objective of ours
+MAX_SERIES = 400  # names come from the log: a damaged one may have any number
 MAX_PHASES = 1000
 MAX_STEP = 2**62  # a larger number counts no steps, and no column holds it
 MAX_GUARD_ROWS = 60
@@ -361,6 +361,7 @@ class RunRecord(RunReading):
     tokens: Mapping[str, Any] = field(default_factory=dict)  # both models on held-out text, token by token
     is_running: bool = False  # the page is written by the run itself, which is still running
     evaluated: Evaluated = field(default_factory=Evaluated)  # what `stillroom eval` measured of the student
+    folder: str = ""  # as the user named it
 
     @staticmethod
     def load(run_dir: Path) -> RunRecord:
@@ -375,7 +376,7 @@ class RunRecord(RunReading):
         tokens = {} if is_running else read_object(run_dir / TOKENS, [])
         evaluated = Evaluated() if is_running else read_evaluation(run_dir, notes)
         name, settings = run_name(run_dir, history.start), run_settings(config, history.start)
-        return RunRecord(name, settings, history, summary, tuple(notes), tokens, is_running, evaluated)
+        return RunRecord(name, settings, history, summary, tuple(notes), tokens, is_running, evaluated, str(run_dir))
 
     @property
     def start(self) -> Mapping[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -29,9 +30,9 @@ from stillroom.metrics.metrics import MIN_DOCUMENTS
 from stillroom.report.drawing import APART, ROLES, Figure, dark_partners
 from stillroom.report.figures import all_figures, shared_figures
 from stillroom.report.history import RunRecord
-from stillroom.report.words import facts, headline, headline_of_several, size_sentence, story
+from stillroom.report.words import cost, facts, headline, headline_of_several, story, verdict
 from stillroom.telemetry.record import Event, evaluation_notes
-from stillroom.telemetry.show import ANSWER_COLUMNS, figure_rows
+from stillroom.telemetry.results import ANSWER_COLUMNS, figure_rows, next_commands
 from stillroom.telemetry.wording import (
     as_number,
     clean,
@@ -54,6 +55,8 @@ MAX_ADVICE = 20
 MAX_ADVICE_STEPS = 8
 MAX_GATES = 48
 MAX_SAMPLE_CHARACTERS = 1600
+MAX_EXAMPLE_CHARACTERS = 320  # of each text on the first screen
+MAX_EXAMPLE_LINES = 5
 MAX_DATA_NOTES = 40
 MAX_EVALUATED_ROWS = 120
 MAX_EVALUATED_NOTES = 12
@@ -104,8 +107,8 @@ RUN_COLUMNS: tuple[Column, ...] = (
 
 def render(run: RunRecord, foot: str = "") -> str:
     """The report of one run, in the order in which a reader asks."""
-    first, *rest = headline(run) or ["Nothing is known about this run's result."]
-    size = size_sentence(run)
+    first, *rest = [one for one in (verdict(run), *headline(run)) if one] or ["This run has no result."]
+    samples = [_sample(event) for event in run.history.samples]
     return _document(
         "run.html",
         run.name,
@@ -113,10 +116,13 @@ def render(run: RunRecord, foot: str = "") -> str:
         token_data(run),
         is_running=run.is_running,
         headline=first,
-        lead=" ".join([*rest, *([size] if size else [])]),
+        lead=" ".join(rest),
         story=story(run),
         missing=run.missing,
+        cost=cost(run),
         facts=facts(run),
+        example=_example(run),
+        next_commands=commands(run),
         results=results(run),
         closeness=closeness(run),
         evaluated=evaluated(run),
@@ -126,7 +132,7 @@ def render(run: RunRecord, foot: str = "") -> str:
         router=router(run),
         guard=guard(run) if run.history.num_events else None,
         answers=answers(run),
-        samples=[_sample(event) for event in run.history.samples],
+        samples=samples,
         num_more_samples=run.history.num_samples_left_out,
         data=data(run),
         sources=sources(run),
@@ -296,7 +302,7 @@ def _table_of_models(
 
 
 def evaluated(run: RunRecord) -> dict[str, Any] | None:
-    """Every figure of `stillroom eval`, with a warning where the student is no longer the one that was measured."""
+    """Every figure of `stillroom eval`, with a warning if the student has changed since."""
     record = run.evaluated.record
     rows = figure_rows(record)
     if not rows:
@@ -315,7 +321,7 @@ def evaluated(run: RunRecord) -> dict[str, Any] | None:
         "table": {"heads": ["teacher", "student", "retained"] if has_teacher else ["student"], "rows": body},
         "num_more": max(0, len(rows) - MAX_EVALUATED_ROWS),
         "about": _about_evaluation(record),
-        "notes": [*shown, *([f"{more_notes} more notes stand in eval.json"] if more_notes > 0 else [])],
+        "notes": [*shown, *([f"{more_notes} more notes are in eval.json"] if more_notes > 0 else [])],
     }
 
 
@@ -372,7 +378,7 @@ def advice(run: RunRecord) -> list[dict[str, str]]:
             found.append(entry)
     left_out = len(items(run.summary, "advice")) - MAX_ADVICE
     if left_out > 0:
-        found.append({"cause": "", "advice": "", "steps": "", "evidence": f"{left_out} more stand in summary.json."})
+        found.append({"cause": "", "advice": "", "steps": "", "evidence": f"{left_out} more are in summary.json."})
     return found
 
 
@@ -398,7 +404,7 @@ def router(run: RunRecord) -> dict[str, Any] | None:
             f"{show(event, 'nll_after', format_loss)}."
         )
     if len(layers) > MAX_GATES:
-        sentences.append(f"{len(layers) - MAX_GATES} more gates stand in events.jsonl.")
+        sentences.append(f"{len(layers) - MAX_GATES} more gates are in events.jsonl.")
     heads = ["gate", "entropy, nats", "drift", "most used expert", "least used expert"]
     rows = []
     for layer in layers[:MAX_GATES]:
@@ -415,7 +421,7 @@ def guard(run: RunRecord) -> dict[str, Any]:
     actions = ", ".join(f"{clean(action)} {count}" for action, count in run.history.guard_counts.most_common(12))
     left_out = num_guards - len(shown)
     text = f"{num_guards} events: {actions}."
-    text += f" {left_out} from the middle are left out here and stand in events.jsonl." if left_out else ""
+    text += f" {left_out} from the middle are left out here; events.jsonl has them." if left_out else ""
     return {"num_events": num_guards, "text": text, "rows": [_guard_row(event) for event in shown]}
 
 
@@ -452,14 +458,49 @@ def _mark(event: Event, voice: str) -> str:
 
 
 def _quote(text: str) -> dict[str, str]:
-    more = len(text) - MAX_SAMPLE_CHARACTERS
-    return {"text": text[:MAX_SAMPLE_CHARACTERS], "more": format_count(more) if more > 0 else ""}
+    return _cut(text, MAX_SAMPLE_CHARACTERS)
+
+
+def _cut(text: str, limit: int) -> dict[str, str]:
+    more = len(text) - limit
+    return {"text": text[:limit], "more": format_count(more) if more > 0 else ""}
+
+
+def _short(text: str) -> dict[str, str]:
+    """The first lines of a text, without blank ones at its start."""
+    text = clean(text, keep_lines=True).strip()
+    lines = text.split("\n")[:MAX_EXAMPLE_LINES]
+    return _cut(text, min(MAX_EXAMPLE_CHARACTERS, len("\n".join(lines))))
+
+
+def _example(run: RunRecord) -> dict[str, Any] | None:
+    """The first sample with both models' answers, short enough for the first screen."""
+    for event in run.history.samples:
+        voices = [voice for voice in ("teacher", "student") if isinstance(event.get(voice), str)]
+        if isinstance(event.get("prompt"), str) and "student" in voices:
+            return {"prompt": _short(event["prompt"]), "voices": [(voice, _short(event[voice])) for voice in voices]}
+    return None
+
+
+def commands(run: RunRecord) -> list[tuple[str, str]]:
+    """(what for, command) of what to do next."""
+    if not run.folder:
+        return []
+    folder = shlex.quote(clean(run.folder))
+    if run.is_running:
+        return [("follow it", f"stillroom watch {folder}")]
+    if run.summary.get("status") == "diverged":
+        return [("find the cause", f"stillroom diagnose {folder}")]
+    if not run.is_finished:
+        return [("continue it", f"stillroom resume {folder}"), ("find the cause", f"stillroom diagnose {folder}")]
+    prompts = [clean(event.get("prompt")) for event in run.history.samples[:1]]
+    return next_commands(run.folder, *prompts)
 
 
 def notes(run: RunRecord) -> list[str]:
     found = [*run.history.notes]
     if run.history.num_notes_left_out:
-        found.append(f"{format_count(run.history.num_notes_left_out)} more notes stand in events.jsonl")
+        found.append(f"{format_count(run.history.num_notes_left_out)} more notes are in events.jsonl")
     precision = section(run.start, "precision")
     if precision.get("reason"):
         found.insert(0, f"precision {clean(precision.get('mode'))}: {clean(precision['reason'])}")
@@ -568,7 +609,7 @@ _LEFT_OUT = {
     "truncated_tokens": "tokens cut off",
     "truncated_targets": "scored tokens cut off",
     "rows_without_targets": "rows without a token to score",
-    "overlapping_records": "records that stand in both sets",
+    "overlapping_records": "records that are in both sets",
     "empty_answers": "empty answers",
     "documents_without_tokens": "documents without tokens",
 }
@@ -584,7 +625,7 @@ def data(run: RunRecord) -> dict[str, Any] | None:
     said = items(found, "notes")
     left_out += [clean(note) for note in said[:MAX_DATA_NOTES]]
     if len(said) > MAX_DATA_NOTES:
-        left_out.append(f"{len(said) - MAX_DATA_NOTES} more notes stand in events.jsonl")
+        left_out.append(f"{len(said) - MAX_DATA_NOTES} more notes are in events.jsonl")
     return {
         "heads": ["", *_UNITS, "tokens a document"],
         "rows": _data_sizes(found),
@@ -733,7 +774,7 @@ def again(run: RunRecord) -> dict[str, str] | None:
         text += f" The run was made on: {machine}. Other devices and versions round differently."
     whole = json.dumps(run.config, indent=1, ensure_ascii=True, default=str)
     if len(whole) > MAX_CONFIG_CHARACTERS:
-        whole = f"{whole[:MAX_CONFIG_CHARACTERS]}\n... the rest stands in config.json"
+        whole = f"{whole[:MAX_CONFIG_CHARACTERS]}\n... the rest is in config.json"
     return {"text": text, "commands": "\n".join(commands), "config": whole}
 
 

@@ -19,6 +19,39 @@ from stillroom.telemetry.wording import (
     section,
 )
 
+_MUCH, _LITTLE = 0.5, 0.1  # shares of the gap to the teacher
+
+
+def verdict(run: RunRecord) -> str:
+    """Say in one sentence whether the run worked; empty where it did not finish or there is nothing to compare."""
+    student, before, teacher = (_bits(run, row) for row in ("student", "student_before", "teacher"))
+    if not run.is_finished or student is None or before is None:
+        return ""
+    if student >= before:
+        return "Training did not help: the student is no better than before."
+    own = run.perplexity("student")
+    if own is not None and any(own >= plain for plain in _plain_perplexities(run)):
+        return "The student learned, but plain training did as well: distillation did not pay."
+    if teacher is None or teacher >= before:
+        return "Training helped: the student predicts held-out text better than before."
+    share = (before - student) / (before - teacher)
+    if share >= 1:
+        return "Distillation worked: the student is as good as its teacher on held-out text."
+    word = "worked" if share >= _MUCH else "worked in part" if share >= _LITTLE else "changed little"
+    return f"Distillation {word}: the student closed {format_percent(share, 0)} of the gap to its teacher."
+
+
+def _bits(run: RunRecord, row: str) -> float | None:
+    """The held-out loss of a model as bits per byte, which can be subtracted; else the logarithm of its perplexity."""
+    bits = reading(run.result(row), "bits_per_byte")
+    if bits is not None and all(reading(run.result(other), "bits_per_byte") is not None for other in _COMPARED):
+        return bits if math.isfinite(bits) else None
+    perplexity = run.perplexity(row)
+    return math.log(perplexity) if perplexity is not None and 0 < perplexity < math.inf else None
+
+
+_COMPARED = ("student", "student_before")
+
 
 def headline(run: RunRecord) -> list[str]:
     """A few sentences: first whether the run failed, then the result, then the comparison with plain training."""
@@ -72,9 +105,13 @@ def _what_was_reached(run: RunRecord) -> list[str]:
     return [f"The student reached a {reached}, from {format_result(before)} before training{teacher_part}."]
 
 
+def _plain_perplexities(run: RunRecord) -> list[float]:
+    return [value for value in map(run.perplexity, BASELINES) if value is not None and math.isfinite(value)]
+
+
 def _against_plain_training(run: RunRecord) -> list[str]:
     student, teacher = run.perplexity("student"), run.perplexity("teacher")
-    plain = [value for value in map(run.perplexity, BASELINES) if value is not None and math.isfinite(value)]
+    plain = _plain_perplexities(run)
     if student is None or not math.isfinite(student) or not plain:
         return []
     baseline = min(plain)
@@ -92,17 +129,46 @@ def _against_plain_training(run: RunRecord) -> list[str]:
     return [f"It closes {format_percent(closed, 0)} of the gap between {reference} and the teacher."]
 
 
+def cost(run: RunRecord) -> list[tuple[str, str]]:
+    """What the run took, as (label, value): time, tokens, memory; and the size of the student."""
+    summary = run.summary
+    numbers = (
+        ("time", as_number(summary.get("total_seconds")) or as_number(summary.get("seconds")), format_duration),
+        ("tokens seen", as_number(summary.get("tokens")), format_count),
+        ("peak GPU memory", _peak(run, "gpu_memory_gb"), _gigabytes),
+        ("peak memory", _peak(run, "memory_gb"), _gigabytes),
+    )
+    found = [(label, form(value)) for label, value, form in numbers if value is not None]
+    return [*found, *_size(run)]
+
+
+def _size(run: RunRecord) -> list[tuple[str, str]]:
+    teacher, student = (as_number(run.result(row).get("parameters")) for row in ("teacher", "student"))
+    if not student:
+        return []
+    share = f", {format_percent(student / teacher, 0)} of the teacher's" if teacher else ""
+    return [("student's parameters", f"{format_count(student)}{share}")]
+
+
+def _peak(run: RunRecord, name: str) -> float | None:
+    """The largest value over the steps; None where there is none or it is 0, as memory of a GPU without one."""
+    _steps, values = run.steps.curve(name)
+    return (float(values.max()) or None) if len(values) else None
+
+
+def _gigabytes(value: float) -> str:
+    return f"{format_result(value)} GB"
+
+
 def facts(run: RunRecord) -> list[tuple[str, str]]:
-    """The run's main numbers as (label, value)."""
+    """The run's other numbers as (label, value)."""
     summary = run.summary
     steps = as_number(summary.get("steps"))
     if steps is None and len(run.steps):
         steps = float(run.steps.last)
     numbers = (
         ("steps", steps, format_count),
-        ("time", as_number(summary.get("seconds")), format_duration),
-        ("time in all", as_number(summary.get("total_seconds")), format_duration),
-        ("tokens seen", as_number(summary.get("tokens")), format_count),
+        ("time of the steps", as_number(summary.get("seconds")), format_duration),
         ("steps kept", as_number(summary.get("success_rate")), format_percent),
         ("skipped", as_number(summary.get("skipped")), format_count),
         ("rollbacks", as_number(summary.get("rollbacks")), format_count),
@@ -117,14 +183,6 @@ def facts(run: RunRecord) -> list[tuple[str, str]]:
     if kl is not None:
         labelled.append(("teacher in", f"{clean(quantisation.get('kind'))}, KL to full {kl:.2g}"))
     return labelled
-
-
-def size_sentence(run: RunRecord) -> str | None:
-    """How the two models compare in size."""
-    teacher, student = (as_number(run.result(row).get("parameters")) for row in ("teacher", "student"))
-    if not teacher or not student or student >= teacher:
-        return None
-    return f"The student has {format_percent(student / teacher, 0)} of the teacher's parameters."
 
 
 def headline_of_several(runs: Sequence[RunRecord], names: Sequence[str]) -> str:

@@ -1,11 +1,13 @@
 """Show a running run, from its events alone.
 
-Four screens with one protocol: a live line on a terminal, one updated text in a notebook, plain lines in a pipe, and
-silence. The preview of data is here too, because it has colours: besides the command line only this file uses rich.
+Four screens with one protocol: live progress on a terminal, a table that is updated in a notebook, plain lines in a
+pipe, and silence. Without `verbose` a screen shows what a person acts on; the log has the rest. The preview of data is
+here too, because it has colours: apart from the command line only this file uses rich.
 """
 
 from __future__ import annotations
 
+import html
 import importlib
 import math
 import os
@@ -26,7 +28,7 @@ from rich.text import Text
 
 from stillroom.core.errors import StillroomError
 from stillroom.telemetry import wording as say
-from stillroom.telemetry.show import summary_lines
+from stillroom.telemetry.results import next_lines, summary_lines
 from stillroom.telemetry.wording import (
     Fields,
     as_number,
@@ -43,7 +45,9 @@ __all__ = ["ConsoleMode", "ConsoleView", "clean", "format_lr", "is_notebook", "r
 
 ConsoleMode = Literal["auto", "plain", "quiet"]
 
-_FIRST_STEPS = 5  # whose components are printed in full
+_FIRST_STEPS = 5  # whose components are printed in full, with `verbose`
+LONG_SECONDS = 3.0  # a stage that takes longer is announced in a pipe too
+LINE_SECONDS = 60.0  # between two lines of progress in a pipe
 LINE_WIDTH = 100  # prose is wrapped here; lines of numbers are shorter
 ERROR_WIDTH = 80
 REDRAW_SECONDS = 0.1
@@ -57,8 +61,8 @@ class Moment:
     event: Mapping[str, Any]
     num_steps: int  # in the whole run; 0: unknown
     num_skipped: int  # so far
-    components: list[str]  # the table of terms, in the first steps only
-    is_due: bool  # for a log line
+    components: list[str]  # the table of terms, in the first steps and with `verbose` only
+    is_due: bool  # for a line in a pipe, whatever the time
 
     @property
     def line(self) -> str:
@@ -66,21 +70,33 @@ class Moment:
 
 
 class Screen(Protocol):
-    def lines(self, lines: list[str]) -> None:
-        """Write lines that stay."""
+    def lines(self, lines: list[str], *, wraps: bool = True) -> None:
+        """Write lines that stay. Commands to copy are not wrapped."""
 
     def step(self, moment: Moment) -> None:
         """Show the current step."""
+
+    def stage(self, event: Fields) -> None:
+        """Show what is done between steps, and how far it is."""
+
+    def evaluated(self, event: Fields) -> None:
+        """Show the scores of an evaluation."""
 
     def close(self) -> None:
         """Restore the terminal."""
 
 
 class SilentScreen:
-    def lines(self, lines: list[str]) -> None:
+    def lines(self, lines: list[str], *, wraps: bool = True) -> None:
         return
 
     def step(self, moment: Moment) -> None:
+        return
+
+    def stage(self, event: Fields) -> None:
+        return
+
+    def evaluated(self, event: Fields) -> None:
         return
 
     def close(self) -> None:
@@ -88,17 +104,36 @@ class SilentScreen:
 
 
 class PlainScreen:
-    """Lines for a file or a pipe, without control characters."""
+    """Lines for a file or a pipe, without control characters: one a minute while steps are taken."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
+        self._step_at = self._stage_at = -math.inf  # of the last line of each kind
+        self._stage = ""  # that a line was written for
 
-    def lines(self, lines: list[str]) -> None:
-        self._write([part for line in lines for part in _wrapped(line, LINE_WIDTH)])
+    def lines(self, lines: list[str], *, wraps: bool = True) -> None:
+        self._write([part for line in lines for part in (_wrapped(line, LINE_WIDTH) if wraps else [line])])
 
     def step(self, moment: Moment) -> None:
-        if moment.is_due or moment.components:
+        if moment.is_due or moment.components or time.monotonic() - self._step_at >= LINE_SECONDS:
+            self._step_at = time.monotonic()
             self._write([moment.line, *moment.components])
+
+    def stage(self, event: Fields) -> None:
+        name, state = str(event.get("name")), event.get("state")
+        if state == "end":
+            self._stage = ""
+            return
+        left = as_number(event.get("eta_seconds"))
+        is_long = left is None or (as_number(event.get("seconds")) or 0.0) + left >= LONG_SECONDS
+        is_counted = state != "begin" or not event.get("total") or left is not None  # else the first batches tell
+        is_due = name != self._stage or time.monotonic() - self._stage_at >= LINE_SECONDS
+        if is_long and is_counted and is_due:
+            self._stage, self._stage_at = name, time.monotonic()
+            self._write([say.stage_line(event)])
+
+    def evaluated(self, event: Fields) -> None:
+        self.lines([say.eval_line(event)])
 
     def close(self) -> None:
         return
@@ -109,27 +144,59 @@ class PlainScreen:
 
 
 class NotebookScreen(PlainScreen):
-    """Lines that stay, and the step's numbers in one text that is updated."""
+    """Lines that stay, and one table that is updated: the step, the stage, and a row for each evaluation."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream)
-        self._text = UpdatedText()
+        self._display = UpdatedDisplay()
         self._drawn_at = -math.inf
+        self._progress = ""
+        self._counters: list[str] = []
+        self._stage_line = ""
+        self._rows: list[tuple[str, ...]] = []
 
     def step(self, moment: Moment) -> None:
         if moment.components:
             self._write([moment.line, *moment.components])
-            return
-        now, step = time.monotonic(), moment.event.get("step")
-        if now - self._drawn_at < NOTEBOOK_SECONDS and step != moment.num_steps:
+        place = say.step_place(moment.event, moment.num_steps)
+        self._progress = "  ".join([place, *say.pace_counters(moment.event)])
+        self._counters = say.step_counters(moment.event, moment.num_skipped)
+        self._draw(is_last=moment.event.get("step") == moment.num_steps)
+
+    def stage(self, event: Fields) -> None:
+        is_end = event.get("state") == "end"
+        self._stage_line = "" if is_end else say.stage_line(event)
+        self._draw()
+
+    def evaluated(self, event: Fields) -> None:
+        self._rows.append(say.eval_cells(event))
+        self._draw(is_last=True)
+
+    def close(self) -> None:
+        if self._stage_line or self._progress:
+            self._stage_line = ""
+            self._draw(is_last=True)
+
+    def _draw(self, *, is_last: bool = False) -> None:
+        now = time.monotonic()
+        if now - self._drawn_at < NOTEBOOK_SECONDS and not is_last:
             return
         self._drawn_at = now
-        place = f"\n{as_number(step) or 0:,.0f} of {moment.num_steps:,} steps" if moment.num_steps else ""
-        self._text.show(clean(moment.line) + place)
+        head = [self._progress, "  ".join(self._counters), self._stage_line]
+        text = [clean(line) for line in head if line]
+        table = [say.EVAL_HEADS, *self._rows] if self._rows else []
+        body = "".join(f"<div>{html.escape(line)}</div>" for line in text)
+        rows = "".join(
+            f"<tr>{''.join(f'<td>{html.escape(clean(cell))}</td>' for cell in row)}</tr>" for row in self._rows
+        )
+        heads = "".join(f"<th>{html.escape(head)}</th>" for head in say.EVAL_HEADS)
+        body += f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>" if rows else ""
+        plain = "\n".join([*text, *("  ".join(f"{clean(cell):>12}" for cell in row) for row in table)])
+        self._display.show(plain, body)
 
 
 class EnduringConsole(Console):
-    """Rich ends the program on a broken pipe; a run must go on without a reader."""
+    """Rich ends the program on a broken pipe; a run must continue without a reader."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError("nobody reads this terminal any more")
@@ -145,11 +212,13 @@ class LiveScreen:
         # No refreshing thread: nothing changes between two steps, and a hung run should look hung.
         self._live = Live(console=self._console, auto_refresh=False, transient=True)
         self._drawn_at = -math.inf
+        self._bar: list[RenderableType] = []
+        self._stage_line = ""
 
-    def lines(self, lines: list[str]) -> None:
+    def lines(self, lines: list[str], *, wraps: bool = True) -> None:
         for line in lines:
-            for part in _wrapped(line, self._console.width):
-                self._console.print(Text(_printable(part, self._console.file)))
+            for part in _wrapped(line, self._console.width) if wraps else [line]:
+                self._console.print(Text(_printable(part, self._console.file)), soft_wrap=not wraps)
 
     def step(self, moment: Moment) -> None:
         if moment.components:
@@ -158,15 +227,28 @@ class LiveScreen:
         if now - self._drawn_at < REDRAW_SECONDS and moment.event.get("step") != moment.num_steps:
             return
         self._drawn_at = now
-        self._live.start()
-        self._live.update(self._picture(moment), refresh=True)
+        self._bar = self._picture(moment)
+        self._draw()
+
+    def stage(self, event: Fields) -> None:
+        self._stage_line = "" if event.get("state") == "end" else say.stage_line(event)
+        self._draw()
+
+    def evaluated(self, event: Fields) -> None:
+        self.lines([say.eval_line(event)])
 
     def close(self) -> None:
+        self._bar, self._stage_line = [], ""
         self._live.stop()
 
-    def _picture(self, moment: Moment) -> RenderableType:
+    def _draw(self) -> None:
+        stage = Text(_printable(self._stage_line, self._console.file), no_wrap=True, overflow="ellipsis")
+        self._live.start()
+        self._live.update(Group(*self._bar, *([stage] if self._stage_line else [])), refresh=True)
+
+    def _picture(self, moment: Moment) -> list[RenderableType]:
         done, total = as_number(moment.event.get("step")) or 0.0, moment.num_steps
-        place = f"{format_count(done)}/{format_count(total)}" if total else f"step {format_count(done)}"
+        place = say.step_place(moment.event, total)
         bar = Table.grid(expand=True, padding=(0, 2, 0, 0))
         bar.add_column(ratio=1)
         bar.add_column(no_wrap=True)
@@ -174,9 +256,7 @@ class LiveScreen:
         strip = ProgressBar(total=max(total, 1), completed=done, complete_style="cyan", finished_style="cyan")
         bar.add_row(strip, Text(pace))
         counters = _filled(say.step_counters(moment.event, moment.num_skipped), self._console.width)
-        return Group(
-            bar, *(Text(_printable(line, self._console.file), no_wrap=True, overflow="crop") for line in counters)
-        )
+        return [bar, *(Text(_printable(line, self._console.file), no_wrap=True, overflow="crop") for line in counters)]
 
 
 class ConsoleView:
@@ -192,9 +272,16 @@ class ConsoleView:
         *,
         width: int | None = None,
         tells_stops: bool = True,
+        verbose: bool = False,
     ) -> None:
-        """`tells_stops` is off where the error that stopped the run is printed anyway."""
+        """`tells_stops` is off where the error that stopped the run is printed anyway.
+
+        `verbose` adds what nobody needs to act on: components of the first steps, shapes, details, checkpoints, and a
+        line every `telemetry.log_steps` steps in a pipe.
+        """
         self._stream = stream or sys.stdout
+        self._verbose = verbose
+        self.prompt = ""  # of the first sample, for the command that tries the student
         self._tells_stops = tells_stops
         self._screen = _screen_for(mode, self._stream, width)
         self._num_steps = 0
@@ -205,16 +292,23 @@ class ConsoleView:
     def handle(self, event: Mapping[str, Any]) -> None:
         """Show one event. Unknown events are ignored."""
         with self._while_someone_reads():
-            if event.get("event") == "step":
-                self._screen.step(self._moment(event))
-            else:
-                self._screen.lines(self._lines(event))
+            match event.get("event"):
+                case "step":
+                    self._screen.step(self._moment(event))
+                case "stage":
+                    self._screen.stage(event)
+                case "eval":
+                    self._screen.evaluated(event)
+                case _:
+                    self._screen.lines(self._lines(event))
 
-    def finish(self, summary: Mapping[str, Any], report: object = None) -> None:
-        """The last block: the result of the run and the path of the report."""
+    def finish(self, summary: Mapping[str, Any], report: object = None, folder: object = None) -> None:
+        """The last block: the result of the run, the path of the report, and the command to type next."""
         with self._while_someone_reads():
             self._screen.close()
-            self._screen.lines(["", *summary_lines(summary, report)])
+            self._screen.lines(["", *summary_lines(summary, report, verbose=self._verbose)])
+            if folder is not None and summary.get("status") == "done":
+                self._screen.lines(next_lines(folder, self.prompt), wraps=False)
 
     def close(self) -> None:
         with self._while_someone_reads():
@@ -252,26 +346,28 @@ class ConsoleView:
             event,
             num_steps=self._num_steps,
             num_skipped=self._num_skipped,
-            components=say.component_lines(event, temperature, self._num_steps) if place <= _FIRST_STEPS else [],
-            is_due=place % self._log_steps == 0 or place == self._num_steps,
+            components=(
+                say.component_lines(event, temperature, self._num_steps)
+                if self._verbose and place <= _FIRST_STEPS
+                else []
+            ),
+            is_due=place == self._num_steps or (self._verbose and place % self._log_steps == 0),
         )
 
     def _lines(self, event: Mapping[str, Any]) -> list[str]:
         match event.get("event"):
             case "run_start":
                 self._begin(event)
-                return say.start_lines(event)
+                return say.start_lines(event, verbose=self._verbose)
             case "first_forward":
                 self._temperature = as_number(event.get("temperature"))
-                return say.first_forward_lines(event)
+                return say.first_forward_lines(event) if self._verbose else []
             case "teacher_quantised":
                 return [say.quantised_line(event)]
             case "note":
-                return [say.note_line(event)]
+                return [say.note_line(event)] if self._verbose or not event.get("detail") else []
             case "advice":
                 return [say.advice_line(event)]
-            case "eval":
-                return [say.eval_line(event)]
             case "gradients":
                 return [say.gradients_line(event)]
             case "phase":
@@ -279,10 +375,11 @@ class ConsoleView:
             case "router":
                 return [say.router_line(event)]
             case "checkpoint":
-                return [say.checkpoint_line(event)]
+                return [say.checkpoint_line(event)] if self._verbose else []
             case "guard":
                 return [say.guard_line(event)]
             case "sample":
+                self.prompt = self.prompt or clean(event.get("prompt"))
                 return say.sample_lines(event)
             case "resume":
                 return [say.resume_line(event)]
@@ -324,14 +421,14 @@ def is_notebook() -> bool:
     return getattr(shell, "kernel", None) is not None
 
 
-class UpdatedText:
-    """One text in a notebook's output, replaced by each `show`."""
+class UpdatedDisplay:
+    """One part of a notebook's output, replaced by each `show`."""
 
     def __init__(self) -> None:
         self._handle: Any = None
 
-    def show(self, text: str) -> None:
-        picture = {"text/plain": text}
+    def show(self, text: str, page: str) -> None:
+        picture = {"text/plain": text, "text/html": page}
         if self._handle is None:
             display = importlib.import_module("IPython.display").display
             self._handle = display(picture, raw=True, display_id=True)

@@ -20,6 +20,7 @@ from typing import Any, TextIO
 
 from stillroom.core.errors import CannotSave
 from stillroom.core.files import NONFINITE, NONFINITE_WORDS, strict
+from stillroom.core.types import Detail
 from stillroom.telemetry.record import Event, refuse_broken, scan_events
 
 SCHEMA = 1
@@ -58,7 +59,7 @@ _WRITTEN_AGAIN = frozenset(
     {"step", "eval", "checkpoint", "guard", "phase", "gradients", "router", "advice", "changed_inputs"}
 )
 _WRITTEN_ONCE = frozenset(
-    {"sample", "first_forward", "router_probe", "teacher_eval"}
+    {"sample", "first_forward", "router_probe", "teacher_eval", "stage"}
 )  # at the beginning or the end, without a step
 
 
@@ -66,7 +67,7 @@ _WRITTEN_ONCE = frozenset(
 
 
 class EventLog:
-    """Append events to a file, then call listeners with each. A listener has a copy of its own, which it may change.
+    """Append events to a file, then call listeners with each. A listener gets its own copy, which it may change.
 
     Opening a file that exists continues it: drop a last line torn by a crash, and the records that the resumed run will
     write again. `keep_records` is the `position` of the log when the state was saved: records before it stay (also a
@@ -96,8 +97,7 @@ class EventLog:
         taken = [key for key in HEADER_KEYS if key in fields]
         if taken:
             raise ValueError(f"an event's own fields cannot be called {', '.join(taken)}")
-        now = datetime.now(UTC).isoformat(timespec="milliseconds")
-        record = {"event": event, "schema": SCHEMA, "time": now, **strict(fields)}
+        record = _record(event, fields)
         line = _line(record)
         with self._writes:
             self._waiting.append(line)
@@ -105,6 +105,11 @@ class EventLog:
             self._flush()
             self._notify(line)
         return record
+
+    def announce(self, event: str, /, **fields: Any) -> None:
+        """Call the listeners with an event that is not kept, such as the progress of a stage."""
+        with self._writes:
+            self._notify(_line(_record(event, fields)))
 
     def _notify(self, line: str) -> None:
         """Call the listeners. Remove one whose pipe or terminal is closed; the run continues."""
@@ -183,6 +188,9 @@ class SilentLog(EventLog):
     def write(self, event: str, /, **fields: Any) -> Event:
         return {"event": event, **fields}
 
+    def announce(self, event: str, /, **fields: Any) -> None:
+        return
+
     def listen(self, listener: Listener) -> None:
         return
 
@@ -191,6 +199,12 @@ class SilentLog(EventLog):
 
     def close(self) -> None:
         return
+
+
+def _record(event: str, fields: Mapping[str, Any]) -> Event:
+    now = datetime.now(UTC).isoformat(timespec="milliseconds")
+    is_detail = {"detail": True} if isinstance(fields.get("text"), Detail) else {}
+    return {"event": event, "schema": SCHEMA, "time": now, **strict(dict(fields)), **is_detail}
 
 
 def _line(record: Event) -> str:
@@ -273,7 +287,7 @@ def _false_siblings(name: str, scope: Mapping[str, Any]) -> list[str]:
 # -- catalogue -------------------------------------------------------------------------------------
 # Every event of `events.jsonl`, with the meaning of its keys. The reference page of events is made from this.
 #
-# A key that ends in `_nonfinite` stands beside one whose value is null because it was not finite; it is not listed.
+# A key that ends in `_nonfinite` belongs to one whose value is null because it was not finite; it is not listed.
 
 
 @dataclass(frozen=True)
@@ -297,16 +311,16 @@ TERM = {
     "share": "scaled over the whole objective",
 }
 _STEP = "optimizer steps applied so far"
-_YARDSTICKS = {
+_METRICS = {
     "perplexity": "exp of the mean negative log-likelihood of the targets",
     "bits_per_byte": "the same likelihood over the bytes of text",
     "kl": "mean KL(teacher, student), nats a token",
-    "agreement": "share of positions where both models find the same token likeliest",
-    "top5_agreement": "share of positions where the teacher's likeliest token is among the student's five",
-    "top5_overlap": "mean share that the two sets of five likeliest tokens have in common",
+    "agreement": "share of positions where both models have the same top token",
+    "top5_agreement": "share of positions where the teacher's top token is among the student's top five",
+    "top5_overlap": "mean overlap of the two models' top five tokens",
     "acceptance": "mean of sum min(p, q), 1 - total variation",
-    "calibration_error": "expected calibration error of the likeliest token",
-    "intervals": "95 % interval of each yardstick, by bootstrap over documents",
+    "calibration_error": "expected calibration error of the top token",
+    "intervals": "95 % interval of each metric, by bootstrap over documents",
     "documents": "documents the intervals are drawn over",
     "uncompared_tokens": "positions at which one of the two models gave no distribution",
 }
@@ -327,17 +341,33 @@ EVENTS: dict[str, EventKind] = {
             "student": "the same of the student, and trained, its trained parameters",
             "data": "records, documents, targets, tokens, what was left out, lengths of rows, notes",
             "setup_seconds": "from the start of the command until this record",
+            "stages": "seconds of each stage before this record",
         },
     ),
-    "resume": EventKind("A run goes on from a checkpoint.", {"step": "step of the checkpoint"}),
+    "stage": EventKind(
+        "A part of the run that is not a step begins or ends: loading, reading data, evaluating, saving.",
+        {
+            "name": "what is done",
+            "state": "begin or end; listeners are also called with `progress`, which is not kept",
+            "seconds": "since it began",
+        },
+        {
+            "total": "number of batches or texts, where they can be counted",
+            "unit": "what is counted",
+            "done": "of these, done",
+            "eta_seconds": "estimate of what is left, from what is done or from the last stage of this name",
+        },
+    ),
+    "resume": EventKind("A run continues from a checkpoint.", {"step": "step of the checkpoint"}),
     "changed_inputs": EventKind(
-        "A resumed run goes on with other data or another model than it began with, as the user allowed.",
+        "A resumed run continues with changed data or models, as the user allowed.",
         {"step": "step of the checkpoint", "changes": "a sentence for each input that changed"},
     ),
     "note": EventKind(
         "Anything a reader of the log should know, in words: choices, warnings, what was left out.",
         {"text": "the sentence"},
         {
+            "detail": "true where nobody needs to act on it: a terminal shows it with --verbose only",
             "micro_batch_rows": "rows that now fit, where memory ran out",
             "reason": "what the device said",
             "norm": "gradient norm of a trained gate that was not applied",
@@ -358,11 +388,11 @@ EVENTS: dict[str, EventKind] = {
     "teacher_eval": EventKind(
         "The teacher was scored on the held-out data, before the first step.",
         {
-            **{key: text for key, text in _YARDSTICKS.items() if key in _ALSO_STORED},
+            **{key: text for key, text in _METRICS.items() if key in _ALSO_STORED},
             "parameters": "of the teacher",
         },
         {
-            **{key: text for key, text in _YARDSTICKS.items() if key not in _ALSO_STORED},
+            **{key: text for key, text in _METRICS.items() if key not in _ALSO_STORED},
             **_BY_SPANS,
             "source": "`stored answers`, where it is not loaded",
         },
@@ -408,7 +438,7 @@ EVENTS: dict[str, EventKind] = {
             "temperature": "of the distillation term",
             "terms": "name -> raw, weight, scaled, share",
             "bad_teacher_rows": "positions where the teacher gave no distribution",
-            "gpu_memory_gb": "peak on the card, 0 without one",
+            "gpu_memory_gb": "peak on the GPU, 0 without one",
             "memory_gb": "resident size of the process",
             "memory_percent": "share of the device's memory in use",
         },
@@ -450,7 +480,7 @@ EVENTS: dict[str, EventKind] = {
         "The student was scored on the held-out data.",
         {
             "step": _STEP,
-            **_YARDSTICKS,
+            **_METRICS,
             "objective": "the training objective at the present weights",
             "terms": "name -> raw, weight, scaled, share",
             "unscored_tokens": "targets whose probability is not finite",
@@ -524,7 +554,7 @@ EVENTS: dict[str, EventKind] = {
     ),
     "sample": EventKind(
         "At the end: a held-out text continued by both models.",
-        {"prompt": "beginning of the text", "student": "its continuation", "reference": "how the text goes on"},
+        {"prompt": "beginning of the text", "student": "its continuation", "reference": "how the text continues"},
         {
             "teacher": "its continuation, where it is loaded",
             "right": "with eval.prompts: whether the student's answer is right by eval.checker",
@@ -532,7 +562,7 @@ EVENTS: dict[str, EventKind] = {
         },
     ),
     "replay": EventKind(
-        "`stillroom replay` took a refused attempt again. Written to a log of its own.",
+        "`stillroom replay` ran a refused attempt again. Written to a separate log.",
         {
             "step": "of the attempt",
             "attempt": "its number within the run",
@@ -544,11 +574,11 @@ EVENTS: dict[str, EventKind] = {
         },
     ),
     "run_end": EventKind(
-        "The run ended, in whatever way it could still say so.",
+        "The run ended, and could still write so.",
         {"status": "done or stopped", "exit_code": "as the command ends"},
         {
             "steps": "steps applied",
-            "seconds": "of training, in all sessions",
+            "seconds": "of training, summed over all starts",
             "total_seconds": "of the commands, loading and evaluations included, as far as the log knows them",
             "reason": "why it stopped",
         },

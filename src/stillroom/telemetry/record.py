@@ -29,7 +29,7 @@ FINISHED = frozenset({"done", "finished", "completed"})
 BASELINES = ("baseline", "baseline_equal_compute")
 
 _CHUNK = 1 << 20
-_MAX_LINE = 64 << 20  # bytes; a longer one is no record of ours and is counted as broken
+_MAX_LINE = 64 << 20  # bytes; a longer line is counted as broken
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # what some editors put at the start of a file
 
 

@@ -190,7 +190,8 @@ def _short(value: float) -> str:
     return f"{value:.4g}"
 
 
-def start_lines(event: Fields) -> list[str]:
+def start_lines(event: Fields, *, verbose: bool = True) -> list[str]:
+    """What is trained, on what, and how. Notes that are details are left out unless `verbose`."""
     lines = [f"run {clean(event['run'])}"] if event.get("run") else []
     lines += _schedule_lines(section(event, "schedule"))
     precision = section(event, "precision")
@@ -200,7 +201,8 @@ def start_lines(event: Fields) -> list[str]:
     data = section(event, "data")
     if data:
         lines += [_data_line("train", data), _data_line("eval", data)]
-        lines += [note_line({"text": note}) for note in items(data, "notes")]
+        hidden = () if verbose else items(data, "details")
+        lines += [note_line({"text": note}) for note in items(data, "notes") if note not in hidden]
     return lines
 
 
@@ -305,6 +307,26 @@ def step_counters(event: Fields, skipped: int) -> list[str]:
     return counters
 
 
+def step_place(event: Fields, num_steps: int) -> str:
+    """`step 120/600`, or the step alone where the number of steps is not known."""
+    done = format_count(as_number(event.get("step")) or 0.0)
+    return f"step {done}/{format_count(num_steps)}" if num_steps else f"step {done}"
+
+
+def stage_line(event: Fields) -> str:
+    """What is done, how far it is, and about how long it takes: `evaluating the student: 3 of 40 batches, 12s left`."""
+    parts = []
+    total, done = as_number(event.get("total")), as_number(event.get("done"))
+    if total:
+        of = f"{format_count(done)} of " if done is not None else ""
+        parts.append(f"{of}{format_count(total)} {clean(event.get('unit'))}")
+    if (as_number(event.get("eta_seconds")) or 0.0) >= 1:
+        left = " left" if done is not None else ""
+        parts.append(f"about {show(event, 'eta_seconds', format_duration)}{left}")
+    name = clean(event.get("name"))
+    return f"{name}: {', '.join(parts)}" if parts else f"{name} ..."
+
+
 def pace_counters(event: Fields) -> list[str]:
     counters = [f"{show(event, 'tokens_per_second', format_count)} tok/s"]
     if as_number(event.get("eta_seconds")) is not None:
@@ -386,6 +408,20 @@ def eval_line(event: Fields) -> str:
     if unscored:
         parts.append(f"unscored {format_count(unscored)} tokens")
     return "  ".join(parts)
+
+
+EVAL_HEADS = ("step", "perplexity", "bits/byte", "KL", "agreement", "best")
+
+
+def eval_cells(event: Fields) -> tuple[str, ...]:
+    """The scores of an evaluation under `EVAL_HEADS`."""
+    forms = (("perplexity", format_result), ("bits_per_byte", format_result), ("kl", format_result))
+    return (
+        clean(event.get("step")),
+        *(show(event, key, form) for key, form in forms),
+        show(event, "agreement", format_percent),
+        "best" if event.get("best") else "",
+    )
 
 
 def gradients_line(event: Fields) -> str:

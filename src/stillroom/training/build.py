@@ -24,6 +24,7 @@ from stillroom.precision import AdamW, ParameterGroup, Precision, resolve
 from stillroom.teachers.base import RunContext, Teacher
 from stillroom.teachers.build import build_teacher, num_trained_by_teacher
 from stillroom.telemetry import EventLog
+from stillroom.telemetry.stages import Stages
 from stillroom.training.checkpoint import CheckpointStore
 from stillroom.training.faults import make_hooks
 from stillroom.training.guard import Guard
@@ -55,19 +56,21 @@ def build_run(
     begun_in: str = "",
     begun_with: int = 0,
     inputs: InputCheck | None = None,
+    stages: Stages | None = None,
 ) -> Run:
     """Assemble a run. Train nothing, and write nothing but the log.
 
     `begun_in` is the precision of the checkpoint that the run continues from, `begun_with` its number of processes.
-    `inputs` refuses other data than that of the checkpoint.
+    `inputs` refuses other data than that of the checkpoint. `stages` announces what takes long.
     """
-    parallel = parallel or Parallel()
+    parallel, stages = parallel or Parallel(), stages or Stages(log)
     initial_world_size = begun_with or parallel.size
     torch.manual_seed(config.train.seed)
     hooks = make_hooks(inject, tell=lambda text: log.write("note", text=text)) if inject else Hooks()
 
     # The data, and the order in which its rows become micro-batches.
-    corpus = open_corpus(config, models, initial_world_size, log)
+    with stages.stage("reading and tokenizing the data"):
+        corpus = open_corpus(config, models, initial_world_size, log)
     if inputs is not None:
         inputs.data(config, corpus)
     loader = make_loader(config, corpus, parallel, initial_world_size)
@@ -101,9 +104,11 @@ def build_run(
         write=log.write,
         parallel=parallel,
     )
-    teacher = build_teacher(
-        config, models.source, models.loaded_teacher, models.vocab_size, corpus, context, teacher_body
-    )
+    is_plain = config.teacher.quantisation == "none" and config.teacher.placement == "device"
+    with stages.stage("preparing the teacher", about=0.0 if is_plain else None):
+        teacher = build_teacher(
+            config, models.source, models.loaded_teacher, models.vocab_size, corpus, context, teacher_body
+        )
     mix = make_mix(config, models.vocab_size, planned, log)
     check_sparse(config, teacher, mix)
     if rollouts is not None and rollouts.teacher is not None:
@@ -143,6 +148,7 @@ def build_run(
         adapter=adapter,
         inputs=inputs.found if inputs is not None else {},
         rollouts=rollouts,
+        stages=stages,
     )
 
 

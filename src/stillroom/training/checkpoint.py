@@ -309,7 +309,7 @@ class CheckpointStore:
         self.at_point("after_mark")
 
     def mark(self) -> Mark | None:
-        """The rollback that has no checkpoint of its own yet, if there is one."""
+        """The rollback that is not in a checkpoint yet, if there is one."""
         try:
             note = _Note.of(json.loads((self.folder / _MARK).read_bytes()))
             return Mark(note.line, note.to, note.history)
@@ -512,7 +512,7 @@ class CheckpointSnapshots:
 
 
 # -- background save -------------------------------------------------------------------------------
-# The save in flight: at most one, written by a thread while training goes on.
+# The save in flight: at most one, written by a thread while training continues.
 #
 # The state was copied before, so later steps do not change what is written. Whoever needs a finished checkpoint calls
 # `settle`: the next save, a rollback, a stop, the end of the run. Every process calls it at the same places, because
@@ -591,7 +591,7 @@ class Saves:
 def settle(run: Run, state: RunState) -> None:
     """Wait until no save is in flight, and report it. Called by all processes together.
 
-    A full disk is logged and the run goes on; any other error is raised.
+    A full disk is logged and the run continues; any other error is raised.
     """
     save, run.saves.current = run.saves.current, None
     if save is None:
@@ -619,7 +619,7 @@ def _report(run: Run, state: RunState, save: Save) -> bool:
     if save.error is not None:
         run.check_folder()  # a folder that is gone explains any error
     if isinstance(save.error, CannotSave):
-        run.log.write("note", text=f"{save.error.what}; the run goes on, the last good checkpoint stays")
+        run.log.write("note", text=f"{save.error.what}; the run continues, the last good checkpoint stays")
         return False
     if save.error is not None:
         raise save.error

@@ -16,6 +16,7 @@ from stillroom.config.schema import STRATEGIES
 from stillroom.core.errors import BrokenAtStart, CheckpointUnusable, ConfigError, Fault, StillroomError, is_panic
 from stillroom.core.files import mend, reason_of
 from stillroom.core.shortages import explained
+from stillroom.core.types import Detail
 from stillroom.data.chat import prints_day
 from stillroom.data.corpus import row_lengths
 from stillroom.models import Student
@@ -24,6 +25,7 @@ from stillroom.parallel import Parallel
 from stillroom.parallel.base import join
 from stillroom.precision.device import deterministic, find_device, teacher_dtype, wide_sums
 from stillroom.telemetry import EventLog, SilentLog
+from stillroom.telemetry.stages import Listening, Stages
 from stillroom.telemetry.trackers import open_tracking
 from stillroom.training import run_folder as run_folder
 from stillroom.training.build import build_run
@@ -102,11 +104,11 @@ def processes_of(saved: Saved | None) -> int:
 
 
 def moved_processes(saved: Saved, run: Run) -> str:
-    """What to say where a run goes on with another number of processes; nothing where it does not."""
+    """A note where a run continues with another number of processes; else empty."""
     before, now = processes_of(saved), run.parallel.size
     if before == now:
         return ""
-    text = f"begun with {before} processes, goes on with {now}: the same rows in the same order and the same steps"
+    text = f"begun with {before} processes, continued with {now}: the same rows in the same order and the same steps"
     idle = now - run.config.train.gradient_accumulation_steps * before
     if idle > 0:
         text += f"; {idle} of the {now} have nothing to do, because a step has {now - idle} micro-batches"
@@ -114,13 +116,13 @@ def moved_processes(saved: Saved, run: Run) -> str:
 
 
 def moved_device(saved: Saved, run: Run) -> str:
-    """What to say where a run goes on on another kind of device; nothing where it does not."""
+    """A note where a run continues on another kind of device; else empty."""
     before = saved.scalars["precision"].get("device", run.device.type)
     if before == run.device.type:
         return ""
     return (
-        f"the checkpoint is from {before} and the run goes on with {run.device.type}, in {run.precision.mode} "
-        "as before: its numbers are no longer those of an uncut run to the last bit"
+        f"the checkpoint is from {before} and the run continues on {run.device.type}, in {run.precision.mode} "
+        "as before: its numbers are no longer those of an uninterrupted run to the last bit"
     )
 
 
@@ -227,18 +229,21 @@ def _run(
     """Load, build, train and finish a run in a claimed folder. `accepts`: with other inputs than before."""
     folder, config = claim.folder, claim.config
     saved, mark = newest_state(folder, config, parallel) if claim.is_resumed else (None, None)
-    check = InputCheck(saved, accepts, parallel)
+    check, stages = InputCheck(saved, accepts, parallel), Stages(Listening(listeners if parallel.is_first else ()))
     with stop.while_loading():
-        check.models(config)
+        with stages.stage("checking the models' files"):
+            check.models(config)
         dated = config.on_day(config.data.day or _day(claim, parallel))
         models = load_models(
-            dated, where, folder=folder, parallel=parallel, tell=_teller(listeners), begun_in=precision_of(saved)
-        )
+            dated, where, folder=folder, parallel=parallel, tell=_teller(listeners), begun_in=precision_of(saved),
+            stages=stages,
+        )  # fmt: skip
     if _prints_day(models):
         claim.config = config = dated
     if parallel.is_first and not claim.is_resumed:
         claim.describe()
     log = open_log(folder, saved, mark) if parallel.is_first else SilentLog()
+    stages.sink = log
     for listener in listeners:
         log.listen(listener)
     if parallel.is_first:
@@ -263,6 +268,7 @@ def _run(
                 begun_in=precision_of(saved),
                 begun_with=processes_of(saved),
                 inputs=check,
+                stages=stages,
             )
         ending.callback(run.teacher.close)
         claim.is_begun = True
@@ -289,7 +295,7 @@ def resume(
     Raise `InputsChanged` where the data, the teacher or the student's folder are not those it began with, unless
     `accept_changed_inputs`.
 
-    With another number of processes or another `strategy` it goes on with the same rows in the same order, and with
+    With another number of processes or another `strategy` it continues with the same rows in the same order, and with
     the same numbers up to the order of sums. `shard_size` belongs to `fsdp`: another strategy drops the run's own.
     """
     if shard_size is None and strategy not in (None, "fsdp"):
@@ -297,7 +303,7 @@ def resume(
     given = {"max_minutes": max_minutes, "strategy": strategy, "shard_size": shard_size}
     changed = {key: value for key, value in given.items() if value is not None}
     if strategy not in (None, *STRATEGIES):
-        raise ConfigError(f"{strategy!r} is no strategy", where="--strategy", advice=[" or ".join(STRATEGIES)])
+        raise ConfigError(f"unknown strategy {strategy!r}", where="--strategy", advice=[" or ".join(STRATEGIES)])
     with opened(folder) as place:
         config = place.read_config(trust)
         config = config.model_copy(update={"train": config.train.model_copy(update=changed)})
@@ -310,7 +316,7 @@ def _teller(listeners: tuple[Callable[[dict[str, Any]], None], ...]) -> Callable
 
     def tell(text: str) -> None:
         for listener in listeners:
-            listener({"event": "note", "text": text})
+            listener({"event": "note", "text": text, "detail": isinstance(text, Detail)})
 
     return tell
 
@@ -348,7 +354,9 @@ def _train(
     if not {"teacher", "eval"}.isdisjoint(changed):  # the summary describes the teacher that is here
         state.before |= _teacher_before(run, state)
     if saved is None:
-        run.teacher.training.begin_run()  # before the initial state is kept: the probe's result is part of it
+        about = None if run.teacher.training.trained_weights() else 0.0
+        with run.stages.stage("measuring the teacher's gates", about=about):
+            run.teacher.training.begin_run()  # before the initial state is kept: the probe's result is part of it
         first_forward(run, state, vocabularies)
         find_micro_batch(run, state)
         find_loss_scale(run, state)
@@ -428,8 +436,9 @@ def _teacher_before(run: Run, state: RunState, own: Evaluation | None = None) ->
 
 
 def _evaluate_teacher(run: Run, state: RunState, model: Student) -> Evaluation:
-    beside = run.teacher if run.teacher.tokenizer is None else None
-    options: dict[str, Any] = {"precision": run.precision.plain(), "teacher": beside, "between": state.between_batches}
+    compared = run.teacher if run.teacher.tokenizer is None else None
+    options: dict[str, Any] = {"precision": run.precision.plain(), "between": state.between_batches}
+    options |= {"teacher": compared, "stage": "evaluating the teacher"}
     with run.teacher.at_work():
         return evaluate_held_out(run, state, model, read=run.teacher.own_batch, **options)
 
@@ -451,6 +460,7 @@ def _announce(
         "run_start",
         run=run.folder.name,
         setup_seconds=round(setup_seconds, 3),
+        stages=dict(run.stages.seconds),
         config=config.to_dict(),
         versions=run_folder.versions(),
         machine=run_folder.machine(),
@@ -478,10 +488,12 @@ def _announce(
             "shapes": run.corpus.shapes,
             "lengths": row_lengths(run.corpus),
             "notes": list(run.corpus.notes),
+            "details": [note for note in run.corpus.notes if isinstance(note, Detail)],
         },
     )
     notes = (*notes, *unused_strategy(config, run.parallel))
-    notes = (*notes, *models.notes, *run.teacher.notes, *run.mix.notes(run.device.type))
+    details = map(Detail, run.mix.notes(run.device.type))
+    notes = (*notes, *models.notes, *run.teacher.notes, *details)
     of_rollouts = run.rollouts.notes if run.rollouts is not None else ()
     for text in (*notes, *of_rollouts, *([run.budget.note] if run.budget.note else [])):
         run.log.write("note", text=text)

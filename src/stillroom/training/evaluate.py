@@ -1,10 +1,10 @@
-"""Held-out evaluation: the training objective, and yardsticks that do not depend on it.
+"""Held-out evaluation: the training objective, and metrics that do not depend on it.
 
 Score the held-out batches as the window of one training step: by the same `mix.score`, with the loss weights of the
 last step, and with counts taken before any forward. So a gap between training and evaluation comes from the data, not
-from the code. The yardsticks are measured at temperature 1 over the whole vocabulary, a chunk of positions at a time.
+from the code. The metrics are measured at temperature 1 over the whole vocabulary, a chunk of positions at a time.
 
-Each model runs once for both: the yardsticks read the logits that the objective's pass over the head makes. What the
+Each model runs once for both: the metrics read the logits that the objective's pass over the head makes. What the
 teacher says is kept between evaluations, so that from the second one on only the student runs.
 """
 
@@ -77,7 +77,7 @@ class Evaluation:
         return {**{name: value for name, value in found.items() if value is not None}, **chosen}
 
     def yardsticks(self) -> dict[str, Any]:
-        """All yardsticks by name, and for each its 95 % interval by bootstrap over documents."""
+        """All metrics by name, and for each its 95 % interval by bootstrap over documents."""
         values = {name: None if name in self.unmeasured else value for name, value in self.ledger.values().items()}
         bounds = {name: list(ends) for name, ends in self.ledger.intervals().items() if name not in self.unmeasured}
         return {
@@ -104,7 +104,7 @@ def never_stop() -> None:
 class KeptAnswers:
     """What a teacher says on held-out batches, in main memory, by the contents of their rows.
 
-    Hidden states are kept and not distributions: they are a few kB a position, and every yardstick made of them is the
+    Hidden states are kept and not distributions: they are a few kB a position, and every metric made of them is the
     same to the last bit. Beyond `most_bytes` nothing more is kept, and those batches are asked at every evaluation.
     """
 
@@ -222,9 +222,9 @@ def _add_terms(
 
 
 class _Measure:
-    """The yardsticks' sums of each row of a batch, a block of positions at a time. [B, F] in FP64.
+    """The metrics' sums of each row of a batch, a block of positions at a time. [B, F] in FP64.
 
-    The logits are those that the objective's pass makes, where it makes them as yardsticks want them, else own ones.
+    The logits are those that the objective's pass makes, where it makes them as the metrics want them, else own ones.
     With a sparse signal what can be had from it is compared: see `stored_comparison`.
     """
 
@@ -327,7 +327,7 @@ def _products(hidden: Tensor, head: HeadWeights, chunk_tokens: int) -> Products 
     """The logits of chunks, in FP32 and in scratch of the pool.
 
     Without the clamp that an objective may ask for, and without the rounding of operands that a mixed mode asks for:
-    yardsticks measure the model, not how it is trained.
+    metrics measure the model, not how it is trained.
     """
     head = replace(head, clamp=None, product_dtype=None)
     return products_of(hidden, head, torch.float32, min(chunk_tokens, max(1, len(hidden))))
@@ -390,7 +390,7 @@ def _comparison(log_q: Tensor, log_p: Tensor, ids: Tensor, is_scored: Tensor) ->
 def stored_comparison(
     log_q: Tensor, signal: TopKSignal | SampledSignal, ids: Tensor, is_scored: Tensor, num_exact: int
 ) -> dict[str, Tensor]:
-    """Student against a few tokens of the teacher: KL, and agreement where its likeliest tokens lead the signal.
+    """Student against a few tokens of the teacher: KL, and agreement where its top tokens come first in the signal.
 
     From samples the KL is an unbiased estimate; from top-k and tail it is a lower bound.
     """
@@ -415,7 +415,7 @@ def stored_comparison(
 
 
 def unmeasured_by(signal: Signal | None, num_exact: int) -> frozenset[str]:
-    """Yardsticks that a signal cannot give: they are none, and not 0."""
+    """Metrics that a signal cannot give: they are None, not 0."""
     if not isinstance(signal, TopKSignal | SampledSignal):
         return frozenset()
     if signal.temperature != 1.0:

@@ -14,6 +14,7 @@ from urllib.parse import quote
 
 from stillroom.core.errors import CannotSave, Interrupted, NoBetterStudent, StudentDiffers
 from stillroom.core.files import reason_of, strict, write_atomically
+from stillroom.core.types import Detail
 from stillroom.data import Rows, prompt_ids
 from stillroom.doctor.checks import success_checks
 from stillroom.doctor.log_rules import LITTLE_GAIN
@@ -21,7 +22,7 @@ from stillroom.doctor.rules import TRIAL_STEPS
 from stillroom.models.check import ReadBack, read_back
 from stillroom.models.generate import can_generate, continuation, generate, readable
 from stillroom.telemetry.record import Event, scan_events
-from stillroom.telemetry.show import RESULT_COLUMNS, RESULT_ROWS
+from stillroom.telemetry.results import RESULT_COLUMNS, RESULT_ROWS
 from stillroom.telemetry.wording import as_number, clean, format_result, section, show
 from stillroom.training.answers import Asked, answer, asked_prompts, teacher_answers
 from stillroom.training.by_source import source_rows
@@ -95,7 +96,7 @@ def _hardly_moved(state: RunState, gain: float) -> str:
 
 
 # -- read again ------------------------------------------------------------------------------------
-# Read the written student again at the end of a run. Checkpoints are not read: they have checksums of their own.
+# Read the written student again at the end of a run. Checkpoints are not read: they have checksums.
 
 
 SUMMARY = "read_back"  # the entry in a run's summary
@@ -124,8 +125,8 @@ def _difference(found: ReadBack, num_rows: int) -> str:
     if not found.is_equal:
         return f"student/ is written, and read back it is not the trained student: {found.reason}"
     if found.compared == "tensors":
-        return "student/ was read back tensor by tensor, for want of memory for a copy: all are equal"
-    return f"student/ was read back: logits on {num_rows} rows differ by {found.difference:.1e} at most"
+        return Detail("student/ was read back tensor by tensor, as memory for a copy is lacking: all are equal")
+    return Detail(f"student/ was read back: logits on {num_rows} rows differ by {found.difference:.1e} at most")
 
 
 def refuse_changed(folder: Path, summary: Mapping[str, Any]) -> None:
@@ -139,7 +140,7 @@ def refuse_changed(folder: Path, summary: Mapping[str, Any]) -> None:
         summary=summary,
         advice=[
             "the trained weights are in the run's checkpoints: student/ is another model, compare it before you use it",
-            "another version of transformers may write this family rightly: pip install -U transformers",
+            "another version of transformers may write this family correctly: pip install -U transformers",
             "use a student of another family",
         ],
     )
@@ -223,6 +224,10 @@ def _cell(value: object) -> str:
 
 PROMPT_TOKENS = 32
 
+# For the announcement of how long saving takes, not measured on this disk.
+_BYTES_A_PARAMETER = 4
+_DISK_BYTES_A_SECOND = 2e8
+
 
 def make_samples(run: Run) -> list[dict[str, str]]:
     """Prompts with the answers of both models and the reference from the record."""
@@ -243,21 +248,25 @@ def make_samples(run: Run) -> list[dict[str, str]]:
     if wanted and teacher is not None and not can_generate(teacher.model):
         note(f"no samples of the teacher: {type(teacher.model).__name__} has no generate method")
         teacher = None
-    for number in range(wanted):
-        prompt, rest = beginning(rows, number * len(rows) // wanted)
-        options: dict[str, Any] = {"max_new_tokens": run.budget.sample_tokens, "note": note}
-        with run.precision.half_products():
-            student = generate(run.student.model, run.tokenizer, prompt, **options)
-        sample = {
-            "prompt": readable(run.tokenizer, prompt),
-            "student": student,
-            "reference": continuation(run.tokenizer, prompt, rest[: run.budget.sample_tokens]),
-        }
-        if teacher is not None:
-            asked = _as_teacher_reads(run, number * len(rows) // wanted, prompt)
-            with run.teacher.at_work():
-                sample["teacher"] = generate(teacher.model, run.teacher.tokenizer or run.tokenizer, asked, **options)
-        samples.append(sample)
+    with run.stages.stage("writing samples", wanted, unit="texts") as advance:
+        for number in range(wanted):
+            prompt, rest = beginning(rows, number * len(rows) // wanted)
+            options: dict[str, Any] = {"max_new_tokens": run.budget.sample_tokens, "note": note}
+            with run.precision.half_products():
+                student = generate(run.student.model, run.tokenizer, prompt, **options)
+            sample = {
+                "prompt": readable(run.tokenizer, prompt),
+                "student": student,
+                "reference": continuation(run.tokenizer, prompt, rest[: run.budget.sample_tokens]),
+            }
+            if teacher is not None:
+                asked = _as_teacher_reads(run, number * len(rows) // wanted, prompt)
+                with run.teacher.at_work():
+                    sample["teacher"] = generate(
+                        teacher.model, run.teacher.tokenizer or run.tokenizer, asked, **options
+                    )
+            samples.append(sample)
+            advance()
     return samples
 
 
@@ -327,7 +336,7 @@ def finish(run: Run, state: RunState, stop: Stop) -> Result:
         load_best(run, state)
         whose = f"that of step {state.best_step}" if state.best_step else "the one before training"
         run.log.write("note", text=f"the best student is {whose}, and it is the one kept")
-    # Compare with the teacher as it was given: trained gates would move the yardstick.
+    # Compare with the teacher as it was given: trained gates would change the measure.
     reference = run.teacher.original
     final = state.evaluated if is_last_best and reference is run.teacher else None
     if final is None:
@@ -339,11 +348,14 @@ def finish(run: Run, state: RunState, stop: Stop) -> Result:
     tokens = view_of_all(run)
     if not run.parallel.is_first:
         return Result(run.folder, dict(end))
-    save_student(run)
-    found = read_again(run)
-    run = whole_again(run)
-    run.teacher.training.save(run.folder)
-    save_tokens(run, tokens)
+    about = _BYTES_A_PARAMETER * run.num_student_parameters / _DISK_BYTES_A_SECOND
+    with run.stages.stage("saving the student and reading it back", about=about):
+        save_student(run)
+        found = read_again(run)
+        run = whole_again(run)
+        run.teacher.training.save(run.folder)
+    with run.stages.stage("comparing teacher and student token by token", about=0.0):
+        save_tokens(run, tokens)
     final, samples = _answered(run, state, final) if run.config.eval.num_prompts else (final, make_samples(run))
     for sample in samples:
         run.log.write("sample", **sample)
@@ -419,7 +431,7 @@ def _selected(run: Run, state: RunState) -> dict[str, float | None]:
 
 
 def label_taught_rows(events: Sequence[Event]) -> int:
-    """Positions of the applied steps that were taught by their labels, for want of a usable teacher."""
+    """Positions of the applied steps that were taught by their labels, where the teacher gave no usable answer."""
     kept = {event.get("step"): event for event in events if event.get("event") == "step" and _is_kept(event)}
     return sum(int(as_number(event.get("bad_teacher_rows")) or 0) for event in kept.values())
 
@@ -451,7 +463,7 @@ def _moment(event: Event) -> float | None:
 
 
 def result_or_error(result: Result) -> Result:
-    """The result; raise for a run that found no better student, or whose student was not written rightly."""
+    """The result; raise for a run that found no better student, or whose student was not written correctly."""
     if result.summary.get("status", DONE) == DONE:
         refuse_changed(result.folder, result.summary)
         return result

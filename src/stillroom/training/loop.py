@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from stillroom.core.errors import Interrupted
-from stillroom.core.types import LossWeights
+from stillroom.core.types import Batch, LossWeights
 from stillroom.doctor.diagnose import diagnose
 from stillroom.doctor.log_rules import Case
 from stillroom.doctor.rules import Finding, roots
@@ -143,6 +143,7 @@ def _steps(run: Run, state: RunState, stop: Stop) -> Iterator[StepOutcome]:
     if state.owes_evaluation:
         with _stoppable(run, state, stop):
             evaluate_and_save(run, state, run.last_loss_weights(state), is_eval=True, is_save=True)
+    is_first = True
     while state.applied < run.schedule.num_steps and not state.is_finished:
         if state.cursor in state.quarantined:
             state.cursor += 1
@@ -156,7 +157,8 @@ def _steps(run: Run, state: RunState, stop: Stop) -> Iterator[StepOutcome]:
         if gradients_due(run, state):
             found = within_memory(run, state, lambda: term_gradients(run, state, list(parts_of(window, state))))  # noqa: B023
             run.log.write("gradients", step=state.applied + 1, **found)
-        outcome = train_step(run, state, window)
+        outcome = _first_step(run, state, window) if is_first else train_step(run, state, window)
+        is_first = False
         state.seconds = already + time.monotonic() - start
         spent = Spent(time.monotonic() - began, loaded, time.process_time() - processor)
         run.log.write("step", **step_record(run, state, outcome, spent))
@@ -175,6 +177,13 @@ def _steps(run: Run, state: RunState, stop: Stop) -> Iterator[StepOutcome]:
                 check_state(run, state, outcome.evidence)  # a resumed run begins with the state saved here
                 record_rollback(run, state)
                 raise _StopHere
+
+
+def _first_step(run: Run, state: RunState, window: list[Batch]) -> StepOutcome:
+    """Take the first step of this start of the run, which compiles what is compiled."""
+    name, about = ("compiling the student", None) if run.student.is_compiled else ("taking the first step", 0.0)
+    with run.stages.stage(name, about=about):
+        return train_step(run, state, window)
 
 
 def gradients_due(run: Run, state: RunState) -> bool:
@@ -262,7 +271,8 @@ def evaluate_and_save(run: Run, state: RunState, loss_weights: LossWeights, *, i
     is_last = state.applied >= run.schedule.num_steps or state.is_finished
     is_worth_it = state.pace.is_save_worth_it(is_saving=run.saves.current is not None)
     if is_last or (is_save and run.parallel.broadcast(float(is_worth_it)) == 1.0):
-        save_checkpoint(run, state, is_awaited=is_last)
+        with run.stages.stage("saving a checkpoint", about=0.0):
+            save_checkpoint(run, state, is_awaited=is_last)
 
 
 # ---- Evaluation
@@ -322,9 +332,9 @@ def run_evaluation(
 
 def replicas_of(run: Run) -> dict[str, Tensor]:
     """Everything that is trained, by names that no two have."""
-    beside = dict(run.mix.projectors.named_parameters(prefix="projectors"))
+    projectors = dict(run.mix.projectors.named_parameters(prefix="projectors"))
     gates = {f"router.{name}": gate for name, gate in run.teacher.training.trained_weights().items()}
-    return {**weights_of(run.student.model), **beside, **gates}
+    return {**weights_of(run.student.model), **projectors, **gates}
 
 
 def judge_student(run: Run, state: RunState, result: Evaluation) -> None:
@@ -431,7 +441,7 @@ class Adviser:
     """A listener of the log that asks for a diagnosis after each evaluation and at the end.
 
     It keeps what a diagnosis reads in memory, so no evaluation reads the log again. A resumed run has what its log
-    holds, and what was said before is not said again.
+    holds, and advice is given once.
     """
 
     def __init__(self, log: EventLog) -> None:

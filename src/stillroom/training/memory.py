@@ -28,7 +28,7 @@ from stillroom.core.errors import OutOfMemory, StillroomError
 from stillroom.core.files import reason_of
 from stillroom.core.machine import main_memory
 from stillroom.core.shortages import is_out_of_memory
-from stillroom.core.types import Batch
+from stillroom.core.types import Batch, Detail
 from stillroom.losses.head.products import POOL
 from stillroom.losses.head.rows import forget_free_memory
 from stillroom.models import Student
@@ -48,7 +48,7 @@ from stillroom.training.checkpoint import (
     SnapshotRing,
     Snapshots,
 )
-from stillroom.training.evaluate import Evaluation, evaluate
+from stillroom.training.evaluate import Evaluation, evaluate, never_stop
 from stillroom.training.run import Run, RunState
 from stillroom.training.schedule import Curriculum
 from stillroom.training.trace import CASTS, DATA, GRADIENTS, HEAD, Micro, Sizes, StudentTrace, TeacherTrace, Traces
@@ -506,11 +506,12 @@ def find_micro_batch(run: Run, state: RunState) -> None:
     mode, otherwise = run.precision.mode, math.ceil(run.config.train.step_rows / ROWS_ON_CPU) if on_cpu else 1
     state.micro_batch_parts = _predicted(run, lambda shapes: auto_parts(run.config, shapes, mode), otherwise)
     if not on_cpu:  # main memory cannot be tried without swapping
-        within_memory(run, state, lambda: _try(run, state))
+        with run.stages.stage("finding the largest micro-batch that fits"):
+            within_memory(run, state, lambda: _try(run, state))
     rows, shortages = micro_batch_rows(run, state), state.shortages
     state.shortages = 0  # a trial is no fault
     why = f"larger than {ROWS_ON_CPU} are no faster on a CPU" if on_cpu else f"found in {shortages + 1} trials"
-    run.log.write("note", text=f"micro-batches of {rows:,} rows, {why}")
+    run.log.write("note", text=Detail(f"micro-batches of {rows:,} rows, {why}"))
 
 
 def _predicted(run: Run, ask: Callable[[Shapes], int], otherwise: int) -> int:
@@ -581,13 +582,28 @@ def within_memory(run: Run, state: RunState, work: Callable[[], T]) -> T:
 
 
 def evaluate_held_out(
-    run: Run, state: RunState, student: Student, *, read: Callable[[Batch], Batch] = lambda batch: batch, **options: Any
+    run: Run,
+    state: RunState,
+    student: Student,
+    *,
+    stage: str = "evaluating the student",
+    read: Callable[[Batch], Batch] = lambda batch: batch,
+    between: Callable[[], None] = never_stop,
+    **options: Any,
 ) -> Evaluation:
     """`evaluate` on the held-out batches, in parts that fit. `read` says how the model reads a batch."""
 
     def work() -> Evaluation:
         with run.parallel.gathered():
-            return evaluate(student, parts_of([read(batch) for batch in run.eval_batches()], state), **options)
+            parts = list(parts_of([read(batch) for batch in run.eval_batches()], state))
+            with run.stages.stage(stage, len(parts)) as advance:
+                finished = iter([lambda: None])  # `between` is called before each batch: before the first none is done
+
+                def count() -> None:
+                    between()
+                    next(finished, advance)()
+
+                return evaluate(student, parts, between=count, **options)
 
     return within_memory(run, state, work)
 

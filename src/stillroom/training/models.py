@@ -12,7 +12,7 @@ import torch
 
 from stillroom.config import Config
 from stillroom.core.errors import ConfigError
-from stillroom.core.types import BothNeeds
+from stillroom.core.types import BothNeeds, Detail
 from stillroom.data import Corpus, opening_difference
 from stillroom.losses.head.kernel import bf16_products
 from stillroom.losses.hidden import InnerObjective
@@ -46,6 +46,7 @@ from stillroom.teachers.build import (
     shared_vocabulary,
 )
 from stillroom.telemetry import EventLog
+from stillroom.telemetry.stages import Stages
 from stillroom.training.cpu_rates import LEAST_PARAMETERS, with_rates
 from stillroom.training.student import adapted, check_base, check_weights, cut_student, store_frozen, take_vocabulary
 
@@ -108,13 +109,14 @@ def load_models(
     parallel: Parallel | None = None,
     tell: Callable[[str], None] = lambda _text: None,
     begun_in: str = "",
+    stages: Stages | None = None,
 ) -> Models:
     """Load and probe both models, and check that they share a vocabulary.
 
     `folder` is the run's: a student cut from its teacher stores the choice of layers there. `begun_in` is the precision
     of a run that is continued.
     """
-    is_cut = config.student.init == "shrink"
+    is_cut, stages = config.student.init == "shrink", stages or Stages()
     check_teacher(config, device)
     notes: list[str] = []
     tokenizer, own_tokenizer = _tokenizers(config, notes, asks_teacher=needs_own_tokenizer(config))
@@ -124,13 +126,16 @@ def load_models(
         source = replace(source, own_tokenizer=own_tokenizer)
     kept = corpus = teacher = None
     if is_cut:
-        teacher = open_network(config, source, parallel)
-        cut, corpus = _cut(config, teacher.network, tokenizer, device, folder=folder, parallel=parallel, tell=tell)
+        with stages.stage(f"loading and checking the teacher {config.teacher.model}"):
+            teacher = open_network(config, source, parallel)
+        with stages.stage("cutting the student from the teacher"):
+            cut, corpus = _cut(config, teacher.network, tokenizer, device, folder=folder, parallel=parallel, tell=tell)
         kept = cut.kept_layers
         notes += cut.notes
         student = try_model(cut.model, tokenizer, name=student_name(config), role="student")
     else:
-        student = _opened(config, tokenizer)
+        with stages.stage(f"loading and checking the student {config.student.model}"):
+            student = _opened(config, tokenizer)
     adapter = None
     if config.student.adapter is not None:
         student, adapter = adapted(config, student, student_name(config))
@@ -143,7 +148,9 @@ def load_models(
     if is_bf16:
         source = find_source(config, device, folder, tokenizer, own_tokenizer, is_bf16=True)
     if source.is_loaded:
-        teacher = teacher or open_network(config, source, parallel)
+        if teacher is None:
+            with stages.stage(f"loading and checking the teacher {config.teacher.model}"):
+                teacher = open_network(config, source, parallel)
         if is_bf16:
             in_bf16(teacher.network)  # that of a cut student was read in FP32, for the student
     else:
@@ -194,7 +201,7 @@ def _tokenizers(config: Config, notes: list[str], *, asks_teacher: bool) -> tupl
     if config.student.vocabulary == "teacher":
         check_weights(config)
     else:
-        notes.append("the student brings no tokenizer: it takes the teacher's")
+        notes.append(Detail("the student brings no tokenizer: it takes the teacher's"))
     return teachers, teachers
 
 
@@ -238,7 +245,9 @@ def check_rows(models: Models, corpus: Corpus) -> list[str]:
         return []
     for role, model in loaded.items():
         check_packing(role, model)
-    return ["several records share a training row: attention and positions begin anew with each, which was tried"]
+    return [
+        Detail("several records share a training row: attention and positions restart with each, which was checked")
+    ]
 
 
 def _check_length(role: str, model: LoadedModel, longest: int) -> None:
@@ -260,7 +269,7 @@ def check_packing(role: str, model: LoadedModel) -> None:
             f"the {role} ({_name(model)}) cannot read several texts in one row: they change each "
             f"other's hidden states by {error:.2g} standard deviations",
             where="data.packing",
-            advice=["--set data.packing=rows gives each record a row of its own"],
+            advice=["--set data.packing=rows gives each record its own row"],
         )
 
 
@@ -436,7 +445,7 @@ def make_objectives(
             notes.append(f"{objective.name}: layers of the student to layers of the teacher, counted from 0: {pairs}")
     num_projected = sum(parameter.numel() for parameter in planned.projectors.parameters())
     if num_projected:
-        notes.append(f"projectors of {num_projected:,} parameters are trained beside the student and are no part of it")
+        notes.append(f"projectors of {num_projected:,} parameters are trained with the student and are not part of it")
     asked = union(objective.asked for objective in planned.objectives)
     if asked.student.attention_layers or asked.teacher.attention_layers:
         notes += _open_attention(asked, student, teacher, config.data.max_length)

@@ -86,7 +86,7 @@ def first_forward(run: Run, state: RunState, vocabularies: Mapping[str, str] | N
     )
     if doubt == "one_ahead":
         raise BrokenAtStart(
-            f"the {judge} finds the token after the target likelier than the target: {_format_means(means)}",
+            f"the {judge} predicts the token after the target better than the target: {_format_means(means)}",
             where="first batch",
             advice=[
                 "the labels lag behind by one position: check how the data is cut",
@@ -109,7 +109,7 @@ def _beginning(batch: Batch) -> Batch:
 _DOUBTS = {
     "unknown": "the first batch has too few neighbouring targets to test their alignment with the {}",
     "noise": "the {} does not tell the next token from its neighbours: it has not learned this text yet",
-    "one_back": "the {} finds each position's own input likelier than the next token, as an untrained model with tied "
+    "one_back": "the {} predicts each position's own input better than the next token, as an untrained model with tied "
     "embeddings does: the targets are the next inputs, so it is the model that does not predict",
 }
 
@@ -209,7 +209,7 @@ _COPIED_OUT = torch.ops.aten.split_with_sizes_copy  # gathered weights
 
 
 def _is_computed(func: Any) -> bool:
-    """Whether an operation returns numbers of its own: not memory as it was found, not a view, nothing gathered."""
+    """Whether an operation computes new numbers: not memory as it was found, not a view, nothing gathered."""
     packet = func.overloadpacket
     if packet in _UNWRITTEN or packet is _COPIED_OUT or func.namespace in _SENT:
         return False
@@ -334,7 +334,7 @@ def _spread(run: Run) -> float:
 # -- inputs ----------------------------------------------------------------------------------------
 # Compare what a resumed run reads with what it read before: the data as it was tokenised, and the models' files.
 #
-# Every checkpoint keeps the hashes. A run that goes on with other data or another teacher is another run, and nothing
+# Every checkpoint keeps the hashes. A run that continues with other data or another teacher is another run, and nothing
 # in its numbers would tell.
 
 
@@ -390,7 +390,7 @@ class InputCheck:
                 where=", ".join(dict.fromkeys(where[role] for role in changed)),
                 advice=[
                     "put them back as they were, and resume again",
-                    f"go on with the present ones: {ACCEPT}; the log and the report then say so",
+                    f"continue with the present ones: {ACCEPT}; the log and the report then say so",
                     "or begin again in another folder with --out",
                 ],
             )

@@ -267,7 +267,7 @@ def keep_window(
         folder.mkdir(exist_ok=True)
         _write(path, window, _facts(run, state, window, evidence, verdict, located))
     except OSError as error:
-        run.log.write("note", text=f"the batch cannot be kept in quarantine: {reason_of(error)}; the run goes on")
+        run.log.write("note", text=f"the batch cannot be kept in quarantine: {reason_of(error)}; the run continues")
         return None
     return path
 
@@ -553,7 +553,7 @@ def _advice(run: Run, step: int, evidence: Evidence | None = None) -> list[str]:
         told = not_finite_advice(teacher_dtype(run.config.teacher.dtype, run.device))
         advice += [f"the teacher's answers are not finite: {text}" for text in told]
     if evidence is not None and evidence.is_scale_at_floor:
-        advice.append("FP16 overflows in the student itself: --precision fp32, or bf16-mixed where the card has it")
+        advice.append("FP16 overflows in the student itself: --precision fp32, or bf16-mixed if the GPU has it")
     if evidence is not None and not math.isfinite(evidence.terms.get("ce", 0.0)):
         advice.append("the student's own logits are not finite: lower train.learning_rate by a factor of ten")
     return [

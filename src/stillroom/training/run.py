@@ -28,6 +28,7 @@ from stillroom.precision import AdamW, Precision
 from stillroom.precision.storage import local
 from stillroom.teachers import NO_TEACHER, Teacher
 from stillroom.telemetry import EventLog
+from stillroom.telemetry.stages import Stages
 from stillroom.training.checkpoint import CheckpointStore, DiskCopies, Mark, Saved, Saves, SnapshotRing, Snapshots
 from stillroom.training.evaluate import Evaluation, KeptAnswers, never_stop
 from stillroom.training.guard import Guard
@@ -188,7 +189,7 @@ def weight_peaks(run: Run) -> Tensor:
 
 @dataclass
 class TensorGroups:
-    """State beside the counters: saved as tensors and values of their own, or not saved."""
+    """State in addition to the counters: saved separately, or not saved."""
 
     best_weights: dict[str, Tensor] = field(default_factory=dict)
     before: dict[str, Any] = field(default_factory=dict)  # teacher and student before training, for the summary
@@ -303,7 +304,7 @@ def frozen_of(model: Any) -> dict[str, Tensor]:
 
 
 def projectors_of(run: Run) -> dict[str, Mapping[str, Tensor]]:
-    """The projectors that objectives train beside the student, as a group; empty where there are none."""
+    """The projectors that objectives train with the student, as a group; empty where there are none."""
     weights = weights_of(run.mix.projectors)
     return {"projectors": weights} if weights else {}
 
@@ -328,7 +329,7 @@ def capture(run: Run, state: RunState) -> Saved:
         "precision": run.precision.state_dict(),
         "guard": run.guard.state_dict(),
         "num_updates": run.optimizer.num_updates,
-        "before": strict(state.before),  # a yardstick may be infinite, which JSON cannot store
+        "before": strict(state.before),  # a metric may be infinite, which JSON cannot store
         "events": run.log.position if state.begun_at is None else state.begun_at,
         "processes": run.initial_world_size,
         "base": run.adapter.base_identity if run.adapter else None,  # the frozen weights are not in the checkpoint
@@ -545,6 +546,7 @@ class Run:
     adapter: Adapter | None = None  # in the student, where that is what is trained
     inputs: dict[str, dict[str, Any]] = field(default_factory=dict)  # hashes of data and models, for the checkpoints
     rollouts: Rollouts | None = None  # rounds of the student's own text
+    stages: Stages = field(default_factory=Stages)  # what is announced between steps
 
     @property
     def device(self) -> torch.device:

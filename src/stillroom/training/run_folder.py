@@ -83,7 +83,7 @@ class Inputs:
     def keep(self, folder: Path, *, is_resumed: bool, columns: Sequence[str] = ()) -> tuple[str, ...]:
         """Write the objects into a run's folder; for a resumed run, compare their digests. Return notes for the log.
 
-        `columns` are those of the data that the run's layout names: they are kept beside the usual fields.
+        `columns` are those of the data that the run's layout names: they are kept in addition to the usual fields.
         """
         if not self.models and not self.data:
             return ()
@@ -219,7 +219,7 @@ def resolved(config: Config, known: Mapping[str, Any], folder: Path) -> Config:
         if key in _keys(config) and isinstance(forms, Mapping) and _get(config, key) == forms.get("given"):
             absolute = str(forms["absolute"])
             if is_url(absolute) or not Path(absolute).is_absolute():
-                raise ValueError(f"paths.{key}.absolute is no path")  # an address is never reached by this way
+                raise ValueError(f"paths.{key}.absolute is not a path")  # an address is never reached by this way
             moved = os.path.normpath(folder.resolve() / str(forms["relative"]))
             changes[key] = moved if not _exists(absolute) and _exists(moved) else absolute
     return _with(config, changes)
@@ -491,7 +491,7 @@ def find_run(folder: Path, config: Config) -> tuple[bool, Config]:
         return False, config
     if not (folder / CONFIG).exists():
         raise ConfigError(
-            f"{folder} is not empty and holds no run of ours",
+            f"{folder} is not empty and not a Stillroom run folder",
             where="--out",
             advice=["choose another folder with --out", "nothing in it was touched"],
         )
@@ -549,7 +549,9 @@ def _read(folder: Path, contents: bytes | None = None, trust: Trust = NONE) -> t
     path = folder / CONFIG
     try:
         if contents is None and not path.exists():
-            raise ConfigError(f"{folder} holds no run: there is no config.json", advice=["give the folder of a run"])
+            raise ConfigError(
+                f"{folder} is not a Stillroom run folder: it has no config.json", advice=["give the folder of a run"]
+            )
         description = json.loads(path.read_bytes() if contents is None else contents)
         trust.check_table(description["config"], str(path))
         config, known = build(description["config"], str(path)), description.get("paths", {})

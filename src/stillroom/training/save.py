@@ -36,7 +36,7 @@ _COMPARED_LENGTH = 128
 def save_checkpoint(run: Run, state: RunState, *, is_awaited: bool = False) -> None:
     """Write a checkpoint, unless this state is saved already: in the background where the run does so.
 
-    `is_awaited`: it is whole when this returns. A full disk is logged and the run goes on; a deleted folder ends it.
+    `is_awaited`: it is whole when this returns. A full disk is logged and the run continues; a deleted folder ends it.
     """
     settle(run, state)
     moment = (state.applied, state.attempted, state.rollbacks, int(state.owes_evaluation))
@@ -57,7 +57,7 @@ def save_checkpoint(run: Run, state: RunState, *, is_awaited: bool = False) -> N
 
 
 def _writer(run: Run, state: RunState, *, in_background: bool) -> Callable[[], Path]:
-    """What writes the present state: a copy of it where the run goes on meanwhile."""
+    """What writes the present state: a copy of it if the run continues meanwhile."""
     run.check_folder()  # of the first process, which alone has a lock
     run.log.sync()  # a checkpoint stores its position in the log, which must survive a power cut
     saved = capture(run, state)
@@ -120,7 +120,7 @@ def save_student(run: Run) -> None:
 
 
 def _write_student(run: Run, folder: Path) -> str:
-    """Write the weights: an adapter merged, and itself beside them. Return what is to be said of that."""
+    """Write the weights: an adapter merged, and also alone. Return a note for the log."""
     if run.adapter is not None:
         ids = run.canary().input_ids[:_COMPARED_ROWS, :_COMPARED_LENGTH]
         return save_merged(_whole_adapter(run, run.adapter), folder, ids)

@@ -149,8 +149,8 @@ def start_note(
     wanted: ShrinkConfig, perplexity: float, vocab_size: int, teacher_perplexity: float | None = None
 ) -> str:
     """The perplexity right after the cut. A model that guesses has the size of the vocabulary as its perplexity."""
-    beside = "" if teacher_perplexity is None else f" (teacher {teacher_perplexity:,.4g})"
-    note = f"right after the cut the student's held-out perplexity is {perplexity:,.4g}{beside}"
+    compared = "" if teacher_perplexity is None else f" (teacher {teacher_perplexity:,.4g})"
+    note = f"right after the cut the student's held-out perplexity is {perplexity:,.4g}{compared}"
     if perplexity <= vocab_size:
         return note
     other = ", or set student.shrink.method = 'loss'" if wanted.method in ("even", "influence") else ""
@@ -185,7 +185,7 @@ def adapted(config: Config, loaded: LoadedModel, name: str) -> tuple[LoadedModel
 
 
 def _base_of(config: Config) -> tuple[str, list[str]]:
-    """What others can load the base from; empty, with a note, where it is in no folder of its own."""
+    """What others can load the base from; empty, with a note, where it has no folder."""
     student = config.student
     if student.init == "shrink":
         return "", ["adapter: its base is cut from the teacher and is in no folder: student/ is what can be used alone"]

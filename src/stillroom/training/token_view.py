@@ -1,8 +1,8 @@
 """Both models on a few held-out rows, token by token, for the report: `tokens.json` in the run's folder.
 
 For each token: how far the two distributions before it lie apart, what both gave the token that stands there, and
-their five likeliest. The distance is the total variation, the share of probability that would have to move: 0 if they
-are equal, 1 if they share no token. From stored answers it is taken over the likeliest tokens and the rest as one,
+their top five tokens. The distance is the total variation, the share of probability that would have to move: 0 if they
+are equal, 1 if they share no token. From stored answers it is taken over the top tokens and the rest as one,
 which is a lower bound. A few rows of bounded length, so the file stays below 300 kB.
 """
 
@@ -91,7 +91,7 @@ def token_view(run: Run) -> dict[str, Any] | None:
     finally:
         run.student.model.train(was_training)
     is_whole = isinstance(signal, DenseSignal)
-    kind = "the whole vocabulary" if is_whole else f"the teacher's {teacher.num_exact} likeliest stored tokens"
+    kind = "the whole vocabulary" if is_whole else f"the teacher's {teacher.num_exact} top stored tokens"
     return {"schema": SCHEMA, "compared": kind, "rows": rows, "texts": texts.known}
 
 
@@ -104,7 +104,7 @@ def why_not(signal: Signal | None, num_exact: int) -> str:
     if isinstance(signal, PairedSignal | PairedTokens):
         return "the teacher reads the text with another tokenizer: its tokens are not the student's"
     if not num_exact:
-        return "the stored answers are drawn tokens: the teacher's likeliest are not known"
+        return "the stored answers are sampled tokens: the teacher's top tokens are not known"
     if signal.temperature != 1.0:
         return f"the stored answers are at temperature {signal.temperature:g}: probabilities at 1 are not known"
     return ""
@@ -195,13 +195,13 @@ def _paired(ids: Tensor, log_probs: Tensor) -> list[list[tuple[int, float]]]:
 
 
 def _stored(signal: Signal | None, num_exact: int, part: slice) -> tuple[Tensor, Tensor]:
-    """(ids, probabilities) of the teacher's likeliest tokens, in order. [C, num_exact]"""
+    """(ids, probabilities) of the teacher's top tokens, in order. [C, num_exact]"""
     match signal:
         case TopKSignal():
             return signal.ids[part, :num_exact], signal.log_probs[part, :num_exact].exp()
         case SampledSignal():
             return signal.ids[part, :num_exact], signal.weights[part, :num_exact]
-    raise TypeError(f"{type(signal).__name__} is no stored answer")
+    raise TypeError(f"{type(signal).__name__} is not a stored answer")
 
 
 def _answer(numbers: Sequence[float], teacher: list[tuple[int, float]], student: list[tuple[int, float]]) -> Answer:
@@ -231,7 +231,7 @@ def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
 
 
 class _Texts:
-    """The text of each token that stands in a list of likeliest ones: decoded after another, to keep its space."""
+    """The text of each token in a list of top tokens: decoded after another, to keep its space."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.known: dict[str, str] = {}

@@ -53,7 +53,7 @@ def make_cache(
     """Write the teacher's answers to every row of a configuration's data. What is there already is kept.
 
     Several processes may be given the same command: they share the work. With `temperatures` the folder holds a cache
-    for each of them, and the teacher is asked once for all.
+    for each of them, and the teacher answers once for all.
     """
     places = _here(temperature_folders(config, out, temperatures))
     first = next(iter(places))
@@ -202,7 +202,7 @@ def import_cache(config: Config, out: Path, file: Path, kind: str) -> dict[str, 
             where=str(file),
             advice=[
                 "a row is answered by a record that begins with its very tokens: see data.bos and data.max_length",
-                "records in rows of their own: data.packing = 'rows'",
+                "one row for each record: data.packing = 'rows'",
             ],
         )
     size = max(tokenizer.get_vocab().values()) + 1

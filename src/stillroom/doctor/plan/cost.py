@@ -11,8 +11,6 @@ from typing import Any
 
 from stillroom.config import Config
 from stillroom.config.schema import ends
-from stillroom.core.errors import ConfigError
-from stillroom.precision.device import DeviceFacts
 from stillroom.precision.gpus import Gpu
 from stillroom.training.memory import Layout, cache_bytes
 from stillroom.training.trace import Sizes

@@ -75,7 +75,9 @@ def parse_bytes(text: str, where: str = "--device-memory") -> int:
     unit = _UNITS.get(amount[2].lower()) if amount else None
     if amount is None or unit is None or int(float(amount[1]) * unit) < 1:
         raise ConfigError(
-            f"{text!r} is no amount of memory", where=where, advice=[f"{where} 16GB, {where} 15.9GiB, {where} 800MB"]
+            f"{text!r} is not a memory size",
+            where=where,
+            advice=[f"{where} 16GB, {where} 15.9GiB, {where} 800MB"],
         )
     return int(float(amount[1]) * unit)
 
@@ -86,8 +88,8 @@ def find_target(device: str = "auto", device_memory: int | None = None, gpu: Gpu
     if gpu is not None:
         return Target(torch.device("cuda"), gpu.facts, device_memory or gpu.memory_bytes, main)
     if device == "auto" and device_memory is not None and not torch.cuda.is_available():
-        facts = DeviceFacts("cuda", "a card", True, device_memory)
-        note = "planned for a card with native bf16; --card T4 plans for one that has none, --device cpu for this CPU"
+        facts = DeviceFacts("cuda", "a GPU", True, device_memory)
+        note = "planned for a GPU with native bf16; --card T4 plans for one without, --device cpu for this CPU"
         return Target(torch.device("cuda"), facts, device_memory, main, notes=(note,))
     here = free_here(find_device(device))
     return replace(here, bound=device_memory or here.bound)
@@ -231,7 +233,7 @@ def _left_out(config: Config) -> list[str]:
     if inner := config.objectives.inner_weights:
         notes.append(f"not counted: hidden states and maps that {' and '.join(inner)} keep, and their projectors")
     if config.teacher.placement == "shard":
-        notes.append("not counted: a teacher that is no safetensors folder is whole in main memory at first")
+        notes.append("not counted: a teacher without safetensors files is loaded into main memory first")
     if config.teacher.router.mode != "frozen":
         notes.append(
             f"not counted: the backward pass of the teacher's gates, teacher.router.mode = {config.teacher.router.mode}"
@@ -280,8 +282,8 @@ class Fitted:
 def fit(config: Config, shapes: Shapes, bound: int) -> Fitted:
     """Apply changes until the run takes no more than `bound`, or none is left. One that saves nothing is not kept.
 
-    Predictions are off by a few per cent. So changes that cost time alone go on until a twentieth of the bound is left;
-    one that changes what is learned is made only where the run would not fit without it.
+    Predictions are off by a few per cent. So changes that cost time alone are made until a twentieth of the bound is
+    left; one that changes what is learned is made only where the run would not fit without it.
     """
     now = lay_out(config, shapes, chosen_mode(config, shapes)[0])
     if now.total <= bound:
@@ -344,7 +346,7 @@ def _recompute(config: Config, _now: Layout, _shapes: Shapes) -> Change | None:
 def _cache(config: Config, _now: Layout, shapes: Shapes) -> Change | None:
     if config.teacher.cache or config.teacher.server or not uses_teacher(config):
         return None
-    cost = "the teacher reads the data once before the run, disk, and only its likeliest tokens are kept"
+    cost = "the teacher reads the data once before the run, disk, and only its top tokens are kept"
     return Change({"teacher.cache": "auto"}, "the teacher's answers stored before the run", cost)
 
 
@@ -353,7 +355,7 @@ def _offload(config: Config, now: Layout, shapes: Shapes) -> Change | None:
     if not is_here or not shapes.target.is_gpu or config.teacher.quantisation != "none":
         return None
     return Change({"teacher.placement": "offload"}, "the teacher in main memory between its answers",
-                  "its weights are copied to the card for each micro-batch")  # fmt: skip
+                  "its weights are copied to the GPU for each micro-batch")  # fmt: skip
 
 
 def _stream(config: Config, now: Layout, _shapes: Shapes) -> Change | None:

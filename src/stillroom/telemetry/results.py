@@ -5,10 +5,13 @@ The figures of `stillroom eval` as rows are here for the page and the model card
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from stillroom.metrics.metrics import MIN_DOCUMENTS
+from stillroom.telemetry.record import read_object
 from stillroom.telemetry.wording import (
     Fields,
     Format,
@@ -65,8 +68,8 @@ def answer_rows(summary: Fields) -> list[tuple[str, Fields]]:
 # -- a run ---------------------------------------------------------------------------------------------
 
 
-def summary_lines(summary: Fields, report: object = None) -> list[str]:
-    """The result as a table, the checks, and the path of the report."""
+def summary_lines(summary: Fields, report: object = None, *, verbose: bool = False) -> list[str]:
+    """The result as a table, the checks, and the path of the report. Checks that passed are counted, or listed."""
     rows = [(label, section(summary, key)) for key, label in RESULT_ROWS if section(summary, key)]
     lines: list[str] = []
     if rows:
@@ -77,14 +80,47 @@ def summary_lines(summary: Fields, report: object = None) -> list[str]:
         ]
     lines += _interval_line(section(summary, "student"))
     lines += [clean(sentence) for sentence in items(summary, "story")]
-    for check in items(summary, "checks"):
-        if isinstance(check, Mapping):
-            word = "passed" if check.get("passed") else "failed"
-            detail = f": {clean(check['text'])}" if check.get("text") else ""
+    checks = [check for check in items(summary, "checks") if isinstance(check, Mapping)]
+    for check in checks:
+        word = "passed" if check.get("passed") else "failed"
+        detail = f": {clean(check['text'])}" if check.get("text") else ""
+        if verbose or word == "failed":
             lines.append(f"check {word}  {clean(check.get('name'))}{detail}")
+    if checks:
+        lines.append(f"checks passed  {sum(bool(check.get('passed')) for check in checks)} of {len(checks)}")
     if report is not None:
         lines.append(f"report  {clean(report)}")
     return lines
+
+
+_PROMPT_WIDTH = 40
+
+
+def next_commands(folder: object, prompt: str = "") -> list[tuple[str, str]]:
+    """(what for, command) of what to do with a finished run: try the student, then measure it, then export it.
+
+    A student with a chat template is talked to; another one continues the beginning of `prompt`, a held-out text.
+    """
+    name = shlex.quote(clean(folder))
+    start = next((line.strip() for line in prompt.splitlines() if line.strip()), "") or "The"
+    start = start if len(start) <= _PROMPT_WIDTH else start[:_PROMPT_WIDTH].rsplit(" ", 1)[0]
+    is_chat = _has_chat_template(Path(str(folder)) / "student")
+    talk = f"stillroom chat {name}" if is_chat else f"stillroom generate {name} --prompt {shlex.quote(start)}"
+    return [
+        ("try it", talk),
+        ("measure it", f"stillroom eval {name}"),
+        ("use it elsewhere", f"stillroom export {name} --out student"),
+    ]
+
+
+def next_lines(folder: object, prompt: str = "") -> list[str]:
+    return [f"{label:<18}{command}" for label, command in next_commands(folder, prompt)]
+
+
+def _has_chat_template(student: Path) -> bool:
+    if (student / "chat_template.jinja").exists():
+        return True
+    return "chat_template" in read_object(student / "tokenizer_config.json", [])
 
 
 def _interval_line(student: Fields) -> list[str]:

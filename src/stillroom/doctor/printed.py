@@ -50,7 +50,7 @@ def resume_lines(proof: Mapping[str, Any]) -> list[str]:
         f"{proof['steps']} steps without a break; the same killed before step {proof['killed_at']} and resumed from "
         f"step {proof['resumed_from']}; {proof['precision']}, {proof['seconds']:.0f} s",
     )
-    lines.append(f"beside  {proof['tensors']:,} tensors, {proof['bytes'] / 1e6:,.1f} MB, and the record of each step")
+    lines.append(f"compared  {proof['tensors']:,} tensors, {proof['bytes'] / 1e6:,.1f} MB, and the record of each step")
     if proof.get("refused"):
         lines.append(f"refused a run with other {', other '.join(proof['refused'])}")
     if proof["same"]:
