@@ -254,7 +254,9 @@ class Emulator:
         if name == "bar":
             return _barrier
         if name in ("ld", "st", "atom"):
-            return self._parameter(types, operands) if types[0] == "param" else self._access(name, types, operands, text)
+            return (
+                self._parameter(types, operands) if types[0] == "param" else self._access(name, types, operands, text)
+            )
         if name == "mov" and "{" in operands[0] + operands[1]:
             return _packed(types, operands)
         if name == "shfl":
@@ -377,8 +379,8 @@ class Emulator:
         wide = np.int64 if last[0] == "s" else np.uint64
         flush = _flushed if "ftz" in types else lambda value: value
         if name in ("mul", "mad") and "wide" in types:
-            return lambda x, y, z=0: x.astype(wide) * y.astype(wide) + wide(z) if np.ndim(z) == 0 else (
-                x.astype(wide) * y.astype(wide) + z
+            return lambda x, y, z=0: (
+                x.astype(wide) * y.astype(wide) + wide(z) if np.ndim(z) == 0 else (x.astype(wide) * y.astype(wide) + z)
             )
         if name == "mul" and "hi" in types:
             return lambda x, y: ((x.astype(wide) * y.astype(wide)) >> wide(32)).astype(kind)

@@ -22,6 +22,7 @@ from stillroom.models import Student
 from stillroom.models.load import not_finite_advice
 from stillroom.parallel import Parallel
 from stillroom.parallel.base import join
+from stillroom.precision.adamw import describe_update
 from stillroom.precision.device import deterministic, find_device, teacher_dtype
 from stillroom.telemetry import EventLog, SilentLog
 from stillroom.telemetry.trackers import open_tracking
@@ -453,7 +454,8 @@ def _announce(
         },
     )
     notes = (*notes, *unused_strategy(config, run.parallel))
-    for text in (*notes, *models.notes, *run.teacher.notes, *run.mix.notes(run.device.type)):
+    said = (*run.mix.notes(run.device.type), *describe_update(run.device))
+    for text in (*notes, *models.notes, *run.teacher.notes, *said):
         run.log.write("note", text=text)
     if saved is not None:
         for reason in saved.rejected:

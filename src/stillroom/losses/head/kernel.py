@@ -12,7 +12,6 @@ import atexit
 import ctypes
 import functools
 import hashlib
-import importlib.util
 import os
 import platform
 import shutil
@@ -29,6 +28,7 @@ import torch
 from torch import Tensor
 
 from stillroom.core.errors import ConfigError
+from stillroom.core.launch import first_line, triton_doubt
 from stillroom.core.types import SampledSignal, TopKSignal
 from stillroom.losses import divergences
 from stillroom.losses.divergences import Divergence
@@ -585,7 +585,9 @@ def _inductor(device: torch.device) -> KernelChoice:
     capability = torch.cuda.get_device_capability(device)
     if capability < LEAST_CAPABILITY:
         least, own = (".".join(map(str, pair)) for pair in (LEAST_CAPABILITY, capability))
-        return KernelChoice(PlainKernel(), f"the GPU has compute capability {own}, and inductor serves {least} and more")
+        return KernelChoice(
+            PlainKernel(), f"the GPU has compute capability {own}, and inductor serves {least} and more"
+        )
     return try_fused(device)
 
 
@@ -595,15 +597,7 @@ def _doubt_of(device: torch.device) -> str:
     if capability < LEAST_FOR_TRITON:
         least, own = (".".join(map(str, pair)) for pair in (LEAST_FOR_TRITON, capability))
         return f"the GPU has compute capability {own}, and Triton's code serves {least} and more"
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
-    import triton
-
-    try:
-        triton.runtime.driver.active.get_current_target()
-    except (RuntimeError, OSError) as error:
-        return f"Triton finds no driver: {str(error).strip().partition(chr(10))[0]}"
-    return ""
+    return triton_doubt()
 
 
 class _Later:
@@ -614,9 +608,7 @@ class _Later:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def run(
-        self, student: Logits, teacher: TeacherRows | None, rows: RowRecord, plan: RowPlan
-    ) -> GradientRows | None:
+    def run(self, student: Logits, teacher: TeacherRows | None, rows: RowRecord, plan: RowPlan) -> GradientRows | None:
         return _inductor(self._device).kernel.run(student, teacher, rows, plan)
 
 
@@ -637,7 +629,7 @@ def try_triton(device: torch.device) -> KernelChoice:
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, OSError, ImportError, TritonError) as error:
-            doubts.append(f"{kernel.name}: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+            doubts.append(f"{kernel.name}: {type(error).__name__}: {first_line(error)}")
             continue
         if agrees:
             right.append(kernel)

@@ -240,7 +240,13 @@ class HalfMultiplier:
         if gradient.lifts is None and _has_wide_sums(hidden.device, self._dtype):
             # One power for all rows is cuBLAS's alpha, and the sum over chunks its beta: [V, D] is written once a chunk.
             torch.addmm(
-                out, gradient.values.t(), hidden, out_dtype=torch.float32, beta=int(adds), alpha=2.0**-gradient.lift, out=out
+                out,
+                gradient.values.t(),
+                hidden,
+                out_dtype=torch.float32,
+                beta=int(adds),
+                alpha=2.0**-gradient.lift,
+                out=out,
             )
             return
         power: Tensor | float | None = 2.0**-gradient.lift if gradient.lift else None
