@@ -10,8 +10,8 @@ checked that no interpreter of the source language sees:
 - accesses outside of the kernel's memory, and unaligned ones, which are errors;
 - sectors of 32 bytes that each warp's access touches, as L1 counts them. Hits in L1 and L2 are not modelled.
 
-Instructions that are not listed here are errors. The approximate ones (ex2, div.full, rcp, lg2) get an error drawn up to
-the largest that NVIDIA documents. Time is not modelled, and SASS is not executed: ptxas comes after PTX.
+Instructions that are not listed here are errors. The approximate ones (ex2, div.full, rcp, lg2) get an error drawn up
+to the largest that NVIDIA documents. Time is not modelled, and SASS is not executed: ptxas comes after PTX.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Builds a kernel of ours for a GPU that is not here, and runs the PTX it would be given on a CPU (`ptx.py`).
 
 A `Launch` is what the product starts on a device; here the same kernel with the same arguments is compiled as Triton's
-launcher would specialise it: sizes and addresses that are multiples of 16 are known to be so, a size of 1 is a constant.
+launcher would specialise it: sizes and addresses that are multiples of 16 are known to be so, and a size of 1 is a
+constant.
 """
 
 from __future__ import annotations

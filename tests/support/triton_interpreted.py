@@ -85,8 +85,9 @@ def odd_rows() -> dict[str, dict[str, list[float]]]:
                              torch.zeros(7, dtype=torch.bool))  # fmt: skip
             plan = RowPlan(RowCase("jsd").plan.divergence, True, False, True, False)
             kernel.run(Logits(student), Logits(teacher), rows, plan)
-            answers.append({"kd": rows.kd.tolist(), "ce": rows.ce.tolist(), "is_bad": rows.is_bad.tolist(),
-                            "gradient": student[:5].flatten().tolist(), "spoiled": student[5:].isfinite().tolist()})  # fmt: skip
+            answer = {"kd": rows.kd, "ce": rows.ce, "is_bad": rows.is_bad, "gradient": student[:5].flatten()}
+            answer["spoiled"] = student[5:].isfinite()
+            answers.append({key: value.tolist() for key, value in answer.items()})
         found[name] = answers
     return found
 
@@ -98,8 +99,8 @@ def whole_head() -> dict[str, dict[str, float]]:
     for name, options in (("one power", {}), ("row powers", {"token_weights": torch.ones(48)})):
         _, expected = exact(near_convergence(-20.0, torch.float16, 1.0), 1.0)
         with (
-            mock.patch.object(products, "multiplies_half", lambda device: True),
-            mock.patch.object(loss, "choose_kernel", lambda *_: choice),
+            mock.patch.object(products, "multiplies_half", return_value=True),
+            mock.patch.object(loss, "choose_kernel", return_value=choice),
         ):
             answer = gradients(near_convergence(-20.0, torch.float16, 1.0), temperature=1.0, **options)
         found[name] = {key: distance(value, expected[key]) for key, value in answer.items()}

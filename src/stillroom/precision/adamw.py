@@ -236,7 +236,7 @@ class AdamW:
         Moment.write_all(seconds, second, bits.get("second"))
 
     def _update_at_once(self, bucket: list[_Cell], rate: float, factor: float) -> bool:
-        """Update by one launch that unscales, updates and writes FP16 copies. False: the kernel does not serve these."""
+        """Update by one launch that unscales and writes FP16 copies too. False: the kernel does not serve these."""
         from stillroom.precision import adamw_triton
 
         kind = type(bucket[0].storage)

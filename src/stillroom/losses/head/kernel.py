@@ -569,7 +569,7 @@ def describe_kernel(name: str, divergence: Divergence, device_type: str) -> str:
 
 @functools.cache
 def _fused(device: torch.device) -> KernelChoice:
-    """The Triton kernel, else what torch.compile makes of the plain one, each tried on the device; else the plain one."""
+    """The Triton kernel, else what torch.compile makes of the plain one, else that one; each tried on the device."""
     doubt = _doubt_of(device)
     if doubt:
         return KernelChoice(PlainKernel(), doubt)
@@ -596,7 +596,7 @@ def _doubt_of(device: torch.device) -> str:
     capability = torch.cuda.get_device_capability(device)
     if capability < LEAST_FOR_TRITON:
         least, own = (".".join(map(str, pair)) for pair in (LEAST_FOR_TRITON, capability))
-        return f"the GPU has compute capability {own}, and Triton's code serves {least} and more"
+        return f"the GPU has compute capability {own}, and Triton serves from {least} on"
     return triton_doubt()
 
 

@@ -1,6 +1,6 @@
 """The row kernel in Triton: one launch a chunk, the gradient written in half over the student's own logits.
 
-`_rows_in_passes` gives a row to one block, which reads it once for its normalisers (forward KL: for its value too), once
+`_rows_in_passes` gives a row to one block, which reads it once for its normalisers (and the value of forward KL), once
 more for the sums of a divergence that needs a pull-back, and once to write the gradient. `_rows_at_once` cuts a row
 among several blocks: each keeps its part in registers, the parts' sums meet in memory, and the row is read once.
 `_sparse_rows` is for teachers that answer with a few tokens and reads the student's row twice.
