@@ -18,6 +18,7 @@ from stillroom.data import Corpus, Loader, open_data
 from stillroom.losses.mix import Clamps, Mix, Planned
 from stillroom.parallel import Parallel
 from stillroom.precision import AdamW, ParameterGroup, Precision, resolve
+from stillroom.precision.policy import needs_fp32_weights
 from stillroom.teachers.base import RunContext, Teacher
 from stillroom.teachers.build import build_teacher, num_trained_by_teacher
 from stillroom.telemetry import EventLog
@@ -166,7 +167,8 @@ def make_precision(config: Config, models: Models, device: torch.device, begun_i
     num_parameters = sum(parameter.numel() for parameter in models.student.parameters() if parameter.requires_grad)
     num_parameters += num_trained_by_teacher(config, models.teacher)
     asked = config.precision
-    return resolve(asked.mode, device, config=asked, num_parameters=num_parameters, begun_in=begun_in)
+    is_wide = needs_fp32_weights(config)
+    return resolve(asked.mode, device, config=asked, num_parameters=num_parameters, begun_in=begun_in, is_wide=is_wide)
 
 
 def make_optimizer(student: Any, precision: Precision, config: Config, planned: Planned) -> AdamW:

@@ -141,7 +141,7 @@ def check(vocabulary: int, options: dict[str, Any]) -> None:
     run = executed(case)
     assert not run.races
     assert case.errors().halves < 1.01
-    assert case.errors().row_sum < 1e-6
+    assert case.errors().row_sum < 3e-6  # 1e-4 without what rounding took
 
 
 @pytest.mark.parametrize(("vocabulary", "options"), cases((9_003,)))
