@@ -6,10 +6,14 @@ Tests compile and execute as PTX what the product would start on a device.
 from __future__ import annotations
 
 import importlib.util
+import subprocess
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
+
+
+_FAILURES = (RuntimeError, OSError, ImportError, AssertionError, subprocess.SubprocessError)
 
 
 @dataclass(frozen=True)
@@ -35,9 +39,16 @@ def triton_doubt() -> str:
 
     try:
         triton.runtime.driver.active.get_current_target()
-    except (RuntimeError, OSError) as error:
+    except _FAILURES as error:
         return f"Triton finds no driver: {first_line(error)}"
     return ""
+
+
+def triton_failures() -> tuple[type[Exception], ...]:
+    """What Triton, ptxas, the C compiler of its launcher or the driver raise where a kernel cannot be built or started."""
+    from triton.errors import TritonError
+
+    return (*_FAILURES, TritonError)
 
 
 def first_line(error: BaseException) -> str:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw as adamw_update
 
-from stillroom.core.launch import first_line, triton_doubt
+from stillroom.core.launch import first_line, triton_doubt, triton_failures
 from stillroom.precision import storage as rounding
 from stillroom.precision.storage import Direct, Gathered, Master, Moment, Storage, in_fp32, local
 
@@ -339,15 +339,13 @@ def choose_update(device: torch.device) -> UpdateChoice:
         return UpdateChoice(False, "the kernel serves CUDA devices")
     if doubt := triton_doubt():
         return UpdateChoice(False, doubt)
-    from triton.errors import TritonError
-
     from stillroom.precision import adamw_triton
 
     try:
         agrees = adamw_triton.agrees(device, _fused_update)
     except torch.OutOfMemoryError:
         raise
-    except (RuntimeError, OSError, ImportError, TritonError) as error:
+    except triton_failures() as error:
         return UpdateChoice(False, f"the Triton kernel failed: {type(error).__name__}: {first_line(error)}")
     return UpdateChoice(agrees, "tried" if agrees else "the Triton kernel's numbers differ from torch's")
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from stillroom.core.errors import ConfigError
-from stillroom.core.launch import first_line, triton_doubt
+from stillroom.core.launch import first_line, triton_doubt, triton_failures
 from stillroom.core.types import SampledSignal, TopKSignal
 from stillroom.losses import divergences
 from stillroom.losses.divergences import Divergence
@@ -614,8 +614,6 @@ class _Later:
 
 def try_triton(device: torch.device) -> KernelChoice:
     """Compare both forms of the Triton kernel with the plain kernel on a device, and take the faster right one."""
-    from triton.errors import TritonError
-
     from stillroom.losses.head.kernel_triton import TritonKernel
 
     num_blocks = 0  # the form in one pass orders its blocks by acquiring loads, which older GPUs do not have
@@ -628,7 +626,7 @@ def try_triton(device: torch.device) -> KernelChoice:
             agrees = all(_agree(kernel, PlainKernel(), device, *size) for size in _TRIALS)
         except torch.OutOfMemoryError:
             raise
-        except (RuntimeError, OSError, ImportError, TritonError) as error:
+        except triton_failures() as error:
             doubts.append(f"{kernel.name}: {type(error).__name__}: {first_line(error)}")
             continue
         if agrees:
@@ -656,7 +654,7 @@ def _milliseconds(kernel: RowKernel, device: torch.device) -> float:
     plan = RowPlan(divergences.make("forward_kl"), True, True, True, False)
     found = []
     for _ in range(4):
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
         marks[0].record()
         kernel.run(Logits(student, half=HalfRequest(torch.float16)), Logits(teacher), rows, plan)
         marks[1].record()

@@ -667,14 +667,18 @@ def prepare(
     lost = torch.empty((num_rows, num_parts if is_cut else 1), device=raw.device)
     if gradient is not None:
         gradient = replace(gradient, lost=lost)
-    arguments = {
+    arguments: dict[str, Any] = {
         "student": raw, "out": out, "targets": rows.targets, "temperatures": rows.temperatures,
         "kd_weights": rows.kd_weights, "ce_weights": rows.ce_weights, "powers": _powers(gradient, raw), "kd": rows.kd,
         "ce": rows.ce, "is_bad": rows.is_bad.view(torch.int8), "lost": lost, "stride": raw.stride(0),
         "out_stride": out.stride(0), "num_tokens": num_tokens, "padded": width, "scale": float(student.scale),
         "cap": float(student.softcap or 0.0), "a": member.a, "b": member.b,
     }  # fmt: skip
-    constants = {"DIVERGENCE": member.number, "GRADIENT": plan.wants_student, "HAS_CAP": student.softcap is not None}
+    constants: dict[str, Any] = {
+        "DIVERGENCE": member.number,
+        "GRADIENT": plan.wants_student,
+        "HAS_CAP": student.softcap is not None,
+    }
     if isinstance(teacher, TopKSignal | SampledSignal):
         arguments |= _kept(teacher, rows, plan, num_tokens)
         constants |= {"SAMPLED": isinstance(teacher, SampledSignal), "BLOCK": _BLOCK,
